@@ -102,7 +102,7 @@ def with_library(
         for images, labels in batches:
             next(indices)
             loss = nn.functional.cross_entropy(model(images), labels)
-            optimizer.backward(loss) if by == "fsdp" else loss.backward()
+            optimizer.backward(loss)
             if logs:
                 optimizer.log(loss=loss)
             optimizer.step()

@@ -204,7 +204,7 @@ def test_the_samples_of_a_skipped_update_do_not_count(skipped: set[int], by_nois
                 loss.backward()
                 run.optimizer.step()
             else:
-                scaler.scale(loss).backward()
+                run.optimizer.backward(loss, scaler=scaler)
                 scaler.step(run.optimizer)
                 scaler.update()
     assert run.optimizer.samples == 40

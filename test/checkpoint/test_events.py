@@ -109,7 +109,7 @@ def test_a_skipped_update_is_an_event(tmp_path: Path) -> None:
     with checkpoint(tmp_path, run) as saves:
         while run.optimizer.updates < 3:
             loss = run.loss(next(rows)) * (torch.inf if run.optimizer.updates == 1 else 1)
-            run.optimizer.backward(scaler.scale(loss))
+            run.optimizer.backward(loss, scaler=scaler)
             scaler.step(run.optimizer)
             scaler.update()
             saves.step()

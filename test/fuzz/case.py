@@ -46,8 +46,8 @@ FEATURES = {
     "workers": 0.002,
     "zero_grad": 0.4,
     "stray_backward": 0.15,  # a backward() for no microbatch between two steps, then optimizer.zero_grad()
-    "stray_inside": 0.1,  # the same inside a step: an error unless gradients are buffered
-    "buffered": 0.2,
+    "stray_inside": 0.1,  # the same inside a step: no effect, or an error
+    "clears": 0.2,
     "discard": 0.2,
     "save_inside": 0.1,  # state_dict() inside a step raises
     "set_epoch": 0.15,  # of the epoch under way
@@ -155,7 +155,7 @@ class Case:
     noise: str | None
     max_grad_norm: float | None
     reduction: str
-    buffered: bool  # accumulation="buffered"
+    clears: bool  # whether the loop calls optimizer.zero_grad() before each microbatch
     loss_scale: float
     decay: float  # of the user's lr after every update
     poisoned: int | None

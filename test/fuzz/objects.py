@@ -95,7 +95,6 @@ def create_optimizer(
     backend: Backend,
 ) -> vbs.CustomOptimizer:
     options: dict[str, Any] = {"find_unused_parameters": True} if case.find_unused else {}
-    options |= {"accumulation": "buffered"} if case.buffered else {}
     return vbs.CustomOptimizer(
         inner,
         sampler,

@@ -249,6 +249,8 @@ class Rank:
 
     def backward(self, rows: list[int]) -> None:
         loss = self.data.loss(self.model, rows, self.case.reduction, of_tokens=self.case.counts)
+        if self.case.clears:
+            self.optimizer.zero_grad()
         if self.case.backward:
             self.optimizer.backward(loss * self.case.loss_scale)
         else:
@@ -338,7 +340,7 @@ class Rank:
         try:
             self.optimizer.zero_grad()
         except RuntimeError:
-            if not self.open_rows or self.case.buffered or self.case.measures_noise:
+            if not self.open_rows:
                 raise
             self.discard()
             return True

@@ -32,7 +32,6 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"reduction": "sum"},
     {"max_grad_norm": 0.5},
     {"grad_norm": True},
-    {"accumulation": "buffered"},
     {"noise": "microbatches"},
     {"noise": "differenced"},
 )
@@ -109,7 +108,7 @@ def counted(ddp: bool) -> dict[str, Any]:
     logged = []
     for indices in run.sampler:
         loss, count = run.loss(indices), sum(index + 1 for index in indices)
-        loss.backward()
+        run.optimizer.backward(loss)
         run.optimizer.log(loss=loss / count)
         if run.optimizer.step(count=count):
             logged.append(float(run.optimizer.logged["loss"]))
@@ -165,7 +164,7 @@ def hooked(ddp: bool) -> dict[str, list[Array]]:
 def laid_out(ddp: bool) -> dict[str, list[Array]]:
     """Parameters that are not contiguous, as of convolutions in channels_last, apart from `.grad`."""
     found = {}
-    for options in ({}, {"accumulation": "buffered"}, {"noise": "microbatches"}):
+    for options in ({}, {"noise": "microbatches"}):
         model: Any = nn.Sequential(
             nn.Unflatten(1, (3, 1, 1)), nn.Conv2d(3, 4, 3, padding=1), nn.Flatten(), nn.Linear(4, 2)
         )
@@ -212,7 +211,7 @@ def two_optimizers(ddp: bool) -> dict[str, list[Array]]:
     given: dict[str, Any] = {"model": module} if ddp and dist.is_initialized() else {}
     other = vbs.RootRuleOptimizer(torch.optim.AdamW(second, **ADAM), run.sampler, REF, backend=here(), **given)
     for indices in run.sampler:
-        run.loss(indices).backward()
+        run.optimizer.backward(run.loss(indices), others=[other])
         run.optimizer.step()
         other.step()
         if other.updates == len(ODD):
@@ -269,9 +268,7 @@ def gan(ddp: bool) -> dict[str, list[Array]]:
     sampler = vbs.CustomSampler(40, [4, 12, 3, 9, 12], minibatch_size=2, on_end="hold", fixed_shape=False)
     modules = own.discriminator, own.generator
     optimizers = [
-        vbs.ConstantOptimizer(
-            torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.5), sampler, accumulation="buffered", model=module
-        )
+        vbs.ConstantOptimizer(torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.5), sampler, model=module)
         for module in modules
     ]
     for rows in sampler:

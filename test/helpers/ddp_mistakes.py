@@ -28,8 +28,9 @@ def _with_hook() -> DistributedDataParallel:
 
 def _bare_forward() -> None:
     run = training(model=wrapped(), backend=here())
-    run.model = run.model.module  # type: ignore[assignment]
-    run.run(1)
+    for indices in run.sampler:
+        run.optimizer.backward(run.model.module(run.x[indices]).sum())  # type: ignore[operator, union-attr]
+        run.optimizer.step()
 
 
 def _bare_forward_with_a_hook() -> None:
@@ -81,12 +82,15 @@ def _parameter_outside() -> None:
     training(model=wrapped(), inner=lambda own, **rest: torch.optim.SGD([*own, other], **SGD), backend=here())
 
 
-def _hook_and_noise() -> None:
-    training(vbs.AdaScaleOptimizer, model=_with_hook(), backend=here())
+def _plain_backward() -> None:
+    run = training(sizes=[50], model=wrapped(), backend=here())
+    for indices in run.sampler:
+        run.loss(indices).backward()
+        run.optimizer.step()
 
 
-def _hook_and_plain_backward() -> None:
-    training(sizes=[50], model=_with_hook(), backend=here()).run(1)
+def _several_microbatches_in_half_precision() -> None:
+    training(sizes=[50], model=wrapped(network(torch.bfloat16)), dtype=torch.bfloat16, backend=here()).run(1)
 
 
 def _static_graph() -> None:
@@ -100,35 +104,41 @@ def _scale_unknown_in_backward() -> None:
         scaler.step(run.optimizer)
 
 
-def _two_optimizers_under_a_scaler() -> None:
+def _two_optimizers(**given: Any) -> None:
     model = wrapped()
     first, second = list(model.parameters())[:2], list(model.parameters())[2:]
     run = training(sizes=[50], model=model, inner=lambda _, **own: torch.optim.SGD(first, **own), backend=here())
-    other = vbs.ConstantOptimizer(torch.optim.SGD(second, **SGD), run.sampler, model=model, backend=here())
-    scaler = torch.amp.GradScaler("cpu")
+    sampler = given.pop("sampler", run.sampler)
+    other = vbs.ConstantOptimizer(torch.optim.SGD(second, **SGD), sampler, model=model, backend=here(), **given)
     for indices in run.sampler:
-        run.optimizer.backward(run.loss(indices), scaler=scaler)
-        scaler.step(run.optimizer)
-        scaler.step(other)
+        run.optimizer.backward(run.loss(indices), others=[other] if given else ())
+        run.optimizer.step()
+        other.step()
 
 
-def _unknown_wrapper(*, unscale: bool) -> None:
-    run, scaler = training(sizes=[50], backend=here()), torch.amp.GradScaler("cpu", init_scale=8.0)
-    run.model = wrapped(run.model)
+def _an_optimizer_that_is_not_named() -> None:
+    _two_optimizers()
+
+
+def _optimizers_of_other_reductions() -> None:
+    _two_optimizers(reduction="sum")
+
+
+def _unknown_wrapper(*, carried: bool) -> None:
+    run = training(sizes=[50], backend=here())
+    model = wrapped(run.model)
     for indices in run.sampler:
-        scaler.scale(run.loss(indices)).backward()
-        if unscale:
-            scaler.unscale_(run.optimizer)
-        scaler.step(run.optimizer)
-        scaler.update()
+        loss = (model(run.x[indices]) - run.target[indices]).square().mean()
+        run.optimizer.backward(loss) if carried else loss.backward()
+        run.optimizer.step()
 
 
 def _wrapper_that_the_optimizer_does_not_know() -> None:
-    _unknown_wrapper(unscale=False)
+    _unknown_wrapper(carried=False)
 
 
-def _wrapper_that_the_optimizer_does_not_know_and_unscale() -> None:
-    _unknown_wrapper(unscale=True)
+def _wrapper_that_the_optimizer_does_not_know_and_backward() -> None:
+    _unknown_wrapper(carried=True)
 
 
 def _other_ranks() -> None:
@@ -149,7 +159,7 @@ def _gan(zero: bool) -> None:
         own.discriminator(own.generator(own.noise[rows])).sum().backward()
         if zero:
             optimizer.zero_grad()
-        own.loss_d(rows).backward()
+        optimizer.backward(own.loss_d(rows))
         optimizer.step()
 
 
@@ -174,28 +184,23 @@ def _zero_grad_before_the_last_microbatch() -> None:
     run = training(sizes=[8 * dist.get_world_size()], model=wrapped(), backend=here())
     for indices in run.sampler:
         run.model.zero_grad()
-        run.loss(indices).backward()
+        run.optimizer.backward(run.loss(indices))
         run.optimizer.step()
 
 
 def _clipped_in_the_loop() -> None:
     run = training(sizes=[50], minibatch_size=64, model=wrapped(), backend=here())
     for indices in run.sampler:
-        run.loss(indices).backward()
+        run.optimizer.backward(run.loss(indices))
         nn.utils.clip_grad_norm_(run.model.parameters(), 1e-3)
         run.optimizer.step()
 
 
 def _earlier_optimizer_of_the_same_parameters() -> None:
-    model = wrapped()
-    earlier, later = (training(sizes=[50], minibatch_size=64, model=model, backend=here()) for _ in range(2))
+    model, several = wrapped(), 8 * dist.get_world_size()
+    earlier, later = (training(sizes=[size], model=model, backend=here()) for size in (several, 1))
+    later.run(1)
     earlier.run(1)
-    assert later
-
-
-def _complex_parameters() -> None:
-    model = nn.Linear(2, 2, dtype=torch.complex64)
-    training(model=wrapped(model), backend=here())
 
 
 def _not_a_model() -> None:
@@ -206,11 +211,12 @@ def _not_a_model() -> None:
 ERRORS: tuple[Callable[[], None], ...] = (
     _bare_forward, _bare_forward_with_a_hook, _all_forwards_before_the_backwards,
     _all_forwards_before_the_backwards_with_a_hook, _no_backward_of_a_replay, _graph_of_the_gradients,
-    _frozen_when_wrapped, _parameter_outside, _hook_and_noise, _hook_and_plain_backward, _static_graph,
-    _scale_unknown_in_backward, _two_optimizers_under_a_scaler, _wrapper_that_the_optimizer_does_not_know,
-    _wrapper_that_the_optimizer_does_not_know_and_unscale, _other_ranks, _unused_parameters, _gan_with_zero_grad,
-    _gan_without_zero_grad, _second_backward, _zero_grad_before_the_last_microbatch, _clipped_in_the_loop,
-    _earlier_optimizer_of_the_same_parameters, _complex_parameters, _not_a_model,
+    _frozen_when_wrapped, _parameter_outside, _plain_backward, _several_microbatches_in_half_precision, _static_graph,
+    _scale_unknown_in_backward, _an_optimizer_that_is_not_named, _optimizers_of_other_reductions,
+    _wrapper_that_the_optimizer_does_not_know, _wrapper_that_the_optimizer_does_not_know_and_backward, _other_ranks,
+    _unused_parameters, _gan_with_zero_grad, _gan_without_zero_grad, _second_backward,
+    _zero_grad_before_the_last_microbatch, _clipped_in_the_loop, _earlier_optimizer_of_the_same_parameters,
+    _not_a_model,
 )  # fmt: skip
 
 

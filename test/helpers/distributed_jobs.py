@@ -124,7 +124,7 @@ def collectives(folder: Path) -> list[dict[torch.dtype, int]]:
         scaler = torch.amp.GradScaler("cpu", init_scale=1.0, enabled=enabled)
         with count_collectives() as calls:
             for indices in run.sampler:
-                scaler.scale(run.loss(indices)).backward()
+                run.optimizer.backward(run.loss(indices), scaler=scaler)
                 updated = scaler.step(run.optimizer)
                 scaler.update()
                 if updated:
@@ -165,7 +165,7 @@ def overflow_on_rank_1(folder: Path) -> Any:
     updates = 0
     for number, indices in enumerate(run.sampler):
         factor = torch.inf if (number, dist.get_rank()) == (0, 1) else 1.0
-        scaler.scale(run.loss(indices) * factor).backward()
+        run.optimizer.backward(run.loss(indices) * factor, scaler=scaler)
         updates += scaler.step(run.optimizer)
         scaler.update()
     return updates, run.weights()

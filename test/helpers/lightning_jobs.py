@@ -268,7 +268,7 @@ def yardstick_job(kind: str) -> None:
         if optimizer == "SGD":
             check_records(records, schedule=True, clip=True)
     summing: Any = run.strategy.optimizers[0]  # type: ignore[attr-defined]
-    assert type(summing._updater.gradient.sync).__name__ == {"ddp": "DDPSync", "fsdp2": "ShardedSync"}[kind]
+    assert type(summing._updater.gradient.sum).__name__ == {"ddp": "DDP", "fsdp2": "Sharded"}[kind]
     assert isinstance(module.net[0].weight, DTensor) == (kind == "fsdp2")
     module = create()
     fit(module, strategy=plan("adascale"))

@@ -230,7 +230,7 @@ class Training:
         """Train for the rest of the epoch; yield the result of `optimizer.step()` for each microbatch."""
         for indices in self.sampler:
             loss = self.loss(indices)
-            if isinstance(self.model, FSDPModule):
+            if isinstance(getattr(self.model, "_orig_mod", self.model), (FSDPModule, DistributedDataParallel)):
                 self.optimizer.backward(loss)
             else:
                 loss.backward()

@@ -223,7 +223,7 @@ def over_sequences() -> dict[str, list[Array]]:
     found = {}
     for kind, options in (
         (vbs.LinearRuleOptimizer, {"max_grad_norm": 0.5}),
-        (vbs.LinearRuleOptimizer, {"accumulation": "buffered"}),
+        (vbs.LinearRuleOptimizer, {"max_grad_norm": 0.5}),
         (vbs.AdaScaleOptimizer, {}),
         (vbs.LinearRuleOptimizer, {"noise": "differenced"}),
     ):

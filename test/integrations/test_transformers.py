@@ -204,7 +204,7 @@ def test_what_trainer_does_without_it(tmp_path: Path) -> None:
     for max_grad_norm in MAX_GRAD_NORM, 0.0:
         data, model = Rows(), Classifier()
         sampler = vbs.CustomSampler(data, TRACE, 1, 0, MICROBATCH, fixed_shape=False)
-        optimizer = vbs.RootRuleOptimizer(adamw(model), sampler, REF, accumulation="buffered")
+        optimizer = vbs.RootRuleOptimizer(adamw(model), sampler, REF)
         loader = DataLoader(data, batch_sampler=sampler)
 
         class Naive(Trainer):

@@ -112,7 +112,7 @@ def test_trains_parameters_of_several_dtypes_together(scaler: bool) -> None:
         run = training(model=filled(Mixed(*dtypes)), backend=backend)
         driver = torch.amp.GradScaler("cpu", enabled=scaler)
         for indices in run.sampler:
-            driver.scale(run.loss(indices)).backward()
+            run.optimizer.backward(run.loss(indices), scaler=driver)
             driver.step(run.optimizer)
             driver.update()
         return run
@@ -141,7 +141,7 @@ def test_trains_complex_parameters() -> None:
         torch.testing.assert_close(found, alone, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("options", [{}, {"noise": "microbatches"}, {"accumulation": "buffered"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"noise": "microbatches"}], ids=str)
 @pytest.mark.parametrize("world", [1, 2])
 def test_half_precision_does_not_overflow_in_a_sum_of_microbatches(options: dict[str, Any], world: int) -> None:
     """128 gradients of 1000 have a sum of 128,000, above the largest float16, and a mean of 1000."""
@@ -173,13 +173,12 @@ def test_half_precision_gradients_are_accumulated_without_loss_of_digits(dtype: 
     assert weight.item() == -values.double().mean().to(dtype).item()
 
 
-@pytest.mark.parametrize("accumulation", ["in_place", "buffered"])
 def test_with_a_static_graph_gradients_are_replaced_before_anything_is_computed(
-    accumulation: Any, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What backward leaves may be a view of its transpose: if anything held it, both would be results of the graph."""
     monkeypatch.setattr(vbs.backend.LocalBackend, "static_graph", True)
-    run = training(vbs.LinearRuleOptimizer, [20], accumulation=accumulation, minibatch_size=8)
+    run = training(vbs.LinearRuleOptimizer, [20], minibatch_size=8)
     left: list[weakref.ref[Tensor]] = []
     held: list[bool] = []
 

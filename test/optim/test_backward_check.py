@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import variable_batch_size as vbs
 from helpers.properties import examples
-from helpers.reference import SIZES, Training, assert_equal, filled, training, twin
+from helpers.reference import Training, assert_equal, filled, training, twin
 from variable_batch_size.backend import Backend
 from variable_batch_size.optim.backward_check import WATCHED
 from variable_batch_size.testing import run_ranks
@@ -72,7 +72,7 @@ def wrong_loop(run: Training, change: Callable[[Training], None], *, after_backw
     sizes=st.lists(st.integers(1, 20), min_size=1, max_size=6),
     minibatch_size=st.integers(1, 8),
     world=st.integers(1, 2),
-    options=st.sampled_from([{}, {}, {"noise": "microbatches"}, {"accumulation": "buffered"}]),
+    options=st.sampled_from([{}, {}, {"noise": "microbatches"}]),
 )
 @examples(150)
 def test_a_wrong_loop_is_refused_or_has_no_effect(
@@ -92,7 +92,7 @@ def test_a_wrong_loop_is_refused_or_has_no_effect(
             raise
         return
     assert not after
-    for run in runs:  # there was nothing to change: each step had one microbatch, or there is a buffer
+    for run in runs:  # there was nothing to change: each step had one microbatch
         assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, sizes, dataset_size=200))
 
 
@@ -106,7 +106,7 @@ def test_the_error_names_the_remedy(change: str) -> None:
         "max_grad_norm=",
         "register_step_pre_hook()",
         "remove zero_grad() of the model and of the inner optimizer",
-        'accumulation="buffered"',
+        "call optimizer.zero_grad() before each microbatch if other backwards run in a step",
     ):
         assert remedy in str(caught.value)
 
@@ -162,41 +162,3 @@ def test_several_backwards_and_checkpointed_layers_are_accumulations(reentrant: 
         plain.loss(indices).backward()
         plain.optimizer.step()
     assert_equal(run.weights(), plain.weights())
-
-
-def test_gradients_that_are_set_by_hand_are_those_of_a_microbatch() -> None:
-    run = training(accumulation="buffered")
-    for indices in run.sampler:
-        gradients = torch.autograd.grad(run.loss(indices), parameters(run))
-        for parameter, gradient in zip(parameters(run), gradients, strict=True):
-            parameter.grad = gradient
-        run.optimizer.step()
-    assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, SIZES[:4]))
-
-
-@pytest.mark.parametrize("default", [torch.float32, torch.float64])
-def test_a_grad_scaler_may_unscale(default: torch.dtype) -> None:
-    torch.set_default_dtype(default)
-    try:
-        check_unscaling()
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-def check_unscaling() -> None:
-    run, scaler = training(dtype=torch.float64), torch.amp.GradScaler("cpu", init_scale=8.0)
-    for indices in run.sampler:
-        scaler.scale(run.loss(indices)).backward()
-        scaler.unscale_(run.optimizer)
-        scaler.step(run.optimizer)
-        scaler.update()
-    assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, SIZES[:4]))
-
-
-def test_clipping_after_unscale_raises() -> None:
-    run, scaler = training(dtype=torch.float64), torch.amp.GradScaler("cpu", init_scale=8.0)
-    scaler.scale(run.loss(next(iter(run.sampler)))).backward()
-    scaler.unscale_(run.optimizer)
-    clip(run)
-    with pytest.raises(RuntimeError, match=REFUSED):
-        scaler.step(run.optimizer)

@@ -162,7 +162,7 @@ def test_a_skipped_update_does_not_count() -> None:
     run, scaler = training(KIND, SIZES[:4], dataset_size=61), torch.amp.GradScaler("cpu", init_scale=2.0**8)
     for indices in run.sampler:
         loss = run.loss(indices) * (torch.inf if run.optimizer.microbatch.step == 1 else 1)
-        scaler.scale(loss).backward()
+        run.optimizer.backward(loss, scaler=scaler)
         scaler.step(run.optimizer)
         scaler.update()
     assert terms(run)[0][0] == 3

@@ -93,9 +93,7 @@ class Problem:
     sizes=st.lists(st.integers(1, 14), min_size=1, max_size=5),
     changes=st.lists(st.tuples(st.sampled_from(CHANGES), st.integers(0, 9)), min_size=1, max_size=6),
     world=st.integers(1, 3),
-    options=st.sampled_from(
-        [{}, {"accumulation": "buffered"}, {"max_grad_norm": 1e9}, {"find_unused_parameters": True}]
-    ),
+    options=st.sampled_from([{}, {"max_grad_norm": 1e9}, {"find_unused_parameters": True}]),
     by=st.sampled_from(["loss", "optimizer"]),
 )
 @examples(60)

@@ -231,7 +231,23 @@ def test_other_inner_optimizers_raise_on_every_rank(option: dict[str, Any], sent
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("name", ["lr", "weight_decay", "momentum"])
+def test_ranks_whose_learning_rates_differ_make_no_update(world: int) -> None:
+    def train(backend: Backend) -> tuple[int, str]:
+        run = training(vbs.ConstantOptimizer, [9], backend=backend).run(3)
+        if backend.world.rank == world - 1:
+            run.optimizer.param_groups[0]["lr"] = 0.01
+        with pytest.raises(RuntimeError, match="must train with the same lr of") as raised:
+            run.run(1)
+        return run.optimizer.updates, str(raised.value)
+
+    found = run_ranks(train, world)
+    assert found == world * found[:1]
+    assert f"but it is 0.02 on rank 0 and 0.01 on rank {world - 1}; set it to one value on all ranks" in found[0][1]
+    assert found[0][0] == 3
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", ["weight_decay", "momentum"])
 def test_ranks_whose_hyperparameters_part_later_end_with_the_same_error(name: str, world: int) -> None:
     """As those of a scheduler that goes by a value of one rank."""
 

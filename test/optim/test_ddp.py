@@ -14,34 +14,34 @@ from helpers.processes import run_job
 from helpers.reference import assert_equal, twin
 
 FORWARD = (
-    r"must sum in the last .*, but no forward of it came after the step\(\) .*; call it \(not its \.module\), then b"
+    r"must sum in the last .*, but no forward of it came after the step\(\) .*; call it \(not its \.module\), then o"
 )
-UNKNOWN = r"only backward\(\) may change .*, but something else has changed them; pass a DistributedDataParallel to"
+CARRIED = r"with a DistributedDataParallel each loss must carry its weight, .*; call optimizer\.backward\(loss\) in the"
 MESSAGES = {
     "bare_forward": FORWARD,
     "bare_forward_with_a_hook": FORWARD,
     "all_forwards_before_the_backwards": FORWARD,
     "all_forwards_before_the_backwards_with_a_hook": FORWARD,
-    "no_backward_of_a_replay": r"call loss\.backward\(\) (before step\(\) for replays, too, whose weight is 0|first)$",
+    "no_backward_of_a_replay": CARRIED,
     "graph_of_the_gradients": r"^create_graph=True needs .*, but .* sums them in backward\(\); omit it, or train",
     "frozen_when_wrapped": r"must sum all gradients, but it leaves out that of parameter 0, of shape \(4, 3\), which",
     "parameter_outside": r"must have all parameters of the optimizer, but parameter 4, of shape \(1,\), is not in it",
-    "hook_and_noise": r"without a communication hook, because .*, but model= has one; create it without",
-    "hook_and_plain_backward": r"each loss must carry its weight, but .*; call optimizer\.backward\(loss\)",
+    "plain_backward": CARRIED,
+    "several_microbatches_in_half_precision": r"with at least 32 bits, but some .* have fewer; keep them in float32",
     "static_graph": r"with static_graph=True must sum in each backward\(\), but .*; create it without static_graph",
-    "scale_unknown_in_backward": r"known there; call optimizer\.backward\(loss, scaler=scaler\) instead of",
-    "two_optimizers_under_a_scaler": r"the scale of a loss must be known .*, and train all .* by one optimizer$",
-    "wrapper_that_the_optimizer_does_not_know": UNKNOWN,
-    "wrapper_that_the_optimizer_does_not_know_and_unscale": UNKNOWN,
+    "scale_unknown_in_backward": r"was scaled in the loop, .*; call optimizer\.backward\(loss, scaler=scaler\) and",
+    "an_optimizer_that_is_not_named": rf"{CARRIED} place of .*, with others= if several optimizers update",
+    "optimizers_of_other_reductions": r"have the same reduction, got sum at Micro.*; pass one sampler to them",
+    "wrapper_that_the_optimizer_does_not_know": r"only backward\(\) may change .*; pass a DistributedDataParallel to",
+    "wrapper_that_the_optimizer_does_not_know_and_backward": r"summed over the ranks by step\(\) alone, but within .*",
     "other_ranks": r"over the ranks that share a batch, but it has ranks \[\d\] and the optimizer \[0, .*; pass",
-    "unused_parameters": r"for all its parameters .*, but it got too few to sum any; create it with find_unused_para",
+    "unused_parameters": r"for all its parameters .*, but it got only some; create it with find_unused_para",
     "gan_with_zero_grad": r"but zero_grad\(\) would drop them on this one; call model\.module for another optimi",
-    "gan_without_zero_grad": r"must stay .* until step\(\), but something has changed them; .* call model\.module for",
-    "second_backward": r"but something has changed them; add the losses of a microbatch and call backward\(\) on",
-    "zero_grad_before_the_last_microbatch": r"must stay in \.grad until its last microbatch, but they were cleared",
-    "clipped_in_the_loop": r"but something has changed them; .*, clip with max_grad_norm=",
-    "earlier_optimizer_of_the_same_parameters": r"must belong to one optimizer, but a later one has it, too; train wi",
-    "complex_parameters": r"must be real, but parameter 0 has dtype torch\.complex64; train the bare module",
+    "gan_without_zero_grad": r"but zero_grad\(\) would drop them on this one; call model\.module for another optimi",
+    "second_backward": r"in the last backward\(\) of a step, but there is another one; add the losses",
+    "zero_grad_before_the_last_microbatch": r"only optimizer\.backward\(\) may change gradients between",
+    "clipped_in_the_loop": r"only optimizer\.backward\(\) may change gradients between .*, clip with max_grad_norm=",
+    "earlier_optimizer_of_the_same_parameters": r"another optimizer, or the loop, has switched its reduction; train a",
     "not_a_model": r"model must be a torch\.nn\.Module, got 'bare' \(str\); pass the model whose",
 }
 

@@ -119,7 +119,7 @@ def test_a_step_of_the_inner_optimizer_is_refused_at_once() -> None:
 
 def test_a_grad_scaler_that_steps_the_inner_optimizer_is_refused() -> None:
     run, scaler = training(), torch.amp.GradScaler("cpu")
-    scaler.scale(run.loss(next(iter(run.sampler)))).backward()
+    run.optimizer.backward(run.loss(next(iter(run.sampler))), scaler=scaler)
     with pytest.raises(RuntimeError, match="a wrapped optimizer must be stepped by its wrapper"):
         scaler.step(run.optimizer.inner)
 

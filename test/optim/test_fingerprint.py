@@ -41,7 +41,7 @@ SIZES = (20, 17, 30, 9, 2, 3, REF, 33, 2 * REF, 25, 41, REF // 2, 12, REF, 9, 20
         Training(SIZES, options={"noise": "microbatches"}),
         Training(SIZES, options={"max_grad_norm": 0.5}, loop="log"),
         Training(SIZES, options={"reduction": "sum"}),
-        Training(SIZES, options={"accumulation": "buffered"}, loop="zero_grad"),
+        Training(SIZES, loop="zero_grad"),
         Training(SIZES, loop="reads"),
         Training(SIZES, controlled=True),
         Training(SIZES, "adascale", loop="resumes"),

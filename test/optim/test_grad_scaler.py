@@ -19,13 +19,11 @@ def label(value: Any) -> str:
     return value.__name__ if isinstance(value, type) else "-".join(value)
 
 
-def scaled_steps(run: Training, scaler: torch.amp.GradScaler, spoil: int = -1, **unscale: bool) -> Iterator[bool]:
+def scaled_steps(run: Training, scaler: torch.amp.GradScaler, spoil: int = -1) -> Iterator[bool]:
     """The rest of an epoch under a GradScaler; the loss of microbatch number `spoil` is infinite."""
     for number, indices in enumerate(run.sampler):
         loss = run.loss(indices) * (torch.inf if number == spoil else 1)
-        scaler.scale(loss).backward()
-        if unscale:
-            scaler.unscale_(run.optimizer)
+        run.optimizer.backward(loss, scaler=scaler)
         yield scaler.step(run.optimizer)  # type: ignore[misc]
         scaler.update()
 
@@ -35,13 +33,12 @@ def grad_scaler(growth_interval: int = 2) -> torch.amp.GradScaler:
     return torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=growth_interval)
 
 
-@pytest.mark.parametrize("unscale", [{}, {"unscale": True}], ids=["", "unscale_"])
 @pytest.mark.parametrize("kind", [vbs.RootRuleOptimizer, vbs.LinearRuleMomentumOptimizer], ids=label)
-def test_the_update_is_exact_if_the_loss_scale_changes_within_a_step(kind: Any, unscale: dict[str, bool]) -> None:
+def test_the_update_is_exact_if_the_loss_scale_changes_within_a_step(kind: Any) -> None:
     def train(backend: Backend) -> Training:
         run = training(kind, SIZES[:4], dataset_size=61, backend=backend, max_grad_norm=0.5)
         scaler = grad_scaler()
-        assert sum(scaled_steps(run, scaler, **unscale)) == 4
+        assert sum(scaled_steps(run, scaler)) == 4
         assert scaler.get_scale() > 2.0**8
         return run
 
@@ -86,14 +83,29 @@ def test_trains_with_grad_scaler_and_autocast(dtype: torch.dtype) -> None:
     assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, SIZES[:4], dataset_size=61), 1e-2)
 
 
+def test_a_loss_that_is_scaled_in_the_loop_is_refused() -> None:
+    run, scaler = training(), grad_scaler()
+    before = run.weights()
+    scaler.scale(run.loss(next(iter(run.sampler)))).backward()
+    with pytest.raises(RuntimeError, match=r"was scaled in the loop, .*; call optimizer\.backward\(loss, sc"):
+        scaler.step(run.optimizer)
+    assert_equal(run.weights(), before, 0)
+
+
+def test_a_step_without_its_scaler_is_refused() -> None:
+    run, scaler = training(), grad_scaler()
+    run.optimizer.backward(run.loss(next(iter(run.sampler))), scaler=scaler)
+    with pytest.raises(RuntimeError, match=r"step\(\) was called without it; call scaler\.step\(optimizer\)"):
+        run.optimizer.step()
+
+
 def test_a_disabled_grad_scaler_changes_nothing() -> None:
     run = training(sizes=SIZES[:4], dataset_size=61)
     assert sum(scaled_steps(run, torch.amp.GradScaler("cpu", enabled=False))) == 4
     assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, SIZES[:4], dataset_size=61))
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulation": "buffered"}], ids=str)
-def test_a_scale_that_is_too_large_costs_few_updates_for_any_number_of_microbatches(options: dict[str, Any]) -> None:
+def test_a_scale_that_is_too_large_costs_few_updates_for_any_number_of_microbatches() -> None:
     """All microbatches of a step have one scale, but those that follow one that overflows need not do so, too."""
 
     def train(minibatch_size: int) -> tuple[float, int]:
@@ -103,7 +115,6 @@ def test_a_scale_that_is_too_large_costs_few_updates_for_any_number_of_microbatc
             dataset_size=1600,
             dtype=torch.float32,
             minibatch_size=minibatch_size,
-            **options,
         )
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=10**6)
         made = 0

@@ -33,7 +33,7 @@ def measure(ranks: Sequence[GradientNoise], groups: Groups, ref: int) -> vbs.rul
     """Measure one update, with the groups dealt to the ranks in round robin; None if the host finds it non-finite."""
     batch_size = sum(n for n, _ in groups)
     for number, (n, gradient) in enumerate(groups):
-        ranks[number % len(ranks)].add([torch.from_numpy(gradient)], n)
+        ranks[number % len(ranks)].add_square(squared_norm([torch.from_numpy(gradient)]), n)
     reduced = [torch.from_numpy(sum(n / batch_size * gradient for n, gradient in groups))]
     squares = torch.stack([rank.local_squares(reduced) for rank in ranks]).sum(dim=0)  # (1,)
     found: list[vbs.rules.Noise | None] = []
@@ -264,6 +264,6 @@ def test_squares_of_half_precision_gradients_are_summed_in_float32() -> None:
     gradients = [torch.full((100,), 200.0, dtype=torch.float16)]  # |g|^2 = 4 * 10^6, more than float16 holds
     noise = GradientNoise(LocalBackend(), on_device=False)
     for _ in range(2):
-        noise.add(gradients, factor=8.0)
+        noise.add_square(squared_norm(gradients), factor=8.0)
     squares = noise.local_squares(gradients)
     assert (squares.dtype, squares.item()) == (torch.float32, 2 * 8 * 100 * 200.0**2)

@@ -15,7 +15,7 @@ import variable_batch_size as vbs
 from helpers.properties import examples
 from helpers.reference import SIZES, Training, assert_equal, training, twin
 from variable_batch_size.backend import LocalBackend
-from variable_batch_size.optim.accumulation import Accumulation
+from variable_batch_size.optim.step_gradient import StepGradient
 
 BEFORE = (
     r"step \d was interrupted by an exception; call optimizer\.discard_step\(\) and iterate the loader again, or load"
@@ -57,8 +57,8 @@ def plant(monkeypatch: pytest.MonkeyPatch, run: Training, where: str, at: int, k
 
     optimizer, updates = run.optimizer, 1 + at % 3
     if where == "the accumulation":
-        add = trap(Accumulation.add)
-        monkeypatch.setattr(Accumulation, "add", lambda *args: add(*args))
+        add = trap(StepGradient.add)
+        monkeypatch.setattr(StepGradient, "add", lambda *args, **rest: add(*args, **rest))
     elif where == "the all-reduce":
         monkeypatch.setattr(LocalBackend, "all_reduce_sum", trap(lambda *_: None, updates))
     elif where == "the rule":
@@ -145,10 +145,8 @@ def test_a_microbatch_that_was_read_for_a_refused_step_is_lost() -> None:
     run = training()
     batches = iter(run.sampler)
     run.loss(next(batches)).backward()
-    run.optimizer._updater.gradient.accumulation = None  # type: ignore[assignment]
-    with pytest.raises(AttributeError):
-        run.optimizer.step()
-    run.optimizer._updater.gradient.refresh(list(run.model.parameters()))
+    with pytest.raises(ValueError, match="needs a loss that is summed"):
+        run.optimizer.step(count=3)
     other = iter(run.sampler)
     run.loss(next(other)).backward()
     with pytest.raises(RuntimeError, match=BEFORE):

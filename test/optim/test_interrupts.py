@@ -24,7 +24,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "clipped": {"max_grad_norm": 0.5, "rule": vbs.rules.RootRule()},
     "noise": {"noise": "microbatches"},
     "differenced": {"noise": "differenced"},
-    "buffered": {"accumulation": "buffered"},
 }
 
 

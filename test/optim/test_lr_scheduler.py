@@ -156,7 +156,7 @@ def test_an_update_that_a_scaler_skips_does_not_change_the_delay() -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
         found = []
         for number, indices in enumerate(run.sampler):
-            scaler.scale(run.loss(indices) * (math.inf if number == 6 else 1)).backward()
+            run.optimizer.backward(run.loss(indices) * (math.inf if number == 6 else 1), scaler=scaler)
             updated = scaler.step(run.optimizer)
             scaler.update()
             if updated or every_microbatch:

@@ -10,7 +10,9 @@ from helpers.agreement_jobs import PART_AFTER, train
 from helpers.processes import run_job
 
 SECONDS = 30  # half of what a rank waits for the others
-HYPERPARAMETER = r"same {} of parameter group 0, but it is {} on rank 0 and {} on rank {{}} after update \d+; set it to"
+HYPERPARAMETER = (
+    r"same {} of parameter group 0, but it is {} on rank 0 and {} on rank {{}}(?: after update \d+)?; set it to"
+)
 
 PASSED = r"every rank must come to {}, but rank {{}} waits there and rank \d makes the next update; load, save, read"
 
@@ -30,7 +32,7 @@ PASSED = r"every rank must come to {}, but rank {{}} waits there and rank \d mak
                 ("weight_decay", HYPERPARAMETER.format("weight_decay", r"0\.01", r"0\.005")),
                 (
                     "epoch",
-                    r"same epoch, but it is 0 on rank 0 and 1 on rank {} after update \d+; let all ranks end an epoch",
+                    r"same epoch, but it is 0 on rank 0 and 1 on rank {}; call set_epoch with the same epoch on eve",
                 ),
                 (
                     "saves",
@@ -58,7 +60,7 @@ def test_all_ranks_end_with_one_sentence_soon_after_one_has_parted(
     with pytest.raises(RuntimeError, match=sentence.format(size - 1)):
         raise RuntimeError(messages[0])
     assert max(seconds) < SECONDS
-    assert min(updates) >= PART_AFTER
+    assert min(updates) >= PART_AFTER - 2 * how.startswith("before")  # the ranks differ two updates earlier then
 
 
 @pytest.mark.slow("starts processes")

@@ -70,7 +70,7 @@ def test_the_second_moment_equals_the_formula(cuts: list[list[int]], reference: 
         step: Any = Counts(batch, number)
         moment.batch_size = batch
         for n, gradient in zip(sizes[own], gradients[own], strict=True):
-            moment.add({parameter: torch.from_numpy(gradient)}, n)
+            moment.add({parameter: torch.from_numpy(gradient).square()}, n)
         backend.all_reduce_sum(moment.message([parameter]))
         parameter.grad = torch.from_numpy(whole)
         moment.settle(step)
@@ -96,7 +96,7 @@ def test_its_expectation_is_that_at_the_reference(cut: tuple[int, ...]) -> None:
     for n in cut:
         noise = torch.randn(number, generator=generator, dtype=torch.float64) / n**0.5
         gradient = mean + deviation * noise
-        moment.add({parameter: gradient}, n)
+        moment.add({parameter: gradient.square()}, n)
         whole += n / sum(cut) * gradient
     parameter.grad = whole
     moment.settle(step)
@@ -201,7 +201,7 @@ def test_a_loss_scale_that_changes_changes_nothing(noise: Any) -> None:
     while run.optimizer.updates < len(LARGE):
         run.sampler.set_epoch(run.optimizer.epoch)
         for indices in run.sampler:
-            scaler.scale(run.loss(indices)).backward()
+            run.optimizer.backward(run.loss(indices), scaler=scaler)
             scaler.step(run.optimizer)
             scaler.update()
             if run.optimizer.updates == len(LARGE):

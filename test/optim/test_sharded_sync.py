@@ -13,7 +13,7 @@ from helpers.sharded_jobs import LAYOUTS, ODD, SAME, Layout, alone, context_para
 from helpers.sharded_mistakes import ERRORS, discards, one_is_slow, replicas_differ, run_mistakes
 
 MESSAGES = {
-    "plain_backward": r"sharded each loss must carry its weight, but .*; call optimizer\.backward\(loss\)",
+    "plain_backward": r"sharded each loss must carry its weight, .*; call optimizer\.backward\(loss\) in the",
     "narrow_sums": r"with at least 32 bits, but FSDP2 adds them in torch\.bfloat16; keep the",
     "accumulated_noise": r"but sharded_accumulation=False adds them up before they are seen; omit it",
     "second_moment": r"^a rule of Adam's second moment needs whole tensors, but .*; choose another rule",
@@ -26,7 +26,7 @@ MESSAGES = {
     "first_fsdp": r"not in FullyShardedDataParallel, got .*; shard it with torch\.distributed\.fsdp\.fully_shard\(\)",
     "deepspeed": r"not in DeepSpeedEngine, got .*; shard it with torch\.distributed\.fsdp\.fully_shard\(\)",
     "broadcast": r"needs whole tensors, but the model is sharded .*; begin with the same seed on every rank, or load",
-    "scale_unknown": r"known there; call optimizer\.backward\(loss, scaler=scaler\) instead of",
+    "scale_unknown": r"was scaled in the loop, .*; call optimizer\.backward\(loss, scaler=scaler\) and",
     "zero_grad": r"has summed over the ranks cannot be dropped, .* discard_step\(\) on all ranks",
     "clipping": r"only optimizer\.backward\(\) may change gradients between two .* changed that of parameter 0",
     "clipping_after_step": r"only optimizer\.backward\(\) may change gradients between two .* changed that of",

@@ -67,7 +67,6 @@ some_sizes = st.lists(st.integers(1, 30), min_size=1, max_size=6)
     world=st.integers(1, 4),
     minibatch_size=st.integers(1, 9),
     fixed_shape=st.booleans(),
-    accumulation=st.sampled_from(["in_place", "buffered"]),
     max_grad_norm=st.sampled_from([None, 0.5]),
     on_host=st.booleans(),
 )
@@ -78,14 +77,13 @@ def test_an_update_is_that_of_the_mean_over_all_tokens(
     world: int,
     minibatch_size: int,
     fixed_shape: bool,
-    accumulation: Any,
     max_grad_norm: float | None,
     on_host: bool,
 ) -> None:
     """Also if a microbatch, a rank or a whole step has no token; such a step changes nothing."""
 
     def train(backend: vbs.backend.Backend) -> tuple[list[bool], list[Any], dict[str, Tensor]]:
-        options: dict[str, Any] = {"accumulation": accumulation, "max_grad_norm": max_grad_norm}
+        options: dict[str, Any] = {"max_grad_norm": max_grad_norm}
         begun = texts(
             lengths,
             sizes,
@@ -159,7 +157,7 @@ def test_a_grad_scaler_passes_the_count_on() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     for indices in begun.run.sampler:
         loss, tokens = begun.sums(indices)
-        scaler.scale(loss).backward()
+        begun.run.optimizer.backward(loss, scaler=scaler)
         scaler.step(begun.run.optimizer, count=tokens)
         scaler.update()
         if begun.run.optimizer.updates == 2:

@@ -46,7 +46,7 @@ def trace(seed: int, cores: int) -> tuple[int, ...]:
 def test_nothing_compiles_late_on_traces_that_begin_with_one_microbatch_a_rank(cores: int, tmp_path: Path) -> None:
     variants = [
         {"options": {"reduction": "sum"}, "hyperparameters": {"momentum": 0.9}},
-        {"options": {"accumulation": "buffered"}, "loop": "zero_grad"},
+        {"loop": "zero_grad"},
         {"options": {"max_grad_norm": 0.5}, "kind": "AdamW", "loop": "reads"},
         {"options": {"max_grad_norm": 0.5, "reduction": "sum"}, "rule": "adascale", "loop": "reads"},
         {"options": {"noise": "differenced"}, "rule": "adascale"},

@@ -86,7 +86,6 @@ JOBS = {
     "unsupported 1": Job(1, unsupported_optimizers),
     "speeds 2": Job(2, unequal_speeds),
     "rare 1": Job(1, train_rare, (RARE, {})),
-    "rare buffered 1": Job(1, train_rare, (RARE, {"accumulation": "buffered"})),
     "rare 2": Job(2, train_rare, (RARE, {"find_unused_parameters": True})),
     "rare and told 2": Job(2, train_rare, ((20, 20, 1, 2, 3), {})),
 }
@@ -263,7 +262,7 @@ def test_rejects_optimizers_and_parameters_that_adascale_does_not_support_on_xla
     assert timescale.endswith("use the rule without ConstantTimescale")
 
 
-@jobs("rare 1", "rare 2", "rare buffered")
+@jobs("rare 1", "rare 2")
 def test_a_parameter_without_a_gradient_does_not_move_on_xla(job: str, folder_of: Launched) -> None:
     model = filled(Rare())
     inner, used = torch.optim.AdamW(model.parameters(), lr=0.05), []

@@ -25,7 +25,7 @@ from variable_batch_size.optim.updates import Updates
 
 require_version("pytorch-ignite", "0.5.2", "ignite")
 
-from ignite.engine import Engine, Events, State, supervised_training_step  # noqa: E402
+from ignite.engine import Engine, Events, State, _prepare_batch  # noqa: E402
 
 
 def create_supervised_trainer(
@@ -51,7 +51,33 @@ def create_supervised_trainer(
     own["optimizer_options"] = {"model": model} | dict(own.get("optimizer_options") or {})
     wrapped = variable_batch(optimizer, loader, **own)
     broadcast_parameters(model, wrapped.backend)
-    return VariableBatchEngine(supervised_training_step(model, wrapped, loss_fn, device, **options), wrapped)
+    return VariableBatchEngine(_supervised_step(model, wrapped, loss_fn, device, **options), wrapped)
+
+
+def _supervised_step(
+    model: nn.Module,
+    optimizer: CustomOptimizer,
+    loss_fn: Callable[[Any, Any], Tensor],
+    device: str | torch.device | None,
+    *,
+    non_blocking: bool = False,
+    prepare_batch: Callable[..., tuple[Any, Any]] = _prepare_batch,
+    model_transform: Callable[[Any], Any] = lambda output: output,
+    output_transform: Callable[[Any, Any, Any, Tensor], Any] = lambda x, y, y_pred, loss: loss.item(),
+    model_fn: Callable[[nn.Module, Any], Any] = lambda model, x: model(x),
+) -> Callable[[Engine, Any], Any]:
+    """Return Ignite's process function, whose losses carry their weight."""
+
+    def step(_: Engine, batch: Any) -> Any:
+        model.train()
+        x, y = prepare_batch(batch, device=device, non_blocking=non_blocking)
+        y_pred = model_transform(model_fn(model, x))
+        loss = loss_fn(y_pred, y)
+        optimizer.backward(loss)
+        optimizer.step()
+        return output_transform(x, y, y_pred, loss)
+
+    return step
 
 
 def variable_batch(optimizer: Optimizer, loader: DataLoader[Any], **settings: Any) -> CustomOptimizer:

@@ -27,11 +27,13 @@ from variable_batch_size.optim.tensors import check_whole, local, shard_coordina
 from variable_batch_size.optim.update import Updater
 
 _NUMBERS = frozenset({bool, int, float})
+UPDATE = "an update in which the ranks differ"
 _SHOWN = 120  # characters of a value in an error
 
 _REMEDIES = {
     "trace": "pass the same value on every rank; a controller must answer the same input in the same way on all",
     "parameters": "call vbs.broadcast_parameters(model) before the first update",
+    "parameters that require gradients": "freeze the same on all ranks",
     "epoch": "call set_epoch with the same epoch on every rank, and restore the same checkpoint",
     "step": "restore the same checkpoint on every rank",
     "divisor of the number of microbatches": "train the same model on every rank, and create the same optimizers",
@@ -82,9 +84,9 @@ def compare_ranks(updater: Updater, loop: Loop, inner: Optimizer, backend: Backe
         names = json.dumps(updater.gradient.step_means.names_of_step)
         check_names("log()", [*map(json.loads, agreement.gather(FIRST_UPDATE, names, within=True))])
         _check_replicas(updater.parameters, backend, agreement)
-        updater.gradient.agree(agreement)
+        updater.gradient.sum.agree(agreement)
     elif not backend.alone:
-        updater.gradient.agree(agreement)
+        updater.gradient.sum.agree(agreement)
     check_seen(updater.parameters, loop.sampler)
     updater.gradient.agreed = True
 
@@ -109,7 +111,7 @@ def check_same(what: str, facts: Mapping[str, Any], agreement: Agreement) -> Non
 
     `what` is the call in which ranks compare them, in words for the error.
     """
-    text, within = json.dumps(facts, default=str), what == FIRST_UPDATE
+    text, within = json.dumps(facts, default=str), what in (FIRST_UPDATE, UPDATE)
     if len(set(agreement.gather(what, hashlib.sha256(text.encode()).hexdigest(), within=within))) == 1:
         return
     first, *others = map(json.loads, agreement.gather(what, text, within=within))
@@ -117,7 +119,8 @@ def check_same(what: str, facts: Mapping[str, Any], agreement: Agreement) -> Non
         for name in {**first, **other}:
             pair = str(first.get(name)), str(other.get(name))
             if pair[0] != pair[1]:
-                remedy = _REMEDIES.get(name, "pass the same value on every rank")
+                usual = "set it to one value on all ranks" if what == UPDATE else "pass the same value on every rank"
+                remedy = _REMEDIES.get(name, usual)
                 raise RuntimeError(differing(name, *_excerpts(*pair), rank, remedy))
 
 

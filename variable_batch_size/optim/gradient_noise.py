@@ -61,8 +61,8 @@ class GradientNoise:
     theta = max(0, 1 - (B / ref) / HORIZON). An average is divided by 1 - prod(theta), which corrects the bias of its
     start at 0. sigma^2 and mu^2 are averaged first and divided by each other afterwards.
 
-    The calls of a step: `add` for each microbatch, `local_squares` before the all-reduce, `statistics` and `update`
-    after it, `commit` after the weights have changed, and `clear`.
+    The calls of a step: `add_square` for each microbatch, `local_squares` before the all-reduce, `statistics` and
+    `update` after it, `commit` after the weights have changed, and `clear`.
 
     `on_device`: numbers stay on the device, without a host sync. `differenced`: an update of a single microbatch is
     compared with the previous update, which takes one more copy of the gradients; otherwise it gives no estimate.
@@ -77,17 +77,12 @@ class GradientNoise:
         self._state = NoiseState(np.zeros(len(AVERAGES)))
         self._uncommitted: NoiseState | None = None
 
-    def add(self, gradients: Sequence[Tensor], factor: float, scale: Tensor | None = None) -> None:
-        """Add `factor * |g / scale|^2` for the gradients g that `backward()` of one microbatch has left.
+    def add_square(self, square: Tensor, factor: float, scale: Tensor | None = None) -> None:
+        """Add `factor * |g / scale|^2`, given |g|^2, 0-D, for the gradient g of a microbatch.
 
         The factor is n_j / d^2 where g / d is the gradient of the mean loss; 0 for a replay. `scale`, of a
         `GradScaler`, is 0-D.
         """
-        if gradients and (factor or self._backend.static_graph):  # that of a replay may be non-finite: 0 * inf is nan
-            self.add_square(squared_norm(gradients), factor, scale)
-
-    def add_square(self, square: Tensor, factor: float, scale: Tensor | None = None) -> None:
-        """Add `factor * |g / scale|^2`, given |g|^2, 0-D."""
         if scale is not None:
             square = square / scale.to(square.dtype).square()
         square = square * self._backend.scalar(factor, square, "square")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, final
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from variable_batch_size._validation import value_error
 from variable_batch_size.backend import Backend, BrokenStepError
 from variable_batch_size.data.reading import Reading
 from variable_batch_size.data.source import Source
@@ -27,12 +29,14 @@ from variable_batch_size.optim.hooks import call_before_forward, uncompiled
 from variable_batch_size.optim.loop import Loop, Phase
 from variable_batch_size.optim.normalization import cut_for
 from variable_batch_size.optim.observed import ObservedOptimizer
-from variable_batch_size.optim.options import AccumulationKind, Estimator, Reduction, UpdateOptions, check_objects
+from variable_batch_size.optim.options import Estimator, Reduction, UpdateOptions, check_objects
 from variable_batch_size.optim.replay import Replays
 from variable_batch_size.optim.report import Reporter
 from variable_batch_size.optim.rule_check import check_applies_lr, choose_rules
 from variable_batch_size.optim.scaling import LearningRateCheck
-from variable_batch_size.optim.syncs import backend_for, sync_for, unwrap
+from variable_batch_size.optim.squares import Needs
+from variable_batch_size.optim.step_gradient import RanksDifferError
+from variable_batch_size.optim.strategies import backend_for, sum_for, unwrap
 from variable_batch_size.optim.update import Updater
 from variable_batch_size.optim.wrapper import (
     check_hyperparameters,
@@ -42,6 +46,7 @@ from variable_batch_size.optim.wrapper import (
     run_closure,
 )
 from variable_batch_size.rules import Rule
+from variable_batch_size.rules.base import needs_noise, needs_squares
 from variable_batch_size.tracker import Tracker
 
 
@@ -67,9 +72,6 @@ class CustomOptimizer(ObservedOptimizer):
             gradients. Default: "microbatches" if a rule or a controller needs the noise, otherwise it is not measured.
         reduction: reduction of the user's loss over the rows of a microbatch, "mean" or "sum".
         max_grad_norm: maximum norm to which the gradient of an update is clipped.
-        accumulation: where the gradients of a step are accumulated: "in_place", in `.grad`, which takes no memory; or
-            "buffered", apart from `.grad`, so that `zero_grad()` within a step drops what another backward has added.
-            Always "buffered" if the noise is measured, under a `GradScaler`, and, in float32, for half precision.
         find_unused_parameters: whether each update of several ranks finds out which parameters have gradients on
             any; the host then waits for the device. Otherwise the first update settles it, and a later change raises.
         grad_norm: whether to measure the norm of the gradient of each update, before clipping: `optimizer.grad_norm`.
@@ -99,7 +101,6 @@ class CustomOptimizer(ObservedOptimizer):
         noise: Estimator | None = None,
         reduction: Reduction = "mean",
         max_grad_norm: float | None = None,
-        accumulation: AccumulationKind = "in_place",
         find_unused_parameters: bool = False,
         grad_norm: bool = False,
         log_steps: int | None = None,
@@ -116,17 +117,25 @@ class CustomOptimizer(ObservedOptimizer):
         module, self._agreement = unwrap(model), None
         self._backend = backend or backend_for(module, parameters, sampler, process_group)
         noise = "microbatches" if noise is None and sampler._feed.plans.needs_noise else noise
-        options = UpdateOptions(noise, reduction, max_grad_norm, accumulation, find_unused_parameters, grad_norm)
-        sync = sync_for(module, self._backend, sharded_accumulation=sharded_accumulation)
-        self._updater = Updater(inner, self._backend, rules, options, sync)
+        options = UpdateOptions(noise, reduction, max_grad_norm, find_unused_parameters, grad_norm)
+        total = sum_for(
+            module,
+            parameters,
+            self._backend,
+            sharded_accumulation=sharded_accumulation,
+            find_unused=find_unused_parameters,
+            by_rows=reduction == "sum",
+            measures=noise is not None or any(needs_noise(one) or needs_squares(one) for one in rules.rules),
+            needs=_Needs(WeakMethod(self._needs)),
+        )
+        self._updater = Updater(inner, self._backend, rules, options, total)
         check_applies_lr(inner, rules.rules)
         kind = {"measured": self._updater.measures_microbatches, "alone": self._backend.alone}
-        self._loop = Loop(sampler, self._backend, padded=sync.keeps_apart, **cut_for(module, parameters, **kind))
+        self._loop = Loop(sampler, self._backend, **total.dealing(**cut_for(module, parameters, **kind)))
         self._replays = Replays(module, self._backend)
-        call_before_forward(sync.module, self._announce)
+        call_before_forward(total.module, self._announce)
         call_before_forward(self._replays.module, self._keep)
-        if sync.in_backward:
-            sync.meet(self.agreement)  # while every rank is here
+        total.meet(lambda: self.agreement)  # while every rank is here
         self._loop.feed.watch_gradients(parameters)
         self._lr_check = LearningRateCheck()
         self._backward_of: Reading | None = None  # during which backward() was called last
@@ -137,7 +146,11 @@ class CustomOptimizer(ObservedOptimizer):
         self._controller = ControllerRunner(*each, self.tracker)
 
     def _announce(self) -> None:
-        self._updater.gradient.before(self._loop.upcoming())
+        self._updater.gradient.sum.prepare(self._loop.upcoming())
+
+    def _needs(self) -> Needs:
+        known = self._loop.upcoming() is not None
+        return self._updater.needs(self._loop.step if known else None)
 
     def _keep(self) -> None:
         self._replays.keep(self._loop.upcoming())
@@ -196,24 +209,24 @@ class CustomOptimizer(ObservedOptimizer):
         """
         self._settle()
         self._loop.check_phase("discard_step()", Phase.BETWEEN_STEPS, Phase.INSIDE_STEP, Phase.INTERRUPTED)
-        self._updater.gradient.sync.prepare_discard(self._agreement, timeout)
+        self._updater.gradient.sum.discard(lambda: self.agreement, timeout)
         self._clear()
         self._loop.restart()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients that have come since the last `step()`; what it has accumulated stays.
 
-        It is needed if another backward adds to them, as that of a generator does to those of its discriminator.
+        It is needed if another backward adds to them, as that of a generator does to those of its discriminator: then
+        call it before each microbatch.
 
         Args:
             set_to_none: accepted as in torch; gradients become None.
 
         Raises:
-            RuntimeError: within a step, if a backward has added to the accumulated gradients in `.grad`, and
-                `accumulation` is not "buffered".
+            RuntimeError: within a step, if a backward has added to gradients that were accumulated in `.grad`.
         """
         self._adopt_groups()
-        self._updater.gradient.drop_current(inside_step=self._loop.begun)
+        self._updater.gradient.sum.zero_grad()
 
     def backward(
         self,
@@ -224,11 +237,13 @@ class CustomOptimizer(ObservedOptimizer):
         inputs: Sequence[Tensor] | None = None,
         *,
         scaler: GradScaler | None = None,
+        others: Sequence[CustomOptimizer] = (),
     ) -> None:
-        """Call `loss.backward()`, and see to it that nothing else changes the gradients of the step.
+        """Call `backward()` of a loss with its weight in the step, and see to it that nothing else changes gradients.
 
-        Call it once for each loss of a microbatch, before `step()`. A loop may call `loss.backward()` instead; then
-        other changes of gradients are seen in the first updates only.
+        Call it for each loss of a microbatch, before `step()`. With DistributedDataParallel and FSDP2 it is required;
+        elsewhere a loop may call `loss.backward()` instead, for all microbatches of a step: then other changes of
+        gradients are seen in the first updates only.
 
         Args:
             loss: the loss of the microbatch.
@@ -238,23 +253,34 @@ class CustomOptimizer(ObservedOptimizer):
             inputs: the tensors that get gradients.
             scaler: scales the loss; its scale at the first microbatch holds for the step. Call `scaler.step(optimizer)`
                 and `scaler.update()` after each microbatch, without `scaler.unscale_`.
+            others: other optimizers of this sampler whose parameters the loss has, too; each of them makes its
+                `step()`.
 
         Raises:
             RuntimeError: if something else has changed the gradients since the last `step()` or `backward()`, or an
                 exception has interrupted the step.
+            ValueError: if another optimizer has a loss of another reduction, or is at another microbatch.
         """
-        loop, gradients = self._loop, self._updater.gradient
+        microbatch, *of_others = [one._begin_backward() for one in (self, *others)]
+        for one, other in zip(others, of_others, strict=True):
+            if (one.reduction, other) != (self.reduction, microbatch):
+                requirement = "all optimizers of a loss must be at the same microbatch, and have the same reduction"
+                found = f"{one.reduction} at {other}" if one.reduction != self.reduction else f"{other}"
+                raise value_error(requirement, found, "pass one sampler to them, and call step() of each")
+        options = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
+        gradients = [one._updater.gradient for one in others]
+        self._updater.gradient.backward(loss, microbatch, scaler, gradients, gradient=gradient, **options)
+
+    def _begin_backward(self) -> Microbatch:
+        """Return the microbatch that the next `step()` counts."""
+        loop = self._loop
         loop.check_phase("backward()", Phase.BETWEEN_STEPS, Phase.INSIDE_STEP)
         self._adopt_groups()
         if (reading := loop.feed.reading) is not self._backward_of:
             self._backward_of = reading
             if not loop.begun:  # an earlier backward() was that of a loop that was left
-                gradients.drop_current(inside_step=False)
-        options = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
-        gradients.sync.scaled = scaler is not None and scaler.is_enabled()
-        if gradients.sync.loss_weighed:
-            self._announce()  # the microbatch that step() will count
-        gradients.backward(loss, scaler, gradient=gradient, **options)
+                self._updater.gradient.sum.zero_grad()
+        return loop.microbatch()
 
     @uncompiled
     @torch.no_grad()
@@ -348,7 +374,7 @@ class CustomOptimizer(ObservedOptimizer):
         check_hyperparameters(self.inner, state_dict)
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "vbs"})
         self._mark_stepped()
-        self._updater.gradient.sync.restart()
+        self._updater.gradient.sum.restart()
         self._clear()
         self._loop.restart()
         self._updater.load_state_dict(position or {}, sampler.plan.minibatch_size)
@@ -379,7 +405,12 @@ class CustomOptimizer(ObservedOptimizer):
         if not updater.gradient.agreed:
             consistency.compare_ranks(updater, loop, self.inner, self._backend, self.agreement)
         begin = partial(loop.enter, Phase.HALF_UPDATED)
-        updated = updater.apply(loop.step, loop.clock.step, loop.clock.samples, begin)
+        try:
+            updated = updater.apply(loop.step, loop.clock.step, loop.clock.samples, begin)
+        except RanksDifferError as error:
+            facts = {"epoch": loop.clock.epoch.number, **error.facts}
+            consistency.check_same(consistency.UPDATE, facts, self.agreement)
+            raise
         loop.commit(updated=updated)
         return updated
 
@@ -396,5 +427,17 @@ class CustomOptimizer(ObservedOptimizer):
     def _settle_gradients(self) -> None:
         if not self._loop.settled:
             self._updater.clear()
-            self._updater.gradient.begin(several=self._loop.several_rounds)
+            self._updater.gradient.sum.begin(several=self._loop.several_rounds)
             self._loop.settle()
+
+
+@final
+class _Needs:
+    """Asks an optimizer, if it lives, what the next microbatch is measured for."""
+
+    def __init__(self, method: WeakMethod[Callable[[], Needs]]) -> None:
+        self._method = method
+
+    def __call__(self) -> Needs:
+        ask = self._method()
+        return Needs() if ask is None else ask()

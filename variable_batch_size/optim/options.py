@@ -14,7 +14,6 @@ from variable_batch_size.tracker import Tracker
 
 Reduction = Literal["mean", "sum"]
 Estimator = Literal["microbatches", "differenced"]
-AccumulationKind = Literal["in_place", "buffered"]
 
 
 class Options(TypedDict, total=False):
@@ -24,7 +23,6 @@ class Options(TypedDict, total=False):
     noise: Estimator | None
     reduction: Reduction
     max_grad_norm: float | None
-    accumulation: AccumulationKind
     find_unused_parameters: bool
     grad_norm: bool
     log_steps: int | None
@@ -41,7 +39,6 @@ class UpdateOptions(NamedTuple):
     noise: Estimator | None = None
     reduction: Reduction = "mean"
     max_grad_norm: float | None = None
-    accumulation: AccumulationKind = "in_place"
     find_unused_parameters: bool = False
     grad_norm: bool = False
 
@@ -52,9 +49,6 @@ class UpdateOptions(NamedTuple):
         if self.noise is not None and self.noise not in get_args(Estimator):
             requirement = 'noise must be "microbatches" or "differenced"'
             raise value_error(requirement, f"{self.noise!r:.60}", "pass one, or omit it")
-        if self.accumulation not in get_args(AccumulationKind):
-            requirement = 'accumulation must be "in_place" or "buffered"'
-            raise value_error(requirement, f"{self.accumulation!r:.60}", "pass one, or omit it")
         return self._replace(max_grad_norm=_check_max_grad_norm(self.max_grad_norm))
 
 

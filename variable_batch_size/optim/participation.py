@@ -1,14 +1,13 @@
 """Which parameters take part in an update: those that have a gradient, on some rank.
 
 In a world of one, a parameter takes part in each update in which it has a gradient, as in plain torch. In a larger
-world the ranks must sum the same gradients: either they agree on the parameters at their first update, and a flag in
-each message says whether one has others; or all parameters are summed, and counts in each message say which of
-them no rank has used.
+world the ranks must sum the same gradients. Where the host reads gradients, all are summed, and counts in each message
+say which of them no rank has used. On other devices the ranks agree on the parameters at their first update, and a flag
+in each message says whether one has others; there `find_unused_parameters` asks for the counts.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import compress
 from typing import Any, final
@@ -28,72 +27,32 @@ _REMEDY = (
 )
 
 
-class Participation(ABC):
+@final
+class Participation:
     """Determines which parameters, of all in the order of the groups, take part in an update; the same on every rank.
 
-    A rank that has only a `replay` in the step says nothing about them.
+    A rank that has only a `replay` in the step says nothing about them. The flag is read `READ_EVERY` updates later or
+    more, when reading it does not wait for the device.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], backend: Backend) -> None:
-        self.parameters = list(parameters)
-        self._backend = backend
-
-    def agree(  # noqa: B027 (a no-op where nothing is agreed on)
-        self, has_gradient: Sequence[bool], agreement: Agreement, *, replay: bool
-    ) -> None:
-        """Agree on the parameters before the first update; every rank has to call it."""
-
-    @abstractmethod
-    def select(self, has_gradient: Sequence[bool]) -> tuple[bool, ...]:
-        """Return, for each parameter, whether its gradient is summed over the ranks; the same on every rank."""
-
-    def message(self, has_gradient: Sequence[bool], *, replay: bool) -> list[Tensor]:
-        """Return what the ranks have to sum besides the gradients."""
-        return []
-
-    def settle(self, message: Sequence[Tensor]) -> tuple[bool, ...] | None:
-        """Return, for each parameter, whether it takes part, from the sums of `message`; None: all that were summed."""
-        return None
-
-    def check(self) -> None:  # noqa: B027 (a no-op where nothing is agreed on)
-        """Raise RuntimeError if a rank had other parameters than agreed, as far as the device has computed it."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return on which parameters the ranks have agreed; an empty dict if there is nothing to agree on."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 (a no-op where nothing is agreed on)
-        """Restore a state; without one, the next update agrees."""
-
-
-@final
-class AloneParticipation(Participation):
-    """A world of one: the parameters that have a gradient take part."""
-
-    def select(self, has_gradient: Sequence[bool]) -> tuple[bool, ...]:
-        """Return `has_gradient`."""
-        return tuple(has_gradient)
-
-
-@final
-class AgreedParticipation(Participation):
-    """The parameters on which the ranks have agreed at their first update take part in every update.
-
-    A flag in the message counts the ranks that have others. On the CPU it is read at once, and the update is not made.
-    On other devices it is read `READ_EVERY` updates later or more, when reading it does not wait for the device.
-    """
-
-    def __init__(self, parameters: Sequence[Tensor], backend: Backend) -> None:
-        super().__init__(parameters, backend)
-        self._members: tuple[bool, ...] | None = None
+    def __init__(self, parameters: Sequence[Tensor], backend: Backend, *, find_unused: bool) -> None:
+        self.parameters, self._backend = list(parameters), backend
+        self._counts = find_unused or backend.reads(parameters[0])
+        self._members: tuple[bool, ...] | None = None  # on which the ranks have agreed
         self._constants: tuple[Tensor, Tensor] | None = None  # flags 0 and 1 on the device, (1,)
         self._flags: Tensor | None = None  # their sum over ranks and updates, (1,), on a device that is not read
         self._due: Tensor | None = None  # that sum of some updates ago, which is read next
         self._updates = 0  # since the last read
         self._first_change = ""  # on this rank since the last restored state
 
+    @property
+    def _agrees(self) -> bool:
+        return not (self._counts or self._backend.alone)
+
     def agree(self, has_gradient: Sequence[bool], agreement: Agreement, *, replay: bool) -> None:
-        """Agree on the parameters, unless they are known."""
+        """Agree on the parameters before the first update, unless they are known; every rank has to call it."""
+        if not self._agrees:
+            return
         unknown = replay and agreement.world.size > 1  # what others know
         row = "" if unknown else "".join("01"[has] for has in has_gradient)
         rows = agreement.gather(FIRST_UPDATE, row, within=True)
@@ -105,60 +64,58 @@ class AgreedParticipation(Participation):
                     f"the same parameters must have gradients on every rank, but parameter {number}, of shape "
                     f"{tuple(self.parameters[number].shape)}, has one on some ranks only; {_REMEDY}"
                 )
-        if self._members is None:
-            self._members = first
+        self._members = self._members or first
 
     def select(self, has_gradient: Sequence[bool]) -> tuple[bool, ...]:
-        """Return the parameters on which the ranks have agreed."""
-        assert self._members is not None
-        return self._members
+        """Return, for each parameter, whether its gradient is summed over the ranks; the same on every rank."""
+        if self._backend.alone:
+            return tuple(has_gradient)
+        return (True,) * len(self.parameters) if self._counts else self._members or ()
 
     def message(self, has_gradient: Sequence[bool], *, replay: bool) -> list[Tensor]:
-        """Return a flag, (1,): 1 if this rank has other parameters than agreed."""
+        """Return what the ranks have to sum: for each parameter whether this rank has used it, or a flag, (1,)."""
+        if self._backend.alone:
+            return []
+        if self._counts:
+            like = self.parameters[0]
+            return [torch.tensor([float(used and not replay) for used in has_gradient]).to(like.device, like.dtype)]
         differs = not replay and tuple(has_gradient) != self._members
         if differs and not self._first_change:
             self._first_change = self._change(has_gradient)
-        like = next(
-            compress(self.parameters, self._members or ()), self.parameters[0]
-        )  # of a dtype that is sent anyway
+        like = next(compress(self.parameters, self._members or ()), self.parameters[0])  # of a dtype that is sent
         if self._constants is None:
             values = self._backend.scalars([0.0, 1.0], like)
             zero, one = (torch.as_tensor(value, device=like.device).to(like.dtype).view(1) for value in values)
             self._constants = zero, one
         return [self._constants[differs].clone()]
 
-    def settle(self, message: Sequence[Tensor]) -> None:
-        """Raise RuntimeError on every rank, if one had other parameters than agreed; later on a device."""
-        (flag,) = message
-        if self._backend.reads(flag):
-            self._raise_if(flag)
-        else:
-            self.settle_later(flag)
-
-    def settle_later(self, flag: Tensor) -> None:
-        """Add up the flag, which is read `READ_EVERY` to twice as many updates later, or by `check`."""
+    def settle(self, message: Sequence[Tensor]) -> Sequence[bool] | None:
+        """Return for each parameter whether any rank has used it, from the sums of `message`; None: as was selected."""
+        if self._counts or not message:
+            return [used for counts in message for used in self._backend.host(counts).abs().bool().tolist()] or None
         # The sum over updates never returns to 0, so that one read covers all of them. The value that is read is the
         # sum of `READ_EVERY` updates ago: the device has computed it, and the host does not wait. All ranks read the
         # same sum after the same update, so that all of them raise.
-        self._flags = flag if self._flags is None else self._flags + flag
+        self._flags = message[0] if self._flags is None else self._flags + message[0]
         self._updates += 1
         if self._updates == READ_EVERY:
             due, self._due, self._updates = self._due, self._flags, 0
             self._raise_if(due)
+        return None
 
     def check(self) -> None:
         """Raise RuntimeError if a rank had other parameters than agreed; waits for the device."""
         self._raise_if(self._flags)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return for each parameter whether it takes part."""
+        """Return for each parameter whether it takes part, if the ranks have agreed."""
         return {} if self._members is None else {"has_gradient": list(map(int, self._members))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state; without one, or with another number of parameters, the next update agrees."""
-        members = state.get("has_gradient")
-        fits = members is not None and len(members) == len(self.parameters)
-        self._members = tuple(map(bool, members)) if fits else None  # type: ignore[arg-type]
+        members = state.get("has_gradient") or ()
+        fits = self._agrees and len(members) == len(self.parameters)
+        self._members = tuple(map(bool, members)) if fits else None
         self._flags, self._due, self._first_change = None, None, ""
 
     def _change(self, has_gradient: Sequence[bool]) -> str:
@@ -177,30 +134,3 @@ class AgreedParticipation(Participation):
                 f"the same parameters must have gradients in every update as in the first one, but {change}; "
                 f"{_REMEDY}, or restore the last checkpoint with parameters frozen as they were"
             )
-
-
-@final
-class CountedParticipation(Participation):
-    """All parameters are summed, and those that any rank has used take part. The host reads the counts."""
-
-    def select(self, has_gradient: Sequence[bool]) -> tuple[bool, ...]:
-        """Return True for all parameters."""
-        return (True,) * len(self.parameters)
-
-    def message(self, has_gradient: Sequence[bool], *, replay: bool) -> list[Tensor]:
-        """Return for each parameter whether this rank has used it, (parameters,)."""
-        like = self.parameters[0]
-        return [torch.tensor([float(used and not replay) for used in has_gradient]).to(like.device, like.dtype)]
-
-    def settle(self, message: Sequence[Tensor]) -> tuple[bool, ...]:
-        """Return for each parameter whether any rank has used it; waits for the device."""
-        (counts,) = message
-        return tuple(self._backend.host(counts).abs().bool().tolist())
-
-
-def create_participation(parameters: Sequence[Tensor], backend: Backend, *, find_unused: bool) -> Participation:
-    """Return the participation that fits the world."""
-    if backend.alone:
-        return AloneParticipation(parameters, backend)
-    kind = CountedParticipation if find_unused else AgreedParticipation
-    return kind(parameters, backend)

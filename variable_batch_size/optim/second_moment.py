@@ -25,8 +25,7 @@ from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.backend import Backend
 from variable_batch_size.data.deal import Step
 from variable_batch_size.data.source import Source
-from variable_batch_size.optim.accumulation import multiply, widen
-from variable_batch_size.optim.tensors import check_whole
+from variable_batch_size.optim.tensors import check_whole, multiply, widen
 from variable_batch_size.rules import Rule, Scaling
 from variable_batch_size.rules.base import needs_squares
 
@@ -53,7 +52,11 @@ class SecondMoment:
     @property
     def wanted(self) -> bool:
         """Whether the step under way needs the squares, which all ranks answer alike."""
-        return self._backend.static_graph or self.batch_size > self._reference
+        return self._backend.static_graph or self.wants(self.batch_size)
+
+    def wants(self, batch_size: int) -> bool:
+        """Return whether an update of this size needs the squares where no graph is compiled."""
+        return batch_size > self._reference
 
     def check(self, step: Step, rules: Sequence[Rule], scalings: Sequence[Scaling]) -> None:
         """Raise ValueError if an update cannot be made: it is larger than the reference, and has one microbatch."""
@@ -70,22 +73,17 @@ class SecondMoment:
                     "limit the largest batch size of the trace, or choose a beta2 closer to 1",
                 )
 
-    def add(self, gradients: Mapping[Tensor, Tensor], factor: float, scale: Tensor | None = None) -> None:
-        """Add `factor * (g / scale)^2` for the gradients g, by parameter, of a microbatch, see `GradientNoise.add`."""
-        if not (self.wanted and gradients and (factor or self._backend.static_graph)):
+    def add(self, squares: Mapping[Tensor, Tensor], factor: float, scale: Tensor | None = None) -> None:
+        """Add `factor / scale^2 g^2` for squares g^2, by parameter, of a microbatch, see `GradientNoise.add_square`."""
+        if not (self.wanted and squares and (factor or self._backend.static_graph)):
             return
-        own = [widen(gradient) for gradient in gradients.values()]
+        own = list(squares.values())
+        multiply(own, factor, self._backend)
         if scale is not None:
-            own = list(torch._foreach_div(own, scale.to(own[0].dtype)))
-        zeros = {one: torch.zeros_like(g) for one, g in zip(gradients, own, strict=True) if one not in self._sums}
-        self._sums |= zeros
-        sums = [self._sums[parameter] for parameter in gradients]
-        if self._backend.static_graph:
-            squares = list(torch._foreach_mul(own, own))
-            multiply(squares, factor, self._backend)
-            torch._foreach_add_(sums, squares)
-        else:
-            torch._foreach_addcmul_(sums, own, own, value=factor)
+            torch._foreach_div_(own, scale.to(own[0].dtype).square())
+        for parameter, square in zip(squares, own, strict=True):
+            known = self._sums.get(parameter)
+            self._sums[parameter] = square if known is None else known.add_(square)
 
     def message(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Return this rank's sums for the parameters that take part in the update; the ranks add them in place."""

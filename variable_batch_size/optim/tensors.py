@@ -1,8 +1,9 @@
-"""Squared norms, and tensors of which each rank holds a part (DTensors): sums over all from what this rank has."""
+"""Gradients as tensors: their squared norms, a factor on them, and those of which each rank holds a part (DTensors)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 
-from variable_batch_size.backend import xla
+from variable_batch_size.backend import Backend, xla
 
 
 @torch.no_grad()
@@ -27,6 +28,34 @@ def is_narrow(tensor: Tensor) -> bool:
 def local(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return the part of each tensor that this rank has, in the same memory; of an ordinary tensor itself."""
     return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+
+def widen(gradient: Tensor) -> Tensor:
+    """Return a gradient in at least float32."""
+    return gradient.float() if is_narrow(gradient) else gradient
+
+
+def collect_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the gradients of those parameters that have one."""
+    return [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
+
+
+def multiply(gradients: Sequence[Tensor], factor: Any, backend: Backend) -> None:
+    """Multiply gradients in place by a float or a 0-D tensor; a static graph has no special cases 0 and 1."""
+    if not gradients or (isinstance(factor, float) and factor == 1 and not backend.static_graph):
+        return
+    parts = local(gradients)
+    torch._foreach_mul_(parts, factor if isinstance(factor, Tensor) else backend.scalar(factor, parts[0]))
+
+
+def check_dense(parameters: Sequence[Tensor]) -> None:
+    """Raise TypeError if a gradient is sparse."""
+    for number, parameter in enumerate(parameters):
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            raise TypeError(
+                f"gradients must be dense, but that of parameter {number}, of shape {tuple(parameter.shape)}, has "
+                f"layout {parameter.grad.layout}; build the layer with sparse=False"
+            )
 
 
 def are_parts(tensors: Iterable[Tensor]) -> bool:
@@ -107,6 +136,23 @@ def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
     norms = [norm.to(device, sum_dtype) for norm in norms]
     joined = torch.cat([norm.view(-1) for norm in norms]) if on_cpu else torch.stack(norms)  # (norms,)
     return joined.square().sum()
+
+
+def norm(tensor: Tensor) -> Tensor:
+    """Return |t|, 0-D, as `squared_norm` measures it; one operation for a small tensor."""
+    if xla.is_cpu(tensor.device) or (tensor.numel() > _LARGE and tensor.is_cpu):
+        return squared_norm([tensor]).sqrt()
+    dtype = torch.float32 if tensor.dtype.itemsize < 4 else None
+    return torch.linalg.vector_norm(tensor, dtype=dtype)  # type: ignore[no-any-return]
+
+
+def sum_of_squares(norms: Sequence[Tensor]) -> Tensor:
+    """Return the sum of the squares of norms, 0-D each: float64 on the CPU."""
+    dtypes = dict.fromkeys(one.dtype for one in norms)
+    if len(dtypes) > 1:
+        norms = [one.to(torch.float64) for one in norms]
+    joined: Tensor = torch.stack(list(norms))
+    return (joined.double() if joined.device.type == "cpu" else joined).square().sum()
 
 
 def _over_ranks(parts: Sequence[Tensor], groups: Sequence[dist.ProcessGroup]) -> Tensor:

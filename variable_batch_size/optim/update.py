@@ -16,6 +16,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import is_
 from typing import Any, final
 
@@ -27,15 +28,15 @@ from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size._validation import without_addresses
 from variable_batch_size.backend import Backend
 from variable_batch_size.data.deal import Step
-from variable_batch_size.optim.accumulation import collect_gradients, multiply
 from variable_batch_size.optim.gradient_noise import GradientNoise, UnmeasuredWarning, create_gradient_noise
 from variable_batch_size.optim.options import UpdateOptions
 from variable_batch_size.optim.rule_check import Chosen, scalings_of_groups
 from variable_batch_size.optim.scaling import HyperparameterScaling
 from variable_batch_size.optim.second_moment import create_second_moment
+from variable_batch_size.optim.squares import Needs
 from variable_batch_size.optim.step_gradient import StepGradient
-from variable_batch_size.optim.sync import Sync
-from variable_batch_size.optim.tensors import local, scalar_dtype, squared_norm
+from variable_batch_size.optim.sums import Sum
+from variable_batch_size.optim.tensors import collect_gradients, local, multiply, scalar_dtype, squared_norm
 from variable_batch_size.optim.wrapper import list_parameters, stepping
 from variable_batch_size.rules import Rule, RuleInput, Scaling
 from variable_batch_size.rules.selection import rules_for_groups
@@ -82,7 +83,7 @@ class OtherSettingsWarning(UserWarning):
 class Updater:
     """Makes an update of the gradient of each step; see `CustomOptimizer`."""
 
-    def __init__(self, inner: Optimizer, backend: Backend, chosen: Chosen, options: UpdateOptions, sync: Sync) -> None:
+    def __init__(self, inner: Optimizer, backend: Backend, chosen: Chosen, options: UpdateOptions, total: Sum) -> None:
         self.rules, self.ref_batchsize, self.rule_per_group = chosen
         self.options = options.validate()
         self.progress = Progress()
@@ -93,10 +94,8 @@ class Updater:
         self._known = [list(group["params"]) for group in inner.param_groups]  # as they were used last
         self.gradient_noise = create_gradient_noise(inner, self.rules, self.ref_batchsize, self.options.noise, backend)
         self.second_moment = create_second_moment(inner, self.rules, self.ref_batchsize, backend)
-        sync.measures = self.gradient_noise is not None
-        sync.keeps_last = self.second_moment is not None
         measured = self.gradient_noise, self.second_moment
-        self.gradient = StepGradient(self.parameters, backend, self.options, *measured, sync)
+        self.gradient = StepGradient(self.parameters, backend, self.options, *measured, total)
         deferred_lr = self.gradient_noise is not None and self.gradient_noise.on_device
         self._scaling = HyperparameterScaling(inner, backend, deferred_lr=deferred_lr)
         self._numbers_of_rules = backend.numbers_as_inputs(inner)
@@ -133,6 +132,14 @@ class Updater:
     def measures_microbatches(self) -> bool:
         """Whether an update depends on how its samples are cut into microbatches."""
         return self.gradient_noise is not None or self.second_moment is not None
+
+    def needs(self, step: Step | None) -> Needs:
+        """Return what an update has to measure of each microbatch, as far as it is known."""
+        noise, second_moment, always = self.gradient_noise, self.second_moment, self._backend.static_graph
+        return Needs(
+            norm=noise is not None and (always or step is None or step.num_microbatches > 1),
+            elements=second_moment is not None and (always or step is None or second_moment.wants(step.batch_size)),
+        )
 
     def clear(self) -> None:
         """Discard the accumulated microbatches, after an update or to start the step over."""
@@ -201,7 +208,8 @@ class Updater:
         scalings = scalings_of_groups(self.rules, update)
         if self.second_moment is not None:
             self.second_moment.check(step, self.rules, scalings)
-        reduced = self.gradient.reduce(step, float(scalings[0].gradient) if self._shares_factor else None)
+        factor = float(scalings[0].gradient) if self._shares_factor else None
+        reduced = self.gradient.reduce(step, factor, partial(self._facts, update))
         if reduced is None:
             return None
         self._clip(reduced, step)
@@ -212,7 +220,7 @@ class Updater:
     def _apply_measured_rules(self, noise: GradientNoise, update: RuleInput, step: Step) -> list[Scaling] | None:
         """Reduce, measure, clip and scale by rules that may use the noise; None if the update is skipped."""
         squares: list[Tensor] = []
-        reduced = self.gradient.reduce(step, None, squares)
+        reduced = self.gradient.reduce(step, None, partial(self._facts, update), squares)
         if reduced is None:
             return None
         statistics = noise.statistics(squares[0], reduced)
@@ -240,6 +248,20 @@ class Updater:
         self._clip(reduced, step, statistics.finite)
         self._scale_gradients(scalings)
         return scalings
+
+    def _facts(self, update: RuleInput) -> dict[str, Any]:
+        """Return what all ranks must have in common in an update, by name."""
+        groups = enumerate(self._inner.param_groups)
+        rates = {f"lr of parameter group {number}": group.get("lr") for number, group in groups}
+        return {
+            "step": update.updates,
+            "batch_size": update.batch_size,
+            "samples": update.samples,
+            **{name: rate for name, rate in rates.items() if not isinstance(rate, Tensor)},
+            "parameters that require gradients": [
+                number for number, one in enumerate(self.parameters) if one.requires_grad
+            ],
+        }
 
     def _clip(self, gradients: Sequence[Tensor], step: Step, finite: bool | Tensor = True) -> None:
         """Multiply the gradients by min(1, max_grad_norm / |G|); keep |G| if it is asked for."""

@@ -152,7 +152,7 @@ def run_closure(closure: Callable[[], object], *, scaled: bool) -> None:
     if scaled:
         raise RuntimeError(
             "a GradScaler needs the gradients before step(), but a closure computes them in it; call "
-            "scaler.scale(loss).backward() first, and step() without a closure"
+            "optimizer.backward(loss, scaler=scaler) first, and step() without a closure"
         )
     with torch.set_grad_enabled(True):
         closure()

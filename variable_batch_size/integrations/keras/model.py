@@ -233,7 +233,7 @@ class VariableBatchModel(keras.Model):
                 requirement = "the output of the model must have no mask"
                 raise value_error(requirement, "one", "pass sample_weight instead of it")
             loss = self.compute_loss(x, y, y_pred, sample_weight, **losses)
-            loss.backward()
+            optimizer.backward(loss)
             optimizer.log(loss=loss)
             if part.samples:  # a replay counts on another rank
                 distinct = itemgetter(slice(None, None, part.rows // part.samples))

@@ -6,12 +6,16 @@ bfloat16 that is multiplied by n_j / B would be off by up to 2^-9. FSDP2 divides
 Every rank computes the same number of microbatches, because each forward gathers the parameters. By default FSDP2
 scatters the sum of each microbatch, which takes the least memory; replicas sum once in a step. Where replicas come and
 go, an elastic backend sums their shards after the last `backward()`.
+
+Hooks of the parameters that FSDP2 gathers see the gradient of a microbatch before it is summed, also where a single
+rank has the shard, and under tensor parallelism, where they are DTensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
+from weakref import finalize, ref
 
 import torch
 import torch.distributed as dist
@@ -20,48 +24,58 @@ from torch.distributed.fsdp import FSDPModule
 
 from variable_batch_size.backend import Backend, DistributedBackend
 from variable_batch_size.backend.agreement import Agreement
-from variable_batch_size.optim.accumulation import Aside
+from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.hooks import call_before_forward
-from variable_batch_size.optim.sharded_squares import Squares
-from variable_batch_size.optim.sync import Sync, Watch
-from variable_batch_size.optim.tensors import is_narrow
+from variable_batch_size.optim.squares import Squares
+from variable_batch_size.optim.sums import InBackward, Measured, Others, Sum
+from variable_batch_size.optim.tensors import is_narrow, local
 
 
 @final
-class ShardedSync(Sync):
+class Sharded(InBackward):
     """FSDP2 sums in `backward()`; `between` sums what comes of it over replicas that come and go."""
 
-    in_backward = True
-    loss_weighed = "a model that fully_shard() has sharded"
-    keeps_apart = True
+    wrapper = "a model that fully_shard() has sharded"
+    _clears = False  # what FSDP2 has summed stays where it is
 
     def __init__(
-        self, backend: Backend, module: FSDPModule, *, accumulates_shards: bool, between: Backend | None = None
+        self,
+        backend: Backend,
+        module: FSDPModule,
+        *,
+        accumulates_shards: bool,
+        between: Backend | None = None,
+        **options: Any,
     ) -> None:
-        group = data_parallel_group(module)
-        own = DistributedBackend(group)
-        self.needs_counts = _ranks(backend) != own.ranks
-        super().__init__(own if self.needs_counts else backend)
+        own = DistributedBackend(data_parallel_group(module))
+        self._needs_counts = _ranks(backend) != own.ranks  # ranks compute parts of the same samples
+        super().__init__(own if self._needs_counts else backend, **options)
         self.module: Any = module
         self._between = between
         self._accumulates_shards = accumulates_shards
-        self._parts = _parts(module)
+        self._parts: list[Any] = _parts(module)
         self._groups = [group for part in self._parts for group in param_groups(part)]
         self._replicated = self._groups[0].mesh_info.mesh.ndim > 1
         self._narrow = _narrow_dtype(self._groups)
-        self._weight, self._parameters = 1.0, list[Tensor]()
-        self._summed = self._unread = False  # whether there was a backward() in this step, and since the last step()
-        self._squares: Squares | None = None
-        self._watch = Watch(self._backend)
+        self._summed = False  # whether there was a backward() in this step
+        self._scaled = False  # whether a GradScaler reads `.grad` after each microbatch
+        self._watched = set[int]()  # gathered parameters with hooks, by their number
+        self._seen = set[int]()  # those to which a microbatch of this step has given a gradient
         self._only_sum()
+        for part in self._parts:
+            call_before_forward(part, self._watch_gathered, param_groups(part))
 
-    def meet(self, agreement: Agreement) -> None:
+    def dealing(self, **cut: bool) -> dict[str, bool]:
+        """Return how steps must be cut: each rank computes equally many microbatches."""
+        return {**cut, "padded": True}
+
+    def meet(self, agreement: Callable[[], Agreement]) -> None:
         """Let the ranks agree on what they call."""
-        if agreement.world.size > 1:
+        if (known := agreement()).world.size > 1:
             names = ((name, part) for name, part in self.module.named_modules() if isinstance(part, FSDPModule))
-            self._forwards = SameForwards(names, agreement)
+            self._forwards = SameForwards(names, known)
 
-    def use(self, parameters: Sequence[Tensor]) -> None:
+    def use(self, parameters: Sequence[Tensor], *, keep: bool = False) -> None:
         """Sum the gradients of these parameters from now on, all of the optimizer."""
         own = {id(one.sharded_param) for group in self._groups for one in group.fsdp_params}
         for number, parameter in enumerate(parameters):
@@ -71,18 +85,30 @@ class ShardedSync(Sync):
                     f"{number}, of shape {tuple(parameter.shape)}, is not sharded by it; call fully_shard() on the "
                     f"root module, without ignored_params, and create the optimizer after that"
                 )
-        if self.measures and not self._accumulates_shards:
-            raise ValueError(
-                "a rule or a controller that reads the gradient noise needs the gradients of single microbatches, but "
-                "sharded_accumulation=False adds them up before they are seen; omit it"
-            )
-        self._parameters = list(parameters)
-        if self.measures:
-            self._squares = Squares([(part, param_groups(part)) for part in self._parts], parameters)
+        self._number_of = {id(parameter): number for number, parameter in enumerate(parameters)}
+        self._watched.clear()
+        super().use(parameters, keep=keep)
 
-    def before(self, *, last: bool, weight: float, aside: Aside) -> None:
+    def _watch_gradients(self, squares: Squares | None) -> None:
+        """Do nothing: hooks are those of the gathered parameters."""
+
+    def _watch_gathered(self, groups: Sequence[Any]) -> None:
+        """Add hooks to the parameters that were gathered for a forward, the first time."""
+        if self._squares is None:
+            return
+        for one in (one for group in groups for one in group.fsdp_params):
+            number = self._number_of.get(id(one.sharded_param))
+            if number is None or number in self._watched or not one.sharded_param.requires_grad:
+                continue
+            self._watched.add(number)
+            hook = _AfterAccumulation(ref(self._squares), number)
+            handle = one.unsharded_param.register_post_accumulate_grad_hook(hook)
+            finalize(self._squares, handle.remove).atexit = False
+
+    def prepare(self, microbatch: Microbatch | None) -> None:
         """Choose what the next `backward()` sums."""
-        if not last and self._narrow is not None:
+        last = microbatch is not None and microbatch.ends_step
+        if not last and self._narrow is not None and microbatch is not None:
             raise RuntimeError(
                 f"the gradients of several microbatches must be added with at least 32 bits, but FSDP2 adds them in "
                 f"{self._narrow}; keep the parameters in float32, and pass MixedPrecisionPolicy(param_dtype="
@@ -94,7 +120,7 @@ class ShardedSync(Sync):
         # By default each backward() scatters its sum, and replicas are summed in the last one only. Otherwise whole
         # gradients stay on the rank until the last backward(), which sums them over all ranks. A GradScaler reads
         # `.grad` after each microbatch, so that each backward() then sums over the replicas, too.
-        now = last or self.scaled
+        now = last or self._scaled
         if not self._summed:
             self._only_sum()
         for part in self._parts:  # which a loop written for FSDP2 sets, too
@@ -108,64 +134,72 @@ class ShardedSync(Sync):
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
 
-    def loss_weight(self, samples: float, batch_size: int) -> float:
-        """Return the factor on a microbatch's loss: its samples."""
-        if self._squares is not None:
-            if self._unread:
-                raise RuntimeError(
-                    "the gradient noise needs one backward() for each microbatch of a sharded model, but there is "
-                    "another one; add the losses, and call optimizer.backward() once"
-                )
-            self._squares.begin(measured=samples > 0 or self._backend.static_graph)
-        self._weight, self._summed, self._unread = samples, True, True
-        return samples
+    def _loss_factor(self, microbatch: Microbatch) -> float:
+        """Return n_j."""
+        return float(microbatch.samples)
 
-    def sum_weight(self, batch_size: int) -> float:
-        """Return the factor on the sum: 1 / B."""
-        return 1 / batch_size
+    def backward(
+        self, loss: Tensor, microbatch: Microbatch, scale: Tensor | None, others: Sequence[Sum], **options: Any
+    ) -> None:
+        """Call `backward()` of a loss that carries its weight, which sums over the ranks."""
+        self._scaled = scale is not None
+        if self._factor is not None and self._squares is not None and any(self._squares.needs):
+            raise RuntimeError(
+                "the gradient noise needs one backward() for each microbatch of a sharded model, but there is another "
+                "one; add the losses, and call optimizer.backward() once"
+            )
+        self.prepare(microbatch)
+        self._summed = True
+        super().backward(loss, microbatch, scale, others, **options)
 
-    def square(self) -> Tensor | None:
-        """Return the square of the gradient of the last microbatch, 0-D; None of a replay."""
-        self._unread = False
-        if self._squares is None or not (self._weight or self._backend.static_graph):
-            return None
-        total = self._squares.total()
-        return total / self._backend.scalar(self._weight**2 or 1.0, total, "samples")  # type: ignore[no-any-return]
+    def measure(self, microbatch: Microbatch, *, counted: bool) -> Measured:
+        """Check that the loss of a microbatch has carried its samples, and return its squares."""
+        if not counted and self._needs_counts:
+            raise RuntimeError(
+                "where ranks compute parts of the same samples, as in context parallelism, a step needs counts, but "
+                'there is none; pass reduction="sum" to loss and optimizer, and step(count=) with the tokens that this '
+                "rank has computed"
+            )
+        factor = self._check_carried(self._check.fresh(), needed=False)
+        self._seen.update(() if self._squares is None else self._squares.seen)  # replicas sum in the last backward()
+        pairs = enumerate(self.parameters)
+        unseen = [parameter.grad is not None and number not in self._seen for number, parameter in pairs]
+        return self._measured(microbatch, unseen, factor)
 
-    def sum(self, gradients: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+    def finish(self, batch_size: int, factor: float | None, others: Others) -> list[Tensor]:
         """Sum what travels with the gradients, which `backward()` has summed; both over replicas that come and go."""
-        self._watch.end()
-        if self.loss_scale is not None and gradients:
-            torch._foreach_div_(list(gradients), self.loss_scale)
-        if others:
-            self._all_reduce(others)
+        gradients, message = self._finished((1.0 if factor is None else factor) / batch_size, others)
         if self._between is not None:
-            self._between.all_reduce_sum([*gradients, *others])
+            self._between.all_reduce_sum([*local(gradients), *message])
+        return gradients
+
+    def zero_grad(self) -> None:
+        """Clear the gradients that have come since the last `add`, if no rank can have summed them."""
+        if not self._inside and self._summed and any(parameter.grad is not None for parameter in self.parameters):
+            raise RuntimeError(
+                "the gradients that FSDP2 has summed over the ranks cannot be dropped, because other ranks may have "
+                "summed others; call zero_grad() of no optimizer, and after an exception discard_step() on all ranks"
+            )
+        super().zero_grad()
+
+    def clear(self) -> None:
+        """Forget the step, after its update or to start it over."""
+        self._summed, self._seen = False, set()
+        super().clear()
 
     def reset(self) -> None:
         """Let FSDP2 expect a forward, whatever an exception has interrupted."""
         _reset(self.module, self._groups)
 
-    def restart(self) -> None:
-        """Forget what an exception has interrupted: every rank loads a state."""
-        super().restart()
-        self.reset()
 
-    def clear(self) -> None:
-        """Forget the step, after its update or to start it over."""
-        super().clear()
-        self._watch.end()
-        self._summed = self._unread = False
-        if self._squares is not None:
-            self._squares.clear()
+@final
+class _AfterAccumulation:
+    def __init__(self, squares: ref[Squares], number: int) -> None:
+        self._squares, self._number = squares, number
 
-    def drop(self) -> None:
-        """Check that no rank has summed gradients that this one forgets."""
-        if self._summed and any(parameter.grad is not None for parameter in self._parameters):
-            raise RuntimeError(
-                "the gradients that FSDP2 has summed over the ranks cannot be dropped, because other ranks may have "
-                "summed others; call zero_grad() of no optimizer, and after an exception discard_step() on all ranks"
-            )
+    def __call__(self, parameter: Tensor) -> None:
+        if (alive := self._squares()) is not None and parameter.grad is not None:
+            alive.take(self._number, parameter.grad, whole=True)
 
 
 def data_parallel_group(module: FSDPModule) -> dist.ProcessGroup | None:

@@ -1,8 +1,9 @@
-"""What sums the gradients of a model, and over which ranks."""
+"""Which strategy sums the gradients of a model, and over which ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -15,9 +16,11 @@ from variable_batch_size._validation import type_error
 from variable_batch_size.backend import Backend, DistributedBackend, ElasticBackend, LocalBackend, detect
 from variable_batch_size.backend.detection import numbers_for
 from variable_batch_size.data.source import Source
-from variable_batch_size.optim.ddp_sync import DDPSync, HookedDDPSync, is_reduced
-from variable_batch_size.optim.sharded_sync import ShardedSync, data_parallel_group
-from variable_batch_size.optim.sync import PlainSync, Sync
+from variable_batch_size.optim.squares import Needs
+from variable_batch_size.optim.sums import Plain, Sum, Widened
+from variable_batch_size.optim.sums_ddp import DDP
+from variable_batch_size.optim.sums_sharded import Sharded, data_parallel_group
+from variable_batch_size.optim.tensors import is_narrow
 
 _REFUSED = {
     "FullyShardedDataParallel": "shard it with torch.distributed.fsdp.fully_shard(), FSDP2",
@@ -70,26 +73,42 @@ def backend_for(
     return LocalBackend(job=DistributedBackend(), sent=numbers_for(parameters))
 
 
-def sync_for(module: Module | None, backend: Backend, *, sharded_accumulation: bool) -> Sync:
+def sum_for(
+    module: Module | None,
+    parameters: Sequence[Tensor],
+    backend: Backend,
+    *,
+    sharded_accumulation: bool,
+    find_unused: bool,
+    by_rows: bool,
+    measures: bool,
+    needs: Callable[[], Needs],
+) -> Sum:
     """Return what sums the gradients of a model."""
     sharded: object = module
+    how: dict[str, Any] = {"by_rows": by_rows, "needs": needs if measures else None}
+    inside, between = backend, None
     if isinstance(backend, ElasticBackend):
-        return _elastic_sync(module, backend, sharded_accumulation=sharded_accumulation)
-    if isinstance(module, DistributedDataParallel):
-        of_user = not is_reduced(module) and module._comm_hooks
-        return HookedDDPSync(backend, module) if of_user else DDPSync(backend, module)
+        _check_elastic(module, backend)
+        inside, between = backend.job, backend
     if isinstance(sharded, FSDPModule):
-        return ShardedSync(backend, sharded, accumulates_shards=sharded_accumulation)
-    return PlainSync(backend)
+        if measures and not sharded_accumulation:
+            raise ValueError(
+                "a rule or a controller that reads the gradient noise needs the gradients of single microbatches, but "
+                "sharded_accumulation=False adds them up before they are seen; omit it"
+            )
+        return Sharded(inside, sharded, accumulates_shards=sharded_accumulation, between=between, **how)
+    if isinstance(module, DistributedDataParallel):
+        return DDP(backend, module, **how)
+    kind = Widened if any(map(is_narrow, parameters)) else Plain
+    return kind(backend, find_unused=find_unused, **how)
 
 
-def _elastic_sync(module: object, backend: ElasticBackend, *, sharded_accumulation: bool) -> Sync:
+def _check_elastic(module: object, backend: ElasticBackend) -> None:
     if backend.job.world.size == 1:
         if isinstance(module, (DistributedDataParallel, FSDPModule)):
             requirement = "where the world may change, the gradients must be summed by the backend"
             raise type_error(requirement, module, "pass the bare model")
-        return PlainSync(backend)
-    if not isinstance(module, FSDPModule) or data_parallel_group(module) is not None:
+    elif not isinstance(module, FSDPModule) or data_parallel_group(module) is not None:
         requirement = "the processes of a replica group must shard the model among all of them, and nothing else"
         raise type_error(requirement, module, "pass model=, the root module, after fully_shard() without mesh=")
-    return ShardedSync(backend.job, module, accumulates_shards=sharded_accumulation, between=backend)

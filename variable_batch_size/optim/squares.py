@@ -1,0 +1,144 @@
+"""The squares of what each microbatch gives to each parameter, before it is summed with others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, final
+from weakref import finalize, ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from variable_batch_size.optim.hooks import uncompiled
+from variable_batch_size.optim.tensors import groups_of_parts, norm, sum_of_squares, widen
+
+_EACH = "the gradient noise, and squares, need one backward() for each microbatch"
+
+
+class Needs(NamedTuple):
+    """What the update of a microbatch needs of it.
+
+    Attributes:
+        norm: |g|^2.
+        elements: g^2, of each element.
+    """
+
+    norm: bool = False
+    elements: bool = False
+
+
+@final
+class Squares:
+    """Takes the squares of the gradient that one backward gives.
+
+    What several ranks have of a parameter, as in tensor parallelism, is counted once.
+
+    Args:
+        parameters: those of the optimizer.
+        needs: says what the next microbatch is measured for; it is asked once for each.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], needs: Callable[[], Needs]) -> None:
+        self.parameters, self._ask = list(parameters), needs
+        self._hooks: list[RemovableHandle] = []
+        finalize(self, _remove, self._hooks).atexit = False
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the microbatch."""
+        self._needs: Needs | None = None  # of the microbatch, once it is known
+        self._found: dict[int, tuple[Tensor, tuple[dist.ProcessGroup, ...]]] = {}  # by parameter: |g| of its part
+        self.elements: dict[Tensor, Tensor] = {}  # by parameter: g^2
+        self._twice = False
+
+    @property
+    def seen(self) -> Iterable[int]:
+        """The parameters, by number, to which this microbatch has given a gradient."""
+        return self._found.keys()
+
+    @property
+    def needs(self) -> Needs:
+        """What this microbatch is measured for."""
+        if self._needs is None:
+            self._needs = self._ask()
+        return self._needs
+
+    def watch(self) -> None:
+        """Measure what each backward gives to each parameter, before autograd adds it to `.grad`."""
+        for number, parameter in enumerate(self.parameters):
+            if parameter.is_leaf:
+                trains, hook = parameter.requires_grad, _hook(ref(self), number)
+                self._hooks.append(parameter.requires_grad_().register_hook(hook))  # type: ignore[no-untyped-call]
+                parameter.requires_grad_(trains)  # it may be unfrozen later
+
+    def take(self, number: int, gradient: Tensor, *, whole: bool = False) -> None:
+        """Measure the gradient of a parameter; `whole`: with all that this microbatch has given it before."""
+        needs = self._needs or self.needs
+        if not (needs.norm or needs.elements):
+            return
+        if torch.is_grad_enabled():  # in a backward with create_graph=True
+            gradient = gradient.detach()
+        if number in self._found and not whole:
+            self._twice = True
+        if isinstance(gradient, DTensor):
+            ((parts, groups),) = groups_of_parts([gradient])
+            self._found[number] = norm(parts[0]), tuple(groups)
+        else:
+            self._found[number] = norm(gradient), ()
+        if needs.elements:
+            wide = widen(gradient)
+            self.elements[self.parameters[number]] = wide.square()
+
+    def total(self, fresh: Iterable[bool]) -> Tensor | None:
+        """Return |g|^2 over all parameters, 0-D; None if it is not needed.
+
+        Args:
+            fresh: for each parameter, whether a backward has changed its gradient since the microbatch before.
+
+        Raises:
+            RuntimeError: if a parameter has got its gradient by several backward passes, or by none.
+        """
+        if not any(self.needs):
+            return None
+        if self._twice:
+            raise RuntimeError(
+                f"{_EACH}, but there were several; add its losses, call backward() once, and recompute activations "
+                f"with use_reentrant=False"
+            )
+        for number, new in enumerate(fresh):
+            if new and number not in self._found:
+                raise RuntimeError(
+                    f"{_EACH}, but that of parameter {number}, of shape {tuple(self.parameters[number].shape)}, was "
+                    f"not seen; call the model as it was passed to the optimizer, and set no gradient by hand"
+                )
+        by_ranks: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+        for _, (found, groups) in sorted(self._found.items()):
+            by_ranks.setdefault(groups, []).append(found)
+        totals = []
+        for ranks, norms in by_ranks.items():
+            totals.append(sum_of_squares(norms))
+            for group in ranks:
+                dist.all_reduce(totals[-1], group=group)
+        return torch.stack(totals).sum() if totals else torch.zeros(())
+
+
+def _hook(squares: ref[Squares], number: int) -> Callable[[Tensor], None]:
+    def hook(gradient: Tensor) -> None:
+        if (alive := squares()) is not None:
+            # Compiled autograd would compile it, and again for each gradient.
+            (_take_uncompiled if torch.compiler.is_compiling() else Squares.take)(alive, number, gradient)
+
+    return hook
+
+
+@uncompiled
+def _take_uncompiled(squares: Squares, number: int, gradient: Tensor) -> None:
+    squares.take(number, gradient)
+
+
+def _remove(hooks: list[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()

@@ -1,0 +1,592 @@
+"""How the gradients of a step are summed, over its microbatches and over the ranks.
+
+    Plain       autograd adds to `.grad`; the backend sums it over the ranks after the last backward of each
+    Widened     the same for parameters in half precision, whose gradients are added in float32
+    DDP         DistributedDataParallel averages in the last backward of each rank (`sums_ddp.py`)
+    Sharded     FSDP2 scatters the sum of each microbatch into the shards (`sums_sharded.py`)
+
+The loss of a microbatch carries its weight: `backward` multiplies it by n_j / B, or by what the strategy needs. On the
+plain road `loss.backward()` is right, too: there `.grad` holds the sum in units of the weight of the last microbatch.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, final
+from weakref import finalize, ref
+
+import torch
+from torch import OutOfMemoryError, Tensor
+from torch.nn import Module
+
+from variable_batch_size.backend import Backend
+from variable_batch_size.backend.agreement import AbsentRankError, Agreement
+from variable_batch_size.microbatching import Microbatch
+from variable_batch_size.optim.backward_check import BackwardCheck
+from variable_batch_size.optim.participation import Participation
+from variable_batch_size.optim.squares import Needs, Squares
+from variable_batch_size.optim.tensors import (
+    are_parts,
+    collect_gradients,
+    local,
+    multiply,
+    scalar_dtype,
+    sum_over_parts,
+    widen,
+)
+
+RESTART = "so that the ranks may have made different updates; restart all ranks from the last checkpoint"
+
+
+def absent(error: Exception) -> RuntimeError:
+    """Return the error of ranks that wait for one that does not come."""
+    return RuntimeError(f"a rank does not take part in the sum of the gradients, {RESTART}: {error}")
+
+
+Others = Callable[[], Sequence[Tensor]]  # returns what the ranks have to sum besides gradients, in place
+
+
+class Measured(NamedTuple):
+    """The squares of a microbatch's gradient g, of any scale.
+
+    Attributes:
+        norm: |g|^2, 0-D; None if it is not needed.
+        elements: g^2 by parameter, if it is needed.
+        factor: by which they must be multiplied, to be n_j times those of the gradient of the mean loss.
+    """
+
+    norm: Tensor | None
+    elements: dict[Tensor, Tensor]
+    factor: float
+
+
+class Sum(ABC):
+    """Sums the gradients of a step: `prepare`, forward, `backward`, `measure`, `add` of each microbatch, then `finish`.
+
+    In a loop of several losses, as that of a GAN, other gradients come between the microbatches of a step. There what
+    is accumulated stays apart from `.grad` until `zero_grad` or `backward`; the first step shows which loop it is.
+
+    Args:
+        backend: how the ranks communicate.
+        by_rows: whether a loss is a sum over the rows of its microbatch, and not a mean.
+        needs: says what the next microbatch is measured for; None: no microbatch is measured.
+    """
+
+    module: Module | None = None  # before whose forward `prepare` has to be called, if there is one
+    _sums_alone = False  # whether nothing else may sum the gradients over several ranks
+    _clears: bool | None = None  # whether other gradients come within a step; None: it is not known yet
+
+    def __init__(self, backend: Backend, *, by_rows: bool, needs: Callable[[], Needs] | None) -> None:
+        self._backend, self._by_rows, self._needs = backend, by_rows, needs
+        self._begun = False  # whether the other ranks may have a sum that an exception has interrupted here
+
+    def use(self, parameters: Sequence[Tensor], *, keep: bool = False) -> None:
+        """Sum the gradients of these parameters from now on; `keep`: those of a first microbatch are in `.grad`."""
+        self.parameters = list(parameters)
+        self._squares = None if self._needs is None else Squares(parameters, self._needs)
+        self._watch_gradients(self._squares)
+        self._check = BackwardCheck(parameters, sums=self._sums_alone)
+        self._factor: float | None = None  # of the gradients that `backward` has left, of that of the mean loss
+        self._scale: Tensor | None = None  # that of a GradScaler in this step, 0-D
+        self._inside = False  # whether a microbatch of the step was added
+        self._zeroed = self._tried = False  # whether `zero_grad` was called since `add`; and, in this step, before one
+        self._apart: list[Tensor | None] | None = None  # the gradients that were accumulated
+        if not keep:
+            self._drop()
+        self._check.begin(several=True)
+
+    def _watch_gradients(self, squares: Squares | None) -> None:
+        if squares is not None:
+            squares.watch()
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks over which is summed."""
+        return self._backend.world.size
+
+    def dealing(self, **cut: bool) -> dict[str, bool]:
+        """Return how steps must be cut, see `Feed.attach`, if the model needs them cut like this."""
+        return cut
+
+    def meet(self, agreement: Callable[[], Agreement]) -> None:  # noqa: B027 (a no-op unless ranks compute together)
+        """Let the ranks agree, before the first forward; every rank has to call it."""
+
+    def begin(self, *, several: bool) -> None:
+        """Begin the next step, which has several microbatches on this rank, or one."""
+        self._check.begin(several=several)
+
+    def prepare(self, microbatch: Microbatch | None) -> None:  # noqa: B027 (a no-op unless `backward()` sums)
+        """Prepare for a forward: that of a microbatch, or another one; any number of times."""
+
+    # A microbatch. -------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _loss_factor(self, microbatch: Microbatch) -> float:
+        """Return the factor on the loss, if that is the mean over the rows of a microbatch."""
+
+    def backward(
+        self, loss: Tensor, microbatch: Microbatch, scale: Tensor | None, others: Sequence[Sum], **options: Any
+    ) -> None:
+        """Call `backward()` of a loss of a microbatch, with its weight and the scale of a `GradScaler`, 0-D.
+
+        `others` are those of optimizers whose parameters the loss has, too; `options` those of `Tensor.backward`.
+        """
+        every, factor = (self, *others), self._loss_factor(microbatch)
+        for one in every:
+            one._check_factor(microbatch, factor)
+            one._before_backward(microbatch)
+        weight = factor / microbatch.rows if self._by_rows else factor
+        if weight != 1 or self._backend.static_graph:
+            loss = loss * self._backend.scalar(weight, loss, "loss")
+        (loss if scale is None else loss * scale).backward(**options)  # type: ignore[no-untyped-call]
+        for one in every:
+            one._after_backward(microbatch, factor, scale)
+
+    def _check_factor(self, microbatch: Microbatch, factor: float) -> None:
+        if factor != self._loss_factor(microbatch):
+            raise ValueError(
+                "all optimizers of a loss must weigh it alike, but one has parameters in half precision, or sharded "
+                "ones, and the other has not; call backward() of the one with parameters in float32, with the other in "
+                "others=, or keep all parameters in float32"
+            )
+
+    def _before_backward(self, microbatch: Microbatch) -> None:
+        self._check.before_backward()
+        if self._factor is None:
+            self._forget_squares()  # of whatever came before
+        self._bring_back()
+
+    def _after_backward(self, microbatch: Microbatch, factor: float, scale: Tensor | None) -> None:
+        self._check.after_backward()
+        self._factor, self._scale = factor, scale
+
+    @abstractmethod
+    def measure(self, microbatch: Microbatch, *, counted: bool) -> Measured:
+        """Check that the backward of a microbatch has run, and nothing else, and return its squares."""
+
+    def _measured(self, microbatch: Microbatch, fresh: Sequence[bool], factor: float) -> Measured:
+        if self._squares is None:
+            return Measured(None, {}, 0.0)
+        norm, elements, n = self._squares.total(fresh), self._squares.elements, microbatch.samples
+        self._squares.clear()
+        if n == 0 and not self._backend.static_graph:  # a replay, whose squares may be non-finite: 0 * inf is nan
+            return Measured(None, {}, 0.0)
+        return Measured(norm, elements, n / factor**2 if n else 0.0)
+
+    def add(self, microbatch: Microbatch, following: Microbatch | None) -> None:
+        """Count a microbatch that was measured; `following` is the next one of this rank in the step, if any."""
+        if following is not None and (self._clears or (self._clears is None and self._zeroed)):
+            self._apart, self._tried = [parameter.grad for parameter in self.parameters], True
+            self._set(None)
+        self._inside, self._factor, self._zeroed = True, None, False
+        self._check.remember()
+
+    def _forget_squares(self) -> None:
+        if self._squares is not None:
+            self._squares.clear()
+
+    def _bring_back(self) -> None:
+        """Return to `.grad` what was accumulated apart from it."""
+        if self._apart is not None:
+            self._set(self._apart)
+            self._apart = None
+            self._check.remember()
+
+    def _set(self, gradients: Sequence[Tensor | None] | None) -> None:
+        for number, parameter in enumerate(self.parameters):
+            parameter.grad = None if gradients is None else gradients[number]
+
+    def flush(self) -> None:
+        """Let later microbatches find no overflow of this step, which is skipped."""
+        known = [*(self._apart or ()), *(parameter.grad for parameter in self.parameters)]
+        if gradients := local(one for one in known if one is not None):
+            torch._foreach_zero_(gradients)
+        self._check.remember()
+
+    def zero_grad(self) -> None:
+        """Clear the gradients that have come since the last `add`; what that has accumulated stays.
+
+        Raises:
+            RuntimeError: if another backward has added to what `.grad` has accumulated.
+        """
+        self._zeroed = True
+        if self._apart is not None:
+            self._clears = any(parameter.grad is not None for parameter in self.parameters) or self._clears
+            self._factor = None
+            self._forget_squares()
+            self._bring_back()
+        elif not self._inside:
+            self._drop()
+        elif any(self._check.fresh()):
+            raise RuntimeError(
+                "zero_grad() within a step must leave the microbatches that step() has accumulated, but a backward() "
+                "has added to their gradients in .grad since; call zero_grad() before each microbatch, from the first "
+                "one on, or pass inputs= to the backward() of the other loss; after an exception call discard_step()"
+            )
+
+    # The step. -----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def finish(self, batch_size: int, factor: float | None, others: Others) -> list[Tensor]:
+        """Leave `factor` times G in `.grad`, sum the others, and return the gradients that there are.
+
+        Args:
+            batch_size: B.
+            factor: None if there is none in any update.
+            others: returns what the ranks have to sum besides, in place, for the parameters with a gradient on any.
+        """
+
+    def _end(self, factor: float | None) -> float | Tensor:
+        """Return what the sum of the step must still be multiplied by."""
+        if self._clears is None and self._tried:  # a loop that clears, but has nothing to clear
+            self._clears = False
+        self._check.forget()
+        own = 1.0 if factor is None else factor
+        return own if self._scale is None else own / self._scale.to(scalar_dtype(self.parameters))
+
+    def common_scale(self, scale: Tensor) -> Tensor:
+        """Return the scale of a `GradScaler` for the step, 0-D, which the ranks whose gradients are summed share."""
+        return scale
+
+    def clear(self) -> None:
+        """Forget the step, after its update or to start it over."""
+        self._inside, self._apart, self._zeroed, self._tried = False, None, False, False
+        self._drop()
+
+    def _drop(self) -> None:
+        self._factor, self._scale = None, None
+        self._forget_squares()
+        self._set(None)
+        self._check.remember()
+
+    def restart(self) -> None:
+        """Forget a sum that was interrupted: every rank loads a state."""
+        self._begun = False
+
+    @abstractmethod
+    def discard(self, agreement: Callable[[], Agreement], timeout: float) -> None:
+        """Check that the step can be discarded."""
+
+    @property
+    def participation(self) -> Participation | None:
+        """Which parameters take part, where it does not follow from what wraps the model."""
+        return None
+
+    def agree(self, agreement: Agreement) -> None:  # noqa: B027 (a no-op where nothing is agreed on)
+        """Agree with the other ranks on the parameters that have gradients; every rank has to call it."""
+
+    @final
+    def _all_reduce(self, tensors: Sequence[Tensor]) -> None:
+        self._begun = self._backend.world.size > 1
+        try:
+            self._backend.all_reduce_sum(tensors)
+        except (AbsentRankError, OutOfMemoryError):
+            raise
+        except RuntimeError as error:
+            if self._backend.elastic:  # which says what is wrong, and whose other ranks go on without this one
+                self._begun = False
+                raise
+            raise absent(error) from error
+        self._begun = False
+
+
+class Plain(Sum):
+    """Autograd adds to `.grad`, and the backend sums that over the ranks by one collective for each dtype."""
+
+    _widens = False  # whether `.grad` holds the present microbatch alone
+
+    def __init__(self, backend: Backend, *, find_unused: bool = False, **options: Any) -> None:
+        super().__init__(backend, **options)
+        self._find_unused, self._sums_alone = find_unused, not backend.alone
+
+    def use(self, parameters: Sequence[Tensor], *, keep: bool = False) -> None:
+        """Sum the gradients of these parameters from now on."""
+        self._participation = Participation(parameters, self._backend, find_unused=self._find_unused)
+        self._partial = are_parts(parameters)
+        self._begin_step(len(parameters))
+        super().use(parameters, keep=keep)
+
+    def _begin_step(self, number: int) -> None:
+        self._used = [False] * number  # by a microbatch of this step that counts, on this rank
+        self._raw: bool | None = None  # whether losses carry no weight in this step
+        self._weight = 1.0  # by which what is accumulated of such losses must still be multiplied
+
+    @property
+    def participation(self) -> Participation:
+        """Which parameters take part."""
+        return self._participation
+
+    def _loss_factor(self, microbatch: Microbatch) -> float:
+        """Return n_j / B."""
+        return microbatch.samples / microbatch.batch_size
+
+    def _own_weight(self, microbatch: Microbatch) -> float:
+        weight = microbatch.samples / microbatch.batch_size
+        return weight / microbatch.rows if self._by_rows else weight
+
+    def measure(self, microbatch: Microbatch, *, counted: bool) -> Measured:
+        """Check that the backward of a microbatch has run, and nothing else, and return its squares."""
+        fresh, ours, replay = self._check.fresh(), self._check.ours, microbatch.samples == 0
+        accumulating = self._inside and self._apart is None and not self._widens
+        self._check.check(fresh, needed=not replay, accumulating=accumulating)
+        if ours or any(fresh):
+            if self._raw is ours:
+                raise RuntimeError(
+                    "a step must have losses of one kind, but there are both; call optimizer.backward(loss) for all "
+                    "losses of a step, or loss.backward() for all"
+                )
+            self._raw = not ours
+        if not replay or self._backend.static_graph:  # there the ranks' graphs must be equal
+            self._used = [known or new for known, new in zip(self._used, fresh, strict=True)]
+        return self._measured(microbatch, fresh, self._present_factor(microbatch))
+
+    def _present_factor(self, microbatch: Microbatch) -> float:
+        """Return by what the gradients of the microbatch are larger than that of the mean loss."""
+        raw = float(microbatch.rows) if self._by_rows else 1.0
+        return raw if self._factor is None else self._factor
+
+    def add(self, microbatch: Microbatch, following: Microbatch | None) -> None:
+        """Count a microbatch; one of `loss.backward()` gets its weight now, by Horner's scheme."""
+        if self._partial:
+            self._set([one.grad if one.grad is None else sum_over_parts(one.grad, one) for one in self.parameters])
+        self._accumulate(microbatch, following)
+        super().add(microbatch, None if self._widens else following)
+
+    def _accumulate(self, microbatch: Microbatch, following: Microbatch | None) -> None:
+        if (apart := self._apart) is not None:  # loss.backward() without zero_grad()
+            self._apart = None
+            for parameter, known in zip(self.parameters, apart, strict=True):
+                if known is not None:
+                    parameter.grad = known if parameter.grad is None else known.add_(parameter.grad)
+        if microbatch.samples == 0 and not self._backend.static_graph:
+            self._set(None)  # only replays come first: they may be non-finite, and 0 * inf is nan
+        elif self._raw:
+            # sum_j w_j g_j = (...((g_1 w_1 / w_2 + g_2) w_2 / w_3 + g_3)...) w_J: `.grad` always lacks the weight of
+            # the last microbatch that is in it. Equal weights cost nothing, and `finish` multiplies by w_J.
+            self._weight = own = self._own_weight(microbatch)
+            coming = own if following is None else self._own_weight(following)
+            if following is not None and (own != coming or self._backend.static_graph):
+                self._multiply(own / (coming or 1.0), "microbatch")
+
+    def _multiply(self, factor: float | Tensor, place: str) -> None:
+        present = [parameter for parameter in self.parameters if parameter.grad is not None]
+        gradients = collect_gradients(present)
+        if not self._backend.static_graph or not gradients:
+            multiply(gradients, factor, self._backend)
+            return
+        # There the gradient of a linear layer, as backward leaves it, is a view of its transpose. Changed in place,
+        # both would be results of the graph: 1.4 times the time of a backward of linear layers, on XLA:CPU.
+        factor = factor if isinstance(factor, Tensor) else self._backend.scalar(factor, gradients[0], place)
+        for parameter, gradient in zip(present, torch._foreach_mul(gradients, factor), strict=True):
+            parameter.grad = gradient
+
+    def finish(self, batch_size: int, factor: float | None, others: Others) -> list[Tensor]:
+        """Sum `.grad` and the others; a parameter that takes no part in the update has no gradient afterwards.
+
+        Operations that may differ between ranks are executed before: they must not be in the graph of the collective.
+        """
+        members = self._participation.select(self._used)
+        self._collect(members, factor)
+        self._exclude(members)
+        self._backend.mark_step()
+        message = self._participation.message(self._used, replay=not any(self._used))
+        self._all_reduce([*local(collect_gradients(self.parameters)), *message, *others()])
+        self._exclude(self._participation.settle(message) or members)
+        return collect_gradients(self.parameters)
+
+    def _collect(self, members: Sequence[bool], factor: float | None) -> None:
+        """Leave `factor` times the share of this rank in `.grad`."""
+        for parameter, member in zip(self.parameters, members, strict=True):
+            if member and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        left = self._end(factor)
+        if self._raw or factor is not None or isinstance(left, Tensor):
+            self._multiply(left * self._weight if self._raw else left, "update")
+
+    def _exclude(self, members: Sequence[bool]) -> None:
+        for parameter, member in zip(self.parameters, members, strict=True):
+            if not member:
+                parameter.grad = None
+
+    def clear(self) -> None:
+        """Forget the step, after its update or to start it over."""
+        self._begin_step(len(self.parameters))
+        super().clear()
+
+    def discard(self, agreement: Callable[[], Agreement], timeout: float) -> None:
+        """Check that the step can be discarded: what was summed cannot be called back."""
+        if self._begun:
+            raise RuntimeError(
+                f"a step must be discarded before its gradients are summed over the ranks, but an exception came while "
+                f"they were, {RESTART}, or load a state on every rank"
+            )
+
+    def agree(self, agreement: Agreement) -> None:
+        """Agree with the other ranks on the parameters that have gradients; every rank has to call it."""
+        self._participation.agree(self._used, agreement, replay=not any(self._used))
+
+
+@final
+class Widened(Plain):
+    """Parameters in half precision: each microbatch is added to a buffer, in float32, and weighed there."""
+
+    _widens = True
+
+    def _begin_step(self, number: int) -> None:
+        self._buffer: dict[Tensor, Tensor] = {}
+        super()._begin_step(number)
+
+    def _loss_factor(self, microbatch: Microbatch) -> float:
+        """Return what leaves the loss as it is: half precision may not hold another weight."""
+        return float(microbatch.rows) if self._by_rows else 1.0
+
+    def _check_factor(self, microbatch: Microbatch, factor: float) -> None:
+        """Do nothing: gradients of any factor are weighed here."""
+
+    def _accumulate(self, microbatch: Microbatch, following: Microbatch | None) -> None:
+        present = [parameter for parameter in self.parameters if parameter.grad is not None]
+        new = list(map(widen, collect_gradients(present)))
+        self._set(None)
+        if not new or not (microbatch.samples or self._backend.static_graph):  # a replay may be non-finite
+            return
+        weight = microbatch.samples / microbatch.batch_size / (self._present_factor(microbatch) or 1.0)
+        torch._foreach_mul_(local(new), self._backend.scalar(weight, new[0], "microbatch"))
+        for parameter, gradient in zip(present, new, strict=True):
+            known = self._buffer.get(parameter)
+            self._buffer[parameter] = gradient if known is None else known.add_(gradient)
+
+    def _collect(self, members: Sequence[bool], factor: float | None) -> None:
+        """Leave `factor` times the share of this rank in `.grad`."""
+        for parameter, member in zip(self.parameters, members, strict=True):
+            if member and parameter not in self._buffer:
+                self._buffer[parameter] = widen(torch.zeros_like(parameter))
+        multiply(list(self._buffer.values()), self._end(factor), self._backend)
+        for parameter, total in self._buffer.items():
+            parameter.grad = total.to(parameter.dtype)
+
+    def flush(self) -> None:
+        """Let later microbatches find no overflow of this step, which is skipped."""
+        torch._foreach_zero_(local(self._buffer.values()))
+
+    def zero_grad(self) -> None:
+        """Clear the gradients that have come since the last `add`."""
+        self._drop()
+
+
+class InBackward(Sum):
+    """What wraps the model sums in `backward()`, so that each loss must carry its weight."""
+
+    wrapper: str  # in words
+
+    def __init__(self, backend: Backend, **options: Any) -> None:
+        super().__init__(backend, **options)
+        self._watch = Watch(backend)
+
+    def meet(self, agreement: Callable[[], Agreement]) -> None:
+        """Create what the ranks agree by while all of them are here."""
+        agreement()
+
+    def backward(
+        self, loss: Tensor, microbatch: Microbatch, scale: Tensor | None, others: Sequence[Sum], **options: Any
+    ) -> None:
+        """Call `backward()` of a loss with its weight; the wait for a rank that does not take part ends."""
+        if options.get("create_graph"):
+            raise RuntimeError(
+                "create_graph=True needs gradients that nothing changes in place, but a DistributedDataParallel or "
+                "FSDP2 sums them in backward(); omit it, or train the bare model, without model=, after "
+                "vbs.broadcast_parameters(model)"
+            )
+        if loss.device.type == "cpu":
+            self._watch.begin()
+        try:
+            super().backward(loss, microbatch, scale, others, **options)
+        except RuntimeError as error:
+            self._backend.while_waiting()  # a rank that does not take part may have said why
+            if any(word in str(error) for word in ("gloo", "NCCL")):
+                raise absent(error) from error
+            raise
+
+    def _check_carried(self, fresh: Sequence[bool], *, needed: bool) -> float:
+        """Return the factor that the loss of a microbatch has carried, and check that nothing else came."""
+        if self._factor is None:
+            raise RuntimeError(
+                f"with {self.wrapper} each loss must carry its weight, also that of a microbatch that this rank only "
+                f"repeats, but step() came without optimizer.backward(); call optimizer.backward(loss) in the place of "
+                f"loss.backward(), with others= if several optimizers update the parameters of a model"
+            )
+        self._check.check(fresh, needed=needed)
+        return self._factor
+
+    def _finished(self, factor: float | None, others: Others) -> tuple[list[Tensor], Sequence[Tensor]]:
+        """Multiply what was summed, sum the others, and return both."""
+        self._watch.end()
+        gradients = collect_gradients(self.parameters)
+        multiply(gradients, self._end(factor), self._backend)
+        if message := others():
+            self._all_reduce(message)
+        return gradients, message
+
+    def common_scale(self, scale: Tensor) -> Tensor:
+        """Return the scale of rank 0: the scalers of others have seen other microbatches."""
+        backend = self._backend.job
+        if backend.world.size > 1:
+            scale = scale * (backend.world.rank == 0)
+            backend.all_reduce_sum([scale.view(1)])
+        return scale
+
+    def clear(self) -> None:
+        """Forget the step, after its update or to start it over."""
+        self._watch.end()
+        super().clear()
+
+    def discard(self, agreement: Callable[[], Agreement], timeout: float) -> None:
+        """Check that all ranks discard the step: what some have summed cannot be called back by one."""
+        agreement().gather("discard_step()", "", timeout)
+        self.reset()
+
+    def restart(self) -> None:
+        """Forget what an exception has interrupted: every rank loads a state."""
+        super().restart()
+        self.reset()
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Let the model expect a forward, whatever an exception has interrupted."""
+
+
+_SECONDS_TO_LOOK = 1.0
+
+
+@final
+class Watch:
+    """A thread that looks every second for a rank that does not come, while the host waits where no Python runs."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend, self._waits = backend, threading.Event()
+        self._thread: threading.Thread | None = None
+        finalize(self, self._waits.set).atexit = False
+
+    def begin(self) -> None:
+        """Look from now on."""
+        self._waits.set()
+        if self._thread is None:
+            self._thread = threading.Thread(target=_look, args=(ref(self), self._waits), daemon=True)
+            self._thread.start()
+
+    def end(self) -> None:
+        """Look no longer."""
+        self._waits.clear()
+
+
+def _look(watch: ref[Watch], waits: threading.Event) -> None:
+    while waits.wait():
+        time.sleep(_SECONDS_TO_LOOK)
+        if (alive := watch()) is None:
+            return
+        with suppress(RuntimeError):  # the sentence is in the store: the others end by it, and then this rank
+            alive.backend.while_waiting(waits.is_set)
+        del alive

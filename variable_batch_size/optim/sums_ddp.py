@@ -1,0 +1,161 @@
+"""DistributedDataParallel averages the gradients of a step in the last `backward()` of this rank.
+
+Its reduction is off but in the last microbatch of this rank, in which `.grad` holds the earlier ones, too. Each loss is
+multiplied by W n_j / B, so that the average over the W ranks, by torch's own reducer or a communication hook of the
+user, is the gradient of the update, although ranks have different numbers of microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from variable_batch_size.backend import Backend, DistributedBackend
+from variable_batch_size.microbatching import Microbatch
+from variable_batch_size.optim.backward_check import versions
+from variable_batch_size.optim.sums import InBackward, Measured, Others
+from variable_batch_size.optim.tensors import is_narrow
+
+_ELSEWHERE = "call model.module for another optimizer's loss"
+
+
+@final
+class DDP(InBackward):
+    """A DistributedDataParallel averages in the last `backward()` of a step."""
+
+    wrapper = "a DistributedDataParallel"
+
+    def __init__(self, backend: Backend, module: DistributedDataParallel, **options: Any) -> None:
+        super().__init__(backend, **options)
+        _check_ranks(module, backend)
+        self.module: DistributedDataParallel = module
+        self._of_forward: Microbatch | None = None  # the microbatch whose forward has begun
+        self._at_forward: list[int] | None = None  # versions of the gradients then, if it sums
+        self._averaged = False  # whether the last backward() of the step has run
+
+    def use(self, parameters: Sequence[Tensor], *, keep: bool = False) -> None:
+        """Sum the gradients of these parameters from now on, all of the optimizer."""
+        own = {id(parameter) for parameter in self.module.parameters()}
+        for number, parameter in enumerate(parameters):
+            if id(parameter) not in own:
+                raise ValueError(
+                    f"the DistributedDataParallel that is passed as model= must have all parameters of the optimizer, "
+                    f"but parameter {number}, of shape {tuple(parameter.shape)}, is not in it; put all of them in one "
+                    f"module, and wrap that"
+                )
+        buckets = self.module.reducer._get_zeros_like_grad_buckets()
+        averaged = {id(parameter) for bucket in buckets for parameter in bucket.parameters()}
+        self._left_out = [number for number, parameter in enumerate(parameters) if id(parameter) not in averaged]
+        self._narrow = any(map(is_narrow, parameters))
+        super().use(parameters, keep=keep)
+
+    def prepare(self, microbatch: Microbatch | None) -> None:
+        """Switch the reduction on before the last microbatch of this rank, and off before all others."""
+        last = microbatch is not None and microbatch.ends_step
+        if not last and self.module.static_graph and microbatch is not None:
+            raise RuntimeError(
+                "a DistributedDataParallel with static_graph=True must sum in each backward(), but a step has several "
+                "microbatches on this rank; create it without static_graph"
+            )
+        if not last and self._narrow and microbatch is not None:
+            raise RuntimeError(
+                "the gradients of several microbatches must be added with at least 32 bits, but some parameters of the "
+                "DistributedDataParallel have fewer; keep them in float32, and use torch.autocast, or choose a "
+                "minibatch_size for which each rank has one microbatch a step"
+            )
+        self.module.require_backward_grad_sync = last and not self._averaged
+        if self._of_forward != microbatch:
+            self._of_forward = microbatch
+            self._at_forward = versions(self.parameters) if last else None
+
+    def _loss_factor(self, microbatch: Microbatch) -> float:
+        """Return W n_j / B."""
+        return self._backend.world.size * microbatch.samples / microbatch.batch_size
+
+    def _before_backward(self, microbatch: Microbatch) -> None:
+        super()._before_backward(microbatch)
+        if self._averaged:
+            raise RuntimeError(
+                "a DistributedDataParallel averages in the last backward() of a step, but there is another one; add "
+                "the losses of a microbatch and call optimizer.backward() once"
+            )
+        if self._of_forward != microbatch:
+            raise RuntimeError(
+                "a DistributedDataParallel that is passed as model= must sum in the last backward() of a step, but no "
+                "forward of it came after the step() of the microbatch before; call it (not its .module), then "
+                "optimizer.backward() and step(), before the forward of the next microbatch"
+            )
+        if self.module.require_backward_grad_sync != microbatch.ends_step:
+            raise RuntimeError(
+                "a DistributedDataParallel must sum when its optimizer comes to the last microbatch of a step, but "
+                "another optimizer, or the loop, has switched its reduction; train a parameter by one optimizer, and "
+                "delete those before it"
+            )
+
+    def _after_backward(self, microbatch: Microbatch, factor: float, scale: Tensor | None) -> None:
+        super()._after_backward(microbatch, factor, scale)
+        if self._at_forward is not None:
+            self._averaged = microbatch.ends_step
+            try:
+                self.module.reducer._check_reducer_finalized()
+            except RuntimeError as error:
+                raise RuntimeError(
+                    "a DistributedDataParallel must get gradients for all its parameters in the last backward() of a "
+                    "step, but it got only some; create it with find_unused_parameters=True"
+                ) from error
+
+    def measure(self, microbatch: Microbatch, *, counted: bool) -> Measured:
+        """Check that the loss of a microbatch has carried its weight, and return its squares."""
+        fresh = self._check.fresh()
+        factor = self._check_carried(fresh, needed=microbatch.samples > 0)
+        # The last backward() also gives this rank the gradients of parameters that others have used.
+        return self._measured(microbatch, () if microbatch.ends_step else fresh, factor)
+
+    def _bring_back(self) -> None:
+        super()._bring_back()
+        if self._at_forward is not None:
+            self._at_forward = versions(self.parameters)
+
+    def finish(self, batch_size: int, factor: float | None, others: Others) -> list[Tensor]:
+        """Sum what travels with the gradients, which `backward()` has averaged."""
+        for number in self._left_out:
+            if self.parameters[number].grad is not None:
+                raise RuntimeError(
+                    f"a DistributedDataParallel must sum all gradients, but it leaves out that of parameter {number}, "
+                    f"of shape {tuple(self.parameters[number].shape)}, which was frozen when it was created, or is "
+                    f"ignored; create it, and the optimizer, after requires_grad_(True)"
+                )
+        return self._finished(factor, others)[0]
+
+    def zero_grad(self) -> None:
+        """Clear the gradients that have come since the last `add`, if no rank can have summed them."""
+        if self._averaged or (self._at_forward or versions(self.parameters)) != versions(self.parameters):
+            raise RuntimeError(
+                f"the sums of a DistributedDataParallel must be used on all ranks, but zero_grad() would drop them on "
+                f"this one; {_ELSEWHERE}, and after an exception call discard_step() on all ranks"
+            )
+        super().zero_grad()
+
+    def clear(self) -> None:
+        """Forget the step, after its update or to start it over."""
+        self._averaged, self._of_forward, self._at_forward = False, None, None
+        super().clear()
+
+    def reset(self) -> None:
+        """Let the module expect no gradients of an earlier forward, if torch can."""
+        getattr(self.module.reducer, "_reset_state", lambda: None)()
+
+
+def _check_ranks(module: DistributedDataParallel, backend: Backend) -> None:
+    """Raise ValueError unless a module sums over the ranks of a backend."""
+    ranks = dist.get_process_group_ranks(module.process_group)
+    own = backend.ranks if isinstance(backend, DistributedBackend) else [*range(backend.world.size)]
+    if ranks != own:
+        raise ValueError(
+            f"model= must be a DistributedDataParallel over the ranks that share a batch, but it has ranks {ranks} and "
+            f"the optimizer {own}; pass the same process_group to both"
+        )
