@@ -58,9 +58,10 @@ class OwnReader(Reader):
             raise text.error(line, "there must be at least one row", first, "add rows")
         first_time = dict(zip(header, split(text.lines[1][1], separator), strict=False)).get(time, "")
         start = seconds_of(first_time)
+        dated = start is not None or DATE.fullmatch(first_time) is not None
         for line, row in text.lines[1:]:
             for name, cell in zip(header, text.cells(line, row, first, separator), strict=True):
-                if name == time and (start is not None or ":" in cell or DATE.fullmatch(first_time)):
+                if name == time and (dated or ":" in cell):
                     requirement = f"{name} must be seconds, or in each row a time of ISO 8601 such as {MOMENT}"
                     moment = text.moment(line, requirement, cell, "add the date, or correct it")
                     table[name].append(moment - (start or 0.0))
