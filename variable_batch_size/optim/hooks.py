@@ -19,7 +19,7 @@ def uncompiled(function: Function) -> Function:
 
 
 def call_before_forward(
-    module: Any, method: Callable[..., None], *args: object, first: bool = False, once: bool = False
+    module: Module | None, method: Callable[..., None], *args: object, first: bool = False, once: bool = False
 ) -> None:
     """Call a method before each forward of a module, if any, that gradients follow, as long as its object lives.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, final
+from typing import Any
 from weakref import WeakMethod
 
 import torch
@@ -118,6 +118,7 @@ class CustomOptimizer(ObservedOptimizer):
         self._backend = backend or backend_for(module, parameters, sampler, process_group)
         noise = "microbatches" if noise is None and sampler._feed.plans.needs_noise else noise
         options = UpdateOptions(noise, reduction, max_grad_norm, find_unused_parameters, grad_norm)
+        needs = WeakMethod(self._needs)  # hooks of the parameters must not keep the optimizer alive
         total = sum_for(
             module,
             parameters,
@@ -126,7 +127,7 @@ class CustomOptimizer(ObservedOptimizer):
             find_unused=find_unused_parameters,
             by_rows=reduction == "sum",
             measures=noise is not None or any(needs_noise(one) or needs_squares(one) for one in rules.rules),
-            needs=_Needs(WeakMethod(self._needs)),
+            needs=lambda: (needs() or Needs)(),
         )
         self._updater = Updater(inner, self._backend, rules, options, total)
         check_applies_lr(inner, rules.rules)
@@ -429,15 +430,3 @@ class CustomOptimizer(ObservedOptimizer):
             self._updater.clear()
             self._updater.gradient.sum.begin(several=self._loop.several_rounds)
             self._loop.settle()
-
-
-@final
-class _Needs:
-    """Asks an optimizer, if it lives, what the next microbatch is measured for."""
-
-    def __init__(self, method: WeakMethod[Callable[[], Needs]]) -> None:
-        self._method = method
-
-    def __call__(self) -> Needs:
-        ask = self._method()
-        return Needs() if ask is None else ask()

@@ -25,7 +25,7 @@ from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.backend import Backend
 from variable_batch_size.data.deal import Step
 from variable_batch_size.data.source import Source
-from variable_batch_size.optim.tensors import check_whole, multiply, widen
+from variable_batch_size.optim.tensors import add_to, check_whole, multiply, widen
 from variable_batch_size.rules import Rule, Scaling
 from variable_batch_size.rules.base import needs_squares
 
@@ -81,9 +81,7 @@ class SecondMoment:
         multiply(own, factor, self._backend)
         if scale is not None:
             torch._foreach_div_(own, scale.to(own[0].dtype).square())
-        for parameter, square in zip(squares, own, strict=True):
-            known = self._sums.get(parameter)
-            self._sums[parameter] = square if known is None else known.add_(square)
+        add_to(self._sums, squares)
 
     def message(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Return this rank's sums for the parameters that take part in the update; the ranks add them in place."""

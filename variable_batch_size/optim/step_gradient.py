@@ -76,14 +76,14 @@ class StepGradient:
         **options: Any,
     ) -> None:
         """Call `loss.backward()`, of a loss that carries its weight, and a scale if there is a `GradScaler`."""
-        if scaler is None or not scaler.is_enabled():
-            self.sum.backward(loss, microbatch, None, [other.sum for other in others], **options)
-            return
-        if self._scale is None:
-            self._scale = self.sum.common_scale(scaler.scale(torch.ones((), device=loss.device)))
-        for other in others:
-            other._scale = self._scale
-        self.sum.backward(loss, microbatch, self._scale, [other.sum for other in others], **options)
+        scale = None
+        if scaler is not None and scaler.is_enabled():
+            scale = self._scale
+            if scale is None:
+                scale = self.sum.common_scale(scaler.scale(torch.ones((), device=loss.device)))
+            for one in (self, *others):
+                one._scale = scale
+        self.sum.backward(loss, microbatch, scale, [other.sum for other in others], **options)
 
     def add(
         self,

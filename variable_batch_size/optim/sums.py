@@ -11,13 +11,9 @@ plain road `loss.backward()` is right, too: there `.grad` holds the sum in units
 
 from __future__ import annotations
 
-import threading
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, final
-from weakref import finalize, ref
 
 import torch
 from torch import OutOfMemoryError, Tensor
@@ -30,6 +26,7 @@ from variable_batch_size.optim.backward_check import BackwardCheck
 from variable_batch_size.optim.participation import Participation
 from variable_batch_size.optim.squares import Needs, Squares
 from variable_batch_size.optim.tensors import (
+    add_to,
     are_parts,
     collect_gradients,
     local,
@@ -38,6 +35,7 @@ from variable_batch_size.optim.tensors import (
     sum_over_parts,
     widen,
 )
+from variable_batch_size.optim.watch import Watch
 
 RESTART = "so that the ranks may have made different updates; restart all ranks from the last checkpoint"
 
@@ -92,12 +90,15 @@ class Sum(ABC):
         self._check = BackwardCheck(parameters, sums=self._sums_alone)
         self._factor: float | None = None  # of the gradients that `backward` has left, of that of the mean loss
         self._scale: Tensor | None = None  # that of a GradScaler in this step, 0-D
-        self._inside = False  # whether a microbatch of the step was added
-        self._zeroed = self._tried = False  # whether `zero_grad` was called since `add`; and, in this step, before one
-        self._apart: list[Tensor | None] | None = None  # the gradients that were accumulated
+        self._begin_step()
         if not keep:
             self._drop()
         self._check.begin(several=True)
+
+    def _begin_step(self) -> None:
+        self._inside = False  # whether a microbatch of the step was added
+        self._zeroed = self._tried = False  # whether `zero_grad` was called since `add`; and, in this step, before one
+        self._apart: list[Tensor | None] | None = None  # the gradients that were accumulated
 
     def _watch_gradients(self, squares: Squares | None) -> None:
         if squares is not None:
@@ -128,6 +129,11 @@ class Sum(ABC):
     def _loss_factor(self, microbatch: Microbatch) -> float:
         """Return the factor on the loss, if that is the mean over the rows of a microbatch."""
 
+    def _weight_of(self, microbatch: Microbatch) -> float:
+        """Return the factor on the loss as it is."""
+        factor = self._loss_factor(microbatch)
+        return factor / microbatch.rows if self._by_rows else factor
+
     def backward(
         self, loss: Tensor, microbatch: Microbatch, scale: Tensor | None, others: Sequence[Sum], **options: Any
     ) -> None:
@@ -139,7 +145,7 @@ class Sum(ABC):
         for one in every:
             one._check_factor(microbatch, factor)
             one._before_backward(microbatch)
-        weight = factor / microbatch.rows if self._by_rows else factor
+        weight = self._weight_of(microbatch)
         if weight != 1 or self._backend.static_graph:
             loss = loss * self._backend.scalar(weight, loss, "loss")
         (loss if scale is None else loss * scale).backward(**options)  # type: ignore[no-untyped-call]
@@ -254,7 +260,7 @@ class Sum(ABC):
 
     def clear(self) -> None:
         """Forget the step, after its update or to start it over."""
-        self._inside, self._apart, self._zeroed, self._tried = False, None, False, False
+        self._begin_step()
         self._drop()
 
     def _drop(self) -> None:
@@ -307,11 +313,11 @@ class Plain(Sum):
         """Sum the gradients of these parameters from now on."""
         self._participation = Participation(parameters, self._backend, find_unused=self._find_unused)
         self._partial = are_parts(parameters)
-        self._begin_step(len(parameters))
         super().use(parameters, keep=keep)
 
-    def _begin_step(self, number: int) -> None:
-        self._used = [False] * number  # by a microbatch of this step that counts, on this rank
+    def _begin_step(self) -> None:
+        super()._begin_step()
+        self._used = [False] * len(self.parameters)  # by a microbatch of this step that counts, on this rank
         self._raw: bool | None = None  # whether losses carry no weight in this step
         self._weight = 1.0  # by which what is accumulated of such losses must still be multiplied
 
@@ -323,10 +329,6 @@ class Plain(Sum):
     def _loss_factor(self, microbatch: Microbatch) -> float:
         """Return n_j / B."""
         return microbatch.samples / microbatch.batch_size
-
-    def _own_weight(self, microbatch: Microbatch) -> float:
-        weight = microbatch.samples / microbatch.batch_size
-        return weight / microbatch.rows if self._by_rows else weight
 
     def measure(self, microbatch: Microbatch, *, counted: bool) -> Measured:
         """Check that the backward of a microbatch has run, and nothing else, and return its squares."""
@@ -358,19 +360,19 @@ class Plain(Sum):
 
     def _accumulate(self, microbatch: Microbatch, following: Microbatch | None) -> None:
         if (apart := self._apart) is not None:  # loss.backward() without zero_grad()
-            self._apart = None
-            for parameter, known in zip(self.parameters, apart, strict=True):
-                if known is not None:
-                    parameter.grad = known if parameter.grad is None else known.add_(parameter.grad)
+            self._apart, own = None, {one: one.grad for one in self.parameters if one.grad is not None}
+            sums = {one: known for one, known in zip(self.parameters, apart, strict=True) if known is not None}
+            add_to(sums, own)
+            self._set([sums.get(one) for one in self.parameters])
         if microbatch.samples == 0 and not self._backend.static_graph:
             self._set(None)  # only replays come first: they may be non-finite, and 0 * inf is nan
         elif self._raw:
             # sum_j w_j g_j = (...((g_1 w_1 / w_2 + g_2) w_2 / w_3 + g_3)...) w_J: `.grad` always lacks the weight of
             # the last microbatch that is in it. Equal weights cost nothing, and `finish` multiplies by w_J.
-            self._weight = own = self._own_weight(microbatch)
-            coming = own if following is None else self._own_weight(following)
-            if following is not None and (own != coming or self._backend.static_graph):
-                self._multiply(own / (coming or 1.0), "microbatch")
+            self._weight = weight = self._weight_of(microbatch)
+            coming = weight if following is None else self._weight_of(following)
+            if following is not None and (weight != coming or self._backend.static_graph):
+                self._multiply(weight / (coming or 1.0), "microbatch")
 
     def _multiply(self, factor: float | Tensor, place: str) -> None:
         present = [parameter for parameter in self.parameters if parameter.grad is not None]
@@ -412,11 +414,6 @@ class Plain(Sum):
             if not member:
                 parameter.grad = None
 
-    def clear(self) -> None:
-        """Forget the step, after its update or to start it over."""
-        self._begin_step(len(self.parameters))
-        super().clear()
-
     def discard(self, agreement: Callable[[], Agreement], timeout: float) -> None:
         """Check that the step can be discarded: what was summed cannot be called back."""
         if self._begun:
@@ -436,9 +433,9 @@ class Widened(Plain):
 
     _widens = True
 
-    def _begin_step(self, number: int) -> None:
+    def _begin_step(self) -> None:
+        super()._begin_step()
         self._buffer: dict[Tensor, Tensor] = {}
-        super()._begin_step(number)
 
     def _loss_factor(self, microbatch: Microbatch) -> float:
         """Return what leaves the loss as it is: half precision may not hold another weight."""
@@ -455,9 +452,7 @@ class Widened(Plain):
             return
         weight = microbatch.samples / microbatch.batch_size / (self._present_factor(microbatch) or 1.0)
         torch._foreach_mul_(local(new), self._backend.scalar(weight, new[0], "microbatch"))
-        for parameter, gradient in zip(present, new, strict=True):
-            known = self._buffer.get(parameter)
-            self._buffer[parameter] = gradient if known is None else known.add_(gradient)
+        add_to(self._buffer, dict(zip(present, new, strict=True)))
 
     def _collect(self, members: Sequence[bool], factor: float | None) -> None:
         """Leave `factor` times the share of this rank in `.grad`."""
@@ -485,6 +480,14 @@ class InBackward(Sum):
     def __init__(self, backend: Backend, **options: Any) -> None:
         super().__init__(backend, **options)
         self._watch = Watch(backend)
+
+    @staticmethod
+    def _check_members(parameters: Sequence[Tensor], own: Iterable[Tensor], words: str) -> None:
+        """Raise ValueError if a parameter of the optimizer is not in what sums, in these words."""
+        known = set(map(id, own))
+        for number, parameter in enumerate(parameters):
+            if id(parameter) not in known:
+                raise ValueError(words.format(f"parameter {number}, of shape {tuple(parameter.shape)},"))
 
     def meet(self, agreement: Callable[[], Agreement]) -> None:
         """Create what the ranks agree by while all of them are here."""
@@ -556,37 +559,3 @@ class InBackward(Sum):
     @abstractmethod
     def reset(self) -> None:
         """Let the model expect a forward, whatever an exception has interrupted."""
-
-
-_SECONDS_TO_LOOK = 1.0
-
-
-@final
-class Watch:
-    """A thread that looks every second for a rank that does not come, while the host waits where no Python runs."""
-
-    def __init__(self, backend: Backend) -> None:
-        self.backend, self._waits = backend, threading.Event()
-        self._thread: threading.Thread | None = None
-        finalize(self, self._waits.set).atexit = False
-
-    def begin(self) -> None:
-        """Look from now on."""
-        self._waits.set()
-        if self._thread is None:
-            self._thread = threading.Thread(target=_look, args=(ref(self), self._waits), daemon=True)
-            self._thread.start()
-
-    def end(self) -> None:
-        """Look no longer."""
-        self._waits.clear()
-
-
-def _look(watch: ref[Watch], waits: threading.Event) -> None:
-    while waits.wait():
-        time.sleep(_SECONDS_TO_LOOK)
-        if (alive := watch()) is None:
-            return
-        with suppress(RuntimeError):  # the sentence is in the store: the others end by it, and then this rank
-            alive.backend.while_waiting(waits.is_set)
-        del alive

@@ -39,14 +39,11 @@ class DDP(InBackward):
 
     def use(self, parameters: Sequence[Tensor], *, keep: bool = False) -> None:
         """Sum the gradients of these parameters from now on, all of the optimizer."""
-        own = {id(parameter) for parameter in self.module.parameters()}
-        for number, parameter in enumerate(parameters):
-            if id(parameter) not in own:
-                raise ValueError(
-                    f"the DistributedDataParallel that is passed as model= must have all parameters of the optimizer, "
-                    f"but parameter {number}, of shape {tuple(parameter.shape)}, is not in it; put all of them in one "
-                    f"module, and wrap that"
-                )
+        words = (
+            "the DistributedDataParallel that is passed as model= must have all parameters of the optimizer, but {} is "
+            "not in it; put all of them in one module, and wrap that"
+        )
+        self._check_members(parameters, self.module.parameters(), words)
         buckets = self.module.reducer._get_zeros_like_grad_buckets()
         averaged = {id(parameter) for bucket in buckets for parameter in bucket.parameters()}
         self._left_out = [number for number, parameter in enumerate(parameters) if id(parameter) not in averaged]
@@ -56,12 +53,13 @@ class DDP(InBackward):
     def prepare(self, microbatch: Microbatch | None) -> None:
         """Switch the reduction on before the last microbatch of this rank, and off before all others."""
         last = microbatch is not None and microbatch.ends_step
-        if not last and self.module.static_graph and microbatch is not None:
+        several = microbatch is not None and not last
+        if several and self.module.static_graph:
             raise RuntimeError(
                 "a DistributedDataParallel with static_graph=True must sum in each backward(), but a step has several "
                 "microbatches on this rank; create it without static_graph"
             )
-        if not last and self._narrow and microbatch is not None:
+        if several and self._narrow:
             raise RuntimeError(
                 "the gradients of several microbatches must be added with at least 32 bits, but some parameters of the "
                 "DistributedDataParallel have fewer; keep them in float32, and use torch.autocast, or choose a "

@@ -53,14 +53,12 @@ class Sharded(InBackward):
         self.module: Any = module
         self._between = between
         self._accumulates_shards = accumulates_shards
-        self._parts: list[Any] = _parts(module)
+        self._parts = _parts(module)
         self._groups = [group for part in self._parts for group in param_groups(part)]
         self._replicated = self._groups[0].mesh_info.mesh.ndim > 1
         self._narrow = _narrow_dtype(self._groups)
-        self._summed = False  # whether there was a backward() in this step
         self._scaled = False  # whether a GradScaler reads `.grad` after each microbatch
         self._watched = set[int]()  # gathered parameters with hooks, by their number
-        self._seen = set[int]()  # those to which a microbatch of this step has given a gradient
         self._only_sum()
         for part in self._parts:
             call_before_forward(part, self._watch_gathered, param_groups(part))
@@ -77,17 +75,20 @@ class Sharded(InBackward):
 
     def use(self, parameters: Sequence[Tensor], *, keep: bool = False) -> None:
         """Sum the gradients of these parameters from now on, all of the optimizer."""
-        own = {id(one.sharded_param) for group in self._groups for one in group.fsdp_params}
-        for number, parameter in enumerate(parameters):
-            if id(parameter) not in own:
-                raise ValueError(
-                    f"the model that is passed as model= must shard all parameters of the optimizer, but parameter "
-                    f"{number}, of shape {tuple(parameter.shape)}, is not sharded by it; call fully_shard() on the "
-                    f"root module, without ignored_params, and create the optimizer after that"
-                )
+        words = (
+            "the model that is passed as model= must shard all parameters of the optimizer, but {} is not sharded by "
+            "it; call fully_shard() on the root module, without ignored_params, and create the optimizer after that"
+        )
+        sharded = (one.sharded_param for group in self._groups for one in group.fsdp_params)
+        self._check_members(parameters, sharded, words)
         self._number_of = {id(parameter): number for number, parameter in enumerate(parameters)}
         self._watched.clear()
         super().use(parameters, keep=keep)
+
+    def _begin_step(self) -> None:
+        super()._begin_step()
+        self._summed = False  # whether there was a backward() in this step
+        self._seen = set[int]()  # the parameters to which a microbatch of this step has given a gradient
 
     def _watch_gradients(self, squares: Squares | None) -> None:
         """Do nothing: hooks are those of the gathered parameters."""
@@ -149,8 +150,11 @@ class Sharded(InBackward):
                 "one; add the losses, and call optimizer.backward() once"
             )
         self.prepare(microbatch)
-        self._summed = True
         super().backward(loss, microbatch, scale, others, **options)
+
+    def _before_backward(self, microbatch: Microbatch) -> None:
+        super()._before_backward(microbatch)
+        self._summed = True
 
     def measure(self, microbatch: Microbatch, *, counted: bool) -> Measured:
         """Check that the loss of a microbatch has carried its samples, and return its squares."""
@@ -181,11 +185,6 @@ class Sharded(InBackward):
                 "summed others; call zero_grad() of no optimizer, and after an exception discard_step() on all ranks"
             )
         super().zero_grad()
-
-    def clear(self) -> None:
-        """Forget the step, after its update or to start it over."""
-        self._summed, self._seen = False, set()
-        super().clear()
 
     def reset(self) -> None:
         """Let FSDP2 expect a forward, whatever an exception has interrupted."""
@@ -226,7 +225,7 @@ def param_groups(part: FSDPModule) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch < 2.12
 
 
-def _parts(module: Any) -> list[FSDPModule]:
+def _parts(module: Any) -> list[Any]:
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,14 @@ def widen(gradient: Tensor) -> Tensor:
 def collect_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Return the gradients of those parameters that have one."""
     return [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
+
+
+def add_to(sums: dict[Tensor, Tensor], new: Mapping[Tensor, Tensor]) -> None:
+    """Add gradients, by parameter, to sums, which take those of other parameters as they are."""
+    known = [parameter for parameter in new if parameter in sums]
+    if known:
+        torch._foreach_add_(local(sums[parameter] for parameter in known), local(new[parameter] for parameter in known))
+    sums.update({parameter: gradient for parameter, gradient in new.items() if parameter not in sums})
 
 
 def multiply(gradients: Sequence[Tensor], factor: Any, backend: Backend) -> None:
@@ -142,8 +150,7 @@ def norm(tensor: Tensor) -> Tensor:
     """Return |t|, 0-D, as `squared_norm` measures it; one operation for a small tensor."""
     if xla.is_cpu(tensor.device) or (tensor.numel() > _LARGE and tensor.is_cpu):
         return squared_norm([tensor]).sqrt()
-    dtype = torch.float32 if tensor.dtype.itemsize < 4 else None
-    return torch.linalg.vector_norm(tensor, dtype=dtype)  # type: ignore[no-any-return]
+    return torch.linalg.vector_norm(tensor, dtype=_at_least_float32(tensor))  # type: ignore[no-any-return]
 
 
 def sum_of_squares(norms: Sequence[Tensor]) -> Tensor:
