@@ -34,7 +34,7 @@ WITHOUT_TORCH = {
     "_extras",
     "_files",
 } | {
-    *(f"data.{module}" for module in ("plan", "planning", "deal", "clock", "shuffle")),
+    *(f"data.{module}" for module in ("plan", "growing", "deal", "batches", "shuffle")),
 }
 NAMES_NO_TORCH = {
     "tracker",

@@ -229,9 +229,9 @@ def test_accumulators_are_independent_and_the_optimizer_does_not_keep_them_alive
     run.run(2)
     assert first.read() == pytest.approx(expected(SIZES, dataset_size=50, updates=slice(0, 2)), rel=1e-12)
     assert second.read() == pytest.approx(expected(SIZES, dataset_size=50, updates=slice(2, 4)), rel=1e-12)
-    assert len(run.optimizer._loop.watchers) == 2
+    assert len(run.optimizer._cursor.watchers) == 2
     del first
-    assert len(run.optimizer._loop.watchers) == 1
+    assert len(run.optimizer._cursor.watchers) == 1
 
 
 # ----------------------------------------------------------------------------------------------------- restarts
@@ -253,8 +253,8 @@ def test_a_mean_resumes_in_another_world(
         # A microbatch after the checkpoint is lost. No rank may complete the update, for which it needs all others.
         if (
             begun
-            and not run.training.sampler.clock.finished
-            and run.optimizer._loop.step.num_microbatches >= 2 * backend.world.size
+            and not run.training.sampler.batches.ends_epoch(run.training.sampler.position)
+            and run.optimizer._cursor.batch.num_microbatches >= 2 * backend.world.size
         ):
             run.microbatch(next(iter(run.training.sampler)))
         return json.dumps(saved[1])

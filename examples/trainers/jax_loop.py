@@ -63,19 +63,18 @@ def train(x: Any, target: Any, sampler: vbs.CustomSampler, params: Tree, velocit
     params, velocity = jax.tree.map(jnp.asarray, (params, velocity))
     zero = jax.tree.map(jnp.zeros_like, (jnp.zeros((), x.dtype), params))
     losses = []
-    while len(losses) < updates and not sampler.clock.done:
-        sampler.set_epoch(sampler.epoch)
-        microbatches, clock = iter(sampler), sampler.clock
-        while clock.step < clock.epoch.end_step and len(losses) < updates:
-            step, total = sampler.plan.step(clock.epoch, clock.step), zero
-            for number in range(step.rounds(sampler.world)):
+    while len(losses) < updates and not sampler.done:
+        microbatches, epoch = iter(sampler), sampler.epoch
+        while sampler.epoch == epoch and len(losses) < updates:
+            batch, total = sampler.batch, zero
+            for microbatch in batch.microbatches:
                 rows = np.asarray(next(microbatches))  # an array: JAX takes no list of indices
-                weight = step.microbatch(number, sampler.world).samples / step.batch_size
+                weight = microbatch.samples / batch.batch_size
                 total = accumulate(total, params, x[rows], target[rows], weight)
             loss, gradient = total
-            scaling = RULE(vbs.rules.RuleInput(step.batch_size, REF, updates=clock.step, samples=clock.samples))
+            scaling = RULE(vbs.rules.RuleInput(batch.batch_size, REF, updates=batch.step, samples=sampler.samples))
             params, velocity = update(params, velocity, gradient, LEARNING_RATE * scaling.lr)
-            clock.advance(step.batch_size)  # commits the update: the next epoch, and sampler.state_dict(), follow it
+            sampler.advance()  # commits the update: the next epoch, and sampler.state_dict(), follow it
             losses.append(float(loss))
     return params, velocity, losses
 
@@ -95,11 +94,11 @@ def main() -> None:
 
     first = sampler()
     params, velocity, losses = train(x, target, first, params, velocity, updates=12)
-    print(f"update {first.clock.step}, epoch {first.epoch}: loss {losses[0]:.3f} to {losses[-1]:.3f}")
+    print(f"update {first.updates}, epoch {first.epoch}: loss {losses[0]:.3f} to {losses[-1]:.3f}")
     second = sampler()
     second.load_state_dict(first.state_dict())  # save params and velocity with it
     params, velocity, losses = train(x, target, second, params, velocity, updates=20)
-    print(f"update {second.clock.step}, epoch {second.epoch}: loss {losses[-1]:.3f}")
+    print(f"update {second.updates}, epoch {second.epoch}: loss {losses[-1]:.3f}")
 
 
 if __name__ == "__main__":

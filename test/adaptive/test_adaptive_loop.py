@@ -257,7 +257,7 @@ def test_a_resumed_run_may_ask_at_other_times(before: Any, after: Any, stop: int
     for _ in vbs.remaining_epochs(sampler, optimizer, until=100):
         for batch in sampler:
             train(model, optimizer, batch)
-            decided = sampler._feed.plans.decided
+            decided = sampler.batches.decided
             assert decided is not None
             decision = decided.decisions[-1]
             if decision.begins != asked[-1].begins and decision.input.updates > stop:

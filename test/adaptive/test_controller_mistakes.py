@@ -14,7 +14,7 @@ import variable_batch_size as vbs
 from helpers.adaptive_training import Setting, Wild, part, trained
 from helpers.controllers import smoothed
 from variable_batch_size.adaptive import ConstantBatch, NoiseScale, PerDevice
-from variable_batch_size.data import planning
+from variable_batch_size.data import growing
 from variable_batch_size.testing import ThreadBackend, run_ranks
 from variable_batch_size.world import World
 
@@ -80,8 +80,8 @@ def test_bounds_may_be_an_array() -> None:
 
 
 def test_a_loader_in_a_thread_waits_says_so_and_ends_when_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "WARN_SECONDS", 0.0)
-    monkeypatch.setattr(planning, "WAIT_SECONDS", 0.001)
+    monkeypatch.setattr(growing, "WARN_SECONDS", 0.0)
+    monkeypatch.setattr(growing, "WAIT_SECONDS", 0.001)
     trace = vbs.AdaptiveTrace(PerDevice(4), every=2, delay=4)
     sampler = vbs.CustomSampler(100, trace, num_replicas=1, rank=0, minibatch_size=4)
     optimizer = vbs.CustomOptimizer(torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1), sampler, 4)

@@ -177,7 +177,7 @@ def test_the_manifest_holds_the_position_of_the_training(saved: Path) -> None:
     assert {name: facts[name] for name in ("epoch", "step", "samples", "updates")} == {
         **{"epoch": 0, "step": 2, "samples": sum(SIZES[:2]), "updates": 2}
     }
-    assert facts["trace"] == training().sampler._feed.fingerprint()["trace"]
+    assert facts["trace"] == training().sampler.batches.fingerprint()["trace"]
     assert facts["files"][0]["bytes"] == (saved / "update-00000002" / STATE).stat().st_size
     parts = vbs.read_checkpoint(saved / "update-00000002")["parts"]
     assert set(parts) == set(facts["state"]) == {"model", "optimizer", "sampler"}

@@ -140,7 +140,7 @@ def check(case: Case, folder: Path) -> None:
     resumed.evaluate()
     with checkpoint(folder, resumed.run, **resumed.parts) as saves:
         assert saves.restore()
-    if case.reads_rest and resumed.run.sampler.clock.finished:
+    if case.reads_rest and resumed.run.sampler.batches.ends_epoch(resumed.run.sampler.position):
         assert list(resumed.loader) == []
     resumed.evaluate()  # at the end of an epoch, the one that follows it
     assert sum(1 for _ in resumed.updates(resumed.run.optimizer.epoch)) == number - stop

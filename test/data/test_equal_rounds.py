@@ -62,7 +62,7 @@ def test_a_step_without_equal_rounds_raises_when_its_epoch_is_read(
     def read() -> None:
         sampler = case.sampler(World(data.draw(st.integers(0, size - 1)), size), equal_rounds=True)
         cut["multiple_of"] = size if spread and not fixed else 1
-        sampler._feed.attach(spread=spread)
+        sampler.attach(spread=spread)
         if number:
             sampler.set_epoch(number)
         rounds = [len(list(sampler))]
@@ -140,18 +140,18 @@ def test_a_constant_trace_raises_at_once() -> None:
     sampler = vbs.CustomSampler(9, 4, 2, 0, 2, equal_rounds=True, drop_last=True)
     assert len(list(sampler)) == 2
     with pytest.raises(ValueError, match=r"step 0 has a batch size of 6, cut into 3 microbatches, .* size of 7, "):
-        vbs.CustomSampler(12, 6, 2, 0, 2, equal_rounds=True)._feed.attach(spread=False)
+        vbs.CustomSampler(12, 6, 2, 0, 2, equal_rounds=True).attach(spread=False)
 
 
 def test_an_optimizer_may_need_equal_rounds() -> None:
     sampler = vbs.CustomSampler(20, [8, 3, 9], 4, 1, 2)
-    sampler._feed.attach(equal_rounds=True)
-    sampler._feed.attach()
-    assert sampler._feed.equal_rounds
+    sampler.attach(equal_rounds=True)
+    sampler.attach()
+    assert sampler.batches.split.equal_rounds
     with pytest.raises(ValueError, match="step 1 has a batch size of 3, cut into 3 microbatches, on 4 ranks"):
         next(iter(sampler))
     with pytest.raises(ValueError, match="step 0 has a batch size of 3, "):
-        vbs.CustomSampler(20, 3, 4, 1, 2)._feed.attach(equal_rounds=True)
+        vbs.CustomSampler(20, 3, 4, 1, 2).attach(equal_rounds=True)
 
 
 def test_a_past_with_fewer_ranks_does_not_matter() -> None:

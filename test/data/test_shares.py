@@ -17,6 +17,7 @@ from helpers.properties import examples
 from helpers.splitting import rows_of, split_sizes
 from helpers.strategies import Case, cases, error_of, worlds
 from variable_batch_size.data import plan as plan_module
+from variable_batch_size.data.batches import Place, Position
 from variable_batch_size.data.deal import Dealing
 from variable_batch_size.data.shares import PERIOD, Speeds, check_speeds, share, turns
 from variable_batch_size.microbatching import Microbatch
@@ -192,21 +193,22 @@ def test_an_epoch_has_each_sample_once_and_a_run_resumes_with_other_speeds(
                 sampler.load_state_dict(state)
             elif number:
                 sampler.set_epoch(number)
-            clock = sampler._feed.attach(spread=spread, padded=padded)
-            sampler._feed.lead(clock)
+            sampler.attach(spread=spread, padded=padded)
             length, rows = len(sampler), list(sampler)
             assert length == len(rows)
             plan, dealing, world = sampler.plan, sampler.dealing, sampler.world
-            epoch = sampler.clock.epoch
-            steps = [plan.step(epoch, update, dealing) for update in range(sampler.clock.step, epoch.end_step)]
+            epoch, begin = sampler.batches.epoch(sampler.due), sampler.due.step
+            steps = [plan.step(epoch, update, dealing) for update in range(begin, epoch.end_step)]
             due = [step.microbatch(turn, world) for step in steps for turn in range(step.rounds(world))]
             for row, b in zip(rows, due, strict=True):
                 if b.samples and (part or b.step - epoch.first_step < stop):
                     read.setdefault(b.step, set()).update(row)
         if not part and stop < len(case.updates[number]):
+            place = Place(sampler.due, sampler.place.samples)
             for update in case.updates[number][:stop]:
-                clock.advance(update.batch_size)
-            state = sampler.state_dict()
+                here = Position(place.position.epoch, place.position.step + 1)
+                place = Place(here, place.samples + update.batch_size)
+            state = sampler.state_of(place)
         elif not part:
             break
     expected = {step: set(samples) for epoch, step, samples in case.steps if epoch == number}
@@ -247,8 +249,8 @@ def test_equal_rounds_hold_or_raise(batch: int, m: int, size: int, spread: bool,
 
     def read(rank: int) -> int:
         sampler = vbs.CustomSampler(batch, batch, size, rank, m, speeds=speeds, equal_rounds=True, fixed_shape=False)
-        sampler._feed.attach(spread=spread)
-        step = sampler.plan.step(sampler.clock.epoch, 0, sampler.dealing)
+        sampler.attach(spread=spread)
+        step = sampler.batches.step(sampler.position)
         assert all(step.microbatch(turn, sampler.world).samples for turn in range(step.rounds(sampler.world)))
         return len(list(sampler))
 
@@ -270,14 +272,14 @@ def test_one_graph_for_all_ranks_leaves_no_room_for_speeds() -> None:
         ValueError,
         match=r"^speeds= needs a fixed world whose ranks run on their own, got a device on which .* XLA; omit speeds=$",
     ):
-        sampler._feed.attach(compiles_shapes=True)
+        sampler.attach(compiles_shapes=True)
     with pytest.raises(ValueError, match=r"got a world that may change; omit speeds=$"):
-        sampler._feed.attach(elastic=True)
+        sampler.attach(elastic=True)
 
 
 def test_microbatches_stay_the_same_where_the_result_depends_on_them() -> None:
     """Of five microbatches the fast rank computes four, also if the noise is measured."""
     sampler = vbs.CustomSampler(40, 40, 2, 0, 8, speeds=(3, 1), fixed_shape=False)
     assert [len(row) for row in sampler] == [7, 7, 8, 8]
-    sampler._feed.attach(spread=False)
+    sampler.attach(spread=False)
     assert [len(row) for row in sampler] == [8] * 4

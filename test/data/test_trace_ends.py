@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 import variable_batch_size as vbs
 from helpers.properties import examples
 from helpers.strategies import error_of, sizes
+from variable_batch_size.data.batches import Place, Position
 
 Ends = dict[str, int]
 
@@ -65,6 +66,13 @@ def test_creation_raises_if_and_only_if_the_walk_over_the_epochs_would(case: tup
     assert (updates in found) == ("max_updates" in ends)
 
 
+def after(sampler: vbs.CustomSampler, place: Place) -> Place:
+    """Return the place of a training that has made one update more."""
+    due = sampler.batches.next_update(place.position)
+    batch = sampler.batches.batch(due)
+    return Place(Position(due.epoch, due.step + 1), place.samples + batch.batch_size)
+
+
 @given(trainings(), st.data())
 @examples(100)
 def test_a_training_whose_trace_is_long_enough_resumes_after_any_update(
@@ -85,13 +93,11 @@ def test_a_training_whose_trace_is_long_enough_resumes_after_any_update(
 
     sampler, expected = start()
     stop = data.draw(st.integers(0, len(expected)))
-    clock = sampler._feed.attach()
+    place = sampler.place
     for _ in range(stop):
-        if clock.finished:
-            clock.set_epoch(clock.epoch.number + 1)
-        clock.advance(sampler.plan.step(clock.epoch, clock.step).batch_size)
+        place = after(sampler, place)
     again, _ = start()
-    again.load_state_dict(sampler._feed.state_dict(clock))
+    again.load_state_dict(sampler.state_of(place))
     left = [again.plan.step(e, n).batch_size for e in epochs(again) for n in of(e) if n >= stop]
     assert left == expected[stop:]
 
@@ -125,12 +131,10 @@ def test_many_epochs_of_one_batch_size_are_counted_at_once(drop_last: bool) -> N
 def test_a_restore_raises_if_the_trace_is_too_short_from_there() -> None:
     """An earlier end has shortened an update, which counts as a whole step."""
     sampler = vbs.CustomSampler(10, [4, 4, 4, 4], 1, 0, max_samples=6)
-    clock = sampler._feed.attach()
-    clock.advance(4)
-    clock.advance(2)
+    place = after(sampler, after(sampler, sampler.place))
     again = vbs.CustomSampler(10, [4, 4, 4, 4], 1, 0, max_samples=16 - 2)
     longer = vbs.CustomSampler(20, [4, 4, 4, 4], 1, 0, max_samples=16)
-    state = sampler._feed.state_dict(clock)
+    state = sampler.state_of(place)
     again.load_state_dict(state)
     with pytest.raises(ValueError, match="2 samples before max_samples=16"):
         longer.load_state_dict(state, strict=False)

@@ -241,7 +241,7 @@ def train(folder: Path, number: int, settings: Settings, rank: int, port: int) -
                     time.sleep(0.02)
                 world = [backend.world.rank, backend.world.size]
                 for index, x, y in update:
-                    microbatch = optimizer._loop.upcoming()
+                    microbatch = optimizer._cursor.upcoming()
                     assert microbatch is not None
                     used += index.tolist() if microbatch.samples else []
                     if step + 1 == settings.get("dies"):

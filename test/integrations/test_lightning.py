@@ -218,7 +218,7 @@ def test_hooks_before_the_step_see_the_gradient_of_the_whole_update() -> None:
     module, twin, records = Watching(), network(), Recorder()
     run = fit(module, callbacks=[records])
     first: Any = run.optimizers[0]
-    indices = first.sampler._feed.order(0)(np.arange(24))
+    indices = first.sampler.batches.order(0)(np.arange(24))
     mean_loss(twin, indices).backward()
     for found, parameter in zip(module.found, twin.parameters(), strict=True):
         assert parameter.grad is not None
@@ -246,7 +246,7 @@ def test_log_now_and_then_and_after_the_step() -> None:
 
     run = fit(module, callbacks=[Keeping()], max_steps=5)
     first: Any = run.optimizers[0]
-    order = first.sampler._feed.order(0)(np.arange(SAMPLES))
+    order = first.sampler.batches.order(0)(np.arange(SAMPLES))
     mean = Samples().x[order[24:48]].mean()
     assert seen[0] == -1
     assert seen[1:4] == pytest.approx([float(mean)] * 3, rel=1e-12)

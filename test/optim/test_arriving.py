@@ -221,7 +221,7 @@ def test_a_step_without_a_batch_raises() -> None:
     x, target = data(4)
     train(model, optimizer, [(x, target)])
     (model(x) - target).square().mean().backward()
-    with pytest.raises(RuntimeError, match=r"none has for update 1; loop over vbs\.updates\(batches, optimizer\)"):
+    with pytest.raises(RuntimeError, match=r"update 1 has yielded none yet; loop over vbs\.updates\("):
         optimizer.step()
 
 

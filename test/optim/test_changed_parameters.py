@@ -54,9 +54,8 @@ class Problem:
         return list(dict.fromkeys(p for group in self.optimizer.param_groups for p in group["params"]))
 
     def _check(self, *_: Any) -> None:
-        plan, clock = self.sampler.plan, self.sampler.clock
-        step = plan.step(clock.epoch, self.optimizer.updates)
-        order = self.sampler._feed.order(clock.epoch.number)
+        batches, due = self.sampler.batches, self.sampler.due
+        step, order = batches.step(due), batches.order(due.epoch)
         samples = [int(order(i)) for i in range(step.start, step.start + step.batch_size)]  # type: ignore[call-overload]
         with torch.enable_grad():
             expected = torch.autograd.grad(self.loss(samples), self.trained())

@@ -70,7 +70,7 @@ def test_a_damaged_state_is_refused_or_is_as_good(options: dict[str, Any], damag
     except ValueError:
         assert repr(run.optimizer.state_dict()) == repr(before)
         assert_equal(run.weights(), weights)
-        assert run.sampler.clock.step == run.optimizer.updates == 2
+        assert run.sampler.position.step == run.optimizer.updates == 2
         run.run(2)
         return
     run.run(1)  # what was lost or changed can be done without

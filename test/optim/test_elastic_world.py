@@ -51,7 +51,7 @@ def train(backend: Backend, trace: Any, rule: str, way: str = "plain") -> dict[s
         for update in vbs.updates(loader, optimizer):
             step, own = optimizer.updates, []
             for index, x in update:
-                upcoming = optimizer._loop.upcoming()
+                upcoming = optimizer._cursor.upcoming()
                 assert upcoming is not None
                 own += index.tolist() if upcoming.samples else []
                 hidden = model[:3](x)

@@ -185,11 +185,11 @@ def test_an_optimizer_that_measures_and_comes_late_needs_a_new_loop() -> None:
 
     def train(backend: Backend) -> None:
         run = training(vbs.ConstantOptimizer, [3, 10], backend=backend, minibatch_size=3).run(1)
-        before = iter(run.sampler)
+        first = next(iter(run.sampler))
         assert run.optimizer.microbatch.samples == 2  # five of two samples
         late = nn.Parameter(torch.zeros(()))
         other = vbs.AdaScaleOptimizer(torch.optim.SGD([late], lr=0.1), run.sampler, 10, backend=backend)
-        run.loss(next(before)).backward()
+        run.loss(first).backward()
         late.sum().backward()
         for optimizer in (run.optimizer, other):
             with pytest.raises(RuntimeError, match=r"iterated again after (an optimizer is created whose|set_epoch)"):
@@ -216,7 +216,7 @@ def test_a_loader_resumes_if_only_one_of_the_runs_measures_or_raises_within_a_st
 
     def batches(measures: bool) -> Iteration:
         sampler = vbs.CustomSampler(41, batch, world, world - 1, minibatch_size, fixed_shape=False)
-        sampler._feed.attach(spread=not measures)
+        sampler.attach(spread=not measures)
         return iter(sampler)
 
     before, after, whole = map(batches, (*measures, measures[1]))
@@ -231,16 +231,3 @@ def test_a_loader_resumes_if_only_one_of_the_runs_measures_or_raises_within_a_st
     while (due := whole.state_dict())["step"] != saved["step"] or due["round"] != saved["round"]:
         next(whole)
     assert list(after) == list(whole)
-
-
-def test_a_state_of_a_loader_without_the_divisor_is_of_a_step_that_did_not_depend_on_it() -> None:
-    sampler = vbs.CustomSampler(40, 40, 2, 0, 8, fixed_shape=False)
-    old = {"epoch": 0, "step": 0, "round": 1, "minibatch_size": 8, "fixed_shape": False, "num_replicas": 2, "rank": 0}
-    with pytest.raises(ValueError, match=r"'multiple_of': 1, .* and is .*'multiple_of': 2"):
-        iter(sampler).load_state_dict(old)
-    sampler._feed.attach(spread=False)
-    whole, batches = iter(sampler), iter(sampler)
-    batches.load_state_dict(old)
-    next(whole)
-    assert whole.state_dict() == batches.state_dict()
-    assert next(whole) == next(batches)

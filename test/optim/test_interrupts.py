@@ -63,7 +63,7 @@ class Trial:
     def recover(self, by_state: bool) -> None:
         run, optimizer = self.run, self.run.optimizer
         here, samples = optimizer.updates, optimizer.samples
-        assert (run.sampler.clock.step, run.sampler.clock.samples) == (here, samples)
+        assert (run.sampler.position.step, run.sampler.place.samples) == (here, samples)
         assert self.metrics.read()["samples"] == samples
         if not by_state:
             try:

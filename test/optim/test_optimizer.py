@@ -49,7 +49,7 @@ def test_a_state_of_other_samples_raises_and_changes_nothing(other: dict[str, An
         run.optimizer.load_state_dict(state)
     assert_same_state(run.optimizer.state_dict(), before)
     run.optimizer.load_state_dict(state, strict=False)
-    assert run.optimizer.updates == run.sampler.clock.step == 4
+    assert run.optimizer.updates == run.sampler.position.step == 4
     assert_equal(run.weights(), weights, 0)
 
 

@@ -141,8 +141,8 @@ def test_the_fraction_of_the_training_that_is_done(case: Case, known: bool) -> N
         run.set_epoch(run.optimizer.epoch)
         for batch in run.sampler:
             if run.take(batch):
-                clock = run.optimizer._loop.clock
-                found.append(clock.plan.fraction(clock.epoch, clock.step, epochs))
+                batches, position = run.sampler.batches, run.sampler.position
+                found.append(batches.plan.fraction(batches.epoch(position), position.step, epochs))
     assert found == sorted(found)
     ends = known or run.optimizer.done
     assert found[-1] == 1 if ends else 0 <= found[-1] <= 1

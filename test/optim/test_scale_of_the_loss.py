@@ -28,8 +28,6 @@ def gains(scale: float, sizes: list[int], **options: Any) -> tuple[list[float], 
             if run.optimizer.step():
                 break
         found.append(run.optimizer.lr_factor())
-        if run.sampler.clock.finished:
-            run.sampler.set_epoch(run.sampler.epoch)
     return found, run.weights()
 
 

@@ -162,7 +162,7 @@ def test_a_thread_may_have_read_the_epoch_when_the_loop_leaves_it(said: bool) ->
     run = begun()
     batches = iter(InThread(run.sampler, 0))
     take(run, batches, 3)
-    while not (run.sampler._feed.reading and run.sampler._feed.reading.counts.exhausted):
+    while not (run.sampler.iteration and run.sampler.iteration.exhausted):
         time.sleep(0.001)
     if said:
         run.discard_step()

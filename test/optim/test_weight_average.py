@@ -31,7 +31,7 @@ def averaged(run: Training, updates: int, by: Any = "progress") -> tuple[vbs.Wei
     for _ in range(updates):
         before = run.optimizer.progress
         run.run(1)
-        size = run.optimizer._loop.made.batch_size  # type: ignore[union-attr]
+        size = run.optimizer._cursor.made.batch_size  # type: ignore[union-attr]
         k = run.optimizer.progress - before if by == "progress" else size / REF
         pairs = zip(expected, run.weights(), strict=True)
         expected = [DECAY**k * old + (1 - DECAY**k) * new for old, new in pairs]

@@ -123,11 +123,11 @@ class Parts:
     @property
     def reads_epoch(self) -> bool:
         """Whether the loop has begun to read the epoch of the position."""
-        return self._optimizer.sampler._feed.reads_epoch
+        return self._optimizer.sampler.reads_epoch
 
     def batch_size(self, step: int) -> int:
         """Return the batch size of an update; 0 if it is not known."""
-        if self._optimizer.sampler._feed.arriving:
+        if self._optimizer.sampler.batches.arriving:
             return 0
         with suppress(ValueError, IndexError):
             return self._optimizer.sampler.plan.trace.batch_size(step) if step >= 0 else 0
@@ -183,7 +183,7 @@ class Parts:
             random.set()  # before an epoch is read: the loader draws its seed from these states
             sampler = self._optimizer.sampler
             if stored.reads_epoch or self._optimizer.updates:  # else also the saved run begins with new workers
-                sampler._feed.before_reading.wait(sampler.clock.position if stored.reads_epoch else None, random)
+                sampler.before_reading.wait(sampler.position if stored.reads_epoch else None, random)
 
 
 def _check_scheduler(parts: Collection[object], optimizer: CustomOptimizer) -> None:

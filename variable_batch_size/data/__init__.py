@@ -1,7 +1,7 @@
 """Who computes what: the steps of each epoch, and the sampler that deals their microbatches to the ranks.
 
-`plan.py`, `deal.py` and `clock.py` are pure. `feed.py` is what a sampler shares with its optimizers, `planning.py` how
-a plan grows with a controller, and `iteration.py` what a loader reads.
+`plan.py`, `deal.py` and `batches.py` are pure: what is where. `dealer.py` holds the place of the training, `growing.py`
+lets the batches grow with a controller, and `iteration.py` is what a loader reads.
 """
 
 import lazy_loader

@@ -8,14 +8,16 @@ from typing import NamedTuple, final
 import numpy as np
 
 from variable_batch_size._validation import IntArray, value_error
+from variable_batch_size.data.batches import Batch
 from variable_batch_size.microbatching import Microbatch, cut
 
 
-@final
-class Arrival(NamedTuple):
-    """A step whose rows are there, as one rank computes it.
+def arrange(
+    step: int, batch_size: int, num_microbatches: int, samples: Sequence[int], rows: Sequence[int], replays: int
+) -> Batch:
+    """Return an update whose rows are there, as one rank computes it.
 
-    Attributes:
+    Args:
         step: number of the update.
         batch_size: samples of all ranks, or what their rows count.
         num_microbatches: of all ranks, without replays.
@@ -23,25 +25,12 @@ class Arrival(NamedTuple):
         rows: of each, with repeated ones, in the unit of `samples`.
         replays: number of replays before these.
     """
-
-    step: int
-    batch_size: int
-    num_microbatches: int
-    samples: tuple[int, ...]
-    rows: tuple[int, ...]
-    replays: int
-
-    @property
-    def rounds(self) -> int:
-        """How many microbatches this rank computes, with replays."""
-        return self.replays + len(self.samples)
-
-    def microbatch(self, round_index: int) -> Microbatch:
-        """Return this rank's microbatch of a round, whose `start` tells it from the others."""
-        number = round_index - self.replays
-        samples, rows = (self.samples[number], self.rows[number]) if number >= 0 else (0, 1)
-        ends = round_index == self.rounds - 1
-        return Microbatch(self.step, self.batch_size, samples, rows, start=round_index, ends_step=ends)
+    sizes = [*[(0, 1)] * replays, *zip(samples, rows, strict=True)]
+    own = (
+        Microbatch(step, batch_size, *size, start=number, ends_step=number == len(sizes) - 1)
+        for number, size in enumerate(sizes)
+    )
+    return Batch(step, batch_size, 0, num_microbatches, tuple(own))
 
 
 @final

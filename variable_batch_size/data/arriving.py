@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -12,17 +13,17 @@ from variable_batch_size._validation import MAX_INT, IntArray, check_int, type_e
 from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace
 from variable_batch_size.backend.detection import resolve_world
 from variable_batch_size.data import rows
-from variable_batch_size.data.arrival import Arrival, Brought, first_fit_decreasing, in_order, rounds_of_all
-from variable_batch_size.data.feed import Feed
+from variable_batch_size.data.arrival import Brought, arrange, first_fit_decreasing, in_order, rounds_of_all
+from variable_batch_size.data.batches import Batch, Batches, Place, Position
+from variable_batch_size.data.dealer import Dealer
 from variable_batch_size.data.plan import Epoch, Plan
-from variable_batch_size.data.planning import PlanState
 from variable_batch_size.data.sampler import TraceLike
-from variable_batch_size.data.source import Source
 from variable_batch_size.data.stream import Stream
 from variable_batch_size.microbatching import count_microbatches
 from variable_batch_size.trace.batch_trace import BatchTrace
 
 _ENDLESS = Epoch(0, 0, MAX_INT, MAX_INT, trace_offset=0, samples_before=0)
+_ARRIVES = "batches that arrive"  # in the place of the trace, in a state
 
 Measure = Callable[[Any], "Sequence[int] | IntArray | Tensor"]
 
@@ -39,7 +40,36 @@ class Own(NamedTuple):
 
 
 @final
-class ArrivingBatches(Source):
+class _Unplanned(Batches):
+    """The batches of a training that nobody knows before their turn: one epoch without an end."""
+
+    arriving = True
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what all ranks have in common."""
+        return {**super().fingerprint(), "trace": _ARRIVES}
+
+    def past(self, state: dict[str, Any]) -> str:
+        """Return what a state says of the batches so far."""
+        return _ARRIVES
+
+    def enter(self, position: Position, epoch: int) -> Position:
+        """Raise ValueError for any epoch but the first."""
+        if epoch > 0:
+            raise value_error("batches that arrive have one epoch, 0", epoch, "loop over vbs.updates without set_epoch")
+        return position
+
+    def state_dict(self, place: Place, *, end_pending: bool) -> dict[str, Any]:
+        """Return a place, with the samples that have arrived."""
+        return {**super().state_dict(place, end_pending=end_pending), "past": _ARRIVES, "epoch_samples": place.samples}
+
+    def resume(self, state: dict[str, Any], devices: int | None) -> Batches:
+        """Return the batches of a training that counts on."""
+        return replace(self, plan=replace(self.plan, fixed_shape=bool(state["fixed_shape"])))
+
+
+@final
+class ArrivingBatches(Dealer):
     """Batches that arrive while the training runs, in the place of a sampler: no dataset, no plan and no epochs.
 
     Each item that `vbs.updates(batches, optimizer)` reads is one global batch, of which each rank brings its rows: any
@@ -109,19 +139,10 @@ class ArrivingBatches(Source):
         self._trace = None if trace is None else BatchTrace.of(trace)
         self._stream: Stream | None = None  # that was read last
         plan = Plan(BatchTrace.constant(1), MAX_INT, limit, fixed_shape=bool(fixed_shape), begin=_ENDLESS)
-        self._feed = Feed(
-            resolve_world(rank, num_replicas),
-            PlanState(plan, None),
-            0,
-            shuffle=False,
-            epochs=None,
-            cut_is_known=fixed_shape is not None,
-            equal_rounds=False,
-            speeds=(),
-            arriving=True,
-        )
         named = {"max_tokens": max_tokens, "shared": shared, "counts=": counts is not None}
-        self._feed.facts = {**named, "trace=": None if self._trace is None else self._trace.fingerprint}
+        facts = {**named, "trace=": None if self._trace is None else self._trace.fingerprint}
+        batches = _Unplanned(plan, resolve_world(rank, num_replicas), shuffle=False)
+        super().__init__(batches, epochs=None, cut_is_known=fixed_shape is not None, facts=facts)
 
     @property
     def has_trace(self) -> bool:
@@ -148,7 +169,7 @@ class ArrivingBatches(Source):
         """Return the stream of this rank, which begins with rows that were kept, or goes on with an iterator."""
         if self._stream is None or self._stream.items is not items or kept is not None:
             self._stream = Stream(items, self._counts_of, collated=self._collate is not None, kept=kept)
-        self._stream.take_back(self.clock.step)
+        self._stream.take_back(self.position.step)
         return self._stream
 
     def _counts_of(self, batch: Any) -> IntArray:
@@ -183,18 +204,18 @@ class ArrivingBatches(Source):
         brought = Brought(len(index), int(counts.sum()), int(necessary), ended, can_replay or len(index) > 0, number)
         return Own(batch, index, counts, packed, brought)
 
-    def arrange(self, own: Own, brought: Sequence[Brought]) -> tuple[Arrival, list[IntArray]]:
-        """Return the next step, and the rows of each microbatch of this rank; `brought`: by all ranks."""
-        plan, feed = self.plan, self._feed
-        equal = feed.dealing.padded
+    def arrange(self, own: Own, brought: Sequence[Brought]) -> tuple[Batch, list[IntArray]]:
+        """Return the next update, and the rows of each microbatch of this rank; `brought`: by all ranks."""
+        plan, step = self.plan, self.position.step
+        equal = self.dealing.padded
         fixed = plan.fixed_shape or own.packed is not None
         by_rank = rounds_of_all(brought, fixed=fixed, equal=equal)
         mine, most = by_rank[self.world.rank], max(by_rank)
-        if feed.equal_rounds and min(by_rank) < most:
+        if self.batches.split.equal_rounds and min(by_rank) < most:
             rank = by_rank.index(min(by_rank))
             raise value_error(
-                f"every rank must compute {most} microbatches in update {self.clock.step}, because a layer "
-                f"communicates in forward",
+                f"every rank must compute {most} microbatches in update {step}, because a layer communicates in "
+                f"forward",
                 f"{brought[rank].rows} rows on rank {rank}",
                 "bring at least as many rows on every rank, or leave the update out on all of them",
             )
@@ -203,15 +224,10 @@ class ArrivingBatches(Source):
         distinct = [np.unique(part) for part in parts] if plan.fixed_shape else parts
         samples = [int(own.counts[part].sum()) for part in distinct]
         repeats = [len(part) // len(once) for part, once in zip(parts, distinct, strict=True)]
-        arrival = Arrival(
-            step=self.clock.step,
-            batch_size=sum(one.samples for one in brought),
-            num_microbatches=sum(by_rank),
-            samples=tuple(samples),
-            rows=tuple(n * times for n, times in zip(samples, repeats, strict=True)),
-            replays=max(most if equal else 1, mine) - mine,
-        )
-        return arrival, [own.chosen[part] for part in parts]
+        rows = [n * times for n, times in zip(samples, repeats, strict=True)]
+        replays = max(most if equal else 1, mine) - mine
+        batch = arrange(step, sum(one.samples for one in brought), sum(by_rank), samples, rows, replays)
+        return batch, [own.chosen[part] for part in parts]
 
     def microbatch(self, batch: Any, index: IntArray) -> Any:
         """Return these rows of an item as a microbatch."""

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from variable_batch_size._validation import IntArray
-from variable_batch_size.data.arrival import Arrival
 from variable_batch_size.data.shares import Share, Speeds, count_of_all, share, turns
 from variable_batch_size.microbatching import Cut, Microbatch, cut, partial_sizes
 from variable_batch_size.world import World
@@ -24,13 +23,11 @@ class Dealing(NamedTuple):
             one fewer.
         speeds: speed of each rank, see `check_speeds`; empty if all are equal. Samples are dealt by them; or whole
             microbatches, if `multiple_of` is 1, which must not be padded.
-        arrival: the step itself, where batches arrive.
     """
 
     multiple_of: int = 1
     padded: bool = False
     speeds: Speeds = ()
-    arrival: Arrival | None = None
 
     @property
     def shares_samples(self) -> bool:
@@ -175,16 +172,12 @@ class Step:
     def num_microbatches(self) -> int:
         """The number of microbatches of the update over all ranks, without replays."""
         speeds, padded = self.dealing.speeds, self.dealing.padded
-        if self.dealing.arrival is not None:
-            return self.dealing.arrival.num_microbatches
         if self.dealing.shares_samples:
             return count_of_all(speeds, self.batch_size, self.minibatch_size, padded=padded)
         return self.cut.microbatches
 
     def rounds(self, world: World) -> int:
         """Return how many microbatches this rank computes: its share, or one replay if it has none; see `Dealing`."""
-        if self.dealing.arrival is not None:
-            return self.dealing.arrival.rounds
         if self.dealing.shares_samples:
             own, _ = self._part(world)
             return int(own.microbatches + own.replays)
@@ -198,8 +191,6 @@ class Step:
 
     def microbatch(self, round_index: int, world: World) -> Microbatch:
         """Return this rank's microbatch of a round; replays come first."""
-        if self.dealing.arrival is not None:
-            return self.dealing.arrival.microbatch(round_index)
         if self.dealing.shares_samples:
             own, sizes = self._part(world)
             first, number, count = self.start + own.start, round_index - own.replays, own.microbatches

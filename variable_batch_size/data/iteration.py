@@ -1,60 +1,64 @@
-"""One pass over the rest of an epoch, as an iterator over lists of indices that also checks how it is used."""
+"""One pass over the rest of an epoch, as an iterator over lists of indices."""
 
 from __future__ import annotations
 
+import threading
 from typing import Any, final
 
-from variable_batch_size._validation import MAX_INT
-from variable_batch_size.data.clock import Position
-from variable_batch_size.data.deal import Deal, Dealing
+from variable_batch_size.data.batches import Position
+from variable_batch_size.data.deal import Deal
+from variable_batch_size.data.dealer import Dealer
 from variable_batch_size.data.equal_rounds import check_equal_rounds
-from variable_batch_size.data.feed import Feed
-from variable_batch_size.data.planning import AbandonedError
-from variable_batch_size.data.reading import ReadAhead, Reading, Use
+from variable_batch_size.data.growing import AbandonedError
+from variable_batch_size.data.passes import Pass
 
 INDICES_PER_CHUNK = 8192  # large enough for NumPy to be fast, small enough for the first microbatch to be ready soon
 
 
 @final
-class Iteration:
-    """One pass over the rest of an epoch, as an iterator over lists of indices.
+class Iteration(Pass):
+    """A pass as an iterator over lists of indices, which begins where the training is when it is first read.
 
-    It does not move a clock: prefetched microbatches do not count. `reading` compares what is read with what reaches
-    `optimizer.step()`, which finds loops that do not feed the optimizer.
-
-    Errors are raised at the first read and not by `iter()`: loaders call `iter()` more often than they read, and the
-    device loader of torch_xla, which does so in a thread, would hang.
-
-    Attributes:
-        reading: what was read, and what reached `optimizer.step()`.
+    It does not move the training: prefetched microbatches do not count. Errors are raised at the first read and not by
+    `iter()`: loaders call `iter()` more often than they read, and the device loader of torch_xla, which does so in a
+    thread, would hang.
     """
 
-    def __init__(self, feed: Feed) -> None:
-        self.plan, self.world = feed.plans.plan, feed.world
-        self.reading = Reading(feed.dealing, feed.clock.position)
-        self._feed = feed
-        self._start_at(feed.clock.position, 0)
+    def __init__(self, dealer: Dealer) -> None:
+        super().__init__(dealer.due)
+        self._dealer = dealer
 
     def __iter__(self) -> Iteration:
         return self
 
     def __next__(self) -> list[int]:
-        if not self.reading.counts.begun:
-            self._feed.begin_reading(self.reading)
-        self._feed.reading = self.reading
-        self.reading.counts.count_read()
+        if not self.reads:
+            self._begin()
+        self._dealer.iteration = self
+        self.reads += 1
         if self._row == len(self._rows):
             self._refill()
         row = self._rows[self._row]
         self._row += 1
-        self.reading.counts.yielded += 1
+        self.yielded += 1
         return row
+
+    # What is read. ---------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        dealer = self._dealer
+        if not self.loaded:
+            self.start = dealer.due
+        dealer.begin()
+        self.thread = threading.get_ident()
+        self._start_at(self.start, self.first_round)
 
     def _start_at(self, position: Position, round_index: int) -> None:
         """Let the next microbatch be that of a round of a step."""
-        self.reading.start, self.reading.first_round = position, round_index
-        self._epoch = self.plan.epoch(position.epoch)
-        self._order = self._feed.order(position.epoch)
+        self.start, self.first_round = position, round_index
+        self._batches = self._dealer.batches
+        self._epoch = self._batches.epoch(position)
+        self._order = self._batches.order(position.epoch)
         self._rows: list[list[int]] = []
         self._row = 0
         self._next_step = position.step  # the first step that is in no deal yet
@@ -64,45 +68,55 @@ class Iteration:
     def _refill(self) -> None:
         if self._deal is None or self._converted == len(self._deal):
             self._deal = self._next_deal()
-        end = min(len(self._deal), self._converted + max(1, INDICES_PER_CHUNK // self.plan.minibatch_size))
+        plan = self._batches.plan
+        end = min(len(self._deal), self._converted + max(1, INDICES_PER_CHUNK // plan.minibatch_size))
         start, size = self._deal.microbatches(*self._deal.locate(self._converted, end))  # (microbatches,) each
         rows = self._order(self._deal.positions(start, size)).tolist()  # (microbatches, minibatch_size)
-        self._rows = rows if self.plan.fixed_shape else [row[:n] for row, n in zip(rows, size.tolist(), strict=True)]
+        self._rows = rows if plan.fixed_shape else [row[:n] for row, n in zip(rows, size.tolist(), strict=True)]
         self._row, self._converted = 0, end
 
     def _next_deal(self) -> Deal:
-        end_step, plans = MAX_INT, self._feed.plans
-        if plans.decided is not None:
-            ahead = self.reading.counts.yielded - self.reading.counts.stepped + 1
+        dealer = self._dealer
+        if self._batches.decided is not None:
+            ahead = self.yielded - self.stepped + 1
             try:
-                known = plans.known_plan(
-                    self._epoch.number, self._next_step, ahead, abandoned=lambda: self.reading.use is Use.STALE
+                self._batches = dealer.growing.known(
+                    self._epoch.number,
+                    self._next_step,
+                    ahead,
+                    abandoned=lambda: self.stale or dealer.iteration is not self,
                 )
             except AbandonedError:
                 raise StopIteration from None
-            self.plan, self._epoch, end_step = known
+            self._epoch = self._batches.plan.epoch(self._epoch.number)
+        batches, end_step = self._batches, self._batches.known_until
         if self._next_step == self._epoch.end_step:
-            if not (self.reading.resumed and self.reading.counts.stepped == 0 and self._next_epoch_is_due):
-                self.reading.counts.exhausted = True
-                self._feed.end_reading()
+            if not (self.resumed and self.stepped == 0 and self._next_epoch_is_due):
+                self.exhausted = True
+                if dealer.position == (self._epoch.number, self._next_step):
+                    dealer.end_pending = False  # the loop reads on
                 raise StopIteration
-            self._start_at(self._feed.clock.position, 0)
-            self.reading.counts = ReadAhead()
-            self.reading.counts.count_read()
-        if self._feed.equal_rounds and (self._deal is None or plans.decided is not None):  # else all were checked
-            check_equal_rounds(self.plan, self._epoch, self._next_step, self.world, self.reading.dealing, end_step)
-        deal = self.plan.deal(self._epoch, self._next_step, self.world, self.reading.dealing, end_step)
+            self._start_at(dealer.due, 0)
+            self.reads, self.yielded = 1, 0
+        plan, world, dealing = batches.plan, batches.world, batches.dealing
+        if batches.split.equal_rounds and (self._deal is None or batches.decided is not None):  # else all were checked
+            check_equal_rounds(plan, self._epoch, self._next_step, world, dealing, end_step)
+        deal = plan.deal(self._epoch, self._next_step, world, dealing, end_step)
         self._next_step += len(deal.ends)
         self._converted = self._converted if self._deal is None else 0
         return deal
 
     @property
     def _next_epoch_is_due(self) -> bool:
-        ends = self.plan.ends_with(self._epoch)  # the next epoch would have no step
-        return not ends and self._feed.clock.position == (self._epoch.number + 1, self._epoch.end_step)
+        ends = self._batches.plan.ends_with(self._epoch)  # the next epoch would have no step
+        return not ends and self._dealer.due == (self._epoch.number + 1, self._epoch.end_step)
+
+    # The state of a loader that saves the position of its iterator. --------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which microbatch comes next, for loaders that save the position of their iterator."""
+        """Return which microbatch comes next."""
+        if not self.reads:
+            return {**self.start._asdict(), "round": self.first_round, **self._split()}
         step, round_index = self._next_step, 0
         number = self._converted - len(self._rows) + self._row
         if self._deal is None:
@@ -122,33 +136,31 @@ class Iteration:
             ValueError: if the position is within a step that is split differently here, or before what the resumed
                 training knows.
         """
-        own = self._split()
-        saved = {**Dealing()._asdict(), "speeds": [], **state_dict}  # older states lack it
-        saved = {key: saved[key] for key in own}
+        own, batches = self._split(), self._dealer.batches
+        saved = {key: state_dict[key] for key in own}
         if state_dict["round"] and saved != own:
             raise ValueError(
                 f"a loader saved within a step can resume only with the same split, but it was {saved} and is "
                 f"{own}; restore these arguments, or save when optimizer.step() has returned True, with "
                 f"snapshot_every_n_steps=1"
             )
-        self.reading.resumed = saved == own
-        position = Position(state_dict["epoch"], state_dict["step"])
-        here = self._feed.clock.position
-        if self.reading.resumed and position == (self.plan.first_epoch - 1, here.step) and not state_dict["round"]:
-            position = here  # the loader was saved when the epoch before had ended
-        if position.epoch < self.plan.first_epoch or position.step < self.plan.epoch(position.epoch).known_from:
+        self.resumed = saved == own
+        position, due = Position(state_dict["epoch"], state_dict["step"]), self._dealer.due
+        first = batches.plan.first_epoch
+        if self.resumed and position == (first - 1, due.step) and not state_dict["round"]:
+            position = due  # the loader was saved when the epoch before had ended
+        if position.epoch < first or position.step < batches.epoch(position).known_from:
             raise ValueError(
                 f"loader and optimizer must be at the same update, but the loader was saved at {position} and the "
-                f"optimizer is at {here}; restore both from the same checkpoint"
+                f"optimizer is at {due}; restore both from the same checkpoint"
             )
-        self._start_at(position, state_dict["round"])
-        if self._next_step == self._epoch.end_step and self._next_epoch_is_due:
-            self._start_at(self._feed.clock.position, 0)
+        if batches.ends_epoch(position) and due == batches.next_update(position) and not batches.done(position):
+            position = due
+        self.start, self.first_round, self.loaded = position, state_dict["round"], True
 
     def _split(self) -> dict[str, Any]:
         """Return what determines the microbatches of this rank within a step."""
-        world, plan, dealing = self.world, self.plan, self.reading.dealing
-        split = {"minibatch_size": plan.minibatch_size, "fixed_shape": plan.fixed_shape}
-        dealt = {**dealing._asdict(), "speeds": [*dealing.speeds]}
-        del dealt["arrival"]  # of no sampler
-        return {**split, **dealt, "num_replicas": world.size, "rank": world.rank}
+        batches = self._dealer.batches
+        split = {"minibatch_size": batches.plan.minibatch_size, "fixed_shape": batches.plan.fixed_shape}
+        dealt = {**batches.dealing._asdict(), "speeds": [*batches.dealing.speeds]}
+        return {**split, **dealt, "num_replicas": batches.world.size, "rank": batches.world.rank}

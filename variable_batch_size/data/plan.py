@@ -15,7 +15,7 @@ import numpy as np
 from variable_batch_size._validation import MAX_INT, IntArray, check_int
 from variable_batch_size.data.deal import Deal, Dealing, Step
 from variable_batch_size.data.state import Past
-from variable_batch_size.microbatching import Cut, count_microbatches, cut
+from variable_batch_size.microbatching import count_microbatches, cut
 from variable_batch_size.trace.batch_trace import BatchTrace
 from variable_batch_size.world import World
 
@@ -344,8 +344,6 @@ class Plan:
     def step(self, epoch: Epoch, number: int, dealing: Dealing = _SIMPLE) -> Step:
         """Return update `number` of the trace, which lies in `epoch`, split as by `cut`."""
         m, fixed = self.minibatch_size, self.fixed_shape
-        if (arrival := dealing.arrival) is not None:
-            return Step(number, arrival.batch_size, 0, m, Cut((), 1, 0), fixed, dealing)
         start = self._held.offset(number) - epoch.trace_offset
         batch_size = min(self.trace.batch_size(number), epoch.samples - start)
         sizes = cut(batch_size, m, fixed_shape=fixed, multiple_of=dealing.multiple_of)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence, Sized
-from copy import deepcopy
 from typing import Any, final
 
 import numpy as np
@@ -15,13 +14,12 @@ from variable_batch_size._validation import check_int, type_error, value_error
 from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace
 from variable_batch_size.adaptive.decided_trace import DecidedTrace, prepare
 from variable_batch_size.backend.detection import resolve_world
-from variable_batch_size.data.feed import Feed
+from variable_batch_size.data.batches import Batches, Split
+from variable_batch_size.data.dealer import Dealer
 from variable_batch_size.data.iteration import Iteration
 from variable_batch_size.data.plan import Plan
-from variable_batch_size.data.planning import PlanState
 from variable_batch_size.data.shares import check_speeds
 from variable_batch_size.data.shuffle import order
-from variable_batch_size.data.source import Source
 from variable_batch_size.trace.batch_trace import BatchTrace, OnEnd
 
 
@@ -42,7 +40,7 @@ TraceLike = BatchTrace | AdaptiveTrace | str | os.PathLike[str] | int | Sequence
 
 
 @final
-class CustomSampler(Source, Sampler[list[int]]):
+class CustomSampler(Dealer, Sampler[list[int]]):
     """A batch sampler that deals one rank its microbatches of every update.
 
     Over all ranks, the microbatches of an update hold exactly the samples of its batch. Use it as
@@ -118,7 +116,6 @@ class CustomSampler(Source, Sampler[list[int]]):
         max_updates: int | None = None,
         max_samples: int | None = None,
     ) -> None:
-        super().__init__()
         world = resolve_world(rank, num_replicas)
         samples = number_of_samples(dataset_size)
         cut_is_known, fixed_shape = fixed_shape is not None, bool(fixed_shape)
@@ -148,26 +145,19 @@ class CustomSampler(Source, Sampler[list[int]]):
         order(samples, seed, 0, shuffle=shuffle)  # raises if there is none
         epochs = None if epochs is None else check_int(epochs, "epochs")
         plan.check_trace(epochs)
-        self._feed = Feed(
-            world,
-            PlanState(plan, decided),
-            seed,
-            shuffle=shuffle,
-            epochs=epochs,
-            cut_is_known=cut_is_known,
-            equal_rounds=equal_rounds,
-            speeds=() if speeds is None else check_speeds(speeds, world.size),
-        )
+        split = Split(equal_rounds=equal_rounds, speeds=() if speeds is None else check_speeds(speeds, world.size))
+        batches = Batches(plan, world, seed, shuffle, split, decided)
+        super().__init__(batches.checked(), epochs=epochs, cut_is_known=cut_is_known)
 
     @property
     def seed(self) -> int:
         """The seed of the shuffle."""
-        return self._feed.seed
+        return self.batches.seed
 
     @property
     def shuffle(self) -> bool:
         """Whether the order of an epoch is a permutation."""
-        return self._feed.shuffle
+        return self.batches.shuffle
 
     @property
     def trace(self) -> BatchTrace:
@@ -176,30 +166,24 @@ class CustomSampler(Source, Sampler[list[int]]):
         Raises:
             AttributeError: if a controller has chosen them, and there was no update yet.
         """
-        return self._feed.plans.trace(self.clock.step)
-
-    def __copy__(self) -> CustomSampler:
-        return deepcopy(self)  # what is read of one must not move the other
+        decided = self.batches.decided
+        return self.plan.trace if decided is None else decided.so_far(self.position.step)
 
     def __iter__(self) -> Iteration:
         """Return an iterator over the rest of this epoch, from the last committed update on."""
-        return Iteration(self._feed)
+        return Iteration(self)
 
     def __len__(self) -> int:
         """Return how many microbatches the iteration under way yields on this rank, or else the next one.
 
-        At the end of an epoch, also of one whose empty rest is still to be read after a restore, it is that over the
-        epoch that follows; 0 if none does. With workers, a loader has read the end before the loop is there: the last
-        `step()` of an epoch then ends it.
+        At the end of an epoch it is that over the epoch that follows; 0 if none does. With workers, a loader has read
+        the end before the loop is there: the last `step()` of an epoch then ends it.
         """
-        clock, computed = self.clock, 0
-        epoch, step = clock.epoch, clock.step
-        if (reading := self._feed.under_way) is not None:
-            step, computed = reading.start.step, reading.first_round
-        elif clock.finished:
-            try:
-                epoch = self.plan.epoch(epoch.number + 1)
-            except ValueError:  # the trace ends
-                return 0
-            step = epoch.first_step
-        return self.plan.count(epoch, step, self.world, self.dealing) - computed
+        begun, position = self.iteration, self.position
+        under_way = begun is not None and begun.start.epoch == position.epoch
+        if under_way and begun is not None and not (begun.exhausted and self.batches.ends_epoch(position)):
+            return self.batches.count(begun.start) - begun.first_round
+        try:
+            return self.batches.count(self.batches.next_update(position))
+        except ValueError:  # the trace ends
+            return 0

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from variable_batch_size._validation import type_error
+from variable_batch_size.data.plan import Epoch
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.integrations.from_loader import check_samples, sampler_for
 from variable_batch_size.integrations.loading import with_sampler
@@ -123,7 +124,7 @@ class VariableBatchEngine(Engine):
 
     def state_dict(self) -> Any:
         """Return the state of the engine, with the position in the training under "vbs"."""
-        length = max(1, self.optimizer.sampler.clock.epoch.updates)  # of a whole epoch, which Ignite demands
+        length = max(1, self._epoch.updates)  # of a whole epoch, which Ignite demands
         return {**super().state_dict(), "epoch_length": length, "vbs": self.optimizer.state_dict()["vbs"]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -133,10 +134,16 @@ class VariableBatchEngine(Engine):
         super().load_state_dict({**kept, "epoch": optimizer.epoch, "epoch_length": 1})  # not iteration // epoch_length
         self.state.iteration, self.state.epoch_length = optimizer.updates, None
 
+    @property
+    def _epoch(self) -> Epoch:
+        """The epoch of the last update."""
+        sampler = self.optimizer.sampler
+        return sampler.batches.epoch(sampler.position)
+
     def _update(self, _: Engine, update: Sequence[Any]) -> Any:
         parts = ((self.optimizer.microbatch, batch) for batch in update)  # each is that of the step that follows
         outputs = [(part.samples / part.batch_size, self._step(self, batch)) for part, batch in parts]
-        self.state.epoch_length = self.optimizer.sampler.clock.epoch.updates  # an estimate, if a controller decides
+        self.state.epoch_length = self._epoch.updates  # an estimate, if a controller decides
         return self._combined(outputs)
 
     def _combined(self, outputs: Sequence[tuple[float, Any]]) -> Any:
@@ -158,7 +165,7 @@ class VariableBatchEngine(Engine):
 
     def _start(self) -> None:  # Ignite takes all epochs to be as long as the first one
         state, optimizer = self.state, self.optimizer
-        if optimizer.sampler.clock.end_pending:  # restored at the end of an epoch, whose handlers are not run again
+        if optimizer.sampler.end_pending:  # restored at the end of an epoch, whose handlers are not run again
             deque(state.dataloader, maxlen=0)
         state.iteration, state.epoch, state.epoch_length = optimizer.updates, optimizer.epoch, None
 

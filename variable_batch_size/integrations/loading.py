@@ -49,7 +49,7 @@ def _seeded(kind: Any) -> Any:
 
     def iterate(self: Any) -> Iterator[Any]:
         sampler = self.batch_sampler
-        position = sampler.clock.position
+        position = sampler.due
         state = np.random.SeedSequence([sampler.seed, position.epoch, position.step]).generate_state(1, np.uint64)
         self.generator = torch.Generator().manual_seed(int(state[0]))
         return kind.__iter__(self)

@@ -12,8 +12,8 @@ from torch.utils.data import IterableDataset
 
 from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.data.arriving import ArrivingBatches
+from variable_batch_size.data.dealer import Dealer
 from variable_batch_size.data.sampler import CustomSampler, TraceLike
-from variable_batch_size.data.source import Source
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.rules import Rule
 from variable_batch_size.rules.base import check_reference
@@ -86,7 +86,7 @@ class Settings:
             )
         return ArrivingBatches(trace=self.trace, **others, **self.sampler_options)  # type: ignore[arg-type]
 
-    def optimizer(self, inner: Optimizer, sampler: Source, **others: Any) -> CustomOptimizer:
+    def optimizer(self, inner: Optimizer, sampler: Dealer, **others: Any) -> CustomOptimizer:
         """Return the optimizer around `inner`, for which every rank computes equally many microbatches of a step.
 
         Trainers and losses may then communicate in each of them. A rank that has fewer replays one with weight 0.
@@ -103,7 +103,7 @@ class Settings:
         optimizer = CustomOptimizer(
             inner, sampler, self.ref_batchsize, rule=self.rule, **others, **self.optimizer_options
         )
-        sampler._feed.attach(padded=True)
+        sampler.attach(padded=True)
         return optimizer
 
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from variable_batch_size._validation import IntArray, type_error, value_error
-from variable_batch_size.data.arrival import Arrival, Brought
+from variable_batch_size.data.arrival import Brought
 from variable_batch_size.data.arriving import ArrivingBatches, Own
-from variable_batch_size.data.reading import Reading, Use
+from variable_batch_size.data.batches import Batch
 from variable_batch_size.data.stream import Stream, shares
+from variable_batch_size.optim.cursor import Phase
 from variable_batch_size.optim.handed import Update, incomplete, stale
-from variable_batch_size.optim.loop import Phase
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.trace.runs import TraceEndError
 
@@ -48,14 +48,12 @@ class Arrivals(Generic[T]):
 
     def __iter__(self) -> Iterator[Update[T]]:
         """Yield an update for each batch that has rows on any rank."""
-        optimizer, source, feed = self._optimizer, self._source, self._source._feed
-        last = feed.reading
-        untrained = last is not None and (last.counts.handed or 0) > last.counts.stepped
-        if last is not None and last.use is not Use.STALE and (untrained or optimizer.inside_step):
+        optimizer, source, cursor = self._optimizer, self._source, self._optimizer._cursor
+        if optimizer.inside_step:
             raise incomplete(optimizer.updates)
-        reading = Reading(feed.dealing, feed.clock.position)
-        feed.begin_reading(reading)
-        feed.reading, items, ended = reading, iter(self._batches), False
+        for listener in list(source.listeners):
+            listener.note_iteration()
+        items, ended, restarts = iter(self._batches), False, cursor.restarts
         if source.has_trace:
             self._stream, self._kept = source.stream(items, self._kept), None
             self._stream.ended |= self._ended
@@ -69,13 +67,13 @@ class Arrivals(Generic[T]):
                 return
             if not any(one.samples for one in brought):
                 continue
-            feed.arrival, parts = source.arrange(own, brought)
-            reading.dealing = feed.dealing
-            self._find_replay(feed.arrival, own, parts, brought)
-            yield Update(self._hand_out(reading, feed.arrival, own, parts), feed.arrival.rounds)
-            if reading.use is Use.STALE:
+            due, parts = source.arrange(own, brought)
+            self._find_replay(due, own, parts, brought)
+            source.expected = due
+            yield Update(self._hand_out(due, own, parts), len(due.microbatches))
+            if cursor.restarts != restarts:
                 raise stale()
-            if optimizer.updates == feed.arrival.step:
+            if optimizer.updates == due.step:
                 raise incomplete(optimizer.updates)
 
     # What the ranks bring. ---------------------------------------------------------------------------------------
@@ -138,11 +136,11 @@ class Arrivals(Generic[T]):
             )
         return brought
 
-    def _find_replay(self, step: Arrival, own: Own, parts: Sequence[IntArray], brought: Sequence[Brought]) -> None:
+    def _find_replay(self, due: Batch, own: Own, parts: Sequence[IntArray], brought: Sequence[Brought]) -> None:
         """See to it that this rank has a microbatch to repeat; another rank sends one to those without."""
         known = all(one.can_replay for one in brought)
         sends = not known and self._source.world.rank == next(rank for rank, one in enumerate(brought) if one.rows)
-        if self._last is _NONE and parts and (sends or step.replays):
+        if self._last is _NONE and parts and (sends or len(due.microbatches) > len(parts)):
             self._last = self._source.microbatch(own.batch, parts[0])
         if known:
             return
@@ -156,17 +154,17 @@ class Arrivals(Generic[T]):
                     "than tensors, numbers and strings in it; bring a row on every rank in the first update"
                 ) from error
 
-    def _hand_out(self, reading: Reading, step: Arrival, own: Own, parts: Sequence[IntArray]) -> Iterator[T]:
-        """Yield the microbatches of an update, replays first, and count them as those that the loop has got."""
-        for number in range(step.rounds):
-            if self._optimizer.updates != step.step:
+    def _hand_out(self, due: Batch, own: Own, parts: Sequence[IntArray]) -> Iterator[T]:
+        """Yield the microbatches of an update, replays first."""
+        replays = len(due.microbatches) - len(parts)
+        for number in range(len(due.microbatches)):
+            if self._optimizer.updates != due.step:
                 raise RuntimeError(
-                    f"an update yields its microbatches until it is made, but update {step.step} is read when "
+                    f"an update yields its microbatches until it is made, but update {due.step} is read when "
                     f"{self._optimizer.updates} updates are made; read it within its turn of the loop"
                 )
-            reading.counts.hand(begins_update=number == 0)
-            if number >= step.replays:
-                self._last = self._source.microbatch(own.batch, parts[number - step.replays])
+            if number >= replays:
+                self._last = self._source.microbatch(own.batch, parts[number - replays])
             yield self._last
 
     # The state of streams. ---------------------------------------------------------------------------------------
@@ -184,7 +182,7 @@ class Arrivals(Generic[T]):
                 "a state needs streams of rows, but these batches are made as they arrive; save the state of what "
                 "makes them on this rank, and that of the optimizer"
             )
-        self._optimizer._loop.check_phase(_STATE, Phase.BETWEEN_STEPS)
+        self._optimizer._cursor.check_phase(_STATE, Phase.BETWEEN_STEPS)
         own: dict[str, Any] = {"ended": self._ended, "rows": self._kept}
         if self._stream is not None:
             own = {"ended": self._stream.ended, "rows": self._stream.kept(self._optimizer.updates)}

@@ -19,8 +19,8 @@ from variable_batch_size.adaptive.decided_trace import describe
 from variable_batch_size.backend import Backend, detect
 from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.backend.course import differing
-from variable_batch_size.data.source import Source
-from variable_batch_size.optim.loop import Loop
+from variable_batch_size.data.dealer import Dealer
+from variable_batch_size.optim.cursor import Cursor
 from variable_batch_size.optim.normalization import check_seen, remember
 from variable_batch_size.optim.participation import FIRST_UPDATE
 from variable_batch_size.optim.tensors import check_whole, local, shard_coordinates
@@ -75,11 +75,13 @@ def broadcast_tensors(tensors: Sequence[Tensor], backend: Backend) -> None:
     backend.mark_step()
 
 
-def compare_ranks(updater: Updater, loop: Loop, inner: Optimizer, backend: Backend, agreement: Agreement) -> None:
+def compare_ranks(updater: Updater, cursor: Cursor, inner: Optimizer, backend: Backend, agreement: Agreement) -> None:
     """Compare the ranks before the first update; they also agree on the parameters that have gradients."""
     if agreement.world.size > 1:
         of_update = update_facts(updater, inner, backend)  # before the sampler's, which noise has changed
-        facts = {**loop.clock.state_dict(), **of_update, **sampler_facts(loop.sampler)}
+        sampler, place = cursor.sampler, cursor.place
+        here = {**sampler.batches.where(place.position), "samples": place.samples}
+        facts = {**here, **of_update, **sampler_facts(sampler)}
         check_same(FIRST_UPDATE, facts, agreement)
         names = json.dumps(updater.gradient.step_means.names_of_step)
         check_names("log()", [*map(json.loads, agreement.gather(FIRST_UPDATE, names, within=True))])
@@ -87,11 +89,11 @@ def compare_ranks(updater: Updater, loop: Loop, inner: Optimizer, backend: Backe
         updater.gradient.sum.agree(agreement)
     elif not backend.alone:
         updater.gradient.sum.agree(agreement)
-    check_seen(updater.parameters, loop.sampler)
+    check_seen(updater.parameters, cursor.sampler)
     updater.gradient.agreed = True
 
 
-def compare_after_update(agreement: Agreement, loop: Loop, inner: Optimizer) -> None:
+def compare_after_update(agreement: Agreement, cursor: Cursor, inner: Optimizer) -> None:
     """Let the ranks compare where they are, and by which hyperparameters; they wait for one another after an epoch.
 
     If they differ, every rank raises RuntimeError some updates later, or at the end of the epoch.
@@ -101,8 +103,9 @@ def compare_after_update(agreement: Agreement, loop: Loop, inner: Optimizer) -> 
             tuple([item for item in group.items() if item[1].__class__ in _NUMBERS or _is_tuple(item[1])])
             for group in inner.param_groups
         )
-        agreement.after_update(loop.clock.step, loop.clock.epoch.number, groups)
-        if loop.clock.finished:
+        position = cursor.position
+        agreement.after_update(position.step, position.epoch, groups)
+        if cursor.sampler.batches.ends_epoch(position):
             agreement.compare("the last update of the epoch")
 
 
@@ -161,21 +164,21 @@ def checksum(parameters: Iterable[Tensor], backend: Backend) -> int:
     return crc
 
 
-def sampler_facts(sampler: Source) -> dict[str, Any]:
+def sampler_facts(sampler: Dealer) -> dict[str, Any]:
     """Return what samplers must have in common, by name."""
-    plan, decided = sampler.plan, sampler._feed.plans.decided
+    plan, decided, split = sampler.plan, sampler.batches.decided, sampler.batches.split
     return {
         # Before the trace, which it writes.
         "controller with its arguments": None if decided is None else describe(decided.adaptive),
-        **sampler._feed.fingerprint(),
+        **sampler.batches.fingerprint(),
         "minibatch_size": plan.minibatch_size,
         "fixed_shape": plan.fixed_shape,
         "max_updates": plan.max_updates,
         "max_samples": plan.max_samples,
         "divisor of the number of microbatches": sampler.dealing.multiple_of,
-        "equal_rounds": sampler._feed.equal_rounds,
-        "speeds": sampler._feed.speeds,
-        **sampler._feed.facts,
+        "equal_rounds": split.equal_rounds,
+        "speeds": split.speeds,
+        **sampler.facts,
     }
 
 
@@ -198,9 +201,9 @@ def _facts_of_update(updater: Updater, inner: Optimizer, backend: Backend) -> di
     }
 
 
-def common_facts(updater: Updater, sampler: Source, inner: Optimizer, backend: Backend) -> dict[str, Any]:
+def common_facts(updater: Updater, sampler: Dealer, inner: Optimizer, backend: Backend) -> dict[str, Any]:
     """Return what the jobs of an update must have in common, by name: the values of the parameters at the first one."""
-    values = {} if sampler.clock.step else {"parameters": checksum(local(updater.parameters), backend)}
+    values = {} if sampler.position.step else {"parameters": checksum(local(updater.parameters), backend)}
     return {**_facts_of_update(updater, inner, backend), **sampler_facts(sampler), **values}
 
 

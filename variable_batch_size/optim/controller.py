@@ -20,8 +20,8 @@ from variable_batch_size.adaptive.decisions import Decision, is_due
 from variable_batch_size.adaptive.stopwatch import UpdateStopwatch
 from variable_batch_size.backend import Backend, ElasticBackend
 from variable_batch_size.backend.agreement import Agreement
-from variable_batch_size.data.deal import Step
-from variable_batch_size.optim.loop import Loop
+from variable_batch_size.data.batches import Batch
+from variable_batch_size.optim.cursor import Cursor
 from variable_batch_size.optim.update import Updater
 from variable_batch_size.tracker import Tracker
 
@@ -43,34 +43,36 @@ class ControllerRunner:
     Of several optimizers of a sampler, the one that makes an update first does it.
     """
 
-    def __init__(self, updater: Updater, loop: Loop, backend: Backend, tracker: Tracker | None) -> None:
-        self._loop, self._updater, self._tracker = loop, updater, tracker
-        self._backend, decided = backend, loop.feed.plans.decided
+    def __init__(self, updater: Updater, cursor: Cursor, backend: Backend, tracker: Tracker | None) -> None:
+        self._cursor, self._updater, self._tracker = cursor, updater, tracker
+        self._backend, decided = backend, cursor.sampler.batches.decided
         timed = decided is not None and needs_throughput(decided.adaptive.controller)
         self._stopwatch = UpdateStopwatch() if timed else None
         self._asked = _Asked()
         self._estimates: list[float] = []  # at the questions since the last new one
         self._begun = False  # whether an update was made
 
-    def after_update(self, step: Step, agreement: Agreement) -> None:
+    def after_update(self, step: Batch, agreement: Agreement) -> None:
         """Ask, answer and adopt what is due after an update."""
-        plans, updates = self._loop.feed.plans, self._loop.clock.step
-        if plans.decided is None or updates <= (before := plans.decided_at):
+        growing, updates = self._cursor.sampler.growing, self._cursor.position.step
+        decided = growing.batches.decided
+        if decided is None or updates <= (before := growing.decided_at):
             return
         try:
-            plans.decided_at = updates  # also if the controller has failed
-            self._decide(plans.decided, step, agreement, updates)
+            growing.decided_at = updates  # also if the controller has failed
+            self._decide(decided, step, agreement, updates)
         except Exception:
             raise
         except BaseException:  # an interrupt: what is due is done later
-            plans.decided_at = before
+            growing.decided_at = before
             raise
 
-    def _decide(self, decided: DecidedTrace, step: Step, agreement: Agreement, updates: int) -> None:
-        plans, world, before = self._loop.feed.plans, self._backend.world, decided
-        plans.mark_trainer()
+    def _decide(self, decided: DecidedTrace, step: Batch, agreement: Agreement, updates: int) -> None:
+        growing, world, before = self._cursor.sampler.growing, self._backend.world, decided
+        growing.mark_trainer()
         if self._stopwatch is not None:
-            rows = step.minibatch_size if step.fixed_shape else -(-step.batch_size // step.num_microbatches)
+            plan = growing.batches.plan
+            rows = plan.minibatch_size if plan.fixed_shape else -(-step.batch_size // step.num_microbatches)
             self._stopwatch.after_update(world.size, rows, -(-step.num_microbatches // world.size))
         if not self._begun:  # what was decided at the beginning, or at a restart
             self._begun = True
@@ -86,11 +88,11 @@ class ControllerRunner:
             if isinstance(self._backend, ElasticBackend):  # where an update carries one answer
                 break
         if decided is not before:
-            plans.grow(decided)
+            growing.grow(decided, self._cursor.position)
 
     def before_update(self, backend: ElasticBackend) -> None:
         """Let the next sum carry the answer that is due after it."""
-        decided, updates = self._loop.feed.plans.decided, self._loop.clock.step
+        decided, updates = self._cursor.sampler.batches.decided, self._cursor.position.step
         backend.posted = ""
         if decided is None or not decided.unanswered or not backend.leads:
             return
@@ -108,8 +110,8 @@ class ControllerRunner:
 
     def _measure(self) -> Callable[[], dict[str, Any]]:
         """Return a function that returns what is known now; calling it later avoids a wait for a device."""
-        clock, updater = self._loop.clock, self._updater
-        known = {"devices": self._backend.world.size, "updates": clock.step, "samples": clock.samples}
+        place, updater = self._cursor.place, self._updater
+        known = {"devices": self._backend.world.size, "updates": place.position.step, "samples": place.samples}
         known_later = updater.progress.later()
         noise = None if updater.gradient_noise is None else updater.gradient_noise.later()
         reference = updater.ref_batchsize
@@ -133,7 +135,7 @@ class ControllerRunner:
 
     def _decision(self, decided: DecidedTrace) -> str:
         """Return the controller's answer to the oldest question, or its error, which every rank raises."""
-        plan, stopwatch = self._loop.sampler.plan, self._stopwatch
+        plan, stopwatch = self._cursor.sampler.plan, self._stopwatch
         try:
             throughput = None if stopwatch is None else stopwatch.throughput()
             decision = decided.decide(plan.minibatch_size, throughput, fixed_shape=plan.fixed_shape)

@@ -9,8 +9,8 @@ from typing_extensions import Unpack
 
 from variable_batch_size._validation import check_number, value_error
 from variable_batch_size.data.arriving import ArrivingBatches
+from variable_batch_size.data.dealer import Dealer
 from variable_batch_size.data.sampler import CustomSampler
-from variable_batch_size.data.source import Source
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.optim.options import Options
 from variable_batch_size.rules import LEGWRule, PowerRule
@@ -27,7 +27,7 @@ class NamedOptimizer(CustomOptimizer):
     rule_name: ClassVar[str]
 
     def __init__(
-        self, inner: Optimizer, sampler: Source, ref_batchsize: int | None = None, **options: Unpack[Options]
+        self, inner: Optimizer, sampler: Dealer, ref_batchsize: int | None = None, **options: Unpack[Options]
     ) -> None:
         super().__init__(inner, sampler, ref_batchsize, rule=self.rule_name, **options)
 
@@ -74,7 +74,7 @@ class PowerRuleOptimizer(CustomOptimizer):
     def __init__(
         self,
         inner: Optimizer,
-        sampler: Source,
+        sampler: Dealer,
         ref_batchsize: int,
         *,
         exponent: float,
@@ -165,7 +165,7 @@ class LEGWRuleOptimizer(CustomOptimizer):
     def __init__(
         self,
         inner: Optimizer,
-        sampler: Source,
+        sampler: Dealer,
         ref_batchsize: int,
         *,
         warmup_epochs: float,

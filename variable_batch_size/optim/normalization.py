@@ -14,7 +14,7 @@ from torch.nn import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from variable_batch_size._validation import type_error
-from variable_batch_size.data.source import Source
+from variable_batch_size.data.dealer import Dealer
 from variable_batch_size.microbatching import cut
 
 ENOUGH = 8  # distinct samples in a microbatch
@@ -28,7 +28,7 @@ class _Smallest(NamedTuple):
     batch_size: int  # samples of its step
 
 
-def check_batch_norm(model: torch.nn.Module, sampler: Source) -> None:
+def check_batch_norm(model: torch.nn.Module, sampler: Dealer) -> None:
     """Warn, once for a model, if its batch normalization gets very small microbatches in the present epoch.
 
     With a fixed shape the remainder of a step is split into microbatches of few distinct samples, which are repeated:
@@ -45,11 +45,11 @@ def check_batch_norm(model: torch.nn.Module, sampler: Source) -> None:
     """
     if not isinstance(model, torch.nn.Module):
         raise type_error("model must be a torch.nn.Module", model, "pass the model")
-    if not isinstance(sampler, Source):
+    if not isinstance(sampler, Dealer):
         raise type_error("sampler must be a vbs.CustomSampler", sampler, "pass the one that feeds the loop")
     if model in _warned or not any(_normalizes(part) and part.training for part in model.modules()):
         return
-    if sampler._feed.arriving:
+    if sampler.batches.arriving:
         return  # nobody knows how large the batches will be
     plan, smallest = sampler.plan, _smallest(sampler)
     if smallest.samples >= (min(ENOUGH, plan.minibatch_size) if plan.fixed_shape else 2):
@@ -65,7 +65,7 @@ def check_batch_norm(model: torch.nn.Module, sampler: Source) -> None:
     )
 
 
-def check_known(model: torch.nn.Module, sampler: Source) -> None:
+def check_known(model: torch.nn.Module, sampler: Dealer) -> None:
     """Check a model as `check_batch_norm` does, and that the optimizer of the sampler has cut the steps for it."""
     if sampler.dealing.multiple_of > 1 and any(map(_normalizes, model.modules())):
         raise ValueError(
@@ -76,9 +76,10 @@ def check_known(model: torch.nn.Module, sampler: Source) -> None:
     check_batch_norm(model, sampler)
 
 
-def _remedies(sampler: Source, smallest: _Smallest) -> str:
+def _remedies(sampler: Dealer, smallest: _Smallest) -> str:
     plan = sampler.plan
-    last = plan.step(sampler.clock.epoch, sampler.clock.epoch.end_step - 1)
+    epoch = sampler.batches.epoch(sampler.position)
+    last = plan.step(epoch, epoch.end_step - 1)
     rest = smallest.batch_size == last.batch_size < plan.trace.batch_size(last.number)
     tail = ["drop_last=True, because the step is the rest of an epoch"] if rest else []
     if plan.fixed_shape:
@@ -93,7 +94,7 @@ def remember(model: torch.nn.Module) -> None:
     _seen.add(model)
 
 
-def check_seen(parameters: Sequence[Tensor], sampler: Source) -> None:
+def check_seen(parameters: Sequence[Tensor], sampler: Dealer) -> None:
     """Check the remembered models that have one of these parameters."""
     own = {*map(id, parameters)} if _seen else set()
     for model in list(_seen):
@@ -121,8 +122,8 @@ def _normalizes(part: torch.nn.Module) -> bool:
     return isinstance(part, _BatchNorm) and not isinstance(part, SyncBatchNorm)
 
 
-def _smallest(sampler: Source) -> _Smallest:
-    plan, epoch, dealing = sampler.plan, sampler.clock.epoch, sampler.dealing
+def _smallest(sampler: Dealer) -> _Smallest:
+    plan, epoch, dealing = sampler.plan, sampler.batches.epoch(sampler.position), sampler.dealing
     deals = plan.deals(epoch, epoch.first_step, sampler.world, dealing._replace(speeds=()))
     batch_sizes = np.unique(np.concatenate([deal.sizes for deal in deals])).tolist()
     how: dict[str, Any] = {"fixed_shape": plan.fixed_shape, "multiple_of": dealing.multiple_of}

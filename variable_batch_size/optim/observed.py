@@ -8,9 +8,9 @@ from torch import Tensor
 
 from variable_batch_size.backend import Backend
 from variable_batch_size.backend.agreement import Agreement
-from variable_batch_size.data.source import Source
+from variable_batch_size.data.dealer import Dealer
 from variable_batch_size.microbatching import Microbatch
-from variable_batch_size.optim.loop import Loop, Phase, Watcher
+from variable_batch_size.optim.cursor import Cursor, Phase, Watcher
 from variable_batch_size.optim.options import Reduction
 from variable_batch_size.optim.update import Updater
 from variable_batch_size.optim.wrapper import OptimizerWrapper
@@ -20,7 +20,7 @@ from variable_batch_size.rules import Noise, Rule
 class ObservedOptimizer(OptimizerWrapper):
     """A wrapper whose training can be read from it. Subclasses set the attributes and define `step`."""
 
-    _loop: Loop
+    _cursor: Cursor
     _updater: Updater
     _backend: Backend
     _agreement: Agreement | None
@@ -45,9 +45,9 @@ class ObservedOptimizer(OptimizerWrapper):
         return self._agreement
 
     @property
-    def sampler(self) -> Source:
+    def sampler(self) -> Dealer:
         """The sampler that feeds the loop."""
-        return self._loop.sampler
+        return self._cursor.sampler
 
     @property
     def ref_batchsize(self) -> int | None:
@@ -62,17 +62,17 @@ class ObservedOptimizer(OptimizerWrapper):
     @property
     def epoch(self) -> int:
         """The epoch of the next update: after an epoch has ended, the following one; but see `Checkpoint.step`."""
-        return self._loop.epoch
+        return self._cursor.epoch
 
     @property
     def updates(self) -> int:
         """The number of updates of the training so far, with those of skipped epochs: the next step of the trace."""
-        return self._loop.clock.step
+        return self._cursor.position.step
 
     @property
     def samples(self) -> int:
         """The number of samples that were trained on so far, over all ranks."""
-        return self._loop.clock.samples
+        return self._cursor.place.samples
 
     @property
     def progress(self) -> float:
@@ -86,13 +86,13 @@ class ObservedOptimizer(OptimizerWrapper):
         Raises:
             RuntimeError: if the loop has ended, but a microbatch of it did not reach `step()`; as `state_dict()` does.
         """
-        self._loop.feed.check_left_over()
-        return self._loop.done
+        self.sampler.check_left_over()
+        return self._cursor.done
 
     @property
     def inside_step(self) -> bool:
         """Whether a step has begun and is not complete: it is accumulating, or an exception has interrupted it."""
-        return self._loop.phase not in (Phase.BETWEEN_STEPS, Phase.UNSETTLED)
+        return self._cursor.phase not in (Phase.BETWEEN_STEPS, Phase.UNSETTLED)
 
     def _progress_later(self) -> Callable[[], float]:
         """Return a function that returns the present progress, to be called later without waiting for a device."""
@@ -105,11 +105,16 @@ class ObservedOptimizer(OptimizerWrapper):
         Raises:
             RuntimeError: if all updates of the epoch are committed.
         """
-        return self._loop.microbatch()
+        if self._cursor.between_epochs:
+            raise RuntimeError(
+                f"a microbatch must be of an epoch that has begun, but all updates of epoch {self.epoch - 1} are "
+                f"committed; read the loader first"
+            )
+        return self._cursor.microbatch()
 
     def _watch(self, watcher: Watcher) -> None:
         """Notify `watcher`, which is held weakly, when a step is committed and when one is discarded."""
-        self._loop.watchers.add(watcher)
+        self._cursor.watchers.add(watcher)
 
     def log(self, **means: Tensor | float) -> None:
         """Average values over exactly the samples of each step, over all ranks, for `tracker` and `logged`.

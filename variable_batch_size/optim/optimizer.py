@@ -20,13 +20,14 @@ from torch.optim import Optimizer
 
 from variable_batch_size._validation import value_error
 from variable_batch_size.backend import Backend, BrokenStepError
-from variable_batch_size.data.reading import Reading
-from variable_batch_size.data.source import Source
+from variable_batch_size.data.batches import Place
+from variable_batch_size.data.dealer import Dealer
+from variable_batch_size.data.passes import Pass
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim import consistency
 from variable_batch_size.optim.controller import ControllerRunner
+from variable_batch_size.optim.cursor import Cursor, Phase
 from variable_batch_size.optim.hooks import call_before_forward, uncompiled
-from variable_batch_size.optim.loop import Loop, Phase
 from variable_batch_size.optim.normalization import cut_for
 from variable_batch_size.optim.observed import ObservedOptimizer
 from variable_batch_size.optim.options import Estimator, Reduction, UpdateOptions, check_objects
@@ -93,7 +94,7 @@ class CustomOptimizer(ObservedOptimizer):
     def __init__(
         self,
         inner: Optimizer,
-        sampler: Source,
+        sampler: Dealer,
         ref_batchsize: int | None = None,
         *,
         model: Module | None = None,
@@ -116,7 +117,7 @@ class CustomOptimizer(ObservedOptimizer):
         parameters = list_parameters(inner.param_groups)
         module, self._agreement = unwrap(model), None
         self._backend = backend or backend_for(module, parameters, sampler, process_group)
-        noise = "microbatches" if noise is None and sampler._feed.plans.needs_noise else noise
+        noise = "microbatches" if noise is None and _decides_by_noise(sampler) else noise
         options = UpdateOptions(noise, reduction, max_grad_norm, find_unused_parameters, grad_norm)
         needs = WeakMethod(self._needs)  # hooks of the parameters must not keep the optimizer alive
         total = sum_for(
@@ -132,33 +133,34 @@ class CustomOptimizer(ObservedOptimizer):
         self._updater = Updater(inner, self._backend, rules, options, total)
         check_applies_lr(inner, rules.rules)
         kind = {"measured": self._updater.measures_microbatches, "alone": self._backend.alone}
-        self._loop = Loop(sampler, self._backend, **total.dealing(**cut_for(module, parameters, **kind)))
+        self._cursor = Cursor(sampler, self._backend, **total.dealing(**cut_for(module, parameters, **kind)))
         self._replays = Replays(module, self._backend)
         call_before_forward(total.module, self._announce)
         call_before_forward(self._replays.module, self._keep)
         total.meet(lambda: self.agreement)  # while every rank is here
-        self._loop.feed.watch_gradients(parameters)
         self._lr_check = LearningRateCheck()
-        self._backward_of: Reading | None = None  # during which backward() was called last
+        self._backward_of: Pass | None = None  # during which backward() was called last
+        self._left: Sequence[Tensor] = ()  # the gradients that there were when an iteration began
+        sampler.listeners.add(self)
         self._followed_up = 0  # commits that the controller and the tracker have seen
         self.tracker = Tracker("runs") if tracker is None and (log_steps, log_samples) != (None, None) else tracker
-        each = self._updater, self._loop, self._backend
+        each = self._updater, self._cursor, self._backend
         self._reporter = Reporter(self.tracker, log_steps, log_samples, *each)
         self._controller = ControllerRunner(*each, self.tracker)
 
     def _announce(self) -> None:
-        self._updater.gradient.sum.prepare(self._loop.upcoming())
+        self._updater.gradient.sum.prepare(self._cursor.upcoming())
 
     def _needs(self) -> Needs:
-        known = self._loop.upcoming() is not None
-        return self._updater.needs(self._loop.step if known else None)
+        known = self._cursor.upcoming() is not None
+        return self._updater.needs(self._cursor.batch if known else None)
 
     def _keep(self) -> None:
-        self._replays.keep(self._loop.upcoming())
+        self._replays.keep(self._cursor.upcoming())
 
     def _change_groups(self, caller: str, number: int, change: Callable[[], None]) -> None:
         self._settle()
-        self._loop.check_phase(caller, Phase.BETWEEN_STEPS)
+        self._cursor.check_phase(caller, Phase.BETWEEN_STEPS)
         rules = self._updater.rules_for(number)
         self._updater.clear()
         change()
@@ -168,16 +170,15 @@ class CustomOptimizer(ObservedOptimizer):
         """Take the parameters from `param_groups`, whose lists may have been changed in place between two steps."""
         if not self._updater.has_new_groups:
             return
-        if self._loop.begun:
+        if self._cursor.begun:
             raise RuntimeError(
                 f"the parameters must stay the same within a step, but the lists of param_groups were changed in step "
-                f"{self._loop.clock.step}; change them when optimizer.step() has returned True, or after discard_step()"
+                f"{self.updates}; change them when optimizer.step() has returned True, or after discard_step()"
             )
         self._use_groups(self._updater.rules_for(len(self.param_groups)), keep=True)
 
     def _use_groups(self, rules: tuple[Rule, ...], *, keep: bool = False) -> None:
         self._updater.use_groups(rules, keep=keep)
-        self._loop.feed.watch_gradients(self._updater.gradient.parameters)
 
     # The loop. ---------------------------------------------------------------------------------------------------
 
@@ -191,8 +192,8 @@ class CustomOptimizer(ObservedOptimizer):
             ValueError: if the trace ends before the epoch does.
         """
         self._settle()
-        self._loop.check_phase("set_epoch()", Phase.BETWEEN_STEPS, Phase.INSIDE_STEP)
-        self._loop.set_epoch(epoch)
+        self._cursor.check_phase("set_epoch()", Phase.BETWEEN_STEPS, Phase.INSIDE_STEP)
+        self._cursor.set_epoch(epoch)
         self._clear()
 
     def discard_step(self, timeout: float = 10.0) -> None:
@@ -209,10 +210,10 @@ class CustomOptimizer(ObservedOptimizer):
                 if ranks that have to discard the step do not.
         """
         self._settle()
-        self._loop.check_phase("discard_step()", Phase.BETWEEN_STEPS, Phase.INSIDE_STEP, Phase.INTERRUPTED)
+        self._cursor.check_phase("discard_step()", Phase.BETWEEN_STEPS, Phase.INSIDE_STEP, Phase.INTERRUPTED)
         self._updater.gradient.sum.discard(lambda: self.agreement, timeout)
         self._clear()
-        self._loop.restart()
+        self._cursor.restart()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients that have come since the last `step()`; what it has accumulated stays.
@@ -274,14 +275,14 @@ class CustomOptimizer(ObservedOptimizer):
 
     def _begin_backward(self) -> Microbatch:
         """Return the microbatch that the next `step()` counts."""
-        loop = self._loop
-        loop.check_phase("backward()", Phase.BETWEEN_STEPS, Phase.INSIDE_STEP)
+        cursor = self._cursor
+        cursor.check_phase("backward()", Phase.BETWEEN_STEPS, Phase.INSIDE_STEP)
         self._adopt_groups()
-        if (reading := loop.feed.reading) is not self._backward_of:
-            self._backward_of = reading
-            if not loop.begun:  # an earlier backward() was that of a loop that was left
+        if (iteration := cursor.sampler.iteration) is not self._backward_of:
+            self._backward_of = iteration
+            if not cursor.begun:  # an earlier backward() was that of a loop that was left
                 self._updater.gradient.sum.zero_grad()
-        return loop.microbatch()
+        return cursor.microbatch()
 
     @uncompiled
     @torch.no_grad()
@@ -304,25 +305,26 @@ class CustomOptimizer(ObservedOptimizer):
         Raises:
             RuntimeError: if no `backward()` has run, or a microbatch of the sampler was skipped, repeated or reordered.
         """
-        updater, loop = self._updater, self._loop
-        if loop.settled:  # an update that an exception has interrupted later was made
+        updater, cursor = self._updater, self._cursor
+        if cursor.settled:  # an update that an exception has interrupted later was made
             self._settle()
-        loop.check_receiving()
+        cursor.check_receiving()
         if closure is not None:
             run_closure(closure, scaled=getattr(self, "found_inf", None) is not None)
         self._adopt_groups()
-        self._lr_check.check(self.param_groups, inside_step=loop.begun)
-        loop.enter(Phase.INTERRUPTED)  # stays if an exception follows
+        self._lr_check.check(self.param_groups, inside_step=cursor.begun)
+        cursor.enter(Phase.INTERRUPTED)  # stays if an exception follows
         try:
-            loop.running = True
-            microbatch = loop.receive(updater.gradient.parameters)
+            cursor.running = True
+            microbatch = cursor.receive()
+            self._check_left(updater.gradient.parameters)
             updated = self._accumulate(microbatch, count) and self._update()
         except BrokenStepError:  # before anything has changed but gradients; vbs.updates makes the step again
             self._clear()
-            loop.restart()
+            cursor.restart()
             return False
         finally:
-            loop.running = False
+            cursor.running = False
         self._settle_gradients()  # before the graph ends: they would be its results
         self._backend.mark_step()
         self._settle()
@@ -339,13 +341,13 @@ class CustomOptimizer(ObservedOptimizer):
             RuntimeError: in the middle of a step, or if a microbatch of a loop that has ended did not reach `step()`.
         """
         self._settle()
-        self._loop.check_phase("state_dict()", Phase.BETWEEN_STEPS)
-        self._loop.feed.check_left_over()
+        self._cursor.check_phase("state_dict()", Phase.BETWEEN_STEPS)
+        self.sampler.check_left_over()
         kind: dict[str, Any] = {"optimizer": type(self.inner).__name__}
         if self._updater.measures_microbatches:
             kind["minibatch_size"] = self.sampler.plan.minibatch_size
         own = kind | self._updater.state_dict() | self._controller.state_dict()
-        return {**self.inner.state_dict(), "vbs": {"sampler": self._loop.feed.state_dict(self._loop.clock), **own}}
+        return {**self.inner.state_dict(), "vbs": {"sampler": self.sampler.state_of(self._cursor.place), **own}}
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Restore a state, in any world. The sampler moves to its position.
@@ -359,14 +361,14 @@ class CustomOptimizer(ObservedOptimizer):
             ValueError: if the state does not match, or an entry is missing or damaged; then nothing has changed.
         """
         self._settle()
-        self._loop.check_phase("load_state_dict()", *Phase)
-        sampler, resumed, position = self._loop.sampler, None, state_dict.get("vbs")
+        self._cursor.check_phase("load_state_dict()", *Phase)
+        sampler, batches, position = self.sampler, None, state_dict.get("vbs")
         if position is not None:
             check_state(position)
             if strict:
                 check_kind(self.inner, position["optimizer"])
-                self._loop.feed.check_samples(position["sampler"])
-            resumed = self._loop.feed.clock_at(position["sampler"])
+                sampler.check_samples(position["sampler"])
+            batches = sampler.resume(position["sampler"])
         elif strict:
             raise ValueError(
                 'the state must hold the position in the training under "vbs", but this one has none, like the state '
@@ -377,12 +379,12 @@ class CustomOptimizer(ObservedOptimizer):
         self._mark_stepped()
         self._updater.gradient.sum.restart()
         self._clear()
-        self._loop.restart()
+        place: Place | None = None
+        if position is not None and batches is not None:
+            place = sampler.adopt(position["sampler"], batches, counted=True)
+        self._cursor.restart(place)
         self._updater.load_state_dict(position or {}, sampler.plan.minibatch_size)
         self._controller.load_state_dict(position or {})
-        if resumed is not None:
-            self._loop.feed.adopt(resumed, followed=True)
-            self._loop.clock.follow(resumed.clock)
 
     # An update. --------------------------------------------------------------------------------------------------
 
@@ -392,41 +394,64 @@ class CustomOptimizer(ObservedOptimizer):
         self._backend.mark_step()  # otherwise the clearing would change the graph of the next microbatch
 
     def _accumulate(self, microbatch: Microbatch, count: Tensor | float | None) -> bool:
-        loop = self._loop
-        following = None if microbatch.ends_step else loop.microbatch(ahead=1)
+        cursor = self._cursor
+        following = None if microbatch.ends_step else cursor.microbatch(ahead=1)
         scale = {name: getattr(self, name, None) for name in ("found_inf", "grad_scale")}  # set by a GradScaler
-        self._updater.gradient.add(microbatch, following, inside_step=loop.begun, **scale, count=count)
+        self._updater.gradient.add(microbatch, following, inside_step=cursor.begun, **scale, count=count)
         self._replays.undo()
         if not microbatch.ends_step:
-            loop.next_round()
+            cursor.next_round()
         return microbatch.ends_step
 
     def _update(self) -> bool:
-        updater, loop = self._updater, self._loop
+        updater, cursor = self._updater, self._cursor
         if not updater.gradient.agreed:
-            consistency.compare_ranks(updater, loop, self.inner, self._backend, self.agreement)
-        begin = partial(loop.enter, Phase.HALF_UPDATED)
+            consistency.compare_ranks(updater, cursor, self.inner, self._backend, self.agreement)
+        begin = partial(cursor.enter, Phase.HALF_UPDATED)
+        batch = cursor.batch
         try:
-            updated = updater.apply(loop.step, loop.clock.step, loop.clock.samples, begin)
+            updated = updater.apply(batch, batch.step, cursor.place.samples, begin)
         except RanksDifferError as error:
-            facts = {"epoch": loop.clock.epoch.number, **error.facts}
+            facts = {"epoch": self.sampler.batches.next_update(cursor.position).epoch, **error.facts}
             consistency.check_same(consistency.UPDATE, facts, self.agreement)
             raise
-        loop.commit(updated=updated)
+        cursor.commit(updated=updated)
         return updated
 
     def _settle(self) -> None:
         """Complete what follows from the last update, if an exception has interrupted it; all methods do it first."""
-        loop, commits = self._loop, self._loop.clock.commits
+        cursor, commits = self._cursor, self._cursor.commits
         self._settle_gradients()
-        if self._followed_up != commits and loop.made is not None:
-            self._controller.after_update(loop.made, self.agreement)
+        if self._followed_up != commits and cursor.made is not None:
+            self._controller.after_update(cursor.made, self.agreement)
             self._followed_up = commits  # before what is done once, whatever error comes of it
-            consistency.compare_after_update(self.agreement, loop, self.inner)
-            self._reporter.after_update(loop.made)
+            consistency.compare_after_update(self.agreement, cursor, self.inner)
+            self._reporter.after_update(cursor.made)
 
     def _settle_gradients(self) -> None:
-        if not self._loop.settled:
+        if not self._cursor.settled:
             self._updater.clear()
-            self._updater.gradient.sum.begin(several=self._loop.several_rounds)
-            self._loop.settle()
+            self._updater.gradient.sum.begin(several=self._cursor.several_rounds)
+            self._cursor.settle()
+
+    def note_iteration(self) -> None:
+        """Note which gradients there are when an iteration begins: they are left from before."""
+        if not self._cursor.begun:
+            self._left = [one.grad for one in self._updater.gradient.parameters if one.grad is not None]
+
+    def _check_left(self, parameters: Sequence[Tensor]) -> None:
+        """Check that the gradients are new since an iteration began, at its first microbatch."""
+        if not self._left:
+            return
+        left_in, self._left = {id(gradient) for gradient in self._left}, ()
+        if any(id(one.grad) in left_in for one in parameters if one.grad is not None):
+            raise RuntimeError(
+                "the gradients must be those of the microbatches that step() counts, but a backward() that no step() "
+                "has counted had left some when the loader was iterated, as a loop does that an exception has ended; "
+                "call optimizer.discard_step() or zero_grad() before a new loop"
+            )
+
+
+def _decides_by_noise(sampler: Dealer) -> bool:
+    decided = sampler.batches.decided
+    return decided is not None and decided.adaptive.needs_noise

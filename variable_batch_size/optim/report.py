@@ -11,8 +11,9 @@ from torch import Tensor
 
 from variable_batch_size._validation import check_int
 from variable_batch_size.backend import Backend
-from variable_batch_size.data.deal import Step
-from variable_batch_size.optim.loop import Loop
+from variable_batch_size.data.batches import Batch
+from variable_batch_size.data.plan import Epoch
+from variable_batch_size.optim.cursor import Cursor
 from variable_batch_size.optim.update import Updater
 from variable_batch_size.tracker import Tracker
 
@@ -43,7 +44,7 @@ class Reporter:
         log_steps: int | None,
         log_samples: int | None,
         updater: Updater,
-        loop: Loop,
+        cursor: Cursor,
         backend: Backend,
     ) -> None:
         self._samples = None if log_samples is None else check_int(log_samples, "log_samples", 1)
@@ -53,7 +54,7 @@ class Reporter:
         if tracker is not None and others:
             tracker.mute()  # a loop may log to it on every rank
         self._tracker = None if others else tracker
-        self._updater, self._loop, self._backend = updater, loop, backend
+        self._updater, self._cursor, self._backend = updater, cursor, backend
         self._begin: _Moment | None = None  # after the first update of this run
         self._earlier = 0.0  # seconds of earlier runs, up to the restored update
         self._last: _Moment | None = None  # after the update of the last row
@@ -69,26 +70,26 @@ class Reporter:
         noise = () if updater.gradient_noise is None else _NOISE_TAGS
         return [f"vbs/{name}" for name in (*_TAGS, *norm, *noise)]
 
-    def after_update(self, step: Step) -> None:
+    def after_update(self, step: Batch) -> None:
         """Move the progress bar, and log a row if one is due."""
         tracker = self._tracker
         if tracker is None or not self._backend.leads:
             return
-        clock = self._loop.clock
+        updates, epoch = self._cursor.position.step, self._epoch
         row_is_due = self._is_due(step)
         if self._begin is None or row_is_due:
-            now = _Moment(time.monotonic(), clock.step, clock.samples, self._fraction(step))
+            now = _Moment(time.monotonic(), updates, self._cursor.place.samples, self._fraction)
             if self._begin is None:
-                self._begin, self._earlier = now, tracker.last_before(clock.step, "vbs/seconds")
+                self._begin, self._earlier = now, tracker.last_before(updates, "vbs/seconds")
         if row_is_due:
             row = self._row(step, now)
             if self._reads_device:
-                tracker.log_later(clock.step, row)
+                tracker.log_later(updates, row)
             else:
-                tracker.log(clock.step, row())
+                tracker.log(updates, row())
             self._seconds_left, self._last = _seconds_left(self._begin, now), now
-        tracker.write_pending(clock.step)
-        tracker.show(clock.epoch.number, step.start + step.batch_size, clock.epoch.samples, self._seconds_left)
+        tracker.write_pending(updates)
+        tracker.show(epoch.number, step.start + step.batch_size, epoch.samples, self._seconds_left)
 
     @property
     def _reads_device(self) -> bool:
@@ -99,24 +100,24 @@ class Reporter:
         )
         return measured and updater.parameters[0].device.type != "cpu"
 
-    def _is_due(self, step: Step) -> bool:
-        clock = self._loop.clock
-        if self._steps is not None and clock.step % self._steps == 0:
+    def _is_due(self, step: Batch) -> bool:
+        place, every = self._cursor.place, self._samples
+        if self._steps is not None and place.position.step % self._steps == 0:
             return True
-        samples, every = clock.samples, self._samples
+        samples = place.samples
         return every is not None and samples // every > (samples - step.batch_size) // every
 
-    def _row(self, step: Step, now: _Moment) -> Callable[[], dict[str, float]]:
+    def _row(self, step: Batch, now: _Moment) -> Callable[[], dict[str, float]]:
         """Return a function that returns the scalars of the update that was just made."""
-        updater, clock, world = self._updater, self._loop.clock, self._loop.sampler.world
+        updater, sampler, known_epoch = self._updater, self._cursor.sampler, self._epoch
         last, begin = self._last or self._begin or now, self._begin or now
         seconds = now.seconds - last.seconds
         rates = [
             (n / seconds if seconds > 0 else math.nan) for n in (now.samples - last.samples, now.updates - last.updates)
         ]
-        epoch = clock.epoch.number + (step.start + step.batch_size) / clock.plan.whole_samples(clock.epoch)
-        known = (epoch, clock.samples, self._earlier + (now.seconds - begin.seconds), *rates)
-        sizes = (step.batch_size, step.num_microbatches, world.size)
+        epoch = known_epoch.number + (step.start + step.batch_size) / sampler.plan.whole_samples(known_epoch)
+        known = (epoch, now.samples, self._earlier + (now.seconds - begin.seconds), *rates)
+        sizes = (step.batch_size, step.num_microbatches, sampler.world.size)
         scaling, lr, norm = updater.last_scaling, updater.reference_lr, updater.grad_norm
         noise = None if updater.gradient_noise is None else updater.gradient_noise.later()
         progress, means = updater.progress.later(), updater.gradient.step_means.later()
@@ -133,10 +134,16 @@ class Reporter:
 
         return read
 
-    def _fraction(self, step: Step) -> float:
-        """Return how much of the whole training is done, as far as its end is known; otherwise 0."""
-        clock, sampler = self._loop.clock, self._loop.sampler
-        return sampler.plan.fraction(clock.epoch, clock.step, sampler.epochs)
+    @property
+    def _epoch(self) -> Epoch:
+        """The epoch of the last update."""
+        return self._cursor.sampler.batches.epoch(self._cursor.position)
+
+    @property
+    def _fraction(self) -> float:
+        """How much of the whole training is done, as far as its end is known; otherwise 0."""
+        sampler = self._cursor.sampler
+        return sampler.plan.fraction(self._epoch, self._cursor.position.step, sampler.epochs)
 
 
 def _seconds_left(begin: _Moment, now: _Moment) -> float | None:

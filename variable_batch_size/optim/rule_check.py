@@ -14,8 +14,8 @@ from torch.optim import ASGD, Optimizer, Rprop
 
 from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.adaptive.base import check_rule_of
-from variable_batch_size.data.source import Source
-from variable_batch_size.optim.loop import check_sampler
+from variable_batch_size.data.dealer import Dealer
+from variable_batch_size.optim.cursor import check_sampler
 from variable_batch_size.optim.second_moment import check_microbatches
 from variable_batch_size.rules import ConstantRule, Noise, Rule, RuleContext, RuleInput, Scaling
 from variable_batch_size.rules.base import Factor, check_reference
@@ -30,7 +30,7 @@ class Chosen(NamedTuple):
     per_group: bool  # whether the user has passed one for each group
 
 
-def choose_rules(rule: Any, inner: Optimizer, ref_batchsize: int | None, sampler: Source) -> Chosen:
+def choose_rules(rule: Any, inner: Optimizer, ref_batchsize: int | None, sampler: Dealer) -> Chosen:
     """Return the rules that a user has chosen, see `CustomOptimizer`, after a check that they can be used."""
     rule = "constant" if rule is None else rule
     rules = rules_for_groups(rule, len(inner.param_groups))
@@ -55,13 +55,13 @@ def check_applies_lr(inner: Optimizer, rules: Sequence[Rule]) -> None:
 
 
 def _check_rules(
-    names: Sequence[object], rules: Sequence[Rule], inner: Optimizer, reference: int | None, sampler: Source
+    names: Sequence[object], rules: Sequence[Rule], inner: Optimizer, reference: int | None, sampler: Dealer
 ) -> None:
     """Call the `check` of each rule that was chosen by its name, with the parameter groups that it scales.
 
     A controller that chooses the batch sizes is asked, too, whether they are for these rules.
     """
-    if (decided := sampler._feed.plans.decided) is not None:
+    if (decided := sampler.batches.decided) is not None:
         for rule in rules:
             check_rule_of(decided.adaptive.controller, rule)
     for rule in {id(rule): rule for rule, name in zip(rules, names, strict=True) if isinstance(name, str)}.values():

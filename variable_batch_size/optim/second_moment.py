@@ -23,8 +23,8 @@ from torch.utils.hooks import RemovableHandle
 
 from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.backend import Backend
-from variable_batch_size.data.deal import Step
-from variable_batch_size.data.source import Source
+from variable_batch_size.data.batches import Batch
+from variable_batch_size.data.dealer import Dealer
 from variable_batch_size.optim.tensors import add_to, check_whole, multiply, widen
 from variable_batch_size.rules import Rule, Scaling
 from variable_batch_size.rules.base import needs_squares
@@ -58,7 +58,7 @@ class SecondMoment:
         """Return whether an update of this size needs the squares where no graph is compiled."""
         return batch_size > self._reference
 
-    def check(self, step: Step, rules: Sequence[Rule], scalings: Sequence[Scaling]) -> None:
+    def check(self, step: Batch, rules: Sequence[Rule], scalings: Sequence[Scaling]) -> None:
         """Raise ValueError if an update cannot be made: it is larger than the reference, and has one microbatch."""
         if step.batch_size <= self._reference:
             return
@@ -92,7 +92,7 @@ class SecondMoment:
         self._sums = {parameter: self._sums[parameter] for parameter in parameters}
         return list(self._sums.values())
 
-    def settle(self, step: Step, finite: Any = True) -> None:
+    def settle(self, step: Batch, finite: Any = True) -> None:
         """Turn the sums over all ranks into A - G^2; into 0 if the tensor `finite` is false."""
         self._sums = {one: own for one, own in self._sums.items() if one.grad is not None}
         if not self._sums:
@@ -109,7 +109,7 @@ class SecondMoment:
         """Clip the gradient of each microbatch by the factor on that of the update, 0-D."""
         multiply(list(self._sums.values()), factor.square(), self._backend)
 
-    def apply(self, step: Step, rules: Sequence[Rule]) -> None:
+    def apply(self, step: Batch, rules: Sequence[Rule]) -> None:
         """Add to the second moments of the groups whose rule needs it, with the betas that they have for the update."""
         weight = max(0.0, step.batch_size / self._reference - 1) / max(1, step.num_microbatches - 1)
         for group, rule in zip(self._inner.param_groups, rules, strict=True):
@@ -186,9 +186,9 @@ def _is_of_torch(inner: Optimizer) -> bool:
     return isinstance(inner, Adam) and of(type(inner)) == of(Adam)
 
 
-def check_microbatches(rules: Sequence[Rule], reference: int | None, sampler: Source) -> None:
+def check_microbatches(rules: Sequence[Rule], reference: int | None, sampler: Dealer) -> None:
     """Raise ValueError if an update that is larger than the reference may have a single microbatch."""
-    if reference is None or sampler._feed.arriving or not any(map(needs_squares, rules)):
+    if reference is None or sampler.batches.arriving or not any(map(needs_squares, rules)):
         return  # of batches that arrive, `SecondMoment.check` sees the microbatches
     size = sampler.plan.minibatch_size
     if reference < min(size, sampler.max_batch_size):

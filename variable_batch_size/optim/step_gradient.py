@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from variable_batch_size.backend import Backend
-from variable_batch_size.data.deal import Step
+from variable_batch_size.data.batches import Batch
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.gradient_noise import GradientNoise
 from variable_batch_size.optim.means import StepMeans, TokenCount
@@ -146,7 +146,7 @@ class StepGradient:
             self.sum.flush()
 
     def reduce(
-        self, step: Step, factor: float | None, facts: Callable[[], Facts], squares: list[Tensor] | None = None
+        self, step: Batch, factor: float | None, facts: Callable[[], Facts], squares: list[Tensor] | None = None
     ) -> list[Tensor] | None:
         """Return `factor` (None: there is none in any update) times the gradient, summed over the ranks.
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from variable_batch_size._validation import type_error
 from variable_batch_size.backend import Backend, DistributedBackend, ElasticBackend, LocalBackend, detect
 from variable_batch_size.backend.detection import numbers_for
-from variable_batch_size.data.source import Source
+from variable_batch_size.data.dealer import Dealer
 from variable_batch_size.optim.squares import Needs
 from variable_batch_size.optim.sums import Plain, Sum, Widened
 from variable_batch_size.optim.sums_ddp import DDP
@@ -50,7 +50,7 @@ def unwrap(model: Module | None) -> Module | None:
 
 
 def backend_for(
-    module: Module | None, parameters: Sequence[Tensor], sampler: Source, process_group: dist.ProcessGroup | None
+    module: Module | None, parameters: Sequence[Tensor], sampler: Dealer, process_group: dist.ProcessGroup | None
 ) -> Backend:
     """Return the backend of the ranks that share a batch."""
     sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]

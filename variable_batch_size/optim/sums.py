@@ -110,7 +110,7 @@ class Sum(ABC):
         return self._backend.world.size
 
     def dealing(self, **cut: bool) -> dict[str, bool]:
-        """Return how steps must be cut, see `Feed.attach`, if the model needs them cut like this."""
+        """Return how steps must be cut, see `Dealer.attach`, if the model needs them cut like this."""
         return cut
 
     def meet(self, agreement: Callable[[], Agreement]) -> None:  # noqa: B027 (a no-op unless ranks compute together)

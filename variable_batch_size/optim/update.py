@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size._validation import without_addresses
 from variable_batch_size.backend import Backend
-from variable_batch_size.data.deal import Step
+from variable_batch_size.data.batches import Batch
 from variable_batch_size.optim.gradient_noise import GradientNoise, UnmeasuredWarning, create_gradient_noise
 from variable_batch_size.optim.options import UpdateOptions
 from variable_batch_size.optim.rule_check import Chosen, scalings_of_groups
@@ -133,12 +133,12 @@ class Updater:
         """Whether an update depends on how its samples are cut into microbatches."""
         return self.gradient_noise is not None or self.second_moment is not None
 
-    def needs(self, step: Step | None) -> Needs:
+    def needs(self, batch: Batch | None) -> Needs:
         """Return what an update has to measure of each microbatch, as far as it is known."""
         noise, second_moment, always = self.gradient_noise, self.second_moment, self._backend.static_graph
         return Needs(
-            norm=noise is not None and (always or step is None or step.num_microbatches > 1),
-            elements=second_moment is not None and (always or step is None or second_moment.wants(step.batch_size)),
+            norm=noise is not None and (always or batch is None or batch.num_microbatches > 1),
+            elements=second_moment is not None and (always or batch is None or second_moment.wants(batch.batch_size)),
         )
 
     def clear(self) -> None:
@@ -147,7 +147,7 @@ class Updater:
         if self.gradient_noise is not None:
             self.gradient_noise.clear()
 
-    def apply(self, step: Step, updates: int, samples: int, begin: Callable[[], None]) -> bool:
+    def apply(self, step: Batch, updates: int, samples: int, begin: Callable[[], None]) -> bool:
         """Sum the gradients over the ranks, and step the inner optimizer; return False if the update was skipped.
 
         It is skipped if the host has read that a gradient is non-finite. `updates` and `samples` are those before this
@@ -203,7 +203,7 @@ class Updater:
 
     # The stages. -------------------------------------------------------------------------------------------------
 
-    def _apply_known_rules(self, update: RuleInput, step: Step) -> list[Scaling] | None:
+    def _apply_known_rules(self, update: RuleInput, step: Batch) -> list[Scaling] | None:
         """Reduce, clip and scale by rules that need no noise; return their factors, None if the update is skipped."""
         scalings = scalings_of_groups(self.rules, update)
         if self.second_moment is not None:
@@ -217,7 +217,7 @@ class Updater:
             self._scale_gradients(scalings)
         return scalings
 
-    def _apply_measured_rules(self, noise: GradientNoise, update: RuleInput, step: Step) -> list[Scaling] | None:
+    def _apply_measured_rules(self, noise: GradientNoise, update: RuleInput, step: Batch) -> list[Scaling] | None:
         """Reduce, measure, clip and scale by rules that may use the noise; None if the update is skipped."""
         squares: list[Tensor] = []
         reduced = self.gradient.reduce(step, None, partial(self._facts, update), squares)
@@ -263,7 +263,7 @@ class Updater:
             ],
         }
 
-    def _clip(self, gradients: Sequence[Tensor], step: Step, finite: bool | Tensor = True) -> None:
+    def _clip(self, gradients: Sequence[Tensor], step: Batch, finite: bool | Tensor = True) -> None:
         """Multiply the gradients by min(1, max_grad_norm / |G|); keep |G| if it is asked for."""
         if self.second_moment is not None:
             self.second_moment.settle(step, finite)
@@ -287,7 +287,7 @@ class Updater:
         for group, factor in zip(self._inner.param_groups, factors, strict=True):
             multiply(collect_gradients(dict.fromkeys(group["params"])), factor, self._backend)
 
-    def _step_inner(self, scalings: Sequence[Scaling], step: Step, begin: Callable[[], None]) -> None:
+    def _step_inner(self, scalings: Sequence[Scaling], step: Batch, begin: Callable[[], None]) -> None:
         lr = self._inner.param_groups[0].get("lr", 1.0)
         self.reference_lr = lr.clone() if isinstance(lr, Tensor) else lr
         with self._scaling.apply(scalings), stepping(self._inner):

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from variable_batch_size._validation import check_int, check_number, type_error, value_error
 from variable_batch_size.backend import ElasticBackend
 from variable_batch_size.data.arriving import ArrivingBatches
-from variable_batch_size.data.reading import Use
+from variable_batch_size.data.batches import Batch, Position
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.optim.arriving import Arrivals
 from variable_batch_size.optim.consistency import common_facts
@@ -50,18 +50,12 @@ class Updates(Generic[T]):
 
     def __iter__(self) -> Iterator[Update[T]]:
         """Set the epoch of the next update, and yield the updates that are left of it."""
-        optimizer = self._optimizer
-        epoch, feed = optimizer.epoch, optimizer.sampler._feed
-        last = feed.reading
-        if last is not None and last.use is not Use.STALE and epoch == last.start.epoch and self._ahead == 0:
-            feed.check_stepped()  # of a plain loop
-            if last.counts.handed is not None and last.counts.handed > last.counts.stepped:
-                raise incomplete(optimizer.updates)
         try:
             while (yield from self._read(self._begin())):
                 pass
         finally:
             self._epoch = None
+            self._optimizer.sampler.expected = None
 
     def _begin(self) -> int:
         """Set the epoch of the next update, whose ranks are known then, and return it."""
@@ -76,26 +70,28 @@ class Updates(Generic[T]):
     def _read(self, number: int) -> Generator[Update[T], None, bool]:
         """Yield the updates of an epoch; return whether the world has changed, so that the rest is read again."""
         optimizer, loader = self._optimizer, self._loader
-        feed, elastic = optimizer.sampler._feed, optimizer.backend.elastic
+        sampler, cursor, elastic = optimizer.sampler, optimizer._cursor, optimizer.backend.elastic
         if isinstance(loader, DataLoader) and loader.persistent_workers and loader._iterator is None:
-            feed.keep_random_states()
-        microbatches = iter(self._loader)
-        for step in count(feed.clock.step):
+            # What starting the workers of a loader draws, the saved run had drawn before.
+            sampler.before_reading.keep(sampler.due)
+        microbatches, restarts = iter(self._loader), cursor.restarts
+        for step in count(sampler.position.step):
             waiting = step - optimizer.updates  # updates that were read, but not made
-            if feed.reading is not None and feed.reading.use is Use.STALE:
+            if cursor.restarts != restarts:
                 if elastic:
                     return True
                 raise stale()
-            if waiting > self._ahead:
+            if waiting > self._ahead or (waiting == 0 and optimizer.inside_step and not self._ahead):
                 raise incomplete(optimizer.updates)
-            plan, epoch, _ = feed.plans.known_plan(number, step, waiting + 1)  # a controller may move its end
-            if step == epoch.end_step:
+            batches = sampler.growing.known(number, step, waiting + 1)  # a controller may move the end of the epoch
+            if step == batches.plan.epoch(number).end_step:
                 break
             if _meet(optimizer):
                 return True
-            rounds = plan.step(epoch, step, feed.dealing).rounds(feed.world)
-            update = self._hand_out(microbatches, step, rounds)
-            yield Update(iter(list(update)) if self._ahead else update, rounds)
+            batch = sampler.batches.batch(Position(number, step))
+            update = self._hand_out(microbatches, batch)
+            yield Update(iter(list(update)) if self._ahead else update, len(batch.microbatches))
+        sampler.expected = None
         for _ in microbatches:  # lets the loader end as in a loop
             raise RuntimeError(
                 f"the loader must yield the microbatches of the optimizer's sampler, but it yields more than epoch "
@@ -105,12 +101,12 @@ class Updates(Generic[T]):
             optimizer.backend.part(optimizer.updates)
         return False
 
-    def _hand_out(self, microbatches: Iterator[T], step: int, rounds: int) -> Iterator[T]:
-        """Yield the microbatches of an update, and count them as those that the loop has got."""
-        for number in range(rounds):
-            if self._ahead == 0 and step != self._optimizer.updates:
+    def _hand_out(self, microbatches: Iterator[T], batch: Batch) -> Iterator[T]:
+        """Yield the microbatches of an update."""
+        for number in range(len(batch.microbatches)):
+            if self._ahead == 0 and batch.step != self._optimizer.updates:
                 raise RuntimeError(
-                    f"an update yields its microbatches until it is made, but update {step} is read when "
+                    f"an update yields its microbatches until it is made, but update {batch.step} is read when "
                     f"{self._optimizer.updates} updates are made; read it within its turn of the loop"
                 )
             try:
@@ -118,21 +114,21 @@ class Updates(Generic[T]):
             except StopIteration:
                 raise RuntimeError(
                     f"the loader must yield the microbatches of the optimizer's sampler, but it ended with {number} of "
-                    f"the {rounds} of update {step}; create it with batch_sampler=sampler"
+                    f"the {len(batch.microbatches)} of update {batch.step}; create it with batch_sampler=sampler"
                 ) from None
-            if (reading := self._optimizer.sampler._feed.reading) is not None:
-                reading.counts.hand(begins_update=number == 0 and self._ahead == 0)
+            if self._ahead == 0:
+                self._optimizer.sampler.expected = batch
             yield microbatch
 
 
 def _meet(optimizer: CustomOptimizer) -> bool:
     """Find the world of the next update; return whether it is another one, or a state was loaded."""
-    backend, loop = optimizer.backend, optimizer._loop
+    backend, cursor = optimizer.backend, optimizer._cursor
     if not isinstance(backend, ElasticBackend):
         return False
     optimizer._settle()
-    loaded = backend.meet(loop.clock.step)
-    moved = loop.enter_world(backend.world, loaded=loaded)
+    loaded = backend.meet(cursor.position.step)
+    moved = cursor.enter_world(backend.world, loaded=loaded)
     optimizer._controller.before_update(backend)
     backend.facts = common_facts(optimizer._updater, optimizer.sampler, optimizer.inner, backend)
     return loaded or moved
@@ -222,7 +218,7 @@ def _remaining(
             reached = (epoch if by == "epochs" else getattr(first, by)) >= until
         # The end of an epoch that a restore has left to the loop comes first; the number of the epoch includes it.
         counts_epochs = by == "epochs" and not isinstance(until, ProgressScheduler)
-        if reached and (counts_epochs or not sampler.clock.end_pending):
+        if reached and (counts_epochs or not sampler.end_pending):
             return
         sampler.set_epoch(epoch)
         for optimizer in optimizers:

@@ -76,7 +76,7 @@ class WeightAverage:
     @property
     def _commits(self) -> int:
         """How many updates the optimizer has committed: no state that it loads moves this back."""
-        return self._optimizer._loop.clock.commits
+        return self._optimizer._cursor.commits
 
     @torch.no_grad()
     def commit(self, *, updated: bool) -> None:
@@ -112,7 +112,7 @@ class WeightAverage:
         optimizer = self._optimizer
         progress = optimizer._updater.last_scaling.progress
         if self._by == "samples":
-            made, reference = optimizer._loop.made, optimizer.ref_batchsize
+            made, reference = optimizer._cursor.made, optimizer.ref_batchsize
             assert made is not None
             assert reference is not None
             progress = made.batch_size / reference

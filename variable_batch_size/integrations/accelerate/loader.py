@@ -10,6 +10,7 @@ from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 
+from variable_batch_size.data.batches import Position
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.optim.updates import updates
 
@@ -39,7 +40,7 @@ class VariableBatchLoader(DataLoaderStateMixin):
         self.loader, self._optimizer, self._accelerator = loader, optimizer, accelerator
         self._updates = updates(loader, optimizer)
         self.gradient_state = accelerator.gradient_state
-        self._begun: tuple[int, int] | None = None  # epoch and step at which the last iteration began
+        self._begun: tuple[Position, int] | None = None  # where the last iteration began, and restarts before it
         self._loop: object = None  # that iteration
 
     def __len__(self) -> int:
@@ -49,10 +50,10 @@ class VariableBatchLoader(DataLoaderStateMixin):
         then; after one that was left, or after a state was loaded, it is the next one.
         """
         sampler, optimizer = self._optimizer.sampler, self._optimizer
-        begun = None if sampler.clock.just_loaded else self._begun
-        number, step = begun or (optimizer.epoch, sampler.clock.step)
+        begun = self._begun
+        position = sampler.due if begun is None or begun[1] != optimizer._cursor.restarts else begun[0]
         try:
-            return sampler.plan.count(sampler.plan.epoch(number), step, sampler.world, sampler.dealing)
+            return sampler.batches.count(position)
         except ValueError:  # the trace has ended before that epoch
             return 0
 
@@ -64,14 +65,15 @@ class VariableBatchLoader(DataLoaderStateMixin):
     def _iterate(self) -> Iterator[Any]:
         accelerator, optimizer = self._accelerator, self._optimizer
         self.set_epoch(optimizer.epoch)
-        self._begun = optimizer.epoch, optimizer.sampler.clock.step
+        self._begun = optimizer.sampler.due, optimizer._cursor.restarts
         self._loop = loop = object()
         self.begin()
         try:
             for update in self._updates:
                 for number, batch in enumerate(update, 1):
                     accelerator.sync_gradients = number == len(update)
-                    end = optimizer.sampler.clock.epoch.end_step  # of a trace that grows, as far as it is known
+                    sampler = optimizer.sampler
+                    end = sampler.batches.epoch(sampler.due).end_step  # of a trace that grows, as far as it is known
                     self.end_of_dataloader = accelerator.sync_gradients and optimizer.updates + 1 == end
                     yield self._on_device(batch)
                     if self._loop is not loop:
@@ -82,7 +84,8 @@ class VariableBatchLoader(DataLoaderStateMixin):
         finally:
             if self._loop is loop:
                 accelerator.sync_gradients = True
-                self._begun = self._begun if optimizer.sampler.clock.finished else None
+                ended = optimizer.sampler.batches.ends_epoch(optimizer.sampler.position)
+                self._begun = self._begun if ended else None
                 self.end()
 
     def set_epoch(self, epoch: int) -> None:

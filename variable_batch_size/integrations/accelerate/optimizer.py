@@ -60,7 +60,7 @@ class VariableBatchOptimizer(AcceleratedOptimizer):
         """
         optimizer = self.optimizer
         ends = optimizer.microbatch.ends_step
-        if optimizer.sampler._feed.reading is None:
+        if optimizer.sampler.iteration is None:
             raise RuntimeError(
                 "optimizer.step() must follow a microbatch of the loader that prepare() has returned, but nothing was "
                 "read from that loader, which is the first DataLoader that prepare() got; iterate it, and not the one "

@@ -49,7 +49,7 @@ class VariableBatchCheckpoint(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Save if it is due, within an epoch."""
-        if not self.model.sampler.clock.finished:
+        if not self.model.sampler.batches.ends_epoch(self.model.sampler.position):
             self._checkpoint.step()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

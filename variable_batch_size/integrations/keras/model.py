@@ -165,27 +165,31 @@ class VariableBatchModel(keras.Model):
     def _train(self, loader: Any, callbacks: Any, given: Any) -> None:
         """Make the updates of the epochs, and call the callbacks, in the order of Keras."""
         optimizer: Any = self.custom_optimizer
-        sampler, clock, plan = optimizer.sampler, optimizer.sampler.clock, optimizer.sampler.plan
+        sampler, plan = optimizer.sampler, optimizer.sampler.plan
         optimizer.discard_step()  # what an interrupted fit() has left
         broadcast_parameters(self)  # also in a second fit: a callback may set weights at the end of the first
         self.stop_training, begun, logs = False, optimizer.updates, {}
-        self.epoch_offset = torch.tensor(given.initial_epoch - optimizer.epoch - clock.end_pending)  # a restore sets it
+        self.epoch_offset = torch.tensor(
+            given.initial_epoch - optimizer.epoch - sampler.end_pending
+        )  # a restore sets it
         self.reset_metrics()
 
         def left() -> int:
-            made = 0 if clock.finished else clock.step - clock.epoch.first_step
-            return plan.epoch(optimizer.epoch).updates - made
+            epoch = plan.epoch(optimizer.epoch)
+            return epoch.end_step - max(epoch.first_step, optimizer.updates)
 
         callbacks.set_params({**callbacks.params, "steps": left()})
         callbacks.on_train_begin()
         reads = updates(with_sampler(loader, sampler), optimizer)
-        if clock.end_pending:  # restored after the callbacks of an epoch's end
+        if sampler.end_pending:  # restored after the callbacks of an epoch's end
             deque(reads, maxlen=0)
         restored = optimizer.updates > begun
         offset = int(self.epoch_offset)
         plan.check_trace(given.epochs - offset)
         warn_of_batches([rate_of(self.optimizer)], plan, len(loader))
-        resumes = restored and not clock.finished  # within an epoch, whose metrics are restored
+        resumes = restored and not sampler.batches.ends_epoch(
+            sampler.position
+        )  # within an epoch, whose metrics are restored
         for epoch in range(optimizer.epoch + offset, given.epochs):
             if optimizer.done:
                 break

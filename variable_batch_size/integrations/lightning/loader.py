@@ -135,7 +135,7 @@ class LightningUpdates:
                 f"a new Trainer and strategy, pass ckpt_path to continue, and set trainer.should_stop to end a training"
             )
         passed = loop.batch_progress.current.ready
-        at_end = fit.restarting and passed and sampler.clock.step == self.plan.epoch(sampler.epoch).first_step
+        at_end = fit.restarting and passed and sampler.position.step == self.plan.epoch(sampler.epoch).first_step
         set_epoch_length(self._trainer, passed if at_end else len(self))  # its loops have yet to find out the end
 
     def __iter__(self) -> Iterator[Any]:
@@ -145,8 +145,8 @@ class LightningUpdates:
             optimizer.set_epoch(optimizers[0].epoch)
         by_update = Updates(self.loader, optimizers[0])
         for microbatches in by_update:
-            clock = self.own_sampler.clock
-            self._unread = clock.epoch.end_step - clock.step - 1
+            sampler = self.own_sampler
+            self._unread = sampler.batches.epoch(sampler.due).end_step - sampler.position.step - 1
             set_epoch_length(self._trainer, len(by_update))  # which an adaptive trace may have changed
             self.microbatches = list(microbatches)
             yield _join(self.microbatches) if isinstance(self.microbatches[0], Tensor) else Update(self.microbatches)
@@ -177,7 +177,7 @@ def training_sampler(loader: Any, settings: Settings, trainer: Trainer, world: M
     create = partial(sampler_for, loader, settings, **seed, **world)
     sampler = create()
     plan, ends = sampler.plan, {"epochs": trainer.max_epochs or 0, "max_updates": trainer.max_steps}
-    if plan.ends or plan.trace.steps is None or plan.trace.on_end != "error" or sampler._feed.plans.decided is not None:
+    if plan.ends or plan.trace.steps is None or plan.trace.on_end != "error" or sampler.batches.decided is not None:
         return sampler
     if not any(end > 0 for end in ends.values()):
         remedy = 'pass max_steps to the Trainer, or sampler_options={"on_end": "stop"} to the strategy'

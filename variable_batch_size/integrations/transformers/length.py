@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 from transformers import TrainerCallback
 
-from variable_batch_size.data.clock import Clock
+from variable_batch_size.data.dealer import Dealer
 from variable_batch_size.data.plan import Plan
-from variable_batch_size.data.source import Source
 from variable_batch_size.integrations.schedules import warn_of_batches
 
 
@@ -29,7 +28,7 @@ class Length(NamedTuple):
     epochs: int
 
 
-def length(sampler: Source, args: Any) -> Length:
+def length(sampler: Dealer, args: Any) -> Length:
     """Return the length of a training by `max_steps` or `num_train_epochs` of its arguments.
 
     Of a fractional last epoch, it has the updates until that fraction of the samples is reached. If a controller
@@ -60,16 +59,17 @@ def _of_updates(plan: Plan, updates: int) -> Length:
     return Length(epoch.end_step, epoch.samples_before + epoch.samples, epoch.number + 1)
 
 
-def epochs_passed(clock: Clock) -> float:
+def epochs_passed(sampler: Dealer) -> float:
     """Return how many epochs have passed, as the part of the samples that was used in the present one."""
-    epoch, plan = clock.epoch, clock.plan
-    used = plan.samples_before(epoch, clock.step) - epoch.samples_before
-    return epoch.number + used / plan.whole_samples(epoch)
+    batches, position = sampler.batches, sampler.position
+    epoch = batches.epoch(position)
+    used = batches.samples_before(position) - epoch.samples_before
+    return epoch.number + used / batches.plan.whole_samples(epoch)
 
 
-def is_adaptive(sampler: Source) -> bool:
+def is_adaptive(sampler: Dealer) -> bool:
     """Return whether a controller chooses the batch sizes, so that lengths are estimates."""
-    return sampler._feed.plans.decided is not None
+    return sampler.batches.decided is not None
 
 
 class Position(TrainerCallback):
@@ -86,7 +86,7 @@ class Position(TrainerCallback):
                 f"a training must resume with its optimizer, but the checkpoint of step {state.global_step} has none; "
                 f"resume from one that was saved with save_only_model=False"
             )
-        if not optimizer.sampler._feed.arriving:
+        if not optimizer.sampler.batches.arriving:
             batches = -(-plan.dataset_size // (plan.minibatch_size * args.world_size))
             warn_of_batches([self._trainer.lr_scheduler], plan, batches, state.max_steps)
         self._correct(args, state)
@@ -109,10 +109,10 @@ class Position(TrainerCallback):
 
     def _correct(self, args: Any, state: Any) -> None:
         optimizer = self._trainer.variable_optimizer
-        if optimizer.sampler._feed.arriving:  # of a stream, which has none
+        if optimizer.sampler.batches.arriving:  # of a stream, which has none
             state.epoch = optimizer.updates / args.max_steps
             return
-        state.epoch = epochs_passed(optimizer.sampler.clock)
+        state.epoch = epochs_passed(optimizer.sampler)
         if args.max_steps > 0 or not is_adaptive(optimizer.sampler):
             return
         ends = state.epoch >= args.num_train_epochs

@@ -73,7 +73,7 @@ class UpdateLoader:
         self._epoch = epoch
 
     def __len__(self) -> int:
-        return self.sampler.plan.epoch(max(self._epoch, self.sampler.clock.epoch.number)).updates
+        return self.sampler.plan.epoch(max(self._epoch, self.sampler.position.epoch)).updates
 
     def __iter__(self) -> Iterator[Update]:
         optimizer = self._optimizer()

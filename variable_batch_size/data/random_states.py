@@ -1,0 +1,51 @@
+"""Random numbers of a restored run: they are set right before the loader is read."""
+
+from __future__ import annotations
+
+from typing import Protocol, final
+
+from variable_batch_size.data.batches import Position
+
+
+class RandomStates(Protocol):
+    """Saved states of the host's random number generators."""
+
+    def set(self) -> None:
+        """Set the generators to the states."""
+
+    def keep(self) -> None:
+        """Take the states that the generators have now."""
+
+
+@final
+class BeforeReading:
+    """States that are set right before an iteration is first read, until the next update or another epoch.
+
+    A `DataLoader` calls `iter()` and draws its seed before it reads. A run that was saved within an epoch had drawn it
+    by then.
+    """
+
+    def __init__(self) -> None:
+        self._position: Position | None = None
+        self._states: RandomStates | None = None
+
+    def wait(self, position: Position | None, states: RandomStates) -> None:
+        """Set these states at a position; None: at none, because the saved run had not begun to read its epoch."""
+        self._position, self._states = position, states
+
+    def waits_at(self, position: Position) -> bool:
+        """Return whether states are set at this position."""
+        return self._states is not None and self._position == position
+
+    def begin(self, position: Position) -> None:
+        """Set the states that wait for this position, and forget others."""
+        if self._states is not None and self._position == position:
+            self._states.set()
+        else:
+            self._states = None
+
+    def keep(self, position: Position) -> None:
+        """Set, at this position, what there is now: undo what starting workers draws, which the saved run had."""
+        if self._states is not None and self._position != position:
+            self._states.keep()
+            self._position = position
