@@ -254,7 +254,7 @@ def test_a_mean_resumes_in_another_world(
         if (
             begun
             and not run.training.sampler.batches.ends_epoch(run.training.sampler.position)
-            and run.optimizer._cursor.batch.num_microbatches >= 2 * backend.world.size
+            and run.optimizer.batch.num_microbatches >= 2 * backend.world.size
         ):
             run.microbatch(next(iter(run.training.sampler)))
         return json.dumps(saved[1])

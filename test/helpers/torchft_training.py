@@ -105,8 +105,10 @@ def end(folder: Path) -> float:
 
 def is_held(folder: Path, number: int, update: int) -> bool:
     """Return whether a file says that a group waits at an update, `FOLDER/hold-NUMBER`."""
-    hold = folder / f"hold-{number}"
-    return hold.exists() and update >= int(hold.read_text())
+    try:
+        return update >= int((folder / f"hold-{number}").read_text())
+    except FileNotFoundError:
+        return False
 
 
 def die_in_the_sum(manager: Any) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from variable_batch_size.backend import Backend
 from variable_batch_size.backend.agreement import Agreement
+from variable_batch_size.data.batches import Batch
 from variable_batch_size.data.dealer import Dealer
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.cursor import Cursor, Phase, Watcher
@@ -97,6 +98,15 @@ class ObservedOptimizer(OptimizerWrapper):
     def _progress_later(self) -> Callable[[], float]:
         """Return a function that returns the present progress, to be called later without waiting for a device."""
         return self._updater.progress.later()
+
+    @property
+    def batch(self) -> Batch:
+        """The next update: its samples, and this rank's microbatches.
+
+        Raises:
+            RuntimeError: if the training has ended, or nobody knows the update yet.
+        """
+        return self._cursor.batch
 
     @property
     def microbatch(self) -> Microbatch:

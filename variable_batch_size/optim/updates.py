@@ -89,6 +89,7 @@ class Updates(Generic[T]):
             if _meet(optimizer):
                 return True
             batch = sampler.batches.batch(Position(number, step))
+            sampler.expected = batch if self._ahead == 0 else None
             update = self._hand_out(microbatches, batch)
             yield Update(iter(list(update)) if self._ahead else update, len(batch.microbatches))
         sampler.expected = None
@@ -116,7 +117,7 @@ class Updates(Generic[T]):
                     f"the loader must yield the microbatches of the optimizer's sampler, but it ended with {number} of "
                     f"the {len(batch.microbatches)} of update {batch.step}; create it with batch_sampler=sampler"
                 ) from None
-            if self._ahead == 0:
+            if self._ahead == 0:  # the first read of the epoch has forgotten what an earlier loop has said
                 self._optimizer.sampler.expected = batch
             yield microbatch
 

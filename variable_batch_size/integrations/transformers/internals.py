@@ -6,7 +6,7 @@ A test of test_transformers_internals.py breaks for each name that is gone or do
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +35,7 @@ class TrainerInternals(Base):
     variable_optimizer: Any
     model_accepts_loss_kwargs: bool
     _loss_shifts_labels: bool
-    _parts: list[Microbatch]
+    _parts: Sequence[Microbatch]
 
     def count_labels_right(self) -> bool:
         """Let Trainer leave out the first label of a row for language models without a `loss_type`, as GPT-2.

@@ -100,7 +100,7 @@ class VariableBatchMixin(TrainerInternals):
         self._settings = Settings(trace, rule, ref_batchsize, sampler_options or {}, optimizer_options or {})
         self._variable: CustomOptimizer | None = None
         self._initial_samples = 0  # before the train() under way
-        self._parts: list[Microbatch] = []  # of the last update
+        self._parts: Sequence[Microbatch] = ()  # of the last update
         self._share: Share | None = None  # of the microbatch under way
         self._epoch_is_read = False  # whether the loop must end, though no callback leaves the epoch
         self._check_loss = self._checks_loss = check_loss
@@ -221,7 +221,7 @@ class VariableBatchMixin(TrainerInternals):
         at the reference, and so do the steps of a warm-up.
         """
         variable = self.variable_optimizer
-        self._initial_samples, self._parts = variable.samples, []
+        self._initial_samples, self._parts = variable.samples, ()
         if self.lr_scheduler is not None or self.args.max_steps > 0 or not is_adaptive(variable.sampler):
             return super().create_scheduler(num_training_steps, optimizer)
         assert variable.ref_batchsize is not None  # check_settings
@@ -239,9 +239,7 @@ class VariableBatchMixin(TrainerInternals):
         if update is None:
             self._epoch_is_read = self.control.should_epoch_stop = True  # this one is shorter than the longest
             return [], None
-        variable, sampler = self.variable_optimizer, self.variable_optimizer.sampler
-        step = sampler.plan.step(sampler.plan.epoch(variable.epoch), variable.updates, sampler.dealing)
-        self._parts = [step.microbatch(number, sampler.world) for number in range(step.rounds(sampler.world))]
+        self._parts = self.variable_optimizer.batch.microbatches
         counts = [self.labels_of(microbatch) for microbatch in update]
         if any(number is None for number in counts):
             return [update], None

@@ -9,6 +9,7 @@ from typing import Any, final
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from variable_batch_size.data.batches import Position
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.integrations.loading import with_sampler
 from variable_batch_size.microbatching import Microbatch
@@ -87,10 +88,9 @@ class UpdateLoader:
 
     def _look(self) -> Iterator[Update]:
         """Yield the updates of the first epoch, while there is no optimizer that could count what is trained."""
-        sampler, plan, microbatches = self.sampler, self.sampler.plan, iter(self.loader)
-        epoch = plan.epoch(sampler.epoch)
-        for number in range(epoch.first_step, epoch.end_step):
-            yield Update(islice(microbatches, plan.step(epoch, number, sampler.dealing).rounds(sampler.world)))
+        batches, due, microbatches = self.sampler.batches, self.sampler.due, iter(self.loader)
+        for step in range(due.step, batches.epoch(due).end_step):
+            yield Update(islice(microbatches, len(batches.batch(Position(due.epoch, step)).microbatches)))
 
 
 def counted(values: Tensor, part: Microbatch) -> Tensor:
