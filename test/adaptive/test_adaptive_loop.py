@@ -221,6 +221,38 @@ def test_a_look_at_later_epochs_changes_nothing() -> None:
     assert runs_of(sampler) == trained(small(every=4, delay=6), [(1, 60)])[2]
 
 
+@pytest.mark.parametrize("said", ["sampler", "optimizer", "sampler optimizer", "optimizer sampler", "sampler sampler"])
+@pytest.mark.filterwarnings("ignore:set_epoch")
+def test_an_epoch_may_be_left_early(said: str) -> None:
+    model, sampler, optimizer = build(small(every=1, delay=8))
+    parts = {"sampler": sampler, "optimizer": optimizer}
+    for epoch in range(3):
+        for name in said.split():
+            parts[name].set_epoch(epoch)
+        for batch in sampler:
+            train(model, optimizer, batch)
+            if epoch == 0 and optimizer.updates == 3:
+                break
+    assert optimizer.epoch == 3
+    epochs = [sampler.plan.epoch(number) for number in (sampler.plan.first_epoch, 3)]
+    assert optimizer.updates == epochs[-1].first_step
+
+
+@pytest.mark.filterwarnings("ignore:set_epoch")
+def test_a_state_that_is_saved_after_a_look_at_a_later_epoch_is_that_before() -> None:
+    model, sampler, optimizer = build(small(every=1, delay=8))
+    for batch in sampler:
+        train(model, optimizer, batch)
+        if optimizer.updates == 4:
+            break
+    expected = optimizer.state_dict()["vbs"]["sampler"]
+    sampler.set_epoch(2)
+    assert optimizer.state_dict()["vbs"]["sampler"] == expected
+    _, _, again = build(small(every=1, delay=8))
+    again.load_state_dict(optimizer.state_dict())
+    assert again.updates == 4
+
+
 def test_another_optimizer_goes_on_asking() -> None:
     trace = vbs.AdaptiveTrace(lambda input: 4 + input.updates % 9, every=4, delay=6)
     setting = replace(small(), trace=trace)

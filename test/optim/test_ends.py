@@ -61,24 +61,38 @@ def test_remaining_epochs_is_an_ordinary_loop_that_resumes(case: Case, data: st.
     assert together([begun.log]) + together([run.log]) == case.steps
 
 
-@given(cases(largest_dataset=60), st.sampled_from(["progress", "samples", "updates"]), st.integers(0, 200))
-@examples(60)
-def test_remaining_epochs_ends_with_the_epoch_that_reaches_another_measure(case: Case, by: Any, until: int) -> None:
+@given(cases(largest_dataset=60), st.sampled_from(["progress", "samples", "updates"]), st.integers(0, 200), st.data())
+@examples(100)
+def test_remaining_epochs_ends_with_the_epoch_that_reaches_another_measure(
+    case: Case, by: Any, until: int, data: st.DataObject
+) -> None:
+    """Also if it is stopped after any update and resumes."""
     case = replace(case, epochs=3)
     made = [update for epoch in case.updates for update in epoch]
     reached = sum(update.batch_size for update in made) if by == "samples" else len(made)
     assume(until <= reached)  # otherwise the training of the twin is too short
-    run, epochs = Run(case), []
-    for epoch in vbs.remaining_epochs(run.sampler, run.optimizer, until, by):
-        epochs.append(epoch)
-        for batch in run.sampler:
-            run.take(batch)
+    stop, epochs = data.draw(st.integers(1, 1 + len(made)), label="stop"), set[int]()
+
+    def train(run: Run) -> Run:
+        for epoch in vbs.remaining_epochs(run.sampler, run.optimizer, until, by):
+            epochs.add(epoch)
+            for batch in run.sampler:
+                if run.take(batch) and len(run.log) and run.optimizer.updates == stop and run is begun:
+                    return run
+        return run
+
+    begun = Run(case)
+    train(begun)
+    resumed = Run(case)
+    resumed.optimizer.load_state_dict(begun.optimizer.state_dict())
+    train(resumed)
     expected, number = [], 0
     for epoch, updates in enumerate(case.updates):
         if number < until and not (epoch and case.ended_after(epoch - 1)):
             expected.append(epoch)
             number += sum(update.batch_size if by == "samples" else 1 for update in updates)
-    assert epochs == expected
+    assert sorted(epochs) == expected
+    assert together([begun.log + resumed.log]) == [step for step in case.steps if step[0] in expected]
 
 
 def test_an_epoch_that_was_left_early_is_not_repeated() -> None:

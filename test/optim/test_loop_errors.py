@@ -67,6 +67,44 @@ def test_set_epoch_of_one_moves_both_and_says_what_is_skipped(name: str) -> None
     assert run.optimizer.samples == 40
 
 
+@pytest.mark.parametrize("said", ["sampler", "optimizer", "sampler optimizer", "optimizer sampler optimizer", ""])
+@pytest.mark.parametrize("ends", [{"max_updates": 11}, {"max_samples": 45}])
+def test_epochs_after_the_end_of_the_training_are_empty(said: str, ends: dict[str, int]) -> None:
+    run = Run(replace(CASE, **ends))
+    for epoch in range(7):
+        for name in said.split():
+            getattr(run, name).set_epoch(epoch)
+        take(run, iter(run.sampler), 100)
+    assert run.optimizer.done
+    assert together([run.log]) == run.case.steps
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_states_of_optimizers_at_different_updates_are_told(order: tuple[int, int]) -> None:
+    """Saved when one of the two had begun the next epoch."""
+
+    def create() -> tuple[vbs.CustomSampler, list[torch.Tensor], list[vbs.CustomOptimizer]]:
+        sampler, weights = CASE.sampler(), [torch.zeros(1, requires_grad=True) for _ in range(2)]
+        return sampler, weights, [vbs.ConstantOptimizer(torch.optim.SGD([one]), sampler) for one in weights]
+
+    sampler, weights, optimizers = create()
+    for number, _ in enumerate(itertools.chain(sampler, sampler)):
+        for weight, optimizer in zip(weights, optimizers[: 2 if number < 17 else 1], strict=False):
+            weight.sum().backward()
+            optimizer.step()
+        if number == 17:
+            break
+    states = [optimizer.state_dict() for optimizer in optimizers]
+    sampler, weights, optimizers = create()
+    for number in order:
+        optimizers[number].load_state_dict(states[number])
+    next(iter(sampler))
+    with pytest.raises(RuntimeError, match="must be at the same update, but the sampler's iteration began at epoch 1"):  # noqa: PT012
+        for weight, optimizer in zip(weights, optimizers, strict=True):
+            weight.sum().backward()
+            optimizer.step()
+
+
 @pytest.mark.filterwarnings("ignore:set_epoch")
 def test_set_epoch_of_neither_moves_back() -> None:
     run = begun(2)

@@ -130,6 +130,10 @@ class Batches:
         """Return whether a position is the end of its epoch, which a plan that has grown may not know any more."""
         return position.epoch < self.plan.first_epoch or position.step == self.epoch(position).end_step
 
+    def is_within_epoch(self, position: Position) -> bool:
+        """Return whether some updates of the epoch of a position are made, and others are to come."""
+        return not self.ends_epoch(position) and position.step > self.epoch(position).first_step
+
     def next_update(self, position: Position) -> Position:
         """Return the first update of the next epoch for the end of an epoch, and any other position as it is."""
         return Position(position.epoch + 1, position.step) if self.ends_epoch(position) else position

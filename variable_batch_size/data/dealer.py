@@ -125,6 +125,11 @@ class Dealer:
         """How far the training is, or where it goes on by `set_epoch`."""
         return self.committed if self._chosen is None else self._chosen[0]
 
+    def _batches_at(self, place: Place) -> Batches:
+        """Return the batches without what `set_epoch` has skipped, for a place before that."""
+        chosen = self._chosen
+        return self.batches if chosen is None or place.position >= chosen[0].position else chosen[1]
+
     @property
     def position(self) -> Position:
         """The next update of the training; after the last one of an epoch, the end of that epoch."""
@@ -152,9 +157,12 @@ class Dealer:
                 of that epoch are committed.
         """
         epoch = check_int(epoch, "epoch", 0, remedy="count epochs from 0")
-        place, batches = self.committed, self.batches if self._chosen is None else self._chosen[1]
+        place = self.committed
+        batches = self._batches_at(place)
         due = place.position if self.end_pending else batches.next_update(place.position)
-        if epoch < due.epoch:
+        # An empty epoch, after the end of the training, is never over.
+        is_empty = batches.done(place.position) and not batches.epoch(place.position).updates
+        if epoch < due.epoch and not (is_empty and epoch == place.position.epoch):
             raise RuntimeError(
                 f"set_epoch() can choose the epoch under way or a later one, but epoch {epoch} is over and the next "
                 f"update is in epoch {due.epoch}; loop over range(optimizer.epoch, epochs), and to go back load an "
@@ -197,6 +205,10 @@ class Dealer:
         due, samples = self.due, self.place.samples + self.batch.batch_size
         self.count_by(None)
         self._place = Place(Position(due.epoch, due.step + 1), samples)
+
+    def is_counted_by_other(self, counter: Counter) -> bool:
+        """Return whether another optimizer has counted a microbatch last."""
+        return self._counter is not None and self._counter is not counter
 
     def count_by(self, counter: Counter | None) -> None:
         """Let the place of an optimizer be that of the training from now on."""
@@ -295,7 +307,7 @@ class Dealer:
         number = last.start.epoch
         if number < batches.plan.first_epoch:
             return
-        if batches.next_update(self.committed.position) >= (number, batches.plan.epoch(number).end_step):
+        if self.committed.position.step >= batches.plan.epoch(number).end_step:
             return
         last.stale |= ended  # it was said
         raise RuntimeError(
@@ -309,7 +321,8 @@ class Dealer:
 
     def state_of(self, place: Place) -> dict[str, Any]:
         """Return the state of a place, see `state_dict`."""
-        return self.batches.state_dict(place, end_pending=self.end_pending and place.position == self.position)
+        pending = self.end_pending and place.position == self.position
+        return self._batches_at(place).state_dict(place, end_pending=pending)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the committed position and what determines its samples: plain numbers, without rank or world."""

@@ -98,6 +98,7 @@ class Iteration(Pass):
                 raise StopIteration
             self._start_at(dealer.due, 0)
             self.reads, self.yielded = 1, 0
+            return self._next_deal()
         plan, world, dealing = batches.plan, batches.world, batches.dealing
         if batches.split.equal_rounds and (self._deal is None or batches.decided is not None):  # else all were checked
             check_equal_rounds(plan, self._epoch, self._next_step, world, dealing, end_step)

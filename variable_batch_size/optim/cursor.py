@@ -205,18 +205,20 @@ class Cursor:
         iteration = self.sampler.iteration
         if iteration is None or iteration is self._iteration or iteration.stale or iteration.loaded or self.begun:
             return
-        due, start = self.sampler.batches.next_update(self.position), iteration.start
-        if due < start:
+        batches, start = self.sampler.batches, iteration.start
+        known = self.position.epoch >= batches.plan.first_epoch or self.position.step == start.step
+        if known and batches.next_update(self.position) < start:
             self._move(start)
 
     def _move(self, position: Position) -> None:
-        left_out = position.step - self.position.step
+        sampler, left_out = self.sampler, position.step - self.position.step
         if left_out > 0:
-            batches = self.sampler.batches
-            samples = batches.samples_before(position) - batches.samples_before(self.position)
+            samples = sampler.batches.samples_before(position) - sampler.batches.samples_before(self.position)
+            other = "The loop of another optimizer of the sampler"
+            who = other if sampler.is_counted_by_other(self) else f"set_epoch({position.epoch})"
             warnings.warn(
-                f"set_epoch({position.epoch}) skips {left_out} updates and {samples} samples, which are not trained "
-                f"on; call it with optimizer.epoch to continue",
+                f"{who} skips {left_out} updates and {samples} samples, which are not trained on; call it with "
+                f"optimizer.epoch to continue",
                 UserWarning,
                 stacklevel=stacklevel_of_user(),
             )

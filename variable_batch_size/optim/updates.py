@@ -211,16 +211,19 @@ def _remaining(
     sampler: CustomSampler, optimizers: Sequence[CustomOptimizer], until: float | ProgressScheduler, by: Unit
 ) -> Iterator[int]:
     first, epoch = optimizers[0], -1
+    resumes = sampler.batches.is_within_epoch(sampler.position)
     while not first.done:
         epoch = max(first.epoch, epoch + 1)  # the loop may have left the last one before its end
+        # What a restore has left of an epoch to the loop comes first; the number of the epoch includes it.
         if isinstance(until, ProgressScheduler):
-            reached = until.done
+            reached = until.done and not sampler.end_pending
+        elif by == "epochs":
+            reached = epoch >= until
         else:
-            reached = (epoch if by == "epochs" else getattr(first, by)) >= until
-        # The end of an epoch that a restore has left to the loop comes first; the number of the epoch includes it.
-        counts_epochs = by == "epochs" and not isinstance(until, ProgressScheduler)
-        if reached and (counts_epochs or not sampler.end_pending):
+            reached = getattr(first, by) >= until and not (resumes or sampler.end_pending)
+        if reached:
             return
+        resumes = False
         sampler.set_epoch(epoch)
         for optimizer in optimizers:
             optimizer.set_epoch(epoch)
