@@ -123,7 +123,7 @@ def seeded() -> random.Random:
 def test_ranks_meet_after_the_same_updates_for_any_order_of_their_accesses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Meeting after meeting, at any distance of the ranks, and each learns the wishes of all."""
     rng = seeded()
-    for _ in range(100):
+    for _ in range(50):
         size, number = rng.randint(2, 4), rng.randint(1, 3)
         when = [[rng.choice([0, 1, 2, 20, LONG]) for _ in range(size)] for _ in range(number)]
         for updates in when:
