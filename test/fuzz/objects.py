@@ -40,6 +40,10 @@ class FailingRule:
     def needs_noise(self) -> bool:
         return bool(getattr(self.rule, "needs_noise", False))
 
+    @property
+    def needs_squares(self) -> bool:
+        return bool(getattr(self.rule, "needs_squares", False))
+
     def __call__(self, update: vbs.rules.RuleInput) -> vbs.rules.Scaling:
         if self.armed:
             self.armed = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -400,7 +400,8 @@ class Rank:
         if self.case.backward:
             self.must_raise(lambda: self.backward(rows), "backward() after an exception inside step()")
         else:
-            self.backward(rows)
+            with suppress(RuntimeError):  # of zero_grad()
+                self.backward(rows)
         self.must_raise(self.optimizer.step, "step() after an exception inside step()")
         if where == "post_hook":
             self.must_raise(self.optimizer.discard_step, "discard_step() after an exception of the inner step")
@@ -437,9 +438,8 @@ class Rank:
     def on_left(self, event: Event) -> bool:
         """A loop that an exception has ended after `backward()`, and that is run again."""
         if self.case.by_update:
-            self.backward(self.open_rows[0] if self.open_rows else [0])
-            self.must_raise(lambda: next(iter(vbs.updates(self.loader, self.optimizer))), "a loop that was left")
-            self.discard()
+            self.backward(self.open_rows[0] if self.open_rows else [0])  # which a new loop forgets, with the step
+            self.open_rows = []
         elif self.segment.world == 1:
             self.backward([0])
             self.misuse = True

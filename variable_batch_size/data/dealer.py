@@ -170,13 +170,17 @@ class Dealer:
             )
         chosen, decided = None, batches.decided
         if epoch > place.position.epoch:
-            self.check_left_over(ended=True)
+            last = self.iteration
+            if last is not None and (last.loaded or last.start.epoch < epoch):
+                self.check_left_over(ended=True)
             batches.plan.epoch(epoch)  # raises if the trace ends before
             position, self.end_pending = batches.enter(due, epoch), False
             chosen = Place(position, place.samples), batches
             if decided is not None and position.step > place.position.step:
                 decided = decided.skip_to(position.step)
         self._chosen = chosen
+        if self.iteration is not None:
+            self.iteration.leave()
         if decided is not self.batches.decided and decided is not None:
             self.growing.batches = batches.grow(decided, place.position)
 
@@ -276,13 +280,17 @@ class Dealer:
         Raises:
             RuntimeError: if the last iteration was read to its end without calls of `optimizer.step()`.
         """
-        last = self.iteration
-        if last is not None and last.stepped and last.start.epoch == self.due.epoch:
-            self.check_left_over(ended=True)
+        self.check_last_loop()
         self.expected = None  # by a loop that was left
         self.before_reading.begin(self.due)
         for listener in list(self.listeners):
             listener.note_iteration()
+
+    def check_last_loop(self) -> None:
+        """Raise RuntimeError if the loop over this epoch that has ended has left out microbatches, see below."""
+        last = self.iteration
+        if last is not None and last.stepped and last.start.epoch == self.due.epoch:
+            self.check_left_over(ended=True)
 
     def leave(self) -> None:
         """Note that the iteration under way does not have the next microbatch: a new one must begin."""

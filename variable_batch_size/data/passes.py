@@ -32,6 +32,7 @@ class Pass:
         self.exhausted = self.by_updates = self.stale = self.loaded = self.resumed = False
         self._stepped: dict[object, int] = {}  # by optimizer: microbatches that reached its step()
         self._lead: int | None = None  # of the reads over the calls of step(), at the first one
+        self._left_at = 0  # reads when `set_epoch` has said that the loop is left
 
     @property
     def stepped(self) -> int:
@@ -75,6 +76,10 @@ class Pass:
                 f"several at once only by vbs.updates"
             )
 
+    def leave(self) -> None:
+        """Note that the loop is left on purpose, unless it reads on."""
+        self._left_at = self.reads
+
     def left_over(self, *, ended: bool) -> bool:
         """Return whether the loop has ended, and a microbatch that it got did not reach `step()`.
 
@@ -84,7 +89,9 @@ class Pass:
         Args:
             ended: whether the loop has ended, also if its loader does not tell.
         """
-        if self.stale or self.by_updates or not self.exhausted or 0 < self.stepped == self.yielded:
+        if self.stale or self.by_updates or not self.exhausted or self._left_at == self.reads:
+            return False
+        if 0 < self.stepped == self.yielded:
             return False
         if self._lead is None or self._in_thread:
             return ended

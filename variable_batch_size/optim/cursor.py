@@ -180,6 +180,11 @@ class Cursor:
     def microbatch(self, ahead: int = 0) -> Microbatch:
         """Return the next microbatch of this rank, or one that is `ahead` rounds later in the same step."""
         self._catch_up()
+        if self.between_epochs:
+            raise RuntimeError(
+                f"a microbatch must be of an epoch that has begun, but all updates of epoch {self.epoch - 1} are "
+                f"committed; read the loader first"
+            )
         return self.batch.microbatches[self._at.round + ahead]
 
     def upcoming(self) -> Microbatch | None:
@@ -260,8 +265,9 @@ class Cursor:
 
     def receive(self) -> Microbatch:
         """Count the next microbatch as received, and return it."""
-        microbatch, sampler = self.microbatch(), self.sampler
+        sampler = self.sampler
         if not sampler.batches.arriving:
+            self._catch_up()
             iteration = sampler.iteration
             if iteration is None:
                 raise _too_often(0, 1)
@@ -270,10 +276,11 @@ class Cursor:
             if self._received >= iteration.yielded:
                 raise _too_often(iteration.yielded, self._received + 1)
             iteration.by_updates |= sampler.expected is not None
+            microbatch = self.microbatch()
             iteration.count_step(self, self._received, microbatch.step, begins_update=not self.begun)
             self._received += 1
         sampler.count_by(self)
-        return microbatch
+        return self.microbatch()
 
     def _hear(self, iteration: Pass) -> None:
         """Take microbatches from an iteration that has begun, which must contain the next one."""

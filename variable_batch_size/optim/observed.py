@@ -115,11 +115,6 @@ class ObservedOptimizer(OptimizerWrapper):
         Raises:
             RuntimeError: if all updates of the epoch are committed.
         """
-        if self._cursor.between_epochs:
-            raise RuntimeError(
-                f"a microbatch must be of an epoch that has begun, but all updates of epoch {self.epoch - 1} are "
-                f"committed; read the loader first"
-            )
         return self._cursor.microbatch()
 
     def _watch(self, watcher: Watcher) -> None:

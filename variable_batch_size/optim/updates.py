@@ -50,6 +50,8 @@ class Updates(Generic[T]):
 
     def __iter__(self) -> Iterator[Update[T]]:
         """Set the epoch of the next update, and yield the updates that are left of it."""
+        if self._ahead == 0:
+            self._optimizer.sampler.check_last_loop()
         try:
             while (yield from self._read(self._begin())):
                 pass
