@@ -238,6 +238,17 @@ def test_an_epoch_may_be_left_early(said: str) -> None:
     assert optimizer.updates == epochs[-1].first_step
 
 
+def test_a_chosen_epoch_is_cut_as_an_optimizer_that_is_created_later_needs() -> None:
+    sampler = vbs.CustomSampler(SAMPLES, small(every=1, delay=8).trace, 2, 0, 4)
+    sampler.set_epoch(1)
+    sampler.attach(spread=False, padded=True)
+    for epoch in (1, 2, 1):
+        sampler.set_epoch(epoch)
+        assert sampler.due == (epoch, sampler.plan.epoch(epoch).first_step)
+        assert sampler.dealing == (1, True, ())
+        next(iter(sampler))  # what is skipped is known
+
+
 @pytest.mark.filterwarnings("ignore:set_epoch")
 def test_a_state_that_is_saved_after_a_look_at_a_later_epoch_is_that_before() -> None:
     model, sampler, optimizer = build(small(every=1, delay=8))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import variable_batch_size as vbs
 from helpers.properties import examples
 from helpers.strategies import error_of, sizes
-from variable_batch_size.data.batches import Place, Position
+from variable_batch_size.data.batches import Place
 
 Ends = dict[str, int]
 
@@ -68,9 +68,8 @@ def test_creation_raises_if_and_only_if_the_walk_over_the_epochs_would(case: tup
 
 def after(sampler: vbs.CustomSampler, place: Place) -> Place:
     """Return the place of a training that has made one update more."""
-    due = sampler.batches.next_update(place.position)
-    batch = sampler.batches.batch(due)
-    return Place(Position(due.epoch, due.step + 1), place.samples + batch.batch_size)
+    batches = sampler.batches
+    return batches.after(place, batches.batch(batches.next_update(place.position)))
 
 
 @given(trainings(), st.data())

@@ -49,7 +49,7 @@ class _Unplanned(Batches):
         """Return what all ranks have in common."""
         return {**super().fingerprint(), "trace": _ARRIVES}
 
-    def past(self, state: dict[str, Any]) -> str:
+    def past_at(self, step: int) -> str:
         """Return what a state says of the batches so far."""
         return _ARRIVES
 
@@ -61,7 +61,7 @@ class _Unplanned(Batches):
 
     def state_dict(self, place: Place, *, end_pending: bool) -> dict[str, Any]:
         """Return a place, with the samples that have arrived."""
-        return {**super().state_dict(place, end_pending=end_pending), "past": _ARRIVES, "epoch_samples": place.samples}
+        return {**super().state_dict(place, end_pending=end_pending), "epoch_samples": place.samples}
 
     def resume(self, state: dict[str, Any], devices: int | None) -> Batches:
         """Return the batches of a training that counts on."""

@@ -138,6 +138,11 @@ class Batches:
         """Return the first update of the next epoch for the end of an epoch, and any other position as it is."""
         return Position(position.epoch + 1, position.step) if self.ends_epoch(position) else position
 
+    def after(self, place: Place, batch: Batch) -> Place:
+        """Return the place of a training that has made its next update."""
+        due = self.next_update(place.position)
+        return Place(Position(due.epoch, due.step + 1), place.samples + batch.batch_size)
+
     def enter(self, position: Position, epoch: int) -> Position:
         """Return where a training goes on in an epoch: where it is, or at the start of a later one."""
         return position if epoch == position.epoch else Position(epoch, self.plan.epoch(epoch).first_step)
@@ -223,20 +228,21 @@ class Batches:
 
     # A position that is saved, in any world. -------------------------------------------------------------------------
 
-    def _order_of_samples(self) -> dict[str, Any]:
-        plan = self.plan
-        own = {"seed": self.seed, "shuffle": self.shuffle, "drop_last": plan.drop_last}
-        return {"dataset_size": plan.dataset_size, **own}
-
     def fingerprint(self) -> dict[str, Any]:
         """Return what the samplers of all ranks have in common, besides the cut into microbatches."""
-        return {**self._order_of_samples(), "trace": self.plan.trace.fingerprint}
+        plan = self.plan
+        own = {"seed": self.seed, "shuffle": self.shuffle, "drop_last": plan.drop_last}
+        return {"dataset_size": plan.dataset_size, **own, "trace": plan.trace.fingerprint}
+
+    def past_at(self, step: int) -> str:
+        """Return the fingerprint of the batch sizes before a step."""
+        return self.plan.past(step)
 
     def past(self, state: dict[str, Any]) -> str:
         """Return the fingerprint of the batch sizes that this training has before a saved position."""
         step = check_int(state["step"], "step")
         if self.decided is None:
-            return self.plan.past(step)
+            return self.past_at(step)
         if "growth" in state:  # which brings its own
             return str(state["past"])
         return replace(self.plan, trace=DecidedTrace.after_constant(self.decided.adaptive, step).trace).past(step)
@@ -259,7 +265,7 @@ class Batches:
             end_pending: whether what the loop does at the end of the epoch is to come.
         """
         plan = self.plan
-        past = {"past": plan.past(place.position.step), "fixed_shape": plan.fixed_shape}
+        past = {"past": self.past_at(place.position.step), "fixed_shape": plan.fixed_shape}
         growth = {} if self.decided is None else {"growth": self.decided.state_dict()}
         own = {**self.where(place.position), "samples": place.samples, "end_pending": end_pending}
         return {"version": VERSION, **own, **self.fingerprint(), **past, **growth}

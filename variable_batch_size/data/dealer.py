@@ -10,7 +10,7 @@ from weakref import WeakSet
 from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size._validation import check_int, value_error
 from variable_batch_size.adaptive.adaptive_trace import largest_size
-from variable_batch_size.adaptive.decided_trace import warn_if_changed
+from variable_batch_size.adaptive.decided_trace import DecidedTrace, warn_if_changed
 from variable_batch_size.data.batches import Batch, Batches, Place, Position, Split, position_of
 from variable_batch_size.data.deal import Dealing
 from variable_batch_size.data.growing import Growing
@@ -66,7 +66,7 @@ class Dealer:
         super().__init__()
         self.growing, self.epochs, self.facts = Growing(batches), epochs, facts or {}
         self._place, self.end_pending = Place(batches.first, 0), False
-        self._chosen: tuple[Place, Batches] | None = None  # by set_epoch, and the batches that it has found
+        self._chosen: tuple[Place, DecidedTrace | None] | None = None  # by set_epoch, and what was decided before it
         self._counter: Counter | None = None  # the optimizer that has counted a microbatch last
         self._counted = False  # whether an optimizer has the place
         self._cut_is_known, self._attached, self._elastic = cut_is_known, False, False
@@ -127,8 +127,10 @@ class Dealer:
 
     def _batches_at(self, place: Place) -> Batches:
         """Return the batches without what `set_epoch` has skipped, for a place before that."""
-        chosen = self._chosen
-        return self.batches if chosen is None or place.position >= chosen[0].position else chosen[1]
+        batches, chosen = self.batches, self._chosen
+        if chosen is None or chosen[1] is None or place.position >= chosen[0].position:
+            return batches
+        return batches.grow(chosen[1], place.position)
 
     @property
     def position(self) -> Position:
@@ -168,21 +170,23 @@ class Dealer:
                 f"update is in epoch {due.epoch}; loop over range(optimizer.epoch, epochs), and to go back load an "
                 f"earlier state, or create sampler and optimizer again"
             )
-        chosen, decided = None, batches.decided
+        last = self.iteration
+        if epoch > place.position.epoch and last is not None and (last.loaded or last.start.epoch < epoch):
+            self.check_left_over(ended=True)
+        batches.plan.epoch(epoch)  # raises if the trace ends before
+        self.growing.batches, self._chosen = batches, None
+        if last is not None:
+            last.leave()
         if epoch > place.position.epoch:
-            last = self.iteration
-            if last is not None and (last.loaded or last.start.epoch < epoch):
-                self.check_left_over(ended=True)
-            batches.plan.epoch(epoch)  # raises if the trace ends before
-            position, self.end_pending = batches.enter(due, epoch), False
-            chosen = Place(position, place.samples), batches
-            if decided is not None and position.step > place.position.step:
-                decided = decided.skip_to(position.step)
-        self._chosen = chosen
-        if self.iteration is not None:
-            self.iteration.leave()
-        if decided is not self.batches.decided and decided is not None:
-            self.growing.batches = batches.grow(decided, place.position)
+            self._choose(epoch)
+
+    def _choose(self, epoch: int) -> None:
+        """Go on in a later epoch, which nothing else has chosen."""
+        place, batches, decided = self.committed, self.batches, self.batches.decided
+        position, self.end_pending = batches.enter(batches.next_update(place.position), epoch), False
+        self._chosen = Place(position, place.samples), decided
+        if decided is not None and position.step > place.position.step:
+            self.growing.batches = batches.grow(decided.skip_to(position.step), place.position)
 
     @property
     def updates(self) -> int:
@@ -206,9 +210,9 @@ class Dealer:
 
     def advance(self) -> None:
         """Commit the next update, in a loop that has no optimizer of this library; one with an optimizer does it."""
-        due, samples = self.due, self.place.samples + self.batch.batch_size
+        made = self.batches.after(self.place, self.batch)
         self.count_by(None)
-        self._place = Place(Position(due.epoch, due.step + 1), samples)
+        self._place = made
 
     def is_counted_by_other(self, counter: Counter) -> bool:
         """Return whether another optimizer has counted a microbatch last."""
@@ -245,7 +249,7 @@ class Dealer:
             ValueError: if the trace is constant, and `equal_rounds` are not possible; or if ranks have unequal speeds,
                 and one graph for all ranks, or a world that may change.
         """
-        batches = self.batches
+        batches = self._batches_at(self.committed)
         split, decided = batches.split, batches.decided
         if batches.arriving and elastic:
             found = "an elastic backend"
@@ -260,9 +264,11 @@ class Dealer:
         padded |= batches.arriving and self._attached
         split = Split(split.spread and spread, split.padded or padded, split.equal_rounds or equal_rounds, split.speeds)
         fixed = True if compiles_shapes and not self._cut_is_known else None
-        self.growing.batches = batches.with_split(split, fixed_shape=fixed)
+        chosen, self._chosen, self.growing.batches = self._chosen, None, batches.with_split(split, fixed_shape=fixed)
+        if chosen is not None:  # in other batches
+            self._choose(chosen[0].position.epoch)
         self._cut_is_known, self._attached, self._elastic = True, True, elastic
-        self.leave()  # microbatches that were read before are not for this optimizer
+        self.ask_for_iteration()  # microbatches that were read before are not for this optimizer
 
     def enter_world(self, world: World) -> None:
         """Deal for another world from the next iteration on.
@@ -283,6 +289,10 @@ class Dealer:
         self.check_last_loop()
         self.expected = None  # by a loop that was left
         self.before_reading.begin(self.due)
+        self.note_iteration()
+
+    def note_iteration(self) -> None:
+        """Let all listeners know that an iteration begins."""
         for listener in list(self.listeners):
             listener.note_iteration()
 
@@ -292,7 +302,7 @@ class Dealer:
         if last is not None and last.stepped and last.start.epoch == self.due.epoch:
             self.check_left_over(ended=True)
 
-    def leave(self) -> None:
+    def ask_for_iteration(self) -> None:
         """Note that the iteration under way does not have the next microbatch: a new one must begin."""
         if self.iteration is not None:
             self.iteration.stale = True
@@ -350,7 +360,7 @@ class Dealer:
             if strict:
                 self.check_samples(state_dict)
             self.adopt(state_dict, self.resume(state_dict))
-        self.leave()
+        self.ask_for_iteration()
 
     def check_samples(self, state: dict[str, Any]) -> None:
         """Check that a state was saved with the same samples up to its position, and warn if later ones differ.

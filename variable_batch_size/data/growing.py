@@ -6,6 +6,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, final
 
 from variable_batch_size.adaptive.decided_trace import ADOPTED_AFTER, DecidedTrace
@@ -41,7 +42,7 @@ class Growing:
     def __getstate__(self) -> dict[str, Any]:  # of a copy, which no loader waits for
         batches = self._batches
         if batches.decided is not None:
-            batches = batches.grow(batches.decided.copy(), batches.first)
+            batches = replace(batches, decided=batches.decided.copy())
         return {"_batches": batches, "decided_at": self.decided_at}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -51,8 +51,7 @@ class Arrivals(Generic[T]):
         optimizer, source, cursor = self._optimizer, self._source, self._optimizer._cursor
         if optimizer.inside_step:
             raise incomplete(optimizer.updates)
-        for listener in list(source.listeners):
-            listener.note_iteration()
+        source.note_iteration()
         items, ended, restarts = iter(self._batches), False, cursor.restarts
         if source.has_trace:
             self._stream, self._kept = source.stream(items, self._kept), None

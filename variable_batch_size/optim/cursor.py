@@ -180,7 +180,7 @@ class Cursor:
     def microbatch(self, ahead: int = 0) -> Microbatch:
         """Return the next microbatch of this rank, or one that is `ahead` rounds later in the same step."""
         self._catch_up()
-        if self.between_epochs:
+        if not self.begun and self.between_epochs:
             raise RuntimeError(
                 f"a microbatch must be of an epoch that has begun, but all updates of epoch {self.epoch - 1} are "
                 f"committed; read the loader first"
@@ -266,7 +266,9 @@ class Cursor:
     def receive(self) -> Microbatch:
         """Count the next microbatch as received, and return it."""
         sampler = self.sampler
-        if not sampler.batches.arriving:
+        if sampler.batches.arriving:
+            microbatch = self.microbatch()
+        else:
             self._catch_up()
             iteration = sampler.iteration
             if iteration is None:
@@ -280,7 +282,7 @@ class Cursor:
             iteration.count_step(self, self._received, microbatch.step, begins_update=not self.begun)
             self._received += 1
         sampler.count_by(self)
-        return self.microbatch()
+        return microbatch
 
     def _hear(self, iteration: Pass) -> None:
         """Take microbatches from an iteration that has begun, which must contain the next one."""
@@ -313,7 +315,7 @@ class Cursor:
 
     def _leave(self) -> None:
         """Let a new iteration be needed."""
-        self.sampler.leave()
+        self.sampler.ask_for_iteration()
         if self._iteration is not None:
             self._iteration.stale, self._iteration = True, None
 
@@ -323,9 +325,8 @@ class Cursor:
 
     def commit(self, *, updated: bool) -> None:
         """Commit the step, at one moment: not `updated`, it was skipped as non-finite."""
-        self.made, self._updated, place = self.batch, updated, self.place
-        due = self.sampler.batches.next_update(place.position)
-        after = Place(Position(due.epoch, due.step + 1), place.samples + self.made.batch_size)
+        self.made, self._updated = self.batch, updated
+        after = self.sampler.batches.after(self.place, self.made)
         self._at = _At(after, self.commits + 1, phase=Phase.UNSETTLED)
 
     def settle(self) -> None:

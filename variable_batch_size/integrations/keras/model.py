@@ -169,9 +169,8 @@ class VariableBatchModel(keras.Model):
         optimizer.discard_step()  # what an interrupted fit() has left
         broadcast_parameters(self)  # also in a second fit: a callback may set weights at the end of the first
         self.stop_training, begun, logs = False, optimizer.updates, {}
-        self.epoch_offset = torch.tensor(
-            given.initial_epoch - optimizer.epoch - sampler.end_pending
-        )  # a restore sets it
+        offset = given.initial_epoch - optimizer.epoch - sampler.end_pending
+        self.epoch_offset = torch.tensor(offset)  # a restore sets it
         self.reset_metrics()
 
         def left() -> int:
@@ -187,9 +186,8 @@ class VariableBatchModel(keras.Model):
         offset = int(self.epoch_offset)
         plan.check_trace(given.epochs - offset)
         warn_of_batches([rate_of(self.optimizer)], plan, len(loader))
-        resumes = restored and not sampler.batches.ends_epoch(
-            sampler.position
-        )  # within an epoch, whose metrics are restored
+        # Within an epoch, whose metrics are restored.
+        resumes = restored and not sampler.batches.ends_epoch(sampler.position)
         for epoch in range(optimizer.epoch + offset, given.epochs):
             if optimizer.done:
                 break

@@ -90,7 +90,7 @@ class UpdateLoader:
         """Yield the updates of the first epoch, while there is no optimizer that could count what is trained."""
         batches, due, microbatches = self.sampler.batches, self.sampler.due, iter(self.loader)
         for step in range(due.step, batches.epoch(due).end_step):
-            yield Update(islice(microbatches, len(batches.batch(Position(due.epoch, step)).microbatches)))
+            yield Update(islice(microbatches, batches.step(Position(due.epoch, step)).rounds(batches.world)))
 
 
 def counted(values: Tensor, part: Microbatch) -> Tensor:
