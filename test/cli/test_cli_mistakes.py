@@ -74,14 +74,14 @@ MISTAKES: list[tuple[tuple[Any, ...], int, str]] = [
     (
         ("capacity", "show", "other.csv"),
         1,
-        r"capacity .*; pass --time-column and --nodes-column for another table, or ",
+        r"capacity .*; pass time_column= \(--time-column\) and nodes_column= \(--nodes-column\) for another table, or ",
     ),
     (
         ("capacity", "show", "other.csv", "--time-column", "a"),
         1,
-        ".*; rename .*, or pass --time-column and --nodes-column$",
+        r".*; rename .*, or pass time_column= \(--time-column\) and nodes_column= \(--nodes-column\)$",
     ),
-    (("capacity", "show", LOG, "--inverted", 4), 1, ".* got 6; pass the number of nodes of the cluster as --inverted$"),
+    (("capacity", "show", LOG, "--inverted", 4), 1, r".* got 6; pass the number of nodes of the cluster as .* \(--inverted\)$"),
     (("capacity", "show", "batches.csv"), 1, KIND.format("batches", "batchsize")),
     (("capacity", "show", "others.csv"), 1, KIND.format("others", "batch_size")),
     (("capacity", "show", LOG, "--max-gap", 5), 1, "max_gap must be left out except for the "),

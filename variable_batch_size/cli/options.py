@@ -224,14 +224,9 @@ class Reading:
     nodes_column: Annotated[str, option("Column of the nodes in a CSV file.", metavar="NAME")] = ""
 
     def read(self, path: Path) -> CapacityTrace:
-        """Read a log; errors name the options."""
+        """Read a log."""
         values = {name: value for name, value in vars(self).items() if value is not None and name != "cores_per_node"}
-        try:
-            capacity = read(Path("/dev/stdin") if str(path) == "-" else path, **values)
-        except ValueError as error:
-            names = r"\b(inverted|max_gap|time_column|nodes_column)=(?=(\w?))"
-            message = re.sub(names, lambda name: f"--{name[1].replace('_', '-')}{name[2] and ' '}", str(error))
-            raise type(error)(message) from error
+        capacity = read(Path("/dev/stdin") if str(path) == "-" else path, **values)
         return capacity.machines(self.cores_per_node)
 
 

@@ -115,5 +115,8 @@ def _recognize(text: Text) -> Reader:
         requirement = "a capacity trace must have numbers of nodes, not the batch sizes of a batch trace"
         raise text.error(line, requirement, first, "pass a log, or show this file with vbs trace show")
     known = " or ".join(f"{reader.example} ({name})" for name, reader in READERS.items())
-    remedy = "pass time_column= and nodes_column= for another table, or write it as in docs/capacity.md, Any other log"
+    remedy = (
+        "pass time_column= (--time-column) and nodes_column= (--nodes-column) for another table, "
+        "or write it as in docs/capacity.md, Any other log"
+    )
     raise text.error(line, f"a file must begin like {known}", first, remedy)

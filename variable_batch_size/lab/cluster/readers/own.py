@@ -48,10 +48,10 @@ class OwnReader(Reader):
         nodes = options.nodes_column.lower() or "nodes"
         for name in (time, nodes):
             if header.count(name) != 1:
-                remedy = "rename a column, or pass time_column= and nodes_column="
+                remedy = "rename a column, or pass time_column= (--time-column) and nodes_column= (--nodes-column)"
                 raise text.error(line, f"the header must have one column {name}", first, remedy)
         if time == nodes:
-            remedy = "pass another time_column= or nodes_column="
+            remedy = "pass another time_column= (--time-column) or nodes_column= (--nodes-column)"
             raise text.error(line, "times and nodes must be two columns", time, remedy)
         table: dict[str, list[float]] = {name: [] for name in (time, nodes, *({"price"} & {*header}))}
         if len(text.lines) == 1:
