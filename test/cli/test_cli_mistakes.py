@@ -81,7 +81,11 @@ MISTAKES: list[tuple[tuple[Any, ...], int, str]] = [
         1,
         r".*; rename .*, or pass time_column= \(--time-column\) and nodes_column= \(--nodes-column\)$",
     ),
-    (("capacity", "show", LOG, "--inverted", 4), 1, r".* got 6; pass the number of nodes of the cluster as .* \(--inverted\)$"),
+    (
+        ("capacity", "show", LOG, "--inverted", 4),
+        1,
+        r".* got 6; pass the number of nodes of the cluster as .* \(--inverted\)$",
+    ),
     (("capacity", "show", "batches.csv"), 1, KIND.format("batches", "batchsize")),
     (("capacity", "show", "others.csv"), 1, KIND.format("others", "batch_size")),
     (("capacity", "show", LOG, "--max-gap", 5), 1, "max_gap must be left out except for the "),

@@ -59,5 +59,7 @@ def _invert(text: Text, line: int, nodes: list[int], size: int) -> list[int]:
     for tick, number in enumerate(nodes):
         if number > size:
             requirement = f"data[{tick}] must be <= {size}, the nodes of the cluster, with inverted={size}"
-            raise text.error(line, requirement, number, "pass the number of nodes of the cluster as inverted= (--inverted)")
+            raise text.error(
+                line, requirement, number, "pass the number of nodes of the cluster as inverted= (--inverted)"
+            )
     return [size - number for number in nodes]
