@@ -84,7 +84,9 @@ class DifferencedEstimator:
         self, previous: Gradient, gradient: Gradient, finite: bool | Tensor
     ) -> tuple[Number, list[Tensor | None]]:
         """Return |G - G'|^2, and what to keep as the previous gradient, in the memory of `previous`."""
-        pairs = list(zip(previous, gradient, strict=True))
+        here = next(one.device for one in gradient if one is not None)  # a state may have been on another device
+        moved = [None if old is None else old.to(here) for old in previous]
+        pairs = list(zip(moved, gradient, strict=True))
         kept = [_or_zeros(old, like=new) for old, new in pairs]
         now = [_or_zeros(new, like=old) for old, new in pairs]
         whole = [one.to(other) for one, other in zip(kept, now, strict=True) if one is not None and other is not None]
