@@ -1,14 +1,16 @@
-"""Trainings in real gloo processes.
+"""What processes of a gloo group find out, send and refuse; test/optim/test_laws.py has their updates.
 
-A world of 2 processes runs every scenario, and after it a world of 3, if its tests are selected. The tests read the
-results of each rank.
+A world runs every job once, and the tests read the results of each rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -16,64 +18,175 @@ import torch
 import torch.distributed as dist
 
 import variable_batch_size as vbs
-from helpers.distributed_jobs import CASES, DTYPES, WORLDS, run_scenarios
-from helpers.models import Everything, Experts, everything
+from helpers.mistakes import OnEveryRank
+from helpers.models import Everything, Mixed, everything, shifted
 from helpers.processes import run_job
-from helpers.reference import SIZES, assert_equal, filled, training, twin
+from helpers.reference import REF, SIZES, Training, assert_equal, filled, network, training, twin
+from helpers.worlds import Layout, Place
+from variable_batch_size.backend import Backend, DistributedBackend, World
 
-SLOW = (pytest.mark.slow("starts another world"), pytest.mark.torch)
-SIZES_OF_WORLDS = [WORLDS[0], pytest.param(WORLDS[1], marks=SLOW)]
-EIGHT = pytest.param(8, marks=pytest.mark.nightly("starts eight processes"))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("gloo")
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+WORLDS = [2, pytest.param(3, marks=[pytest.mark.slow("starts another world"), pytest.mark.torch])]
+JOBS: list[Callable[[Place], Any]] = []
 
 
-@pytest.fixture(scope="module")
-def run_world(folder: Path) -> Callable[[int], list[dict[str, Any]]]:
-    """Return the results of every rank of a world of this size, which runs once, after the one that it resumes."""
-
-    @cache
-    def run(size: int) -> list[dict[str, Any]]:
-        if size != WORLDS[0]:
-            run(WORLDS[0])
-        return run_job("gloo", run_scenarios, folder, ranks=size, folder=folder)
-
-    return run
+def job(function: Callable[[Place], Any]) -> Callable[[Place], Any]:
+    JOBS.append(function)
+    return function
 
 
-@pytest.fixture(params=SIZES_OF_WORLDS, ids="world {}".format)
-def ranks(request: pytest.FixtureRequest, run_world: Callable[[int], list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    return run_world(request.param)
+@job
+def detected_world(place: Place) -> Any:
+    """Train without passing a world or a backend to the sampler and the optimizer."""
+    model = network()
+    sampler = vbs.CustomSampler(50, list(SIZES), minibatch_size=4, on_end="hold")
+    optimizer = vbs.RootRuleOptimizer(torch.optim.SGD(model.parameters(), lr=0.02), sampler, REF)
+    x, target = training().x, training().target
+    run = Training(model, sampler, optimizer, x, target).run(len(SIZES))
+    return sampler.world, run.weights()
 
 
-@pytest.mark.parametrize("ranks", [*SIZES_OF_WORLDS, EIGHT], indirect=True, ids="world {}".format)
-def test_gains_equal_those_of_one_process_and_take_one_collective(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        found, messages = rank["gains"]
-        for dtype, tolerance, gains_found in zip((torch.float64, torch.float32), (1e-12, 1e-4), found, strict=True):
-            run = training(vbs.AdaScaleOptimizer, dtype=dtype).run(1)
-            assert gains_found == pytest.approx([run.run(1).optimizer.lr_factor() for _ in SIZES[1:]], rel=tolerance)
-        assert messages == (len(SIZES) - 1) * [{torch.float64: 1}] + (len(SIZES) - 1) * [{torch.float32: 1}]
+@job
+def evaluation(place: Place) -> list[dict[str, float]]:
+    """Return the means of the numbers 0 to 9: of tensors in inference mode, and of numbers; the world is detected."""
+    sampler, found = vbs.EvaluationSampler(10, minibatch_size=2), []
+    metrics = vbs.Accumulator(sampler)
+    for inference in (True, False):
+        with torch.inference_mode(inference):
+            for indices in sampler:
+                mean = torch.tensor(indices).double().mean()
+                metrics.add(value=mean if inference else mean.item())
+            found.append(metrics.read())
+    return found
 
 
-def test_updates_equal_those_of_one_big_batch(ranks: list[dict[str, Any]]) -> None:
-    for i, case in enumerate(CASES):
-        split: dict[str, Any] = {"minibatch_size": case.minibatch_size, "fixed_shape": case.fixed_shape}
-        expected = twin(
-            case.kind, case.sizes, dataset_size=case.dataset_size, dtype=case.dtype, seed=case.seed, **split
-        )
-        for rank in ranks:
-            assert_equal(rank["exact_batches"][i], expected, 1e-5 if case.dtype == torch.float32 else 1e-12)
-            assert_equal(rank["exact_batches"][i], ranks[0]["exact_batches"][i], 0)
+@contextmanager
+def count_collectives() -> Iterator[Counter[torch.dtype]]:
+    """Count the all-reduces by dtype."""
+    calls: Counter[torch.dtype] = Counter()
+    original = dist.all_reduce
+
+    def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        calls[tensor.dtype] += 1
+        return original(tensor, *args, **kwargs)
+
+    dist.all_reduce = all_reduce
+    try:
+        yield calls
+    finally:
+        dist.all_reduce = original
+
+
+@job
+def collectives(place: Place) -> list[dict[torch.dtype, int]]:
+    """Return the collectives of each update but the first: by dtype, with a GradScaler, and of a rule that measures."""
+    counts = []
+    for kind, model, enabled in (
+        (vbs.LinearRuleOptimizer, filled(Mixed(*DTYPES)), False),
+        (vbs.LinearRuleOptimizer, filled(Mixed(*DTYPES)), True),
+        (vbs.AdaScaleOptimizer, network(), False),
+    ):
+        run, scaler = place.training(kind, SIZES, model=model), torch.amp.GradScaler("cpu", 1.0, enabled=enabled)
+        with count_collectives() as calls:
+            for indices in run.sampler:
+                run.optimizer.backward(run.loss(indices), scaler=scaler)
+                if scaler.step(run.optimizer):
+                    counts += [dict(calls)] * (run.optimizer.updates > 1)
+                    calls.clear()
+                scaler.update()
+    return counts
+
+
+@job
+def broadcast(place: Place) -> Any:
+    model = Everything(dist.get_rank())
+    vbs.broadcast_parameters(model)
+    return everything(model)
+
+
+@job
+def rule_with_an_address_in_its_repr(place: Place) -> int:
+    """Train with a lambda, whose address differs between processes."""
+    heap = [object() for _ in range(1000 * dist.get_rank())]  # shifts the addresses of later objects
+    rule: Callable[[vbs.rules.RuleInput], vbs.rules.Scaling] = lambda update: vbs.rules.Scaling(lr=0.5)  # noqa: E731
+    return place.training(vbs.CustomOptimizer, rule=rule).run(2).optimizer.updates + 0 * len(heap)
+
+
+@job
+def subgroup(place: Place) -> Any:
+    """Train on the last two ranks only."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group([size - 2, size - 1])
+    if rank < size - 2:
+        return None
+    backend = DistributedBackend(group)
+    return backend.world, training(backend=backend).run(len(SIZES)).weights()
+
+
+@job
+def stores(place: Place) -> list[bytes]:
+    """Return what the last rank has written: to the group's store, and to the default store of any backend."""
+    backend, values = DistributedBackend(), []
+    last = backend.world.rank == backend.world.size - 1
+    for store in (backend.store(), Backend.store(backend)):
+        if last:
+            store.set("key", "value of the last rank")
+        values.append(store.get("key"))
+        backend._gather_bytes(b"")  # rank 0, which has the server, must not drop it earlier
+    return values
+
+
+raises = OnEveryRank()
+
+
+@raises(r"same parameters, but it is \d+ on rank 0 and \d+ on rank 1; call vbs\.broadcast_parameters")
+def weights(place: Place) -> None:
+    place.training(model=shifted(place.world.rank)).run(1)
+
+
+@raises(r"same seed, but it is 0 on rank 0 and 1 on rank 1; pass the same value on every rank")
+def seed(place: Place) -> None:
+    place.training(sampling={"seed": place.world.rank}).run(1)
+
+
+@raises(r"same rule, but it is")
+def rule(place: Place) -> None:
+    place.training(vbs.CustomOptimizer, rule="root" if place.world.rank else "constant").run(1)
+
+
+@raises(r"the same speeds, but it is \[1, 3.* on rank 0 and \[3, 1.* on rank 1; pass the same value")
+def speeds(place: Place) -> None:
+    own = (3, 1, 2) if place.world.rank else (1, 3, 2)
+    place.training(sampling={"speeds": own[: place.world.size]}).run(1)
+
+
+@raises(r"deals for rank 0 of 1 and the optimizer's DistributedBackend is rank \d of \d; pass num_replicas")
+def world(place: Place) -> None:
+    vbs.ConstantOptimizer(torch.optim.SGD(network().parameters()), vbs.CustomSampler(50, 20, num_replicas=1, rank=0))
+
+
+def run_jobs(backend: Backend) -> dict[str, Any]:
+    place = Place.of(Layout(backend.world.size, by="plain"), backend)
+    return {one.__name__: one(place) for one in JOBS} | {"mistakes": raises.messages(place)}
+
+
+@cache
+def ran(size: int) -> tuple[list[dict[str, Any]], str]:
+    """The results of each rank, and what they have written to standard error."""
+    with TemporaryDirectory() as folder:
+        ranks = run_job("gloo", run_jobs, ranks=size, folder=Path(folder))
+        return ranks, "".join(path.read_text() for path in Path(folder).glob("stderr*"))
+
+
+@pytest.fixture(params=WORLDS, ids="world {}".format)
+def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return ran(request.param)[0]
 
 
 def test_the_sampler_and_the_optimizer_detect_the_world(ranks: list[dict[str, Any]]) -> None:
     for i, rank in enumerate(ranks):
-        world, weights = rank["detected_world"]
-        assert world == vbs.backend.World(i, len(ranks))
+        found, weights = rank["detected_world"]
+        assert found == World(i, len(ranks))
         assert_equal(weights, ranks[0]["detected_world"][1], 0)
 
 
@@ -84,7 +197,7 @@ def test_ranks_communicate_on_a_device_of_the_process_group(
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
-    assert vbs.backend.DistributedBackend().device.type == kind
+    assert DistributedBackend().device.type == kind
 
 
 def test_an_evaluation_detects_the_world(ranks: list[dict[str, Any]]) -> None:
@@ -95,30 +208,15 @@ def test_all_ranks_share_a_store(ranks: list[dict[str, Any]]) -> None:
     assert [rank["stores"] for rank in ranks] == [2 * [b"value of the last rank"]] * len(ranks)
 
 
-def test_no_process_prints_a_warning(ranks: list[dict[str, Any]], folder: Path) -> None:
+@pytest.mark.parametrize("size", WORLDS)
+def test_no_process_prints_a_warning(size: int) -> None:
     """Torch's own threads would, on standard error, if a tensor that they free still had another reference."""
-    for rank in range(len(ranks)):
-        assert "Warning" not in (folder / f"stderr{rank}").read_text()
+    assert "Warning" not in ran(size)[1]
 
 
 def test_an_update_takes_one_collective_per_dtype(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        for part in (rank["collectives"][1:4], rank["collectives"][5:]):
-            assert part == [dict.fromkeys(DTYPES, 1)] * 3
-
-
-def test_half_precision_updates_equal_those_of_one_big_batch(ranks: list[dict[str, Any]]) -> None:
-    tolerances = dict(zip(DTYPES, (1e-5, 1e-12, 3e-2, 4e-3), strict=True))
-    for dtype, tolerance in tolerances.items():
-        for rank in ranks:
-            assert_equal(rank["half_precision"][dtype], twin(vbs.RootRuleOptimizer, SIZES, dtype=dtype), tolerance)
-            assert_equal(rank["half_precision"][dtype], ranks[0]["half_precision"][dtype], 0)
-
-
-def test_a_parameter_that_only_some_ranks_use_is_updated_as_in_one_process(ranks: list[dict[str, Any]]) -> None:
-    alone = training(model=filled(Experts())).run(len(SIZES)).weights()
-    for rank in ranks:
-        assert_equal(rank["experts"], alone)
+        assert rank["collectives"] == [dict.fromkeys(DTYPES, 1)] * 6 + [{torch.float64: 1}] * 3
 
 
 def test_broadcast_parameters_copies_rank_0_to_every_rank(ranks: list[dict[str, Any]]) -> None:
@@ -130,41 +228,13 @@ def test_a_rule_with_an_address_in_its_repr_equals_itself_on_all_ranks(ranks: li
     assert [rank["rule_with_an_address_in_its_repr"] for rank in ranks] == [2] * len(ranks)
 
 
-def test_an_overflow_on_one_rank_skips_the_update_on_all(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        updates, weights = rank["overflow_on_rank_1"]
-        assert updates == 3
-        assert_equal(weights, twin(vbs.RootRuleOptimizer, SIZES[:4], dataset_size=61, skipped={0}))
-
-
 def test_a_subgroup_trains_alone(ranks: list[dict[str, Any]]) -> None:
     for i, rank in enumerate(ranks[-2:]):
-        world, weights = rank["subgroup"]
-        assert world == vbs.backend.World(i, 2)
+        found, weights = rank["subgroup"]
+        assert found == World(i, 2)
         assert_equal(weights, twin(vbs.LinearRuleOptimizer, SIZES))
 
 
-@pytest.mark.slow("starts another world")
-@pytest.mark.torch
-def test_resumes_in_another_world(run_world: Callable[[int], list[dict[str, Any]]]) -> None:
-    for rank in run_world(WORLDS[1]):
-        assert_equal(rank["resume_in_another_world"], twin(vbs.LinearRuleOptimizer, SIZES))
-
-
-@pytest.mark.parametrize(
-    ("mistake", "text"),
-    [
-        ("weights", r"same parameters, but it is \d+ on rank 0 and \d+ on rank 1; call vbs\.broadcast_parameters"),
-        ("seed", r"same seed, but it is 0 on rank 0 and 1 on rank 1; pass the same value on every rank"),
-        ("rule", r"same rule, but it is"),
-        ("wrapped", r"but something else has changed them; pass a DistributedDataParallel to the optimizer as model=,"),
-        ("wrapped, with views", r"something else has changed them; pass a DistributedDataParallel to .* as model=,"),
-        ("wrapped, optimizer.backward", r"as a DistributedDataParallel does; pass it to the optimizer as model=,"),
-        ("wrapped, optimizer.backward, with views", r"as a DistributedDataParallel does; pass it to .* as model=,"),
-        ("world", r"deals for rank 0 of 1 and the optimizer's DistributedBackend is rank \d of \d; pass num_replicas"),
-    ],
-)
-def test_a_mistake_raises_on_every_rank(ranks: list[dict[str, Any]], mistake: str, text: str) -> None:
-    for rank in ranks:
-        with pytest.raises(RuntimeError, match=text):
-            raise RuntimeError(rank["error_messages"].get(mistake, "no error"))
+@pytest.mark.parametrize("mistake", raises.patterns)
+def test_a_mistake_raises_on_every_rank(ranks: list[dict[str, Any]], mistake: str) -> None:
+    raises.check(mistake, [rank["mistakes"] for rank in ranks])

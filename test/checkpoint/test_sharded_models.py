@@ -10,7 +10,7 @@ import variable_batch_size as vbs
 from helpers.checkpoints import names
 from helpers.reference import assert_equal
 from helpers.sharded_checkpoints import Segment, Setting, along, train
-from helpers.sharded_jobs import ODD, Layout
+from helpers.worlds import ODD, Layout
 
 FSDP = [Segment(Layout(shards=3), 2), Segment(Layout(shards=2), 4), Segment(None, 5), Segment(Layout(shards=4), 8)]
 OTHERS = [
@@ -18,7 +18,7 @@ OTHERS = [
     Segment(Layout(tensors=2), 3),
     Segment(Layout(shards=2, tensors=2), 5),
     Segment(None, 6, ranks=2),
-    Segment(Layout(2, tensors=2, plain=True), 6),
+    Segment(Layout(2, tensors=2, by="plain"), 6),
     Segment(Layout(shards=2, tensors=2), 7),
     Segment(None, 8),  # the end: full_tensor() of torch 2.9 is wrong for unequal chunks of tensor parallelism in FSDP2
 ]

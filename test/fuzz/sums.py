@@ -8,7 +8,6 @@ in one process that never stops.
 from __future__ import annotations
 
 import argparse
-import copy
 import os
 import random
 import socket
@@ -24,19 +23,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map_only
 
 import variable_batch_size as vbs
-from helpers.ddp_jobs import OPTIONS, WRAPPERS, results
+from helpers.features import OPTIONS, results
 from helpers.models import Experts
-from helpers.reference import EQUATIONS, Array, Training, Update, filled, network, training
-from helpers.sharded_jobs import NAMES, Layout
+from helpers.reference import EQUATIONS, Array, Training, Update, filled, network
+from helpers.worlds import NAMES, WRAPPERS, Layout, Place, alone, load, state_of
 
 RANKS = 4
 TOLERANCE = 1e-9
@@ -44,7 +39,7 @@ LAYOUTS = {  # of all ranks
     "hsdp": Layout(2, 2),
     "tp": Layout(tensors=4),
     "tp x fsdp": Layout(shards=2, tensors=2),
-    "tp x plain": Layout(2, tensors=2, plain=True),
+    "tp x plain": Layout(2, tensors=2, by="plain"),
 }
 
 
@@ -117,36 +112,38 @@ class Meshes(NamedTuple):
             {name: DeviceMesh("cpu", own, mesh_dim_names=NAMES) for name, own in others.items()},
         )
 
+    def place(self, by: str, ranks: int, wrapper: dict[str, Any]) -> Place:
+        """Return the place of this rank among the first ones."""
+        if by == "alone":
+            return alone()
+        if by in LAYOUTS:
+            return Place(LAYOUTS[by], vbs.backend.DistributedBackend(), self.others[by])
+        if by == "fsdp":
+            mesh = self.fsdp[ranks - 1]
+            group = vbs.backend.DistributedBackend(mesh["shards"].get_group())
+            return Place(Layout(shards=ranks), group, mesh)
+        group = self.groups[ranks - 1]
+        layout = Layout(ranks, by=by, wrapper={**wrapper, "process_group": group})  # type: ignore[arg-type]
+        return Place(layout, vbs.backend.DistributedBackend(group))
+
 
 def build(case: Case, by: str, ranks: int, meshes: Meshes) -> Training:
     model: Any = filled(Experts()) if case.experts else network()
     if case.tied:
         model.common.weight = model.rare.weight
-    group = meshes.groups[ranks - 1] if by in ("plain", "ddp") else None
-    found: dict[str, Any] = {
-        "backend": vbs.backend.LocalBackend() if by == "alone" else vbs.backend.DistributedBackend(group)
-    }
-    if by == "ddp":
-        model = DistributedDataParallel(model, process_group=group, **case.wrapper)
-    elif by == "fsdp":
-        mesh = meshes.fsdp[ranks - 1]
-        model = Layout(shards=ranks).shard(model, mesh, by_layer=len(case.sizes) % 2 > 0)
-        found["backend"] = vbs.backend.DistributedBackend(mesh["shards"].get_group())
-    elif by in LAYOUTS:
-        layout, mesh = LAYOUTS[by], meshes.others[by]
-        model = layout.shard(model, mesh, by_layer=len(case.sizes) % 2 > 0)
-        found = {"world": layout.world} | ({"process_group": mesh["replicas"].get_group()} if layout.plain else {})
-    if isinstance(model, FSDPModule):
-        found["sharded_accumulation"] = len(case.sizes) % 3 > 0 or needs_noise(case)
-    return training(
+    by_layer, options = len(case.sizes) % 2 > 0, dict(case.options)
+    if by == "fsdp" or by in LAYOUTS:
+        options["sharded_accumulation"] = len(case.sizes) % 3 > 0 or needs_noise(case)
+    place = meshes.place(by, ranks, case.wrapper)
+    return place.training(
         case.kind,
         case.sizes,
         dataset_size=case.dataset_size,
         minibatch_size=case.minibatch_size,
-        model=model,
+        model=place.spread(model, by_layer=by_layer),
+        spread=False,
         find_unused_parameters=case.experts,
-        **found,
-        **case.options,
+        **options,
     )
 
 
@@ -169,7 +166,7 @@ def train(case: Case, run: Training, end: int) -> None:
                 scaler.step(run.optimizer)
                 scaler.update()
             else:
-                plain = case.how == "backward" and not isinstance(run.model, FSDPModule)
+                plain = case.how == "backward" and not isinstance(run.model, (FSDPModule, DistributedDataParallel))
                 loss.backward() if plain else run.optimizer.backward(loss)
                 run.optimizer.step()
             if run.optimizer.updates >= end:
@@ -182,43 +179,6 @@ def needs_noise(case: Case) -> bool:
         vbs.AdamScaleOptimizer,
         vbs.SurgeRuleOptimizer,
     )
-
-
-def state_of(run: Training) -> Any:
-    """Whole states; every rank has to call it."""
-    module = run.model.module if isinstance(run.model, DistributedDataParallel) else run.model
-    states = copy.deepcopy((module.state_dict(), run.optimizer.state_dict()))
-    for own, parameter in zip(states[1]["state"].values(), run.optimizer.state, strict=True):
-        if isinstance(parameter, DTensor):  # whose place counts: torch 2.9 writes Shard for _StridedShard in a copy
-            where = parameter.device_mesh, parameter.placements
-            shape, stride = parameter.shape, parameter.stride()
-            own |= {
-                name: DTensor.from_local(value.to_local(), *where, shape=shape, stride=stride)
-                for name, value in own.items()
-                if isinstance(value, DTensor) and value.shape == shape
-            }
-    return tree_map_only(DTensor, lambda tensor: tensor.full_tensor(), states)
-
-
-def load(run: Training, state: Any) -> None:
-    module: Any = run.model.module if isinstance(run.model, DistributedDataParallel) else run.model
-    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
-        set_model_state_dict(module, state[0], options=StateDictOptions(full_state_dict=True))
-    else:
-        module.load_state_dict(state[0])
-    run.optimizer.load_state_dict(copy.deepcopy(state[1]))
-    for parameter, own in run.optimizer.state.items():
-        if isinstance(parameter, DTensor):
-            whole = {name: value for name, value in own.items() if getattr(value, "shape", None) == parameter.shape}
-            own |= {name: placed(value, parameter) for name, value in whole.items()}
-
-
-def placed(whole: torch.Tensor, like: DTensor) -> DTensor:
-    """`distribute_tensor` of torch 2.9 does not know the placement of tensor parallelism within FSDP2."""
-    where = like.device_mesh, like.placements
-    shape, offset = compute_local_shape_and_global_offset(like.shape, *where)
-    own = whole[tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))].clone()
-    return DTensor.from_local(own, *where, shape=like.shape, stride=like.stride())
 
 
 def difference(found: list[Array], expected: list[Array]) -> float:

@@ -9,9 +9,6 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import variable_batch_size as vbs
 from helpers.reference import Array, network
@@ -122,55 +119,3 @@ def tokens(batch: Batch) -> Tensor:
 def whole(ranks: list[Batch]) -> Batch:
     """The rows of all ranks."""
     return cast(Batch, tuple(torch.cat(fields) for fields in zip(*ranks, strict=True)))
-
-
-# ----------------------------------------------------------------------------------------------------------- processes
-
-
-WAYS = ("plain", "ddp", "fsdp2")
-CASES = 12
-
-
-def wrapped(way: str, size: int) -> nn.Module:
-    """The model as it is summed."""
-    model = network()
-    if way == "ddp":
-        return DistributedDataParallel(model)
-    if way == "fsdp2":
-        fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
-    return model
-
-
-def run_cases(backend: vbs.backend.Backend) -> dict[str, Any]:
-    """The results of this rank: way -> those of each case."""
-    size, found = backend.world.size, dict[str, Any]()
-    for way in WAYS:
-        for seed in range(CASES):
-            model = wrapped(way, size)
-            optimizer = Arriving.drawn(seed, size).train(backend, model)
-            weights = [getattr(one, "full_tensor", lambda one=one: one)().detach() for one in model.parameters()]
-            found.setdefault(way, []).append((weights, optimizer.samples, optimizer.updates))
-    return found
-
-
-PAIRS = [(5, 5), (2, 9), (0, 5), (9, 0), (1, 1)]  # rows of two ranks
-
-
-def run_two(backend: vbs.backend.Backend) -> tuple[list[Tensor], list[list[Tensor]]]:
-    """Train two models in DistributedDataParallel, an actor and a critic, one after the other in each microbatch."""
-    source = vbs.ArrivingBatches(2)
-    pairs = []
-    for _ in range(2):
-        model = DistributedDataParallel(network())
-        inner = torch.optim.SGD(model.parameters(), **SGD)
-        pairs.append((model, vbs.LinearRuleOptimizer(inner, source, REF, model=model)))
-    generator = torch.Generator().manual_seed(0)
-    rows = [torch.randn(sum(pair), 3, generator=generator, dtype=torch.float64) for pair in PAIRS]
-    own = [one[first:] if backend.world.rank else one[:first] for one, (first, _) in zip(rows, PAIRS, strict=True)]
-    for update in vbs.updates(own, pairs[0][1]):
-        for x in update:
-            for model, optimizer in pairs:
-                optimizer.backward(model(x).square().sum(dim=1).mean())
-                optimizer.step()
-    found = [[parameter.detach() for parameter in model.parameters()] for model, _ in pairs]
-    return rows, found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import pytest
@@ -37,3 +37,40 @@ def check_shape(message: str) -> None:
     assert remedy, f"does not say what to do: {message}"
     assert len(others) <= 1, f"has more than two sentences: {message}"
     assert "\n" not in message
+
+
+class OnEveryRank:
+    """Mistakes that the ranks of a job make, each with a pattern of what every rank must say.
+
+    Used as a decorator of the functions, which are called one after another.
+    """
+
+    def __init__(self) -> None:
+        self.patterns: dict[str, str] = {}
+        self._functions: dict[str, Callable[..., object]] = {}
+
+    def __call__(self, pattern: str) -> Callable[[Callable[..., object]], Callable[..., object]]:
+        """Return a decorator that adds a mistake."""
+
+        def add(function: Callable[..., object]) -> Callable[..., object]:
+            name = function.__name__.lstrip("_")
+            self.patterns[name], self._functions[name] = pattern, function
+            return function
+
+        return add
+
+    def messages(self, *arguments: object) -> dict[str, str]:
+        """Make the mistakes, and return what is said."""
+        found = {}
+        for name, function in self._functions.items():
+            try:
+                function(*arguments)
+            except (RuntimeError, TypeError, ValueError) as error:
+                found[name] = str(error)
+        return found
+
+    def check(self, name: str, ranks: Iterable[dict[str, str]]) -> None:
+        """Check what the ranks have said of a mistake."""
+        for found in ranks:
+            message = found.get(name, "no error")
+            assert re.search(self.patterns[name], message), message

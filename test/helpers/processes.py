@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 Where: TypeAlias = Literal["threads", "gloo", "cores"]
 Job: TypeAlias = Callable[..., Result]  # of the backend of a rank, and further arguments
 
-IMPORTED = ["pytest", "torch.distributed", "variable_batch_size.optim", "helpers.distributed_jobs"]
+IMPORTED = ["pytest", "torch.distributed", "variable_batch_size.optim", "helpers.features"]
 IMPORTED += ["torch.distributed.fsdp", "variable_batch_size.integrations.torchft"]  # the last one if it is installed
 multiprocessing.set_forkserver_preload(IMPORTED)
 

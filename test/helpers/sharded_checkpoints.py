@@ -12,9 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import variable_batch_size as vbs
 from helpers.checkpoints import checkpoint
+from helpers.features import results
 from helpers.processes import run_job
 from helpers.reference import Array, Training, network, training
-from helpers.sharded_jobs import ODD, Layout, results, run_of, spread
+from helpers.worlds import ODD, Layout, Place
 from variable_batch_size.adaptive import NoiseScale
 
 
@@ -46,7 +47,8 @@ def build(setting: Setting, layout: Layout | None, number: int) -> tuple[Trainin
         own = vbs.backend.DistributedBackend() if ranks > 1 else vbs.backend.LocalBackend()
         run = training(setting.kind, model=model, backend=own, **options, **setting.options)
     else:
-        run = run_of(setting.kind, model=model, **options, **setting.options)
+        place = Place.of(layout, vbs.backend.DistributedBackend())
+        run = place.training(setting.kind, model=model, **options, **setting.options)
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(run.optimizer, 500)
     return run, vbs.ProgressScheduler(cosine, run.optimizer, by="samples")
 
@@ -54,7 +56,9 @@ def build(setting: Setting, layout: Layout | None, number: int) -> tuple[Trainin
 def train(setting: Setting, segment: Segment, number: int, folder: Path | None) -> list[Array]:
     """Restore a checkpoint in this folder, if there is one, train, save, and return the results."""
     run, scheduler = build(setting, segment.layout, number)
-    average = segment.layout.shard(network()) if segment.layout else network()  # a further part
+    average = network()  # a further part
+    if segment.layout is not None:
+        average = Place.of(segment.layout, vbs.backend.DistributedBackend()).spread(average)
     with torch.no_grad():
         for one in average.parameters():
             one.fill_(float(number == 0))
@@ -76,8 +80,6 @@ def train(setting: Setting, segment: Segment, number: int, folder: Path | None) 
 
 
 def work(backend: vbs.backend.Backend, setting: Setting, segment: Segment, number: int, folder: Path) -> list[Array]:
-    if segment.layout:
-        spread(segment.layout)
     return train(setting, segment, number, folder)
 
 

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 import variable_batch_size as vbs
+from helpers.models import Experts
 from helpers.reference import EQUATIONS, HYPERPARAMETERS, data, filled, network, wrap
+from helpers.worlds import Layout, Place
 from helpers.xla_graphs import Listed
 
 SAMPLES = 50
@@ -86,36 +88,6 @@ class Replica:
 
     def weights(self) -> list[Tensor]:
         return [self.backend.host(parameter) for parameter in self.model.parameters()]
-
-
-def train(folder: Path, cases: Sequence[Case]) -> None:
-    """Train each case to its end; rank r writes the final weights to `rank<r>.pt`."""
-    weights = []
-    for case in cases:
-        replica = Replica(case)
-        updates = 0
-        for updated in replica.steps():
-            updates += updated
-            if updates == len(case.sizes):
-                break
-        weights.append(replica.weights())
-    torch.save(weights, folder / f"rank{vbs.backend.XlaBackend().world.rank}.pt")
-
-
-def gains(folder: Path, case: Case, noise: str) -> None:
-    """Train AdaScale to the end.
-
-    Rank r writes the gain of each update, and the final noise, progress and learning rate to `gains<r>.pt`.
-    """
-    replica, found = Replica(case, noise=noise), []
-    for updated in replica.steps():
-        if updated:
-            found.append(replica.optimizer.lr_factor())
-            if len(found) == len(case.sizes):
-                break
-    optimizer = replica.optimizer
-    final = optimizer.noise(), optimizer.progress, optimizer.current_lr()
-    torch.save([found, *final], folder / f"gains{replica.backend.world.rank}.pt")
 
 
 def overflow(folder: Path, case: Case, step: int) -> None:
@@ -217,20 +189,6 @@ def watch(folder: Path, case: Case, warm: int, by_progress: bool = False, logs: 
         torch.save({name: count - before.get(name, 0) for name, count in after.items()}, folder / "delta.pt")
 
 
-def train_tokens(folder: Path, sizes: Sequence[int], lengths: Sequence[int]) -> None:
-    """Train on the mean over tokens; rank r writes its weights to `tokens<r>.pt`."""
-    replica = Replica(Case(vbs.ConstantOptimizer, tuple(sizes), 4), reduction="sum", ref_batchsize=None)
-    number = torch.tensor(lengths, dtype=torch.float64)
-    for indices in replica.sampler:
-        x, target, tokens = (t[indices].to(replica.device) for t in (replica.x, replica.target, number))
-        of_token = (replica.model(x) - target).square().sum(dim=1)
-        (of_token * tokens).sum().backward()
-        replica.optimizer.step(count=tokens.sum())
-        if replica.optimizer.updates == len(sizes):
-            break
-    torch.save(replica.weights(), folder / f"tokens{replica.backend.world.rank}.pt")
-
-
 def measure(folder: Path, case: Case, warm: int) -> None:
     """Read the means over the first `warm` updates, and then those over the others.
 
@@ -273,45 +231,13 @@ def counters(met: Any) -> dict[str, int]:
     return {"compiled": met.counter_value("UncachedCompile") or 0, "to host": transfers[0] if transfers else 0, **host}
 
 
-class Rare(nn.Module):
-    """The samples whose number is divisible by 5 use an additional layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.common, self.rare = nn.Linear(3, 2).double(), nn.Linear(3, 2).double()
-
-    def forward(self, x: Tensor, numbers: Sequence[int]) -> Tensor:
-        y: Tensor = self.common(x)
-        uses = [number % 5 == 0 for number in numbers]
-        if any(uses):
-            y = y + self.rare(x) * torch.tensor(uses).to(x).unsqueeze(1)
-        return y
-
-
-def rare_loss(model: nn.Module, indices: Sequence[int], device: torch.device) -> Tensor:
-    x, target = (tensor[indices].to(device) for tensor in data(SAMPLES))
-    loss: Tensor = (model(x, indices) - target).square().sum(dim=1).mean()
-    return loss
-
-
-def train_rare(folder: Path, sizes: Sequence[int], options: dict[str, Any]) -> None:
-    """Train a model whose second layer has no gradient in some updates; rank r writes its weights, or the error."""
-    import torch_xla
-
+def tell(folder: Path, sizes: Sequence[int]) -> None:
+    """Train a model of which a layer has no gradient in some updates; rank r writes the error."""
     backend = vbs.backend.XlaBackend()
-    model = filled(Rare()).to(torch_xla.device())
-    sampler = vbs.CustomSampler(SAMPLES, list(sizes), minibatch_size=4, on_end="hold")
-    inner = torch.optim.AdamW(model.parameters(), lr=0.05)
-    optimizer = vbs.ConstantOptimizer(inner, sampler, **options)
-    error = ""
+    run = Place(Layout(backend.world.size, by="plain", where="cores"), backend).training(
+        sizes=sizes, model=filled(Experts()), sampling={"fixed_shape": True}
+    )
     try:
-        for indices in sampler:
-            rare_loss(model, indices, torch_xla.device()).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            if optimizer.updates == len(sizes):
-                optimizer.state_dict()
-                break
-    except RuntimeError as caught:
-        error = str(caught)
-    weights = [backend.host(parameter) for parameter in model.parameters()]
-    torch.save((weights, error), folder / f"rare{backend.world.rank}.pt")
+        run.run(len(sizes)).optimizer.state_dict()
+    except RuntimeError as error:
+        (folder / f"rank{backend.world.rank}").write_text(str(error))

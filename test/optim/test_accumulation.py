@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import variable_batch_size as vbs
-from helpers.models import Mixed, Words, half_frozen
+from helpers.models import Words, half_frozen
 from helpers.reference import REF, SGD, SIZES, Array, Training, assert_equal, batches, filled, training, twin
 from variable_batch_size.backend import Backend
 from variable_batch_size.testing import run_ranks
@@ -102,43 +102,6 @@ def test_trains_half_precision_parameters(dtype: torch.dtype, world: int) -> Non
     ):
         assert {parameter.dtype for parameter in run.model.parameters()} == {dtype}
         assert_equal(run.weights(), expected, 3e-2 if dtype is torch.bfloat16 else 4e-3)
-
-
-@pytest.mark.parametrize("scaler", [False, True], ids=["", "GradScaler"])
-def test_trains_parameters_of_several_dtypes_together(scaler: bool) -> None:
-    dtypes = torch.float32, torch.float64, torch.bfloat16
-
-    def train(backend: Backend) -> Training:
-        run = training(model=filled(Mixed(*dtypes)), backend=backend)
-        driver = torch.amp.GradScaler("cpu", enabled=scaler)
-        for indices in run.sampler:
-            run.optimizer.backward(run.loss(indices), scaler=driver)
-            driver.step(run.optimizer)
-            driver.update()
-        return run
-
-    expected = by_hand(filled(Mixed(*dtypes)), 4)
-    for run in run_ranks(train, 3):
-        assert [parameter.dtype for parameter in run.model.parameters()][::2] == list(dtypes)
-        assert_equal(run.weights(), expected, 2e-2)
-
-
-def test_trains_complex_parameters() -> None:
-    class Phase(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.rotation = nn.Parameter(torch.tensor([[1 + 1j, 2, 0], [1j, 0, -1]], dtype=torch.complex128))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.nn.functional.linear(x.to(torch.complex128), self.rotation).abs()
-
-    def train(backend: Backend) -> Tensor:
-        run = training(model=Phase(), backend=backend).run(3)
-        return next(iter(run.model.parameters())).detach()
-
-    alone = train(vbs.backend.LocalBackend())
-    for found in run_ranks(train, 3):
-        torch.testing.assert_close(found, alone, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("options", [{}, {"noise": "microbatches"}], ids=str)

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import variable_batch_size as vbs
-from helpers.arrivals import CASES, REF, SGD, WAYS, Arriving, run_cases, run_two
+from helpers.arrivals import REF, SGD, Arriving
 from helpers.processes import run_job
 from helpers.properties import examples
 from helpers.reference import assert_equal, data, network, training
+from helpers.worlds import Layout, Place
 from variable_batch_size.data.rows import join, take
 
 
@@ -40,31 +41,55 @@ def test_updates_are_those_of_whole_batches(seed: int, world: int) -> None:
         assert (optimizer.samples, optimizer.updates) == (samples, updates)
 
 
+def arrive(backend: vbs.backend.Backend, layout: Layout) -> None:
+    place = Place.of(layout, backend)
+    for seed in range(12):
+        case, model = Arriving.drawn(seed, layout.size), place.spread(network())
+        weights, *counted = case.expected()
+        optimizer = case.train(backend, model)
+        whole = [getattr(one, "full_tensor", lambda one=one: one)().detach().numpy() for one in model.parameters()]
+        assert_equal(whole, weights)
+        assert [optimizer.samples, optimizer.updates] == counted
+
+
 @pytest.mark.slow("starts processes")
-@pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.nightly("starts another world"))])
-def test_processes_make_the_same_updates_whatever_sums(size: int) -> None:
-    ranks = run_job("gloo", run_cases, ranks=size)
-    for seed in range(CASES):
-        weights, samples, updates = Arriving.drawn(seed, size).expected()
-        for way in WAYS:
-            for rank in ranks:
-                found, *counted = rank[way][seed]
-                assert_equal([one.numpy() for one in found], weights)
-                assert counted == [samples, updates], (way, seed)
+@pytest.mark.parametrize("layout", [Layout(3, by="plain"), Layout(3, by="ddp"), Layout(shards=3)], ids=str)
+def test_processes_make_the_same_updates_whatever_sums(layout: Layout) -> None:
+    run_job("gloo", arrive, layout, ranks=3)
+
+
+PAIRS = [(5, 5), (2, 9), (0, 5), (9, 0), (1, 1)]  # rows of two ranks
+
+
+def train_two(backend: vbs.backend.Backend) -> None:
+    """Train two models in DistributedDataParallel, an actor and a critic, one after the other in each microbatch."""
+    source, place, pairs = vbs.ArrivingBatches(2), Place.of(Layout(2, by="ddp"), backend), []
+    for _ in range(2):
+        model = place.spread(network())
+        inner = torch.optim.SGD(model.parameters(), **SGD)
+        pairs.append((model, vbs.LinearRuleOptimizer(inner, source, REF, model=model)))
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randn(sum(pair), 3, generator=generator, dtype=torch.float64) for pair in PAIRS]
+    own = [one[first:] if backend.world.rank else one[:first] for one, (first, _) in zip(rows, PAIRS, strict=True)]
+    for update in vbs.updates(own, pairs[0][1]):
+        for x in update:
+            for model, optimizer in pairs:
+                optimizer.backward(model(x).square().sum(dim=1).mean())
+                optimizer.step()
+    whole = network()
+    inner = torch.optim.SGD(whole.parameters(), **SGD)
+    for x in rows:
+        inner.zero_grad()
+        whole(x).square().sum(dim=1).mean().backward()
+        inner.param_groups[0]["lr"] = SGD["lr"] * len(x) / REF
+        inner.step()
+    for model, _ in pairs:
+        assert_equal(weights_of(model), weights_of(whole))
 
 
 @pytest.mark.slow("starts processes")
 def test_two_optimizers_whose_models_wait_in_forward_and_backward() -> None:
-    for rows, found in run_job("gloo", run_two, ranks=2):
-        model = network()
-        inner = torch.optim.SGD(model.parameters(), **SGD)
-        for x in rows:
-            inner.zero_grad()
-            model(x).square().sum(dim=1).mean().backward()
-            inner.param_groups[0]["lr"] = SGD["lr"] * len(x) / REF
-            inner.step()
-        for weights in found:
-            assert_equal([one.numpy() for one in weights], weights_of(model))
+    run_job("gloo", train_two, ranks=2)
 
 
 def arriving(kind: Any = vbs.LinearRuleOptimizer, **options: Any) -> tuple[nn.Module, vbs.CustomOptimizer]:

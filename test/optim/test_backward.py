@@ -14,8 +14,6 @@ from torch.utils.checkpoint import checkpoint
 import variable_batch_size as vbs
 from helpers.properties import examples
 from helpers.reference import SIZES, Training, assert_equal, network, training, twin
-from variable_batch_size.backend import Backend
-from variable_batch_size.testing import run_ranks
 
 
 def parameters(run: Training) -> list[Any]:
@@ -78,35 +76,6 @@ def test_a_foreign_change_is_seen_in_any_update(
         run.optimizer.step()
 
 
-@given(
-    sizes=st.lists(st.integers(1, 20), min_size=1, max_size=5),
-    world=st.integers(1, 3),
-    options=st.sampled_from([{}, {"max_grad_norm": 0.1}]),
-    parts=st.integers(1, 3),
-)
-@examples(40)
-def test_any_number_of_losses_is_the_sum_of_them(
-    sizes: list[int], world: int, options: dict[str, Any], parts: int
-) -> None:
-    def train(backend: Backend, by: str) -> Training:
-        run = training(sizes=sizes, dataset_size=200, backend=backend, **options)
-        for indices in run.sampler:
-            loss = run.loss(indices)
-            for number in range(parts):
-                share, retain = loss / parts, number + 1 < parts
-                if by == "optimizer":
-                    run.optimizer.backward(share, retain_graph=retain)
-                else:
-                    share.backward(retain_graph=retain)
-            if run.optimizer.step() and run.optimizer.updates == len(sizes):
-                break
-        return run
-
-    plain = run_ranks(lambda backend: train(backend, "loss"), world)[0].weights()
-    for run in run_ranks(lambda backend: train(backend, "optimizer"), world):
-        assert_equal(run.weights(), plain, 1e-13)
-
-
 def test_gradients_of_another_backward_before_a_step_are_dropped_by_zero_grad() -> None:
     """As those that a generator leaves in its discriminator."""
     run = training()
@@ -117,26 +86,6 @@ def test_gradients_of_another_backward_before_a_step_are_dropped_by_zero_grad() 
         run.optimizer.backward(run.loss(indices))
         run.optimizer.step()
     assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, SIZES[:4]))
-
-
-def test_the_scale_of_the_first_microbatch_holds_for_the_step() -> None:
-    def train(backend: Backend) -> Training:
-        run = training(vbs.RootRuleOptimizer, SIZES[:4], dataset_size=61, backend=backend, max_grad_norm=0.5)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1)
-        scales, updated = set(), 0
-        for indices in run.sampler:
-            run.optimizer.backward(run.loss(indices), scaler=scaler)
-            held = run.optimizer._updater.gradient._scale
-            assert held is not None
-            scales.add((run.optimizer.updates, held.item()))
-            updated += bool(scaler.step(run.optimizer))
-            scaler.update()
-        assert updated == len(scales) == 4  # one scale an update
-        assert scaler.get_scale() > 2.0**8
-        return run
-
-    for run in run_ranks(train, 2):
-        assert_equal(run.weights(), twin(vbs.RootRuleOptimizer, SIZES[:4], dataset_size=61, max_grad_norm=0.5))
 
 
 def test_an_unscaled_gradient_names_max_grad_norm() -> None:

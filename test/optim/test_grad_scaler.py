@@ -99,12 +99,6 @@ def test_a_step_without_its_scaler_is_refused() -> None:
         run.optimizer.step()
 
 
-def test_a_disabled_grad_scaler_changes_nothing() -> None:
-    run = training(sizes=SIZES[:4], dataset_size=61)
-    assert sum(scaled_steps(run, torch.amp.GradScaler("cpu", enabled=False))) == 4
-    assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, SIZES[:4], dataset_size=61))
-
-
 def test_a_scale_that_is_too_large_costs_few_updates_for_any_number_of_microbatches() -> None:
     """All microbatches of a step have one scale, but those that follow one that overflows need not do so, too."""
 

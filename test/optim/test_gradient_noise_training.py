@@ -12,20 +12,14 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import variable_batch_size as vbs
-from helpers.models import Mixed, half_frozen
-from helpers.properties import examples
-from helpers.reference import SIZES, Array, Training, assert_equal, filled, training
-from variable_batch_size.backend import Backend, LocalBackend
+from helpers.models import half_frozen
+from helpers.reference import SIZES, Array, Training, assert_equal, training
+from variable_batch_size.backend import Backend
 from variable_batch_size.testing import run_ranks
-
-scaled_by_noise = pytest.mark.parametrize("kind", [vbs.AdaScaleOptimizer, vbs.AdamScaleOptimizer])
 
 
 def measured(sizes: Sequence[int], minibatch_size: int = 4) -> int:
@@ -39,47 +33,6 @@ def lr_factors(run: Training, updates: int) -> list[float]:
         run.run(1)
         found.append(run.optimizer.lr_factor())
     return found
-
-
-@scaled_by_noise
-@examples(10)
-@given(
-    world=st.sampled_from([2, 3, 8]),
-    minibatch_size=st.integers(1, 12),
-    reduction=st.sampled_from(["mean", "sum"]),
-    fixed_shape=st.booleans(),
-    noise=st.sampled_from(["microbatches", "differenced"]),
-)
-def test_lr_factors_are_the_same_in_every_world(kind: Any, world: int, **options: Any) -> None:
-    sampling = {"fixed_shape": options.pop("fixed_shape")}
-
-    def train(backend: Backend) -> list[float]:
-        run = training(kind, SIZES, backend=backend, sampling=sampling, **options)
-        return lr_factors(run, len(SIZES))
-
-    alone = train(LocalBackend())
-    assert len(set(alone)) > 3
-    for found in run_ranks(train, world):
-        np.testing.assert_allclose(found, alone, rtol=1e-12)
-
-
-@scaled_by_noise
-def test_divides_by_the_loss_scale(kind: Any) -> None:
-    def train(backend: Backend, enabled: bool) -> tuple[list[float], Training]:
-        run, found = training(kind, SIZES, dataset_size=sum(SIZES), backend=backend), []
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2, enabled=enabled)
-        for indices in run.sampler:
-            run.optimizer.backward(run.loss(indices), scaler=scaler)
-            if scaler.step(run.optimizer):
-                found.append(run.optimizer.lr_factor())
-            scaler.update()
-        assert not enabled or scaler.get_scale() > 2.0**12
-        return found, run
-
-    plain, reference = train(LocalBackend(), enabled=False)
-    for found, run in run_ranks(lambda backend: train(backend, enabled=True), 3):
-        np.testing.assert_allclose(found, plain, rtol=1e-12)
-        assert_equal(run.weights(), reference.weights())
 
 
 @pytest.mark.parametrize("enabled", [False, True], ids=["", "GradScaler"])
@@ -146,22 +99,6 @@ def test_differenced_estimates_updates_of_one_microbatch() -> None:
     for other, same in others:
         assert_equal(other, weights, tolerance=0)
         assert same == noise
-
-
-@pytest.mark.parametrize("noise", ["microbatches", "differenced"])
-def test_the_noise_resumes_from_a_state(noise: str) -> None:
-    def make() -> Training:
-        return training(vbs.AdaScaleOptimizer, SIZES, noise=noise)
-
-    uninterrupted, saved = make(), make().run(4)
-    resumed = make()
-    resumed.model.load_state_dict(saved.model.state_dict())
-    resumed.optimizer.load_state_dict(saved.optimizer.state_dict())
-    assert resumed.optimizer.noise() == saved.optimizer.noise()
-    expected = lr_factors(uninterrupted, len(SIZES))
-    assert lr_factors(resumed, len(SIZES) - 4) == expected[4:]
-    assert resumed.optimizer.progress == uninterrupted.optimizer.progress
-    assert_equal(resumed.weights(), uninterrupted.weights(), tolerance=0)
 
 
 @pytest.mark.parametrize("noise", ["microbatches", "differenced"])
@@ -296,13 +233,3 @@ def test_measuring_takes_no_copy_of_the_gradients(noise: str | None) -> None:
         count()
         optimizer.step()
     assert max(held) == (2 if noise else 1)
-
-
-def test_measures_parameters_of_several_dtypes_together() -> None:
-    def train(backend: Backend) -> list[float]:
-        model = filled(Mixed(torch.float32, torch.float64, torch.bfloat16))
-        return lr_factors(training(vbs.AdaScaleOptimizer, SIZES, model=model, backend=backend), len(SIZES))
-
-    alone = train(LocalBackend())
-    for found in run_ranks(train, 3):
-        np.testing.assert_allclose(found, alone, rtol=1e-2)

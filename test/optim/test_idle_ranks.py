@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import astuple
 from typing import Any
 
 import pytest
@@ -76,18 +75,6 @@ def test_every_rank_has_a_share_if_there_are_samples(
     sizes = in_world(world, batch, minibatch_size, sampling={"fixed_shape": fixed_shape}, noise=noise)
     assert sizes == split_sizes(batch, minibatch_size, fixed_shape, 1 if noise else world)
     assert fixed_shape or noise or len(sizes) == batch or len(sizes) % world == 0
-
-
-def test_the_gain_does_not_depend_on_the_number_of_ranks() -> None:
-    sizes = [9, 4, 7, 12]
-
-    def train(backend: Backend) -> Training:
-        return training(vbs.AdaScaleOptimizer, sizes, backend=backend, minibatch_size=4).run(4)
-
-    alone = train(vbs.backend.LocalBackend())
-    for rank in run_ranks(train, 5):
-        assert astuple(rank.optimizer.noise()) == pytest.approx(astuple(alone.optimizer.noise()), rel=1e-9)
-        assert_equal(rank.weights(), twin(vbs.AdaScaleOptimizer, sizes, minibatch_size=4))
 
 
 # ------------------------------------------------------------------------------------------------ batch normalization

@@ -125,16 +125,6 @@ def test_a_replay_may_skip_backward() -> None:
         assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, SIZES[:4], dataset_size=61))
 
 
-def test_several_losses_of_one_microbatch_add_up() -> None:
-    run = training()
-    for indices in run.sampler:
-        loss = run.loss(indices)
-        (0.25 * loss).backward(retain_graph=True)
-        (0.75 * loss).backward()
-        run.optimizer.step()
-    assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, SIZES[:4]))
-
-
 @pytest.mark.parametrize(
     "clear",
     [
@@ -239,21 +229,6 @@ def test_a_state_of_another_rule_tells_it(kind: type[vbs.CustomOptimizer], optio
     with pytest.warns(UserWarning, match=f"^Resumed with other settings: .*{told}$"):
         run.optimizer.load_state_dict(state)
     assert run.optimizer.updates == 2
-
-
-def test_a_closure_computes_the_microbatch() -> None:
-    run, steps = training(), []
-    for indices in run.sampler:
-
-        def closure(indices: Any = indices) -> torch.Tensor:
-            run.optimizer.zero_grad()
-            loss = run.loss(indices)
-            loss.backward()
-            return loss
-
-        steps.append(run.optimizer.step(closure))
-    assert sum(steps) == run.optimizer.updates == 4
-    assert_equal(run.weights(), training().run(4).weights(), 0)
 
 
 def test_an_exception_in_a_closure_interrupts_nothing() -> None:

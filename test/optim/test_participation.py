@@ -89,23 +89,6 @@ def test_a_parameter_takes_part_where_it_does_in_plain_torch(
         assert_equal(run.weights(), expected)
 
 
-@given(stop=st.integers(1, 6), world=st.integers(1, 2), noise=st.sampled_from([None, "microbatches", "differenced"]))
-@examples(30)
-def test_a_resumed_run_steps_the_same_parameters(stop: int, world: int, noise: Any) -> None:
-    sizes = [2, 7, 1, 3, 9, 2, 4]
-
-    def train(backend: Backend) -> tuple[Training, Training]:
-        options: dict[str, Any] = {"find_unused_parameters": True, "noise": noise}
-        whole = ours(filled(Sparse(2.0)), sizes, "SGD", backend, **options).run(len(sizes))
-        begun = ours(filled(Sparse(2.0)), sizes, "SGD", backend, **options).run(stop)
-        rest = ours(copy.deepcopy(begun.model), sizes, "SGD", backend, **options)
-        rest.optimizer.load_state_dict(copy.deepcopy(begun.optimizer.state_dict()))
-        return whole, rest.run(len(sizes) - stop)
-
-    for whole, rest in run_ranks(train, world):
-        assert_equal(rest.weights(), whole.weights(), tolerance=1e-12)
-
-
 @pytest.mark.parametrize("scaler", [False, True], ids=["", "GradScaler"])
 def test_parameters_are_unfrozen_and_frozen_as_in_plain_torch(scaler: bool) -> None:
     def change(model: Any, update: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -139,45 +138,6 @@ def test_an_update_of_k_references_is_k_updates_in_the_limit_of_small_rates() ->
 # -------------------------------------------------------------------------------------------- trainings with the rule
 
 
-@examples(6)
-@given(st.integers(1, 20), st.integers(1, 3), st.sampled_from([None, 0.05, 1.0]), st.booleans(), st.booleans())
-def test_an_update_equals_that_of_one_process(
-    minibatch_size: int, world: int, max_grad_norm: float | None, decoupled: bool, amsgrad: bool
-) -> None:
-    inner = torch.optim.AdamW if decoupled else torch.optim.Adam
-    options: dict[str, Any] = {"minibatch_size": minibatch_size, "max_grad_norm": max_grad_norm, "inner": inner}
-    hyperparameters = ADAM | {"amsgrad": amsgrad}
-
-    def train(backend: Backend) -> Training:
-        own: dict[str, Any] = {"hyperparameters": hyperparameters, "backend": backend}
-        return training(KIND, LARGE, dataset_size=300, **options, **own).run(len(LARGE))
-
-    expected = twin(KIND, LARGE, dataset_size=300, amsgrad=amsgrad, **options)
-    for rank in run_ranks(train, world):
-        assert_equal(rank.weights(), expected)
-
-
-@pytest.mark.parametrize("stop", range(len(LARGE)))
-def test_resumes_in_another_world(stop: int) -> None:
-    options: dict[str, Any] = {"dataset_size": 300, "inner": torch.optim.AdamW}
-
-    def begin(backend: Backend) -> bytes:
-        run, file = training(KIND, LARGE, backend=backend, **options).run(stop), io.BytesIO()
-        torch.save((run.model.state_dict(), run.optimizer.state_dict()), file)
-        return file.getvalue()
-
-    saved = run_ranks(begin, 3)[0]
-
-    def resume(backend: Backend) -> Training:
-        run = training(KIND, LARGE, backend=backend, **options)
-        for one, state in zip((run.model, run.optimizer), torch.load(io.BytesIO(saved)), strict=True):
-            one.load_state_dict(state)
-        return run.run(len(LARGE) - stop)
-
-    for rank in run_ranks(resume, 2):
-        assert_equal(rank.weights(), twin(KIND, LARGE, dataset_size=300, inner=torch.optim.AdamW))
-
-
 def test_a_resumed_training_warns_of_other_microbatches() -> None:
     state = training(KIND, LARGE, dataset_size=300).run(2).optimizer.state_dict()
     other = training(KIND, LARGE, dataset_size=300, minibatch_size=5)
@@ -192,22 +152,6 @@ def test_a_discarded_step_leaves_no_squares() -> None:
             break
     run.optimizer.discard_step()
     assert_equal(run.run(len(LARGE)).weights(), twin(KIND, LARGE, dataset_size=300))
-
-
-@pytest.mark.parametrize("noise", [None, "microbatches"])
-def test_a_loss_scale_that_changes_changes_nothing(noise: Any) -> None:
-    run = training(KIND, LARGE, dataset_size=300, noise=noise)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
-    while run.optimizer.updates < len(LARGE):
-        run.sampler.set_epoch(run.optimizer.epoch)
-        for indices in run.sampler:
-            run.optimizer.backward(run.loss(indices), scaler=scaler)
-            scaler.step(run.optimizer)
-            scaler.update()
-            if run.optimizer.updates == len(LARGE):
-                break
-    assert scaler.get_scale() > 2.0**8
-    assert_equal(run.weights(), twin(KIND, LARGE, dataset_size=300))
 
 
 @pytest.mark.parametrize("max_grad_norm", [None, 0.5])

@@ -5,20 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import variable_batch_size as vbs
-from helpers.properties import examples
 from helpers.reference import training
 from variable_batch_size.backend import LocalBackend
 from variable_batch_size.testing import run_ranks
-
-DATASET = 50
-VALUES = np.random.default_rng(5).normal(size=DATASET)
 
 
 class Counting(LocalBackend):
@@ -31,47 +24,6 @@ class Counting(LocalBackend):
     def all_reduce_sum(self, tensors: Any) -> None:
         self.messages.append([tensor.numel() for tensor in tensors])
         super().all_reduce_sum(tensors)
-
-
-@given(
-    sizes=st.lists(st.integers(1, DATASET), min_size=1, max_size=6),
-    world=st.integers(1, 4),
-    minibatch_size=st.integers(1, 9),
-    fixed_shape=st.booleans(),
-    kind=st.sampled_from([vbs.LinearRuleOptimizer, vbs.AdaScaleOptimizer]),
-)
-@examples(80)
-def test_a_mean_is_over_the_samples_of_the_step(
-    sizes: list[int], world: int, minibatch_size: int, fixed_shape: bool, kind: Any
-) -> None:
-    def train(backend: vbs.backend.Backend) -> list[tuple[float, float, list[int]]]:
-        run = training(
-            kind, sizes, backend=backend, minibatch_size=minibatch_size, sampling={"fixed_shape": fixed_shape}
-        )
-        found, used = [], []
-        while len(found) < len(sizes):
-            run.sampler.set_epoch(run.optimizer.epoch)
-            run.optimizer.set_epoch(run.optimizer.epoch)
-            for indices in run.sampler:
-                due = run.optimizer.microbatch
-                replay = due.samples == 0
-                run.loss(indices).backward()
-                value = math.nan if replay else VALUES[indices].mean()  # of a replay it may be anything
-                run.optimizer.log(value=torch.tensor(value, dtype=torch.float64))
-                run.optimizer.log(double=float(2 * value))
-                used += list(dict.fromkeys(indices))[: due.samples]
-                if run.optimizer.step() or due.ends_step:
-                    logged = run.optimizer.logged
-                    found.append((logged["value"].item(), logged["double"].item(), used))
-                    used = []
-                    if len(found) == len(sizes):
-                        break
-        return found
-
-    for rows in zip(*run_ranks(train, world), strict=True):
-        mean = VALUES[[i for *_, used in rows for i in used]].mean()
-        for value, double, _ in rows:
-            assert [value, double] == pytest.approx([mean, 2 * mean], abs=1e-12)
 
 
 def test_it_travels_in_the_message_of_the_gradients_and_costs_nothing_unless_asked_for() -> None:

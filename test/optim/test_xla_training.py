@@ -1,8 +1,7 @@
-"""Exact batches and one graph (laws 1 and 6) on PyTorch/XLA: real replicas on several cores of this CPU."""
+"""The laws of updates, and one graph, on PyTorch/XLA: real replicas on several cores of this CPU."""
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -11,26 +10,22 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.reference import EQUATIONS, assert_equal, batches, data, filled, training, twin
+from helpers.laws import check, features_of
+from helpers.reference import batches, data
+from helpers.worlds import Layout
 
 pytest.importorskip("torch_xla")
 pytestmark = pytest.mark.xla
 
 import variable_batch_size as vbs  # noqa: E402
-from helpers.tokens import batches_of, plain  # noqa: E402
 from helpers.xla_training import (  # noqa: E402
     SAMPLES,
     Case,
     Job,
-    Rare,
-    gains,
     measure,
     overflow,
-    rare_loss,
     run_jobs,
-    train,
-    train_rare,
-    train_tokens,
+    tell,
     unequal_speeds,
     unsupported_optimizers,
     watch,
@@ -38,17 +33,7 @@ from helpers.xla_training import (  # noqa: E402
 from variable_batch_size.backend.xla import launch  # noqa: E402
 
 WARM = 6  # updates after which nothing may compile
-FEW = (20, 7, 1, 33, 12, 50, 3)
-SINGLE = [Case(next(iter(EQUATIONS)), (20, 1, 49, 5), minibatch_size, torch.float32) for minibatch_size in (4, 6)]
-# In two cores, a rule of each kind: the learning rate, the betas too, the noise, the noise under Adam.
-KINDS = vbs.LinearRuleOptimizer, vbs.SqrtSDERuleOptimizer, vbs.AdaScaleOptimizer, vbs.AdamScaleOptimizer
-CASES = {
-    2: [*(Case(kind, FEW, 4) for kind in KINDS), SINGLE[0]],
-    4: [*(Case(kind, FEW, minibatch_size) for kind in EQUATIONS for minibatch_size in (4, 6)), *SINGLE],
-}
 MANY = {seed: tuple(random.Random(seed).sample(range(1, SAMPLES + 1), 40)) for seed in (0, 1, 2, 4)}  # all different
-LENGTHS = [3, 1, 4, 1, 5, 0, 0, 2, 6, 5] * (SAMPLES // 10)
-RARE = (3, 2, 9, 1, 2, 4, 3, 7)
 EVERY = 5  # updates between two questions to a controller
 WIDTHS = iter(range(5, 100))  # hidden units of the trainings whose compilations count
 
@@ -62,32 +47,24 @@ def measured(dtype: torch.dtype, cores: int) -> Job:
 
 
 JOBS = {
-    **{f"exact {cores}": Job(cores, train, (cases,)) for cores, cases in CASES.items()},
     "silent 1": watched(vbs.ConstantOptimizer, 0, 1),
     "silent 2": watched(vbs.SqrtSDERuleOptimizer, 0, 2),  # scales betas
     "silent 3": watched(vbs.ConstantOptimizer, 0, 3),
     "log 1": watched(vbs.ConstantOptimizer, 2, 1, False, True),
     "log 3": watched(vbs.LinearRuleOptimizer, 2, 3, False, True),
     "log noise 2": watched(vbs.AdaScaleOptimizer, 2, 2, False, True),
-    **{f"tokens {cores}": Job(cores, train_tokens, ([20, 7, 3], LENGTHS)) for cores in (1, 3)},
     "progress 1": watched(vbs.AdaScaleOptimizer, 1, 1, True),
     "progress 3": watched(vbs.AdaScaleOptimizer, 1, 3, True),
     "progress of AdamScale 2": watched(vbs.AdamScaleOptimizer, 1, 2, True),
     "progress of Surge 2": watched(vbs.SurgeRuleOptimizer, 1, 2, True),
     **{f"controller {cores}": watched(vbs.AdaScaleOptimizer, 4, cores, True, every=EVERY) for cores in (1, 2)},
-    **{
-        f"gains {cores}": Job(cores, gains, (Case(vbs.AdaScaleOptimizer, FEW, 4), noise))
-        for cores, noise in ((1, "microbatches"), (2, "differenced"), (3, "microbatches"), (8, "microbatches"))
-    },
     "overflow 2": Job(2, overflow, (Case(vbs.AdaScaleOptimizer, (20, 7, 33, 12, 50, 3), 4), 3)),
     "means 1": measured(torch.float32, 1),
     "means 2": measured(torch.float64, 2),
     "means 3": measured(torch.float32, 3),
     "unsupported 1": Job(1, unsupported_optimizers),
     "speeds 2": Job(2, unequal_speeds),
-    "rare 1": Job(1, train_rare, (RARE, {})),
-    "rare 2": Job(2, train_rare, (RARE, {"find_unused_parameters": True})),
-    "rare and told 2": Job(2, train_rare, ((20, 20, 1, 2, 3), {})),
+    "told 2": Job(2, tell, ((20, 20, 1, 2, 3),)),
 }
 Launched = Callable[[str], Path]
 
@@ -117,38 +94,11 @@ def jobs(*beginnings: str) -> pytest.MarkDecorator:
     )
 
 
-def weights_of(job: str, folder_of: Launched) -> list[list[list[torch.Tensor]]]:
-    return [torch.load(folder_of(job) / f"rank{rank}.pt") for rank in range(JOBS[job].cores)]
-
-
 @jobs("speeds")
 def test_speeds_need_ranks_that_run_on_their_own(job: str, folder_of: Launched) -> None:
     for rank in range(2):
         message = (folder_of(job) / f"rank{rank}").read_text()
         assert message.startswith("speeds= needs a fixed world whose ranks run on their own, got a device on which all")
-
-
-@jobs("exact")
-def test_updates_equal_those_of_one_big_batch_on_xla(job: str, folder_of: Launched) -> None:
-    for case, weights in zip(CASES[JOBS[job].cores], weights_of(job, folder_of)[0], strict=True):
-        tolerance = 1e-12 if case.dtype is torch.float64 else 1e-5
-        expected = twin(
-            case.kind,
-            case.sizes,
-            dataset_size=SAMPLES,
-            dtype=case.dtype,
-            minibatch_size=case.minibatch_size,
-            fixed_shape=True,
-        )
-        assert_equal([weight.double().numpy() for weight in weights], expected, tolerance)
-
-
-@jobs("exact")
-def test_all_cores_have_identical_weights(job: str, folder_of: Launched) -> None:
-    first_rank, *ranks = weights_of(job, folder_of)
-    for rank in ranks:
-        for weights, first in zip(rank, first_rank, strict=True):
-            assert all(map(torch.equal, weights, first))
 
 
 def delta_of(job: str, folder_of: Launched) -> dict[str, int]:
@@ -184,14 +134,6 @@ def test_logged_values_compile_nothing_and_are_read_later(job: str, folder_of: L
     assert [float(row.split(",")[one]) for row in table[1:]] == pytest.approx([1.0] * 8)
 
 
-@jobs("tokens")
-def test_token_means_on_xla(job: str, folder_of: Launched) -> None:
-    expected = plain(LENGTHS, batches_of([20, 7, 3]))
-    for rank in range(JOBS[job].cores):
-        weights = torch.load(folder_of(job) / f"tokens{rank}.pt")
-        assert_equal([weight.double().numpy() for weight in weights], expected, 1e-6)
-
-
 @jobs("progress")
 def test_the_host_reads_only_the_progress_of_earlier_updates(job: str, folder_of: Launched) -> None:
     delta, cores = delta_of(job, folder_of), JOBS[job].cores
@@ -207,20 +149,6 @@ def test_a_controller_compiles_nothing_and_reads_noise_and_progress_later(job: s
     reads = updates - WARM + (cores > 1)  # of the progress schedule, as above
     assert delta.pop("to host") == reads * cores + 2 * len(questions)  # on rank 0 only
     assert delta == dict.fromkeys(delta, 0)
-
-
-@jobs("gains")
-def test_gains_equal_those_of_one_process_on_the_cpu(job: str, folder_of: Launched) -> None:
-    noise = JOBS[job].arguments[1]
-    run, expected = training(vbs.AdaScaleOptimizer, FEW, noise=noise, sampling={"fixed_shape": True}), []
-    for _ in FEW:
-        expected.append(run.run(1).optimizer.lr_factor())
-    for rank in range(JOBS[job].cores):
-        found, measured, progress, lr = torch.load(folder_of(job) / f"gains{rank}.pt", weights_only=False)
-        assert found == pytest.approx(expected, rel=1e-12)
-        assert dataclasses.astuple(measured) == pytest.approx(dataclasses.astuple(run.optimizer.noise()), rel=1e-12)
-        assert progress == pytest.approx(run.optimizer.progress, rel=1e-12)
-        assert lr == pytest.approx(run.optimizer.current_lr(), rel=1e-12)
 
 
 @jobs("overflow")
@@ -262,24 +190,26 @@ def test_rejects_optimizers_and_parameters_that_adascale_does_not_support_on_xla
     assert timescale.endswith("use the rule without ConstantTimescale")
 
 
-@jobs("rare 1", "rare 2")
-def test_a_parameter_without_a_gradient_does_not_move_on_xla(job: str, folder_of: Launched) -> None:
-    model = filled(Rare())
-    inner, used = torch.optim.AdamW(model.parameters(), lr=0.05), []
-    for batch in batches(RARE, SAMPLES):
-        inner.zero_grad()
-        rare_loss(model, batch.tolist(), torch.device("cpu")).backward()
-        used.append(model.rare.weight.grad is not None)  # type: ignore[union-attr]
-        inner.step()
-    assert len(set(used)) == 2
-    for rank in range(JOBS[job].cores):
-        weights, error = torch.load(folder_of(job) / f"rare{rank}.pt")
-        assert error == ""
-        assert_equal([weight.numpy() for weight in weights], [p.detach().numpy() for p in model.parameters()])
-
-
-@jobs("rare and told")
+@jobs("told")
 def test_several_ranks_are_told_of_a_parameter_without_a_gradient_on_xla(job: str, folder_of: Launched) -> None:
     for rank in range(JOBS[job].cores):
-        _, error = torch.load(folder_of(job) / f"rare{rank}.pt")
-        assert "pass find_unused_parameters=True to the optimizer" in error
+        assert "pass find_unused_parameters=True to the optimizer" in (folder_of(job) / f"rank{rank}").read_text()
+
+
+LAYOUTS = {cores: Layout(cores, by="plain", where="cores") for cores in (1, 2, 4)}
+
+
+@pytest.mark.parametrize(
+    ("cores", "name"),
+    [
+        pytest.param(
+            cores,
+            name,
+            marks=pytest.mark.slow("launches XLA") if cores == 2 else pytest.mark.nightly("launches another world"),
+        )
+        for cores, layout in LAYOUTS.items()
+        for name in features_of(layout)
+    ],
+)
+def test_replicas_make_the_updates_of_one_process_from_any_state(cores: int, name: str) -> None:
+    check(name, LAYOUTS[cores])

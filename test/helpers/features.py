@@ -1,0 +1,402 @@
+"""What a training may have beside batches that change. None of it depends on the world, nor on where a run resumes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+from torch.utils.checkpoint import checkpoint
+
+import variable_batch_size as vbs
+from helpers.models import Experts, Mixed, half_frozen
+from helpers.reference import ADAM, EQUATIONS, OPTIMIZERS, Array, Training, filled
+from helpers.worlds import ODD, Layout, Place, load, state_of
+
+LENGTHS = torch.tensor([3.0, 1, 4, 1, 5, 0, 0, 2, 6, 5]).double().repeat(5)  # tokens of the samples
+SOME = LENGTHS + 1
+NONE: dict[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A kind of training.
+
+    Attributes:
+        kind: the class of the optimizer.
+        options: further arguments of it.
+        sampling: further arguments of the sampler, in a world of a size.
+        model: what creates the model.
+        microbatch: what the loop does with a microbatch; it returns what `step()` has returned.
+        by_updates: whether the loop is over `vbs.updates`.
+        sizes: batch sizes.
+        tolerance: relative to the largest weight.
+        unlike: where it cannot be: "ddp", "sharded", "tensors", "threads", "cores".
+    """
+
+    kind: type[vbs.CustomOptimizer] = vbs.LinearRuleOptimizer
+    options: dict[str, Any] = field(default_factory=dict)
+    sampling: Callable[[int], dict[str, Any]] = lambda size: {}
+    model: Callable[[], nn.Module] | None = None
+    microbatch: Callable[[Run, list[int]], bool] | None = None
+    by_updates: bool = False
+    sizes: Sequence[int] = ODD
+    tolerance: float = 1e-12
+    unlike: tuple[str, ...] = ()
+
+    def fits(self, layout: Layout) -> bool:
+        """Return whether it can be trained over ranks of a layout."""
+        found = {layout.by, layout.where, "sharded" * layout.sharded, "tensors" * (layout.tensors > 1)}
+        return not found & {*self.unlike}
+
+    @property
+    def depends_on_cut(self) -> bool:
+        """Whether the result depends on how a step is cut into microbatches."""
+        equation = EQUATIONS.get(self.kind)
+        return bool(self.options.get("noise")) or (equation is not None and equation.depends_on_cut)
+
+    @property
+    def logs(self) -> bool:
+        """Whether the loop logs means."""
+        return self.microbatch is _logging or isinstance(self.microbatch, partial)
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether a state has the gradients of the last update, of FSDP2 their shards."""
+        return self.options.get("noise") == "differenced"
+
+
+class Run:
+    """A training of a feature, in a place.
+
+    Args:
+        feature: the feature.
+        place: the place.
+        raw: whether the loop calls `loss.backward()`, where that is allowed.
+        options: of the sampler and the training, in the place of those of the feature.
+    """
+
+    def __init__(self, feature: Feature, place: Place, *, raw: bool = False, **options: Any) -> None:
+        self.feature, self.place = feature, place
+        self.raw = raw and place.layout.by == "plain"
+        sampling = {"fixed_shape": place.layout.where == "cores", **feature.sampling(place.world.size)}
+        options["sampling"] = sampling | options.get("sampling", {})
+        model = None if feature.model is None else feature.model()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            self.training = place.training(
+                feature.kind, **{"sizes": feature.sizes, "model": model, **feature.options, **options}
+            )
+        self.optimizer, self.loss = self.training.optimizer, self.training.loss
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        self.overflows = {1, 4} if place.world.rank == 0 else set[int]()
+        self.logged: list[float] = []
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Call the one `backward()` or the other."""
+        loss.backward(**options) if self.raw else self.optimizer.backward(loss, **options)  # type: ignore[no-untyped-call]
+
+    def _microbatches(self) -> Iterable[list[int]]:
+        if not self.feature.by_updates:
+            return self.training.sampler  # type: ignore[return-value]
+        return (indices for update in vbs.updates(self.training.sampler, self.optimizer) for indices in update)  # type: ignore[arg-type]
+
+    def until(self, updates: int) -> Run:
+        """Train until this update, over any number of epochs."""
+        while self.optimizer.updates < updates:
+            for indices in self._microbatches():
+                before = self.optimizer.updates
+                made = (self.feature.microbatch or plainly)(self, indices)
+                if made and "loss" in self.optimizer.logged:
+                    self.logged.append(float(self.optimizer.logged["loss"]))
+                if before < self.optimizer.updates == updates:
+                    break
+        return self
+
+    def results(self) -> list[Array]:
+        """What must be the same: weights, progress, means and, if it is measured, the noise."""
+        self._meet()
+        return [*results(self.training), np.array([self.optimizer.lr_factor(), *self.logged])]
+
+    def state(self) -> Any:
+        """A state that can be loaded in another place; every rank has to call it."""
+        self._meet()
+        return state_of(self.training), [*self.logged]
+
+    def _meet(self) -> None:
+        """On XLA no replica may read its device while others compute."""
+        if self.place.layout.where == "cores":
+            self.place.backend.mark_step()
+            self.place.backend.barrier()  # type: ignore[attr-defined]
+
+    def load(self, state: Any) -> Run:
+        """Go on from a state."""
+        load(self.training, state[0])
+        self.logged = [*state[1]]
+        return self
+
+
+def results(run: Training) -> list[Array]:
+    """The weights, the progress and, if it is measured, the noise, which an error may not reach the weights through."""
+    numbers = np.array([run.optimizer.progress])
+    if run.optimizer._updater.gradient_noise is not None:
+        numbers = np.append(numbers, np.nan_to_num(np.array(astuple(run.optimizer.noise())), posinf=0))
+    return [*run.weights(), numbers]
+
+
+# What loops do with a microbatch. -------------------------------------------------------------------------------------
+
+
+def plainly(run: Run, indices: list[int]) -> bool:
+    run.backward(run.loss(indices))
+    return run.optimizer.step()
+
+
+def _logging(run: Run, indices: list[int]) -> bool:
+    loss, replay = run.loss(indices), run.optimizer.microbatch.samples == 0
+    run.backward(loss)
+    run.optimizer.log(loss=loss * torch.nan if replay else loss, hits=1)  # of a replay it may be anything
+    return run.optimizer.step()
+
+
+def _counting(run: Run, indices: list[int], of: Tensor = LENGTHS) -> bool:
+    own, lengths = run.training, of[indices].to(run.place.device)
+    of_token = (own.model(own.x[indices]) - own.target[indices]).square().sum(dim=1)
+    loss, tokens = (of_token * lengths).sum(), lengths.sum()
+    run.backward(loss)
+    run.optimizer.log(loss=loss / tokens.clamp(min=1))
+    return run.optimizer.step(count=int(tokens) if run.raw else tokens)
+
+
+def _scaled(run: Run, indices: list[int]) -> bool:
+    loss = run.loss(indices)
+    if run.optimizer.updates in run.overflows:
+        run.overflows.discard(run.optimizer.updates)
+        loss = loss * torch.inf
+    run.optimizer.backward(loss, scaler=run.scaler)
+    made = run.scaler.step(run.optimizer)
+    run.scaler.update()
+    return bool(made)
+
+
+def _several_losses(run: Run, indices: list[int]) -> bool:
+    loss = run.loss(indices)
+    run.backward(loss / 4, retain_graph=True)
+    run.backward(3 * loss / 4)
+    return run.optimizer.step()
+
+
+def _evaluating(run: Run, indices: list[int]) -> bool:
+    """Forwards that no backward follows."""
+    run.loss(indices)
+    run.backward(run.loss(indices))
+    with torch.no_grad():
+        run.loss(indices)
+    return run.optimizer.step()
+
+
+def _by_closure(run: Run, indices: list[int]) -> bool:
+    def closure() -> None:
+        if run.place.layout.by == "plain":
+            run.optimizer.zero_grad()
+        run.backward(run.loss(indices))
+
+    return run.optimizer.step(closure)
+
+
+def _clearing(run: Run, indices: list[int]) -> bool:
+    """As where another backward adds to the gradients."""
+    run.loss(indices).mul(7).backward()
+    run.optimizer.zero_grad()
+    return plainly(run, indices)
+
+
+def _freezing(run: Run, indices: list[int]) -> bool:
+    model: Any = run.training.model
+    model[0].requires_grad_(run.optimizer.updates in (2, 3, 6))
+    return plainly(run, indices)
+
+
+def _with_settings_of_fsdp2(run: Run, indices: list[int]) -> bool:
+    """What a loop for FSDP2 sets."""
+    model: Any = run.training.model
+    if run.place.layout.sharded and hasattr(model, "set_requires_gradient_sync"):
+        model.set_requires_gradient_sync(len(indices) % 2 > 0)
+        model.set_gradient_divide_factor(7.0)
+    return plainly(run, indices)
+
+
+# Models. --------------------------------------------------------------------------------------------------------------
+
+
+def _tied() -> nn.Module:
+    model: Any = filled(Experts())
+    model.common.weight = model.rare.weight
+    return model  # type: ignore[no-any-return]
+
+
+def _images() -> nn.Module:
+    """Parameters that are not contiguous, apart from `.grad`."""
+    own = nn.Sequential(nn.Unflatten(1, (3, 1, 1)), nn.Conv2d(3, 4, 3, padding=1), nn.Flatten(), nn.Linear(4, 2))
+    return filled(own.double()).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+
+
+class Deep(nn.Sequential):
+    """A network whose middle is computed again in backward, or compiled."""
+
+    plan: ClassVar[dict[str, Any]] = {
+        "0": ColwiseParallel(output_layouts=Replicate()),
+        "3": RowwiseParallel(input_layouts=Replicate()),
+    }
+
+    def __init__(self, recomputed: bool) -> None:
+        middle = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        super().__init__(nn.Linear(3, 4), middle, nn.Tanh(), nn.Linear(4, 2))
+        self.recomputed = recomputed
+        filled(self.double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, middle, tanh, last = self
+        x = first(x)
+        return last(tanh(checkpoint(middle, x, use_reentrant=False) if self.recomputed else middle(x)))  # type: ignore[no-any-return]
+
+
+def _compiled() -> nn.Module:
+    model: Any = Deep(recomputed=False)
+    model[1].compile(backend="aot_eager")
+    return model  # type: ignore[no-any-return]
+
+
+class OverSequence(nn.Sequential):
+    """A network over sequences of four, whose norm each rank of tensor parallelism computes for a part of them."""
+
+    plan: ClassVar[dict[str, Any]] = {
+        "0": ColwiseParallel(output_layouts=Shard(1)),
+        "1": SequenceParallel(),
+        "2": RowwiseParallel(input_layouts=Shard(1)),
+    }
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+        filled(self.double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        scales = torch.arange(1, 5, dtype=x.dtype)[:, None]  # (sequence, 1)
+        y: Tensor = super().forward(x[:, None] * scales)
+        return y.square().mean(1)
+
+
+class Phase(nn.Module):
+    """A complex parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rotation = nn.Parameter(torch.tensor([[1 + 1j, 2, 0], [1j, 0, -1]], dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x.to(torch.complex128), self.rotation).abs()
+
+
+def _inner(kind: Any, **own: Any) -> dict[str, Any]:
+    """An inner optimizer of two groups."""
+
+    def create(parameters: Any, **options: Any) -> torch.optim.Optimizer:
+        every = list(parameters)
+        groups = [{"params": every[0::2]}, {"params": every[1::2], "weight_decay": 0.0}]
+        return kind(groups, **options)  # type: ignore[no-any-return]
+
+    return {"inner": create, "hyperparameters": ADAM | own}
+
+
+# The features. --------------------------------------------------------------------------------------------------------
+
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"reduction": "sum"},
+    {"max_grad_norm": 0.5},
+    {"grad_norm": True},
+    {"noise": "microbatches"},
+    {"noise": "differenced"},
+)
+ADASCALE = Feature(vbs.AdaScaleOptimizer)
+UNUSED = Feature(options={"find_unused_parameters": True}, model=lambda: filled(Experts()), unlike=("sharded",))
+PAIR = {"rule": (vbs.rules.LinearRule(), vbs.rules.RootRule()), **_inner(torch.optim.AdamW)}
+
+
+def _features() -> Iterator[tuple[str, Feature]]:
+    for number, (name, kind) in enumerate(OPTIMIZERS.items()):  # each rule, with an option
+        own = OPTIONS[number % 4]
+        yield name, Feature(kind, own, unlike=("sharded",) if EQUATIONS[kind].squares else ())
+    for options in OPTIONS[1:]:
+        yield " ".join(map(str, *options.items())), Feature(options=options)
+        squares = {"ref_batchsize": 4, **options}
+        yield f"second moment {options}", Feature(vbs.InvariantAdamRuleOptimizer, squares, unlike=("sharded",))
+    yield "accumulated", Feature(options={"sharded_accumulation": False})
+    yield "means", Feature(microbatch=_logging)
+    yield "means, noise", replace(ADASCALE, microbatch=_logging)
+    sums = {"reduction": "sum", "max_grad_norm": 0.5}
+    yield "counts", Feature(vbs.ConstantOptimizer, sums, microbatch=partial(_counting, of=SOME))
+    # On a device that the host does not read an update without any is made.
+    yield "no counts", Feature(vbs.ConstantOptimizer, sums, microbatch=_counting, unlike=("cores",))
+    yield "scaled", Feature(vbs.RootRuleOptimizer, microbatch=_scaled, unlike=("cores",))
+    yield "scaled, noise", replace(ADASCALE, microbatch=_scaled, unlike=("cores",))
+    yield "several losses", Feature(microbatch=_several_losses, unlike=("ddp", "sharded"))
+    yield "evaluating", Feature(microbatch=_evaluating)
+    yield "closure", Feature(microbatch=_by_closure)
+    yield "zero_grad", Feature(microbatch=_clearing, unlike=("ddp", "sharded", "cores"))
+    yield "updates", Feature(by_updates=True)
+    yield "settings of FSDP2", Feature(microbatch=_with_settings_of_fsdp2)
+    for noise in (None, "microbatches", "differenced"):
+        options = {"noise": noise, "find_unused_parameters": True}
+        yield f"unused, {noise}", replace(UNUSED, options=options)
+        yield f"tied, {noise}", replace(UNUSED, options=options, model=_tied, unlike=("sharded", "cores"))
+    yield "half frozen", Feature(model=half_frozen, unlike=("tensors",))
+    yield "freezing", Feature(options={"find_unused_parameters": True}, model=half_frozen, microbatch=_freezing,
+                              unlike=("ddp", "sharded"))  # fmt: skip
+    yield "images", Feature(model=_images, unlike=("sharded", "cores"))
+    yield "images, noise", replace(ADASCALE, model=_images, unlike=("sharded", "cores"))
+    yield "complex", Feature(model=Phase, unlike=("ddp", "sharded", "cores"))
+    for dtype, tolerance in ((torch.bfloat16, 3e-2), (torch.float16, 4e-3), (torch.float32, 1e-5)):
+        halves = () if dtype is torch.float32 else ("ddp", "sharded", "cores")
+        yield (
+            str(dtype),
+            Feature(vbs.RootRuleOptimizer, {"dtype": dtype}, tolerance=tolerance, unlike=halves),
+        )
+    mixed = Feature(
+        model=lambda: filled(Mixed(torch.float32, torch.float64, torch.bfloat16)),
+        tolerance=2e-2,
+        unlike=("ddp", "sharded", "cores"),
+    )
+    yield "several dtypes", mixed
+    yield "several dtypes, noise", replace(mixed, kind=vbs.AdaScaleOptimizer)
+    yield "rule by group", Feature(vbs.CustomOptimizer, PAIR)
+    for name, own in {"foreach": {"foreach": True}, "fused": {"fused": True}, "plain": {"foreach": False}}.items():
+        yield f"AdamW {name}", Feature(options=_inner(torch.optim.AdamW, **own), unlike=("cores",))
+    yield "fused Adam", Feature(options=_inner(torch.optim.Adam, fused=True), unlike=("cores",))
+    for kind in (vbs.LinearRuleOptimizer, vbs.AdaScaleOptimizer):
+        yield f"recomputed {kind.__name__}", Feature(kind, model=lambda: Deep(recomputed=True), unlike=("cores",))
+        # torch 2.15 with tensor parallelism cannot compile again for a single row.
+        yield (
+            f"compiled {kind.__name__}",
+            Feature(kind, model=_compiled, sizes=(9, 8, 17, 12, 30, 9, 8, 17), unlike=("cores", "threads")),
+        )
+    for options in ({"max_grad_norm": 0.5}, {"noise": "microbatches"}, {"noise": "differenced"}):
+        yield f"over sequences {options}", Feature(options=options, model=OverSequence)
+    yield "speeds", Feature(sampling=_speeds, unlike=("cores", "tensors"))
+    yield "speeds, noise", replace(ADASCALE, sampling=_speeds, unlike=("cores", "tensors"))
+    yield "equal rounds", Feature(sampling=lambda size: {"equal_rounds": True}, sizes=(24, 26, 36, 14, 40, 10, 24, 26),
+                                     unlike=("cores",))  # fmt: skip
+
+
+def _speeds(size: int) -> dict[str, Any]:
+    return {"speeds": (3, 1, 2, 1, 5, 1, 1, 1)[:size]}
+
+
+FEATURES = dict(_features())

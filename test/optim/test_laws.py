@@ -1,0 +1,99 @@
+"""Every feature in every world: the updates are those of whole batches in one process, wherever a training resumes.
+
+`make fuzz` draws other pairs and more segments; test_contract.py compares the updates of one process with equations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers.features import FEATURES, Run
+from helpers.laws import check, features_of
+from helpers.properties import examples
+from helpers.reference import Array, assert_equal
+from helpers.worlds import ALONE, Layout, Place, alone
+from variable_batch_size.backend import Backend
+from variable_batch_size.testing import run_ranks
+
+SLOW, NIGHTLY = pytest.mark.slow("starts processes"), pytest.mark.nightly("starts processes")
+LAYOUTS = {
+    Layout(2, by="plain"): [],
+    Layout(3, by="plain"): [SLOW, pytest.mark.torch],
+    Layout(2, by="ddp"): [],
+    Layout(3, by="ddp"): [SLOW],
+    Layout(shards=2): [],
+    Layout(shards=3): [NIGHTLY],
+    Layout(2, 2): [NIGHTLY],
+    Layout(tensors=2): [NIGHTLY],
+    Layout(shards=2, tensors=2): [SLOW, pytest.mark.torch],
+    Layout(): [NIGHTLY],
+    Layout(2, tensors=2, by="plain"): [NIGHTLY],
+    Layout(8, by="plain"): [NIGHTLY],
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        pytest.param(layout, name, marks=marks, id=f"{layout}-{name}")
+        for layout, marks in LAYOUTS.items()
+        for name in features_of(layout)
+    ],
+)
+def test_processes_make_the_updates_of_one_from_any_state(layout: Layout, name: str) -> None:
+    check(name, layout)
+
+
+worlds = st.integers(1, 4)
+
+
+@given(
+    name=st.sampled_from(features_of(ALONE)),
+    sizes=st.lists(st.integers(1, 50), min_size=2, max_size=6),
+    minibatch_size=st.integers(1, 9),
+    fixed_shape=st.booleans(),
+    raw=st.booleans(),
+    stop=st.integers(1, 6),
+    before=worlds,
+    after=worlds,
+)
+@examples(600)
+def test_threads_make_the_updates_of_one_from_any_state(
+    name: str,
+    sizes: list[int],
+    minibatch_size: int,
+    fixed_shape: bool,
+    raw: bool,
+    stop: int,
+    before: int,
+    after: int,
+) -> None:
+    feature = replace(FEATURES[name], sizes=sizes)
+    if name == "equal rounds":
+        feature, fixed_shape, minibatch_size = FEATURES[name], False, 4
+    if name.startswith("second moment"):
+        minibatch_size = min(minibatch_size, 4)  # its reference, above which there must be several microbatches
+    end = len(feature.sizes)
+    stop = min(stop, end - 1)
+    how: dict[str, Any] = {"minibatch_size": minibatch_size, "sampling": {"fixed_shape": fixed_shape}}
+
+    def begin(backend: Backend) -> Any:
+        place = Place.of(Layout(before, by="plain", where="threads"), backend)
+        return Run(feature, place, raw=raw, **how).until(stop)
+
+    def resume(backend: Backend) -> list[Array]:
+        place = Place.of(Layout(after, by="plain", where="threads"), backend)
+        return Run(feature, place, raw=not raw, **how).load(state).until(end).results()
+
+    state = run_ranks(begin, before)[0].state()
+    whole = how if feature.depends_on_cut or fixed_shape else {"minibatch_size": 64}
+    right = Run(feature, alone(), **whole).until(end).results()
+    first, *others = run_ranks(resume, after)
+    assert_equal(first, right, feature.tolerance)
+    for other in others:
+        assert_equal(other, first, 0)
