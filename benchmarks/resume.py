@@ -137,9 +137,9 @@ def saves(size: str, folder: Path, repetitions: int) -> dict[str, list[float]]:
             alone.append(update_seconds())
         path = timed("blocked", lambda: checkpoint.save(wait=False))
         beside.append(update_seconds())
-        while not path.exists():
+        while not is_there(path):
             beside.append(update_seconds())
-        time.sleep(0.1)  # until the previous checkpoint is deleted
+        time.sleep(0.1)  # until the thread has ended
         took["alone"].append(median(alone[-3:]))
         took["beside"].append(sum(beside) / len(beside))
         beside.clear()
@@ -175,6 +175,12 @@ def saves(size: str, folder: Path, repetitions: int) -> dict[str, list[float]]:
             took = defaultdict(list, {name: times for name, times in took.items() if name.startswith("first")})
     checkpoint.close()
     return dict(took)
+
+
+def is_there(checkpoint: str) -> bool:
+    """Return whether all ranks have written it."""
+    ranks = int(checkpoint.rpartition("-")[2])
+    return all(Path(checkpoint, f"rank-{rank}.json").exists() for rank in range(ranks))
 
 
 def run_process(*arguments: object) -> Any:

@@ -8,8 +8,8 @@ is compared with `async_save` alone.
 The time that the call blocks rank 0 and the time until the checkpoint is published are measured; the second one of
 `async_save` ends when its future is done, after `.metadata` is written. All flush their files to disk: torch's
 `FileSystemWriter` does so by default (`sync_files=True`). The call of `async_save` includes the state dicts, because
-`save` collects them, too. No checkpoint is deleted or overwritten within these times. Disks and hosts of their own
-would only add to the gain of several ranks.
+`save` collects them, too. The time until it is published includes that in which the thread deletes an earlier
+checkpoint. Disks and hosts of their own would only add to the gain of several ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 import variable_batch_size as vbs
 from records import spread
 from results import record
-from resume import HIDDEN, build
+from resume import HIDDEN, build, is_there
 from variable_batch_size.checkpoint import shards
 
 TORCH = "torch.distributed.checkpoint.async_save with a caching stager"
@@ -66,7 +66,7 @@ def process(rank: int, world: int, address: str, folder: str, size: str, repetit
         """Save, and return the path and whether the checkpoint is published."""
         shards.SMALLEST = smallest[kind]
         path = checkpoints[kind].save(wait=False)
-        return path, path.exists
+        return Path(path), lambda: is_there(path)
 
     def save_by_torch() -> tuple[Path, Callable[[], bool]]:
         path = Path(folder) / "torch"
@@ -75,12 +75,10 @@ def process(rank: int, world: int, address: str, folder: str, size: str, repetit
         return path, lambda: pending.done() and pending.result() is not None
 
     def wait_for_deletion() -> None:
-        """Wait until torch's checkpoint and all but the newest ones of the others are deleted."""
+        """Wait until torch's checkpoint is deleted; a `Checkpoint` deletes earlier ones at its next save."""
         dist.barrier()
         if rank == 0:
             shutil.rmtree(Path(folder) / "torch", ignore_errors=True)
-        while any(sum(path.is_dir() for path in (Path(folder) / kind).iterdir()) > 1 for kind in checkpoints):
-            time.sleep(1e-2)
         time.sleep(0.2)  # until the threads have ended
 
     saves: dict[str, Callable[[], tuple[Path, Callable[[], bool]]]] = {kind: partial(save, kind) for kind in smallest}

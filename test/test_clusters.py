@@ -34,7 +34,7 @@ from helpers.jobs import (
 from helpers.kills import send
 from helpers.object_stores import s3
 from helpers.pages import DOCS, ROOT, commands
-from variable_batch_size.checkpoint.object_store import folder_at
+from variable_batch_size.checkpoint.folder import Folder, update_of
 
 __all__ = ["place", "started"]
 
@@ -218,7 +218,7 @@ def test_all_machines_exit_with_143_if_one_shuts_down(
     with s3(monkeypatch) as bucket:
         first = machines(place, bucket)
         started += first
-        wait_for(folder_at(f"{bucket}/a").entries, lambda: logs(place))
+        wait_for(Folder(f"{bucket}/a").names, lambda: logs(place))
         (launcher,) = children(first[0].pid)
         send(signal.SIGTERM, [first[0].pid, launcher, *children(launcher)])  # a machine that shuts down signals all
         assert [machine.wait(TIMEOUT) for machine in first] == [STOPPED, STOPPED], logs(place)
@@ -253,13 +253,13 @@ def train_with_another(
     member: Callable[[int], subprocess.Popen[bytes]],
 ) -> list[subprocess.Popen[bytes]]:
     """Let a second member of an elastic job join the first one, and return both when they have saved."""
-    entries = folder_at(folder).entries
+    names = Folder(folder).names
     started.append(member(0))
-    wait_for(entries, lambda: logs(place))
+    wait_for(names, lambda: logs(place))
     started.append(member(1))
     wait_for(lambda: "world 1 -> 2, batch size 32 -> 64" in logs(place), lambda: logs(place))
-    joined = entries()[0].update
-    wait_for(lambda: entries()[0].update > joined, lambda: logs(place))
+    joined = update_of(names()[0])
+    wait_for(lambda: update_of(names()[0]) > joined, lambda: logs(place))
     return started
 
 

@@ -66,7 +66,7 @@ def test_a_shell_loop_resumes_with_another_number_of_cores(
     assert re.findall(r"^(\d) x xla", output, re.MULTILINE) == ["2", "1"]
     assert "Warning" not in output
     assert re.search(
-        r"Checkpoint update-\d+ saved \d+\.\d\d s after SIGTERM; exiting with 143\.$", output, re.MULTILINE
+        r"Checkpoint update-\S+ saved \d+\.\d\d s after SIGTERM; exiting with 143\.$", output, re.MULTILINE
     )
     assert re.search(r"^samples +12,000$", output, re.MULTILINE)
 

@@ -127,7 +127,7 @@ def test_two_processes_make_the_updates_of_one_also_after_a_stop(
     send_in_microbatch(50, monkeypatch)
     with pytest.raises(SystemExit, match="143"):
         run_here(monkeypatch, STOPPED, *short, *TRACE, "--folder", stopped)
-    saved = re.match(r"Checkpoint (update-\d+) saved \d+\.\d\d s after SIGTERM; exiting with 143\.$", told(caplog)[-1])
+    saved = re.match(r"Checkpoint (update-\S+) saved \d+\.\d\d s after SIGTERM; exiting with 143\.$", told(caplog)[-1])
     assert saved is not None
     printed = run_processes(RESUMED, *short, *TRACE, "--folder", stopped)
     assert re.search(

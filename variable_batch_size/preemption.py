@@ -70,6 +70,12 @@ class Preemption:
         finally:
             self._forward = None
 
+    def _add(self, signum: signal.Signals) -> None:
+        """Handle one more signal."""
+        if signum not in self.signals:
+            self._previous_handlers[signum] = signal.signal(signum, self._record)
+            self.signals += (signum,)
+
     @staticmethod
     def shield(worker: int = 0) -> None:
         """Make a `DataLoader` worker ignore SIGTERM and SIGUSR1 unless its parent sends them.
@@ -154,6 +160,29 @@ class Preemption:
             self._forward(signum)
         if time.monotonic() - first_time >= _DUPLICATE_SECONDS:
             os._exit(EXIT_CODE)
+
+
+@final
+class Interrupts:
+    """Handles Ctrl-C as another signal that asks a training to save and exit, until `end()`.
+
+    Within a `Preemption` that handles it, until the end of that.
+
+    Raises:
+        RuntimeError: if this is not the main thread.
+    """
+
+    def __init__(self) -> None:
+        self._own = Preemption((signal.SIGINT,)) if _active is None else None
+        if self._own is not None:
+            self._own.__enter__()
+        elif _active is not None:
+            _active._add(signal.SIGINT)
+
+    def end(self) -> None:
+        """Let Ctrl-C do again what it did before."""
+        if self._own is not None:
+            self._own.__exit__(None, None, None)
 
 
 def active_preemption() -> Preemption | None:

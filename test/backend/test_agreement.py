@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 import subprocess
 import time
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import pytest
@@ -162,7 +159,6 @@ def test_little_is_left_in_the_store() -> None:
             if rank == 0:
                 agreement.publish("decision", number, "8")
             assert agreement.wait_for("decision", number) == "8"
-            agreement.report(f"save {number}", "done", range(size))
             if number % 10 == rank:
                 agreement.wish("stop")
             agreement.after_update(number, 0, ((("lr", float(number)),),))
@@ -176,7 +172,6 @@ def test_a_world_of_one_needs_no_store() -> None:
     assert agreement.gather("test", "alone") == ["alone"]
     assert agreement.run_on_all("test", lambda: "result") == ["result"]
     assert [agreement.any_rank("test", condition) for condition in (False, True)] == [False, True]
-    assert agreement.report("save", "done", [0]) == ["done"]
     agreement.publish("decision", 1, "8")
     for _ in range(2):
         agreement.after_update(1, 0, ())
@@ -255,35 +250,10 @@ def test_a_call_of_all_ranks_compares_where_they_are(values: list[int], which: s
 @given(st.lists(st.text(max_size=5), min_size=1, max_size=70))
 def test_ranks_learn_what_rank_0_tells_whenever_they_ask(told: list[str]) -> None:
     teller, other = agreements(2 * [dist.HashStore()])
-    assert other.poll("decision", 0) is None
     for number, text in enumerate(told):
         teller.publish("decision", number, text)
     recent = range(max(0, len(told) - 64), len(told))
     assert [other.wait_for("decision", number) for number in recent] == [told[number] for number in recent]
-    assert other.poll("decision", recent[-1]) == told[-1]
-
-
-@pytest.mark.parametrize("kind", ["hash", "tcp"])
-def test_the_last_rank_to_report_gets_all_reports_while_others_wait_in_a_call(kind: str) -> None:
-    """A thread of each rank reports by the connection that its training uses."""
-    size, number = 3, 40
-    server = dist.HashStore() if kind == "hash" else dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30))
-    ranks = agreements([server if kind == "hash" else server.clone() for _ in range(size)])
-
-    def write(rank: int, save: int) -> Any:
-        time.sleep(random.random() / 1000)
-        return ranks[rank].report(f"save {save}", f"{save} of {rank}", range(size))
-
-    def run(rank: int) -> list[Any]:
-        with ThreadPoolExecutor(1) as pool:
-            reports = [pool.submit(write, rank, save) for save in range(number)]
-            for step in range(number):
-                assert ranks[rank].gather("test", str(step)) == size * [str(step)]
-            return [report.result() for report in reports]
-
-    for save, found in enumerate(zip(*in_threads(run, size), strict=True)):
-        (reports,) = filter(None, found)
-        assert reports == [f"{save} of {rank}" for rank in range(size)]
 
 
 # ------------------------------------------------------------------------------------------------------ other processes

@@ -14,12 +14,11 @@ import torch
 from torch import nn
 
 import variable_batch_size as vbs
-from helpers.checkpoints import checkpoint, names, start
+from helpers.checkpoints import checkpoint, intact, path_of, start, updates
 from helpers.reference import SIZES, Training, assert_equal, training
 from helpers.sharded import always_sharded, wide
 from variable_batch_size.backend import Backend
 from variable_batch_size.checkpoint import tensor_file
-from variable_batch_size.checkpoint.manifest import file_name, verified_manifest
 from variable_batch_size.checkpoint.names import Names
 from variable_batch_size.testing import run_ranks
 
@@ -63,7 +62,7 @@ def test_a_background_save_holds_the_state_at_the_call(
         return state
 
     expected = tensors(run_ranks(train, world)[0])
-    found = tensors(vbs.read_checkpoint(tmp_path / f"update-0000000{stop}")["parts"])
+    found = tensors(vbs.read_checkpoint(path_of(tmp_path, stop))["parts"])
     assert len(expected) > 5
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
@@ -79,11 +78,12 @@ def test_save_returns_the_path_at_which_it_publishes(tmp_path: Path) -> None:
         first = saves.save(wait=False)
         run.run(1)
         second = saves.save(wait=False)
-        assert verified_manifest(first)
+        assert intact(first)
         third = saves.save()
         assert saves.latest == third
-    assert [path.name for path in (first, second, third)] == ["update-00000001", "update-00000002", "update-00000002-1"]
-    assert names(tmp_path) == ["update-00000001", "update-00000002-1"]
+    names = ["update-00000001-0001-1-1", "update-00000002-0001-2-1", "update-00000002-0001-3-1"]
+    assert [first, second, third] == [str(tmp_path / name) for name in names]
+    assert updates(tmp_path) == [1, 2]
 
 
 def test_restore_waits_for_the_background_save(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_close_waits_for_the_background_save(tmp_path: Path) -> None:
     saves = checkpoint(tmp_path, run, blob=nn.Linear(1000, 1000))
     saves.save(wait=False)
     saves.close()
-    assert verified_manifest(tmp_path / "update-00000001")
+    assert intact(path_of(tmp_path, 1))
     saves.close()
     with checkpoint(tmp_path, run):
         pass
@@ -130,8 +130,8 @@ saves.step()
     process = start(script, tmp_path)
     _, err = process.communicate(timeout=100)
     assert (process.returncode, err) == (3 if "3" in end else 0, "")
-    assert names(tmp_path) == ["update-00000001"]
-    assert verified_manifest(tmp_path / "update-00000001")
+    assert updates(tmp_path) == [1]
+    assert intact(path_of(tmp_path, 1))
 
 
 def test_a_failed_save_raises_even_while_another_exception_is_handled(
@@ -170,10 +170,10 @@ def test_the_error_of_a_write_is_raised_once_on_every_rank(
     """A close() without the other ranks warns of it."""
     whole, full, one_at_a_time = tensor_file.write, [True], threading.Lock()
 
-    def write(file: Any, name: str, *rest: Any) -> Any:
-        if full and file_name(failing) == name:
+    def write(file: Any, *rest: Any) -> Any:
+        if full and f"tensors-{failing}" in file.name:
             raise OSError(28, "No space left on device")
-        return whole(file, name, *rest)
+        return whole(file, *rest)
 
     monkeypatch.setattr(tensor_file, "write", write)
 
@@ -193,7 +193,7 @@ def test_the_error_of_a_write_is_raised_once_on_every_rank(
         once = "Checkpoint update-00000001 could not be written"
         assert [text.startswith(once) for text in told] == [True, False, True, False, *[True] * (rank == failing)], told
     full.clear()
-    assert names(tmp_path) == []
+    assert updates(tmp_path) == []
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -210,9 +210,9 @@ def test_a_state_dict_that_fails_on_one_rank_prevents_the_save_on_all(failing: i
             for save in (saves.save, saves.step, partial(saves.save, wait=False)):
                 errors.append(caught(save))
             run.optimizer.state_dict = state_dict  # type: ignore[method-assign]
-            assert names(tmp_path) == []
+            assert updates(tmp_path) == []
             saves.save()
         return errors
 
     assert run_ranks(run, 2) == 2 * [3 * ["'load a state first'"]]
-    assert names(tmp_path) == ["update-00000002"]
+    assert updates(tmp_path) == [2]

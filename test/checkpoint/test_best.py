@@ -15,20 +15,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import StepLR
 
-from helpers.checkpoints import STATE, checkpoint, names, told, truncate_state
+from helpers.checkpoints import STATE, checkpoint, names, path_of, told, truncate_state, updates
 from helpers.properties import examples
 from helpers.reference import Training, assert_equal, training
 from helpers.sudden_death import dying_after
 from variable_batch_size.backend import Backend
-from variable_batch_size.checkpoint.format import MANIFEST
+from variable_batch_size.checkpoint.folder import MANIFEST
 from variable_batch_size.testing import run_ranks
 
 LOSS = "min:loss"
 
 
-def facts(path: Path | None) -> dict[str, Any]:
+def facts(path: Path | str | None) -> dict[str, Any]:
     assert path is not None
-    found: dict[str, Any] = json.loads((path / MANIFEST).read_text())
+    found: dict[str, Any] = json.loads((Path(path) / MANIFEST).read_text())
     return found
 
 
@@ -54,9 +54,8 @@ def test_the_best_one_stays_beside_the_newest_ones(mode: str, tmp_path: Path) ->
             run.run(1)
             assert saves.report(loss=sign * value, other=1.5) == (update == best)
             saves.save()
-            assert saves.best == tmp_path / f"update-0000000{best}"
-            assert saves.latest is not None
-            assert saves.latest.name.startswith(f"update-0000000{update}")
+            assert (saves.best or "").startswith(f"{tmp_path}/update-0000000{best}-")
+            assert saves.latest == str(path_of(tmp_path, update))
     assert facts(saves.best)["metrics"] == {"loss": sign * 1.0, "other": 1.5}
     assert facts(saves.best)["best"] == f"{mode}:loss"
 
@@ -67,7 +66,7 @@ def test_a_value_that_is_not_finite_is_never_the_best(mode: str, value: float, t
     run = training().run(1)
     with checkpoint(tmp_path, run, best=f"{mode}:loss") as saves:
         assert not saves.report(loss=value)
-        assert names(tmp_path) == []
+        assert updates(tmp_path) == []
         assert saves.report(loss=1, other=value)
         assert facts(saves.save() and saves.best)["metrics"] == {"loss": 1.0, "other": None}
 
@@ -79,14 +78,14 @@ def test_a_checkpoint_of_the_same_update_is_marked_instead_of_written_again(tmp_
         assert not saves.step()
         run.run(1)
         assert saves.step()  # in a thread
-        state = tmp_path / "update-00000002" / STATE
         assert saves.report(loss=0.5)
+        state = path_of(tmp_path, 2) / STATE
         written = state.stat().st_mtime_ns
-        assert saves.best == tmp_path / "update-00000002"
+        assert saves.best == str(path_of(tmp_path, 2))
         assert not saves.report(loss=0.5)
         assert saves.report(loss=0.25)
         assert state.stat().st_mtime_ns == written
-        assert names(tmp_path) == ["update-00000002"]
+        assert updates(tmp_path) == [2]
         assert facts(saves.best)["metrics"] == {"loss": 0.25}
 
 
@@ -96,8 +95,8 @@ def test_the_best_one_stays_without_a_criterion_and_beside_that_of_another_one(t
         for _ in range(2):
             run.run(1)
             saves.save()
-        assert names(tmp_path) == ["update-00000002", "update-00000005"]
-        assert saves.best == tmp_path / "update-00000002"
+        assert updates(tmp_path) == [2, 5]
+        assert saves.best == str(path_of(tmp_path, 2))
         with pytest.raises(
             RuntimeError, match=r"^report\(\) was called on a Checkpoint that has no .*; pass for .* to it"
         ):
@@ -108,7 +107,7 @@ def test_the_best_one_stays_without_a_criterion_and_beside_that_of_another_one(t
         assert saves.report(accuracy=0.5, loss=0.7)
         run.run(1)
         saves.save()
-    assert names(tmp_path) == ["update-00000002", "update-00000005", "update-00000006"]
+    assert updates(tmp_path) == [2, 5, 6]
 
 
 @examples(20)
@@ -121,28 +120,28 @@ def test_the_best_one_stays_without_a_criterion_and_beside_that_of_another_one(t
 def test_the_kept_ones_are_the_best_and_the_newest(
     values: list[float], saved: list[str], keep: int, world: int
 ) -> None:
-    def train(folder: Path, backend: Backend) -> list[str]:
-        run, best, updates, others = training(backend=backend), math.inf, set[int](), set[int]()
+    def train(folder: Path, backend: Backend) -> list[int]:
+        run, best, made, others = training(backend=backend), math.inf, set[int](), set[int]()
         with checkpoint(folder, run, best=LOSS, keep=keep) as saves:
             for update, (value, how) in enumerate(zip(values, saved, strict=False), 1):
                 run.run(1)
                 if how:
                     saves.save(wait=how == "save")
-                    updates.add(update)
+                    made.add(update)
                 value = value if backend.world.rank == 0 else -1.0  # rank 0's counts
                 own = saves.report(loss=value)
                 if backend.world.rank == 0:
                     assert own == (value < best)
                 if own:
-                    updates.add(update)
+                    made.add(update)
                     others = {update}
                     best = value
-        newest = set(sorted(updates)[-keep:])
-        return [f"update-{update:08d}" for update in sorted(newest | others)]
+        newest = set(sorted(made)[-keep:])
+        return sorted(newest | others)
 
     with tempfile.TemporaryDirectory() as folder:
         for expected in run_ranks(lambda backend: train(Path(folder), backend), world):
-            assert names(Path(folder)) == expected
+            assert updates(Path(folder)) == expected
 
 
 # ------------------------------------------------------------------------------------------ deaths between operations
@@ -175,11 +174,11 @@ def test_there_is_an_intact_best_one_at_every_moment(
                     if update:
                         under_way = min(completed, values[update - 1])
                         saves.report(loss=values[update - 1])
-                        saves._publisher.raise_error("test")
+                        saves._saver.settle("test")
                         completed = under_way
                 saves.close()
             finally:
-                saves._folder.unlock()  # as the end of a process does
+                saves._folder.writer._stop()  # as the end of a process does
 
         for operations in (*deaths, math.inf):
             with dying_after(int(min(operations, 10**9))):
@@ -244,12 +243,16 @@ def test_a_damaged_best_one_is_skipped_with_a_warning(file: str, tmp_path: Path)
     reported(tmp_path, [0.5, 0.25])
     run = training()
     with checkpoint(tmp_path, run, best=LOSS) as saves:
-        (tmp_path / "update-00000002" / file).write_bytes(b"damaged")
-        with pytest.warns(RuntimeWarning, match=r"update-00000002 in .* is damaged .*; restoring update-00000001 inst"):
+        (path_of(tmp_path, 2) / file).write_bytes(b"damaged")
+        with pytest.warns(
+            RuntimeWarning, match=r"Damaged .*: update-00000002-.*; restoring update-00000001-0001-1-1 inst"
+        ):
             assert saves.restore(best=True)
-        assert saves.best == tmp_path / "update-00000001"
-        truncate_state(tmp_path / "update-00000001")
-        expected = r"no checkpoint with a reported value .* read: update-00000002 \(.*\), update-00000001 \(checksum "
+        assert saves.best == str(path_of(tmp_path, 1))
+        truncate_state(path_of(tmp_path, 1))
+        expected = (
+            r"no checkpoint with a reported value .* read: update-00000002\S+ \(.*\), update-00000001\S+ \(checksum "
+        )
         with pytest.raises(RuntimeError, match=expected + r".*\); restore\(\) takes the newest one"):
             saves.restore(best=True)
 
@@ -261,26 +264,26 @@ def test_a_training_that_continues_from_the_best_one_replaces_the_newer_ones(
     reported(tmp_path, [0.5, 0.25, 0.75])
     with checkpoint(tmp_path, training().run(4)) as saves:
         saves.save()
-    assert names(tmp_path) == ["update-00000002", "update-00000004"]
+    assert updates(tmp_path) == [2, 4]
 
     def resume(backend: Backend) -> None:
         run = training(backend=backend)
         with checkpoint(tmp_path, run, best=LOSS, keep=3) as saves:
             assert saves.restore(best=True)
-            assert names(tmp_path) == ["update-00000002", "update-00000004"]  # an evaluation deletes nothing
+            assert updates(tmp_path) == [2, 4]  # an evaluation deletes nothing
             run.run(1)
             assert not saves.report(loss=0.3)
             backend._gather_bytes(b"")
-            assert names(tmp_path) == ["update-00000002", "update-00000004"]
+            assert updates(tmp_path) == [2, 4]
             run.run(1)
             assert saves.report(loss=0.2)  # of update 4, and not that of the other branch
-        assert names(tmp_path) == ["update-00000002", "update-00000004"]
-        assert saves.best == tmp_path / "update-00000004"
+        assert updates(tmp_path) == [2, 4]
+        assert saves.best == str(path_of(tmp_path, 4))
 
     run_ranks(resume, world)
     (line,) = told(caplog)
-    assert line.endswith(f"epoch 0, {sum((20, 7))} samples, lost 2; the next save deletes update-00000004.")
-    assert facts(tmp_path / "update-00000004")["metrics"] == {"loss": 0.2}
+    assert line.endswith(f"epoch 0, {sum((20, 7))} samples, lost 2; the next save deletes update-00000004-0002-1-1.")
+    assert facts(path_of(tmp_path, 4))["metrics"] == {"loss": 0.2}
 
 
 def test_newer_ones_are_replaced_also_by_earlier_updates(tmp_path: Path) -> None:
@@ -292,7 +295,7 @@ def test_newer_ones_are_replaced_also_by_earlier_updates(tmp_path: Path) -> None
         assert saves.restore(best=True)
         run.run(1)
         saves.save()
-        assert names(tmp_path) == ["update-00000001", "update-00000002"]
+        assert updates(tmp_path) == [1, 2]
     with checkpoint(tmp_path, run) as saves:
         assert saves.restore()
         assert run.optimizer.updates == 2
@@ -335,7 +338,7 @@ def test_an_end_of_an_epoch_that_was_reported_is_done_once(saves_before: bool, t
 def test_rejects_a_wrong_criterion(text: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf'^best must be "min:" or "max:" and the name .*, got {text!r}; pass for'):
         checkpoint(tmp_path / "saved", training(), best=text)
-    assert names(tmp_path) == []
+    assert updates(tmp_path) == []
 
 
 def test_a_part_cannot_be_called_best(tmp_path: Path) -> None:
@@ -357,7 +360,7 @@ def test_rejects_wrong_reports(tmp_path: Path) -> None:
             RuntimeError, match=r"^report\(\) was called within an accumulation; call it after the last"
         ):
             saves.report(loss=1.0)
-    assert names(tmp_path) == []
+    assert updates(tmp_path) == []
 
 
 def no_space(*_: object) -> None:
@@ -388,4 +391,4 @@ def test_accepts_any_number_from_rank_0_and_nothing_from_others(value: Any, tmp_
             return saves.report(loss=value if backend.world.rank == 0 else None)
 
     assert run_ranks(train, 2) == [True, True]
-    assert facts(tmp_path / "update-00000001")["metrics"] == {"loss": 1.0}
+    assert facts(path_of(tmp_path, 1))["metrics"] == {"loss": 1.0}

@@ -18,14 +18,14 @@ import torch
 from torch import nn
 
 import variable_batch_size as vbs
-from helpers.checkpoints import STATE, checkpoint, names, two_saved
+from helpers.checkpoints import STATE, checkpoint, path_of, two_saved, updates
 from helpers.processes import run_job
 from helpers.reference import SIZES, Array, Training, assert_equal, training
 from helpers.xla_checkpoints import restore, save
 from helpers.xla_training import Case
 from variable_batch_size.backend import Backend
 from variable_batch_size.checkpoint import rng_states
-from variable_batch_size.checkpoint.format import MANIFEST
+from variable_batch_size.checkpoint.folder import MANIFEST
 from variable_batch_size.testing import run_ranks
 
 STOP = 3
@@ -169,17 +169,17 @@ def test_plain_values_of_all_types_are_restored(tmp_path: Path) -> None:
         expected = r"tensors and plain Python values, got a numpy\.float64 at part/deep/1; return"
         with pytest.raises(RuntimeError, match=expected):
             saves.save()
-    assert names(tmp_path) == ["update-00000001"]
+    assert updates(tmp_path) == [1]
 
 
 def test_the_manifest_holds_the_position_of_the_training(saved: Path) -> None:
-    facts = json.loads((saved / "update-00000002" / MANIFEST).read_text())
+    facts = json.loads((path_of(saved, 2) / MANIFEST).read_text())
     assert {name: facts[name] for name in ("epoch", "step", "samples", "updates")} == {
         **{"epoch": 0, "step": 2, "samples": sum(SIZES[:2]), "updates": 2}
     }
     assert facts["trace"] == training().sampler.batches.fingerprint()["trace"]
-    assert facts["files"][0]["bytes"] == (saved / "update-00000002" / STATE).stat().st_size
-    parts = vbs.read_checkpoint(saved / "update-00000002")["parts"]
+    assert facts["file"]["bytes"] == (path_of(saved, 2) / STATE).stat().st_size
+    parts = vbs.read_checkpoint(path_of(saved, 2))["parts"]
     assert set(parts) == set(facts["state"]) == {"model", "optimizer", "sampler"}
     assert parts["model"]._metadata == training().model.state_dict()._metadata  # type: ignore[attr-defined]
 
@@ -202,7 +202,7 @@ def test_rejects_missing_and_unknown_parts_by_name(saved: Path) -> None:
 def test_rejects_another_model_before_anything_changes(saved: Path) -> None:
     run = training(model=nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double())
     weights = [weight.copy() for weight in run.weights()]
-    expected = r"update-00000002 is of another model: the shape of 0.weight is \(4, 3\) in it and \(5, 3\) here; create"
+    expected = r"update-00000002\S+ is of another model: the shape of 0.weight is \(4, 3\) in it and \(5, 3\) here; cr"
     with checkpoint(saved, run) as saves, pytest.raises(RuntimeError, match=expected):
         saves.restore()
     assert_equal(run.weights(), weights, 0)
@@ -224,8 +224,8 @@ def test_warns_of_other_dtypes_and_names_a_tensor(
         return run
 
     expected = (
-        rf"update-00000001 is converted to other dtypes: 0.weight \(and 3 others\) is {before} in it and {after} here, "
-        rf"so that .*; create .* by model.to\({before}\)$"
+        rf"update-00000001\S+ is converted to other dtypes: 0.weight \(and 3 others\) is {before} in it and {after} "
+        rf"here, so that .*; create .* by model.to\({before}\)$"
     )
     with pytest.warns(UserWarning, match=expected) as warned:
         runs = run_ranks(restore, world)
@@ -245,10 +245,10 @@ def test_rejects_another_trace_before_anything_changes(saved: Path) -> None:
 
 def test_a_new_training_does_not_save_beside_later_checkpoints(saved: Path) -> None:
     run = training().run(1)
-    expected = "update-00000002 is ahead of this training, which has made 1 updates; restore"
+    expected = "update-00000002-0001-2-1 is ahead of this training, which has made 1 updates; restore"
     with checkpoint(saved, run, keep=1) as saves, pytest.raises(RuntimeError, match=expected):
         saves.save()
-    assert names(saved) == ["update-00000001", "update-00000002"]
+    assert updates(saved) == [1, 2]
 
 
 def test_save_within_an_accumulation_raises_on_every_rank(tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ def test_save_within_an_accumulation_raises_on_every_rank(tmp_path: Path) -> Non
     run_ranks(train, 2)
     assert len(errors) == 2
     assert all("must be called between steps" in text for text in errors)
-    assert names(tmp_path) == []
+    assert updates(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_rejects_a_wrong_argument(name: str, value: Any, error: type[Exception],
     arguments: dict[str, Any] = {"model": run.model, "optimizer": run.optimizer, name: value}
     with pytest.raises(error, match=f"^{name} must be .*; pass"):
         vbs.Checkpoint(tmp_path, **arguments)
-    assert names(tmp_path) == []
+    assert updates(tmp_path) == []
 
 
 # ------------------------------------------------------------------------------------------------------- real processes

@@ -19,12 +19,10 @@ import torch
 from torch import nn
 
 import variable_batch_size as vbs
-from helpers.checkpoints import STATE, checkpoint, names, start, truncate_state, two_saved
+from helpers.checkpoints import STATE, checkpoint, names, path_of, start, truncate_state, two_saved, updates
 from helpers.reference import training
 from variable_batch_size.backend import Backend
-from variable_batch_size.checkpoint import format
-from variable_batch_size.checkpoint.format import MANIFEST
-from variable_batch_size.checkpoint.manifest import verified_manifest
+from variable_batch_size.checkpoint.folder import MANIFEST, sealed
 from variable_batch_size.testing import run_ranks
 
 
@@ -36,73 +34,54 @@ def saved(tmp_path: Path) -> Path:
 # --------------------------------------------------------------------------------------------------- damage is detected
 
 
-def test_detects_a_truncated_extended_or_missing_file(saved: Path) -> None:
-    folder = saved / "update-00000002"
-    assert verified_manifest(folder) is not None
-    for file in (folder / STATE, folder / MANIFEST):
-        contents = file.read_bytes()
-        for length in {*range(0, len(contents), 4096), len(contents) - 1}:
-            file.write_bytes(contents[:length])
-            assert verified_manifest(folder) is None, (file, length)
-        file.write_bytes(contents + b"\0")
-        assert verified_manifest(folder) is None
-        file.unlink()
-        assert verified_manifest(folder) is None
-        file.write_bytes(contents)
-    assert verified_manifest(folder) is not None
+def without_tensors(path: Path) -> None:
+    (path / STATE).unlink()
 
 
-def test_detects_a_flipped_bit(saved: Path) -> None:
-    seed = 20
-    print("seed", seed)
-    rng, folder = random.Random(seed), saved / "update-00000002"
-    files = {name: bytearray((folder / name).read_bytes()) for name in (STATE, MANIFEST)}
-    for index in range(1000):
-        name = MANIFEST if index % 4 == 0 else STATE
-        contents, bit = files[name], rng.randrange(8 * len(files[name]))
-        contents[bit // 8] ^= 1 << bit % 8
-        (folder / name).write_bytes(contents)
-        assert verified_manifest(folder) is None, (seed, name, bit)
-        contents[bit // 8] ^= 1 << bit % 8
-        (folder / name).write_bytes(contents)
-    assert verified_manifest(folder) is not None
+def longer(path: Path) -> None:
+    with (path / STATE).open("ab") as file:
+        file.write(b"\0")
 
 
-def without_manifest(folder: Path) -> None:
-    (folder / MANIFEST).unlink()
+def a_list_as_json(path: Path) -> None:
+    (path / MANIFEST).write_text("[1, 2]")
 
 
-def a_file_instead_of_a_folder(folder: Path) -> None:
-    shutil.rmtree(folder)
-    folder.write_text("not a folder")
+def the_json_of_another_one(path: Path) -> None:
+    for name in (MANIFEST, STATE):  # both are intact, and belong together
+        shutil.copy(path_of(path.parent, 1) / name, path / name)
+    text = (path / MANIFEST).read_text()
+    (path / MANIFEST).write_text(text.replace("0.02", "0.03", 1))
 
 
-def a_list_as_manifest(folder: Path) -> None:
-    (folder / MANIFEST).write_text("[1, 2]")
-
-
-DAMAGES = [truncate_state, without_manifest, a_file_instead_of_a_folder, a_list_as_manifest]
+DAMAGES = [truncate_state, without_tensors, longer, a_list_as_json, the_json_of_another_one]
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 def test_restores_the_checkpoint_before_a_damaged_one(damage: Callable[[Path], None], saved: Path) -> None:
-    damage(saved / "update-00000002")
+    damage(path_of(saved, 2))
     run = training()
     with checkpoint(saved, run) as saves:
-        expected = r"^Checkpoint update-00000002 in .* is damaged .*; restoring update-00000001 instead$"
+        expected = r"^Damaged checkpoints in .*: update-00000002-0001-2-1 \(.*; restoring update-00000001-\S+ instead$"
         with pytest.warns(RuntimeWarning, match=expected):
             assert saves.restore()
-        assert saves.latest == saved / "update-00000001"
+        assert saves.latest == str(path_of(saved, 1))
         assert run.optimizer.updates == 1
         run.run(1)
-        saves.save()  # the same update as the damaged one, which it replaces if that is known to be a checkpoint
-        kept = [] if damage is truncate_state else ["update-00000002"]
-        assert names(saved) == ["update-00000001", *kept, "update-00000002-1"]
-        resumed = training()
-        saves.close()
-        with checkpoint(saved, resumed) as other:
-            assert other.restore()
-        assert resumed.optimizer.updates == 2
+        saves.save()  # the same update as the damaged one, which it replaces
+        assert updates(saved) == [1, 2]
+
+
+def test_a_checkpoint_without_the_json_of_a_rank_is_not_there(saved: Path) -> None:
+    (path_of(saved, 2) / MANIFEST).unlink()
+    assert updates(saved) == [1]
+    run = training()
+    with checkpoint(saved, run) as saves:
+        assert saves.restore()
+        run.run(1)
+        saves.save()
+    assert updates(saved) == [1, 2]
+    assert len(names(saved)) == 2
 
 
 def test_an_empty_folder_has_no_checkpoint(tmp_path: Path) -> None:
@@ -115,7 +94,7 @@ def test_an_empty_folder_has_no_checkpoint(tmp_path: Path) -> None:
 def test_a_training_does_not_begin_again_because_all_checkpoints_are_damaged(world: int, saved: Path) -> None:
     for name in names(saved):
         truncate_state(saved / name)
-    reasons = r"update-00000002 \(checksum mismatch of .*\), update-00000001 \(checksum .*\); copy intact ones there"
+    reasons = r"update-00000002\S+ \(checksum mismatch of .*\), update-00000001\S+ \(checksum .*\); copy an intact"
 
     def train(backend: Backend) -> None:
         run = training(backend=backend)
@@ -135,18 +114,28 @@ def test_a_required_checkpoint_that_is_absent_is_an_error(tmp_path: Path) -> Non
         saves.restore(required=True)
 
 
-def test_a_checkpoint_of_another_version_is_named_and_stays(saved: Path) -> None:
-    file = saved / "update-00000002" / MANIFEST
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"version": 2}))
-    run, before = training(), names(saved)
-    with (
-        checkpoint(saved, run) as saves,
-        pytest.raises(RuntimeError, match=r"update-00000002 .* version 2 .* newer var"),
-    ):
-        saves.restore()
-    assert names(saved) == before
-    with pytest.raises(ValueError, match=r"version 2"):
+def test_a_checkpoint_of_a_later_version_is_named_and_stays(saved: Path) -> None:
+    file = path_of(saved, 2) / MANIFEST
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"version": 3}))
+    before, told = names(saved), r"must have version 2 of the format vbs-checkpoint, got version 3; install the release"
+    with pytest.raises(ValueError, match=told):
         vbs.read_checkpoint(saved)
+    with checkpoint(saved, training()) as saves, pytest.raises(RuntimeError, match=told):
+        saves.restore()
+    with checkpoint(saved, training().run(3), keep=1) as saves, pytest.raises(RuntimeError, match=told):
+        saves.save()
+    assert {*before} <= {*names(saved)}
+
+
+def test_checkpoints_of_version_1_are_named_and_stay(tmp_path: Path) -> None:
+    (tmp_path / "update-00000003").mkdir()
+    (tmp_path / "update-00000003" / "checkpoint.json").write_text('{"format": "vbs-checkpoint", "version": 1}')
+    told = r"Checkpoint .*/update-00000003 must have version 2 of .*, got version 1; finish that training with the rel"
+    with checkpoint(tmp_path, training()) as saves, pytest.raises(RuntimeError, match=told):
+        saves.restore()
+    with pytest.raises(ValueError, match=told):
+        vbs.read_checkpoint(tmp_path)
+    assert names(tmp_path) == ["update-00000003"]
 
 
 class Trap:
@@ -160,7 +149,7 @@ class Trap:
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("form", ["pickle 2", "pickle 4", "torch"])
 def test_nothing_in_a_checkpoint_is_executed(form: str, saved: Path, tmp_path: Path) -> None:
-    folder, trap, protocol = saved / "update-00000002", tmp_path / "executed", int(form.partition(" ")[2] or 2)
+    folder, trap, protocol = path_of(saved, 2), tmp_path / "executed", int(form.partition(" ")[2] or 2)
     if form.startswith("pickle"):
         (folder / STATE).write_bytes(pickle.dumps(Trap(trap), protocol=protocol))
         pickle.loads((folder / STATE).read_bytes())
@@ -170,13 +159,13 @@ def test_nothing_in_a_checkpoint_is_executed(form: str, saved: Path, tmp_path: P
         (tmp_path / "state.pt").replace(folder / STATE)
     trap.unlink()  # which is created where it is executed
     contents = (folder / STATE).read_bytes()
-    file = {"name": STATE, "bytes": len(contents), "header": hashlib.sha256(contents).hexdigest()}
     facts = json.loads((folder / MANIFEST).read_text())
     del facts["seal"]
-    (folder / MANIFEST).write_text(format.dumps({**facts, "files": [file], "tensors": {}}))
-    assert verified_manifest(folder) is not None  # else the state is not opened
+    file = {"bytes": len(contents), "header": len(contents), "sha256": hashlib.sha256(contents).hexdigest()}
+    file["chunks"] = facts["file"]["chunks"]
+    (folder / MANIFEST).write_text(sealed({**facts, "file": file}))  # else the state is not opened
     run = training()
-    with checkpoint(saved, run) as saves, pytest.warns(RuntimeWarning, match="restoring update-00000001"):
+    with checkpoint(saved, run) as saves, pytest.warns(RuntimeWarning, match="restoring update-00000001-"):
         assert saves.restore()
     assert run.optimizer.updates == 1
     assert not trap.exists()
@@ -225,7 +214,7 @@ def train(backend):
                 saves.save()
             except RuntimeError as error:
                 errors.append(str(error))
-            assert names(folder) == ["update-00000001"], names(folder)
+            assert updates(folder) == [1]
         backend._gather_bytes(b"")
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         saves.save()
@@ -233,11 +222,11 @@ def train(backend):
 
 
 errors = run_ranks(train, 2)
-print(names(folder), [len(rank) for rank in errors], *{text for rank in errors for text in rank}, sep="\\n")
+print(updates(folder), [len(rank) for rank in errors], *{text for rank in errors for text in rank}, sep="\\n")
 """
     out, err = start(script, tmp_path).communicate(timeout=100)
     listing, numbers, text = out.splitlines()
-    assert (listing, numbers, err) == ("['update-00000001', 'update-00000002']", "[6, 6]", "")
+    assert (listing, numbers, err) == ("[1, 2]", "[6, 6]", "")
     assert text == FULL.format(2, tmp_path)
 
 
@@ -268,7 +257,7 @@ def train(backend):
             call()
         except RuntimeError as error:
             errors.append(f"{call.__name__}: {error}")
-        assert names(folder) == ["update-00000001"], names(folder)
+        assert updates(folder) == [1]
 
     def step():
         run.run(1)
@@ -288,12 +277,12 @@ def train(backend):
 
 errors = run_ranks(train, 2)
 assert errors[0] == errors[1]
-print(names(folder), *errors[0], sep="\\n")
+print(updates(folder), *errors[0], sep="\\n")
 """
     out, err = start(script, tmp_path).communicate(timeout=100)
     calls = [("save", 2), ("restore", 2), ("step", 2), ("close", 3)]
     texts = [f"{call}: {FULL.format(update, tmp_path)}" for call, update in calls]
-    assert (out.splitlines(), err) == (["['update-00000001', 'update-00000003']", *texts], "")
+    assert (out.splitlines(), err) == (["[1, 3]", *texts], "")
 
 
 @pytest.mark.slow("starts processes")
@@ -354,19 +343,25 @@ with checkpoint(folder, run, every=1, blob=torch.nn.Linear(700, 700)) as saves:
     run.run(1)
     with checkpoint(tmp_path, run, blob=nn.Linear(700, 700)) as saves:
         saves.save()
-    assert all(name.startswith("update-") for name in names(tmp_path))
+    assert len(names(tmp_path)) == len(updates(tmp_path))
 
 
-def test_leftovers_of_a_killed_writer_are_ignored_and_deleted(saved: Path) -> None:
-    shutil.copytree(saved / "update-00000002", saved / ".update-00000003.part")
-    (saved / ".update-00000001.old").mkdir()
+def test_leftovers_of_a_killed_writer_are_ignored_and_deleted_and_files_of_others_stay(saved: Path) -> None:
+    left = saved / "update-00000003-0001-3-2"
+    shutil.copytree(path_of(saved, 2), left)  # of which rank 1 has not written
+    (saved / "update-00000007-0001-9-1").mkdir()
+    others = ["update-00000009", "update-notes.txt", "best.pt", "update-00000001-0001-1-1/notes.txt", "rank-0.json.txt"]
+    for name in others:
+        (saved / name).write_text("of the user")
     run = training()
-    with checkpoint(saved, run) as saves:
+    with checkpoint(saved, run, keep=1) as saves:
         assert saves.restore()
         assert run.optimizer.updates == 2
         run.run(1)
         saves.save()
-    assert names(saved) == ["update-00000002", "update-00000003"]
+    assert updates(saved) == [3]
+    assert len(names(saved)) == 2 + len(others) - 1
+    assert all((saved / name).read_text() == "of the user" for name in others)
 
 
 def test_rejects_different_folders_on_different_ranks(tmp_path: Path) -> None:
@@ -380,5 +375,5 @@ def test_rejects_different_folders_on_different_ranks(tmp_path: Path) -> None:
             saves.restore()
 
     run_ranks(save, 2)
-    with pytest.raises(RuntimeError, match=r"update-00000001 on rank 1 differs from the one on rank 0"):
+    with pytest.raises(RuntimeError, match=r"update-00000001\S+ on rank 1 differs from the one on rank 0"):
         run_ranks(restore, 2)

@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 
 import variable_batch_size as vbs
-from helpers.checkpoints import checkpoint, messages, names, start, told
+from helpers.checkpoints import checkpoint, messages, start, told, updates
 from helpers.reference import SIZES, training
 from variable_batch_size.backend import Backend
 from variable_batch_size.checkpoint import notices, tensor_file
 from variable_batch_size.testing import run_ranks
 
 RESTORED = (
-    f"Checkpoint update-00000002 restored: batch size {SIZES[1]} -> {SIZES[2]}, update 2, epoch 0, {sum(SIZES[:2])} "
-    f"samples, lost {{}}."
+    f"Checkpoint update-00000002-0001-1-1 restored: batch size {SIZES[1]} -> {SIZES[2]}, update 2, epoch 0, "
+    f"{sum(SIZES[:2])} samples, lost {{}}."
 )
-NEWEST = "Checkpoint update-00000002 is the newest one; {}; restore() resumes from it."
+NEWEST = "Checkpoint update-00000002-0001-1-1 is the newest one; {}; restore() resumes from it."
 
 
 @pytest.mark.slow("starts torchrun")
@@ -51,30 +51,30 @@ with checkpoint(folder / "saved", run, every=2) as saves:
     errors = [process.communicate(timeout=100)[1] for process in ranks]
     assert [process.returncode for process in ranks] == [1, -signal.SIGKILL]
     lines = [line for line in messages(errors[0]) if "Checkpoint" in line]
-    assert lines == [NEWEST.format("1 later update is lost")], errors[0]
+    assert lines == [NEWEST.format("1 update is lost")], errors[0]
     assert "by peer" in errors[0]  # what gloo says of the connection
 
 
 @pytest.mark.parametrize("end", ["with", "finally"])
 @pytest.mark.parametrize(
-    ("updates", "line"),
+    ("made", "line"),
     [
         (0, None),
         (1, "No checkpoint is in {folder}; 1 update is lost, and the training has to begin again."),
         (2, NEWEST.format("no update is lost")),
-        (3, NEWEST.format("1 later update is lost")),
-        (4, NEWEST.format("2 later updates are lost")),
+        (3, NEWEST.format("1 update is lost")),
+        (4, NEWEST.format("2 updates are lost")),
     ],
 )
 def test_an_exception_tells_rank_0_what_to_resume_from(
-    updates: int, line: str | None, end: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    made: int, line: str | None, end: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def train(backend: Backend) -> None:
         run = training(backend=backend)
         saves = checkpoint(tmp_path, run)
 
         def loop() -> None:
-            for update in range(1, updates + 1):
+            for update in range(1, made + 1):
                 run.run(1)
                 if update == 2:
                     saves.save(wait=False)
@@ -112,14 +112,16 @@ def test_an_end_that_was_asked_for_says_nothing(
     assert told(caplog) == []
 
 
-@pytest.mark.parametrize("asked", [False, True])
-def test_ctrl_c_saves_where_preemption_is_asked_to_and_tells_what_is_lost_elsewhere(
-    asked: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("by", ["", "preemption", "checkpoint", "both"])
+def test_ctrl_c_saves_where_it_is_asked_to_and_tells_what_is_lost_elsewhere(
+    by: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    preemption = vbs.Preemption(signals=(signal.SIGINT,)) if asked else nullcontext()
-    run = training()
+    signals = (signal.SIGTERM,) if by == "both" else (signal.SIGINT,)
+    preemption = vbs.Preemption(signals) if by in ("preemption", "both") else nullcontext()
+    run, asked = training(), by != ""
+    options: dict[str, Any] = {"on_interrupt": "save"} if by in ("checkpoint", "both") else {}
     expected = pytest.raises(SystemExit if asked else KeyboardInterrupt)
-    with expected, preemption, checkpoint(tmp_path, run) as saves:
+    with expected, preemption, checkpoint(tmp_path, run, **options) as saves:
         for _ in range(1000):
             run.run(1)
             saves.step()
@@ -127,11 +129,16 @@ def test_ctrl_c_saves_where_preemption_is_asked_to_and_tells_what_is_lost_elsewh
                 saves.save()
             if run.optimizer.updates == 3:
                 os.kill(os.getpid(), signal.SIGINT)
-    saved = f"update-{run.optimizer.updates:08d}"
-    assert (saved in names(tmp_path)) == asked
-    assert told(caplog)[-1].startswith(
-        f"Checkpoint {saved} saved" if asked else NEWEST.format("1 later update is lost")
-    )
+    assert (run.optimizer.updates in updates(tmp_path)) == asked
+    saved = f"Checkpoint update-{run.optimizer.updates:08d}-0001-2-1 saved"
+    assert told(caplog)[-1].startswith(saved if asked else NEWEST.format("1 update is lost"))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_another_wish_for_ctrl_c_is_refused(tmp_path: Path) -> None:
+    wrong: Any = "stop"
+    with pytest.raises(ValueError, match=r"^on_interrupt must be \"save\" or None, got 'stop'; pass one of these$"):
+        checkpoint(tmp_path, training(), on_interrupt=wrong)
 
 
 def test_only_updates_since_the_restore_are_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -139,22 +146,22 @@ def test_only_updates_since_the_restore_are_lost(tmp_path: Path, caplog: pytest.
         with checkpoint(tmp_path, training().run(2), best="min:loss") as saves:
             saves.report(loss=1)
 
-    def fail(updates: int, after: Callable[[Any], object]) -> list[str]:
+    def fail(made: int, after: Callable[[Any], object]) -> list[str]:
         run = training()
         with pytest.raises(KeyError), checkpoint(tmp_path, run) as saves:  # noqa: PT012
             after(saves)
-            run.run(updates)
+            run.run(made)
             raise KeyError
         return told(caplog)
 
     save()
     assert fail(0, lambda saves: saves.restore()) == [RESTORED.format(0)]
-    assert fail(3, lambda saves: saves.restore()) == [RESTORED.format(0), NEWEST.format("3 later updates are lost")]
+    assert fail(3, lambda saves: saves.restore()) == [RESTORED.format(0), NEWEST.format("3 updates are lost")]
     assert fail(0, lambda saves: saves.restore()) == [RESTORED.format(3)]
     assert fail(1, lambda saves: saves.latest) == []  # the folder is that of another training
     assert fail(1, lambda saves: saves.restore(best=True)) == [
         RESTORED.format(0),
-        "Checkpoint update-00000002 is the best one; 1 later update is lost; restore(best=True) resumes from it.",
+        "Checkpoint update-00000002-0001-1-1 is the best one; 1 update is lost; restore(best=True) resumes from it.",
     ]
 
 
@@ -170,7 +177,7 @@ def test_what_cannot_be_written_is_not_named(
     saves.save(wait=False)
     with pytest.warns(RuntimeWarning, match="update-00000003 could not be written"), pytest.raises(KeyError), saves:
         raise KeyError
-    assert told(caplog) == [NEWEST.format("1 later update is lost")]
+    assert told(caplog) == [NEWEST.format("1 update is lost")]
 
 
 def test_rank_0_says_once_what_was_restored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -220,12 +227,3 @@ def test_an_interval_without_step_is_told(every: int | timedelta | None, steps: 
 def test_saves_of_the_loop_need_no_step(tmp_path: Path) -> None:
     with checkpoint(tmp_path, training().run(2), every=1) as saves:
         saves.save()
-
-
-def test_the_newer_ones_that_will_be_deleted_are_named() -> None:
-    newer = ["update-00000003", "update-00000002"]
-    line = notices.restored(Path("update-00000001"), (0, 2), (8, 8), (1, 3, 12800), 7, newer)
-    assert line == (
-        "Checkpoint update-00000001 restored: update 1, epoch 3, 12800 samples, lost 7; the next save deletes "
-        "update-00000003, update-00000002."
-    )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import variable_batch_size as vbs
-from helpers.checkpoints import checkpoint, truncate_state, two_saved
+from helpers.checkpoints import checkpoint, path_of, truncate_state, two_saved
 from helpers.reference import training
 
 
@@ -24,18 +24,18 @@ def updates(contents: dict[str, Any]) -> int:
 
 def test_the_folder_of_a_training_stands_for_its_newest_checkpoint(tmp_path: Path) -> None:
     folder = two_saved(tmp_path)
-    assert updates(vbs.read_checkpoint(folder)) == updates(vbs.read_checkpoint(folder / "update-00000002")) == 2
-    assert updates(vbs.read_checkpoint(str(folder / "update-00000001"))) == 1
+    assert updates(vbs.read_checkpoint(folder)) == updates(vbs.read_checkpoint(path_of(folder, 2))) == 2
+    assert updates(vbs.read_checkpoint(str(path_of(folder, 1)))) == 1
 
 
 def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path: Path) -> None:
     folder = two_saved(tmp_path)
-    newest, older = folder / "update-00000002", folder / "update-00000001"
+    newest, older = path_of(folder, 2), path_of(folder, 1)
     truncate_state(newest)
     with pytest.warns(RuntimeWarning, match=rf"^Skipped damaged checkpoints: {newest} \(checksum .*; reading {older}$"):
         assert updates(vbs.read_checkpoint(tmp_path)) == 1
     truncate_state(older)
-    with pytest.raises(ValueError, match=r"^path must be .*update-00000002 \(.*update-00000001 \(.*; pass another"):
+    with pytest.raises(ValueError, match=r"^path must be .*update-00000002\S+ \(.*update-00000001\S+ \(.*; pass an"):
         vbs.read_checkpoint(tmp_path)
 
 
@@ -53,7 +53,7 @@ def test_reads_the_best_checkpoint(mode: str, best: int, tmp_path: Path) -> None
 
 def test_best_needs_a_reported_value(tmp_path: Path) -> None:
     folder = two_saved(tmp_path)
-    for path in (folder, folder / "update-00000002"):
+    for path in (folder, path_of(folder, 2)):
         with pytest.raises(ValueError, match=r"^best=True needs the folder of a training .*, got .*; pass best=\"min:"):
             vbs.read_checkpoint(path, best=True)
 

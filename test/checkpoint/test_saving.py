@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from helpers.checkpoints import checkpoint, names, start, truncate_state
+from helpers.checkpoints import checkpoint, names, path_of, start, truncate_state, updates
 from helpers.reference import training
 from variable_batch_size.backend import Backend
 from variable_batch_size.checkpoint import checkpoint as module
@@ -23,15 +23,15 @@ def test_keeps_the_newest_intact_checkpoints(tmp_path: Path) -> None:
         for _ in range(5):
             run.run(1)
             saves.save()
-        assert names(tmp_path) == [f"update-0000000{update}" for update in (3, 4, 5)]
-    truncate_state(tmp_path / "update-00000004")
+        assert updates(tmp_path) == [3, 4, 5]
+    truncate_state(path_of(tmp_path, 4))
     with checkpoint(tmp_path, run, keep=3) as saves:
         run.run(1)
         saves.save()  # three are intact, and the damaged one is newer than the oldest of them
-        assert names(tmp_path) == [f"update-0000000{update}" for update in (3, 4, 5, 6)]
+        assert [int(name.split("-")[1]) for name in names(tmp_path)] == [3, 4, 5, 6]
         run.run(1)
         saves.save()
-        assert names(tmp_path) == [f"update-0000000{update}" for update in (5, 6, 7)]
+        assert updates(tmp_path) == [5, 6, 7]
 
 
 def test_an_update_can_be_saved_twice(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_an_update_can_be_saved_twice(tmp_path: Path) -> None:
         first = saves.save()
         run.model[0].weight.data.zero_()  # type: ignore[index, union-attr]
         assert saves.save() == saves.latest != first
-        assert names(tmp_path) == ["update-00000001-1"]
+        assert updates(tmp_path) == [1]
         run.model[0].weight.data.fill_(1)  # type: ignore[index, union-attr]
         saves.restore()
         assert not run.weights()[0].any()
@@ -76,7 +76,7 @@ def test_a_save_that_falls_due_within_an_accumulation_waits_for_the_update(tmp_p
         while not next(steps):
             pass
         assert saves.step()
-    assert names(tmp_path) == ["update-00000002"]
+    assert updates(tmp_path) == [2]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -138,7 +138,7 @@ def test_step_without_every_saves_nothing(tmp_path: Path) -> None:
     with checkpoint(tmp_path, run) as saves:
         run.run(1)
         assert not saves.step()
-    assert names(tmp_path) == []
+    assert updates(tmp_path) == []
 
 
 @pytest.mark.slow("starts a process")
@@ -147,15 +147,15 @@ def test_a_disk_that_is_full_within_the_last_tensor_of_a_file_keeps_the_earlier_
 run = training().run(1)
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 with checkpoint(folder, run, keep=1) as saves:
-    size = max(path.stat().st_size for path in saves.save().iterdir())
+    size = max(path.stat().st_size for path in Path(saves.save()).iterdir())
     run.run(1)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1, resource.RLIM_INFINITY))
     try:
         saves.save()
     except RuntimeError as error:
         print(error)
-print(names(folder))
+print(updates(folder))
 """
     out, err = start(script, tmp_path).communicate(timeout=100)
-    assert (out.splitlines()[1:], err) == (["['update-00000001']"], "")
+    assert (out.splitlines()[1:], err) == (["[1]"], "")
     assert "could not be written to" in out

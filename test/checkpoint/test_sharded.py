@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -13,15 +12,12 @@ import torch
 from torch import nn
 
 import variable_batch_size as vbs
-from helpers.checkpoints import STATE, checkpoint, names
+from helpers.checkpoints import STATE, checkpoint, intact, path_of, updates
 from helpers.reference import assert_equal
 from helpers.sharded import always_sharded, wide
 from variable_batch_size.backend import Backend
 from variable_batch_size.checkpoint import checkpoint as module
 from variable_batch_size.checkpoint import tensor_file
-from variable_batch_size.checkpoint.format import MANIFEST
-from variable_batch_size.checkpoint.manifest import file_name, verified_manifest
-from variable_batch_size.checkpoint.tensor_file import FileEntry
 from variable_batch_size.preemption import EXIT_CODE
 from variable_batch_size.testing import ThreadBackend, run_ranks
 
@@ -31,17 +27,22 @@ pytestmark = pytest.mark.usefixtures("always_sharded")
 STOP, END = 3, 5
 
 
+def written(ranks: int) -> list[str]:
+    """Return the names of what so many ranks have written."""
+    return [*(f"rank-{rank}.json" for rank in range(ranks)), *(f"tensors-{rank}.safetensors" for rank in range(ranks))]
+
+
 def files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def save(folder: Path, world: int, updates: int = STOP, wait: bool = True, **options: Any) -> Path:
+def save(folder: Path, world: int, made: int = STOP, wait: bool = True, **options: Any) -> Path:
     """Save a checkpoint in a world of this size, and return its path."""
 
     def train(backend: Backend) -> Path:
-        run = wide(backend).run(updates)
+        run = wide(backend).run(made)
         with checkpoint(folder, run, **options) as saves:
-            return saves.save(wait)
+            return Path(saves.save(wait))
 
     paths = run_ranks(train, world)
     assert len(set(paths)) == 1
@@ -53,7 +54,7 @@ def save(folder: Path, world: int, updates: int = STOP, wait: bool = True, **opt
 )
 def test_every_rank_writes_a_file_and_any_world_restores(before: int, after: int, wait: bool, tmp_path: Path) -> None:
     path = save(tmp_path, before, wait=wait)
-    assert files(path) == sorted([MANIFEST, *map(file_name, range(before))])
+    assert files(path) == written(before)
 
     def resume(backend: Backend) -> Any:
         run = wide(backend)
@@ -69,17 +70,16 @@ def test_every_rank_writes_a_file_and_any_world_restores(before: int, after: int
 
 def test_the_ranks_write_equally_much_and_rank_0_keeps_what_it_alone_has(tmp_path: Path) -> None:
     path = save(tmp_path, 3)
-    facts = json.loads((path / MANIFEST).read_text())
-    sizes = [file["bytes"] for file in facts["files"]]
+    sizes = [(path / f"tensors-{rank}.safetensors").stat().st_size for rank in range(3)]
     assert sum(sizes) < 1.1 * (save(tmp_path / "one", 1) / STATE).stat().st_size
     assert max(sizes) < 1.2 * sum(sizes) / 3
-    assert len(facts["random"]) == 3
+    assert len(vbs.read_checkpoint(path)["rng"]) == 3
 
 
 def test_read_checkpoint_returns_what_one_file_would_hold(tmp_path: Path) -> None:
     path, one = save(tmp_path / "sharded", 3), save(tmp_path / "one", 1)
     sharded, whole = vbs.read_checkpoint(path), vbs.read_checkpoint(str(one))
-    assert files(one) == [MANIFEST, STATE]
+    assert files(one) == written(1)
     assert whole.keys() == sharded.keys()
     model = sharded["parts"]["model"]
     assert model.keys() == whole["parts"]["model"].keys()
@@ -88,40 +88,37 @@ def test_read_checkpoint_returns_what_one_file_would_hold(tmp_path: Path) -> Non
     wide().model.load_state_dict(model)
 
 
-@pytest.mark.parametrize(("how", "world"), [("missing", 2), ("truncated", 1), ("changed", 1), ("another", 1)])
+@pytest.mark.parametrize(("how", "world"), [("missing", 2), ("changed", 1), ("another", 1), ("both", 1)])
 def test_a_damaged_shard_makes_the_checkpoint_damaged(how: str, world: int, tmp_path: Path) -> None:
-    save(tmp_path, 2, updates=1)
-    path, shard = (found := save(tmp_path, 2, updates=2)), found / file_name(1)
+    first, path = save(tmp_path, 2, made=1), save(tmp_path, 2, made=2)
+    shard = path / "tensors-1.safetensors"
     contents = bytearray(shard.read_bytes())
+    reason = "checksum mismatch of tensors-1.safetensors"
     if how == "missing":
         shard.unlink()
-    elif how == "truncated":
-        shard.write_bytes(contents[:-1])
+        reason = "tensors-1.safetensors is missing"
     elif how == "changed":
         contents[len(contents) // 2] ^= 1
         shard.write_bytes(contents)
     else:
-        shard.write_bytes((tmp_path / "update-00000001" / shard.name).read_bytes())
-    reason = "tensors-1.safetensors is missing" if how == "missing" else "checksum mismatch of tensors-1.safetensors"
+        shard.write_bytes((first / shard.name).read_bytes())
+    if how == "both":  # with the JSON that belongs to it
+        (path / "rank-1.json").write_bytes((first / "rank-1.json").read_bytes())
+        reason = "checksum mismatch of the JSON of a rank"
     with pytest.raises(ValueError, match=rf"^path must be .* intact checkpoint, .*, got {path} \({reason}\); pass"):
         vbs.read_checkpoint(path)
-    assert verified_manifest(path) is None
+    assert not intact(path)
 
     def restore(backend: Backend) -> int:
         run = wide(backend)
         with checkpoint(tmp_path, run) as saves:
             assert saves.restore()
-            assert saves.latest == tmp_path / "update-00000001"
+            assert saves.latest == str(first)
         return run.optimizer.updates
 
-    expected = rf"^Checkpoint update-00000002 in .* is damaged \({reason}\); restoring update-00000001 instead$"
+    expected = rf"^Damaged checkpoints in .*: {path.name} \({reason}\); restoring {first.name} instead$"
     with pytest.warns(RuntimeWarning, match=expected):
         assert run_ranks(restore, world) == world * [1]
-
-
-def test_a_file_that_the_manifest_does_not_name_is_no_part_of_a_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"got .*missing; there is no such folder"):
-        vbs.read_checkpoint(tmp_path / "missing")
 
 
 def test_old_checkpoints_are_deleted_and_the_best_one_stays(tmp_path: Path) -> None:
@@ -132,11 +129,11 @@ def test_old_checkpoints_are_deleted_and_the_best_one_stays(tmp_path: Path) -> N
                 run.run(1)
                 saves.step()
                 found.append(saves.report(loss=loss if backend.world.rank == 0 else None))
-        assert saves.best == tmp_path / "update-00000002"
+        assert saves.best == str(path_of(tmp_path, 2))
         return found
 
     assert run_ranks(train, 3) == 3 * [[True, True, False, False, False]]
-    assert names(tmp_path) == [f"update-0000000{update}" for update in (2, 4, 5)]
+    assert updates(tmp_path) == [2, 4, 5]
 
     def resume(backend: Backend) -> int:
         run = wide(backend)
@@ -147,7 +144,7 @@ def test_old_checkpoints_are_deleted_and_the_best_one_stays(tmp_path: Path) -> N
         return run.optimizer.updates
 
     assert run_ranks(resume, 2) == [3, 3]
-    assert names(tmp_path) == ["update-00000002", "update-00000003"]
+    assert updates(tmp_path) == [2, 3]
 
 
 def test_what_may_differ_between_ranks_is_that_of_rank_0(tmp_path: Path) -> None:
@@ -162,9 +159,9 @@ def test_what_may_differ_between_ranks_is_that_of_rank_0(tmp_path: Path) -> None
             saves.save()
 
     run_ranks(train, 3)
-    path = tmp_path / "update-00000002"
+    path = path_of(tmp_path, 2)
     parts = vbs.read_checkpoint(path)["parts"]
-    assert len(files(path)) == 4
+    assert len(files(path)) == 6
     assert not parts["own"]["weight"].any()
     assert not parts["model"]["seen"].any()
     assert not parts["model"]["frozen"].any()
@@ -181,36 +178,24 @@ def test_rank_0_writes_alone_if_the_ranks_do_not_see_the_same_folder(tmp_path: P
         if stale:
             checkpoint(tmp_path / "1", wide()).close()
         run_ranks(train, 2)
-        assert files(tmp_path / "0" / f"update-0000000{1 + stale}") == [MANIFEST, STATE]
+        assert files(path_of(tmp_path / "0", 1 + stale)) == written(1)
         assert not list((tmp_path / "1").glob("*update*"))
 
 
 def test_rank_0_writes_alone_if_ranks_may_be_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ThreadBackend, "threads", True)
-    assert files(save(tmp_path, 2)) == [MANIFEST, STATE]
-
-
-def test_rank_0_writes_alone_if_ranks_have_other_states(tmp_path: Path) -> None:
-    def train(backend: Backend) -> None:
-        run = wide(backend).run(1)
-        with checkpoint(tmp_path, run) as saves:
-            if backend.world.rank:
-                del next(iter(run.optimizer.state.values()))["exp_avg"]
-            saves.save()
-
-    run_ranks(train, 2)
-    assert files(tmp_path / "update-00000001") == [MANIFEST, STATE]
+    assert files(save(tmp_path, 2)) == written(1)
 
 
 def test_a_rank_that_cannot_write_leaves_nothing_and_all_ranks_raise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written = tensor_file.write
+    whole = tensor_file.write
 
-    def fails(file: Any, name: str, tensors: Any) -> Any:
-        if name == file_name(1):
+    def fails(file: Any, *rest: Any) -> Any:
+        if "tensors-1" in file.name:
             raise OSError(28, "No space left on device")
-        return written(file, name, tensors)
+        return whole(file, *rest)
 
     def train(backend: Backend) -> list[str]:
         run, errors = wide(backend).run(1), []
@@ -226,8 +211,8 @@ def test_a_rank_that_cannot_write_leaves_nothing_and_all_ranks_raise(
                 except RuntimeError as error:
                     errors.append(str(error))
                 backend._gather_bytes(b"")
-                monkeypatch.setattr(tensor_file, "write", written)
-                assert names(tmp_path) == ["update-00000001"]
+                monkeypatch.setattr(tensor_file, "write", whole)
+                assert updates(tmp_path) == [1]
         return errors
 
     expected = "Checkpoint update-00000002 could not be written to .* (No space left on device); free disk space"
@@ -253,21 +238,21 @@ def test_an_interrupted_state_dict_leaves_no_place_behind(tmp_path: Path) -> Non
             with pytest.raises(RuntimeError, match=r"got a builtins.object at part/state"):
                 saves.save()
             backend._gather_bytes(b"")
-            assert names(tmp_path) == []
+            assert updates(tmp_path) == []
             part.state = 1
             saves.save()
 
     run_ranks(train, 2)
-    assert names(tmp_path) == ["update-00000001"]
+    assert updates(tmp_path) == [1]
 
 
 def test_no_file_is_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A restore reads each file once on every rank, and later saves none, whichever rank has published them."""
-    opened: list[tuple[str, str, str]] = []
+    """A restore reads each file once on every rank, and later saves none."""
+    opened: list[tuple[str, str]] = []
 
-    def check(file: Any, entry: FileEntry, extents: Any) -> None:
-        opened.append((threading.current_thread().name, Path(file.name).parent.name, entry.name))
-        original(file, entry, extents)
+    def check(file: Any, facts: Any) -> None:
+        opened.append((threading.current_thread().name, file.name))
+        original(file, facts)
 
     original = tensor_file.check
     monkeypatch.setattr(tensor_file, "check", check)
@@ -284,8 +269,7 @@ def test_no_file_is_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
                 saves.report(loss=-loss)
 
     run_ranks(resume, 2)
-    assert {name for _, name, _ in opened} == {path.name}
-    assert sorted(file for _, _, file in opened) == sorted(2 * [*map(file_name, range(3))])
+    assert sorted(name for _, name in opened) == sorted(2 * [f"{path}/tensors-{rank}.safetensors" for rank in range(3)])
     assert len(set(opened)) == len(opened)
 
 
@@ -309,4 +293,4 @@ def test_a_signal_to_one_rank_saves_after_the_same_update_while_another_waits_fo
 
     ((code, update),) = set(run_ranks(train, 3))
     assert code == EXIT_CODE
-    assert names(tmp_path) == [f"update-{update:08d}"]
+    assert updates(tmp_path) == [update]

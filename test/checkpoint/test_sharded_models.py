@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import variable_batch_size as vbs
-from helpers.checkpoints import names
+from helpers.checkpoints import updates
 from helpers.reference import assert_equal
 from helpers.sharded_checkpoints import Segment, Setting, along, train
 from helpers.worlds import ODD, Layout
@@ -48,7 +48,7 @@ def test_a_training_goes_on_over_other_ranks(segments: list[Segment], setting: S
     found = along(setting, segments, tmp_path)
     alone = Segment(None, len(ODD))
     assert_equal(found, train(setting, alone, 0, None))
-    assert names(tmp_path / "saved") == ["update-00000002", "update-00000008"]
+    assert updates(tmp_path / "saved") == [2, 8]
     best = vbs.read_checkpoint(tmp_path / "saved", best=True)
     expected = train(setting, Segment(None, 2), 0, None)
     weights = [tensor.numpy() for tensor in best["parts"]["model"].values()]

@@ -12,13 +12,11 @@ from pathlib import Path
 import pytest
 
 import variable_batch_size as vbs
-from helpers.checkpoints import checkpoint, messages, names, start
+from helpers.checkpoints import checkpoint, messages, path_of, start, updates
 from helpers.reference import assert_equal
 from helpers.sharded import always_sharded, wide
 from variable_batch_size.backend import Backend
-from variable_batch_size.checkpoint.disk import DiskFolder
-from variable_batch_size.checkpoint.format import MANIFEST
-from variable_batch_size.checkpoint.manifest import file_name, verified_manifest
+from variable_batch_size.checkpoint.folder import Folder, update_of
 from variable_batch_size.testing import run_ranks
 
 pytestmark = [pytest.mark.slow("starts processes in several worlds"), pytest.mark.torch]
@@ -37,7 +35,7 @@ saves = checkpoint(folder / "saved", run, every=1, keep=1)
 assert not saves.restore()
 run.run(1)
 saves.save()
-assert names(folder / "saved") == ["update-00000001"]
+assert updates(folder / "saved") == [1]
 run.run(1)
 assert saves.step()
 """
@@ -50,10 +48,9 @@ def test_processes_write_equally_much_and_another_world_restores(size: int, end:
     ends = [(messages(process.communicate(timeout=100)[1]), process.returncode) for process in ranks]
     absent = f"No checkpoint in {tmp_path}/saved: nothing is restored."  # of rank 0
     assert ends == [([absent], 0), *[([], 0)] * (size - 1)]
-    assert names(tmp_path / "saved") == ["update-00000002"]
-    path = tmp_path / "saved" / "update-00000002"
-    sizes = {file.name: file.stat().st_size for file in path.iterdir() if file.name != MANIFEST}
-    assert sizes.keys() == {file_name(rank) for rank in range(size)}
+    assert updates(tmp_path / "saved") == ([2] if end else [1, 2])  # the earlier one is deleted by a close()
+    sizes = {file.name: file.stat().st_size for file in path_of(tmp_path / "saved", 2).glob("tensors-*")}
+    assert sizes.keys() == {f"tensors-{rank}.safetensors" for rank in range(size)}
     assert max(sizes.values()) < 1.3 * min(sizes.values())
     run = wide()
     with checkpoint(tmp_path / "saved", run) as saves:
@@ -95,16 +92,17 @@ def test_ranks_that_are_killed_at_any_moment_leave_a_checkpoint_of_one_update(
                 process.kill()
                 process.wait()
         reached = [int(log.read_text().split("\n")[-2]) for log in logs]
-        entries = DiskFolder(saved).entries()
-        assert all(verified_manifest(entry.path) for entry in entries)
-        assert max(reached) - 2 <= entries[0].update <= max(reached) + 1
+        folder = Folder(saved)
+        assert all(map(folder.is_intact, folder.names()))
+        newest = update_of(folder.names()[0])
+        assert max(reached) - 2 <= newest <= max(reached) + 1
 
         def restore(backend: Backend) -> None:
             run = wide(backend)
             with checkpoint(saved, run) as saves:
                 assert saves.restore()
             update = run.optimizer.updates
-            assert update == entries[0].update  # noqa: B023
+            assert update == newest  # noqa: B023
             states = [value for state in run.optimizer.state.values() for value in state.values()]
             tensors = [*run.model.parameters(), *states]
             assert len(tensors) == 4 * 8

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.checkpoints import checkpoint, names
+from helpers.checkpoints import checkpoint, updates
 from helpers.reference import training
 from variable_batch_size.backend import Backend
 from variable_batch_size.testing import run_ranks
@@ -52,10 +52,9 @@ def test_a_scheduler_of_torch_whose_state_holds_a_function_keeps_its_own(tmp_pat
     assert rates[0] == rates[1]
 
 
-@pytest.mark.parametrize("name", ["random", "a/b"])
-def test_a_name_that_could_be_that_of_other_tensors_is_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=rf'the name of a part must not be "random".* got \'{name}\'; pass the part'):
-        checkpoint(tmp_path, training(), **{name: Part(1)})
+def test_a_name_that_could_be_that_of_other_tensors_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^the name of a part must have no \"/\", got 'a/b'; pass the part"):
+        checkpoint(tmp_path, training(), **{"a/b": Part(1)})
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -86,7 +85,7 @@ def test_what_the_first_update_adds_is_found_after_it(world: int, tmp_path: Path
         return 0
 
     assert run_ranks(train, world) == [1] * world
-    assert names(tmp_path) == []
+    assert updates(tmp_path) == []
 
 
 def test_the_state_is_collected_twice_without_a_save(tmp_path: Path) -> None:

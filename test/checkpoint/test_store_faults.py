@@ -17,8 +17,7 @@ from helpers.checkpoints import checkpoint
 from helpers.object_stores import FAULTS, Server, s3
 from helpers.properties import examples
 from helpers.reference import SIZES, Training, assert_equal, training
-from variable_batch_size.checkpoint.format import MANIFEST
-from variable_batch_size.checkpoint.object_store import StoreFolder
+from variable_batch_size.checkpoint import writer
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +54,7 @@ def test_what_was_saved_is_restored(
 
     def train(run: Training) -> None:
         nonlocal saved
+        writer._open.clear()  # it is another process
         saves = checkpoint(folder, run, run="job", best="min:loss")
         restored = saves.restore()
         assert restored or not saved
@@ -71,7 +71,7 @@ def test_what_was_saved_is_restored(
             saves.save(wait=wait)
             if rng.random() < 0.2:
                 return  # killed, and what its thread still writes is late
-            saves.close() if run.optimizer.updates == len(SIZES) else saves._publisher.raise_error("test")
+            saves.close() if run.optimizer.updates == len(SIZES) else saves._saver.settle("test")
             saved = run.optimizer.updates
 
     with pytest.MonkeyPatch.context() as patch:
@@ -89,10 +89,10 @@ def test_what_was_saved_is_restored(
         with checkpoint(folder, training(), run="job") as saves:
             assert saves.restore()
             saves.save()  # deletes what is left
-            assert isinstance(saves._folder, StoreFolder)
-            assert len(saves._folder.entries()) <= 3
-            listed = saves._folder._listed()  # also what an earlier process has published too late
-            assert all(MANIFEST in files for name, files in listed.items() if name.startswith("update-"))
+            assert len(saves._folder.names()) <= 3
+            assert not [
+                name for name in saves._folder.place.listed().keys() - saves._folder.names() if "update-" in name
+            ]
             if saves.best:
                 facts = vbs.read_checkpoint(saves.best)["facts"]
                 assert facts["metrics"]["loss"] in losses[facts["updates"]]

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import fully_shard
 import variable_batch_size as vbs
 from helpers.pages import DOCS
 from helpers.processes import run_job
-from variable_batch_size.checkpoint import format
-from variable_batch_size.checkpoint.format import encode
+from variable_batch_size.checkpoint.folder import KEYS, sealed
+from variable_batch_size.checkpoint.values import encode
 
 UPDATES, LAST = 3, 6
 SHARED = torch.arange(6.0)
@@ -84,16 +84,21 @@ def train(world_and_rank: tuple[int, int], until: int, folder: Path | None = Non
     return [parameter.detach() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("version", [1])
+def encoded(value: Any) -> tuple[Any, dict[str, Tensor]]:
+    tensors = dict[str, Tensor]()
+    return encode(value, "", tensors, {}), tensors
+
+
+@pytest.mark.parametrize("version", [2])
 def test_a_training_resumes_from_a_checkpoint_of_a_version(version: int, tmp_path: Path) -> None:
     folder = Path(__file__).parent / f"version-{version}"
     found = vbs.read_checkpoint(folder)["parts"]["values"]
-    expected = encode(VALUES)
-    assert encode(found).json == expected.json
-    for name, tensor in encode(found).tensors.items():
-        assert tensor.dtype == expected.tensors[name].dtype
-        assert tensor.stride() == expected.tensors[name].stride()
-        assert torch.equal(tensor, expected.tensors[name])
+    (json, tensors), (own, expected) = encoded(found), encoded(VALUES)
+    assert json == own
+    for name, tensor in tensors.items():
+        assert tensor.dtype == expected[name].dtype
+        assert tensor.stride() == expected[name].stride()
+        assert torch.equal(tensor, expected[name])
     shutil.copytree(folder, tmp_path / "saved")
     weights = train((1, 0), LAST, tmp_path / "saved")
     for one, other in zip(weights, train((1, 0), LAST), strict=True):
@@ -102,10 +107,23 @@ def test_a_training_resumes_from_a_checkpoint_of_a_version(version: int, tmp_pat
 
 def test_the_page_has_the_list_of_keys_and_no_other_key_is_written() -> None:
     page = (DOCS / "checkpoints.md").read_text()
-    page = page[page.index("- `checkpoint.json`") : page.index("- `tensors-0.safetensors`")]
-    assert not [key for key in format.KEYS if f"`{key}`" not in page]
+    page = page[page.index("- `rank-0.json`") : page.index("- `tensors-0.safetensors`")]
+    assert not [key for key in KEYS if f"`{key}`" not in page]
     with pytest.raises(ValueError, match=r"^the keys of a checkpoint's JSON must be in KEYS, got color; add them$"):
-        format.dumps({"color": 1})
+        sealed({"color": 1})
+
+
+def test_the_page_reads_the_weights_without_the_library() -> None:
+    page = (DOCS / "checkpoints.md").read_text()
+    code = page[page.index("import json\n") :].partition("```")[0]
+    assert len(code.splitlines()) <= 20
+    folder = Path(__file__).parent / "version-2"
+    found: dict[str, Any] = {"folder": folder}
+    exec(code, found)
+    expected = vbs.read_checkpoint(folder)["parts"]["model"]
+    assert found["weights"].keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found["weights"][name], tensor)
 
 
 def write(backend: vbs.backend.Backend, folder: Path) -> None:

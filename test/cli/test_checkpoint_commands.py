@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import variable_batch_size as vbs
-from helpers.checkpoints import checkpoint, truncate_state
+from helpers.checkpoints import checkpoint, path_of, truncate_state
 from helpers.console import run_main
 from helpers.reference import ADAM, Training, assert_equal, network, training
 from variable_batch_size.checkpoint import conversion
@@ -46,18 +46,18 @@ def test_show_and_verify(trained: tuple[Training, Path]) -> None:
     _, folder = trained
     shown = execute("vbs", "checkpoint", "show", str(folder))
     lines = shown.stdout.splitlines()
-    assert [line.split()[:2] for line in lines[1:]] == [[f"update-0000000{n}", str(n)] for n in (3, 2, 1)]
+    assert [line.split()[:2] for line in lines[1:]] == [[path_of(folder, n).name, str(n)] for n in (3, 2, 1)]
     assert lines[-1].split()[-3:] == ["loss", "0.5", "best"]
-    one = execute("vbs", "checkpoint", "show", str(folder / "update-00000003")).stdout
+    one = execute("vbs", "checkpoint", "show", str(path_of(folder, 3))).stdout
     assert "optimizer" in one
     assert "vbs-checkpoint" in one
     assert "AdamScaleRule" in one
-    rates = json.loads(execute("vbs", "checkpoint", "show", str(folder / "update-00000003"), "--json").stdout)
+    rates = json.loads(execute("vbs", "checkpoint", "show", str(path_of(folder, 3)), "--json").stdout)
     assert (rates["reference_lr"], "lr" in rates["last_rates"]) == ([ADAM["lr"]], True)
     facts = json.loads(execute("vbs", "checkpoint", "show", str(folder), "--json").stdout)
-    assert facts["update-00000001"]["metrics"] == {"loss": 0.5}
+    assert facts[path_of(folder, 1).name]["metrics"] == {"loss": 0.5}
     assert execute("vbs", "checkpoint", "verify", str(folder)).returncode == 0
-    truncate_state(folder / "update-00000002")
+    truncate_state(path_of(folder, 2))
     assert execute("vbs", "checkpoint", "show", str(folder)).stdout.splitlines()[2].endswith("damaged")
     done = execute("vbs", "checkpoint", "verify", str(folder))
     assert (done.returncode, [line.rpartition(": ")[2] for line in done.stdout.splitlines()]) == (
@@ -66,7 +66,7 @@ def test_show_and_verify(trained: tuple[Training, Path]) -> None:
     )
     as_json = json.loads(execute("vbs", "checkpoint", "verify", str(folder), "--json").stdout)
     assert [damage and damage[:17] for damage in as_json.values()] == [None, "checksum mismatch", None]
-    (folder / "update-00000002" / "checkpoint.json").write_text("{")
+    (path_of(folder, 2) / "rank-0.json").write_text("{")
     assert "damaged" in execute("vbs", "checkpoint", "show", str(folder)).stdout
     missing = execute("vbs", "checkpoint", "show", str(folder / "none"))
     assert (missing.returncode, "or a checkpoint, got" in missing.stderr, "Errno" in missing.stderr) == (1, True, False)

@@ -165,7 +165,7 @@ class Saves:
         self.checkpoint.close()
         if self.optimizer.backend.world.rank > 0:  # which does not wait for what rank 0 writes
             return
-        found = {name: path and int(path.name.split("-")[1]) for name, path in self.named.items()}
+        found = {name: path and int(path.rpartition("/")[2].split("-")[1]) for name, path in self.named.items()}
         newest, best = self.newest, self.best
         wanted = {"latest": newest and newest.update, "best": best and best.update}
         if found != wanted:
@@ -175,7 +175,7 @@ class Saves:
             raise WrongError(f"the folder has the updates {updates} instead of {kept}")
 
     @property
-    def named(self) -> dict[str, Path | None]:
+    def named(self) -> dict[str, str | None]:
         return {"latest": self.checkpoint.latest, "best": self.checkpoint.best}
 
 

@@ -13,19 +13,38 @@ import pytest
 
 import variable_batch_size as vbs
 from helpers.reference import Training, training
-from variable_batch_size.checkpoint import events
-from variable_batch_size.checkpoint.manifest import file_name
+from variable_batch_size.checkpoint.folder import Folder, update_of
 
-STATE = file_name(0)
+STATE = "tensors-0.safetensors"
 
 
 def checkpoint(folder: Path | str, run: Training, /, **options: Any) -> vbs.Checkpoint:
     return vbs.Checkpoint(folder, model=run.model, optimizer=run.optimizer, sampler=run.sampler, **options)
 
 
+def updates(folder: Path | str) -> list[int]:
+    """Return the updates of the checkpoints that are there, the oldest first; all of them have to be intact."""
+    place = Folder(folder)
+    assert all(map(place.is_intact, place.names()))
+    return [update_of(name) for name in reversed(place.names())]
+
+
+def path_of(folder: Path, update: int) -> Path:
+    """Return the newest checkpoint of an update."""
+    place = Folder(folder)
+    return folder / next(name for name in place.names() if update_of(name) == update)
+
+
+def intact(path: Path | str) -> bool:
+    """Return whether a checkpoint is intact."""
+    parent, _, name = str(path).rpartition("/")
+    return Folder(parent).is_intact(name)
+
+
 def names(folder: Path) -> list[str]:
-    """Return the names in the folder except those of the locks and the events."""
-    return sorted(path.name for path in folder.iterdir() if not path.match(".lock*") and path.name != events.FILE)
+    """Return the names in the folder except those of its writer and of the events."""
+    own = (".lock", ".writer-*", "events.jsonl")
+    return sorted(path.name for path in folder.iterdir() if not any(map(path.match, own)))
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -51,7 +70,7 @@ def two_saved(folder: Path) -> Path:
 
 
 def truncate_state(folder: Path) -> None:
-    """Damage a checkpoint."""
+    """Damage a checkpoint whose path this is."""
     os.truncate(folder / STATE, (folder / STATE).stat().st_size // 2)
 
 
@@ -61,7 +80,7 @@ from pathlib import Path
 import torch
 import variable_batch_size as vbs
 from helpers.reference import training
-from helpers.checkpoints import checkpoint, names
+from helpers.checkpoints import checkpoint, names, updates
 from variable_batch_size.testing import run_ranks
 folder = Path(sys.argv[1])
 """

@@ -55,4 +55,4 @@ def wait_for(condition: Callable[[], object], logs: Callable[[], str]) -> None:
 
 def saved(checkpoints: Path) -> int:
     """Return the update of the newest checkpoint in a folder, 0 if there is none."""
-    return max((int(path.name[7:15]) for path in checkpoints.glob("update-*")), default=0)
+    return max((int(path.parent.name[7:15]) for path in checkpoints.glob("update-*/rank-0.json")), default=0)

@@ -160,7 +160,9 @@ def replay(
         ends = [float(row[0]) - began for row in rows]
         updates, samples = [int(row[1]) for row in rows], [int(row[2]) for row in rows]
         own = updates[1 : -1 if running.stopping else None]
-        saves = sorted({int(path.name[7:]) for path in (folder / "checkpoints").glob("update-*")} & set(own))
+        saves = sorted(
+            {int(path.parent.name[7:15]) for path in (folder / "checkpoints").glob("update-*/rank-0.json")} & set(own)
+        )
         starts.append(Start(cause, running.nodes, begun, killed, ends, updates, samples, saves))
         saved = ends[-1] if ends else time.monotonic() - began
         training, cause, begun = None, why, saved if killed is None else killed
@@ -210,7 +212,9 @@ def assert_replayed(trace: BatchTrace, elastic: Path, folder: Path, flags: Seque
     """
     folder.mkdir()
     trace.to_csv(folder / "trace.csv")
-    checkpoints = {int(path.name[7:]): path for path in (elastic / "checkpoints").glob("update-*")}
+    checkpoints = {
+        int(path.parent.name[7:15]): path.parent for path in (elastic / "checkpoints").glob("update-*/rank-0.json")
+    }
     updates = max(number for number in checkpoints if number <= trace.steps)
     own = [f"--trace={folder / 'trace.csv'}", f"--updates={updates}", f"--weights={folder / 'weights.pt'}"]
     environment = os.environ | {"PYTHONPATH": str(TRAINING.parents[1])}

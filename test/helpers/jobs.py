@@ -67,7 +67,7 @@ def logs(place: Path) -> str:
 def assert_saved_and_resumed(place: Path) -> None:
     """Check that all ranks stopped after a save, and that a later run began with it."""
     output = logs(place)
-    (update,) = re.findall(r"Checkpoint update-(\d+) saved .* s after SIG\w+; exiting with 143\.$", output, re.M)
+    (update,) = re.findall(r"Checkpoint update-(\S+) saved .* s after SIG\w+; exiting with 143\.$", output, re.M)
     assert f"Checkpoint update-{update} restored" in output
 
 

@@ -26,8 +26,7 @@ import variable_batch_size as vbs
 from helpers.reference import Training, network, training
 from variable_batch_size.backend.xla import launch
 from variable_batch_size.checkpoint import shards
-from variable_batch_size.checkpoint.folder import CheckpointFolder
-from variable_batch_size.checkpoint.object_store import folder_at
+from variable_batch_size.checkpoint.folder import Folder
 
 
 @dataclass(frozen=True)
@@ -43,9 +42,9 @@ class Run:
     numbers: int  # in a further part of each checkpoint, which makes saves take longer
     location: str = ""  # a URL; by default the checkpoints are on the disk
 
-    def folder(self, place: Path) -> CheckpointFolder:
+    def folder(self, place: Path) -> Folder:
         """Return the checkpoints of a training whose journals are in a folder."""
-        return folder_at(self.location or place / "checkpoints")
+        return Folder(self.location or place / "checkpoints")
 
     def start(
         self,
@@ -127,7 +126,7 @@ def train(folder: Path, run: Run, attempt: Attempt) -> None:
     resumed = run.start(attempt.minibatch_size, backend, device if attempt.cores else None, attempt.by)
     stamp = Stamp(resumed.optimizer, run.numbers)
     with vbs.Checkpoint(
-        run.folder(folder).path,
+        run.folder(folder).place.location,
         model=resumed.model,
         optimizer=resumed.optimizer,
         every=run.every,

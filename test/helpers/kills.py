@@ -30,12 +30,12 @@ import torch
 import variable_batch_size as vbs
 from helpers.killed_training import Attempt, Run, journal_path
 from helpers.reference import assert_equal
-from variable_batch_size.checkpoint.manifest import verified_manifest
+from variable_batch_size.checkpoint.folder import update_of
 from variable_batch_size.preemption import EXIT_CODE
 
 TIMEOUT = 300.0  # seconds, after which an attempt counts as hanging
 FORCED = "Unable to shutdown process"  # what torchrun prints if a worker has not exited 30 s after a SIGTERM
-SAVED = rf"Checkpoint update-\d+ saved (\d+\.\d\d) s after SIG\w+; exiting with {EXIT_CODE}\.$"
+SAVED = rf"Checkpoint update-\S+ saved (\d+\.\d\d) s after SIG\w+; exiting with {EXIT_CODE}\.$"
 MARK = "KILLED_TRAINING"  # environment variable of every process of an attempt, also of processes without a journal
 
 
@@ -49,7 +49,6 @@ class Job:
         self.log = folder / f"log-{attempt}"
         path = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(vbs.__file__).parent.parent)])
         settings = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PJRT_DEVICE": "CPU", MARK: mark}
-        self.began = time.time()
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 command,
@@ -297,7 +296,7 @@ class Campaign:
             assert FORCED not in job.log.read_text(), job.log.read_text()
             saved_after = self._saved_after(job) if expected.graceful else None
             update = max(job.journals().updates, default=0)
-            done = Kill(world, ending, update, self._saving(job.began), self._newest(), saved_after)
+            done = Kill(world, ending, update, self._saving(), self._newest(), saved_after)
         if done.update:  # the save before the one in progress is complete
             assert 0 <= done.update - done.resumes_from <= (0 if expected.graceful else 2 * self.run.every), done
         self.kills.append(done)
@@ -336,12 +335,14 @@ class Campaign:
         assert set(re.findall(r"exitcode +: (\d+)", log)) <= {str(EXIT_CODE)}, log
         return float(seconds)
 
-    def _saving(self, began: float) -> bool:
-        """Return whether a save was interrupted since then; the next save deletes older leftovers."""
-        return any(path.stat().st_mtime >= began for path in self.folder.glob("checkpoints/.update-*.part"))
+    def _saving(self) -> bool:
+        """Return whether a save was interrupted; the next save deletes what is left of it."""
+        folder = self.run.folder(self.folder)
+        return any(name.startswith("update-") for name in folder.place.listed().keys() - folder.names())
 
     def _newest(self) -> int:
         """Return the update of the newest checkpoint, and check that all checkpoints are intact."""
-        entries = self.run.folder(self.folder).entries()
-        assert all(verified_manifest(entry.path) is not None for entry in entries), entries
-        return entries[0].update if entries else 0
+        folder = self.run.folder(self.folder)
+        names = folder.names()
+        assert all(map(folder.is_intact, names)), names
+        return update_of(names[0]) if names else 0

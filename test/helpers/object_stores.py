@@ -15,8 +15,6 @@ import pytest
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
 from werkzeug.serving import make_server
 
-import variable_batch_size.checkpoint.object_store as where
-
 FAULTS = ("refused", "slow", "broken", "lost")
 
 
@@ -68,7 +66,7 @@ def s3(patch: pytest.MonkeyPatch, application: Server | None = None) -> Iterator
     s3fs.S3FileSystem.clear_instance_cache()
     url = f"s3://bucket-{uuid4().hex}"  # all servers of a process have the same memory
     try:
-        where.path_of(url).mkdir()
+        s3fs.S3FileSystem().mkdir(url)
         yield url
     finally:
         server.shutdown()

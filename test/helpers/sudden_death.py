@@ -40,7 +40,8 @@ def dying_after(operations: int) -> Iterator[list[bool]]:
         died.append(True)
     finally:
         for thread in set(threading.enumerate()) - earlier:
-            thread.join()
+            if not thread.daemon:  # else it ends with the process
+                thread.join()
         _left = None
 
 

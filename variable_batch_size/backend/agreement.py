@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import starmap
 from typing import final
@@ -191,27 +191,6 @@ class Agreement:
         with _store_needed(what):
             self._wait(what, {0: key})
             return self._store.get(key).decode()
-
-    def poll(self, name: str, number: int) -> str | None:
-        """Return the text that a rank has published, without a wait; None if it has not."""
-        key = f"{name}/{number}"
-        return self._store.get(key).decode() if self._store.check([key]) else None
-
-    def report(self, name: str, text: str, ranks: Sequence[int]) -> list[str] | None:
-        """Report a text; return those of all these ranks on the last one to report, and None on the others.
-
-        Nobody waits, and a thread may call it beside the training.
-        """
-        if len(ranks) == 1:
-            return [text]
-        keys, counter = [f"{name}/{rank}" for rank in ranks], f"{name}/reports"
-        self._store.set(f"{name}/{self.world.rank}", text)
-        if self._store.add(counter, 1) < len(ranks):
-            return None
-        texts = [found.decode() for found in self._store.multi_get(keys)]  # type: ignore[attr-defined]
-        for key in (*keys, counter):
-            self._store.delete_key(key)
-        return texts
 
     # Meetings after updates. --------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Save a training to disk and resume it on any world, also after a signal that asks it to stop.
 
-`checkpoint.py` is the public class and `format.py` the one list of what is saved. A save goes through `saving.py`,
-`shards.py` and `publishing.py` to `disk.py` or `object_store.py`; `reading.py` finds the newest one that is intact.
+`checkpoint.py` is the public class. A save goes through `saving.py` to `folder.py`, which knows what a checkpoint is;
+`reading.py` finds the newest one that is intact.
 """
 
 from variable_batch_size.checkpoint.checkpoint import Checkpoint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import sys
@@ -9,28 +10,26 @@ import time
 import warnings
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, final
+from typing import Any, Literal, NoReturn, final
 
 import torch
 from torch import Tensor
 
 from variable_batch_size._log import log
-from variable_batch_size._validation import check_int, check_interval
+from variable_batch_size._validation import check_int, check_interval, value_error
 from variable_batch_size.checkpoint import notices
 from variable_batch_size.checkpoint.best import Criterion
 from variable_batch_size.checkpoint.events import Events
-from variable_batch_size.checkpoint.manifest import verified_manifest
-from variable_batch_size.checkpoint.object_store import folder_at
+from variable_batch_size.checkpoint.folder import Folder, update_of
 from variable_batch_size.checkpoint.parts import Parts, Stateful
-from variable_batch_size.checkpoint.publishing import Publisher, Writer
-from variable_batch_size.checkpoint.reading import StoredState, read_first
+from variable_batch_size.checkpoint.reading import read_first
 from variable_batch_size.checkpoint.saving import Saver
+from variable_batch_size.checkpoint.stored import StoredState
 from variable_batch_size.optim.hooks import uncompiled
 from variable_batch_size.optim.normalization import check_known
 from variable_batch_size.optim.optimizer import CustomOptimizer
-from variable_batch_size.preemption import EXIT_CODE, signal_notice
+from variable_batch_size.preemption import EXIT_CODE, Interrupts, signal_notice
 
 _STOP = "stop"  # what a rank wishes after a signal
 _RESTORE, _EXIT = "Checkpoint.restore()", "the save after a signal"  # calls that all ranks make
@@ -41,14 +40,14 @@ class Checkpoint:
     """The checkpoints of one training in a folder: saves them, and restores the newest intact one.
 
     Create it on every rank, which communicates, and call its methods on all ranks after the same updates; every rank
-    must see the same folder to restore. A checkpoint is a folder `update-00001234` in the format `vbs-checkpoint`,
-    version 1, of JSON and safetensors, which `read_checkpoint` reads: the states of rank 0's parts, the shards of all
-    ranks, and the host's random numbers, which resume in a world of the same size. docs/checkpoints.md has who writes
-    what, the format, and what a dataset needs that workers read.
+    must see the same folder to restore. A checkpoint is a folder `update-00001234-0001-1-2` in the format
+    `vbs-checkpoint`, version 2, of JSON and safetensors, which `read_checkpoint` reads: the states of rank 0's parts,
+    the shards of all ranks, and the host's random numbers, which resume in a world of the same size.
+    docs/checkpoints.md has who writes what, the format, and what a dataset needs that workers read.
 
     Args:
         dir: folder of the checkpoints, a path or a URL, as "gs://bucket/runs/a" (extra `cloud`); created if needed, and
-            locked against other writers until `close()`.
+            closed to other processes until `close()`. Another object of this process on the folder takes over.
         model: the model. Of frozen parameters, and of buffers such as the running statistics of batch normalization,
             those of rank 0 are saved.
         optimizer: the wrapper whose updates are counted.
@@ -61,8 +60,10 @@ class Checkpoint:
         best: what makes a checkpoint the best one, "min:" or "max:" and the name of a metric, such as "min:val_loss".
             `report()` then keeps the best one beside the `keep` newest ones.
         run: name of the job, by which a restarted process takes over a folder from the earlier one at once, and
-            otherwise 10 minutes after its last update, in an object store or where a disk does not tell that the
-            earlier one has ended. Default: `TORCHELASTIC_RUN_ID` or `SLURM_JOB_ID`.
+            otherwise 10 minutes after its end, in an object store or where a disk does not tell that it has ended.
+            Default: `TORCHELASTIC_RUN_ID` or `SLURM_JOB_ID`.
+        on_interrupt: "save" to save at Ctrl-C after the update, as at the signals of a `Preemption`, and exit; create
+            the checkpoint in the main thread then. By default Ctrl-C ends the training without a save.
         parts: further objects with `state_dict()` and `load_state_dict()`, whose states hold only tensors and plain
             Python values.
 
@@ -70,9 +71,9 @@ class Checkpoint:
         TypeError: if `model` is not a Module, `optimizer` is not a CustomOptimizer, another part is None or has no
             state_dict() or load_state_dict(), `keep` is not an integer, `every` is neither an integer nor a timedelta,
             or `best` is not a string.
-        ValueError: if `keep` or `every` is not positive, `best` is not "min:" or "max:" and a name, or a part is a
-            scheduler that a `ProgressScheduler` steps.
-        RuntimeError: on every rank, if the folder cannot be written or another writer has locked it, or the state of a
+        ValueError: if `keep` or `every` is not positive, `best` is not "min:" or "max:" and a name, `on_interrupt` is
+            not "save", or a part is a scheduler that a `ProgressScheduler` steps.
+        RuntimeError: on every rank, if the folder cannot be written or another process writes there, or the state of a
             part holds other values. `step()` looks once more after the first update.
     """
 
@@ -88,6 +89,7 @@ class Checkpoint:
         every: int | timedelta | None = None,
         best: str | None = None,
         run: str | None = None,
+        on_interrupt: Literal["save"] | None = None,
         **parts: Stateful,
     ) -> None:
         optional = {"sampler": sampler, "scheduler": scheduler}
@@ -98,66 +100,72 @@ class Checkpoint:
         keep = check_int(keep, "keep", 1)
         self._every = None if every is None else check_interval(every, "every", "pass a positive one, or omit it")
         self._criterion = None if best is None else Criterion.parse(best)
-        self._folder = folder_at(dir, run)
+        if on_interrupt not in (None, "save"):
+            raise value_error('on_interrupt must be "save" or None', repr(on_interrupt), "pass one of these")
+        self._folder = Folder(dir, run)
         self._agreement = agreement = optimizer.agreement
-        self._writer = Writer(self._folder, keep, self._criterion, optimizer.updates)
+        self._first_update = optimizer.updates  # at the creation of this object, or after the last restore
         self._updated = self._stepped = False  # whether an update was made, and step() called, since then
         if not optimizer.inside_step:
             agreement.run_on_all("Checkpoint()", self._check_storable)
-        world, token = agreement.world, agreement.run_on_rank_0("Checkpoint()", self._writer.lock)
+        world, token = agreement.world, agreement.run_on_rank_0("Checkpoint()", self._folder.lock)
         alone = world.size == 1 or self._backend.threads  # which have the disk of rank 0
         try:
             shares = [] if alone else agreement.run_on_all("Checkpoint()", lambda: str(self._folder.is_shared(token)))
         except BaseException:
-            self._folder.unlock()
+            self._folder.writer.release()
             raise
-        sharded = not alone and set(shares) == {str(True)}
+        together = not alone and set(shares) == {str(True)}
         self._due = f"save {token}"  # what rank 0 wishes when the interval of time has passed
-        self._publisher = Publisher(self._folder, keep, agreement, self._due)
-        self._saver = Saver(self._backend, agreement, self._parts, self._writer, self._publisher, sharded)
+        self._saver = Saver(self._backend, agreement, self._parts, self._folder, keep, together=together)
         self._last_update, self._saved_time = optimizer.updates, time.monotonic()
-        self._events = Events(self._folder.path, world)
+        self._events = Events(self._folder.place, world)
         self._events.add("start", optimizer.updates)
         optimizer._watch(self._events)
+        self._interrupts = Interrupts() if on_interrupt == "save" else None
 
     @property
-    def latest(self) -> Path | None:
-        """The newest intact checkpoint that is written, as this rank reads the folder; None if there is none."""
-        return next((entry.path for entry in self._folder.entries() if verified_manifest(entry.path) is not None), None)
+    def latest(self) -> str | None:
+        """The path or URL of the newest intact checkpoint, as this rank reads the folder; None if there is none."""
+        folder = Folder(self._folder.place.location)
+        name = folder.newest()
+        return None if name is None else folder.place.at(name)
 
     @property
-    def best(self) -> Path | None:
-        """The best intact checkpoint that is written, as this rank reads the folder; None if none has a reported value.
+    def best(self) -> str | None:
+        """That of the best intact checkpoint, as this rank reads the folder; None if none has a reported value.
 
         Without `best=` it is the best by the criterion with which the newest of them was reported.
         """
-        ranked = self._folder.ranked(self._criterion)
-        return next((path for path in ranked if verified_manifest(path) is not None), None)
+        folder = Folder(self._folder.place.location)
+        name = folder.best(self._criterion)
+        return None if name is None else folder.place.at(name)
 
-    def save(self, wait: bool = True) -> Path:
+    def save(self, wait: bool = True) -> str:
         """Save the state after the last update.
 
         Args:
-            wait: whether to return only after the checkpoint is published. If False, all ranks return as soon as each
+            wait: whether to return only after the checkpoint is there. If False, all ranks return as soon as each
                 has copied what it writes within host memory, and a thread writes the copy, whose memory is kept for
                 later saves. A subsequent `save`, `restore()` or `close()` first waits for these writes.
 
         Returns:
-            The path at which the checkpoint is, or is going to be, published.
+            The path or URL at which the checkpoint is, or is going to be.
 
         Raises:
             RuntimeError: on every rank, if an accumulation is in progress, the state cannot be saved, or the folder
-                cannot be written, now or by the previous save with `wait=False`. Earlier checkpoints are unchanged,
-                and the next save tries again.
+                cannot be written, now or by the previous save with `wait=False`; if ranks hold other parameters or
+                states of optimizers, of which the first save and every tenth compare the contents. Earlier checkpoints
+                are unchanged, and the next save tries again.
         """
         return self._save(wait, in_loop=False)
 
-    def _save(self, wait: bool, *, in_loop: bool, reported: dict[str, Any] | None = None) -> Path:
+    def _save(self, wait: bool, *, in_loop: bool, reported: dict[str, Any] | None = None) -> str:
         updates = self._optimizer.updates
         with self._events.timed("save", updates):
-            path = self._saver.save(updates, wait, in_loop=in_loop, reported=reported or {})
+            name = self._saver.save(updates, wait, in_loop=in_loop, reported=reported or {})
         self._mark_saved()
-        return path
+        return self._folder.place.at(name)
 
     @uncompiled
     def step(self) -> bool:
@@ -180,8 +188,6 @@ class Checkpoint:
             return False
         before, self._last_update = self._last_update, updates
         self._events.progress(updates)
-        if self._agreement.world.rank == 0:
-            self._folder.renew()
         in_loop = updates == before + 1  # and not once an epoch, after what the loop does at its end
         if not self._updated:  # an update may have added to the state what no checkpoint can hold
             self._updated = True
@@ -229,12 +235,12 @@ class Checkpoint:
             )
         self._criterion.check(metrics, decides=self._agreement.world.rank == 0)
         self._backend.mark_step()  # all ranks compute what is pending, so that rank 0 can read its values
-        self._publisher.raise_error("Checkpoint.report()")
+        self._saver.settle("Checkpoint.report()")
         criterion, reported = self._criterion, dict[str, Any]()
 
         def mark_best() -> str:
             reported.update(criterion.facts(metrics))
-            return self._writer.mark_best(self._optimizer.updates, reported)
+            return self._saver.mark_best(self._optimizer.updates, reported, criterion)
 
         outcome = self._agreement.run_on_rank_0("Checkpoint.report()", mark_best)
         if outcome == "save":
@@ -265,35 +271,40 @@ class Checkpoint:
                 training, if it is not the same on every rank, if there are checkpoints and all of them are damaged, or
                 if the previous save failed.
         """
-        began = time.monotonic()
+        began, folder, rank = time.monotonic(), self._folder, self._agreement.world.rank
         self._agreement.forget()
-        self._publisher.raise_error(_RESTORE)
-        candidates = partial(self._writer.candidates, best)
-        names = self._agreement.run_on_rank_0(_RESTORE, lambda: "/".join(path.name for path in candidates()))
-        paths = [self._folder.path / name for name in filter(None, names.split("/"))]
-        stored, damaged = read_first(paths, self._parts.likes(), self._agreement, _RESTORE)
+        self._saver.settle(_RESTORE)
+        candidates = partial(folder.candidates, best=best, criterion=self._criterion)
+        names = self._agreement.run_on_rank_0(_RESTORE, lambda: " ".join(candidates())).split()
+        name, stored, damaged = read_first(folder, names, self._parts.likes(), self._agreement, _RESTORE)
+        which = " with a reported value" if best else ""
         if stored is None:
-            absent = notices.absent(self._folder.path, best)
+            absent = f"No checkpoint{which} in {folder.place.location}: nothing is restored."
             if damaged or required:
-                raise RuntimeError(notices.unreadable(self._folder.path, damaged, best) if damaged else absent)
-            if self._agreement.world.rank == 0:
+                raise RuntimeError(notices.unreadable(folder.place.location, damaged, which) if damaged else absent)
+            if rank == 0:
                 log(absent, rank=0, update=self._optimizer.updates)
             return False
-        if damaged and self._agreement.world.rank == 0:
-            warnings.warn(notices.damaged(self._folder.path, damaged, stored.path), RuntimeWarning, stacklevel=2)
-        self._folder.trust(stored.path)
+        if damaged and rank == 0:
+            warnings.warn(notices.damaged(folder.place.location, damaged, name), RuntimeWarning, stacklevel=2)
+        folder.trust(name)
         self._agreement.run_on_all(_RESTORE, partial(self._load, stored, strict))
         self._mark_saved()
-        if self._agreement.world.rank == 0:
-            optimizer = self._optimizer
-            lost = max(0, self._events.reached - optimizer.updates)
-            sizes = stored.batch_size, self._parts.batch_size(optimizer.updates)
-            # A killed run tells its updates once a minute.
-            told = f"{lost}" if self._events.ended else f"at least {lost}"
-            self._writer.resume(stored, optimizer, sizes, told, best)
-            seconds, skipped = time.monotonic() - began, ", ".join(damaged)
-            self._events.add("restore", optimizer.updates, lost=lost, seconds=seconds, damaged=skipped)
+        self._first_update, self._saver.restored_best = self._optimizer.updates, name if best else ""
+        if rank == 0:
+            self._tell(name, stored, [*damaged], folder.newer_than(name) if best else [], time.monotonic() - began)
         return True
+
+    def _tell(self, name: str, stored: StoredState, damaged: list[str], newer: list[str], seconds: float) -> None:
+        """Log that a checkpoint was restored, and add it to the events."""
+        optimizer, parts = self._optimizer, self._parts
+        updates = optimizer.updates
+        lost = max(0, self._events.reached - updates)
+        told = f"{lost}" if self._events.ended else f"at least {lost}"  # a killed run tells its updates once a minute
+        sizes, worlds = (stored.batch_size, parts.batch_size(updates)), (stored.world, self._agreement.world.size)
+        at = updates, optimizer.epoch, optimizer.samples
+        log(notices.restored(name, worlds, sizes, at, told, newer), rank=0, update=updates)
+        self._events.add("restore", updates, lost=lost, seconds=seconds, damaged=", ".join(damaged))
 
     def close(self) -> None:
         """Wait for the write in progress, if any, and unlock the folder.
@@ -320,33 +331,48 @@ class Checkpoint:
         try:
             if error is None:
                 self._optimizer._settle()
-                self._publisher.raise_error("Checkpoint.close()")
+                self._saver.settle("Checkpoint.close()")
                 self._agreement.compare("Checkpoint.close()")
                 missed = self._every is not None and not self._stepped and self._optimizer.updates > self._last_update
                 if missed and self._agreement.world.rank == 0:
                     warnings.warn(notices.UNCALLED_STEP, RuntimeWarning, stacklevel=3)
             else:
-                self._publisher.warn_of_error()
+                self._saver.warn_of_error()
             if isinstance(error, (Exception, KeyboardInterrupt)) and self._agreement.world.rank == 0:
-                self._writer.say_what_to_resume_from(self._optimizer.updates)
+                self._say_what_to_resume_from()
         finally:
+            if self._interrupts is not None:
+                self._interrupts.end()
             self._events.add("end", self._optimizer.updates, error=type(error).__name__ if error else "")
-            if self._publisher.idle:  # else an interrupt ended the wait, and the thread still writes
-                self._folder.unlock()
+            if self._saver.idle:  # else an interrupt ended the wait, and the thread still writes
+                self._folder.writer.release()
+
+    def _say_what_to_resume_from(self) -> None:
+        """Say after an exception which checkpoint to resume from, once and if there were updates."""
+        updates, best = self._optimizer.updates, self._saver.restored_best
+        try:
+            newest = self._folder.newest()
+        except Exception:  # a store that cannot be reached has another one; that of the training propagates
+            return
+        lost = updates - (self._first_update if best else update_of(newest) if newest else 0)
+        if updates != self._first_update and lost >= 0:  # else the folder is that of another training
+            message = notices.interrupted(self._folder.place.location, best or newest, lost, best != "")
+            log(message, level=logging.WARNING if lost else logging.INFO, rank=0, update=updates)
+        self._first_update = updates
 
     def _save_and_exit(self, in_loop: bool) -> NoReturn:
         try:
-            self._publisher.raise_error(_EXIT)
+            self._saver.settle(_EXIT)
         except RuntimeError as error:  # of the previous save; this one may still succeed
             warnings.warn(str(error), RuntimeWarning, stacklevel=3)
         updates = self._optimizer.updates
         self._events.add("notice", updates)
-        path = self._save(wait=True, in_loop=in_loop)
+        name = self._save(wait=True, in_loop=in_loop).rpartition("/")[2]
         notices = self._agreement.gather(_EXIT, signal_notice())
         earliest = max(notices, key=lambda notice: float(notice.partition(" ")[0] or 0))  # the longest time ago
 
         def report() -> str:
-            log(f"Checkpoint {path.name} saved {earliest}; exiting with {EXIT_CODE}.", rank=0, update=updates)
+            log(f"Checkpoint {name} saved {earliest}; exiting with {EXIT_CODE}.", rank=0, update=updates)
             return ""
 
         self._agreement.run_on_rank_0(

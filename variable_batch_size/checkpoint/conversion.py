@@ -12,10 +12,12 @@ import torch
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from variable_batch_size._validation import type_error, value_error
-from variable_batch_size.checkpoint import format
-from variable_batch_size.checkpoint.manifest import file_name, merged, versions
-from variable_batch_size.checkpoint.object_store import folder_at
-from variable_batch_size.checkpoint.reading import SAMPLER, read_checkpoint
+from variable_batch_size.checkpoint.folder import Folder
+from variable_batch_size.checkpoint.reading import read_checkpoint
+from variable_batch_size.checkpoint.saving import described, versions
+from variable_batch_size.checkpoint.shards import Part
+from variable_batch_size.checkpoint.stored import SAMPLER
+from variable_batch_size.checkpoint.values import encode
 
 
 def to_torch(checkpoint: str | os.PathLike[str], file: Path, *, best: bool = False) -> None:
@@ -37,8 +39,8 @@ def to_torch(checkpoint: str | os.PathLike[str], file: Path, *, best: bool = Fal
     torch.save({name: _numbered(state) for name, state in parts.items() if name != SAMPLER}, file)
 
 
-def from_torch(file: Path, folder: str | os.PathLike[str]) -> Path:
-    """Write a checkpoint of update 0, from which a training begins by `restore(strict=False)`; return its path.
+def from_torch(file: Path, folder: str | os.PathLike[str]) -> str:
+    """Write a checkpoint of update 0, from which a training begins by `restore(strict=False)`; return its location.
 
     Args:
         file: what `torch.save` has written: a dict of state dicts by name, of which "model" is one and "optimizer" may
@@ -62,24 +64,20 @@ def from_torch(file: Path, folder: str | os.PathLike[str]) -> Path:
         raise value_error(requirement, ", ".join(map(repr, states)) or "an empty one", remedy)
     if all(name.startswith("module.") for name in states["model"]):  # of a DistributedDataParallel
         consume_prefix_in_state_dict_if_present(states["model"], "module.")
-    place = folder_at(folder)
+    place, tensors = Folder(folder), dict[str, torch.Tensor]()
     place.lock()
     try:
-        if place.entries():
+        if place.names():
             raise value_error("the folder must have no checkpoints", folder, "choose another one")
-        encoded = {name: format.encode(state, name) for name, state in states.items() if name != SAMPLER}
-        tensors = {name: tensor for one in encoded.values() for name, tensor in one.tensors.items()}
-        path = place.next_path(0)
-        place.begin(path)
-        entry, extents = place.write(path, file_name(0), tensors)
-        found = (entry._asdict(), {name: extent._asdict() for name, extent in extents.items()})
-        contents = merged([found], {name: format.described(tensor) for name, tensor in tensors.items()})
-        known = {"updates": 0, "world": 1, "epoch": 0, "step": 0, "samples": 0}
-        state = {name: one.json for name, one in encoded.items()}
-        place.publish(path, {**versions(), **known, "state": state, "random": [], **contents})
+        state = {name: encode(own, name, tensors, {}) for name, own in states.items() if name != SAMPLER}
+        known = {"updates": 0, "world": 1, "epoch": 0, "step": 0, "samples": 0, "random": []}
+        contents = {"state": state, "tensors": {name: described(one) for name, one in tensors.items()}}
+        path = place.begin(0, ranks=1)
+        parts = {name: Part.whole(one.shape) for name, one in tensors.items()}
+        place.write(path, 0, tensors, parts, {**versions(), **known, **contents})
     finally:
-        place.unlock()
-    return path
+        place.writer.release()
+    return place.place.at(path)
 
 
 def _numbered(state: Any) -> Any:

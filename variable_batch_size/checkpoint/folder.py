@@ -1,222 +1,420 @@
-"""A folder of checkpoints: which there are, which is the best one, and which are deleted.
+"""A folder of checkpoints, on a disk or in an object store: which there are, which one is the best, which are deleted.
 
-A checkpoint is a folder `update-00001234` with the files of the state and a manifest, whose checksums show later
-damage. Where the folder is decides how one is published: see `disk.py` and `object_store.py`.
+A checkpoint is a folder `update-00000812-0003-1-2`: of update 812, the first save of the writer 3, in 2 files of
+tensors. Each rank that writes puts `tensors-1.safetensors` there and then `rank-1.json`, which says what is in it; that
+of rank 0 has all else. The checkpoint exists when all these are there: no rank waits for another one to publish it. The
+JSON of rank 0 is deleted first. Users keep other files in the same folder: only files of these names are deleted.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
+import os
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, Final, final
 
 from torch import Tensor
 
+from variable_batch_size.checkpoint import tensor_file
 from variable_batch_size.checkpoint.best import Criterion
-from variable_batch_size.checkpoint.lease import Lease
-from variable_batch_size.checkpoint.manifest import DAMAGE, sealed_manifest, verified_manifest
-from variable_batch_size.checkpoint.tensor_file import Extent, FileEntry
+from variable_batch_size.checkpoint.place import DAMAGE, Place
+from variable_batch_size.checkpoint.shards import Part
+from variable_batch_size.checkpoint.writer import Writer
 
-NAME = re.compile(r"update-([0-9]{8}|[1-9][0-9]{8,})(?:-([1-9][0-9]*))?")  # the name of each revision is unique
+FORMAT: Final = "vbs-checkpoint"
+VERSION: Final = 2
+MANIFEST: Final = "rank-0.json"
+
+# A key that readers may ignore, and for which they have a default, is added without another version.
+KEYS: Final = {
+    *("format", "version", "name", "ranks", "file", "seal"),  # of the JSON of each rank
+    *("library", "torch"),  # the others are in that of rank 0: what has written it,
+    *("epoch", "step", "samples", "updates", "reads_epoch", "world", "batch_size"),  # the position,
+    *("trace", "dataset_size", "seed", "shuffle", "drop_last"),  # what the samples follow from,
+    *("best", "metrics"),  # what was reported,
+    *("state", "random", "tensors"),  # states
+}
+
+_NAME = re.compile(r"update-(\d{8,})-(\d{4,})-(\d+)-(\d+)")
+_FILE = re.compile(r"rank-\d+\.json(\.new)?|tensors-\d+\.safetensors")
+_EARLIER = re.compile(r"update-(\d{8,})(-\d+)?")  # of version 1
+_SEAL = ', "seal": "'
 
 
 @final
-class Entry(NamedTuple):
-    """The name of a checkpoint, intact, damaged or of another program; a larger entry is newer.
+class VersionError(ValueError):
+    """A checkpoint has a version of the format that this library does not know."""
 
-    Each further save of the same update is another revision. The previous revision stays until the new one is
-    published.
+
+@final
+class Folder:
+    """The checkpoints in one folder, which has at most one writer.
+
+    Args:
+        location: a path, or a URL of fsspec.
+        run: see `Writer`.
     """
 
-    update: int
-    revision: int
-    path: Path
+    def __init__(self, location: str | os.PathLike[str], run: str | None = None) -> None:
+        self.place = Place(location)
+        self.writer, self._saves = Writer(self.place, run), 0
+        self._intact: set[str] = set()  # names of checkpoints that are not read again to find out
+        self._reported: dict[str, dict[str, Any]] = {}  # on the writer, which alone changes it: see `reported`
 
+    # Which checkpoints there are. -------------------------------------------------------------------------------------
 
-class CheckpointFolder(ABC):
-    """The checkpoints in one folder, which has at most one writer."""
+    def names(self) -> list[str]:
+        """Return the names of the checkpoints, the newest first; they are not verified."""
+        return self._listed()[0]
 
-    def __init__(self, path: Path, run: str | None = None) -> None:
-        self.path, self._lease = path, Lease(path, run)
-        self._verified: set[Path] = set()  # `prune` verifies the others before it deletes an older one
+    def candidates(self, *, best: bool, criterion: Criterion | None = None) -> list[str]:
+        """Return the checkpoints in the order in which to try them: the newest first, or the best, see `ranked`.
 
-    def trust(self, path: Path) -> None:
-        """Record that the checkpoint at `path` is intact, so that it is not read to find out."""
-        self._verified.add(path)
-
-    def unlock(self) -> None:
-        """Let other writers lock the folder."""
-        self._lease.release()
-
-    def renew(self) -> None:
-        """Give a sign of life of the writer, after an update; see `Lease.renew`."""
-        self._lease.renew()
-
-    def is_shared(self, token: str) -> bool:
-        """Return whether this process can write to the folder that was locked with this token.
-
-        It may see another folder of this name, as on a disk of its own.
+        Raises:
+            VersionError: if there are only checkpoints of version 1.
         """
-        return self._lease.join(token)
+        names, others = self._listed()
+        if not names and (earlier := sorted(filter(_EARLIER.fullmatch, others))):
+            raise VersionError(
+                f"Checkpoint {self.place.at(earlier[-1])} must have version {VERSION} of the format {FORMAT}, got "
+                f"version 1; finish that training with the release that saved it, or choose another folder"
+            )
+        return self.ranked(criterion) if best else names
 
-    def entries(self) -> list[Entry]:
-        """Return everything that has the name of a checkpoint, newest first; it is not verified."""
-        names = [(NAME.fullmatch(path.name), path) for path in self._paths()]
-        return sorted((Entry(int(m[1]), int(m[2] or 0), path) for m, path in names if m), reverse=True)
+    def _listed(self) -> tuple[list[str], dict[str, set[str]]]:
+        """Return the checkpoints, the newest first; and all other names in the folder with the files in them."""
+        listed = self.place.listed()
+        whole = [
+            name
+            for name, files in listed.items()
+            if (match := _NAME.fullmatch(name)) and files >= {f"rank-{rank}.json" for rank in range(int(match[4]))}
+        ]
+        first, known = self.writer.rule([_order(name)[1] for name in whole])
+        names = [name for name in whole if _order(name)[1] >= first or name in known]
+        return sorted(names, key=_order, reverse=True), {name: listed[name] for name in listed.keys() - names}
 
-    def newer_than(self, path: Path) -> list[Path]:
-        """Return the entries that are newer than the one at `path`, newest first; none if it is missing."""
-        paths = [entry.path for entry in self.entries()]
-        return paths[: paths.index(path)] if path in paths else []
+    def newest(self, after: int = -1) -> str | None:
+        """Return the newest intact checkpoint of a later update than `after`, or None."""
+        return next((name for name in self.names() if update_of(name) > after and self.is_intact(name)), None)
 
-    def prune(self, keep: int) -> None:
-        """Keep the newest `keep` intact updates, each in its newest intact revision, and delete older entries.
+    def newer_than(self, name: str) -> list[str]:
+        """Return the checkpoints that are newer than this one, newest first; none if it is missing."""
+        names = self.names()
+        return names[: names.index(name)] if name in names else []
 
-        Of each criterion that was reported, the best intact checkpoint is kept, too. A damaged entry stays until `keep`
-        newer updates, or a newer revision of the same update, are intact. One whose manifest is damaged always stays,
-        because it may belong to another program.
-        """
-        kept: set[int] = set()
-        manifests = self._manifests()
-        criteria = filter(None, {Criterion.of(manifest) for _, manifest in manifests})
-        best = {next(filter(self._is_intact, _ranked(criterion, manifests)), None) for criterion in criteria}
-        for (update, _, path), _ in manifests:
-            if update not in kept and len(kept) < keep:
-                if self._is_intact(path):
-                    kept.add(update)
-            elif path not in best:
-                self._discard(path)
-
-    def discard_after(self, path: Path) -> None:
-        """Delete the checkpoints that are newer than the one at `path`, the newest first."""
-        for newer in self.newer_than(path):
-            self._discard(newer)
-
-    def candidates(self, *, best: bool, criterion: Criterion | None = None) -> list[Path]:
-        """Return the checkpoints in the order in which to try them: the newest first, or the best, see `ranked`."""
-        return self.ranked(criterion) if best else [entry.path for entry in self.entries()]
-
-    def ranked(self, criterion: Criterion | None = None) -> list[Path]:
+    def ranked(self, criterion: Criterion | None = None) -> list[str]:
         """Return the checkpoints with a reported value, the best first, and of equal ones the oldest.
 
-        Those with a damaged manifest precede them, because any of them may be the best.
+        Those with a damaged JSON precede them, because any of them may be the best.
 
         Args:
             criterion: what is compared; by default, that of the newest checkpoint that has one.
         """
-        manifests = self._manifests()
-        criterion = criterion or next(filter(None, (Criterion.of(manifest) for _, manifest in manifests)), None)
-        return _ranked(criterion, manifests) if criterion else []
+        reported = [(name, self.reported(name)) for name in self.names()]
+        criterion = criterion or next(filter(None, (Criterion.of(facts or {}) for _, facts in reported)), None)
+        return _ranked(criterion, reported) if criterion else []
 
-    def best(self, criterion: Criterion | None = None) -> Path | None:
+    def best(self, criterion: Criterion | None = None) -> str | None:
         """Return the first intact checkpoint of `ranked`, or None."""
-        return next(filter(self._is_intact, self.ranked(criterion)), None)
+        return next(filter(self.is_intact, self.ranked(criterion)), None)
 
     def is_better(self, facts: Mapping[str, Any], criterion: Criterion) -> bool:
         """Return whether reported values are better than those of every intact checkpoint."""
         best = self.best(criterion)
-        return criterion.rank(facts) < (criterion.rank(sealed_manifest(best)) if best else math.inf)
+        return criterion.rank(facts) < (criterion.rank(self.reported(best) or {}) if best else math.inf)
 
-    def newest(self, after: int = -1) -> Entry | None:
-        """Return the newest intact checkpoint of a later update than `after`, or None."""
-        return next((entry for entry in self.entries() if entry.update > after and self._is_intact(entry.path)), None)
+    def reported(self, name: str) -> dict[str, Any] | None:
+        """Return what was reported of a checkpoint; None if its JSON is damaged."""
+        if name in self._reported:
+            return self._reported[name]
+        try:
+            manifest = unsealed(self.place.read(name, MANIFEST).decode())
+        except DAMAGE as error:
+            self._check_damage(error)
+            return None
+        facts = {key: value for key, value in manifest.items() if key in ("best", "metrics")}
+        if self.writer.number:
+            self._reported[name] = facts
+        return facts
 
-    def _manifests(self) -> list[tuple[Entry, dict[str, Any]]]:
-        """Return the entries with their manifests, empty if damaged; newest first."""
-        found: list[tuple[Entry, dict[str, Any]]] = [(entry, {}) for entry in self.entries()]
-        for entry, manifest in found:
-            with suppress(*DAMAGE):
-                manifest.update(sealed_manifest(entry.path))
-        return found
+    # What is in a checkpoint. -----------------------------------------------------------------------------------------
 
-    def _is_intact(self, path: Path) -> bool:
-        if path not in self._verified and verified_manifest(path) is not None:
-            self._verified.add(path)
-        return path in self._verified
+    def texts(self, name: str) -> list[str]:
+        """Return the JSON of each rank that has written a checkpoint, that of rank 0 first.
 
-    # What depends on where the folder is. -----------------------------------------------------------------------------
+        Raises:
+            one of `DAMAGE`: if one is not there.
+        """
+        first = self.place.read(name, MANIFEST).decode()
+        return [first, *(self.place.read(name, f"rank-{rank}.json").decode() for rank in range(1, _ranks_of(first)))]
 
-    @abstractmethod
+    def read(
+        self,
+        name: str,
+        rank: int,
+        file: Mapping[str, Any],
+        dtypes: Mapping[str, str],
+        wanted: Iterable[str],
+        use: Callable[[str, Part, Tensor], object],
+    ) -> None:
+        """Read tensors of a file in their order, and verify them.
+
+        Args:
+            name: the checkpoint.
+            rank: that has written the file.
+            file: what its JSON says of the file.
+            dtypes: of the tensors, by name.
+            wanted: the names of those that are read.
+            use: takes the name of a tensor, which part of it the file has, and that.
+
+        Raises:
+            one of `DAMAGE`: if the file is not intact.
+        """
+        chunks = file["chunks"]
+        with self.place.open(name, f"tensors-{rank}.safetensors") as stream:
+            tensor_file.check(stream, file)
+            for key in sorted(wanted, key=lambda key: int(chunks[key]["begin"])):
+                part = Part(tuple(chunks[key]["offset"]), tuple(chunks[key]["shape"]))
+                use(key, part, tensor_file.read(stream, chunks[key], dtypes[key]))
+
+    def is_intact(self, name: str) -> bool:
+        """Return whether all bytes of a checkpoint are as they were written; they are read once."""
+        if name in self._intact:
+            return True
+        try:
+            first, *others = manifests(self.texts(name))
+            dtypes = {key: facts["dtype"] for key, facts in first["tensors"].items()}
+            for rank, one in enumerate([first, *others]):
+                if one["file"]:
+                    self.read(name, rank, one["file"], dtypes, one["file"]["chunks"], lambda *_: None)
+        except DAMAGE as error:
+            self._check_damage(error)
+            return False
+        self._intact.add(name)
+        return True
+
+    def _check_damage(self, error: BaseException) -> None:
+        """Raise an error again that is none of damage: of another version, or of a store that cannot be reached."""
+        if isinstance(error, VersionError) or not self.place.is_damage(error):
+            raise error
+
+    def trust(self, name: str, reported: Mapping[str, Any] | None = None) -> None:
+        """Record that a checkpoint is intact, so that it is not read to find out, and what was reported of it."""
+        self._intact.add(name)
+        if reported is not None:
+            self._reported[name] = dict(reported)
+
+    # What the writer does. --------------------------------------------------------------------------------------------
+
     def lock(self) -> str:
-        """Create the folder and lock it against other writers, until `unlock`.
-
-        Returns:
-            A token, by which other ranks see whether their folder of this name is the same one.
+        """Create the folder, become its writer, and return a token by which other ranks recognize the folder.
 
         Raises:
-            OSError: if the folder cannot be created or is itself a checkpoint, or another writer has locked it.
+            OSError: if the folder cannot be created or is itself a checkpoint, or another process writes there.
         """
+        try:
+            self.place.make()
+            if MANIFEST in self.place.names():
+                raise OSError(
+                    f"dir must be the folder of a training, got the checkpoint {self.place.location}; pass the folder "
+                    f"that it is in"
+                )
+            orders = [_order(name) for name in self.place.names() if _NAME.fullmatch(name)]
+            self.writer.acquire(max((writer for _, writer, _, _ in orders), default=0))
+            try:
+                self.writer.know(self.names())
+            except BaseException:
+                self.writer.release()
+                raise
+        except OSError as error:
+            if error.errno is None:  # the error names another writer, and is not the operating system's
+                raise
+            raise OSError(
+                f"dir must be a writable folder, got {self.place.location} ({error.strerror or error}); choose another "
+                f"folder"
+            ) from error
+        return self.writer.token
 
-    @abstractmethod
-    def next_path(self, update: int) -> Path:
-        """Return the path at which to publish the next checkpoint of `update`.
+    def is_shared(self, token: str) -> bool:
+        """Return whether this process can write to the folder whose writer has this token.
 
-        Raises:
-            RuntimeError: if this object has not locked the folder, or another writer has locked it since
-                (LostLockError).
+        It may see another folder of this name, as on a disk of its own.
         """
+        writable = not self.place.on_disk or os.access(self.place.location, os.W_OK)
+        return writable and self.writer.is_known(token)
 
-    @abstractmethod
-    def begin(self, target: Path) -> None:
-        """Create the place where a checkpoint is written, before any rank writes.
+    def begin(self, update: int, ranks: int, restored_best: str = "") -> str:
+        """Return the name of the next checkpoint, and delete what ranks that were killed have left.
 
         Args:
-            target: the path that `next_path` returned.
+            update: number of updates of the training.
+            ranks: number of those that write a file.
+            restored_best: from which the training continues; newer ones are deleted.
 
         Raises:
-            OSError: if it cannot be created.
+            ValueError: if the folder has a checkpoint of a later update, from which the training does not come.
+            RuntimeError: if this process is not the writer.
         """
+        self.writer.check()
+        for newer in self.newer_than(restored_best) if restored_best else ():
+            self.discard(newer)
+        names, others = self._listed()
+        later = next((name for name in names if update_of(name) > update and self.is_intact(name)), None)
+        if later:
+            raise ValueError(
+                f"Checkpoint {self.place.at(later)} is ahead of this training, which has made {update} updates; "
+                f"restore() it first, or choose another folder"
+            )
+        for name in filter(_NAME.fullmatch, others):
+            self.discard(name)
+        self._saves += 1
+        return f"update-{update:08d}-{self.writer.number:04d}-{self._saves}-{ranks}"
 
-    @abstractmethod
-    def write(self, target: Path, name: str, tensors: Mapping[str, Tensor]) -> tuple[FileEntry, dict[str, Extent]]:
-        """Write a file of tensors of the checkpoint, and return what the manifest says of it.
+    def write(
+        self, name: str, rank: int, tensors: Mapping[str, Tensor], parts: Mapping[str, Part], facts: Mapping[str, Any]
+    ) -> None:
+        """Write what a rank has of a checkpoint, which exists when all ranks have done so.
 
         Args:
-            target: path at which the checkpoint will be published.
-            name: name of the file.
-            tensors: in host memory.
+            name: the checkpoint.
+            rank: number of this rank among those that write.
+            tensors: in host memory, by name.
+            parts: which parts of the whole tensors these are.
+            facts: on rank 0, what its JSON has besides.
 
         Raises:
-            OSError: if the file cannot be written.
+            OSError: if it cannot be written.
+            RuntimeError: on rank 0, if another process has become the writer.
         """
+        file = None
+        try:
+            if tensors:
+                with self.place.create(name, f"tensors-{rank}.safetensors") as stream:
+                    file = tensor_file.write(stream, tensors, parts)
+            self._put(name, rank, {"name": name, "ranks": _order(name)[3], **facts, "file": file})
+        except BaseException:
+            with suppress(Exception):
+                self.place.remove(name, f"tensors-{rank}.safetensors")  # the next save deletes the rest
+            raise
 
-    @abstractmethod
-    def publish(self, target: Path, facts: Mapping[str, Any]) -> None:
-        """Let a checkpoint be there; all of its files have been written.
-
-        Args:
-            target: path at which the checkpoint is published.
-            facts: contents of the manifest.
+    def tidy(self, keep: int) -> None:
+        """Delete what is not kept, after a save of all ranks, and give a sign of life.
 
         Raises:
-            OSError: if the manifest cannot be written; nothing of the checkpoint remains.
+            RuntimeError: if another process became the writer before, to which the checkpoint may not count.
         """
+        self.writer.check()
+        self.prune(keep)
+        self.writer.renew()
 
-    @abstractmethod
-    def abandon(self, target: Path) -> None:
-        """Delete what has been written of a checkpoint."""
-
-    @abstractmethod
-    def mark(self, entry: Entry, facts: Mapping[str, Any]) -> None:
-        """Add facts to the manifest of a checkpoint, which holds all of them or none at any instant.
+    def mark(self, name: str, reported: Mapping[str, Any]) -> None:
+        """Add reported values to the JSON of a checkpoint, which holds all of them or none at any instant.
 
         Raises:
-            OSError: if the manifest cannot be written; the checkpoint is unchanged.
+            OSError: if it cannot be written; the checkpoint is unchanged.
         """
+        facts = unsealed(self.place.read(name, MANIFEST).decode())
+        self._put(name, 0, {**{key: facts[key] for key in facts if key != "seal"}, **reported})
+        self._reported[name] = dict(reported)
 
-    @abstractmethod
-    def _paths(self) -> Iterable[Path]:
-        """Return the paths of all checkpoints."""
+    def prune(self, keep: int) -> None:
+        """Keep the newest `keep` intact updates, each in its newest intact save, and delete older checkpoints.
 
-    @abstractmethod
-    def _discard(self, path: Path) -> None:
-        """Delete a checkpoint, and nothing else."""
+        Of each criterion that was reported, the best intact checkpoint is kept, too. A damaged one stays until `keep`
+        newer updates, or a newer save of the same update, are intact.
+        """
+        names, kept = self.names(), set[int]()
+        reported = [(name, self.reported(name)) for name in names]
+        criteria = filter(None, {Criterion.of(facts or {}) for _, facts in reported})
+        best = {next(filter(self.is_intact, _ranked(criterion, reported)), None) for criterion in criteria}
+        for name in names:
+            update = update_of(name)
+            if update not in kept and len(kept) < keep:
+                kept.update([update] * self.is_intact(name))
+            elif name not in best:
+                self.discard(name)
+
+    def discard(self, name: str) -> None:
+        """Delete the files of a checkpoint, and its folder if nothing else is in it; what cannot be, stays."""
+        self._intact.discard(name)
+        self._reported.pop(name, None)
+        with suppress(*DAMAGE):
+            for file in sorted(self.place.names(name)):  # that of rank 0 is first
+                if _FILE.fullmatch(file):
+                    self.place.remove(name, file)
+            if self.place.on_disk:
+                self.place.remove(name)
+
+    def _put(self, name: str, rank: int, facts: Mapping[str, Any]) -> None:
+        if not rank:
+            self.writer.check()
+        self.place.put(sealed(facts), name, f"rank-{rank}.json")
 
 
-def _ranked(criterion: Criterion, manifests: Iterable[tuple[Entry, Mapping[str, Any]]]) -> list[Path]:
-    ranks = [(criterion.rank(manifest) if manifest else -math.inf, entry) for entry, manifest in manifests]
-    return [entry.path for rank, entry in sorted(ranks) if rank < math.inf]
+def update_of(name: str) -> int:
+    """Return the update of a checkpoint."""
+    return _order(name)[0]
+
+
+def sealed(facts: Mapping[str, Any]) -> str:
+    """Return the JSON of a rank, whose last entry is the SHA-256 of the object without it.
+
+    Raises:
+        ValueError: if a key is not in `KEYS`.
+    """
+    facts = {**facts, "format": FORMAT, "version": VERSION}
+    if unknown := facts.keys() - KEYS:
+        raise ValueError(f"the keys of a checkpoint's JSON must be in KEYS, got {', '.join(sorted(unknown))}; add them")
+    text = json.dumps(facts, allow_nan=False)
+    return f'{text[:-1]}{_SEAL}{hashlib.sha256(text.encode()).hexdigest()}"}}\n'
+
+
+def unsealed(text: str) -> dict[str, Any]:
+    """Return the contents of a text that `sealed` returned, with the seal.
+
+    Raises:
+        VersionError: if it has another version.
+        ValueError: if it is not intact.
+    """
+    found = json.loads(text)
+    if not isinstance(found, dict) or found.get("format") != FORMAT or type(found.get("version")) is not int:
+        raise ValueError(f"it is no JSON of {FORMAT}")
+    if found["version"] != VERSION:
+        raise VersionError(
+            f"a checkpoint must have version {VERSION} of the format {FORMAT}, got version {found['version']}; install "
+            f"the release of variable_batch_size that wrote it"
+        )
+    body, _, seal = text.rpartition(_SEAL)
+    if seal != hashlib.sha256(f"{body}}}".encode()).hexdigest() + '"}\n':
+        raise ValueError("its checksum is another one")
+    return found
+
+
+def manifests(texts: Iterable[str]) -> list[dict[str, Any]]:
+    """Return the contents of the JSON of each rank.
+
+    Raises:
+        ValueError: if one is not intact, or they are not of one checkpoint.
+    """
+    found = [unsealed(text) for text in texts]
+    if any((one["name"], one["ranks"]) != (found[0]["name"], len(found)) for one in found):
+        raise ValueError("the JSON of a rank is that of another checkpoint")
+    return found
+
+
+def _ranks_of(text: str) -> int:
+    return int(unsealed(text)["ranks"])
+
+
+def _order(name: str) -> tuple[int, int, int, int]:
+    update, writer, save, ranks = map(int, _NAME.fullmatch(name).groups())  # type: ignore[union-attr]
+    return update, writer, save, ranks
+
+
+def _ranked(criterion: Criterion, reported: Iterable[tuple[str, Mapping[str, Any] | None]]) -> list[str]:
+    ranks = [(-math.inf if facts is None else criterion.rank(facts), _order(name), name) for name, facts in reported]
+    return [name for rank, _, name in sorted(ranks) if rank < math.inf]

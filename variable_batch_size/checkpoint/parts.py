@@ -14,19 +14,21 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from variable_batch_size._validation import type_error, value_error
-from variable_batch_size.checkpoint.format import RANDOM, encode, identity
 from variable_batch_size.checkpoint.names import Names
-from variable_batch_size.checkpoint.reading import StoredState
 from variable_batch_size.checkpoint.rng_states import RNGStates
+from variable_batch_size.checkpoint.stored import StoredState
+from variable_batch_size.checkpoint.values import encode, identity
 from variable_batch_size.optim.lr_scheduler import ProgressScheduler, is_stepped_by_progress
 from variable_batch_size.optim.optimizer import CustomOptimizer
-from variable_batch_size.optim.weight_average import WeightAverage
 from variable_batch_size.optim.wrapper import list_parameters
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object that can be a part of a checkpoint."""
+    """An object that can be a part of a checkpoint.
+
+    With a method `begin_anew()`, it is told so where `restore(strict=False)` finds no state of it.
+    """
 
     def state_dict(self) -> Any:
         """Return the state as tensors and plain Python values."""
@@ -61,8 +63,8 @@ class Parts:
     def __init__(self, model: torch.nn.Module, optimizer: CustomOptimizer, others: dict[str, Stateful]) -> None:
         self._by_name: dict[str, Stateful] = {"optimizer": optimizer, "model": model, **others}
         for name, part in self._by_name.items():
-            if name == RANDOM or "/" in name:
-                requirement = f'the name of a part must not be "{RANDOM}", and have no "/"'
+            if "/" in name:
+                requirement = 'the name of a part must have no "/"'
                 raise value_error(requirement, repr(name), "pass the part under another name")
             kind, description = _TYPES.get(name, _OTHER)
             if not isinstance(part, kind):
@@ -107,7 +109,7 @@ class Parts:
         parts = self._by_name.items()
         asked = {name: part for name, part in parts if updated or not isinstance(part, DataLoader)}
         for name in asked:
-            encode(self._state_of(name), name)
+            encode(self._state_of(name), name, {}, {})
 
     def likes(self) -> dict[str, DTensor]:
         """Return the sharded tensors of this rank by the names that they, or their states, have in a checkpoint."""
@@ -119,6 +121,12 @@ class Parts:
                 for number, (key, parameter) in enumerate(self._names.of_parameters(part)):
                     found |= {f"{name}/state/{key}": parameter, f"{name}/{PREVIOUS}/{number}": parameter}
         return {name: value for name, value in found.items() if isinstance(value, DTensor)}
+
+    def described(self, tensor: str) -> str:
+        """Return a tensor in words, by its name in a checkpoint: its place, and the class of the part that has it."""
+        name, _, place = tensor.partition("/")
+        part = self._by_name.get(name)
+        return f"{place} of the {name}{f' ({type(part).__name__})' if part is not None else ''}"
 
     @property
     def reads_epoch(self) -> bool:
@@ -176,8 +184,8 @@ class Parts:
                 for number, parameter in self._outside(part).items():
                     parameter.detach().copy_(stored.parts[name]["outside"][number])
         for name, part in self._by_name.items():
-            if name not in there and isinstance(part, WeightAverage):
-                part.begin()
+            if name not in there and (begin := getattr(part, "begin_anew", None)) is not None:
+                begin()
         if len(stored.rng_states) == world.size:
             random = RNGStates(stored.rng_states[world.rank])
             random.set()  # before an epoch is read: the loader draws its seed from these states

@@ -1,18 +1,21 @@
 """The course of a save, on every rank.
 
 Every rank collects its state dicts, which also makes lazy devices compute pending tensors, waits for its previous
-write, and finds the tensors that any rank could write. The ranks exchange what they have found; then each brings what
-it writes to the host while the others wait, and rank 0 creates the place. They write before the call returns on any
-rank or, without `wait`, in a thread that uses only a copy. An error of that thread is raised on every rank, by the next
+write, and finds the tensors that any rank could write. The ranks exchange what they have found, and compare it; then
+each brings what it writes to the host, and rank 0 names the checkpoint. They write before the call returns on any rank
+or, without `wait`, in a thread that uses only a copy. An error of that thread is raised on every rank, by the next
 method that uses the folder.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable, Mapping
+import importlib
+import json
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import torch
@@ -21,13 +24,15 @@ from torch.distributed.tensor import DTensor
 
 from variable_batch_size.backend import Backend
 from variable_batch_size.backend.agreement import Agreement
-from variable_batch_size.checkpoint import format, rng_states
-from variable_batch_size.checkpoint.format import Json
-from variable_batch_size.checkpoint.manifest import versions
+from variable_batch_size.checkpoint import rng_states, shared_state
+from variable_batch_size.checkpoint.best import Criterion
+from variable_batch_size.checkpoint.folder import Folder, update_of
 from variable_batch_size.checkpoint.parts import Parts
-from variable_batch_size.checkpoint.publishing import Publisher, Save, Writer
-from variable_batch_size.checkpoint.shards import Part, Replicas, is_writer
+from variable_batch_size.checkpoint.shards import Part, assign, is_writer
+from variable_batch_size.checkpoint.shared_state import Summary
+from variable_batch_size.checkpoint.values import Json, encode
 
+COMPARED_EVERY = 10  # saves, from one that compares the contents of what ranks share to the next
 _SAVE = "a save of the Checkpoint"
 _KNOWN = ("epoch", "step", "samples", "trace", "dataset_size", "seed", "shuffle", "drop_last")  # of the sampler's state
 
@@ -40,85 +45,233 @@ class Saver:
         backend: brings tensors to the host.
         agreement: exchanges the messages of the ranks.
         parts: what to save.
-        writer: what rank 0 does in the folder.
-        publisher: writes files.
-        sharded: whether all ranks may write.
+        folder: of the checkpoints, as this rank sees it; rank 0 is its writer.
+        keep: number of checkpoints to keep, beside the best one.
+        together: whether all ranks may write.
+
+    Attributes:
+        restored_best: the checkpoint from which the training continues, if it was restored as the best one; the next
+            save deletes newer ones.
     """
 
     def __init__(
-        self, backend: Backend, agreement: Agreement, parts: Parts, writer: Writer, publisher: Publisher, sharded: bool
+        self, backend: Backend, agreement: Agreement, parts: Parts, folder: Folder, keep: int, *, together: bool
     ) -> None:
-        self._backend, self._agreement, self._parts = backend, agreement, parts
-        self._writer, self._publisher, self._sharded = writer, publisher, sharded
-        self._copies, self._number = Copies(backend), 0
+        self._backend, self._agreement, self._parts, self._folder = backend, agreement, parts, folder
+        self._keep, self._together = keep, together
+        self._copies, self._saves, self.restored_best = Copies(backend), 0, ""
+        self._pending: Future[str] | None = None  # the write of this rank, in a thread
+        self._unfinished: tuple[str, dict[str, Any]] | None = None  # what ranks write or have written, as reported
+        self._tidies = False  # whether rank 0 has to delete what is not kept
 
-    def save(self, updates: int, wait: bool, *, in_loop: bool, reported: dict[str, Any]) -> Path:
-        """Save the state, and return the path at which it is, or is going to be, published.
+    def save(self, updates: int, wait: bool, *, in_loop: bool, reported: dict[str, Any]) -> str:
+        """Save the state, and return the name of the checkpoint.
 
         Args:
             updates: number of updates of the training.
-            wait: whether to return only after it is published.
+            wait: whether to return only after it is there.
             in_loop: whether what the loop does at the end of an epoch is to come.
-            reported: what the manifest holds of reported values.
+            reported: what was reported.
 
         Raises:
-            RuntimeError: on every rank, if the state cannot be saved on one of them.
+            RuntimeError: on every rank, if the state cannot be saved on one of them, or the ranks differ in what they
+                share.
         """
-        world, collected, own = self._agreement.world, list[_State](), dict[str, Tensor]()
+        world, collected = self._agreement.world, list[_State]()
+        compares = world.size > 1 and self._saves % COMPARED_EVERY == 0
 
         def collect() -> str:
-            collected.append(state := self._collect(in_loop))
-            # After state_dict(), which may communicate: an error here would strand other ranks.
-            self._publisher.wait()
-            return f"{state.replicas.summary}\n{rng_states.get_rng_states()}"
+            failed: Exception | None = None
+            try:
+                self.wait()
+            except Exception as error:  # raised after state_dict(), which may communicate with other ranks
+                failed = error
+            collected.append(state := self._collect(in_loop, compares))
+            if failed is not None:
+                raise failed
+            return json.dumps([state.summary, state.others, rng_states.get_rng_states()])
 
-        messages = [message.partition("\n") for message in self._agreement.run_on_all(_SAVE, collect)]
-        (state,) = collected
-        writers = state.replicas.writers([summary for summary, _, _ in messages])  # rank 0 is not among them
-        texts = [] if world.rank else [text for _, _, text in messages]
-        random = format.encode([rng_states.as_tensor(text) for text in texts], format.RANDOM)
-        whole = {**state.whole, **random.tensors}
-        parts = {name: Part.of(tensor) for name, tensor in state.sharded.items() if is_writer(name, tensor)}
-        parts = {name: part for name, part in parts.items() if math.prod(part.shape)}
+        messages = [json.loads(text) for text in self._run(_SAVE, collect)]
+        (state,), summaries = collected, [Summary(*summary) for summary, _, _ in messages]
+        if not shared_state.agree(summaries):
+            self._raise_difference(state.shared)
+        ranks, number, own = self._shares(state, others=messages[0][1])
+        copies = dict[str, Tensor]()
 
         def bring() -> str:
-            own.update({name: tensor for name, tensor in whole.items() if writers.get(name, 0) == world.rank})
-            own.update({name: state.sharded[name].to_local() for name in parts})
+            self._conclude()
+            local = {name: one.to_local() if isinstance(one, DTensor) else one for name, one in own.items()}
             to_host = self._backend.host
-            own.update({name: to_host(tensor) for name, tensor in own.items()} if wait else self._copies.take(own))
-            return "" if world.rank else self._writer.begin(updates).name
+            copies.update({name: to_host(one) for name, one in local.items()} if wait else self._copies.take(local))
+            if world.rank:
+                return ""
+            with named_errors(self._folder, updates):
+                return self._folder.begin(updates, ranks, self.restored_best)
 
-        path = self._writer.path / self._agreement.run_on_all(_SAVE, bring)[0]
-        self._number += 1
-        ranks = [*range(world.size)] if state.sharded else sorted({0, *writers.values()})
-        described, facts = dict[str, Any](), dict[str, Any]()
-        if not world.rank:
-            described = {name: format.described(tensor) for name, tensor in (whole | state.sharded).items()}
-            known = {"updates": updates, "world": world.size, "batch_size": self._parts.batch_size(updates - 1)}
-            known |= {key: state.sampler[key] for key in _KNOWN} | {"reads_epoch": self._parts.reads_epoch}
-            facts = {**versions(), **known, **reported, "state": state.json, format.RANDOM: random.json}
-        save = Save(self._number, path, ranks, own, parts, described, facts)
+        name = self._agreement.run_on_all(_SAVE, bring)[0]
+        self._saves, self.restored_best = self._saves + 1, ""
+        self._unfinished = name, reported
+        if number is not None:
+            facts = {} if world.rank else self._facts(updates, state, reported, [random for _, _, random in messages])
+            parts = {key: Part.of(one) for key, one in own.items()}
+            write = partial(self._write, updates, name, number, copies, parts, facts)
+            if wait:
+                self._run(_SAVE, write)
+            else:
+                pool = ThreadPoolExecutor(1, "checkpoint")
+                self._pending = pool.submit(write)
+                pool.shutdown(wait=False)  # the thread ends with its task, even if this object is deleted earlier
+        elif wait:
+            self._run(_SAVE, str)
         if wait:
-            self._agreement.run_on_all(_SAVE, partial(self._publisher.write, save))
-        else:
-            self._publisher.start(save)
-        return path
+            self._agreement.run_on_all(_SAVE, self._tidy)
+        return name
 
-    def _collect(self, in_loop: bool) -> _State:
+    def mark_best(self, updates: int, reported: dict[str, Any], criterion: Criterion) -> str:
+        """Mark the checkpoint of this update as the best one, if it is and there is one; rank 0 calls it.
+
+        Args:
+            updates: number of updates of the training.
+            reported: what was reported.
+            criterion: what makes a checkpoint the best one.
+
+        Returns:
+            "" if the values are not better than those of every intact checkpoint, "marked", or "save" if the folder has
+            no checkpoint of this update from which the training comes.
+
+        Raises:
+            OSError: if it cannot be written.
+        """
+        with named_errors(self._folder, updates):
+            if not self._folder.is_better(reported, criterion):
+                return ""
+            newest = self._folder.newest(after=updates - 1)
+            if self.restored_best or newest is None or update_of(newest) > updates:  # the save raises in the last case
+                return "save"
+            self._folder.mark(newest, reported)
+            self._folder.prune(self._keep)
+            return "marked"
+
+    # The outcome of a save. -------------------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        """Whether this rank has no write that is in progress or waits to be collected by `wait`."""
+        return self._pending is None
+
+    def settle(self, what: str) -> None:
+        """Wait for the writes of all ranks, if there are any, and raise an error of one of them on every rank.
+
+        Args:
+            what: the call in which all ranks do so.
+        """
+        if self._unfinished is not None:
+            self._run(what, self.wait)
+            self._agreement.run_on_all(what, self._tidy)
+
+    def wait(self) -> str:
+        """Wait for the write of this rank, if there is one, and return "".
+
+        Raises:
+            Exception: the one that the write raised; it is raised once.
+        """
+        if self._pending is not None:
+            wait([self._pending])  # an interrupt here leaves it pending
+            done, self._pending = self._pending, None
+            done.result()
+        return ""
+
+    def warn_of_error(self) -> None:
+        """Wait for the write of this rank without other ranks, and warn of its error: another exception propagates."""
+        try:
+            self.wait()
+        except Exception as error:
+            warnings.warn(str(error), RuntimeWarning, stacklevel=4)  # at the user's close() or `with`
+
+    def _run(self, what: str, work: Callable[[], str]) -> list[str]:
+        """Return the results of `work` by rank; if one of the ranks raises, there is no save that could be finished."""
+        try:
+            return self._agreement.run_on_all(what, work)
+        except RuntimeError:
+            self._unfinished = None
+            raise
+
+    def _conclude(self) -> None:
+        """Record that all ranks have written the last save."""
+        unfinished, self._unfinished = self._unfinished, None
+        if unfinished is not None and self._agreement.world.rank == 0:
+            self._folder.trust(*unfinished)
+            self._tidies = True
+
+    def _tidy(self) -> str:
+        """Delete what is not kept, on rank 0 after a save of all ranks; return ""."""
+        self._conclude()
+        if self._tidies:
+            self._tidies = False
+            self._folder.tidy(self._keep)
+        return ""
+
+    # What is saved, and by whom. --------------------------------------------------------------------------------------
+
+    def _collect(self, in_loop: bool, compare: bool) -> _State:
         parts = self._parts.state_dicts(in_loop=in_loop)
-        encoded = {name: format.encode(part, name) for name, part in parts.items()}
+        tensors = dict[str, Tensor]()
+        state = {name: encode(part, name, tensors, {}) for name, part in parts.items()}
         self._backend.mark_step()  # all ranks compute what is pending, so that rank 0 does not do it alone
-        tensors = {name: tensor for one in encoded.values() for name, tensor in one.tensors.items()}
-        sharded = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
-        whole = {name: tensor for name, tensor in tensors.items() if name not in sharded}
-        if sharded and not self._sharded and self._agreement.world.size > 1:
+        alone = not self._together and self._agreement.world.size > 1
+        if alone and any(isinstance(one, DTensor) for one in tensors.values()):
             raise RuntimeError(
                 f"every rank must write its part of a sharded model, but not all of them share the folder "
-                f"{self._writer.path}; choose a folder that all ranks share"
+                f"{self._folder.place.location}; choose a folder that all ranks share"
             )
-        json = {name: one.json for name, one in encoded.items()}
-        replicas = Replicas.find(whole, self._parts.equal_on_ranks(whole)) if self._sharded else Replicas({}, "")
-        return _State(json, whole, sharded, replicas, parts["optimizer"]["vbs"]["sampler"])
+        equal = self._parts.equal_on_ranks(tensors)
+        shared = {name: one for name, one in tensors.items() if name in equal and one.device.type in ("cpu", "cuda")}
+        whole = {name: one.nbytes for name, one in tensors.items() if not isinstance(one, DTensor)}
+        others = sum(whole.values()) - sum(whole.get(name, 0) for name in shared)
+        summary = Summary.of(shared, compare=compare) if self._agreement.world.size > 1 else Summary("", {})
+        return _State(state, tensors, shared, others, summary, parts["optimizer"]["vbs"]["sampler"])
+
+    def _shares(self, state: _State, others: int) -> tuple[int, int | None, dict[str, Tensor]]:
+        """Return how many ranks write, the number of this one among them, if it does, and what it writes.
+
+        Args:
+            state: on this rank.
+            others: bytes that only rank 0 can write.
+        """
+        rank, size = self._agreement.world.rank, self._agreement.world.size
+        if not self._together:
+            return 1, None if rank else 0, {} if rank else state.tensors
+        whole = {name: one for name, one in state.tensors.items() if not isinstance(one, DTensor)}
+        sharded = {name: one for name, one in state.tensors.items() if isinstance(one, DTensor)}
+        ranks = assign({name: whole[name].nbytes for name in whole if name in state.shared}, size, others)
+        writers = [*range(size)] if sharded else sorted({0, *ranks.values()})
+        own = {name: one for name, one in whole.items() if ranks.get(name, 0) == rank}
+        own |= {name: one for name, one in sharded.items() if is_writer(name, one)}
+        return len(writers), writers.index(rank) if rank in writers else None, own
+
+    def _facts(self, updates: int, state: _State, reported: dict[str, Any], random: list[str]) -> dict[str, Any]:
+        """Return what the JSON of rank 0 has besides its file."""
+        known = {"updates": updates, "world": len(random), "batch_size": self._parts.batch_size(updates - 1)}
+        known |= {key: state.sampler[key] for key in _KNOWN} | {"reads_epoch": self._parts.reads_epoch}
+        tensors = {name: described(one) for name, one in state.tensors.items()}
+        return {**versions(), **known, **reported, "state": state.json, "random": random, "tensors": tensors}
+
+    def _write(self, updates: int, name: str, *own: Any) -> str:
+        with named_errors(self._folder, updates):
+            if self._tidies:  # here, because the training does not wait for this thread
+                self._tidies = False
+                self._folder.tidy(self._keep)
+            self._folder.write(name, *own)
+        return ""
+
+    def _raise_difference(self, shared: Mapping[str, Tensor]) -> None:
+        texts = self._agreement.gather(_SAVE, shared_state.details(shared))
+        name, rank = shared_state.difference(texts)
+        raise RuntimeError(
+            f"ranks must hold the same parameters and states of optimizers, but {self._parts.described(name)} on rank "
+            f"{rank} is another one than on rank 0; write weights on every rank alike, and begin with "
+            f"vbs.broadcast_parameters(model) or one seed"
+        )
 
 
 @final
@@ -127,17 +280,51 @@ class _State(NamedTuple):
 
     Attributes:
         json: of each part.
-        whole: the tensors that this rank has whole, by name.
-        sharded: those of which it has a part.
-        replicas: which of `whole` are equal on all ranks.
+        tensors: by name.
+        shared: those that are equal on all ranks, or on those that have the same part.
+        others: bytes of the tensors that this rank has whole and alone.
+        summary: of the shared ones.
         sampler: the state of the sampler.
     """
 
     json: dict[str, Json]
-    whole: dict[str, Tensor]
-    sharded: dict[str, DTensor]
-    replicas: Replicas
+    tensors: dict[str, Tensor]
+    shared: dict[str, Tensor]
+    others: int
+    summary: Summary
     sampler: Mapping[str, Any]
+
+
+def described(tensor: Tensor) -> dict[str, Json]:
+    """Return what the JSON says of a tensor: dtype, shape and, if it is a permutation of contiguous memory, stride."""
+    facts: dict[str, Json] = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": [*tensor.shape]}
+    if not isinstance(tensor, DTensor) and not tensor.is_contiguous():
+        strides = tensor.stride()
+        order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
+        if tensor.permute(order).is_contiguous():
+            facts["stride"] = [*strides]
+    return facts
+
+
+def versions() -> dict[str, str]:
+    """Return what writes a checkpoint."""
+    return {"library": importlib.import_module("variable_batch_size").__version__, "torch": torch.__version__}
+
+
+@contextmanager
+def named_errors(folder: Folder, updates: int) -> Iterator[None]:
+    """Name the checkpoint in an error of a disk or a store, and what to do."""
+    try:
+        yield
+    except (ValueError, RuntimeError):  # of this package
+        raise
+    except Exception as error:  # which class it has depends on the store
+        remedy = "free disk space" if folder.place.on_disk else "restore the connection"
+        raise OSError(
+            f"Checkpoint update-{updates:08d} could not be written to {folder.place.location} "
+            f"({getattr(error, 'strerror', None) or error}); {remedy} or choose another folder (earlier checkpoints "
+            f"are unchanged)"
+        ) from error
 
 
 @final
@@ -176,5 +363,8 @@ class Copies:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Return whether `copy_` can fill a strided buffer on the host from this tensor."""
+    """Return whether `copy_` can fill a strided buffer on the host from this tensor.
+
+    `torch.empty_like(xla, device="cpu")` returns memory that others overwrite, without an error.
+    """
     return (tensor.is_cpu or tensor.is_cuda) and not (tensor.is_conj() or tensor.is_neg())

@@ -3,16 +3,14 @@
 Of a sharded tensor (a DTensor) each rank writes the part that it has; of ranks that have the same part, one. Otherwise
 ranks hold equal optimized parameters and equal states of optimizers, so any of them can write any of these tensors.
 Rank 0 writes all that may differ between ranks: buffers, frozen parameters, further objects.
-The distribution follows from the names and shapes of the tensors alone, which the ranks compare in the message that
-every save exchanges anyway.
+All of it follows from names and shapes alone, which every rank has: none waits for another one to know what to write.
 """
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, final
 
 from torch import Tensor
@@ -21,67 +19,28 @@ from torch.distributed.tensor import DTensor, Shard
 SMALLEST = 4 << 20  # bytes of the smallest mean shard: a file for less takes longer than it saves
 
 
-def assign(sizes: Sequence[int], world_size: int, others: int = 0) -> list[int]:
+def assign(sizes: Mapping[str, int], world_size: int, others: int = 0) -> dict[str, int]:
     """Return the rank that writes each tensor: the largest first, each to the rank that has the least so far.
 
     At most so many ranks write that their shards have `SMALLEST` bytes on average. They are evenly spaced, because
     neighbors often share a host and its network.
 
     Args:
-        sizes: bytes of each tensor that any rank can write.
+        sizes: bytes of each tensor that any rank can write, by name.
         world_size: number of ranks.
         others: bytes that only rank 0 can write.
 
-    >>> assign([20 << 20, 10 << 20, 10 << 20], world_size=2)
-    [0, 1, 1]
+    >>> assign({"a": 20 << 20, "b": 10 << 20, "c": 10 << 20}, world_size=2)
+    {'a': 0, 'b': 1, 'c': 1}
     """
-    writers = max(1, min(world_size, sum(sizes) // SMALLEST))
+    writers = max(1, min(world_size, sum(sizes.values()) // SMALLEST))
     loads = [(0 if index else others, index * world_size // writers) for index in range(writers)]
     heapq.heapify(loads)
-    ranks = [0] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):  # stable: the same on all ranks
-        load, ranks[index] = loads[0]
-        heapq.heapreplace(loads, (load + sizes[index], ranks[index]))
+    ranks = dict[str, int]()
+    for name in sorted(sizes, key=lambda name: -sizes[name]):  # stable: the same on all ranks
+        load, ranks[name] = loads[0]
+        heapq.heapreplace(loads, (load + sizes[name], ranks[name]))
     return ranks
-
-
-@final
-class Replicas(NamedTuple):
-    """The tensors of a state that are equal on all ranks, as one rank finds them.
-
-    Attributes:
-        sizes: bytes of each, by name.
-        summary: what all ranks have to agree on, and the bytes that only this rank can write.
-    """
-
-    sizes: dict[str, int]
-    summary: str
-
-    @staticmethod
-    def find(tensors: Mapping[str, Tensor], equal: Collection[str]) -> Replicas:
-        """Return which tensors of a state are equal on all ranks.
-
-        Args:
-            tensors: those of the state, by name.
-            equal: the names of those that are equal on all ranks.
-        """
-        sizes = {name: tensor.nbytes for name, tensor in tensors.items() if name in equal}
-        digest = hashlib.sha256()
-        for name in sizes:
-            digest.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)};".encode())
-        others = sum(tensor.nbytes for tensor in tensors.values()) - sum(sizes.values())
-        return Replicas(sizes, f"{digest.hexdigest()} {others}")
-
-    def writers(self, summaries: Sequence[str]) -> dict[str, int]:
-        """Return the ranks that write tensors, by name, without rank 0: it writes all others.
-
-        Args:
-            summaries: those of all ranks, by rank. If ranks have found different tensors, rank 0 writes all of them.
-        """
-        if not self.sizes or len({summary.partition(" ")[0] for summary in summaries}) > 1:
-            return {}
-        ranks = assign([*self.sizes.values()], len(summaries), int(summaries[0].partition(" ")[2]))
-        return {name: rank for name, rank in zip(self.sizes, ranks, strict=True) if rank}
 
 
 @final
@@ -144,8 +103,8 @@ class Part(NamedTuple):
 def is_writer(name: str, tensor: DTensor) -> bool:
     """Return whether this rank writes its part of a sharded tensor: one does of those that have the same part."""
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
-    if coordinate is None or not bool((mesh.mesh == 0).any()):  # other meshes are replicas of that with rank 0
-        return False
+    if coordinate is None or not bool((mesh.mesh == 0).any()) or not tensor.to_local().numel():
+        return False  # other meshes are replicas of that with rank 0
     replicas = [dim for dim, placement in enumerate(tensor.placements) if placement.is_replicate()]
     return all(coordinate[dim] == zlib.crc32(name.encode()) % mesh.size(dim) for dim in replicas)
 

@@ -1,4 +1,4 @@
-"""Files of tensors in the layout of safetensors, whose SHA-256 is that of the header and of each tensor.
+"""Files of tensors in the layout of safetensors, with the SHA-256 of the header and of each tensor.
 
 A reader that needs some of the tensors reads and verifies these alone. Every byte of a file is covered by one hash.
 The layout is written and read here, because the library copies all tensors in memory before it writes the first one,
@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections.abc import Mapping, Sequence
-from typing import IO, Any, Final, NamedTuple, final
+from collections.abc import Mapping
+from typing import IO, Any, Final
 
 import torch
 from torch import Tensor
 
-from variable_batch_size.checkpoint.format import DTYPES, Json
+from variable_batch_size.checkpoint.shards import Part
+from variable_batch_size.checkpoint.values import DTYPES
 
 _NAMES: Final = {
     torch.float64: "F64",
@@ -37,137 +37,76 @@ _NAMES: Final = {
 _PAIRS: Final = {torch.complex64: "F32", torch.complex128: "F64"}  # as pairs of these; all others are written as bytes
 
 
-@final
-class FileEntry(NamedTuple):
-    """A file, as the JSON of a checkpoint describes it.
-
-    Attributes:
-        name: its name.
-        bytes: its size.
-        header: SHA-256 of all bytes before those of the tensors.
-    """
-
-    name: str
-    bytes: int
-    header: str
-
-
-@final
-class Extent(NamedTuple):
-    """Where a file has a tensor: bytes from `begin` to `end`, with their SHA-256."""
-
-    begin: int
-    end: int
-    sha256: str
-
-
-def write(file: IO[bytes], name: str, tensors: Mapping[str, Tensor]) -> tuple[FileEntry, dict[str, Extent]]:
-    """Write tensors in host memory, and return what the JSON of the checkpoint says of the file and of each tensor.
+def write(file: IO[bytes], tensors: Mapping[str, Tensor], parts: Mapping[str, Part]) -> dict[str, Any]:
+    """Write tensors in host memory.
 
     Args:
         file: where to write, in order.
-        name: name of the file.
         tensors: dense tensors.
+        parts: which part of the whole tensor each one is.
+
+    Returns:
+        The number of `bytes` of the file and of its `header`, the `sha256` of that, and the `chunks`: where each tensor
+        begins and ends, its SHA-256 and its part.
 
     Raises:
-        OSError: if it cannot be written.
+        OSError: if they cannot be written.
     """
-    entries, begin = dict[str, Any](), 0
-    by_alignment = sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))
-    for key in by_alignment:
-        tensor = tensors[key]
-        kind, size = tensor.dtype, tensor.element_size()
-        last = [] if kind in _NAMES else [2 if kind in _PAIRS else size]
-        name_of_kind = _NAMES.get(kind) or _PAIRS.get(kind, "U8")
-        end = begin + tensor.numel() * size
-        entries[key] = {"dtype": name_of_kind, "shape": [*tensor.shape, *last], "data_offsets": [begin, end]}
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # which aligns all of them
+    entries, chunks, begin = dict[str, Any](), dict[str, Any](), 0
+    for name in order:
+        tensor = tensors[name]
+        last = [] if tensor.dtype in _NAMES else [2 if tensor.dtype in _PAIRS else tensor.element_size()]
+        kind, end = _NAMES.get(tensor.dtype) or _PAIRS.get(tensor.dtype, "U8"), begin + tensor.nbytes
+        entries[name] = {"dtype": kind, "shape": [*tensor.shape, *last], "data_offsets": [begin, end]}
         begin = end
     header = json.dumps(entries).encode()
     header += b" " * (-len(header) % 8)
     header = len(header).to_bytes(8, "little") + header
-    _write_all(file, header)
-    extents = {}
-    for key in by_alignment:
-        contents = _bytes_of(tensors[key].resolve_conj().resolve_neg().contiguous())
-        _write_all(file, contents)
-        start, stop = (len(header) + offset for offset in entries[key]["data_offsets"])
-        extents[key] = Extent(start, stop, hashlib.sha256(contents).hexdigest())
-    return FileEntry(name, len(header) + begin, hashlib.sha256(header).hexdigest()), extents
+    file.write(header)
+    for name in order:
+        contents = _bytes_of(tensors[name].resolve_conj().resolve_neg().contiguous())
+        file.write(contents)
+        first, end = (len(header) + offset for offset in entries[name]["data_offsets"])
+        digest = hashlib.sha256(contents).hexdigest()
+        chunks[name] = {"begin": first, "end": end, "sha256": digest, **parts[name]._asdict()}
+    known = {"bytes": len(header) + begin, "header": len(header), "sha256": hashlib.sha256(header).hexdigest()}
+    return {**known, "chunks": chunks}
 
 
-def read(file: IO[bytes], extent: Extent, facts: Mapping[str, Json]) -> Tensor:
-    """Return a tensor that a file has.
+def check(file: IO[bytes], facts: Mapping[str, Any]) -> None:
+    """Check the size of a file, and its header; that its tensors are right shows when they are read.
+
+    Raises:
+        ValueError: if they are not those that `write` returned.
+    """
+    size = file.seek(0, 2)
+    file.seek(0)
+    if size != facts["bytes"] or hashlib.sha256(file.read(facts["header"])).hexdigest() != facts["sha256"]:
+        raise ValueError("the file has another size or header")
+
+
+def read(file: IO[bytes], chunk: Mapping[str, Any], dtype: str) -> Tensor:
+    """Return a tensor, or a part of one.
 
     Args:
         file: the file.
-        extent: where it has the tensor.
-        facts: what the JSON says of the tensor: dtype, shape and stride.
+        chunk: what `write` returned of it.
+        dtype: its dtype, by name.
 
     Raises:
         ValueError: if the file has other bytes there.
     """
-    dtype, shape = DTYPES[facts["dtype"]], facts["shape"]
-    if math.prod(shape) * dtype.itemsize != extent.end - extent.begin:
+    tensor = torch.empty(chunk["shape"], dtype=DTYPES[dtype])
+    contents, count = _bytes_of(tensor), 0
+    if len(contents) != chunk["end"] - chunk["begin"]:
         raise ValueError("a tensor has another size than its shape")
-    tensor = torch.empty(shape, dtype=dtype)
-    contents = _bytes_of(tensor)
-    file.seek(extent.begin)
-    if _read_into(file, contents) != len(contents) or hashlib.sha256(contents).hexdigest() != extent.sha256:
-        raise ValueError("the bytes of a tensor have another checksum")
-    if "stride" not in facts:
-        return tensor
-    return torch.empty_strided(shape, facts["stride"], dtype=dtype).copy_(tensor)
-
-
-def check(file: IO[bytes], entry: FileEntry, extents: Sequence[Extent]) -> None:
-    """Check the size of a file, and its header; that its tensors are right shows when they are read.
-
-    Raises:
-        ValueError: if they are not those that the JSON of the checkpoint says.
-    """
-    first = min((extent.begin for extent in extents), default=entry.bytes)
-    last = max((extent.end for extent in extents), default=entry.bytes)
-    size = file.seek(0, 2)
-    file.seek(0)
-    if size != entry.bytes or last != size or _digest(file, first) != entry.header:
-        raise ValueError("the file has another size or header")
-
-
-def is_intact(file: IO[bytes], entry: FileEntry, extents: Sequence[Extent]) -> bool:
-    """Return whether a file has all bytes that the JSON of the checkpoint says."""
-    try:
-        check(file, entry, extents)
-    except ValueError:
-        return False
-    return all(_digest(file, extent.end - extent.begin) == extent.sha256 for extent in sorted(extents))
-
-
-_BLOCK = 1 << 20  # bytes
-
-
-def _digest(file: IO[bytes], length: int) -> str:
-    digest, block = hashlib.sha256(), memoryview(bytearray(min(_BLOCK, length)))
-    while length > 0:
-        count = _read_into(file, block[:length])
-        if not count:
-            break
-        digest.update(block[:count])
-        length -= count
-    return digest.hexdigest()
-
-
-def _write_all(file: IO[bytes], contents: bytes | memoryview) -> None:
-    """Write all bytes: a file without a buffer takes at most 2 GiB at a time, and less where the space ends."""
-    left = memoryview(contents)
-    while left:
-        left = left[file.write(left) :]
-
-
-def _read_into(file: IO[bytes], buffer: memoryview) -> int:
-    count = 0
-    while count < len(buffer) and (more := file.readinto(buffer[count:])):  # type: ignore[attr-defined]
+    file.seek(chunk["begin"])
+    while count < len(contents) and (more := file.readinto(contents[count:])):  # type: ignore[attr-defined]
         count += more
-    return count
+    if count != len(contents) or hashlib.sha256(contents).hexdigest() != chunk["sha256"]:
+        raise ValueError("the bytes of a tensor have another checksum")
+    return tensor
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +12,9 @@ from variable_batch_size.cli import output
 from variable_batch_size.cli.command import command
 from variable_batch_size.cli.group import Commands
 from variable_batch_size.cli.options import option
+
+if TYPE_CHECKING:
+    from variable_batch_size.checkpoint.folder import Folder
 
 _OF_RATES = ("rule", "ref_batchsize", "progress", "last_rates")  # of the state of an optimizer
 
@@ -32,43 +34,45 @@ def show(folder: Source, json: output.Json = False) -> None:
     Examples:
 
     - `vbs checkpoint show runs/a`
-    - `vbs checkpoint show runs/a/update-00001234`
+    - `vbs checkpoint show runs/a/update-00001234-0001-7-2`
     """
-    from variable_batch_size.checkpoint.manifest import facts_of
-    from variable_batch_size.checkpoint.object_store import folder_at
+    from variable_batch_size.checkpoint.reading import facts_of
 
-    found = [*_manifests(folder)]
-    manifests = {path.name: manifest for path, manifest in found}
-    one = found[0][1] if str(found[0][0]) == folder.rstrip("/") else None
+    place, found, is_one = _manifests(folder)
+    if is_one:
+        if json:
+            output.print_json(facts_of(found[0][1]) | _rates(found[0][1]))
+        else:
+            _show_states([*found[0][1:]])
+        return
+    whole = {name: ranks[0] if ranks else None for name, *ranks in found}
     if json:
-        kept = {name: None if manifest is None else facts_of(manifest) for name, manifest in manifests.items()}
-        output.print_json(kept if one is None else facts_of(one) | _rates(one))
+        output.print_json({name: None if first is None else facts_of(first) for name, first in whole.items()})
         return
-    if one is not None:
-        _show_states(one)
-        return
-    rows, best = [], folder_at(folder).ranked()[:1]
-    for path, manifest in found:
-        if manifest is None:
-            rows.append([path.name, *["?"] * 5, "", "damaged"])
+    rows, best = [], place.ranked()[:1]
+    for name, *ranks in found:
+        if not ranks:
+            rows.append([name, *["?"] * 5, "", "damaged"])
             continue
-        numbers = [output.number(manifest.get(key, 0)) for key in ("updates", "samples", "epoch", "world")]
-        metrics = ", ".join(f"{key} {value}" for key, value in manifest.get("metrics", {}).items())
-        size = _size(sum(file["bytes"] for file in manifest["files"]))
-        remark = "" if _has_all_bytes(path, manifest) else "damaged"
-        rows.append([path.name, *numbers, size, metrics, remark or "best" * (path in best)])
+        numbers = [output.number(ranks[0].get(key, 0)) for key in ("updates", "samples", "epoch", "world")]
+        metrics = ", ".join(f"{key} {value}" for key, value in ranks[0].get("metrics", {}).items())
+        size = _size(sum(one["file"]["bytes"] for one in ranks if one["file"]))
+        remark = "" if _has_all_bytes(place, name, ranks) else "damaged"
+        rows.append([name, *numbers, size, metrics, remark or "best" * (name in best)])
     output.print_table(["checkpoint", "updates", "samples", "epoch", "ranks", "size", "reported", ""], rows)
 
 
-def _show_states(manifest: dict[str, Any]) -> None:
-    from variable_batch_size.checkpoint.manifest import facts_of
+def _show_states(ranks: list[dict[str, Any]]) -> None:
+    from variable_batch_size.checkpoint.reading import facts_of
 
-    output.print_facts({name: str(value) for name, value in (facts_of(manifest) | _rates(manifest)).items()})
+    first = ranks[0]
+    output.print_facts({name: str(value) for name, value in (facts_of(first) | _rates(first)).items()})
+    chunks = [(name, chunk) for one in ranks if one["file"] for name, chunk in one["file"]["chunks"].items()]
     rows = []
-    for part in manifest["state"]:
-        own = [one for name, one in manifest["tensors"].items() if name.split("/", 1)[0] == part]
-        size = sum(chunk["end"] - chunk["begin"] for one in own for chunk in one["chunks"])
-        rows.append([part, output.number(len(own)), _size(size)])
+    for part in first["state"]:
+        size = sum(chunk["end"] - chunk["begin"] for name, chunk in chunks if name.split("/", 1)[0] == part)
+        number = sum(name.split("/", 1)[0] == part for name in first["tensors"])
+        rows.append([part, output.number(number), _size(size)])
     output.print_table(["state", "tensors", "size"], rows)
 
 
@@ -79,10 +83,11 @@ def _rates(manifest: dict[str, Any]) -> dict[str, Any]:
     return {"reference_lr": [group.get("lr") for group in state.get("param_groups", ())], **own}
 
 
-def _has_all_bytes(path: Path, manifest: dict[str, Any]) -> bool:
+def _has_all_bytes(place: Folder, name: str, ranks: list[dict[str, Any]]) -> bool:
     """Return whether the files are as large as they were; `verify` reads them."""
     try:
-        return all((path / file["name"]).stat().st_size == file["bytes"] for file in manifest["files"])
+        files = [(f"tensors-{rank}.safetensors", one["file"]) for rank, one in enumerate(ranks) if one["file"]]
+        return all(place.place.size(name, file) == facts["bytes"] for file, facts in files)
     except OSError:
         return False
 
@@ -96,15 +101,17 @@ def verify(folder: Source, json: output.Json = False) -> None:
     """
     from variable_batch_size.checkpoint.reading import read_verified
 
+    place, found, _ = _manifests(folder)
     damages: dict[str, str | None] = {}
-    for path, _ in _manifests(folder):
+    for name, *_ in found:
+        path = place.place.at(name)
         try:
-            read_verified(path)
-            damages[str(path)] = None
+            read_verified(place, name)
+            damages[path] = None
         except ValueError as error:
-            damages[str(path)] = str(error)
+            damages[path] = str(error)
         if not json:
-            typer.echo(f"{path}: {damages[str(path)] or 'intact'}")
+            typer.echo(f"{path}: {damages[path] or 'intact'}")
     if json:
         output.print_json(damages)
     if any(damages.values()):
@@ -155,10 +162,11 @@ def goodput(
 
     Example: `vbs goodput runs/a`
     """
-    from variable_batch_size.checkpoint.events import FILE, Goodput, read
-    from variable_batch_size.checkpoint.object_store import path_of
+    from variable_batch_size.checkpoint.events import FILE, read
+    from variable_batch_size.checkpoint.place import Place
+    from variable_batch_size.lab.simulation.goodput import Goodput
 
-    if not (events := read(path_of(folder))):
+    if not (events := read(Place(folder))):
         raise value_error(f"FOLDER must have the {FILE} of a vbs.Checkpoint", folder, "pass its folder")
     spent = Goodput.of(events)
     if json:
@@ -174,21 +182,31 @@ def goodput(
     typer.echo(f"{spent.runs} runs, {spent.saves} saves; for vbs simulate: {flags}")
 
 
-def _manifests(folder: str) -> Iterator[tuple[Path, dict[str, Any] | None]]:
-    """Yield the checkpoints in a folder, or the one that it is, newest first; None for a damaged manifest."""
-    from variable_batch_size.checkpoint.manifest import DAMAGE, sealed_manifest
-    from variable_batch_size.checkpoint.object_store import folder_at
+def _manifests(folder: str) -> tuple[Folder, list[tuple[Any, ...]], bool]:
+    """Return the checkpoints in a folder, or the one that it is, newest first; and whether it is one.
 
-    place = folder_at(folder)
-    for path in [entry.path for entry in place.entries()] or [place.path]:
+    Each is its name with the JSON of each of its ranks, if these are intact.
+    """
+    from variable_batch_size.checkpoint.folder import MANIFEST, Folder, manifests
+    from variable_batch_size.checkpoint.place import DAMAGE
+    from variable_batch_size.checkpoint.reading import alone
+
+    place, found = Folder(folder), list[tuple[Any, ...]]()
+    names = place.candidates(best=False)
+    is_one = not names and MANIFEST in place.place.names()
+    if is_one:
+        place, names = alone(place)
+    requirement = "FOLDER must be the folder of a training with checkpoints, or a checkpoint"
+    if not names:
+        raise value_error(requirement, f"{folder}, which has none", "pass another one")
+    for name in names:
         try:
-            yield path, sealed_manifest(path)
+            found.append((name, *manifests(place.texts(name))))
         except DAMAGE as error:
-            if path == place.path:
-                requirement = "FOLDER must be the folder of a training with checkpoints, or a checkpoint"
-                why = "which has none" if isinstance(error, OSError) else f"which is damaged: {error}"
-                raise value_error(requirement, f"{folder}, {why}", "pass another one") from None
-            yield path, None
+            if is_one:
+                raise value_error(requirement, f"{folder}, which is damaged: {error}", "pass another one") from None
+            found.append((name,))
+    return place, found, is_one
 
 
 def _size(count: int) -> str:

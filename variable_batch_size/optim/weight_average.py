@@ -94,7 +94,7 @@ class WeightAverage:
         """Do nothing: only updates that are committed are averaged."""
 
     @torch.no_grad()
-    def begin(self) -> None:
+    def begin_anew(self) -> None:
         """Begin with the present weights; a checkpoint without this average does, with `restore(strict=False)`."""
         self._add_new()
         for average, parameter in zip(self.averages, self._parameters, strict=True):

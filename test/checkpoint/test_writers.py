@@ -1,0 +1,288 @@
+"""The one writer of a folder: who takes over from whom, and what becomes of checkpoints that come late."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.checkpoints import checkpoint, names, start, two_saved, updates
+from helpers.reference import assert_equal, training
+from helpers.sharded import always_sharded, wide
+from variable_batch_size.backend import Backend
+from variable_batch_size.checkpoint import tensor_file, writer
+from variable_batch_size.checkpoint.folder import Folder
+from variable_batch_size.testing import run_ranks
+
+__all__ = ["always_sharded"]
+
+
+@pytest.fixture
+def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all file systems be ones without locks, as some network file systems are: they count as stores."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+
+
+def as_another_process() -> None:
+    """Let this process be another one than that of the writers so far."""
+    writer._open.clear()
+
+
+def make_old(folder: Path, seconds: float) -> None:
+    """Let the file of the writer be older."""
+    (file,) = folder.glob(".writer-*")
+    os.utime(file, (time.time() - seconds,) * 2)
+
+
+def test_a_checkpoint_is_not_a_folder_of_checkpoints(tmp_path: Path) -> None:
+    folder = two_saved(tmp_path)
+    before, path = names(folder), folder / names(folder)[1]
+    with pytest.raises(RuntimeError, match=r"got the checkpoint .*/update-00000002\S+; pass the folder that it is in"):
+        checkpoint(path, training())
+    assert names(folder) == before
+    assert not list(path.glob(".*"))
+
+
+@pytest.mark.slow("starts a process")
+def test_another_process_is_refused_at_once_and_may_write_when_the_first_one_is_killed(tmp_path: Path) -> None:
+    """Also if a child of the one that was killed lives on."""
+    script = """
+import os, time
+saves = checkpoint(folder, training())
+if os.fork() == 0:
+    time.sleep(100)
+print("ready", flush=True)
+time.sleep(100)
+"""
+    process = start(script, tmp_path, new_session=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    try:
+        with pytest.raises(RuntimeError, match=rf"{tmp_path} is in use by process {process.pid} on .*; close\(\) that"):
+            checkpoint(tmp_path, training(), run="any")
+        process.kill()
+        process.wait()
+        checkpoint(tmp_path, training()).close()
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def test_a_later_object_of_this_process_takes_over(tmp_path: Path) -> None:
+    """As when a notebook's cell runs again."""
+    run, again = training(), training()
+    first = checkpoint(tmp_path, run)
+    run.run(1)
+    first.save()
+    second = checkpoint(tmp_path, again)
+    assert second.restore()
+    run.run(1)
+    with pytest.raises(RuntimeError, match=rf"{tmp_path} is not written by this Checkpoint, which .*; use another"):
+        first.save()
+    first.close()
+    again.run(1)
+    second.save()
+    second.close()
+    assert updates(tmp_path) == [1, 2]
+    with pytest.raises(RuntimeError, match=r"is not written by this Checkpoint, which was closed.*; create another"):
+        second.save()
+
+
+def test_a_forked_child_neither_writes_nor_releases(tmp_path: Path) -> None:
+    run = training().run(1)
+    saves = checkpoint(tmp_path, run)
+
+    def child(pipe: Any) -> None:
+        for call in (saves.save, lambda: checkpoint(tmp_path, training())):
+            try:
+                call()
+            except RuntimeError as error:
+                pipe.send(str(error))
+
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=child, args=(theirs,))
+    process.start()
+    assert "a forked process" in ours.recv()
+    assert "is in use by process" in ours.recv()
+    process.join()
+    saves.save()
+    saves.close()
+
+
+def test_without_locks_another_job_waits_for_ten_minutes_whatever_the_clocks_say(
+    tmp_path: Path, no_locks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stale = training().run(1)
+    first = checkpoint(tmp_path, stale, run="a")
+    refused = pytest.raises(RuntimeError, match=r'of the job "a"; close\(\) that Checkpoint, pass run="a" .* for \d+ s')
+    now = time.time()
+    for jump in (0.0, 1e6, -1e6):
+        as_another_process()
+        with monkeypatch.context() as patch, refused:
+            patch.setattr(time, "time", lambda jump=jump: now + jump)
+            checkpoint(tmp_path, training(), run="b")
+    make_old(tmp_path, writer.SECONDS - 30)
+    with pytest.raises(RuntimeError, match=r"wait for (2[0-9]|30) s"):
+        checkpoint(tmp_path, training())
+    make_old(tmp_path, writer.SECONDS + 1)
+    second = checkpoint(tmp_path, training(), run="b")
+    with pytest.raises(RuntimeError, match=rf"was taken over by process {os.getpid()} on .* writes no checkpoint; end"):
+        first.save()
+    first.close()
+    second.close()
+    checkpoint(tmp_path, training()).close()  # a folder that was closed is free
+
+
+def test_the_same_job_takes_over_at_once(tmp_path: Path, no_locks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    stale = training().run(1)
+    first = checkpoint(tmp_path, stale)
+    first.save()
+    as_another_process()
+    run = training()
+    with checkpoint(tmp_path, run) as second:
+        assert second.restore()
+        stale.run(1)
+        with pytest.raises(RuntimeError, match="was taken over by process"):
+            first.save()
+        run.run(1)
+        second.save()
+    assert updates(tmp_path) == [1, 2]
+    assert_equal(run.weights(), training().run(2).weights())
+
+
+def test_a_writer_on_another_host_may_have_ended_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network file system may hold the lock of a host that has ended, for minutes or for ever."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "a")
+    first = checkpoint(tmp_path, training(), run="job")
+    monkeypatch.setattr(socket, "gethostname", lambda: "b")
+
+    def held(*_: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(fcntl, "lockf", held)
+    as_another_process()
+    with pytest.raises(RuntimeError, match=r"in use by process \d+ on a of .* wait for \d+ s if it has ended"):
+        checkpoint(tmp_path, training())
+    checkpoint(tmp_path, training(), run="job").close()
+    del first
+
+
+def test_a_writer_lives_between_its_saves(tmp_path: Path, no_locks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a job that saves every 30 minutes, and calls nothing in between."""
+    monkeypatch.setattr(writer, "RENEWAL", 0.02)
+    saves = checkpoint(tmp_path, training())
+    make_old(tmp_path, 2 * writer.SECONDS)
+    deadline = time.monotonic() + 30
+    while Folder(tmp_path).place.age(".writer-0001") > writer.SECONDS:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    as_another_process()
+    with pytest.raises(RuntimeError, match="is in use by"):
+        checkpoint(tmp_path, training())
+    saves.close()
+
+
+def lock_at_once(folder: Path, begins: Any, results: Any) -> None:
+    begins.wait()
+    try:
+        Folder(folder, "job").lock()
+        results.put("")
+    except OSError as error:
+        results.put(str(error))
+    results.close()
+    results.join_thread()
+    os._exit(0)  # without what the process has inherited
+
+
+def test_of_six_that_begin_at_the_same_time_the_last_one_writes(tmp_path: Path, no_locks: None) -> None:
+    fork = multiprocessing.get_context("fork")
+    begins, results = fork.Barrier(6), fork.Queue()
+    processes = [fork.Process(target=lock_at_once, args=(tmp_path, begins, results)) for _ in range(6)]
+    for process in processes:
+        process.start()
+    found = [results.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join()
+    assert "" in found
+    assert all(text == "" or "has begun at the same time" in text for text in found)
+    assert len(list(tmp_path.glob(".writer-*"))) >= 1
+
+
+def test_a_third_writer_leaves_out_what_the_first_one_saves_late(tmp_path: Path, no_locks: None) -> None:
+    """Every reader, too; the second one has listed what was there."""
+    stale, run = training().run(1), training()
+    first = checkpoint(tmp_path, stale, run="job")
+    first.save()
+    as_another_process()
+    with checkpoint(tmp_path, run, run="job") as second:
+        assert second.restore()
+        run.run(1)
+        second.save()
+        late = tmp_path / "update-00000009-0001-7-1"
+        shutil.copytree(tmp_path / "update-00000001-0001-1-1", late)
+        assert updates(tmp_path) == [1, 2]
+        assert (second.latest or "").endswith("update-00000002-0002-1-1")
+    as_another_process()
+    again = training()
+    with checkpoint(tmp_path, again, run="job") as third:
+        assert updates(tmp_path) == [1, 2]
+        assert third.restore()
+        assert again.optimizer.updates == 2
+        again.run(1)
+        third.save()
+    assert updates(tmp_path) == [2, 3]
+    assert not late.exists()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_a_writer_saves_while_another_one_takes_over_does_not_count(
+    rank: int, tmp_path: Path, always_sharded: None, no_locks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is replaced while a rank of it writes."""
+    new, write = list[Any](), tensor_file.write
+
+    def replace_and_write(file: Any, *rest: Any) -> Any:
+        if f"tensors-{rank}" in file.name and not new:
+            as_another_process()
+            new.append(None)
+            new.append(checkpoint(tmp_path, training(), run="job"))
+        return write(file, *rest)
+
+    monkeypatch.setattr(tensor_file, "write", replace_and_write)
+
+    def train(backend: Backend) -> None:
+        run = wide(backend).run(1)
+        saves = checkpoint(tmp_path, run, run="job")
+        with pytest.raises(RuntimeError, match="was taken over by process"):
+            saves.save()
+        saves.close()
+
+    run_ranks(train, 2)
+    assert updates(tmp_path) == []
+    new[1].close()
+
+
+def test_ranks_without_locks_write_together(tmp_path: Path, no_locks: None, always_sharded: None) -> None:
+    def train(backend: Backend) -> str:
+        run = wide(backend).run(1)
+        with checkpoint(tmp_path, run) as saves:
+            return saves.save()
+
+    path, _ = run_ranks(train, 2)
+    assert len(list(Path(path).glob("tensors-*"))) == 2

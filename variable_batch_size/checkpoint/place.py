@@ -1,0 +1,152 @@
+"""Files in a folder of a disk or of an object store, by fsspec: each small one is there whole, or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import IO, Any, final
+from uuid import uuid4
+
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+# While reading any contents, which another program can have published with a valid checksum.
+DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, RuntimeError)
+
+
+@final
+class Place:
+    """A folder.
+
+    Args:
+        location: a path, or a URL of fsspec.
+
+    Attributes:
+        location: the absolute path, or the URL.
+        on_disk: whether it is on a file system.
+
+    Raises:
+        ModuleNotFoundError: if it is a URL, and the library of its store is not installed.
+    """
+
+    def __init__(self, location: str | os.PathLike[str]) -> None:
+        text = os.fspath(location)
+        own = {} if "://" not in text else {"use_listings_cache": False}  # others write there, too
+        try:
+            self._fs, self._path = url_to_fs(text if "://" in text else os.path.abspath(text), **own)  # noqa: PTH100
+        except ImportError as error:
+            raise ModuleNotFoundError(
+                f"{text} needs the library of its store ({error}); run: pip install 'variable_batch_size[cloud]', and "
+                f"that library, such as s3fs"
+            ) from None
+        self._path = self._path.rstrip("/")
+        self.on_disk = isinstance(self._fs, LocalFileSystem)
+        self.location = self._path if self.on_disk else self._fs.unstrip_protocol(self._path).rstrip("/")
+
+    def at(self, *names: str) -> str:
+        """Return the location of something in the folder."""
+        return "/".join([self.location, *names])
+
+    def make(self) -> None:
+        """Create the folder, if it is one of a disk; a store has no empty ones."""
+        if self.on_disk:
+            os.makedirs(self._path, exist_ok=True)  # noqa: PTH103
+
+    def names(self, *folder: str) -> list[str]:
+        """Return the names in the folder, or in a folder within it."""
+        with suppress(FileNotFoundError, NotADirectoryError):
+            if self.on_disk:
+                return os.listdir(self._in(folder))  # noqa: PTH208
+            return [path.rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._in(folder), detail=False)]
+        return []
+
+    def listed(self) -> dict[str, set[str]]:
+        """Return the names in the folder, with those in folders; of a store it is one request."""
+        if self.on_disk:  # `find` reads the facts of all files, and raises where one is deleted meanwhile
+            return {name: {*self.names(name)} for name in self.names()}
+        found: dict[str, set[str]] = {}
+        for path in self._fs.find(self._path):
+            name, _, inside = path.removeprefix(self._path + "/").partition("/")
+            found.setdefault(name, set()).add(inside)
+        return found
+
+    def read(self, *names: str) -> bytes:
+        """Return the contents of a small file."""
+        contents: bytes = self._fs.cat_file(self._in(names))
+        return contents
+
+    def put(self, text: str, *names: str, create: bool = False) -> None:
+        """Write a small file; with `create` raise FileExistsError if there is one."""
+        if not self.on_disk:
+            self._fs.pipe_file(self._in(names), text.encode(), mode="create" if create else "overwrite")
+        elif create:
+            with open(self._in(names), "x", encoding="utf-8") as file:  # noqa: PTH123
+                file.write(text)
+        else:
+            *folder, name = names
+            with self.create(*folder, f"{name}.new") as stream:
+                stream.write(text.encode())
+            os.replace(self._in([*folder, f"{name}.new"]), self._in(names))  # noqa: PTH105
+            for path in {self._in(folder), self._path}:  # POSIX requires it for names of files
+                descriptor = os.open(path, os.O_RDONLY)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+
+    @contextmanager
+    def create(self, *names: str) -> Iterator[IO[bytes]]:
+        """Write a file, which is flushed to the disk at the end of the block."""
+        path = self._in(names)
+        if self.on_disk:
+            os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120
+            with open(path, "wb") as file:  # noqa: PTH123
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            return
+        stream = self._fs.open(path, "wb")
+        try:
+            yield stream
+        except BaseException:
+            with suppress(Exception):
+                stream.discard()
+            raise
+        stream.close()  # which completes it
+
+    @contextmanager
+    def open(self, *names: str) -> Iterator[IO[bytes]]:
+        """Read a file; on a disk without a buffer, because what is read is large."""
+        path = self._in(names)
+        with open(path, "rb", buffering=0) if self.on_disk else self._fs.open(path, "rb") as file:  # noqa: PTH123
+            yield file
+
+    def size(self, *names: str) -> int:
+        """Return the number of bytes of a file."""
+        return int(self._fs.size(self._in(names)))
+
+    def remove(self, *names: str) -> None:
+        """Delete a file, or an empty folder of a disk, if it is there."""
+        with suppress(FileNotFoundError, NotADirectoryError):
+            if self.on_disk and os.path.isdir(self._in(names)):  # noqa: PTH112
+                os.rmdir(self._in(names))  # noqa: PTH106
+            else:
+                self._fs.rm_file(self._in(names))
+
+    def age(self, name: str) -> float:
+        """Return the seconds since a file was written, by the clock of the disk or the store."""
+        probe = f".probe-{uuid4().hex}"
+        self.put("", probe, create=True)
+        try:
+            now, then = (self._fs.modified(self._in([one])) for one in (probe, name))
+            return float((now - then).total_seconds())
+        finally:
+            self.remove(probe)
+
+    def is_damage(self, error: BaseException) -> bool:
+        """Return whether an error of `DAMAGE` means that files are damaged, and not that a store cannot be reached."""
+        return self.on_disk or not isinstance(error, OSError) or isinstance(error, FileNotFoundError)
+
+    def _in(self, names: Any) -> str:
+        return "/".join([self._path, *names])

@@ -1,0 +1,110 @@
+"""Whether ranks hold the same shared state: names and shapes at every save, and contents at some.
+
+Contents are compared by sums of integers, 8 bytes at a time: equal to the last bit, and as fast as memory is read. Of a
+sharded tensor the ranks that have the same part of it hold the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from variable_batch_size.checkpoint.shards import Part
+
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+@final
+class Summary(NamedTuple):
+    """What one rank says of the shared state.
+
+    Attributes:
+        layout: digest of the names, dtypes and shapes of the tensors that all ranks have whole.
+        contents: digests of these, and of those of which a rank has a part; each by the digest of what these are. Empty
+            if contents are not compared.
+    """
+
+    layout: str
+    contents: dict[str, str]
+
+    @staticmethod
+    def of(tensors: Mapping[str, Tensor], *, compare: bool) -> Summary:
+        """Return the summary of tensors by name; `compare` tells whether to read their contents."""
+        known = _described(tensors, with_sums=compare)
+        layout = _digest([[name, *facts[1:3]] for name, facts in known.items() if facts[0]])
+        if not compare:
+            return Summary(layout, {})
+        contents = dict[str, str]()
+        for whole in (True, False):
+            own = {name: facts[1:] for name, facts in known.items() if facts[0] is whole}
+            contents[_digest([[name, *facts[:3]] for name, facts in own.items()])] = _digest(
+                [own[name][3] for name in own]
+            )
+        return Summary(layout, contents)
+
+
+def agree(summaries: Sequence[Summary]) -> bool:
+    """Return whether no rank differs from another one in what they share."""
+    known = dict[str, str]()
+    same = all(known.setdefault(what, own) == own for one in summaries for what, own in one.contents.items())
+    return same and len({one.layout for one in summaries}) == 1
+
+
+def details(tensors: Mapping[str, Tensor]) -> str:
+    """Return what one rank has of each tensor, for `difference`."""
+    return json.dumps(_described(tensors, with_sums=True))
+
+
+def difference(texts: Sequence[str]) -> tuple[str, int]:
+    """Return the name of the first tensor that is not the same on all ranks, and a rank that has another one."""
+    ranks: list[dict[str, Any]] = [json.loads(text) for text in texts]
+    for name in dict.fromkeys(name for rank in ranks for name in rank):
+        known = dict[str, Any]()
+        for number, facts in enumerate(rank.get(name) for rank in ranks):
+            whole = facts[0] if facts else any(rank.get(name, [False])[0] for rank in ranks)
+            what = json.dumps(None if whole else facts and facts[3])  # of a sharded one, the part
+            if (facts or whole) and known.setdefault(what, facts) != facts:
+                return name, number
+    return "the order of the tensors", 1
+
+
+def _described(tensors: Mapping[str, Tensor], *, with_sums: bool) -> dict[str, list[Any]]:
+    """Return of each tensor whether this rank has it whole, its dtype, shape and part, and the sum of its bytes.
+
+    Without the sharded ones of which this rank has no element.
+    """
+    own = {name: one for name, one in tensors.items() if not isinstance(one, DTensor) or one.to_local().numel()}
+    sums = byte_sums(own) if with_sums and own else {}
+    return {
+        name: [not isinstance(one, DTensor), str(one.dtype), [*one.shape], Part.of(one), sums.get(name)]
+        for name, one in own.items()
+    }
+
+
+def byte_sums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the sum of the bytes of each tensor, as integers of up to 8 bytes that wrap around."""
+    by_device = defaultdict[torch.device, dict[str, Tensor]](dict)
+    for name, tensor in tensors.items():
+        local = tensor.detach()
+        local = local.to_local() if isinstance(local, DTensor) else local
+        flat = local.resolve_conj().resolve_neg().contiguous().reshape(-1)
+        begin, size = flat.storage_offset() * flat.element_size(), flat.nbytes
+        width = next(width for width in _WORDS if begin % width == 0 and size % width == 0)
+        flat = flat if width == flat.element_size() == 1 else flat.view(torch.uint8)
+        by_device[local.device][name] = flat.view(_WORDS[width]).sum(dtype=torch.int64)
+    return {
+        name: number
+        for sums in by_device.values()
+        for name, number in zip(sums, torch.stack([*sums.values()]).tolist(), strict=True)  # one wait for a device
+    }
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()

@@ -1,0 +1,155 @@
+"""A state as JSON, and its tensors by name. Nothing of what is read is executed.
+
+Values that JSON has not are objects with the key "$", which names their type.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+Json: TypeAlias = Any
+DTYPES: Final = {str(one).removeprefix("torch."): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+
+_TAG, _OF = "$", "of"
+_MAPS: Final[dict[str, type]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
+_LISTS: Final[dict[str, type]] = {"tuple": tuple, "set": set, "frozenset": frozenset, "Size": torch.Size}
+_SCALARS: Final[dict[str, tuple[type, Callable[[Any], Json], Callable[[Json], Any]]]] = {
+    "float": (float, repr, float),  # which is infinite or not a number
+    "complex": (complex, repr, complex),
+    "bytes": (bytes, lambda value: base64.b64encode(value).decode(), base64.b64decode),
+    "dtype": (torch.dtype, lambda value: str(value).removeprefix("torch."), DTYPES.__getitem__),
+    "device": (torch.device, str, torch.device),
+}
+
+
+def encode(value: Any, name: str, tensors: dict[str, Tensor], names: dict[object, str]) -> Json:
+    """Return a value as JSON, and add its tensors to `tensors`, each once, by names that follow from their places.
+
+    Args:
+        value: tensors and plain Python values in containers: dict, list, tuple, set, frozenset, OrderedDict, Counter;
+            None, bool, int, float, complex, str, bytes; torch's dtype, device and Size.
+        name: what names begin with.
+        tensors: by name.
+        names: of the tensors, by `identity`.
+
+    Raises:
+        TypeError: if there is a value of another type.
+
+    >>> encode({"lr": 0.1, 3: (1, float("inf"))}, "", {}, {})
+    {'$': 'dict', 'of': [['lr', 0.1], [3, {'$': 'tuple', 'of': [1, {'$': 'float', 'of': 'inf'}]}]]}
+    """
+    try:
+        return _encode(value, name, tensors, names)
+    except RecursionError:
+        requirement = "a checkpoint can hold values in a few containers"
+        raise TypeError(f"{requirement}, got endless or very deep ones at {name}; save a flat state") from None
+
+
+def _encode(value: Any, name: str, tensors: dict[str, Tensor], names: dict[object, str]) -> Json:
+    kind = type(value)
+
+    def of(values: Iterable[Any]) -> list[Json]:
+        return [_encode(item, f"{name}/{index}", tensors, names) for index, item in enumerate(values)]
+
+    if isinstance(value, Tensor) and value.layout is torch.sparse_coo and _is_plain(value):
+        return {_TAG: "sparse_coo", _OF: of([value._indices(), value._values(), [*value.shape], value.is_coalesced()])}
+    if isinstance(value, DTensor) or (isinstance(value, Tensor) and _is_plain(value)):
+        view = identity(value)
+        if view not in names:
+            names[view] = _free(name, tensors)
+            tensors[names[view]] = value.detach()
+        return {_TAG: "tensor", _OF: names[view]}
+    if kind in (bool, int, str) or value is None or (kind is float and math.isfinite(value)):
+        return value
+    if kind is list:
+        return of(value)
+    if kind is dict and all(type(key) is str for key in value) and _TAG not in value:
+        return {key: _encode(item, f"{name}/{key}", tensors, names) for key, item in value.items()}
+    for tag, map_kind in _MAPS.items():
+        if kind is map_kind:
+            keys = of(value)
+            items = [_encode(item, f"{name}/{key}", tensors, names) for key, item in value.items()]
+            found: dict[str, Json] = {_TAG: tag, _OF: [list(pair) for pair in zip(keys, items, strict=True)]}
+            if kind is OrderedDict and vars(value):  # `_metadata`: the versions of a model's modules
+                found["attributes"] = _encode(vars(value), f"{name}/attributes", tensors, names)
+            return found
+    for tag, list_kind in _LISTS.items():
+        if kind is list_kind:
+            return {_TAG: tag, _OF: of(value)}
+    for tag, (known, to_json, _) in _SCALARS.items():
+        if kind is known:
+            return {_TAG: tag, _OF: to_json(value)}
+    other = f"a {kind.__module__}.{kind.__qualname__}"
+    if isinstance(value, Tensor):
+        other += f" of layout {value.layout} on device {value.device}"
+    raise TypeError(
+        f"a checkpoint can hold only tensors and plain Python values, got {other} at {name}; return numbers, strings, "
+        f"lists and dicts from that part's state_dict()"
+    )
+
+
+def decode(value: Json, tensor: Callable[[str], Tensor]) -> Any:
+    """Return the value that was encoded.
+
+    Args:
+        value: JSON of `encode`.
+        tensor: returns a tensor by its name.
+
+    Raises:
+        ValueError, LookupError, TypeError: if it is none.
+    """
+    if isinstance(value, list):
+        return [decode(item, tensor) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if _TAG not in value:
+        return {key: decode(item, tensor) for key, item in value.items()}
+    kind, of = value[_TAG], value[_OF]
+    if kind == "tensor":
+        return tensor(of)
+    if kind in _SCALARS:
+        return _SCALARS[kind][2](of)
+    items = decode(of, tensor)
+    if kind == "sparse_coo":
+        indices, values, shape, coalesced = items
+        return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=coalesced or None, check_invariants=True)
+    if kind in _LISTS:
+        return _LISTS[kind](items)
+    made: Any = _MAPS[kind]()
+    for key, item in items:
+        made[key] = item
+    if "attributes" in value:
+        vars(made).update(decode(value["attributes"], tensor))
+    return made
+
+
+def identity(tensor: Tensor) -> object:
+    """Return what is equal for tensors that are the same view of the same memory: a checkpoint has them once."""
+    if isinstance(tensor, DTensor):
+        return tensor.shape, tensor.placements, identity(tensor._local_tensor)  # which lives as long as the DTensor
+    if tensor.layout is not torch.strided or tensor.device.type not in ("cpu", "cuda") or not tensor.numel():
+        return id(tensor)
+    view = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    return *view, tensor.is_conj(), tensor.is_neg()
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor is strided or of coordinates, and of no subclass but parameters and buffers."""
+    known = (tensor.layout is torch.strided and not tensor.is_nested) or tensor.layout is torch.sparse_coo
+    return known and not tensor.is_meta and not tensor.is_quantized and type(tensor.detach()) is Tensor
+
+
+def _free(name: str, taken: dict[str, Tensor]) -> str:
+    number, free = 1, name
+    while free in taken:  # keys of a dict can have the same text
+        number += 1
+        free = f"{name}#{number}"
+    return free

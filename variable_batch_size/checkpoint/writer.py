@@ -1,0 +1,263 @@
+"""Who writes the checkpoints of a folder.
+
+A writer creates the file `.writer-0003`, which only one can create, and the highest number writes: an earlier writer
+raises when it next wants to save. The file holds the names of the checkpoints that were there, so that every reader and
+later writer leaves out what an earlier writer adds to them. As long as its process lives, it is written again every
+minute: until it is ten minutes old by the clock of the store, another job is refused, and the same one takes over. On a
+disk, a locked file tells at once that the process has ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import threading
+import weakref
+from contextlib import suppress
+from typing import Final, NamedTuple, final
+from uuid import uuid4
+
+from variable_batch_size.checkpoint.place import DAMAGE, Place
+
+SECONDS: Final = 600.0  # after it was written last, until when a folder is its writer's own
+RENEWAL: Final = 60.0  # seconds from one time that it is written to the next
+
+_NAME = re.compile(r"\.writer-(\d{4,})")
+_LOCK = ".lock"
+_open = weakref.WeakValueDictionary[str, "Writer"]()  # those of this process, by the location of the folder
+
+
+@final
+class Record(NamedTuple):
+    """The contents of the file of a writer.
+
+    Attributes:
+        run: name of the job.
+        process: process and host, in words.
+        host: name of the host.
+        token: random text.
+        locked: whether the writer has locked a file of the disk, by which others see that it has ended.
+        ended: whether it has closed the folder.
+        known: names of the checkpoints that were there; None until it has listed them.
+    """
+
+    run: str
+    process: str
+    host: str
+    token: str
+    locked: bool
+    ended: bool
+    known: list[str] | None
+
+
+_UNREADABLE = Record("", "another writer", "", "", locked=True, ended=False, known=None)  # on a disk: half written
+
+
+@final
+class Writer:
+    """The right of this process to write in a folder.
+
+    Args:
+        place: the folder.
+        run: name of the job. Default: `TORCHELASTIC_RUN_ID` or `SLURM_JOB_ID` of the environment.
+
+    Attributes:
+        number: of this writer; 0: it does not write.
+    """
+
+    def __init__(self, place: Place, run: str | None) -> None:
+        jobs = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")]
+        self._place, self._run = place, run or next((job for job in jobs if job not in ("", "none")), "")
+        self.number, self._record, self._pid = 0, _UNREADABLE, os.getpid()  # a forked process does not write
+        self._file: int | None = None  # descriptor of the locked one
+        self._ended = threading.Event()
+
+    def acquire(self, highest: int) -> None:
+        """Become the writer; `know` has to follow.
+
+        Args:
+            highest: number of a writer whose checkpoint is there.
+
+        Raises:
+            OSError: if another process writes there.
+        """
+        records = self._records()
+        number, last = max(records.items(), default=(0, None))
+        own = _open.get(self._place.location)
+        own = own if own is not None and own._pid == os.getpid() else None
+        if own is not None:  # as when a notebook's cell runs again
+            own._stop()
+        locked = self._lock_file(last)
+        if last is not None and (own is None or own._record.token != last.token):
+            self._check_free(last, number, locked)
+        host, self.number = socket.gethostname(), max(number, highest) + 1
+        process = f"process {os.getpid()} on {host}"
+        self._record = Record(self._run, process, host, uuid4().hex, locked, ended=False, known=None)
+        try:
+            self._put(create=True)
+        except FileExistsError:
+            self._stop()
+            raise OSError(
+                f"Checkpoint folder {self._place.location} is in use by a writer that has begun at the same time; "
+                f"choose another folder"
+            ) from None
+        except BaseException:
+            self._stop()
+            raise
+        _open[self._place.location] = self
+        threading.Thread(target=_renew, args=(weakref.ref(self), self._ended), name="writer", daemon=True).start()
+
+    def know(self, names: list[str]) -> None:
+        """Record which checkpoints were there, and delete the files of earlier writers."""
+        self._record = self._record._replace(known=names)
+        self._put()
+        for number in self._numbers():
+            if number < self.number:
+                self._place.remove(_name(number))
+
+    @property
+    def token(self) -> str:
+        """A random text by which other ranks recognize the folder."""
+        return self._record.token
+
+    def is_known(self, token: str) -> bool:
+        """Return whether the folder, as this process sees it, has a writer with this token."""
+        with suppress(*DAMAGE):
+            return any(record.token == token for record in self._records().values())
+        return False
+
+    def rule(self, numbers: list[int]) -> tuple[int, list[str]]:
+        """Return the number of the first writer whose checkpoints all count, and the names of earlier ones that do.
+
+        Args:
+            numbers: those of the writers whose checkpoints are there.
+        """
+        if self.number and self._record.known is not None:
+            return self.number, self._record.known
+        if max(self._numbers(), default=0) <= min(numbers, default=0):
+            return 0, []
+        known = [(number, record.known) for number, record in self._records().items() if record.known is not None]
+        return max(known, default=(0, []))
+
+    def check(self) -> None:
+        """Check that this process is the writer.
+
+        Raises:
+            RuntimeError: if it is not, or no longer.
+        """
+        if not self.number or self._pid != os.getpid():
+            later = _open.get(self._place.location)
+            raise RuntimeError(
+                f"Checkpoint folder {self._place.location} is not written by this Checkpoint, which was closed, is in "
+                f"a forked process, or was followed by another one; {'use' if later else 'create'} another Checkpoint"
+            )
+        if max(self._numbers(), default=0) > self.number:
+            other = max(self._records().items())[1]
+            raise RuntimeError(
+                f"Checkpoint folder {self._place.location} was taken over by {other.process}, so that this process "
+                f"writes no checkpoint; end it"
+            )
+
+    def renew(self) -> None:
+        """Write the file again, as a sign of life; a folder that cannot be reached is tried again later."""
+        with suppress(Exception):  # which class it has depends on the store
+            self._put()
+
+    def release(self) -> None:
+        """Let other processes write, at once if the folder can be reached."""
+        with suppress(Exception):
+            if self.number and self._pid == os.getpid():
+                self.check()
+                self._record = self._record._replace(ended=True)
+                self._put()
+        self._stop()
+
+    def _stop(self) -> None:
+        self._ended.set()
+        self.number = 0
+        if _open.get(self._place.location) is self:
+            del _open[self._place.location]
+        if self._file is not None and self._pid == os.getpid():
+            os.close(self._file)
+            self._file = None
+
+    __del__ = _stop
+
+    def _lock_file(self, last: Record | None) -> bool:
+        """Lock a file of the disk, and return whether it is; in a store, and where a disk has no locks, it is not.
+
+        Locks of POSIX, unlike those of `flock` and of libraries on it, end with the process although a child of it
+        lives on, and network file systems know them.
+
+        Raises:
+            OSError: if another process of this host has locked it.
+        """
+        if not self._place.on_disk:
+            return False
+        try:
+            import fcntl  # not on Windows
+        except ImportError:
+            return False
+        file = os.open(self._place.at(_LOCK), os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(file)
+            other = last or _UNREADABLE
+            is_here = other.host in ("", socket.gethostname())  # one on another host may have ended without a word
+            if isinstance(error, (BlockingIOError, PermissionError)) and is_here:
+                raise OSError(self._refusal(other)) from None
+            return False
+        self._file = file
+        return True
+
+    def _continues(self, other: Record) -> bool:
+        return self._run != "" and other.run == self._run
+
+    def _check_free(self, last: Record, number: int, locked: bool) -> None:
+        if last.ended or (locked and last.locked) or self._continues(last):
+            return
+        left = SECONDS - self._place.age(_name(number))
+        if left > 0:
+            self._stop()
+            raise OSError(self._refusal(last, f", wait for {left:.0f} s if it has ended"))
+
+    def _refusal(self, other: Record, wait: str = "") -> str:
+        of = f' of the job "{other.run}"' if other.run else ""
+        take_over = f', pass run="{other.run}" to take over from an earlier process of that job' if other.run else ""
+        return (
+            f"Checkpoint folder {self._place.location} is in use by {other.process}{of}; close() that "
+            f"Checkpoint{take_over}{wait}, or choose another folder"
+        )
+
+    def _numbers(self) -> list[int]:
+        return [int(found[1]) for name in self._place.names() if (found := _NAME.fullmatch(name))]
+
+    def _records(self) -> dict[int, Record]:
+        found = dict[int, Record]()
+        for number in self._numbers():
+            with suppress(FileNotFoundError):  # a later writer has deleted it
+                try:
+                    found[number] = Record(**json.loads(self._place.read(_name(number))))
+                except (ValueError, TypeError):
+                    found[number] = _UNREADABLE
+        return found
+
+    def _put(self, *, create: bool = False) -> None:
+        self._place.put(json.dumps(self._record._asdict()), _name(self.number), create=create)
+
+
+def _renew(writer: weakref.ref[Writer], ended: threading.Event) -> None:
+    while not ended.wait(RENEWAL):
+        if (own := writer()) is None:
+            return
+        with suppress(Exception):  # `check` raises again when the training saves
+            own.check()
+            own.renew()
+        del own
+
+
+def _name(number: int) -> str:
+    return f".writer-{number:04d}"

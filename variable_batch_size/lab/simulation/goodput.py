@@ -1,0 +1,95 @@
+"""How the time of a training was spent, from the events that its `Checkpoint` has recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, final
+
+
+@final
+class Goodput(NamedTuple):
+    """How the time between the first and the last event was spent, in seconds.
+
+    Attributes:
+        productive: updates that count.
+        redone: updates that a later run made again, because it resumed, or began, before them.
+        saving: updates waited for a save.
+        restoring: checkpoints were read.
+        down: no run was there, after one that had not finished.
+        runs: number of runs.
+        saves: number of saves.
+    """
+
+    productive: float
+    redone: float
+    saving: float
+    restoring: float
+    down: float
+    runs: int
+    saves: int
+
+    @property
+    def total(self) -> float:
+        """All seconds."""
+        return sum(self[:5])
+
+    @property
+    def restart(self) -> float:
+        """Mean seconds between the last event of a run and the end of the restore of the next one."""
+        return (self.down + self.restoring) / max(1, self.runs - 1)
+
+    @property
+    def save(self) -> float:
+        """Mean seconds of a save."""
+        return self.saving / max(1, self.saves)
+
+    @staticmethod
+    def of(events: Iterable[Mapping[str, Any]]) -> Goodput:
+        """Return how the time was spent.
+
+        Args:
+            events: of one training, the oldest first.
+        """
+        redone = saving = restoring = down = total = 0.0
+        runs = saves = 0
+        last: Mapping[str, Any] | None = None
+        spans = list[_Span]()  # of updates that count
+        for event in events:
+            seconds = 0.0 if last is None else max(0.0, event["time"] - last["time"])
+            if event["event"] == "start":
+                runs += 1
+                finished = last is not None and last["event"] == "end" and not last.get("error")
+                seconds = 0.0 if finished else seconds
+                down += seconds
+            elif event["event"] == "restore":
+                restoring += event["seconds"]
+            else:
+                saved = event["seconds"] if event["event"] == "save" else 0.0
+                saving, saves = saving + saved, saves + (event["event"] == "save")
+                if last is not None and event["update"] > last["update"]:
+                    lost, spans = _cut(spans, last["update"])
+                    redone += lost
+                    spans.append(_Span(last["update"], event["update"], max(0.0, seconds - saved)))
+            total, last = total + seconds, event
+        return Goodput(total - redone - saving - restoring - down, redone, saving, restoring, down, runs, saves)
+
+
+@final
+class _Span(NamedTuple):
+    """Updates that a run has made, from one number of updates to another, and the seconds that they took."""
+
+    begin: int
+    end: int
+    seconds: float
+
+
+def _cut(spans: Iterable[_Span], update: int) -> tuple[float, list[_Span]]:
+    """Return the seconds of what is after an update, which is made again, and what is left."""
+    lost, left = 0.0, list[_Span]()
+    for span in spans:
+        kept = min(span.end, max(span.begin, update))
+        share = (kept - span.begin) / (span.end - span.begin)
+        lost += (1 - share) * span.seconds
+        if share:
+            left.append(_Span(span.begin, kept, share * span.seconds))
+    return lost, left
