@@ -108,12 +108,13 @@ class Checkpoint:
         self._updated = self._stepped = False  # whether an update was made, and step() called, since then
         if not optimizer.inside_step:
             agreement.run_on_all("Checkpoint()", self._check_storable)
-        world, token = agreement.world, agreement.run_on_rank_0("Checkpoint()", self._folder.lock)
-        alone = world.size == 1 or self._backend.threads  # which have the disk of rank 0
+        self._interrupts = Interrupts() if on_interrupt == "save" else None
+        world, alone = agreement.world, agreement.world.size == 1 or self._backend.threads  # which have rank 0's disk
         try:
+            token = agreement.run_on_rank_0("Checkpoint()", self._folder.lock)
             shares = [] if alone else agreement.run_on_all("Checkpoint()", lambda: str(self._folder.is_shared(token)))
         except BaseException:
-            self._folder.writer.release()
+            self._release()
             raise
         together = not alone and set(shares) == {str(True)}
         self._due = f"save {token}"  # what rank 0 wishes when the interval of time has passed
@@ -122,7 +123,6 @@ class Checkpoint:
         self._events = Events(self._folder.place, world)
         self._events.add("start", optimizer.updates)
         optimizer._watch(self._events)
-        self._interrupts = Interrupts() if on_interrupt == "save" else None
 
     @property
     def latest(self) -> str | None:
@@ -341,11 +341,15 @@ class Checkpoint:
             if isinstance(error, (Exception, KeyboardInterrupt)) and self._agreement.world.rank == 0:
                 self._say_what_to_resume_from()
         finally:
-            if self._interrupts is not None:
-                self._interrupts.end()
             self._events.add("end", self._optimizer.updates, error=type(error).__name__ if error else "")
             if self._saver.idle:  # else an interrupt ended the wait, and the thread still writes
-                self._folder.writer.release()
+                self._release()
+
+    def _release(self) -> None:
+        self._folder.writer.release()
+        if self._interrupts is not None:
+            self._interrupts.end()
+            self._interrupts = None
 
     def _say_what_to_resume_from(self) -> None:
         """Say after an exception which checkpoint to resume from, once and if there were updates."""
@@ -375,9 +379,7 @@ class Checkpoint:
             log(f"Checkpoint {name} saved {earliest}; exiting with {EXIT_CODE}.", rank=0, update=updates)
             return ""
 
-        self._agreement.run_on_rank_0(
-            _EXIT, report
-        )  # all ranks wait: a launcher may end rank 0 when another rank has exited
+        self._agreement.run_on_rank_0(_EXIT, report)  # all wait: a launcher may end rank 0 when another rank has exited
         raise SystemExit(EXIT_CODE)
 
     # On every rank. ----------------------------------------------------------------------------------------------

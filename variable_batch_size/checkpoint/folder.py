@@ -110,9 +110,6 @@ class Folder:
         """Return the checkpoints with a reported value, the best first, and of equal ones the oldest.
 
         Those with a damaged JSON precede them, because any of them may be the best.
-
-        Args:
-            criterion: what is compared; by default, that of the newest checkpoint that has one.
         """
         reported = [(name, self.reported(name)) for name in self.names()]
         criterion = criterion or next(filter(None, (Criterion.of(facts or {}) for _, facts in reported)), None)
@@ -161,15 +158,7 @@ class Folder:
         wanted: Iterable[str],
         use: Callable[[str, Part, Tensor], object],
     ) -> None:
-        """Read tensors of a file in their order, and verify them.
-
-        Args:
-            name: the checkpoint.
-            rank: that has written the file.
-            file: what its JSON says of the file.
-            dtypes: of the tensors, by name.
-            wanted: the names of those that are read.
-            use: takes the name of a tensor, which part of it the file has, and that.
+        """Read the `wanted` tensors of the file of a rank in their order, verify them, and pass each to `use`.
 
         Raises:
             one of `DAMAGE`: if the file is not intact.
@@ -250,10 +239,7 @@ class Folder:
     def begin(self, update: int, ranks: int, restored_best: str = "") -> str:
         """Return the name of the next checkpoint, and delete what ranks that were killed have left.
 
-        Args:
-            update: number of updates of the training.
-            ranks: number of those that write a file.
-            restored_best: from which the training continues; newer ones are deleted.
+        Checkpoints that are newer than `restored_best` are deleted, too.
 
         Raises:
             ValueError: if the folder has a checkpoint of a later update, from which the training does not come.
@@ -278,13 +264,6 @@ class Folder:
         self, name: str, rank: int, tensors: Mapping[str, Tensor], parts: Mapping[str, Part], facts: Mapping[str, Any]
     ) -> None:
         """Write what a rank has of a checkpoint, which exists when all ranks have done so.
-
-        Args:
-            name: the checkpoint.
-            rank: number of this rank among those that write.
-            tensors: in host memory, by name.
-            parts: which parts of the whole tensors these are.
-            facts: on rank 0, what its JSON has besides.
 
         Raises:
             OSError: if it cannot be written.

@@ -31,16 +31,7 @@ def restored(
     lost: str,
     newer: Sequence[str],
 ) -> str:
-    """Return the line that a checkpoint was restored.
-
-    Args:
-        name: the checkpoint.
-        worlds: number of ranks that have saved it, and that restore it; 0: unknown.
-        sizes: batch size of the last update, and of the next one; 0: unknown.
-        at: updates, the epoch with which the training resumes, and samples so far.
-        lost: number of updates that were made after it, in words.
-        newer: names of the checkpoints that the next save deletes.
-    """
+    """Return the line that a checkpoint was restored."""
     world = f"world {worlds[0]} -> {worlds[1]}, " if worlds[0] not in (0, worlds[1]) else ""
     size = f"batch size {sizes[0]} -> {sizes[1]}, " if all(sizes) and sizes[0] != sizes[1] else ""
     deleted = f"; the next save deletes {', '.join(newer)}" if newer else ""
@@ -49,14 +40,7 @@ def restored(
 
 
 def interrupted(folder: str, name: str | None, lost: int, best: bool) -> str:
-    """Return the line that tells after an exception what to resume from.
-
-    Args:
-        folder: folder of the checkpoints.
-        name: the checkpoint to resume from, or None.
-        lost: number of updates that it does not hold.
-        best: whether it was restored as the best one, and newer ones are still in the folder.
-    """
+    """Return the line that tells after an exception what to resume from."""
     updates = "1 update is" if lost == 1 else f"{lost or 'no'} update{'s are' if lost else ' is'}"
     if name is None:
         return f"No checkpoint is in {folder}; {updates} lost, and the training has to begin again."

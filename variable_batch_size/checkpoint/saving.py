@@ -41,14 +41,6 @@ _KNOWN = ("epoch", "step", "samples", "trace", "dataset_size", "seed", "shuffle"
 class Saver:
     """Saves the state of a training, together with the other ranks.
 
-    Args:
-        backend: brings tensors to the host.
-        agreement: exchanges the messages of the ranks.
-        parts: what to save.
-        folder: of the checkpoints, as this rank sees it; rank 0 is its writer.
-        keep: number of checkpoints to keep, beside the best one.
-        together: whether all ranks may write.
-
     Attributes:
         restored_best: the checkpoint from which the training continues, if it was restored as the best one; the next
             save deletes newer ones.
@@ -65,13 +57,7 @@ class Saver:
         self._tidies = False  # whether rank 0 has to delete what is not kept
 
     def save(self, updates: int, wait: bool, *, in_loop: bool, reported: dict[str, Any]) -> str:
-        """Save the state, and return the name of the checkpoint.
-
-        Args:
-            updates: number of updates of the training.
-            wait: whether to return only after it is there.
-            in_loop: whether what the loop does at the end of an epoch is to come.
-            reported: what was reported.
+        """Save the state, and return the name of the checkpoint; `in_loop`: what follows an epoch is to come.
 
         Raises:
             RuntimeError: on every rank, if the state cannot be saved on one of them, or the ranks differ in what they
@@ -130,11 +116,6 @@ class Saver:
     def mark_best(self, updates: int, reported: dict[str, Any], criterion: Criterion) -> str:
         """Mark the checkpoint of this update as the best one, if it is and there is one; rank 0 calls it.
 
-        Args:
-            updates: number of updates of the training.
-            reported: what was reported.
-            criterion: what makes a checkpoint the best one.
-
         Returns:
             "" if the values are not better than those of every intact checkpoint, "marked", or "save" if the folder has
             no checkpoint of this update from which the training comes.
@@ -160,11 +141,7 @@ class Saver:
         return self._pending is None
 
     def settle(self, what: str) -> None:
-        """Wait for the writes of all ranks, if there are any, and raise an error of one of them on every rank.
-
-        Args:
-            what: the call in which all ranks do so.
-        """
+        """Wait for the writes of all ranks, if there are any, and raise an error of one of them on every rank."""
         if self._unfinished is not None:
             self._run(what, self.wait)
             self._agreement.run_on_all(what, self._tidy)
@@ -218,25 +195,24 @@ class Saver:
         tensors = dict[str, Tensor]()
         state = {name: encode(part, name, tensors, {}) for name, part in parts.items()}
         self._backend.mark_step()  # all ranks compute what is pending, so that rank 0 does not do it alone
-        alone = not self._together and self._agreement.world.size > 1
-        if alone and any(isinstance(one, DTensor) for one in tensors.values()):
+        sampler = parts["optimizer"]["vbs"]["sampler"]
+        if self._agreement.world.size == 1:
+            return _State(state, tensors, {}, 0, Summary("", {}), sampler)
+        whole = {name: one.nbytes for name, one in tensors.items() if not isinstance(one, DTensor)}
+        if len(whole) < len(tensors) and not self._together:
             raise RuntimeError(
                 f"every rank must write its part of a sharded model, but not all of them share the folder "
                 f"{self._folder.place.location}; choose a folder that all ranks share"
             )
         equal = self._parts.equal_on_ranks(tensors)
         shared = {name: one for name, one in tensors.items() if name in equal and one.device.type in ("cpu", "cuda")}
-        whole = {name: one.nbytes for name, one in tensors.items() if not isinstance(one, DTensor)}
         others = sum(whole.values()) - sum(whole.get(name, 0) for name in shared)
-        summary = Summary.of(shared, compare=compare) if self._agreement.world.size > 1 else Summary("", {})
-        return _State(state, tensors, shared, others, summary, parts["optimizer"]["vbs"]["sampler"])
+        return _State(state, tensors, shared, others, Summary.of(shared, compare=compare), sampler)
 
     def _shares(self, state: _State, others: int) -> tuple[int, int | None, dict[str, Tensor]]:
         """Return how many ranks write, the number of this one among them, if it does, and what it writes.
 
-        Args:
-            state: on this rank.
-            others: bytes that only rank 0 can write.
+        `others` are the bytes that only rank 0 can write.
         """
         rank, size = self._agreement.world.rank, self._agreement.world.size
         if not self._together:

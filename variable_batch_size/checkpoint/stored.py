@@ -64,10 +64,6 @@ class StoredState(NamedTuple):
     def check_model(self, state: dict[str, Any], warn: bool = True) -> None:
         """Check that the model in the checkpoint has the tensors of this state dict, in the same shapes.
 
-        Args:
-            state: state dict of the model that will be restored.
-            warn: whether to warn of tensors with another dtype, to which torch converts them when it loads them.
-
         Raises:
             ValueError: if a tensor is missing or has another shape or name.
         """

@@ -89,11 +89,6 @@ def check(file: IO[bytes], facts: Mapping[str, Any]) -> None:
 def read(file: IO[bytes], chunk: Mapping[str, Any], dtype: str) -> Tensor:
     """Return a tensor, or a part of one.
 
-    Args:
-        file: the file.
-        chunk: what `write` returned of it.
-        dtype: its dtype, by name.
-
     Raises:
         ValueError: if the file has other bytes there.
     """

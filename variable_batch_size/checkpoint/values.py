@@ -59,9 +59,10 @@ def _encode(value: Any, name: str, tensors: dict[str, Tensor], names: dict[objec
     def of(values: Iterable[Any]) -> list[Json]:
         return [_encode(item, f"{name}/{index}", tensors, names) for index, item in enumerate(values)]
 
-    if isinstance(value, Tensor) and value.layout is torch.sparse_coo and _is_plain(value):
-        return {_TAG: "sparse_coo", _OF: of([value._indices(), value._values(), [*value.shape], value.is_coalesced()])}
-    if isinstance(value, DTensor) or (isinstance(value, Tensor) and _is_plain(value)):
+    if isinstance(value, Tensor) and (isinstance(value, DTensor) or _is_plain(value)):
+        if value.layout is torch.sparse_coo:
+            parts = value.detach()._indices(), value.detach()._values()
+            return {_TAG: "sparse_coo", _OF: of([*parts, [*value.shape], value.is_coalesced()])}
         view = identity(value)
         if view not in names:
             names[view] = _free(name, tensors)

@@ -75,10 +75,7 @@ class Writer:
         self._ended = threading.Event()
 
     def acquire(self, highest: int) -> None:
-        """Become the writer; `know` has to follow.
-
-        Args:
-            highest: number of a writer whose checkpoint is there.
+        """Become the writer, with a number above `highest`, which a checkpoint has; `know` has to follow.
 
         Raises:
             OSError: if another process writes there.
@@ -129,11 +126,7 @@ class Writer:
         return False
 
     def rule(self, numbers: list[int]) -> tuple[int, list[str]]:
-        """Return the number of the first writer whose checkpoints all count, and the names of earlier ones that do.
-
-        Args:
-            numbers: those of the writers whose checkpoints are there.
-        """
+        """Return from which writer on all checkpoints count, and the names of earlier ones that do."""
         if self.number and self._record.known is not None:
             return self.number, self._record.known
         if max(self._numbers(), default=0) <= min(numbers, default=0):
