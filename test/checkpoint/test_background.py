@@ -180,9 +180,9 @@ def test_the_error_of_a_write_is_raised_once_on_every_rank(
     def run(backend: Backend) -> list[str]:
         run, errors = wide(backend).run(1), []
         saves = checkpoint(tmp_path, run, keep=9)
-        for _ in range(2):
+        for call in (saves.save, saves.restore):
             saves.save(wait=False)
-            errors += [caught(saves.restore), caught(saves.restore)]
+            errors += [caught(call), caught(saves.restore)]
         saves.save(wait=False)
         with one_at_a_time, warnings.catch_warnings(record=True) as warned:  # it would record those of all threads
             warnings.simplefilter("always")

@@ -60,17 +60,6 @@ def test_the_best_one_stays_beside_the_newest_ones(mode: str, tmp_path: Path) ->
     assert facts(saves.best)["best"] == f"{mode}:loss"
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("mode", ["min", "max"])
-def test_a_value_that_is_not_finite_is_never_the_best(mode: str, value: float, tmp_path: Path) -> None:
-    run = training().run(1)
-    with checkpoint(tmp_path, run, best=f"{mode}:loss") as saves:
-        assert not saves.report(loss=value)
-        assert updates(tmp_path) == []
-        assert saves.report(loss=1, other=value)
-        assert facts(saves.save() and saves.best)["metrics"] == {"loss": 1.0, "other": None}
-
-
 def test_a_checkpoint_of_the_same_update_is_marked_instead_of_written_again(tmp_path: Path) -> None:
     run = training()
     with checkpoint(tmp_path, run, best=LOSS, every=2, keep=2) as saves:
@@ -229,15 +218,6 @@ def test_the_best_one_is_restored(options: dict[str, Any], tmp_path: Path) -> No
         assert_equal(run.weights(), training().run(2).weights(), 0)
 
 
-def test_nothing_is_restored_if_nothing_was_reported(tmp_path: Path) -> None:
-    run = training().run(1)
-    with checkpoint(tmp_path, run, best=LOSS) as saves:
-        assert not saves.restore(best=True)
-        saves.save()
-        assert not saves.restore(best=True)
-        assert saves.best is None
-
-
 @pytest.mark.parametrize("file", [STATE, MANIFEST])
 def test_a_damaged_best_one_is_skipped_with_a_warning(file: str, tmp_path: Path) -> None:
     reported(tmp_path, [0.5, 0.25])
@@ -284,21 +264,6 @@ def test_a_training_that_continues_from_the_best_one_replaces_the_newer_ones(
     (line,) = told(caplog)
     assert line.endswith(f"epoch 0, {sum((20, 7))} samples, lost 2; the next save deletes update-00000004-0002-1-1.")
     assert facts(path_of(tmp_path, 4))["metrics"] == {"loss": 0.2}
-
-
-def test_newer_ones_are_replaced_also_by_earlier_updates(tmp_path: Path) -> None:
-    reported(tmp_path, [0.5])
-    with checkpoint(tmp_path, training().run(4)) as saves:
-        saves.save()
-    run = training()
-    with checkpoint(tmp_path, run) as saves:
-        assert saves.restore(best=True)
-        run.run(1)
-        saves.save()
-        assert updates(tmp_path) == [1, 2]
-    with checkpoint(tmp_path, run) as saves:
-        assert saves.restore()
-        assert run.optimizer.updates == 2
 
 
 @pytest.mark.parametrize("saves_before", [False, True])

@@ -232,61 +232,6 @@ print(updates(folder), [len(rank) for rank in errors], *{text for rank in errors
 
 @pytest.mark.slow("starts processes")
 @pytest.mark.torch
-def test_a_failed_background_save_raises_on_every_rank_at_the_next_call(tmp_path: Path) -> None:
-    script = """
-def limit(backend, size):
-    backend._gather_bytes(b"")
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-
-
-def train(backend):
-    run, errors = training(backend=backend).run(1), []
-
-    class Communicating:  # a part whose state_dict() waits for all ranks, so no rank may raise before it
-        def state_dict(self):
-            return {"ranks": len(backend._gather_bytes(b""))}
-
-        def load_state_dict(self, state):
-            pass
-
-    saves = checkpoint(folder, run, blob=torch.nn.Linear(300, 300), part=Communicating(), every=1)
-
-    def fails(call):
-        saves.save(wait=False)
-        try:
-            call()
-        except RuntimeError as error:
-            errors.append(f"{call.__name__}: {error}")
-        assert updates(folder) == [1]
-
-    def step():
-        run.run(1)
-        saves.step()
-
-    saves.save()
-    run.run(1)
-    for call, size in ((saves.save, 1), (saves.restore, 10500), (step, 100_000), (saves.close, 360_000)):
-        limit(backend, size)
-        fails(call)
-    limit(backend, resource.RLIM_INFINITY)
-    saves = checkpoint(folder, run, blob=torch.nn.Linear(300, 300), part=Communicating())
-    saves.save(wait=False)
-    saves.close()
-    return errors
-
-
-errors = run_ranks(train, 2)
-assert errors[0] == errors[1]
-print(updates(folder), *errors[0], sep="\\n")
-"""
-    out, err = start(script, tmp_path).communicate(timeout=100)
-    calls = [("save", 2), ("restore", 2), ("step", 2), ("close", 3)]
-    texts = [f"{call}: {FULL.format(update, tmp_path)}" for call, update in calls]
-    assert (out.splitlines(), err) == (["[1, 3]", *texts], "")
-
-
-@pytest.mark.slow("starts processes")
-@pytest.mark.torch
 def test_no_rank_waits_for_another_while_an_exception_propagates(tmp_path: Path) -> None:
     script = """
 import warnings

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from helpers.checkpoints import checkpoint, names, path_of, start, truncate_state, updates
+from helpers.checkpoints import checkpoint, names, path_of, truncate_state, updates
 from helpers.reference import training
 from variable_batch_size.backend import Backend
 from variable_batch_size.checkpoint import checkpoint as module
@@ -139,23 +139,3 @@ def test_step_without_every_saves_nothing(tmp_path: Path) -> None:
         run.run(1)
         assert not saves.step()
     assert updates(tmp_path) == []
-
-
-@pytest.mark.slow("starts a process")
-def test_a_disk_that_is_full_within_the_last_tensor_of_a_file_keeps_the_earlier_checkpoint(tmp_path: Path) -> None:
-    script = """
-run = training().run(1)
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-with checkpoint(folder, run, keep=1) as saves:
-    size = max(path.stat().st_size for path in Path(saves.save()).iterdir())
-    run.run(1)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1, resource.RLIM_INFINITY))
-    try:
-        saves.save()
-    except RuntimeError as error:
-        print(error)
-print(updates(folder))
-"""
-    out, err = start(script, tmp_path).communicate(timeout=100)
-    assert (out.splitlines()[1:], err) == (["[1]"], "")
-    assert "could not be written to" in out

@@ -121,32 +121,6 @@ def test_a_damaged_shard_makes_the_checkpoint_damaged(how: str, world: int, tmp_
         assert run_ranks(restore, world) == world * [1]
 
 
-def test_old_checkpoints_are_deleted_and_the_best_one_stays(tmp_path: Path) -> None:
-    def train(backend: Backend) -> list[bool]:
-        run, found = wide(backend), []
-        with checkpoint(tmp_path, run, keep=2, best="min:loss", every=1) as saves:
-            for loss in (0.5, 0.25, 0.75, 0.3, 0.4):
-                run.run(1)
-                saves.step()
-                found.append(saves.report(loss=loss if backend.world.rank == 0 else None))
-        assert saves.best == str(path_of(tmp_path, 2))
-        return found
-
-    assert run_ranks(train, 3) == 3 * [[True, True, False, False, False]]
-    assert updates(tmp_path) == [2, 4, 5]
-
-    def resume(backend: Backend) -> int:
-        run = wide(backend)
-        with checkpoint(tmp_path, run) as saves:
-            assert saves.restore(best=True)
-            run.run(1)
-            saves.save()
-        return run.optimizer.updates
-
-    assert run_ranks(resume, 2) == [3, 3]
-    assert updates(tmp_path) == [2, 3]
-
-
 def test_what_may_differ_between_ranks_is_that_of_rank_0(tmp_path: Path) -> None:
     def train(backend: Backend) -> None:
         rank = backend.world.rank
@@ -185,65 +159,6 @@ def test_rank_0_writes_alone_if_the_ranks_do_not_see_the_same_folder(tmp_path: P
 def test_rank_0_writes_alone_if_ranks_may_be_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ThreadBackend, "threads", True)
     assert files(save(tmp_path, 2)) == written(1)
-
-
-def test_a_rank_that_cannot_write_leaves_nothing_and_all_ranks_raise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = tensor_file.write
-
-    def fails(file: Any, *rest: Any) -> Any:
-        if "tensors-1" in file.name:
-            raise OSError(28, "No space left on device")
-        return whole(file, *rest)
-
-    def train(backend: Backend) -> list[str]:
-        run, errors = wide(backend).run(1), []
-        with checkpoint(tmp_path, run) as saves:
-            saves.save()
-            run.run(1)
-            for wait in (True, False):
-                backend._gather_bytes(b"")
-                monkeypatch.setattr(tensor_file, "write", fails)
-                try:
-                    saves.save(wait)
-                    saves.close()
-                except RuntimeError as error:
-                    errors.append(str(error))
-                backend._gather_bytes(b"")
-                monkeypatch.setattr(tensor_file, "write", whole)
-                assert updates(tmp_path) == [1]
-        return errors
-
-    expected = "Checkpoint update-00000002 could not be written to .* (No space left on device); free disk space"
-    errors = run_ranks(train, 2)
-    assert errors[0] == errors[1]
-    assert [error.replace(str(tmp_path), ".*").startswith(expected) for error in errors[0]] == [True, True]
-
-
-def test_an_interrupted_state_dict_leaves_no_place_behind(tmp_path: Path) -> None:
-    class Part:
-        state: Any = None
-
-        def state_dict(self) -> Any:
-            return {"state": self.state}
-
-        def load_state_dict(self, state: Any) -> None:
-            pass
-
-    def train(backend: Backend) -> None:
-        run, part = wide(backend).run(1), Part()
-        with checkpoint(tmp_path, run, part=part) as saves:
-            part.state = object()
-            with pytest.raises(RuntimeError, match=r"got a builtins.object at part/state"):
-                saves.save()
-            backend._gather_bytes(b"")
-            assert updates(tmp_path) == []
-            part.state = 1
-            saves.save()
-
-    run_ranks(train, 2)
-    assert updates(tmp_path) == [1]
 
 
 def test_no_file_is_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load as load_safetensors
 from torch import Tensor, nn
-from torch.optim import lr_scheduler
 
 from helpers.properties import examples
 from variable_batch_size.checkpoint import tensor_file
@@ -202,49 +201,6 @@ def test_states_of_all_optimizers_of_torch() -> None:
     for name, own in found.items():
         state = own.state_dict()
         assert_same(through_json(state), state, name)
-
-
-@pytest.mark.torch
-def test_states_of_all_schedulers_of_torch() -> None:
-    def sgd() -> torch.optim.Optimizer:
-        return torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
-
-    arguments: dict[str, dict[str, Any]] = {
-        "LambdaLR": {"lr_lambda": lambda step: 0.5},
-        "MultiplicativeLR": {"lr_lambda": lambda step: 0.5},
-        "StepLR": {"step_size": 2},
-        "MultiStepLR": {"milestones": [1, 1, 3]},
-        "ExponentialLR": {"gamma": 0.9},
-        "CosineAnnealingLR": {"T_max": 5},
-        "CyclicLR": {"base_lr": 0.1, "max_lr": 0.2},
-        "OneCycleLR": {"max_lr": 0.2, "total_steps": 9},
-        "CosineAnnealingWarmRestarts": {"T_0": 2},
-        "ReduceLROnPlateau": {},
-        "ConstantLR": {},
-        "LinearLR": {},
-        "PolynomialLR": {},
-    }
-    known = {
-        name
-        for name, kind in vars(lr_scheduler).items()
-        if isinstance(kind, type) and issubclass(kind, lr_scheduler.LRScheduler) and not name.startswith("_")
-    } - {"LRScheduler", "SequentialLR", "ChainedScheduler"}
-    assert known == {*arguments} - ({"ReduceLROnPlateau"} - known)
-    for name, own in arguments.items():
-        optimizer = sgd()
-        scheduler = getattr(lr_scheduler, name)(optimizer, **own)
-        for value in range(3):
-            optimizer.step()
-            scheduler.step(value) if name == "ReduceLROnPlateau" else scheduler.step()
-        if name == "CyclicLR":  # whose state has a bound method in some releases, and cannot be saved as it is
-            continue
-        state = scheduler.state_dict()
-        assert_same(through_json(state), state, name)
-    optimizer = sgd()
-    parts = [lr_scheduler.ConstantLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)]
-    for both in (lr_scheduler.SequentialLR(optimizer, parts, [2]), lr_scheduler.ChainedScheduler(parts, optimizer)):
-        state = both.state_dict()
-        assert_same(through_json(state), state)
 
 
 def test_states_of_a_gradient_scaler_a_model_and_a_loader() -> None:
