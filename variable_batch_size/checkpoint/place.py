@@ -31,10 +31,12 @@ class Place:
     """
 
     def __init__(self, location: str | os.PathLike[str]) -> None:
-        text = os.fspath(location)
-        own = {} if "://" not in text else {"use_listings_cache": False}  # others write there, too
+        text = str(location)
         try:
-            self._fs, self._path = url_to_fs(text if "://" in text else os.path.abspath(text), **own)  # noqa: PTH100
+            if "://" in text:
+                self._fs, self._path = url_to_fs(text, use_listings_cache=False)  # others write there, too
+            else:
+                self._fs, self._path = LocalFileSystem(), os.path.abspath(os.fspath(location))  # noqa: PTH100
         except ImportError as error:
             raise ModuleNotFoundError(
                 f"{text} needs the library of its store ({error}); run: pip install 'variable_batch_size[cloud]', and "

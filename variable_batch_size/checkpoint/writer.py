@@ -72,7 +72,7 @@ class Writer:
         self._place, self._run = place, run or next((job for job in jobs if job not in ("", "none")), "")
         self.number, self._record, self._pid = 0, _UNREADABLE, os.getpid()  # a forked process does not write
         self._file: int | None = None  # descriptor of the locked one
-        self._ended = threading.Event()
+        self._ended, self._writing = threading.Event(), threading.Lock()  # of the thread that writes the file again
 
     def acquire(self, highest: int) -> None:
         """Become the writer, with a number above `highest`, which a checkpoint has; `know` has to follow.
@@ -93,7 +93,7 @@ class Writer:
         process = f"process {os.getpid()} on {host}"
         self._record = Record(self._run, process, host, uuid4().hex, locked, ended=False, known=None)
         try:
-            self._put(create=True)
+            self._put(self._record, create=True)
         except FileExistsError:
             self._stop()
             raise OSError(
@@ -108,8 +108,7 @@ class Writer:
 
     def know(self, names: list[str]) -> None:
         """Record which checkpoints were there, and delete the files of earlier writers."""
-        self._record = self._record._replace(known=names)
-        self._put()
+        self._put(self._record._replace(known=names))
         for number in self._numbers():
             if number < self.number:
                 self._place.remove(_name(number))
@@ -156,23 +155,25 @@ class Writer:
     def renew(self) -> None:
         """Write the file again, as a sign of life; a folder that cannot be reached is tried again later."""
         with suppress(Exception):  # which class it has depends on the store
-            self._put()
+            self._put(None)
 
     def release(self) -> None:
         """Let other processes write, at once if the folder can be reached."""
         with suppress(Exception):
             if self.number and self._pid == os.getpid():
                 self.check()
-                self._record = self._record._replace(ended=True)
-                self._put()
+                self._put(self._record._replace(ended=True))
         self._stop()
 
     def _stop(self) -> None:
+        if self._pid != os.getpid():  # in a forked process, the other thread may have held the lock for ever
+            return
         self._ended.set()
-        self.number = 0
+        with self._writing:
+            self.number = 0
         if _open.get(self._place.location) is self:
             del _open[self._place.location]
-        if self._file is not None and self._pid == os.getpid():
+        if self._file is not None:
             os.close(self._file)
             self._file = None
 
@@ -238,8 +239,12 @@ class Writer:
                     found[number] = _UNREADABLE
         return found
 
-    def _put(self, *, create: bool = False) -> None:
-        self._place.put(json.dumps(self._record._asdict()), _name(self.number), create=create)
+    def _put(self, record: Record | None, *, create: bool = False) -> None:
+        """Write a record, or the last one again, if the folder was not released meanwhile."""
+        with self._writing:
+            self._record = record or self._record
+            if self.number:
+                self._place.put(json.dumps(self._record._asdict()), _name(self.number), create=create)
 
 
 def _renew(writer: weakref.ref[Writer], ended: threading.Event) -> None:
