@@ -175,8 +175,9 @@ class Interrupts:
     def __init__(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError(
-                f'on_interrupt="save" must be passed in the main thread, got thread {threading.current_thread().name!r}; '
-                f"enter vbs.Preemption(signals=(signal.SIGINT,)) there, before the ranks are launched"
+                f'on_interrupt="save" must be passed in the main thread, got thread '
+                f"{threading.current_thread().name!r}; enter vbs.Preemption(signals=(signal.SIGINT,)) there, before "
+                f"the ranks are launched"
             )
         self._own = Preemption((signal.SIGINT,)) if _active is None else None
         if self._own is not None:
