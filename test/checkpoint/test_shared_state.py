@@ -15,7 +15,7 @@ from helpers.checkpoints import checkpoint, updates
 from helpers.processes import run_job
 from helpers.properties import examples
 from helpers.reference import Training, network, training
-from helpers.sharded_jobs import Layout, run_of, spread
+from helpers.worlds import Layout, Place
 from variable_batch_size.backend import Backend
 from variable_batch_size.checkpoint import shards
 from variable_batch_size.checkpoint.saving import COMPARED_EVERY
@@ -132,8 +132,7 @@ def test_buffers_may_differ(tmp_path: Path) -> None:
 
 def shards_without_elements(backend: Backend, folder: Path) -> None:
     """Save a model whose tensors have fewer rows than there are ranks."""
-    spread(Layout(shards=3))
-    run = run_of(model=network(width=2))
+    run = Place.of(Layout(shards=3), backend).training(model=network(width=2))
     run.run(2)
     with checkpoint(folder, run) as saves:
         saves.save()
@@ -147,8 +146,7 @@ def test_ranks_without_a_part_of_a_tensor_differ_in_nothing(tmp_path: Path) -> N
 
 def replicas(backend: Backend, folder: Path) -> list[str]:
     """Save on two replicas of two shards; on rank 3 a shard differs from that of rank 1."""
-    spread(Layout(2, 2))
-    run, errors = run_of(model=network()), list[str]()
+    run, errors = Place.of(Layout(2, 2), backend).training(), list[str]()
     run.run(2)
     with checkpoint(folder, run) as saves:
         saves.save()

@@ -256,10 +256,10 @@ class Training:
         return self
 
     def weights(self) -> list[Array]:
-        """The weights, whole; of a sharded model all ranks have to call it."""
+        """Copies of the weights, whole; of a sharded model all ranks have to call it."""
         whole = [one.full_tensor() if isinstance(one, DTensor) else one for one in self.model.parameters()]
         real = (torch.view_as_real(one) if one.is_complex() else one for one in whole)
-        return [parameter.detach().cpu().double().numpy() for parameter in real]
+        return [parameter.detach().cpu().double().numpy().copy() for parameter in real]
 
 
 def data(number: int) -> tuple[Tensor, Tensor]:
