@@ -91,3 +91,12 @@ def test_the_commands_of_the_contributors_page_test_files_that_are_there() -> No
     lines = [shlex.split(line) for line in commands(CONTRIBUTING) if line.startswith("pytest")]
     assert len(lines) > 2
     assert all((ROOT / line[1]).exists() for line in lines)
+
+
+@pytest.mark.parametrize("script", ["run", "conditions"])
+def test_the_scripts_before_a_merge_test_files_that_are_there(script: str) -> None:
+    text = (ROOT / ".ci" / script).read_text()
+    patterns = " ".join(re.findall(r"^\w+\+?=\((test/.*)\)$", text, re.M))
+    files = run("bash", "-c", f"printf '%s\\n' {patterns}").stdout.split()
+    assert len(files) > 8
+    assert [file for file in files if not (ROOT / file).exists()] == []
