@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 from variable_batch_size._log import log
 
@@ -172,6 +172,8 @@ class Interrupts:
         RuntimeError: if this is not the main thread.
     """
 
+    _last: ClassVar[Interrupts | None] = None
+
     def __init__(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError(
@@ -179,6 +181,9 @@ class Interrupts:
                 f"{threading.current_thread().name!r}; enter vbs.Preemption(signals=(signal.SIGINT,)) there, before "
                 f"the ranks are launched"
             )
+        if Interrupts._last is not None:  # as when a notebook's cell runs again
+            Interrupts._last.end()
+        Interrupts._last = self
         self._own = Preemption((signal.SIGINT,)) if _active is None else None
         if self._own is not None:
             self._own.__enter__()
@@ -187,8 +192,11 @@ class Interrupts:
 
     def end(self) -> None:
         """Let Ctrl-C do again what it did before."""
-        if self._own is not None:
-            self._own.__exit__(None, None, None)
+        own, self._own = self._own, None
+        if own is not None:
+            own.__exit__(None, None, None)
+        if Interrupts._last is self:
+            Interrupts._last = None
 
 
 def active_preemption() -> Preemption | None:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import variable_batch_size as vbs
-from helpers.checkpoints import STATE, checkpoint, names, path_of, start, truncate_state, two_saved, updates
+from helpers.checkpoints import STATE, checkpoint, names, path_of, resealed, start, truncate_state, two_saved, updates
 from helpers.reference import training
 from variable_batch_size.backend import Backend
 from variable_batch_size.checkpoint.folder import MANIFEST, sealed
@@ -116,7 +116,7 @@ def test_a_required_checkpoint_that_is_absent_is_an_error(tmp_path: Path) -> Non
 
 def test_a_checkpoint_of_a_later_version_is_named_and_stays(saved: Path) -> None:
     file = path_of(saved, 2) / MANIFEST
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"version": 3}))
+    file.write_text(resealed(file.read_text(), 3))
     before, told = names(saved), r"must have version 2 of the format vbs-checkpoint, got version 3; install the release"
     with pytest.raises(ValueError, match=told):
         vbs.read_checkpoint(saved)

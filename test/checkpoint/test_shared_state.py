@@ -169,6 +169,7 @@ def test_replicas_of_a_shard_are_compared(tmp_path: Path) -> None:
         assert "on rank 3 is another one" in errors[0]
 
 
+@pytest.mark.slow("restores on 128 ranks")
 def test_128_ranks_restore_what_two_have_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 reads the small files for all of them."""
     monkeypatch.setattr(shards, "SMALLEST", 1)

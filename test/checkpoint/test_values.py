@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load as load_safetensors
 from torch import Tensor, nn
 
+from helpers.checkpoints import resealed
 from helpers.properties import examples
 from variable_batch_size.checkpoint import tensor_file
 from variable_batch_size.checkpoint.folder import VersionError, sealed, unsealed
@@ -264,4 +265,4 @@ def test_another_version_is_named(version: int) -> None:
     with pytest.raises(
         VersionError, match=rf"must have version 2 of .* vbs-checkpoint, got version {version}; install"
     ):
-        unsealed(json.dumps(json.loads(sealed({})) | {"version": version}))
+        unsealed(resealed(sealed({}), version))

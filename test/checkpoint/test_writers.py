@@ -220,7 +220,7 @@ def test_of_six_that_begin_at_the_same_time_the_last_one_writes(tmp_path: Path, 
     for process in processes:
         process.join()
     assert "" in found
-    assert all(text == "" or "has begun at the same time" in text for text in found)
+    assert all(text == "" or "is in use by" in text for text in found)  # some may have begun a little later
     assert len(list(tmp_path.glob(".writer-*"))) >= 1
 
 

@@ -248,7 +248,7 @@ def main() -> int:
             done = max((seeds.index(int(case)) for case, _ in lines), default=len(seeds)) + 1
             for case, wrong in lines:
                 if wrong.strip() != "''":
-                    findings.setdefault(int(case), wrong.strip())
+                    findings[int(case)] = findings.get(int(case), "") + wrong.strip()
             seeds = seeds[done:]
     for case, wrong in findings.items():
         print(f"python -m fuzz.sums --case {case}  # {wrong}")

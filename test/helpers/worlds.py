@@ -128,14 +128,14 @@ class Place(NamedTuple):
         hook = options.pop("hook", None)
         wrapped = DistributedDataParallel(model, **options)
         if hook is not None:
-            wrapped.register_comm_hook(None, hook)
+            wrapped.register_comm_hook(wrapped.process_group, hook)
         return wrapped
 
     def options(self, **options: Any) -> dict[str, Any]:
         """The options of an optimizer here."""
         if self.layout.by != "fsdp":
             options.pop("sharded_accumulation", None)
-        if self.mesh is None:
+        if self.mesh is None or self.layout.size < dist.get_world_size():  # others of the job take no part
             return {"backend": self.backend, **options}
         if self.layout.by == "plain":
             options["process_group"] = self.mesh["replicas"].get_group()

@@ -113,7 +113,7 @@ class Folder:
         """
         reported = [(name, self.reported(name)) for name in self.names()]
         criterion = criterion or next(filter(None, (Criterion.of(facts or {}) for _, facts in reported)), None)
-        return _ranked(criterion, reported) if criterion else []
+        return _ranked(criterion, reported) if criterion else [name for name, facts in reported if facts is None]
 
     def best(self, criterion: Criterion | None = None) -> str | None:
         """Return the first intact checkpoint of `ranked`, or None."""
@@ -172,6 +172,10 @@ class Folder:
 
     def is_intact(self, name: str) -> bool:
         """Return whether all bytes of a checkpoint are as they were written; they are read once."""
+        return self._look(name) is True
+
+    def _look(self, name: str) -> bool | None:
+        """Return whether a checkpoint is intact; None if a disk does not say it now."""
         if name in self._intact:
             return True
         try:
@@ -182,7 +186,7 @@ class Folder:
                     self.read(name, rank, one["file"], dtypes, one["file"]["chunks"], lambda *_: None)
         except DAMAGE as error:
             self._check_damage(error)
-            return False
+            return None if isinstance(error, OSError) and not isinstance(error, FileNotFoundError) else False
         self._intact.add(name)
         return True
 
@@ -277,7 +281,8 @@ class Folder:
             self._put(name, rank, {"name": name, "ranks": _order(name)[3], **facts, "file": file})
         except BaseException:
             with suppress(Exception):
-                self.place.remove(name, f"tensors-{rank}.safetensors")  # the next save deletes the rest
+                for written in (f"rank-{rank}.json", f"tensors-{rank}.safetensors"):  # the next save deletes the rest
+                    self.place.remove(name, written)
             raise
 
     def tidy(self, keep: int) -> None:
@@ -303,13 +308,19 @@ class Folder:
     def prune(self, keep: int) -> None:
         """Keep the newest `keep` intact updates, each in its newest intact save, and delete older checkpoints.
 
-        Of each criterion that was reported, the best intact checkpoint is kept, too. A damaged one stays until `keep`
-        newer updates, or a newer save of the same update, are intact.
+        Of each criterion that was reported, the best intact checkpoint is kept, too, and what may be better but cannot
+        be read now. A damaged one stays until `keep` newer updates, or a newer save of the same update, are intact.
         """
         names, kept = self.names(), set[int]()
         reported = [(name, self.reported(name)) for name in names]
         criteria = filter(None, {Criterion.of(facts or {}) for _, facts in reported})
-        best = {next(filter(self.is_intact, _ranked(criterion, reported)), None) for criterion in criteria}
+        best = {name for name, facts in reported if facts is None and self._look(name) is None}
+        for criterion in criteria:
+            for name in _ranked(criterion, reported):
+                known = self._look(name)
+                best.update([name] * (known is not False))
+                if known:
+                    break
         for name in names:
             update = update_of(name)
             if update not in kept and len(kept) < keep:
@@ -362,14 +373,14 @@ def unsealed(text: str) -> dict[str, Any]:
     found = json.loads(text)
     if not isinstance(found, dict) or found.get("format") != FORMAT or type(found.get("version")) is not int:
         raise ValueError(f"it is no JSON of {FORMAT}")
+    body, _, seal = text.rpartition(_SEAL)
+    if seal != hashlib.sha256(f"{body}}}".encode()).hexdigest() + '"}\n':
+        raise ValueError("its checksum is another one")
     if found["version"] != VERSION:
         raise VersionError(
             f"a checkpoint must have version {VERSION} of the format {FORMAT}, got version {found['version']}; install "
             f"the release of variable_batch_size that wrote it"
         )
-    body, _, seal = text.rpartition(_SEAL)
-    if seal != hashlib.sha256(f"{body}}}".encode()).hexdigest() + '"}\n':
-        raise ValueError("its checksum is another one")
     return found
 
 

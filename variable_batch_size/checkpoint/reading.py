@@ -86,21 +86,25 @@ def read_checkpoint(path: str | os.PathLike[str], *, best: bool = False) -> dict
     if best and not names:
         requirement = "best=True needs the folder of a training with a reported value"
         raise value_error(requirement, path, 'pass best="min:loss" to its Checkpoint, and call report(loss=...)')
-    if not names and MANIFEST in inside:
+    one = not names and MANIFEST in inside
+    if one:
         folder, names = alone(folder)
-    damaged: list[str] = []
-    for name in names:
-        try:
-            contents = read_verified(folder, name)
-        except DamagedError as error:
-            damaged.append(f"{folder.place.at(name)} ({error})")
-            continue
-        if damaged:
-            message = f"Skipped damaged checkpoints: {', '.join(damaged)}; reading {folder.place.at(name)}"
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
-        return {"parts": contents.parts, "rng": contents.rng, "facts": contents.facts}
+    damaged, tried = dict[str, str](), set[str]()
+    while new := [name for name in names if name not in tried]:
+        for name in new:
+            tried.add(name)
+            try:
+                contents = read_verified(folder, name)
+            except DamagedError as error:
+                damaged[name] = f"{folder.place.at(name)} ({error})"
+                continue
+            if damaged := {name: text for name, text in damaged.items() if name in folder.names()}:  # not deleted since
+                message = f"Skipped damaged checkpoints: {', '.join(damaged.values())}; reading {folder.place.at(name)}"
+                warnings.warn(message, RuntimeWarning, stacklevel=2)
+            return {"parts": contents.parts, "rng": contents.rng, "facts": contents.facts}
+        names = names if one else folder.candidates(best=best)  # of a training that goes on and deletes earlier ones
     requirement = "path must be the folder of an intact checkpoint, or of a training that has one"
-    raise value_error(requirement, ", ".join(damaged) or path, "pass another one")
+    raise value_error(requirement, ", ".join(damaged.values()) or path, "pass another one")
 
 
 def alone(folder: Folder) -> tuple[Folder, list[str]]:

@@ -105,7 +105,13 @@ class Saver:
                 self._run(_SAVE, write)
             else:
                 pool = ThreadPoolExecutor(1, "checkpoint")
-                self._pending = pool.submit(write)
+                pool.submit(int).result()  # starts the thread, so that an interrupt in that wait leaves no write behind
+                try:
+                    self._pending = pool.submit(write)
+                except BaseException:  # an interrupt: the thread may write, from this memory
+                    self._copies, self._unfinished = Copies(self._backend), None
+                    pool.shutdown()
+                    raise
                 pool.shutdown(wait=False)  # the thread ends with its task, even if this object is deleted earlier
         elif wait:
             self._run(_SAVE, str)
@@ -169,8 +175,9 @@ class Saver:
         """Return the results of `work` by rank; if one of the ranks raises, there is no save that could be finished."""
         try:
             return self._agreement.run_on_all(what, work)
-        except RuntimeError:
-            self._unfinished = None
+        except BaseException as error:
+            if isinstance(error, RuntimeError) or self.idle:  # else it is an interrupt, and the thread still writes
+                self._unfinished = None
             raise
 
     def _conclude(self) -> None:

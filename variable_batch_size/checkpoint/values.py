@@ -62,7 +62,8 @@ def _encode(value: Any, name: str, tensors: dict[str, Tensor], names: dict[objec
     if isinstance(value, Tensor) and (isinstance(value, DTensor) or _is_plain(value)):
         if value.layout is torch.sparse_coo:
             parts = value.detach()._indices(), value.detach()._values()
-            return {_TAG: "sparse_coo", _OF: of([*parts, [*value.shape], value.is_coalesced()])}
+            own = [_encode(part, f"{name}/{index}", tensors, {}) for index, part in enumerate(parts)]
+            return {_TAG: "sparse_coo", _OF: [*own, [*value.shape], value.is_coalesced()]}
         view = identity(value)
         if view not in names:
             names[view] = _free(name, tensors)

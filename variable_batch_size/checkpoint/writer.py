@@ -9,6 +9,7 @@ disk, a locked file tells at once that the process has ended.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -26,7 +27,7 @@ RENEWAL: Final = 60.0  # seconds from one time that it is written to the next
 
 _NAME = re.compile(r"\.writer-(\d{4,})")
 _LOCK = ".lock"
-_open = weakref.WeakValueDictionary[str, "Writer"]()  # those of this process, by the location of the folder
+_open = weakref.WeakValueDictionary[str, "Writer"]()  # those of this process, by the folder, without links
 
 
 @final
@@ -69,6 +70,7 @@ class Writer:
 
     def __init__(self, place: Place, run: str | None) -> None:
         jobs = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")]
+        self._key = os.path.realpath(place.location) if place.on_disk else place.location  # noqa: PTH
         self._place, self._run = place, run or next((job for job in jobs if job not in ("", "none")), "")
         self.number, self._record, self._pid = 0, _UNREADABLE, os.getpid()  # a forked process does not write
         self._file: int | None = None  # descriptor of the locked one
@@ -82,7 +84,7 @@ class Writer:
         """
         records = self._records()
         number, last = max(records.items(), default=(0, None))
-        own = _open.get(self._place.location)
+        own = _open.get(self._key)
         own = own if own is not None and own._pid == os.getpid() else None
         if own is not None:  # as when a notebook's cell runs again
             own._stop()
@@ -103,7 +105,7 @@ class Writer:
         except BaseException:
             self._stop()
             raise
-        _open[self._place.location] = self
+        _open[self._key] = self
         threading.Thread(target=_renew, args=(weakref.ref(self), self._ended), name="writer", daemon=True).start()
 
     def know(self, names: list[str]) -> None:
@@ -140,10 +142,16 @@ class Writer:
             RuntimeError: if it is not, or no longer.
         """
         if not self.number or self._pid != os.getpid():
-            later = _open.get(self._place.location)
+            later = _open.get(self._key)
             raise RuntimeError(
                 f"Checkpoint folder {self._place.location} is not written by this Checkpoint, which was closed, is in "
                 f"a forked process, or was followed by another one; {'use' if later else 'create'} another Checkpoint"
+            )
+        records = self._records()
+        if self.number in records and records[self.number].token not in ("", self._record.token):
+            raise RuntimeError(
+                f"Checkpoint folder {self._place.location} was deleted, and created again by "
+                f"{records[self.number].process}, so that this process writes no checkpoint; end it"
             )
         if max(self._numbers(), default=0) > self.number:
             other = max(self._records().items())[1]
@@ -155,6 +163,7 @@ class Writer:
     def renew(self) -> None:
         """Write the file again, as a sign of life; a folder that cannot be reached is tried again later."""
         with suppress(Exception):  # which class it has depends on the store
+            self.check()
             self._put(None)
 
     def release(self) -> None:
@@ -171,11 +180,11 @@ class Writer:
         self._ended.set()
         with self._writing:
             self.number = 0
-        if _open.get(self._place.location) is self:
-            del _open[self._place.location]
+        if _open.get(self._key) is self:
+            del _open[self._key]
         if self._file is not None:
-            os.close(self._file)
-            self._file = None
+            file, self._file = self._file, None  # first, so that an interrupt leaves no number that another file gets
+            os.close(file)
 
     __del__ = _stop
 
@@ -234,8 +243,8 @@ class Writer:
         for number in self._numbers():
             with suppress(FileNotFoundError):  # a later writer has deleted it
                 try:
-                    found[number] = Record(**json.loads(self._place.read(_name(number))))
-                except (ValueError, TypeError):
+                    found[number] = _unsealed(self._place.read(_name(number)))
+                except (ValueError, TypeError, LookupError, AttributeError):
                     found[number] = _UNREADABLE
         return found
 
@@ -244,17 +253,28 @@ class Writer:
         with self._writing:
             self._record = record or self._record
             if self.number:
-                self._place.put(json.dumps(self._record._asdict()), _name(self.number), create=create)
+                self._place.put(_sealed(self._record), _name(self.number), create=create)
 
 
 def _renew(writer: weakref.ref[Writer], ended: threading.Event) -> None:
     while not ended.wait(RENEWAL):
         if (own := writer()) is None:
             return
-        with suppress(Exception):  # `check` raises again when the training saves
-            own.check()
-            own.renew()
+        own.renew()
         del own
+
+
+def _sealed(record: Record) -> str:
+    """Return a record as JSON with its checksum: what it hides is deleted."""
+    own = record._asdict()
+    return json.dumps({**own, "seal": hashlib.sha256(json.dumps(own).encode()).hexdigest()})
+
+
+def _unsealed(text: bytes) -> Record:
+    own = json.loads(text)
+    if own.pop("seal") != hashlib.sha256(json.dumps(own).encode()).hexdigest():
+        raise ValueError("its checksum is another one")
+    return Record(**own)
 
 
 def _name(number: int) -> str:

@@ -1,0 +1,189 @@
+"""What interrupts, deleted folders, links, damaged files and empty tensors leave of checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import variable_batch_size as vbs
+from helpers.checkpoints import checkpoint, updates
+from helpers.reference import training
+from variable_batch_size.checkpoint import writer
+from variable_batch_size.checkpoint.place import Place
+
+
+def test_an_interrupt_after_the_json_leaves_no_checkpoint_without_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = training().run(1)
+    saves = checkpoint(tmp_path, run, keep=1)
+    saves.save()
+    run.run(1)
+    fsync = os.fsync
+
+    def interrupt(descriptor: int) -> None:
+        fsync(descriptor)
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            saves.save()
+    saves.close()
+    assert updates(tmp_path) == [1]
+
+
+def test_an_interrupt_while_a_write_begins_leaves_its_memory_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = training().run(1)
+    saves = checkpoint(tmp_path, run, keep=9)
+    submit = ThreadPoolExecutor.submit
+
+    def interrupt(pool: ThreadPoolExecutor, function: Any, *arguments: Any) -> Any:
+        submitted = submit(pool, function, *arguments)
+        if function is not int:
+            raise KeyboardInterrupt
+        return submitted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ThreadPoolExecutor, "submit", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            saves.save(wait=False)
+    weights = run.model.state_dict()
+    before = {name: tensor.clone() for name, tensor in weights.items()}
+    run.run(1)
+    saves.save(wait=False)
+    saves.close()
+    (path,) = tmp_path.glob("update-00000001-*")  # the interrupt has waited for the write
+    found = vbs.read_checkpoint(path)["parts"]["model"]
+    assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
+    assert vbs.read_checkpoint(tmp_path)["facts"]["updates"] == 2
+
+
+def test_a_writer_whose_folder_was_deleted_and_begun_again_raises(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    first = checkpoint(folder, training().run(1))
+    shutil.rmtree(folder)
+    writer._open.clear()  # as another process
+    second = checkpoint(folder, training())
+    with pytest.raises(RuntimeError, match="writes no checkpoint; end it"):
+        first.save()
+    second.close()
+
+
+def test_a_damaged_file_of_a_writer_hides_and_deletes_nothing(tmp_path: Path) -> None:
+    run = training().run(1)
+    with checkpoint(tmp_path, run, keep=9) as saves:
+        saves.save()
+    with checkpoint(tmp_path, run.run(1), keep=9) as saves:
+        saves.save()
+    (path,) = tmp_path.glob(".writer-*")
+    path.write_text(path.read_text().replace("update-00000001", "update-00000007"))
+    with checkpoint(tmp_path, again := training(), keep=9) as saves:
+        assert saves.restore()
+        again.run(1)
+        saves.save()
+    assert updates(tmp_path) == [1, 2, 3]
+
+
+def test_the_best_checkpoint_stays_where_it_cannot_be_read_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = training().run(1)
+    with checkpoint(tmp_path, run, keep=1, best="min:loss") as saves:
+        saves.report(loss=1.0)
+        run.run(1)
+        saves.save()
+    read = Place.read
+
+    def stale(place: Place, *names: str) -> bytes:
+        if names[0].startswith("update-00000001"):
+            raise OSError(116, "Stale file handle")
+        return read(place, *names)
+
+    run.run(1)
+    with checkpoint(tmp_path, run, keep=1, best="min:loss") as saves, monkeypatch.context() as patch:
+        patch.setattr(Place, "read", stale)
+        saves.save()
+    assert updates(tmp_path) == [1, 3]
+
+
+def test_a_link_to_the_folder_is_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    first, second = (checkpoint(tmp_path / name, training().run(1)) for name in ("link", "real"))
+    with pytest.raises(RuntimeError, match="was followed by another one"):
+        first.save()
+    second.save()
+    second.close()
+
+
+def test_a_changed_version_is_damage(tmp_path: Path) -> None:
+    run = training().run(1)
+    with checkpoint(tmp_path, run) as saves:
+        saves.save()
+        run.run(1)
+        path = Path(saves.save()) / "rank-0.json"
+    path.write_text(path.read_text().replace('"version": 2', '"version": 3'))
+    with checkpoint(tmp_path, training()) as saves:
+        with pytest.warns(RuntimeWarning, match="Damaged"):
+            assert saves.restore()
+        assert "update-00000001" in str(saves.latest)
+
+
+def test_the_only_reported_checkpoint_raises_if_it_is_damaged(tmp_path: Path) -> None:
+    with checkpoint(tmp_path, training().run(1), best="min:loss") as saves:
+        saves.report(loss=1.0)
+    (path,) = tmp_path.glob("update-*/rank-0.json")
+    path.write_text(path.read_text().replace("loss", "lost"))
+    with (
+        checkpoint(tmp_path, training()) as saves,
+        pytest.raises(RuntimeError, match=r"with a reported value in .* can be read"),
+    ):
+        saves.restore(best=True)
+
+
+def test_a_cell_that_runs_again_takes_ctrl_c_over(tmp_path: Path) -> None:
+    """Whether the earlier object is closed, or not, and after it has got an interrupt."""
+    before = signal.getsignal(signal.SIGINT)
+    first = checkpoint(tmp_path, training().run(1), on_interrupt="save")
+    signal.raise_signal(signal.SIGINT)
+    run = training()
+    with checkpoint(tmp_path, run, on_interrupt="save") as second:
+        first.close()
+        run.run(1)
+        assert not second.step()
+        run.run(1)
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(SystemExit):
+            second.step()
+    assert updates(tmp_path) == [2]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+class Masks:
+    def __init__(self) -> None:
+        self.state: Any = [torch.sparse_coo_tensor(size=(3,)), torch.sparse_coo_tensor(size=(4, 5))]
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def test_empty_sparse_tensors_keep_their_shapes(tmp_path: Path) -> None:
+    with checkpoint(tmp_path, training().run(1), masks=Masks()) as saves:
+        saves.save()
+    found = vbs.read_checkpoint(tmp_path)["parts"]["masks"]
+    assert [tuple(one.shape) for one in found] == [(3,), (4, 5)]
+    assert json.loads(next(tmp_path.glob("update-*/rank-0.json")).read_text())["version"] == 2
