@@ -22,7 +22,6 @@ from helpers.worlds import ODD, Layout, Place, load, state_of
 
 LENGTHS = torch.tensor([3.0, 1, 4, 1, 5, 0, 0, 2, 6, 5]).double().repeat(5)  # tokens of the samples
 SOME = LENGTHS + 1
-NONE: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)

@@ -31,12 +31,12 @@ def expected(name: str, *, fixed_shape: bool = False) -> list[Array]:
 
 def train(backend: Backend, layout: Layout) -> dict[str, Any]:
     """Return the results of features: of trainings in a layout, and of ones that begin and end in one process."""
-    found = {}
+    found, place = {}, Place.of(layout, backend)
     for number, (name, feature) in enumerate(FEATURES.items()):
         if feature.fits(layout):
             own = replace(layout, wrapper=_wrapper(feature, number + layout.size)) if layout.by == "ddp" else layout
             try:
-                found[name] = _whole_and_resumed(feature, Place.of(own, backend), raw=number % 2 > 0)
+                found[name] = _whole_and_resumed(feature, place._replace(layout=own), raw=number % 2 > 0)
             except Exception as error:
                 error.add_note(f"in feature {name!r}")
                 raise

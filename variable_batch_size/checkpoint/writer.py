@@ -70,7 +70,7 @@ class Writer:
 
     def __init__(self, place: Place, run: str | None) -> None:
         jobs = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")]
-        self._key = os.path.realpath(place.location) if place.on_disk else place.location  # noqa: PTH
+        self._key = os.path.realpath(place.location) if place.on_disk else place.location
         self._place, self._run = place, run or next((job for job in jobs if job not in ("", "none")), "")
         self.number, self._record, self._pid = 0, _UNREADABLE, os.getpid()  # a forked process does not write
         self._file: int | None = None  # descriptor of the locked one
@@ -148,13 +148,14 @@ class Writer:
                 f"a forked process, or was followed by another one; {'use' if later else 'create'} another Checkpoint"
             )
         records = self._records()
-        if self.number in records and records[self.number].token not in ("", self._record.token):
+        own = records.get(self.number, self._record)
+        if own.token not in ("", self._record.token):
             raise RuntimeError(
-                f"Checkpoint folder {self._place.location} was deleted, and created again by "
-                f"{records[self.number].process}, so that this process writes no checkpoint; end it"
+                f"Checkpoint folder {self._place.location} was deleted, and created again by {own.process}, so that "
+                f"this process writes no checkpoint; end it"
             )
-        if max(self._numbers(), default=0) > self.number:
-            other = max(self._records().items())[1]
+        last, other = max(records.items(), default=(0, own))
+        if last > self.number:
             raise RuntimeError(
                 f"Checkpoint folder {self._place.location} was taken over by {other.process}, so that this process "
                 f"writes no checkpoint; end it"
