@@ -6,6 +6,8 @@ A plan knows no device, seed or order of samples: its positions `0 .. samples - 
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, final
@@ -231,8 +233,19 @@ class Plan:
         if self.max_samples is not None:
             parts.append(samples / self.max_samples)
         if epochs:
-            parts.append((epoch.number + (samples - epoch.samples_before) / self.whole_samples(epoch)) / epochs)
+            parts.append(self.epochs_before(epoch, step) / epochs)
         return min(1.0, max(parts))
+
+    def epochs_before(self, epoch: Epoch, step: int) -> float:
+        """Return how many epochs lie before a step of an epoch, with the part of the samples of that one."""
+        used = self.samples_before(epoch, step) - epoch.samples_before
+        return epoch.number + used / self.whole_samples(epoch)
+
+    def updates_in(self, epochs: float) -> int:
+        """Return how many updates a number of epochs > 0 has; of a fraction, those until it is reached, in samples."""
+        epoch = self.epoch(math.ceil(epochs) - 1)
+        steps, wanted = range(epoch.first_step, epoch.end_step), round(epochs, 9)
+        return epoch.first_step + bisect_left(steps, wanted, key=lambda step: self.epochs_before(epoch, step))
 
     def ends_whatever_follows(self, epoch: Epoch) -> bool:
         """Return whether an epoch ends before its `end_step`, whatever the batch size of that step is."""

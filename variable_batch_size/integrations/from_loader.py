@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.utils.data import DataLoader, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from variable_batch_size._validation import type_error, value_error
@@ -48,17 +48,23 @@ def check_samples(loader: DataLoader[Any], sampler: CustomSampler) -> None:
 
 
 def order_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return `batch_size`, `shuffle` and `drop_last` of a loader.
+    """Return `batch_size`, `shuffle` and `drop_last` of a loader, also of one that Accelerate has prepared.
 
     Raises:
         TypeError: if it has a sampler of its own.
-        ValueError: if it has no `batch_size`.
+        ValueError: if its batches are not the next samples of the sampler.
     """
-    if loader.batch_size is None:
-        found = f"one with batch_sampler={type(loader.batch_sampler).__name__}"
-        remedy = "create it as DataLoader(dataset, batch_size=32, shuffle=True), for example"
+    batches: Any = loader.batch_sampler
+    batches = getattr(batches, "batch_sampler", batches)  # below Accelerate's, which deals batches to the ranks
+    iterates = next((kind.__name__ for kind in type(batches).__mro__ if "__iter__" in vars(kind)), None)
+    if not isinstance(batches, BatchSampler) or iterates != "BatchSampler":  # torch's or torchdata's, or one below it
+        found = f"one with batch_sampler={type(batches).__name__}"
+        remedy = (
+            "create it as DataLoader(dataset, batch_size=32, shuffle=True), for example; what chooses batches, such as "
+            "NO_DUPLICATES and multi-dataset samplers of Sentence Transformers, cannot be used"
+        )
         raise value_error("the loader must have a batch_size, the rows of a microbatch", found, remedy)
-    return {"batch_size": loader.batch_size, "shuffle": shuffles(loader.sampler), "drop_last": loader.drop_last}
+    return {"batch_size": batches.batch_size, "shuffle": shuffles(batches.sampler), "drop_last": batches.drop_last}
 
 
 def shuffles(sampler: Any) -> bool:

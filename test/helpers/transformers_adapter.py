@@ -1,0 +1,137 @@
+"""transformers' Trainer with a variable batch size, as docs/trainers/transformers.md writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import Dataset, Subset
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
+
+from helpers import fsdp2_on_cpu
+from helpers.trainings import EVALUATED, WARM_UP, Case, Trained, note_rates
+from helpers.yardstick import EPOCHS, MICROBATCH, REF, SAMPLES
+from variable_batch_size.integrations.transformers import VariableBatchTrainer
+
+QUIET: dict[str, Any] = {
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,
+    "log_level": "error",
+}
+SHARDS = {"fsdp_version": 2, "auto_wrap_policy": "NO_WRAP", "state_dict_type": "SHARDED_STATE_DICT"}
+
+
+class Rows(Dataset[dict[str, Tensor]]):
+    """Samples of a case, by name."""
+
+    def __init__(self, case: Case) -> None:
+        self.samples = case.dataset()
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return dict(zip(("inputs", "labels"), self.samples[index], strict=True))
+
+
+class Model(nn.Module):
+    """The model of a case, which returns its loss, a mean over rows or labels."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.net, self.case, self.accepts_loss_kwargs = case.model(), case, case.tokens
+
+    def forward(self, inputs: Tensor, labels: Tensor, num_items_in_batch: Any = None) -> dict[str, Tensor]:
+        return {"loss": self.case.loss(self.net(inputs), labels)}
+
+
+class CaseTrainer(VariableBatchTrainer):
+    """A trainer with the optimizer and the schedule of a case, which notes losses before Trainer rounds them."""
+
+    case: Case
+
+    def create_optimizer(self, *_: Any) -> Any:
+        self.losses: list[float] = []
+        self.optimizer = self.optimizer or self.case.optimizer(self.model)
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        if self.case.schedule == "step":
+            self.lr_scheduler = self.case.scheduler(self.optimizer)
+        return super().create_scheduler(num_training_steps, optimizer)
+
+    def training_step(self, *args: Any) -> Tensor:
+        loss = super().training_step(*args)
+        self.losses.append(float(self.accelerator.reduce(loss, "mean")))
+        return loss
+
+
+class Asks(TrainerCallback):
+    """Asks for checkpoints after updates, and notes rates, not those of torch's steps that create a state."""
+
+    def __init__(self, save_at: Collection[int]) -> None:
+        self.save_at = save_at
+        self.rates: list[float] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        self.rates = note_rates(optimizer.optimizer)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_save |= state.global_step in self.save_at
+
+
+class Transformers:
+    """The trainer, for the laws that all trainers keep."""
+
+    def fit(self, case: Case, folder: Path, *, save_at: Collection[int] = (), resume: Path | None = None) -> Trained:
+        asks = Asks(save_at)
+        trainer = trainer_of(case, folder, asks)
+        trainer.train(None if resume is None else str(resume))
+        if case.wrapper == "fsdp2":
+            fsdp2_on_cpu.check_sharded(trainer.model)
+        if dist.is_initialized():
+            dist.barrier()  # all have saved
+        if trainer.args.should_save:
+            for update in save_at:
+                (folder / f"checkpoint-{update}").rename(folder / f"at-{update}")
+        evaluations = [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]
+        optimizer = trainer.variable_optimizer
+        return Trained.of(trainer.model, optimizer, trainer.losses, asks.rates, evaluations=evaluations)
+
+
+def trainer_of(case: Case, folder: Path, *callbacks: TrainerCallback, **others: Any) -> Any:
+    """The trainer of a case; `others`: further training arguments."""
+    options: dict[str, Any] = {"seed": torch.initial_seed() % 2**32, "data_seed": 0, "max_grad_norm": case.clip or 0.0}
+    options |= {"per_device_train_batch_size": MICROBATCH, "num_train_epochs": case.epochs, "lr_scheduler_type": "constant"}
+    options |= {"dataloader_num_workers": case.workers}
+    if case.schedule == "cosine":
+        options |= {"lr_scheduler_type": "cosine", "warmup_steps": WARM_UP}
+    if case.adaptive:
+        options |= {"max_steps": EPOCHS * SAMPLES}
+    if case.patience:
+        options |= {"eval_strategy": "epoch", "per_device_eval_batch_size": 50}
+        options |= {"metric_for_best_model": "eval_loss", "greater_is_better": True}
+        callbacks += (EarlyStoppingCallback(case.patience),)
+    if case.wrapper == "fsdp2":
+        fsdp2_on_cpu.enable()
+        options |= {"fsdp": True, "fsdp_config": dict(SHARDS)}
+    kind = type("CaseTrainer", (CaseTrainer,), {"case": case})
+    return kind(
+        Model(case),
+        TrainingArguments(str(folder), **QUIET, **options, **others),
+        train_dataset=Rows(case),
+        eval_dataset=Subset(Rows(case), range(EVALUATED)),
+        callbacks=list(callbacks),
+        trace=case.trace,
+        rule=case.rule,
+        ref_batchsize=REF,
+        sampler_options={"max_samples": EPOCHS * SAMPLES} if case.adaptive else {},
+    )

@@ -1,0 +1,92 @@
+"""The loader of a training, whose batches are updates: lists of this rank's microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from typing import Any, final
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from variable_batch_size._validation import type_error
+from variable_batch_size.integrations.from_loader import sampler_for
+from variable_batch_size.integrations.loading import with_sampler
+from variable_batch_size.optim.updates import updates
+
+
+@final
+class UpdateLoader:
+    """The loader of a trainer, whose epochs end where the dataset does.
+
+    Args:
+        trainer: the trainer.
+        loader: that of the class below, which says how rows are read and collated, and their order.
+    """
+
+    def __init__(self, trainer: Any, loader: Any) -> None:
+        loader = getattr(loader, "base_dataloader", loader)  # below Accelerate's, which deals batches to the ranks
+        self.trainer, self.sampler, self._left = trainer, new_sampler(trainer, loader), False
+        self.loader = loader if self.sampler.batches.arriving else with_sampler(loader, self.sampler)
+
+    def __len__(self) -> int:
+        """Return the number of updates of the epoch."""
+        return self.sampler.plan.epoch(self.sampler.due.epoch).updates  # type: ignore[no-any-return]
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        optimizer = self.trainer.variable_optimizer
+        if self._left:  # by a callback, in the midst of an epoch, whose other samples come now
+            optimizer.discard_step()
+        self._left = True
+        arriving = self.sampler.batches.arriving
+        yield from map(list, updates(self._rows(optimizer.samples) if arriving else self.loader, optimizer))
+        self._left = False
+        self.trainer.control.should_epoch_stop = True  # Trainer takes all epochs to be equally long
+
+    def _rows(self, used: int) -> Iterator[list[Any]]:
+        """Yield lists of rows of a stream, pass after pass, without the first ones, which were used."""
+        loader, dataset, order = self.loader, self.trainer.train_dataset, None
+        if not isinstance(dataset, IterableDataset):
+            batches, dataset = loader.batch_sampler, loader.dataset
+            order = getattr(batches, "batch_sampler", batches).sampler
+        workers = {"num_workers": loader.num_workers, "prefetch_factor": loader.prefetch_factor}
+        rows: Any = DataLoader(dataset, loader.batch_size or 1, sampler=order, collate_fn=list, **workers)
+        for number in count():
+            if callable(set_epoch := getattr(dataset, "set_epoch", None)):
+                set_epoch(number)
+            if order is not None:  # the same on all ranks
+                order.generator = torch.Generator().manual_seed(seed_of(self.trainer.args) + number)
+            for some in rows:
+                if used < len(some):
+                    yield some[used:]
+                used = max(0, used - len(some))
+
+
+def new_sampler(trainer: Any, loader: Any) -> Any:
+    """Return what deals the samples of a training, up to the end that its arguments say, in the order of a loader.
+
+    A stream, of which every rank reads all rows, has an order of its own: an iterable dataset, or groups by length.
+
+    Raises:
+        TypeError: if there are several datasets, or the loader chooses samples.
+        ValueError: if the loader chooses batches, or the trace ends before, or has batches larger than the dataset.
+    """
+    args, settings = trainer.args, trainer.settings
+    world = {"num_replicas": args.world_size, "rank": args.process_index}
+    if isinstance(trainer.train_dataset, IterableDataset) or args.train_sampling_strategy == "group_by_length":
+        rows = {"minibatch_size": args.per_device_train_batch_size, "collate_fn": loader.collate_fn}
+        return settings.source(shared=True, **rows, **world)
+    if isinstance(trainer.train_dataset, dict):
+        remedy = "concatenate them, as datasets.concatenate_datasets does"
+        raise type_error("train_dataset must be one dataset, not several by name", trainer.train_dataset, remedy)
+    create = partial(sampler_for, loader, seed=seed_of(args), **world)
+    ends = args.max_steps if args.max_steps > 0 else create(settings).plan.updates_in(args.num_train_epochs)
+    most = min(ends, settings.sampler_options.get("max_updates", ends))
+    return create(replace(settings, sampler_options={**settings.sampler_options, "max_updates": most}))
+
+
+def seed_of(args: Any) -> int:
+    """Return the seed of the order of samples."""
+    return args.seed if args.data_seed is None else args.data_seed  # type: ignore[no-any-return]
