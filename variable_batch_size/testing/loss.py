@@ -17,7 +17,7 @@ from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size._validation import FloatArray, value_error
 from variable_batch_size.data import rows
 
-CHECKED_UPDATES: Final = frozenset({0, 10})  # by trainers: a KL term may be 0 in the first update
+CHECKED_UPDATES: Final = frozenset({0, 10})  # by trainers, if rows.of_tensors(batch): a KL term may be 0 in the first
 _TOLERANCES: Final = {torch.float64: 1e-6, torch.float32: 2e-3}  # relative; of losses that models round to float32
 _NARROW: Final = 1e-2
 _REMEDY: Final = (
