@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from variable_batch_size._validation import type_error
 from variable_batch_size.integrations.from_loader import sampler_for
 from variable_batch_size.integrations.loading import with_sampler
+from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.optim.updates import updates
 
 
@@ -28,8 +29,24 @@ class UpdateLoader:
 
     def __init__(self, trainer: Any, loader: Any) -> None:
         loader = getattr(loader, "base_dataloader", loader)  # below Accelerate's, which deals batches to the ranks
-        self.trainer, self.sampler, self._left = trainer, new_sampler(trainer, loader), False
-        self.loader = loader if self.sampler.batches.arriving else with_sampler(loader, self.sampler)
+        self.trainer, self._left, args = trainer, False, trainer.args
+        self._seed = args.seed if args.data_seed is None else args.data_seed
+        self.sampler: Any = self._new_sampler(loader, trainer.settings, args)
+        self.loader: Any = loader if self.sampler.batches.arriving else with_sampler(loader, self.sampler)
+
+    def _new_sampler(self, loader: Any, settings: Settings, args: Any) -> Any:
+        """Return what deals the samples, up to the end that the arguments say; all ranks read all rows of a stream."""
+        world, dataset = {"num_replicas": args.world_size, "rank": args.process_index}, self.trainer.train_dataset
+        if isinstance(dataset, IterableDataset) or args.train_sampling_strategy == "group_by_length":
+            rows = {"minibatch_size": args.per_device_train_batch_size, "collate_fn": loader.collate_fn}
+            return settings.source(shared=True, **rows, **world)
+        if isinstance(dataset, dict):
+            remedy = "concatenate them, as datasets.concatenate_datasets does"
+            raise type_error("train_dataset must be one dataset, not several by name", dataset, remedy)
+        create: Any = partial(sampler_for, loader, seed=self._seed, **world)
+        ends = args.max_steps if args.max_steps > 0 else create(settings).plan.updates_in(args.num_train_epochs)
+        most = min(ends, settings.sampler_options.get("max_updates", ends))
+        return create(replace(settings, sampler_options={**settings.sampler_options, "max_updates": most}))
 
     def __len__(self) -> int:
         """Return the number of updates of the epoch."""
@@ -57,36 +74,8 @@ class UpdateLoader:
             if callable(set_epoch := getattr(dataset, "set_epoch", None)):
                 set_epoch(number)
             if order is not None:  # the same on all ranks
-                order.generator = torch.Generator().manual_seed(seed_of(self.trainer.args) + number)
+                order.generator = torch.Generator().manual_seed(self._seed + number)
             for some in rows:
                 if used < len(some):
                     yield some[used:]
                 used = max(0, used - len(some))
-
-
-def new_sampler(trainer: Any, loader: Any) -> Any:
-    """Return what deals the samples of a training, up to the end that its arguments say, in the order of a loader.
-
-    A stream, of which every rank reads all rows, has an order of its own: an iterable dataset, or groups by length.
-
-    Raises:
-        TypeError: if there are several datasets, or the loader chooses samples.
-        ValueError: if the loader chooses batches, or the trace ends before, or has batches larger than the dataset.
-    """
-    args, settings = trainer.args, trainer.settings
-    world = {"num_replicas": args.world_size, "rank": args.process_index}
-    if isinstance(trainer.train_dataset, IterableDataset) or args.train_sampling_strategy == "group_by_length":
-        rows = {"minibatch_size": args.per_device_train_batch_size, "collate_fn": loader.collate_fn}
-        return settings.source(shared=True, **rows, **world)
-    if isinstance(trainer.train_dataset, dict):
-        remedy = "concatenate them, as datasets.concatenate_datasets does"
-        raise type_error("train_dataset must be one dataset, not several by name", trainer.train_dataset, remedy)
-    create = partial(sampler_for, loader, seed=seed_of(args), **world)
-    ends = args.max_steps if args.max_steps > 0 else create(settings).plan.updates_in(args.num_train_epochs)
-    most = min(ends, settings.sampler_options.get("max_updates", ends))
-    return create(replace(settings, sampler_options={**settings.sampler_options, "max_updates": most}))
-
-
-def seed_of(args: Any) -> int:
-    """Return the seed of the order of samples."""
-    return args.seed if args.data_seed is None else args.data_seed  # type: ignore[no-any-return]

@@ -7,6 +7,7 @@ gradients left. Trainer wraps and saves model and optimizer; the position in the
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from sys import maxsize
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
@@ -27,15 +29,21 @@ from variable_batch_size.integrations.facts import facts_of
 from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.integrations.supported import check
 from variable_batch_size.integrations.transformers.labels import label_counter
-from variable_batch_size.integrations.transformers.loader import UpdateLoader, new_sampler
+from variable_batch_size.integrations.transformers.loader import UpdateLoader
 from variable_batch_size.integrations.transformers.supported import SETTINGS
 from variable_batch_size.metrics import WITHOUT_FLOAT64
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.rules import Rule
+from variable_batch_size.testing.loss import CHECKED_UPDATES, check_loss
 
 POSITION = "variable_batch.pt"  # in a checkpoint
-Base = Trainer if TYPE_CHECKING else object
+REMEDY = "return a mean over rows or labels, by whose number it is multiplied here, or pass check_loss=False"
+
+if TYPE_CHECKING:
+    from transformers import Trainer as Base
+else:
+    Base = object
 
 
 class VariableBatchMixin(Base):
@@ -47,7 +55,7 @@ class VariableBatchMixin(Base):
     them (see `Trainer.get_batch_samples`), otherwise losses over samples.
 
     Args:
-        args: arguments of the class that it is mixed into.
+        args, kwargs: arguments of the class that it is mixed into.
         trace: the trace of the global batch size, in samples, see `CustomSampler`.
         rule: the learning-rate rule, see `CustomOptimizer`.
         ref_batchsize: batch size, in samples, at which the hyperparameters were tuned.
@@ -55,14 +63,14 @@ class VariableBatchMixin(Base):
         optimizer_options: further arguments of the `CustomOptimizer`.
         check_loss: whether updates 0 and 10 check, by four forwards, that the loss is a mean over rows or labels; a
             UserWarning tells if not.
-        kwargs: keyword arguments of the class that it is mixed into.
 
     Attributes:
         variable_optimizer: the optimizer that counts samples and updates, from the beginning of `train()` on.
 
     Raises:
-        TypeError: if an argument has the wrong type, or there are several datasets.
-        ValueError: if a training argument contradicts the trace or is not supported, or the trace is too short.
+        TypeError: if an argument has the wrong type, or there are several datasets, or a sampler that chooses samples.
+        ValueError: if a training argument is not supported, batches are chosen, the trace is too short, or a checkpoint
+            has no position or that of another training.
     """
 
     variable_optimizer: CustomOptimizer
@@ -85,11 +93,10 @@ class VariableBatchMixin(Base):
         check(SETTINGS, self, "transformers")
         self.callback_handler.callbacks.insert(0, Follower(self))  # before all that read the state
         if self.train_dataset is not None:
-            new_sampler(self, DataLoader(self.train_dataset, self.args.per_device_train_batch_size))  # raises early
+            UpdateLoader(self, DataLoader(self.train_dataset, self.args.per_device_train_batch_size))  # raises early
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train as `Trainer.train`; a second call is a new training of the present weights, as it is there."""
-        check(SETTINGS, self, "transformers")  # again, because arguments may have been changed
         if resume_from_checkpoint is True:
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True  # for which Trainer raises
         self._checkpoint, self._batch_size = resume_from_checkpoint, 0
@@ -101,11 +108,7 @@ class VariableBatchMixin(Base):
         return UpdateLoader(self, super().get_train_dataloader())
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        """Return the numbers of epochs, updates and samples of the training, of which no two epochs are alike.
-
-        Raises:
-            TypeError: if `get_train_dataloader` of another class was called.
-        """
+        """Return the numbers of epochs and updates of the training, of which no two epochs are alike."""
         if not isinstance(dataloader, UpdateLoader):
             remedy = "override it in a class below: class Mine(VariableBatchMixin, TrainerWithALoader)"
             raise type_error("the loader must be that of VariableBatchMixin", dataloader, remedy)
@@ -118,16 +121,12 @@ class VariableBatchMixin(Base):
         return epochs, updates, sampler.plan.dataset_size, 0, sampler.max_batch_size, updates, updates
 
     def begin(self) -> None:
-        """Create the variable optimizer around what Trainer has prepared and restored, and go to the position.
-
-        Raises:
-            ValueError: if the checkpoint has no position, or another training has saved it.
-        """
+        """Create the variable optimizer around what Trainer has prepared and restored, and go to the position."""
         inner, sampler = self.optimizer.optimizer, self._loader.sampler  # in Accelerate's optimizer
         options = {"model": self.model_wrapped, "max_grad_norm": self.args.max_grad_norm or None, "grad_norm": True}
         self.variable_optimizer = optimizer = self.settings.optimizer(inner, sampler, **options)
         if self._checkpoint:
-            path = Path(self._checkpoint, POSITION)
+            path = Path(str(self._checkpoint), POSITION)
             if not path.is_file():
                 raise ValueError(
                     f"a checkpoint must have the position in the training, but there is no {path}, as in those of a "
@@ -151,6 +150,8 @@ class VariableBatchMixin(Base):
         """Make an update of the list of its microbatches; return its loss, whose mean over the ranks Trainer logs."""
         optimizer, loss = self.variable_optimizer, torch.zeros((), device=self.args.device)
         parts, self._batch_size = optimizer.batch.microbatches, optimizer.batch.batch_size
+        if self.check_loss and optimizer.updates in CHECKED_UPDATES and not optimizer.sampler.batches.arriving:
+            self._check_loss()
         counts, total, items = self._counts(inputs, parts)
         for microbatch, part, count, number in zip(inputs, parts, counts, items, strict=True):
             # The optimizer weighs a mean over rows. That of no labels is not a number, and weighs 0.
@@ -174,6 +175,21 @@ class VariableBatchMixin(Base):
         total = self.accelerator.reduce(torch.stack(once).sum(), "sum").clamp(min=1)
         return counts, total, [count.clamp(min=1) for count in counts]
 
+    def _check_loss(self) -> None:
+        """Warn if the loss of the dataset's first rows, times their labels or rows, is no sum of those of two parts."""
+        loader, metrics = self._loader.loader, copy.deepcopy(vars(self).get("_metrics"))  # where trl notes each loss
+
+        def total(model: Any, numbers: Any) -> Any:
+            rows = [loader.dataset[number] for number in numbers]
+            batch = send_to_device(loader.collate_fn(rows), self.args.device)
+            count = self._count(batch)
+            return self.compute_loss(model, batch, num_items_in_batch=count) * (len(rows) if count is None else count)
+
+        numbers = [*range(min(len(loader.dataset), max(2, self.args.per_device_train_batch_size)))]
+        tolerance = 1e-2 if self.args.bf16 else None
+        with replaced(self.args, average_tokens_across_devices=False), replaced(self, _metrics=metrics):
+            check_loss(self.model, total, numbers, reduction="sum", tolerance=tolerance, remedy=REMEDY)
+
     def floating_point_ops(self, inputs: Any) -> int:
         """Return the floating-point operations of an update on this rank, or of a batch of an evaluation."""
         return sum(map(super().floating_point_ops, inputs if isinstance(inputs, list) else [inputs]))
@@ -182,10 +198,10 @@ class VariableBatchMixin(Base):
         """Log also what an update was made with: batch size, samples so far, the learning rate as it was scaled."""
         if "learning_rate" in logs and self._batch_size:
             optimizer = self.variable_optimizer
-            facts = {"batch_size": self._batch_size, **facts_of(optimizer)}
-            facts["grad_norm"] = float(facts["grad_norm"])
-            finite = {name: value for name, value in facts.items() if math.isfinite(value)}  # others are no JSON
-            logs |= {"learning_rate": optimizer.current_lr(), **finite}
+            logs |= {"learning_rate": optimizer.current_lr(), "batch_size": self._batch_size, **facts_of(optimizer)}
+            logs["grad_norm"] = float(logs["grad_norm"])
+            if not math.isfinite(logs.get("noise_scale", 0.0)):  # which is no JSON
+                del logs["noise_scale"]
         if "train_samples_per_second" in logs:
             samples = self.variable_optimizer.samples - self._samples_before
             logs["train_samples_per_second"] = round(samples / logs["train_runtime"], 3)
@@ -214,13 +230,11 @@ class Follower(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Correct the epoch, by the samples that were used: Trainer takes all epochs to be equally long."""
         sampler = self._trainer.variable_optimizer.sampler
-        batches, position = sampler.batches, sampler.position
-        if batches.arriving:  # which has none
+        if sampler.batches.arriving:  # which has none
             state.epoch = state.global_step / args.max_steps
-            return
-        epoch = batches.epoch(position)
-        used = batches.samples_before(position) - epoch.samples_before
-        state.epoch = epoch.number + used / batches.plan.whole_samples(epoch)
+        else:
+            epoch, step = sampler.batches.epoch(sampler.position), sampler.position.step
+            state.epoch = sampler.plan.epochs_before(epoch, step)
 
 
 def scaled(loss: Tensor, factor: Tensor | float) -> Tensor:
