@@ -15,10 +15,9 @@ def _parallelism(trainer: Any) -> int:
     return int(trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size())
 
 
-def _needs_steps(trainer: Any) -> bool:
-    """Return whether the number of updates is needed, and not given."""
-    grouped = trainer.args.train_sampling_strategy == "group_by_length"
-    return trainer.args.max_steps <= 0 and (grouped or isinstance(trainer.settings.trace, AdaptiveTrace))
+def _needed_steps(trainer: Any) -> int:
+    needed = trainer.args.train_sampling_strategy == "group_by_length"
+    return int(trainer.args.max_steps) if needed or isinstance(trainer.settings.trace, AdaptiveTrace) else 1
 
 
 SETTINGS = (
@@ -39,13 +38,7 @@ SETTINGS = (
     Setting("parallelism_config", "without tensor, context and sequence parallelism", _parallelism, (1,), "omit it"),
     Setting("n_gpu", "at most 1 in a process", "args.n_gpu", (0, 1), "launch it with torchrun"),
     Setting("gradient_accumulation_steps", "1", "args.gradient_accumulation_steps", (1,), "omit it: the trace says"),
-    Setting(
-        "max_steps",
-        'given with an AdaptiveTrace and with train_sampling_strategy="group_by_length"',
-        _needs_steps,
-        (False,),
-        "pass it; with an AdaptiveTrace sampler_options may also have max_samples, after which the training ends",
-    ),
+    Setting("max_steps", "> 0 with an AdaptiveTrace, and group_by_length", _needed_steps, lambda n: n > 0, "pass it"),
     Setting("include_num_input_tokens_seen", '"no"', "args.include_num_input_tokens_seen", ("no",), "log the samples"),
     Setting("fp16", "False, because its scaler is not supported here", "args.fp16", (False,), "pass bf16=True"),
     Setting(

@@ -1,8 +1,8 @@
 """transformers' Trainer with a batch size that changes: `VariableBatchTrainer`, and a mixin for its subclasses.
 
 Trainer sees one batch an update, the list of this rank's microbatches, so that what it counts, schedules, logs and
-saves by steps is right. `training_step` makes the whole update, and what Trainer clips and steps afterwards has no
-gradients left. Trainer wraps and saves model and optimizer; the position in the training is a file beside.
+saves by steps is right. `training_step` makes the whole update. Trainer wraps and saves model and optimizer as ever;
+the position in the training is a file beside.
 """
 
 from __future__ import annotations
@@ -153,14 +153,14 @@ class VariableBatchMixin(Base):
         if self.check_loss and optimizer.updates in CHECKED_UPDATES and not optimizer.sampler.batches.arriving:
             self._check_loss()
         counts, total, items = self._counts(inputs, parts)
-        for microbatch, part, count, number in zip(inputs, parts, counts, items, strict=True):
-            # The optimizer weighs a mean over rows. That of no labels is not a number, and weighs 0.
-            factor = count * part.batch_size / (total * part.rows)
+        for microbatch, part, count, told in zip(inputs, parts, counts, items, strict=True):
+            factor = count * part.batch_size / (total * part.rows)  # the optimizer weighs by rows
             backward = {"backward": lambda loss, factor=factor, **_: optimizer.backward(scaled(loss, factor))}
             with replaced(self.args, average_tokens_across_devices=False), replaced(self.accelerator, **backward):
-                own = super().training_step(model, microbatch, number)
+                own = super().training_step(model, microbatch, told)
             optimizer.step()
-            loss = loss + scaled(own, factor * part.samples / part.batch_size)
+            if part.samples:  # it is no replay
+                loss = loss + scaled(own, factor * part.samples / part.batch_size)
         self.accelerator.sync_gradients = False  # Trainer's own optimizer.step(), which follows, does nothing then
         return loss * self.args.world_size
 
@@ -238,10 +238,8 @@ class Follower(TrainerCallback):
 
 
 def scaled(loss: Tensor, factor: Tensor | float) -> Tensor:
-    """Return a loss times a factor; 0 if that is 0, whatever the loss."""
-    if isinstance(factor, Tensor):
-        return torch.where(factor > 0, loss * factor, 0)
-    return loss * factor if factor else torch.zeros_like(loss)
+    """Return a loss times a factor; 0 for the mean of no labels, which is not a number."""
+    return torch.where(factor > 0, loss * factor, 0) if isinstance(factor, Tensor) else loss * factor
 
 
 @contextmanager
