@@ -97,7 +97,7 @@ def _shares(weights: FloatArray, cut: int, reduction: str) -> FloatArray:
     if reduction == "sum":
         return np.ones(2)
     counts = np.array([weights[:cut].sum(), weights[cut:].sum()])
-    return np.where(counts > 0, counts, np.nan) / counts.sum()
+    return np.asarray(np.where(counts > 0, counts, np.nan) / counts.sum(), np.float64)
 
 
 @contextmanager

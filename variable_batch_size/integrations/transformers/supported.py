@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace
-from variable_batch_size.integrations.accelerate.sums import distributed_type, sums_by_torch
+from variable_batch_size.integrations.accelerate import distributed_type, sums_by_torch
 from variable_batch_size.integrations.supported import Setting
 
 _OWN_STEPS = "lomo", "layerwise", "schedule_free"  # in names of optimizers that step in backward, or have two modes

@@ -24,7 +24,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from variable_batch_size._validation import type_error
 from variable_batch_size.data.sampler import TraceLike
-from variable_batch_size.integrations.accelerate.sums import sum_in_float32
+from variable_batch_size.integrations.accelerate import sum_in_float32
 from variable_batch_size.integrations.facts import facts_of
 from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.integrations.supported import check
