@@ -32,14 +32,14 @@ SHARDS = {"fsdp_version": 2, "auto_wrap_policy": "NO_WRAP", "state_dict_type": "
 class Rows(Dataset[dict[str, Tensor]]):
     """Samples of a case, by name."""
 
-    def __init__(self, case: Case) -> None:
-        self.samples = case.dataset()
+    def __init__(self, case: Case, names: tuple[str, str] = ("inputs", "labels")) -> None:
+        self.samples, self.names = case.dataset(), names
 
     def __len__(self) -> int:
         return SAMPLES
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return dict(zip(("inputs", "labels"), self.samples[index], strict=True))
+        return dict(zip(self.names, self.samples[index], strict=True))
 
 
 class Model(nn.Module):
@@ -56,7 +56,7 @@ class Model(nn.Module):
 class CaseTrainer(VariableBatchTrainer):
     """A trainer with the optimizer and the schedule of a case, which notes losses before Trainer rounds them."""
 
-    case: Case
+    case = Case()
 
     def create_optimizer(self, *_: Any) -> Any:
         self.losses: list[float] = []
@@ -75,11 +75,10 @@ class CaseTrainer(VariableBatchTrainer):
 
 
 class Asks(TrainerCallback):
-    """Asks for checkpoints after updates, and notes rates, not those of torch's steps that create a state."""
+    """Asks for checkpoints after updates, and notes rates, but not of torch's steps that create a state."""
 
     def __init__(self, save_at: Collection[int]) -> None:
-        self.save_at = save_at
-        self.rates: list[float] = []
+        self.save_at, self.rates = save_at, list[float]()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
         self.rates = note_rates(optimizer.optimizer)
@@ -93,7 +92,7 @@ class Transformers:
 
     def fit(self, case: Case, folder: Path, *, save_at: Collection[int] = (), resume: Path | None = None) -> Trained:
         asks = Asks(save_at)
-        trainer = trainer_of(case, folder, asks)
+        trainer = trainer_of(folder, case, callbacks=[asks])
         trainer.train(None if resume is None else str(resume))
         if case.wrapper == "fsdp2":
             fsdp2_on_cpu.check_sharded(trainer.model)
@@ -107,31 +106,46 @@ class Transformers:
         return Trained.of(trainer.model, optimizer, trainer.losses, asks.rates, evaluations=evaluations)
 
 
-def trainer_of(case: Case, folder: Path, *callbacks: TrainerCallback, **others: Any) -> Any:
-    """The trainer of a case; `others`: further training arguments."""
-    options: dict[str, Any] = {"seed": torch.initial_seed() % 2**32, "data_seed": 0, "max_grad_norm": case.clip or 0.0}
-    options |= {"per_device_train_batch_size": MICROBATCH, "num_train_epochs": case.epochs, "lr_scheduler_type": "constant"}
-    options |= {"dataloader_num_workers": case.workers}
+def trainer_of(
+    folder: Path,
+    case: Case = Case(),  # noqa: B008 (it is frozen)
+    *,
+    kind: Any = CaseTrainer,
+    model: Any = None,
+    data: Any = None,
+    callbacks: Any = (),
+    options: dict[str, Any] | None = None,
+    **others: Any,
+) -> Any:
+    """The trainer of a case; `options`: further arguments of the class, `others`: training arguments."""
+    args: dict[str, Any] = {"seed": torch.initial_seed() % 2**32, "data_seed": 0, "max_grad_norm": case.clip or 0.0}
+    args |= {"per_device_train_batch_size": MICROBATCH, "dataloader_num_workers": case.workers}
+    args |= {"num_train_epochs": case.epochs, "lr_scheduler_type": "constant", "learning_rate": 0.01}
+    own: dict[str, Any] = {"trace": case.trace, "rule": case.rule, "callbacks": list(callbacks)}
     if case.schedule == "cosine":
-        options |= {"lr_scheduler_type": "cosine", "warmup_steps": WARM_UP}
+        args |= {"lr_scheduler_type": "cosine", "warmup_steps": WARM_UP}
     if case.adaptive:
-        options |= {"max_steps": EPOCHS * SAMPLES}
+        args |= {"max_steps": EPOCHS * SAMPLES}
+        own["sampler_options"] = {"max_samples": EPOCHS * SAMPLES}
     if case.patience:
-        options |= {"eval_strategy": "epoch", "per_device_eval_batch_size": 50}
-        options |= {"metric_for_best_model": "eval_loss", "greater_is_better": True}
-        callbacks += (EarlyStoppingCallback(case.patience),)
+        args |= {"eval_strategy": "epoch", "per_device_eval_batch_size": 50}
+        args |= {"metric_for_best_model": "eval_loss", "greater_is_better": True}
+        own["callbacks"].append(EarlyStoppingCallback(case.patience))
     if case.wrapper == "fsdp2":
         fsdp2_on_cpu.enable()
-        options |= {"fsdp": True, "fsdp_config": dict(SHARDS)}
-    kind = type("CaseTrainer", (CaseTrainer,), {"case": case})
-    return kind(
-        Model(case),
-        TrainingArguments(str(folder), **QUIET, **options, **others),
-        train_dataset=Rows(case),
+        args |= {"fsdp": True, "fsdp_config": dict(SHARDS)}
+    return type(kind.__name__, (kind,), {"case": case})(
+        Model(case) if model is None else model,
+        TrainingArguments(str(folder), **{**QUIET, **args, **others}),
+        train_dataset=Rows(case) if data is None else data,
         eval_dataset=Subset(Rows(case), range(EVALUATED)),
-        callbacks=list(callbacks),
-        trace=case.trace,
-        rule=case.rule,
         ref_batchsize=REF,
-        sampler_options={"max_samples": EPOCHS * SAMPLES} if case.adaptive else {},
+        **{**own, **(options or {})},
     )
+
+
+def trained(*args: Any, resume: Any = None, **options: Any) -> Any:
+    """The trainer after its training."""
+    trainer = trainer_of(*args, **options)
+    trainer.train(resume)
+    return trainer

@@ -2,11 +2,289 @@
 
 from __future__ import annotations
 
-from conformance import Conformance
+from pathlib import Path
+from typing import Any
 
-from helpers.transformers_adapter import Transformers
+import datasets
+import pytest
+import torch
+import transformers as hf
+import trl
+from conformance import Conformance
+from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+
+from helpers import fsdp2_on_cpu
+from helpers.trainer_examples import run_script
+from helpers.trainings import LENGTH, VOCABULARY, Case, Texts, expected
+from helpers.transformers_adapter import QUIET, CaseTrainer, Rows, Transformers, trained, trainer_of
+from helpers.yardstick import ENDS, MAX_GRAD_NORM, SAMPLES, SIZES, UPDATES, by_hand, difference, in_processes, weights
+from variable_batch_size.integrations.supported import table
+from variable_batch_size.integrations.transformers import VariableBatchMixin
+from variable_batch_size.integrations.transformers.supported import SETTINGS
+
+PAGE = Path(__file__).parents[2] / "docs" / "trainers" / "transformers.md"
+TEXTS = Case("sgd", tokens=True, clip=MAX_GRAD_NORM)
+CHECKPOINTING = "activation_checkpointing"  # its name since transformers 5.20
+if CHECKPOINTING not in hf.TrainingArguments.__dataclass_fields__:
+    CHECKPOINTING = "gradient_checkpointing"
 
 
 class TestTransformers(Conformance):
     adapter = Transformers()
     features = frozenset({"to the last bit", "controller", "tokens", "evaluation", "ddp", "fsdp2"})
+
+
+def test_what_it_logs(tmp_path: Path) -> None:
+    trainer = trained(tmp_path, Case("sgd", "adascale"), lr_scheduler_type="linear")
+    *steps, end = trainer.state.log_history
+    assert [row["batch_size"] for row in steps][:10] == SIZES[:10]
+    assert [row["epoch"] for row in steps] == pytest.approx([row["samples"] / SAMPLES for row in steps])
+    assert [steps[end - 1]["epoch"] for end in ENDS] == [1.0, 2.0, 3.0]
+    assert [row["loss"] for row in steps] == pytest.approx(trainer.losses, rel=1e-6)  # which Trainer adds in float32
+    assert 0 < steps[-1]["learning_rate"] < 0.1 / UPDATES  # one step of the schedule is left, and three samples
+    assert steps[-1].keys() >= {"noise_scale", "grad_norm"}
+    assert end["train_samples_per_second"] == pytest.approx(3 * SAMPLES / end["train_runtime"], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("options", "updates"),
+    [
+        ({"max_steps": 30}, 30),
+        ({"num_train_epochs": 0.5}, 6),
+        ({"num_train_epochs": 1.5}, 19),
+        ({"options": {"sampler_options": {"max_samples": 300}}}, 19),
+    ],
+    ids=str,
+)
+def test_a_training_has_the_length_that_was_asked_for(tmp_path: Path, options: Any, updates: int) -> None:
+    trainer = trained(tmp_path, **options, lr_scheduler_type="linear")
+    optimizer = trainer.variable_optimizer
+    assert trainer.state.global_step == trainer.state.max_steps == optimizer.updates == updates
+    assert trainer.state.epoch == pytest.approx(optimizer.samples / SAMPLES)
+    assert trainer.lr_scheduler.get_last_lr() == [0.0]
+
+
+def test_a_finished_training_resumes_to_nothing_and_a_longer_one_continues(tmp_path: Path) -> None:
+    first = trained(tmp_path, save_strategy="steps", save_steps=13)
+    again = trained(tmp_path, resume=True)
+    assert again.variable_optimizer.updates == UPDATES
+    assert difference(again.model, weights(first.model)) == 0
+    longer = trained(tmp_path, resume=True, num_train_epochs=4)
+    assert (longer.state.epoch, longer.variable_optimizer.samples) == (4, 4 * SAMPLES)
+    longer.train()  # a new training
+    assert longer.variable_optimizer.samples == 4 * SAMPLES
+
+
+class Leaves(hf.TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_epoch_stop |= state.global_step == 5
+
+
+def test_the_rest_of_an_epoch_that_a_callback_leaves_comes_next(tmp_path: Path) -> None:
+    trainer = trained(tmp_path, Case(workers=1), callbacks=[Leaves()])
+    by_hand = expected(Case(), updates=ENDS[1])  # in three epochs of Trainer
+    torch.testing.assert_close(weights(trainer.model), by_hand.weights, rtol=0, atol=1e-12)
+
+
+# Language models, whose own losses are in float32. ---------------------------------------------------------------
+
+
+class TakesNoCount(hf.GPT2LMHeadModel):
+    accepts_loss_kwargs = False  # as many classes with images
+
+
+def language_model(name: str) -> Any:
+    torch.manual_seed(4)
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": VOCABULARY}
+    none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout_prob"), 0.0)
+    kind, config = (hf.BertForMaskedLM, hf.BertConfig) if name == "bert" else (hf.GPT2LMHeadModel, hf.GPT2Config)
+    kind = TakesNoCount if name == "no count" else kind
+    others = {"attention_probs_dropout_prob": 0.0, "max_position_embeddings": LENGTH, "initializer_range": 0.2}
+    model = kind(config(**shape, **none, **others, bos_token_id=0, eos_token_id=1))
+    lora = LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights=False, fan_in_fan_out=True)
+    return (get_peft_model(model, lora) if name == "lora" else model).double()
+
+
+def train_texts(folder: Path, model: Any, **options: Any) -> Any:
+    return trained(folder, TEXTS, model=model, data=Rows(TEXTS, ("input_ids", "labels")), **options)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft calls it
+@pytest.mark.parametrize("name", ["gpt2", "no count", "bert", "lora"])
+def test_a_language_model_is_trained_on_means_over_its_labels(tmp_path: Path, name: str) -> None:
+    """GPT-2 has no loss_type; the loss of BERT ignores the number of labels."""
+    model, twin, data = language_model(name), language_model(name), Texts()
+
+    def loss(own: Any, indices: Any) -> Any:
+        logits, labels = own(input_ids=data.tokens[indices]).logits, data.labels[indices]
+        return TEXTS.loss(logits, labels) if name != "bert" else cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    losses = by_hand(twin, TEXTS.optimizer(twin), loss=loss, max_grad_norm=MAX_GRAD_NORM)
+    trainer = train_texts(tmp_path, model, **{CHECKPOINTING: name == "gpt2"})
+    assert difference(model, weights(twin)) < 1e-5
+    assert [row["loss"] for row in trainer.state.log_history[:-1]] == pytest.approx(losses, rel=1e-5)
+    assert trainer.state.total_flos > 0
+
+
+def of_ranks(folder: Path) -> None:
+    trainer = train_texts(folder / "ddp", language_model("lora"))
+    assert isinstance(trainer.model_wrapped, nn.parallel.DistributedDataParallel)
+    torch.save(weights(trainer.model), folder / "lora")
+    fsdp2_on_cpu.enable()
+    blocks = {"fsdp": True, "fsdp_config": {"fsdp_version": 2, "transformer_layer_cls_to_wrap": "GPT2Block"}}
+    trainer = train_texts(folder / "fsdp2", language_model("gpt2").float(), bf16=True, max_steps=6, **blocks)
+    fsdp2_on_cpu.check_sharded(trainer.model)
+    torch.save([row["loss"] for row in trainer.state.log_history[:-1]], folder / "half")
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+def test_adapters_and_bfloat16_on_two_processes(tmp_path: Path) -> None:
+    in_processes(of_ranks, 2, tmp_path)
+    alone = train_texts(tmp_path, language_model("lora"))
+    assert difference(alone.model, torch.load(tmp_path / "lora")) < 1e-7
+    for half in {}, {"bf16": True}:
+        exact = train_texts(tmp_path, language_model("gpt2").float(), max_steps=6, **half)
+        losses = [row["loss"] for row in exact.state.log_history[:-1]]
+        assert torch.load(tmp_path / "half") == pytest.approx(losses, rel=0.02)
+
+
+def train_with_trl(folder: Path, name: str, rows: int) -> Any:
+    words = Tokenizer(WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0"))
+    tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1", unk_token="w0")
+    texts = [row[: 2 + row[0] % (LENGTH - 2)] for row in Texts().tokens.tolist()[:80]]
+    words = [f"w{text[0]}" for text in texts]
+    columns = (
+        {"input_ids": texts} if name == "SFT" else {"prompt": words, "completion": words, "label": [True, False] * 40}
+    )
+    options = {**QUIET, "bf16": False, CHECKPOINTING: False, "train_sampling_strategy": "sequential", "max_steps": 4}
+    config = getattr(trl, f"{name}Config")(str(folder), per_device_train_batch_size=rows, **options)
+    own = {} if name == "SFT" else {"ref_model": language_model("gpt2")}
+    trainer = type(name, (VariableBatchMixin, getattr(trl, f"{name}Trainer")), {})(
+        language_model("gpt2"),
+        args=config,
+        train_dataset=datasets.Dataset.from_dict(columns),
+        processing_class=tokenizer,
+        trace="0:24 2:10",
+        **own,
+    )
+    trainer.train()
+    return trainer
+
+
+def test_trainers_of_trl(tmp_path: Path) -> None:
+    one, other = (train_with_trl(tmp_path, "SFT", rows) for rows in (4, 13))
+    assert difference(one.model, weights(other.model)) < 1e-6
+    assert {"num_tokens", "batch_size"} <= one.state.log_history[0].keys()
+    with pytest.raises(ValueError, match="loss_type of trl's KTOTrainer must be one without a KL term"):
+        train_with_trl(tmp_path, "KTO", 4)
+
+
+# Samples, losses, and mistakes. ----------------------------------------------------------------------------------
+
+
+class DefaultBatchSampler(BatchSampler):
+    """That of Sentence Transformers, which deals as the one of torch."""
+
+
+class NoDuplicatesBatchSampler(DefaultBatchSampler):
+    def __iter__(self) -> Any:
+        return iter([[0, 1], [2, 3]])
+
+
+class Sentences(hf.Trainer):
+    """A trainer with a loader, and a step, of its own."""
+
+    case, sampler = Case(), DefaultBatchSampler
+
+    def get_train_dataloader(self) -> Any:
+        batches = self.sampler(RandomSampler(self.train_dataset), batch_size=8, drop_last=False)
+        return self.accelerator.prepare(DataLoader(self.train_dataset, batch_sampler=batches))
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        loss = model(**inputs)["loss"]
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class Mine(VariableBatchMixin, Sentences):
+    create_optimizer = CaseTrainer.create_optimizer
+
+
+def test_the_class_below_reads_and_steps(tmp_path: Path) -> None:
+    trainer = trained(tmp_path, kind=Mine)
+    torch.testing.assert_close(weights(trainer.model), expected(Case()).weights, rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match=r"batch_sampler=NoDuplicatesBatchSampler;.* NO_DUPLICATES and multi"):
+        trained(tmp_path, kind=type("Others", (Mine,), {"sampler": NoDuplicatesBatchSampler}))
+    with pytest.raises(TypeError, match="train_dataset must be one dataset, not several by name"):
+        trainer_of(tmp_path, data={"a": Rows(Case()), "b": Rows(Case())})
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return map(Rows(Case()).__getitem__, range(SAMPLES))
+
+
+def test_a_stream_is_read_in_order_and_resumes(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"max_steps": 16, "options": {"trace": [12] * 16}}
+    stream = trained(tmp_path, data=Stream(), **options, save_strategy="steps", save_steps=7)
+    ordered = trained(tmp_path / "ordered", **options, train_sampling_strategy="sequential")
+    assert difference(stream.model, weights(ordered.model)) < 1e-12
+    again = trained(tmp_path, data=Stream(), **options, resume=str(tmp_path / "checkpoint-7"))
+    assert difference(again.model, weights(stream.model)) == 0
+
+
+class Weighted(CaseTrainer):
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        weight = torch.arange(1.0, 6.0, dtype=torch.float64)
+        return cross_entropy(model.net(inputs["inputs"]), inputs["labels"], weight)
+
+
+def test_a_loss_that_is_no_mean_is_found_and_the_check_changes_nothing(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"depend on how they are cut.*or pass check_loss=False"):
+        trained(tmp_path, kind=Weighted, max_steps=1)
+    found = [trained(tmp_path, Case(dropout=0.3), options={"check_loss": check}) for check in (True, False)]
+    assert difference(found[0].model, weights(found[1].model)) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps must be 1, got 4; omit it: the trace says"),
+        ({"train_sampling_strategy": "group_by_length"}, "max_steps must be > 0 .*, got -1; pass it"),
+        (
+            {"optim": "galore_adamw_layerwise", "optim_target_modules": ["net"]},
+            "optim must be .*, got galore_adamw_lay",
+        ),
+        ({"options": {"trace": [24] * 5}}, "the trace must last until the training ends"),
+    ],
+    ids=str,
+)
+def test_what_is_refused_at_once(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        trainer_of(tmp_path, **options)
+
+
+def test_checkpoints_of_something_else(tmp_path: Path) -> None:
+    trained(tmp_path / "model", save_strategy="steps", save_steps=13, save_only_model=True)
+    trained(tmp_path / "own", save_strategy="steps", save_steps=13)
+    with pytest.raises(ValueError, match=r"there is no .*variable_batch.pt, .*; load its model, and begin a new"):
+        trained(tmp_path / "model", resume=True)
+    with pytest.raises(ValueError, match="but seed was 0 and is 3"):
+        trained(tmp_path / "own", data_seed=3, resume=True)
+
+
+def test_the_page_has_the_table_of_settings() -> None:
+    assert table(SETTINGS) in PAGE.read_text(), f"copy this into {PAGE}:\n{table(SETTINGS)}"
+
+
+def test_the_example_learns(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_script("transformers_classifier.py")
+    assert "updates: 1.00" in capsys.readouterr().out
