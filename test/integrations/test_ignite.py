@@ -164,51 +164,19 @@ def test_outputs_and_batches_of_an_update() -> None:
 # Refusals. -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"deterministic": True}, TypeError, r"deterministic"),
-        ({"loader": [1, 2]}, TypeError, r"the training's loader must be a DataLoader, got \[1, 2\]"),
-        ({"loader": DataLoader(Samples(), batch_size=None)}, ValueError, r"must have a batch_size"),
-        ({"rule": "root"}, ValueError, r"ref_batchsize"),
-    ],
-)
-def test_arguments_that_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    model = network()
-    given = {"loader": DataLoader(Samples(), MICROBATCH), "trace": TRACE} | options
-    with pytest.raises(error, match=message):
-        create_supervised_trainer(model, SGD(model.parameters(), lr=0.1), cross_entropy, **given)
-
-
-def test_runs_and_states_that_are_refused() -> None:
+def test_what_is_refused() -> None:
     script = Script()
+    arguments = script.model, script.inner, cross_entropy
+    with pytest.raises(TypeError, match=r"the training's loader must be a DataLoader, got \[1, 2\]"):
+        create_supervised_trainer(*arguments, loader=[1, 2], trace=TRACE)
+    with pytest.raises(TypeError, match="deterministic"):
+        create_supervised_trainer(*arguments, loader=script.loader, trace=TRACE, deterministic=True)
     with pytest.raises(TypeError, match="epoch_length"):
         script.trainer.run(script.loader, max_epochs=3, epoch_length=10)
     with pytest.raises(ValueError, match="a training continues with its 203 samples, got 4; pass the loader"):
         script.trainer.run(DataLoader([1, 2, 3, 4], 8, shuffle=True), max_epochs=3)
     with pytest.raises(ValueError, match=r'the position in the training under "vbs", but this one has none'):
         script.trainer.load_state_dict(Engine(lambda engine, batch: None).state_dict())
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ("inner", r"a wrapped optimizer must be stepped by its wrapper"),
-        ("clip", r"only optimizer.backward\(\) may change gradients between two calls of step\(\).*max_grad_norm="),
-        ("none", r"every microbatch of an update must reach optimizer.step\(\)"),
-    ],
-)
-def test_steps_that_are_wrong(wrong: str, message: str) -> None:
-    def step(model: Any, optimizer: Any, batch: Any) -> None:
-        optimizer.backward(cross_entropy(model(batch[0]), batch[1]))
-        if wrong == "clip":
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        if wrong != "none":
-            (optimizer.inner if wrong == "inner" else optimizer).step()
-
-    engine, _, loader = own_engine(step)
-    with pytest.raises(RuntimeError, match=message):
-        engine.run(loader, max_epochs=2)
 
 
 @pytest.mark.filterwarnings("ignore:Data iterator can not provide data")
@@ -234,6 +202,16 @@ def test_a_mean_over_tokens_is_warned_of() -> None:
     trainer = create_supervised_trainer(model, inner, Case(tokens=True).loss, loader=loader, trace=TRACE)
     with pytest.warns(UserWarning, match=r"must be a mean over rows, but that of \d rows is .*reduction=\"sum\""):
         trainer.run(loader, max_epochs=1)
+
+
+def test_a_term_that_is_0_in_the_first_update_is_warned_of_in_a_later_one() -> None:
+    def loss(y_pred: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(y_pred, y) + (script.trainer.state.iteration > 1) * y_pred.mean(0).square().sum()
+
+    script = Script()
+    script.trainer = create_supervised_trainer(script.model, script.inner, loss, loader=script.loader, trace=TRACE)
+    with pytest.warns(UserWarning, match=r"must be a mean over rows"):
+        script.run(epochs=1)
 
 
 # What else. ------------------------------------------------------------------------------------------------------
