@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from importlib import import_module
+from inspect import getsource
 from typing import Any
 
 import pytest
@@ -22,7 +24,17 @@ def of_ignite() -> Iterable[Any]:
     return engine, engine.Engine(lambda *_: None)
 
 
-OBJECTS: dict[str, Callable[[], Iterable[Any]]] = {"accelerate": of_accelerate, "ignite": of_ignite}
+def of_transformers() -> Iterable[Any]:
+    modules = import_module("transformers.trainer"), import_module("trl.trainer.sft_trainer")
+    own = {name for module in modules for name in re.findall(r"self\.(_[a-z]\w*)", getsource(module))}
+    return *modules, modules[0].Trainer, *of_accelerate(), type("Trainers", (), dict.fromkeys(own))
+
+
+OBJECTS: dict[str, Callable[[], Iterable[Any]]] = {
+    "accelerate": of_accelerate,
+    "ignite": of_ignite,
+    "transformers": of_transformers,
+}
 
 
 @pytest.mark.parametrize("trainer", [trainer for trainer in OBJECTS if not missing(trainer)])
