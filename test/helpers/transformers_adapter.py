@@ -80,8 +80,10 @@ class Asks(TrainerCallback):
     def __init__(self, save_at: Collection[int]) -> None:
         self.save_at, self.rates = save_at, list[float]()
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
-        self.rates = note_rates(optimizer.optimizer)
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self.rates = note_rates(others["optimizer"].optimizer)
+        if args.fsdp:
+            fsdp2_on_cpu.check_sharded(others["model"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         control.should_save |= state.global_step in self.save_at
@@ -94,8 +96,6 @@ class Transformers:
         asks = Asks(save_at)
         trainer = trainer_of(folder, case, callbacks=[asks])
         trainer.train(None if resume is None else str(resume))
-        if case.wrapper == "fsdp2":
-            fsdp2_on_cpu.check_sharded(trainer.model)
         if dist.is_initialized():
             dist.barrier()  # all have saved
         if trainer.args.should_save:

@@ -159,8 +159,8 @@ class VariableBatchMixin(Base):
             with replaced(self.args, average_tokens_across_devices=False), replaced(self.accelerator, **backward):
                 own = super().training_step(model, microbatch, told)
             optimizer.step()
-            if part.samples:  # it is no replay
-                loss = loss + scaled(own, factor * part.samples / part.batch_size)
+            own = own if part.samples else torch.zeros_like(own)  # of a replay, whatever it is
+            loss = loss + scaled(own, factor * part.samples / part.batch_size)
         self.accelerator.sync_gradients = False  # Trainer's own optimizer.step(), which follows, does nothing then
         return loss * self.args.world_size
 
