@@ -51,16 +51,10 @@ def test_what_it_logs(tmp_path: Path) -> None:
     assert end["train_samples_per_second"] == pytest.approx(3 * SAMPLES / end["train_runtime"], rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("options", "updates"),
-    [
-        ({"max_steps": 30}, 30),
-        ({"num_train_epochs": 0.5}, 6),
-        ({"num_train_epochs": 1.5}, 19),
-        ({"options": {"sampler_options": {"max_samples": 300}}}, 19),
-    ],
-    ids=str,
-)
+LENGTHS = [({"max_steps": 30}, 30), ({"num_train_epochs": 1.5}, 19), ({"options": {"sampler_options": {"max_samples": 300}}}, 19)]
+
+
+@pytest.mark.parametrize(("options", "updates"), LENGTHS, ids=str)
 def test_a_training_has_the_length_that_was_asked_for(tmp_path: Path, options: Any, updates: int) -> None:
     trainer = trained(tmp_path, **options, lr_scheduler_type="linear")
     optimizer = trainer.variable_optimizer
