@@ -94,7 +94,7 @@ def handle(*_):
 signal.signal(signal.SIGINT, handle)
 threading.Thread(target=interrupts, daemon=True).start()
 number, interrupted, background = 0, 0, Background(partial(done.append, 0))
-while number < 1000:
+while number < 1000 or interrupted < 50:
     try:
         armed = True
         background.begin()
@@ -106,14 +106,14 @@ while number < 1000:
     number += 1
     background = Background(partial(done.append, number))
 ended.set()
-print(interrupted > 50, done == [*range(number)])
+print(done == [*range(number)])
 """
 
 
 def test_interrupts_at_any_instant_leave_work_in_the_background_whole() -> None:
     """Work is done once, and a wait for it ends, whenever signals come: also those that no `except` gets."""
     ended = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, check=True)
-    assert ended.stdout == "True True\n"
+    assert ended.stdout == "True\n"
 
 
 def test_a_write_that_fails_is_told_at_the_end_of_the_process(tmp_path: Path) -> None:
