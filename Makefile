@@ -137,7 +137,7 @@ WEIGHTS := internals or whole_batches or yardstick or weights or resume
 OLDEST = import configparser; c = configparser.ConfigParser(); c.read("setup.cfg"); e = c["options.extras_require"]; \
 	names = [n for k in ("transformers", "accelerate", "lightning", "ignite", "keras") for n in e[k].split()]; \
 	print(*sorted({n.replace(">=", "==") + ".0" * (n.count(".") < 2) for n in names}))
-OLDEST_TESTS := $(wildcard test/integrations/test_*_internals.py) \
+OLDEST_TESTS := $(wildcard test/integrations/test_*_internals.py) test/integrations/test_private_names.py \
 	$(foreach name,transformers accelerate lightning lightning_daily ignite keras_yardstick,test/integrations/test_$(name).py)
 
 test-integrations-oldest:

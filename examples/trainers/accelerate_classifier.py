@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
-from variable_batch_size.integrations.accelerate import prepare
+import variable_batch_size as vbs
 
 
 def main() -> None:
@@ -32,29 +32,25 @@ def main() -> None:
     x = torch.randn(3000, 20)
     data = TensorDataset(x, (x @ torch.randn(20, 4)).argmax(dim=1))
     train_set, test_set = random_split(data, [2500, 500])
-    loader = DataLoader(train_set, batch_size=32, shuffle=True)
-    test_loader = DataLoader(test_set, batch_size=100)
+    sampler = vbs.CustomSampler(train_set, flags.trace, minibatch_size=32)
+    loader = DataLoader(train_set, batch_sampler=sampler, generator=torch.Generator())
+    test_loader = accelerator.prepare(DataLoader(test_set, batch_size=100))
     model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 4))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.005)
-    scheduler = StepLR(optimizer, 30, gamma=0.5)
-
-    # The changed line; it was: ... = accelerator.prepare(model, optimizer, loader, test_loader, scheduler)
-    objects = model, optimizer, loader, test_loader, scheduler
-    model, optimizer, loader, test_loader, scheduler = prepare(
-        accelerator, *objects, trace=flags.trace, rule="root", ref_batchsize=64, steps_per_update=1
-    )
+    inner = torch.optim.AdamW(model.parameters(), lr=0.005)
+    model = accelerator.prepare_model(model)
+    optimizer = vbs.CustomOptimizer(inner, sampler, 64, rule="root", model=model)
+    scheduler = StepLR(inner, 30, gamma=0.5)
+    accelerator.register_for_checkpointing(optimizer, scheduler)
 
     if flags.resume:
         accelerator.load_state(flags.folder)
     for epoch in range(optimizer.epoch, flags.epochs):
         model.train()
         for inputs, targets in loader:
-            with accelerator.accumulate(model):
-                loss = cross_entropy(model(inputs), targets)
-                accelerator.backward(loss)
-                optimizer.step()
+            inputs, targets = inputs.to(accelerator.device), targets.to(accelerator.device)
+            optimizer.backward(cross_entropy(model(inputs), targets))
+            if optimizer.step():
                 scheduler.step()
-                optimizer.zero_grad()
         model.eval()
         hits = []
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Which private names of a trainer an integration uses, and where."""
+"""The private names of trainers that integrations use: the list, and what finds them in the files."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any
 
 INTEGRATIONS = Path(__file__).parents[2] / "variable_batch_size" / "integrations"
 
+LEFT: dict[str, dict[str, set[str]]] = {
+    "accelerate": {},
+    "ignite": {"ignite.py": {"_init_iter", "_prepare_batch"}},
+}  # trainer -> file -> names
+
 
 def private_names(integration: str, objects: Iterable[Any]) -> dict[str, set[str]]:
     """Return the private names of some objects of a trainer that the files of an integration use, by file."""
     theirs = {name for one in objects for name in dir(one) if re.fullmatch(r"_[a-z]\w*", name)}
-    used = re.compile(rf"[.\"'](?:{'|'.join(sorted(theirs))})\b|def (?:{'|'.join(sorted(theirs))})\b")
-    return {
-        path.name: {re.sub(r"^(\W|def )", "", name) for name in used.findall(path.read_text())}
-        for path in sorted((INTEGRATIONS / integration).glob("*.py"))
-        if used.search(path.read_text())
-    }
+    used = re.compile(rf"(?:[.\"']|def |import (?:.*, )?)({'|'.join(sorted(theirs))})\b")
+    paths = sorted([*INTEGRATIONS.glob(f"{integration}.py"), *INTEGRATIONS.glob(f"{integration}/*.py")])
+    return {path.name: names for path in paths if (names := {*used.findall(path.read_text())})}

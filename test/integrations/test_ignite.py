@@ -1,269 +1,220 @@
-"""An ordinary script of Ignite around our trainer, on one process, against a training by hand."""
+"""A script of Ignite around our trainer: the laws of all trainers, and what is Ignite's own."""
 
 from __future__ import annotations
 
+import math
 import re
+from operator import mul
 from pathlib import Path
 from typing import Any
 
 import ignite
 import pytest
 import torch
-from datasets import Dataset
-from ignite.engine import Engine, Events, create_supervised_evaluator
-from ignite.handlers import (
-    Checkpoint,
-    CosineAnnealingScheduler,
-    DiskSaver,
-    EarlyStopping,
-    LRScheduler,
-    PiecewiseLinear,
-    create_lr_scheduler_with_warmup,
-)
-from ignite.metrics import EpochMetric
+from conformance import Conformance
+from ignite.engine import Engine, Events
+from ignite.handlers import CosineAnnealingScheduler, LRScheduler, PiecewiseLinear, create_lr_scheduler_with_warmup
+from ignite.metrics import Accuracy, Loss, RunningAverage
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 from torch.torch_version import TorchVersion
 from torch.utils.data import DataLoader
-from torchdata.stateful_dataloader import StatefulDataLoader
 
-from helpers import ignite_jobs as jobs
-from helpers.ignite_jobs import Script, check
-from helpers.trainer_cases import CASES, Case, expected
+from helpers.ignite_adapter import Ignite, Script
 from helpers.trainer_examples import run_script
+from helpers.trainings import Case, Texts, expected, language_model
 from helpers.yardstick import (
-    EPOCHS,
+    ENDS,
     MICROBATCH,
-    REF,
     SAMPLES,
+    SIZES,
     TRACE,
     UPDATES,
     Samples,
-    difference,
     network,
-    samples,
+    weights,
 )
-from variable_batch_size.integrations.ignite import (
-    VariableBatchEngine,
-    create_supervised_trainer,
-    variable_batch,
-)
-
-# Against a training by hand. -------------------------------------------------------------------------------------
+from variable_batch_size.integrations.ignite import VariableBatchEngine, create_supervised_trainer, variable_batch
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.inner}-{case.rule}-{case.clip}")
-def test_the_yardstick(case: Case) -> None:
-    check(Script(case).run())
+class TestIgnite(Conformance):
+    adapter = Ignite()
+    features = frozenset({"to the last bit", "controller", "tokens", "evaluation", "processes", "ddp"})
 
 
-def test_resumes_at_five_places(tmp_path: Path) -> None:
-    case = Case("sgd", "adascale", clip=0.5)
-    Script(case).saving(tmp_path).run()
-    for script in jobs.resumed(case, tmp_path):
-        check(script)
-
-
-def test_dropout_resumes_to_the_last_bit(tmp_path: Path) -> None:
-    jobs.dropout_resumes(tmp_path, seed=3)
-
-
-def test_an_adaptive_trace_resumes(tmp_path: Path) -> None:
-    jobs.check_adaptive(tmp_path)
-
-
-def test_metrics_weigh_by_samples() -> None:
-    jobs.check_metrics()
+def note(script: Script, event: Any, value: Any) -> list[Any]:
+    """Return what a handler of the user finds at each event."""
+    found: list[Any] = []
+    script.trainer.add_event_handler(event, lambda: found.append(value()))
+    return found
 
 
 # Counting. -------------------------------------------------------------------------------------------------------
 
 
 def test_epochs_have_unequal_lengths() -> None:
-    script = Script(Case())
-    lengths: list[int] = []
-    trainer = script.trainer
-    trainer.add_event_handler(Events.ITERATION_STARTED, lambda: lengths.append(trainer.state.epoch_length))
-    check(script.run())
+    script = Script()
+    state = script.trainer.state
+    lengths = note(script, Events.ITERATION_STARTED, lambda: state.epoch_length)
+    ends = note(script, Events.EPOCH_COMPLETED, lambda: (state.epoch, state.iteration))
+    script.run(epochs=1)
+    assert script.run().trainer.state.iteration == UPDATES  # a second run continues
+    script.run()  # and nothing is left
     assert lengths == [11] * 11 + [10] * 10 + [5] * 5
+    assert ends == [*enumerate(ENDS, 1)]
 
 
-def test_a_second_run_continues() -> None:
-    script = Script(Case()).run(epochs=1)
-    assert script.trainer.optimizer.updates == 11
-    script.run(epochs=3)
-    check(script)
-    script.run(epochs=3)  # nothing is left
-    check(script)
-
-
-@pytest.mark.skipif(TorchVersion(ignite.__version__) < "0.5.5", reason="older ones have no max_iters")
-def test_max_iters_are_updates() -> None:
-    script = Script(Case())
-    script.trainer.run(script.loader, max_iters=14)
-    assert (script.trainer.optimizer.updates, script.trainer.state.iteration) == (14, 14)
+@pytest.mark.parametrize("end", ["terminate", "interrupt", "max_iters"])
+def test_a_run_that_ends_early_continues(end: str) -> None:
+    script = Script()
+    if end == "max_iters":
+        if TorchVersion(ignite.__version__) < "0.5.5":
+            pytest.skip("older ones have no max_iters")
+        script.trainer.run(script.loader, max_iters=14)
+        script.trainer.state.max_iters = None  # which Ignite asks for
+    else:
+        script.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=14), getattr(script.trainer, end))
+        script.run()
+    assert script.trainer.state.iteration == script.trainer.optimizer.updates == 14
+    script.run()
+    torch.testing.assert_close(weights(script.model), expected(Case()).weights, rtol=0, atol=1e-12)
 
 
 def test_the_end_of_the_sampler_ends_the_run() -> None:
-    script = Script(Case(), sampler_options={"max_updates": 15})
-    ends: list[str] = []
-    script.trainer.add_event_handler(Events.COMPLETED, lambda: ends.append("completed"))
-    script.run()
-    assert script.trainer.optimizer.done
-    assert script.epochs == [(1, 11, 11), (2, 15, 4)]
-    assert ends == ["completed"]
+    script = Script(sampler_options={"max_updates": 15})
+    completed = note(script, Events.COMPLETED, lambda: script.trainer.state.epoch)
+    assert script.run().trainer.optimizer.done
     assert script.run().trainer.state.iteration == 15
+    assert completed == [2]
 
 
-def test_terminate_and_run_again() -> None:
-    script = Script(Case())
-    handle = script.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=14), script.trainer.terminate)
+# Schedules, outputs, gradients. ----------------------------------------------------------------------------------
+
+
+SCHEDULES = {
+    "cosine": lambda inner: CosineAnnealingScheduler(inner, "lr", 0.1, 0.0, cycle_size=UPDATES),
+    "linear": lambda inner: PiecewiseLinear(inner, "lr", [(0, 0.1), (UPDATES, 0.0)]),
+    "warm-up": lambda inner: create_lr_scheduler_with_warmup(
+        LRScheduler(torch.optim.lr_scheduler.StepLR(inner, 5, 0.5)), 0.01, 4, warmup_end_value=0.1
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_of_ignite_count_updates(name: str) -> None:
+    """The rates are those of Ignite itself in as many iterations; that of the page ends at 0."""
+    script, rates = Script(Case("sgd", "constant")), list[float]()
+    script.trainer.add_event_handler(Events.ITERATION_STARTED, SCHEDULES[name](script.inner))
     script.run()
-    assert script.trainer.state.iteration == 14
-    handle.remove()
-    check(script.run())
+    inner = SGD([torch.zeros(1)], lr=0.1)
+    plain = Engine(lambda *_: rates.append(inner.param_groups[0]["lr"]))
+    plain.add_event_handler(Events.ITERATION_STARTED, SCHEDULES[name](inner))
+    plain.run(range(UPDATES))
+    assert script.rates == pytest.approx(rates, abs=1e-15)
+    if name == "cosine":
+        cosine = [0.05 * (1 + math.cos(math.pi * update / UPDATES)) for update in range(UPDATES)]
+        assert rates == pytest.approx(cosine, abs=1e-15)
 
 
-def test_interrupt_and_continue() -> None:
-    script = Script(Case())
-    script.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=14), script.trainer.interrupt)
-    script.run()
-    assert script.trainer.state.iteration == 14
-    check(script.run())
-
-
-def test_early_stopping() -> None:
-    script = Script(Case())
-    evaluator = create_supervised_evaluator(script.model, {"mse": EpochMetric(lambda y_pred, y: 0.0)})
-    stopping = EarlyStopping(
-        patience=1, score_function=lambda engine: engine.state.metrics["mse"], trainer=script.trainer
-    )
-    evaluator.add_event_handler(Events.COMPLETED, stopping)
-    script.trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run(DataLoader(Samples(), 50)))
-    script.run(epochs=8)
-    assert script.trainer.state.epoch == 2
-
-
-# Schedules, states. ----------------------------------------------------------------------------------------------
-
-
-def rates(script: Script, scheduler: Any) -> list[float]:
-    found: list[float] = []
+def test_metrics_weigh_by_samples() -> None:
+    script = Script(Case("sgd"), output_transform=lambda x, y, y_pred, loss: (y_pred, y, loss.item()))
     trainer = script.trainer
-    trainer.add_event_handler(Events.ITERATION_STARTED, scheduler)
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: found.append(trainer.optimizer.param_groups[0]["lr"]))
+    Loss(cross_entropy, output_transform=lambda output: output[:2]).attach(trainer, "loss")
+    Accuracy(output_transform=lambda output: output[:2]).attach(trainer, "accuracy")
+    RunningAverage(output_transform=lambda output: output[2], alpha=1e-9).attach(trainer, "last")
+    last = note(script, Events.ITERATION_COMPLETED, lambda: trainer.state.metrics["last"])
+    means = note(script, Events.EPOCH_COMPLETED, lambda: [trainer.state.metrics[name] for name in ("loss", "accuracy")])
     script.run()
-    return found
+    losses = expected(Case("sgd")).losses
+    assert last == pytest.approx(losses, rel=1e-6)
+    for (mean, accuracy), begin, end in zip(means, (0, *ENDS), ENDS, strict=False):
+        sizes = [*SIZES[begin:end]]
+        sizes[-1] += SAMPLES - sum(sizes)
+        assert mean == pytest.approx(sum(map(mul, sizes, losses[begin:end])) / SAMPLES, rel=1e-6)
+        assert 0 < accuracy <= 1
 
 
-def test_schedulers_of_ignite_count_updates() -> None:
-    script = Script(Case("sgd", schedule=False))
-    found = rates(script, PiecewiseLinear(script.inner, "lr", [(0, 0.0), (10, 0.1), (25, 0.0)]))
-    assert found[:11] == pytest.approx([0.01 * n for n in range(11)])
-    assert found[25] == pytest.approx(0.0)
-    script = Script(Case("sgd", schedule=False))
-    found = rates(script, CosineAnnealingScheduler(script.trainer.optimizer, "lr", 0.1, 0.0, cycle_size=2 * UPDATES))
-    assert found[0] == pytest.approx(0.1)
-    assert found == sorted(found, reverse=True)
-    script = Script(Case("sgd", schedule=False))
-    inner = torch.optim.lr_scheduler.StepLR(script.inner, 4, 0.8)
-    warm = create_lr_scheduler_with_warmup(LRScheduler(inner), warmup_start_value=0.0, warmup_duration=5)
-    found = rates(script, warm)
-    assert found[:4] == pytest.approx([0.025 * n for n in range(4)])
-    assert found[-1] < found[6]
+def own_engine(step: Any, trace: Any = TRACE, inner: Any = None) -> tuple[VariableBatchEngine, Any, Any]:
+    """An engine whose step is `step(model, optimizer, batch)`, its model and its loader."""
+    model, loader = network(), DataLoader(Samples(), MICROBATCH)
+    optimizer = variable_batch(inner or SGD(model.parameters(), lr=0.1), loader, trace=trace)
+    return VariableBatchEngine(lambda _, batch: step(model, optimizer, batch), optimizer), model, loader
 
 
-def test_states_of_every_event_can_be_loaded(tmp_path: Path) -> None:
-    """Also that of the end of an epoch, and of the end of the run, where the engine has no epoch_length."""
-    for event in Events.EPOCH_COMPLETED, Events.COMPLETED:
-        script = Script(Case())
-        saver = DiskSaver(str(tmp_path / event.name), create_dir=True)
-        script.trainer.add_event_handler(event, Checkpoint(script.parts, saver, n_saved=None))
-        script.run()
-        for path in sorted((tmp_path / event.name).iterdir()):
-            after = Script(Case())
-            Checkpoint.load_objects(after.parts, path)
-            assert f"checkpoint_{after.trainer.state.iteration}.pt" == path.name
-            after.run()
-            assert difference(after.model, expected(Case())[0]) < 1e-12
+def test_outputs_and_batches_of_an_update() -> None:
+    """Means of numbers, rows put together, and the last one of anything else."""
 
-
-def test_the_optimizer_is_a_part_of_its_own() -> None:
-    """The wrapper's state has the position, too."""
-    script = Script(Case())
-    script.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=14), script.trainer.terminate)
-    script.run()
-    state = {"model": script.model.state_dict(), "optimizer": script.trainer.optimizer.state_dict()}
-    after = Script(Case(schedule=False))
-    Checkpoint.load_objects({"model": after.model, "optimizer": after.trainer.optimizer}, state)
-    after.run()
-    assert (after.trainer.state.iteration, after.trainer.state.epoch) == (UPDATES, EPOCHS)
-
-
-# What trainers do. -----------------------------------------------------------------------------------------------
-
-
-def test_bfloat16() -> None:
-    model, data = network().float(), Samples()
-    data.x = data.x.float()
-    loader = DataLoader(data, MICROBATCH, shuffle=True)
-    inner = SGD(model.parameters(), lr=0.1)
-    optimizer = variable_batch(inner, loader, trace=TRACE, rule="root", ref_batchsize=REF)
-
-    def train_step(engine: Engine, batch: Any) -> float:
-        x, target = batch
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = cross_entropy(model(x), target)
-        loss.backward()
+    def step(model: Any, optimizer: Any, batch: Any) -> Any:
+        optimizer.backward(cross_entropy(model(batch[0]), batch[1]))
         optimizer.step()
-        return loss.item()
+        return {"hits": torch.tensor(len(batch[0])), "all": ((float(len(batch[0])), batch[1]), "last")}
 
-    trainer = VariableBatchEngine(train_step, optimizer)
-    losses: list[float] = []
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: losses.append(trainer.state.output))
-    trainer.run(loader, max_epochs=EPOCHS)
-    assert (optimizer.updates, optimizer.samples) == (UPDATES, EPOCHS * SAMPLES)
-    assert losses[-1] < losses[0]
-
-
-@pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'", "ignore:.*CUDA is not available")
-@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
-def test_datasets_and_stateful_loaders(kind: Any) -> None:
-    x, target = samples()
-    data = Dataset.from_dict({"x": x.tolist(), "target": target.tolist()}).with_format("torch", dtype=torch.float64)
-    model, case = network(), Case("sgd", schedule=False)
-    loader = kind(data, batch_size=MICROBATCH, shuffle=True)
-    trainer = create_supervised_trainer(
-        model,
-        case.make_inner(model),
-        cross_entropy,
-        loader=loader,
-        trace=TRACE,
-        rule="root",
-        ref_batchsize=REF,
-        prepare_batch=lambda batch, device, non_blocking: (batch["x"], batch["target"].long()),
-    )
-    trainer.run(loader, max_epochs=EPOCHS)
-    assert difference(model, expected(case)[0]) < 1e-12
+    engine, _, loader = own_engine(step, trace=[10] * 30)
+    seen: list[Any] = []
+    engine.add_event_handler(Events.ITERATION_COMPLETED, lambda: seen.append((engine.state.output, engine.state.batch)))
+    engine.run(loader, max_epochs=1)
+    output, batch = seen[0]
+    (mean, rows), last = output["all"]
+    assert float(output["hits"]) == mean == pytest.approx(5.0)
+    assert (output["hits"].dtype, last) == (torch.float32, "last")
+    assert torch.equal(rows, torch.cat([target for _, target in batch]))
+    assert len(rows) == 10
 
 
-def test_a_metric_of_the_trainer_that_keeps_all_outputs() -> None:
-    script = Script(Case(), output_transform=lambda x, y, y_pred, loss: (y_pred, y))
-    sizes: list[int] = []
-    metric = EpochMetric(lambda y_pred, y: sizes.append(len(y)) or 0.5, check_compute_fn=False)
-    metric.attach(script.trainer, "kept")
-    script.trainer.run(script.loader, max_epochs=2)
-    assert sizes == [SAMPLES, SAMPLES]
+# Refusals. -------------------------------------------------------------------------------------------------------
 
 
-def test_the_private_attribute_that_a_resume_needs() -> None:
-    """`_init_iter` is the number of batches of the epoch that were there before; Ignite takes it in each epoch."""
-    seen: list[tuple[int | None, int | None]] = []
-    engine = Engine(lambda engine, batch: None)
-    engine.add_event_handler(Events.EPOCH_STARTED, lambda: setattr(engine, "_init_iter", 2))
-    engine.add_event_handler(Events.EPOCH_COMPLETED, lambda: seen.append((engine.state.iteration, engine._init_iter)))
-    engine.run([1, 2, 3, 4, 5], max_epochs=1)
-    assert seen == [(3, None)]
+def test_what_is_refused() -> None:
+    script = Script()
+    arguments = script.model, script.inner, cross_entropy
+    with pytest.raises(TypeError, match=r"the training's loader must be a DataLoader, got \[1, 2\]"):
+        create_supervised_trainer(*arguments, loader=[1, 2], trace=TRACE)
+    with pytest.raises(TypeError, match="deterministic"):
+        create_supervised_trainer(*arguments, loader=script.loader, trace=TRACE, deterministic=True)
+    with pytest.raises(TypeError, match="epoch_length"):
+        script.trainer.run(script.loader, max_epochs=3, epoch_length=10)
+    with pytest.raises(ValueError, match="a training continues with its 203 samples, got 4; pass the loader"):
+        script.trainer.run(DataLoader([1, 2, 3, 4], 8, shuffle=True), max_epochs=3)
+    with pytest.raises(ValueError, match=r'the position in the training under "vbs", but this one has none'):
+        script.trainer.load_state_dict(Engine(lambda engine, batch: None).state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:Data iterator can not provide data")
+def test_a_run_ends_where_a_handler_hides_the_exceptions_of_every_update() -> None:
+    """Ignite goes on with the next epoch, which is the rest of this one, and would end in the same exception."""
+    errors: list[BaseException] = []
+
+    def step(model: Any, optimizer: Any, batch: Any) -> None:
+        if optimizer.updates == 5 or len(errors) > 9:
+            raise KeyError("on purpose")
+        optimizer.backward(cross_entropy(model(batch[0]), batch[1]))
+        optimizer.step()
+
+    engine, _, loader = own_engine(step, trace=16)
+    engine.add_event_handler(Events.EXCEPTION_RAISED, errors.append)
+    engine.run(loader, max_epochs=3)
+    assert [type(error) for error in errors] == [KeyError, RuntimeError]  # the update is not complete
+
+
+def test_a_mean_over_tokens_is_warned_of() -> None:
+    model = language_model()
+    loader, inner = DataLoader(Texts(), MICROBATCH), SGD(model.parameters(), lr=0.1)
+    trainer = create_supervised_trainer(model, inner, Case(tokens=True).loss, loader=loader, trace=TRACE)
+    with pytest.warns(UserWarning, match=r"must be a mean over rows, but that of \d rows is .*reduction=\"sum\""):
+        trainer.run(loader, max_epochs=1)
+
+
+def test_a_term_that_is_0_in_the_first_update_is_warned_of_in_a_later_one() -> None:
+    def loss(y_pred: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(y_pred, y) + (script.trainer.state.iteration > 1) * y_pred.mean(0).square().sum()
+
+    script = Script()
+    script.trainer = create_supervised_trainer(script.model, script.inner, loss, loader=script.loader, trace=TRACE)
+    with pytest.warns(UserWarning, match=r"must be a mean over rows"):
+        script.run(epochs=1)
+
+
+# What else. ------------------------------------------------------------------------------------------------------
 
 
 def test_the_example_runs_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

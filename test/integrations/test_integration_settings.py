@@ -122,11 +122,10 @@ def test_schedules_that_count_batches() -> None:
     assert warned(cosine(inner, T_max=39))
     assert warned(torch.optim.lr_scheduler.OneCycleLR(inner, 0.1, epochs=3, steps_per_epoch=13))
     assert warned(after_warm_up(39))
-    assert warned(cosine(inner, T_max=2 * 39), steps_per_update=1)
+    assert warned(cosine(inner, T_max=2 * 39))
     for right in cosine(inner, T_max=26), cosine(inner, T_max=21), after_warm_up(26), cosine(inner, T_max=38):
         assert not warned(right)
     assert not warned(cosine(inner, T_max=39), updates=39)
-    assert not warned(cosine(inner, T_max=52), steps_per_update=2)
     assert not warned(cosine(inner, T_max=40), batches=5)  # any number may be a multiple of few batches
     assert not warned(torch.optim.lr_scheduler.LinearLR(inner), batches=1)
 

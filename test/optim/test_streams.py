@@ -135,6 +135,26 @@ def test_a_training_resumes_with_the_rows_that_were_read_ahead(tmp_path: Path) -
     assert [one + other for one, other in zip(begun, resumed, strict=True)] == expected
 
 
+@pytest.mark.parametrize("later", [False, True])
+def test_a_checkpoint_without_the_state_of_the_stream_raises(later: bool, tmp_path: Path) -> None:
+    """Where a loop begins after the checkpoint was created, its first `step()` says so."""
+    optimizer = source(vbs.backend.LocalBackend(), SIZES)
+    stream = Chunks(STREAMS[0], 1)
+    updates = vbs.updates([] if later else stream, optimizer)
+    options: Any = {"model": optimizer.model, "optimizer": optimizer, "loader": stream}  # type: ignore[attr-defined]
+
+    def begin() -> None:
+        with vbs.Checkpoint(tmp_path / "one", **options) as checkpoint:
+            train(optimizer, vbs.updates(stream, optimizer), until=1)
+            checkpoint.step()
+
+    with pytest.raises(RuntimeError, match=r"must have the state of the stream.* pass stream=updates to Checkpoint"):
+        begin()
+    assert optimizer.updates == later
+    with vbs.Checkpoint(tmp_path / "two", **options, stream=updates) as checkpoint:
+        checkpoint.save()
+
+
 def states(world: int, **options: Any) -> list[dict[str, Any]]:
     def one(backend: vbs.backend.Backend) -> dict[str, Any]:
         optimizer = source(backend, SIZES, **options)

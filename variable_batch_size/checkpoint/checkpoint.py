@@ -73,8 +73,9 @@ class Checkpoint:
             or `best` is not a string.
         ValueError: if `keep` or `every` is not positive, `best` is not "min:" or "max:" and a name, `on_interrupt` is
             not "save", or a part is a scheduler that a `ProgressScheduler` steps.
-        RuntimeError: on every rank, if the folder cannot be written or another process writes there, or the state of a
-            part holds other values. `step()` looks once more after the first update.
+        RuntimeError: on every rank, if the folder cannot be written or another process writes there, the state of a
+            part holds other values, or the stream that feeds the optimizer has a state and is no part. `step()` looks
+            once more after the first update.
     """
 
     def __init__(

@@ -18,6 +18,7 @@ from variable_batch_size.checkpoint.names import Names
 from variable_batch_size.checkpoint.rng_states import RNGStates
 from variable_batch_size.checkpoint.stored import StoredState
 from variable_batch_size.checkpoint.values import encode, identity
+from variable_batch_size.optim.arriving import check_stream_is_saved
 from variable_batch_size.optim.lr_scheduler import ProgressScheduler, is_stepped_by_progress
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.optim.wrapper import list_parameters
@@ -105,7 +106,9 @@ class Parts:
 
         Raises:
             TypeError: if a state holds a value that a checkpoint cannot hold.
+            RuntimeError: if a stream with a state feeds the optimizer, and is no part.
         """
+        check_stream_is_saved(self._optimizer, self._by_name.values())
         parts = self._by_name.items()
         asked = {name: part for name, part in parts if updated or not isinstance(part, DataLoader)}
         for name in asked:

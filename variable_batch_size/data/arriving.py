@@ -138,6 +138,7 @@ class ArrivingBatches(Dealer):
             raise type_error("trace must be a batch trace", trace, "pass one; a controller needs a vbs.CustomSampler")
         self._trace = None if trace is None else BatchTrace.of(trace)
         self._stream: Stream | None = None  # that was read last
+        self.streams_have_state = False  # whether a loop over streams can save where they are
         plan = Plan(BatchTrace.constant(1), MAX_INT, limit, fixed_shape=bool(fixed_shape), begin=_ENDLESS)
         named = {"max_tokens": max_tokens, "shared": shared, "counts=": counts is not None}
         facts = {**named, "trace=": None if self._trace is None else self._trace.fingerprint}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence, Sized
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import numpy as np
 from torch import Tensor
@@ -168,6 +168,19 @@ class CustomSampler(Dealer, Sampler[list[int]]):
         """
         decided = self.batches.decided
         return self.plan.trace if decided is None else decided.so_far(self.position.step)
+
+    @property
+    def drop_last(self) -> NoReturn:
+        """What only asks who deals the microbatches once more, as Accelerate does on several ranks: this raises.
+
+        Raises:
+            RuntimeError: always; `plan.drop_last` is the argument.
+        """
+        raise RuntimeError(
+            "a loader of a CustomSampler must be read as it is, because the sampler deals each rank its own "
+            "microbatches, but they are about to be dealt once more, as by accelerator.prepare(loader); leave the "
+            "loader out of prepare(), and move its batches with .to(accelerator.device)"
+        )
 
     def __iter__(self) -> Iteration:
         """Return an iterator over the rest of this epoch, from the last committed update on."""

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from variable_batch_size._validation import type_error
 from variable_batch_size.data.plan import Epoch
+from variable_batch_size.data.rows import of_tensors
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.integrations.from_loader import check_samples, sampler_for
 from variable_batch_size.integrations.loading import with_sampler
@@ -23,6 +24,7 @@ from variable_batch_size.integrations.versions import require_version
 from variable_batch_size.optim.consistency import broadcast_parameters
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.optim.updates import Updates
+from variable_batch_size.testing.loss import CHECKED_UPDATES, check_loss
 
 require_version("pytorch-ignite", "0.5.2", "ignite")
 
@@ -69,11 +71,19 @@ def _supervised_step(
 ) -> Callable[[Engine, Any], Any]:
     """Return Ignite's process function, whose losses carry their weight."""
 
-    def step(_: Engine, batch: Any) -> Any:
-        model.train()
+    def forward(model: nn.Module, batch: Any) -> tuple[Any, Any, Any, Tensor]:
         x, y = prepare_batch(batch, device=device, non_blocking=non_blocking)
         y_pred = model_transform(model_fn(model, x))
-        loss = loss_fn(y_pred, y)
+        return x, y, y_pred, loss_fn(y_pred, y)
+
+    to_check = {*CHECKED_UPDATES}
+
+    def step(_: Engine, batch: Any) -> Any:
+        if optimizer.updates in to_check and of_tensors(batch):
+            to_check.remove(optimizer.updates)
+            check_loss(model, lambda model, part: forward(model, part)[-1], batch, reduction=optimizer.reduction)
+        model.train()
+        x, y, y_pred, loss = forward(model, batch)
         optimizer.backward(loss)
         optimizer.step()
         return output_transform(x, y, y_pred, loss)

@@ -30,9 +30,7 @@ def lengths(schedule: Any) -> Iterator[tuple[str, int]]:
         yield from ((name, value) for name, value in getattr(function, "keywords", {}).items() if name in _LENGTHS)
 
 
-def warn_of_batches(
-    schedules: Iterable[Any], plan: Plan, batches: int, updates: float | None = None, steps_per_update: int = 1
-) -> None:
+def warn_of_batches(schedules: Iterable[Any], plan: Plan, batches: int, updates: float | None = None) -> None:
     """Warn of a schedule that ends after a number of batches instead of updates.
 
     Args:
@@ -41,15 +39,14 @@ def warn_of_batches(
         batches: number of batches of the user's loader in an epoch.
         updates: number of updates of the training, if it is known; a schedule of this length, or of some epochs, is
             right.
-        steps_per_update: number of steps of a schedule in an update.
     """
     for name, steps in {pair for schedule in schedules for pair in lengths(schedule)}:
         epochs, rest = divmod(steps, max(batches, 1))
         if batches <= _FEW or rest or not epochs or steps in (updates, plan.max_updates):
             continue
-        ends = (plan.epoch(number).end_step * steps_per_update for number in range(plan.first_epoch, steps))
+        ends = (plan.epoch(number).end_step for number in range(plan.first_epoch, steps))
         try:
-            made = plan.epoch(epochs - 1).end_step * steps_per_update
+            made = plan.epoch(epochs - 1).end_step
             right = steps in takewhile(steps.__ge__, ends)
         except ValueError:  # the trace ends before
             continue

@@ -41,6 +41,7 @@ class Arrivals(Generic[T]):
         if not isinstance(batches, Iterable):
             raise type_error("batches must be iterable", batches, "pass this rank's part of each batch, in their order")
         self._batches, self._optimizer, self._source = batches, optimizer, source
+        source.streams_have_state |= source.has_trace and callable(getattr(batches, "state_dict", None))
         self._last = _NONE  # a microbatch that this rank can repeat
         self._stream: Stream | None = None
         self._kept: Any = None  # rows that a restored state had read
@@ -211,6 +212,19 @@ class Arrivals(Generic[T]):
         if "source" in own and not own["ended"]:
             self._batches.load_state_dict(own["source"])  # type: ignore[attr-defined]
         self._stream, self._kept, self._ended = None, own["rows"], own["ended"] and "source" in own
+
+
+def check_stream_is_saved(optimizer: CustomOptimizer, parts: Iterable[object]) -> None:
+    """Raise RuntimeError if the stream that feeds an optimizer has a state, but is none of the parts that are saved."""
+    source = optimizer.sampler
+    if not isinstance(source, ArrivingBatches) or not source.streams_have_state:
+        return
+    if not any(isinstance(part, Arrivals) and part._optimizer is optimizer for part in parts):
+        raise RuntimeError(
+            "a checkpoint must have the state of the stream, or a run that resumes reads its rows again, but what "
+            "vbs.updates() returned is no part of it; pass stream=updates to Checkpoint, with updates = "
+            "vbs.updates(loader, optimizer)"
+        )
 
 
 def _compact(value: Any) -> Any:

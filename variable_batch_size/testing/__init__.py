@@ -1,10 +1,11 @@
-"""Helpers for tests of a training: ranks in one process, XLA cores on a CPU, resuming, and what a gradient is made of.
+"""Helpers for tests of a training: ranks, XLA cores on a CPU, resuming, what a gradient is made of, and losses.
 
 Begin with `gradient.py`: it explains the gradient of any training loop by those of the rows.
 """
 
 from variable_batch_size.backend.xla import launch
 from variable_batch_size.testing.gradient import GradientReport, check_gradient
+from variable_batch_size.testing.loss import check_loss
 from variable_batch_size.testing.ranks import ThreadBackend, run_ranks
 from variable_batch_size.testing.resuming import assert_resumes_identically
 
@@ -13,6 +14,7 @@ __all__ = [
     "ThreadBackend",
     "assert_resumes_identically",
     "check_gradient",
+    "check_loss",
     "launch",
     "run_ranks",
 ]

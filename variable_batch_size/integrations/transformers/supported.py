@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace
-from variable_batch_size.integrations.accelerate.sums import distributed_type, sums_by_torch
+from variable_batch_size.integrations.accelerate import distributed_type, sums_by_torch
 from variable_batch_size.integrations.supported import Setting, check
 
 _OWN_STEPS = "lomo", "layerwise", "schedule_free"  # in names of optimizers that step in backward, or have two modes

@@ -39,7 +39,7 @@ from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
 from accelerate.utils import recursively_apply  # noqa: E402
 from transformers import Trainer  # noqa: E402  (after the check, which has the better message)
 
-from variable_batch_size.integrations.accelerate.sums import sum_in_float32  # noqa: E402
+from variable_batch_size.integrations.accelerate import sum_in_float32  # noqa: E402
 from variable_batch_size.integrations.transformers.internals import TrainerInternals, order_of  # noqa: E402
 from variable_batch_size.integrations.transformers.labels import Share  # noqa: E402
 from variable_batch_size.integrations.transformers.length import Position, is_adaptive, length  # noqa: E402

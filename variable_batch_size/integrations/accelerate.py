@@ -1,11 +1,37 @@
-"""Who sums gradients under Accelerate, and in which dtype."""
+"""Accelerate: a loop needs nothing from here, but for states of FSDP2; see docs/trainers/accelerate.md."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, final
 
 import torch
+
+from variable_batch_size.optim.optimizer import CustomOptimizer
+
+
+@final
+class PositionState:
+    """The position in a training whose inner optimizer Accelerate saves by itself, as it does with FSDP2.
+
+    `accelerator.register_for_checkpointing(PositionState(optimizer), scheduler)`
+    """
+
+    def __init__(self, optimizer: CustomOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, and the noise; every rank has to call it."""
+        return {"vbs": self._optimizer.state_dict()["vbs"]}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Move the optimizer, whose own state was restored, to the position."""
+        optimizer = self._optimizer
+        optimizer.load_state_dict({**optimizer.inner.state_dict(), "vbs": state_dict["vbs"]})
+
+
+# What the adapter of transformers asks an accelerator. ---------------------------------------------------------------
 
 
 def distributed_type(accelerator: Any) -> str:

@@ -1,0 +1,31 @@
+"""The private names that are left, against the installed versions of the trainers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+from helpers.frameworks import missing
+from helpers.private_names import LEFT, private_names
+
+
+def of_accelerate() -> Iterable[Any]:
+    parts = import_module("accelerate"), import_module("accelerate.optimizer"), import_module("accelerate.scheduler")
+    return parts[0].Accelerator, parts[1].AcceleratedOptimizer, parts[2].AcceleratedScheduler
+
+
+def of_ignite() -> Iterable[Any]:
+    engine = import_module("ignite.engine")
+    return engine, engine.Engine(lambda *_: None)
+
+
+OBJECTS: dict[str, Callable[[], Iterable[Any]]] = {"accelerate": of_accelerate, "ignite": of_ignite}
+
+
+@pytest.mark.parametrize("trainer", [trainer for trainer in OBJECTS if not missing(trainer)])
+def test_internals_are_those_of_the_list(trainer: str) -> None:
+    """The names are looked for among those that the installed version has."""
+    assert private_names(trainer, OBJECTS[trainer]()) == LEFT[trainer]

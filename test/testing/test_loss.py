@@ -1,0 +1,149 @@
+"""The checker of losses: no word about means over rows, and a warning about what depends on the microbatch."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, dropout
+
+from variable_batch_size.data.rows import of_tensors
+from variable_batch_size.testing import check_loss
+
+ROWS = 8
+
+
+def batch_of(rows: int = ROWS) -> dict[str, Tensor]:
+    """Texts of 2 to 6 tokens, the others are 0."""
+    generator = torch.Generator().manual_seed(1)
+    texts = torch.randint(1, 9, (rows, 6), generator=generator)
+    return {"texts": texts * (torch.arange(6) < torch.arange(2, 2 + rows)[:, None] % 7), "x": torch.rand(rows, 3)}
+
+
+def model_of() -> Any:
+    embedding = nn.Embedding(9, 9).double()
+    torch.nn.init.normal_(embedding.weight, generator=torch.Generator().manual_seed(2))
+    return nn.Sequential(embedding, nn.Dropout(0.5), nn.BatchNorm1d(6).double())
+
+
+def by_token(model: nn.Module, batch: Any, **options: Any) -> Tensor:
+    texts = batch["texts"]
+    return cross_entropy(model(texts).mT[..., :-1], texts[:, 1:], ignore_index=0, **options)
+
+
+def by_row(model: nn.Module, batch: Any) -> Tensor:
+    return by_token(model, batch, reduction="none").sum(dim=1).mean()
+
+
+def summed(model: nn.Module, batch: Any) -> Tensor:
+    return by_token(model, batch, reduction="sum")
+
+
+def contrastive(model: nn.Module, batch: Any) -> Tensor:
+    found = model(batch["texts"]).mean(dim=1)
+    return cross_entropy(found @ found.T, torch.arange(len(found)))
+
+
+def weighing_classes(model: nn.Module, batch: Any) -> Tensor:
+    return by_token(model, batch, weight=torch.arange(1.0, 10.0).double())
+
+
+def drawn(model: nn.Module, batch: Any) -> Tensor:
+    return by_token(model, batch) + random.random() + dropout(torch.ones(3), 0.5).sum()
+
+
+def multi_label(model: nn.Module, batch: Any) -> Tensor:
+    return binary_cross_entropy_with_logits(model(batch["texts"]).mean(dim=(1, 2)), batch["x"][:, 0].double())
+
+
+def counts() -> Tensor:
+    return (batch_of()["texts"][:, 1:] != 0).sum(dim=1)
+
+
+def said(loss: Any, batch: Any = None, **options: Any) -> str:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        check_loss(model_of(), loss, batch_of() if batch is None else batch, **options)
+    return " ".join(str(one.message) for one in caught)
+
+
+@pytest.mark.parametrize(
+    ("loss", "options"),
+    [
+        (by_row, {}),
+        (multi_label, {}),
+        (summed, {"reduction": "sum"}),
+        (by_token, {"counts": counts()}),
+        (by_token, {"counts": counts().tolist()}),
+        (drawn, {}),
+        (by_token, {"batch": batch_of(1)}),
+        (by_token, {"tolerance": 1.0}),
+    ],
+)
+def test_losses_that_are_right(loss: Any, options: dict[str, Any]) -> None:
+    assert not said(loss, **options)
+
+
+@pytest.mark.parametrize(
+    ("loss", "options"),
+    [
+        (by_token, {}),
+        (weighing_classes, {}),
+        (contrastive, {}),
+        (summed, {}),
+        (by_row, {"counts": counts()}),
+        (by_token, {"reduction": "sum"}),
+        (by_token, {"batch": batch_of(2)}),
+    ],
+)
+def test_losses_that_depend_on_the_microbatch(loss: Any, options: dict[str, Any]) -> None:
+    words = said(loss, **options)
+    assert words.startswith("the loss of a microbatch must be a ")
+    assert 'pass reduction="sum" to the optimizer and how many they are to step(count=), see docs/losses.md' in words
+
+
+def test_rows_in_a_list_are_collated_by_the_loss() -> None:
+    texts = [{"texts": text} for text in batch_of()["texts"]]
+
+    def collated(model: nn.Module, rows: list[Any]) -> Tensor:
+        return by_token(model, torch.utils.data.default_collate(rows))
+
+    assert "that of 8 rows is" in said(collated, texts)
+    assert not said(collated, texts, counts=counts())
+    nested = [[batch_of()["texts"], batch_of()["x"]], batch_of()["x"]]  # fields, as a loader collates pairs of pairs
+    assert "that of 8 rows is" in said(lambda model, batch: by_token(model, {"texts": batch[0][0]}), nested)
+    assert said(collated, texts, remedy="sum").endswith("; sum")
+
+
+def test_nothing_is_changed() -> None:
+    model, batch = model_of(), batch_of()
+    model[1].eval()
+    model.register_buffer("calls", torch.zeros(1))
+
+    def counting(model: Any, batch: Any) -> Tensor:
+        model.calls += 1
+        return drawn(model, batch) + np.random.rand()
+
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()  # type: ignore[index]
+    check_loss(model, counting, batch)
+    assert [module.training for module in model] == [True, False, True]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert np.array_equal(np.random.get_state()[1], states[2])  # type: ignore[index]
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_what_cannot_be_cut_is_refused() -> None:
+    assert of_tensors(batch_of())
+    assert not any(map(of_tensors, [{"x": torch.ones(3), "y": torch.ones(2)}, (torch.ones(3), None), torch.ones(())]))
+    with pytest.raises(TypeError, match="each field of a batch must have rows"):
+        check_loss(model_of(), by_row, {"texts": 3})
+    with pytest.raises(ValueError, match=r"a number for each of 8 rows, got \(3,\); pass one for each"):
+        check_loss(model_of(), by_row, batch_of(), counts=[1, 2, 3])

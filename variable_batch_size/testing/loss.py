@@ -1,0 +1,113 @@
+"""Is the loss a mean over rows? A loss that depends on the microbatch is found by cutting one in two."""
+
+from __future__ import annotations
+
+import math
+import random
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from variable_batch_size._log import stacklevel_of_user
+from variable_batch_size._validation import FloatArray, value_error
+from variable_batch_size.data import rows
+
+CHECKED_UPDATES: Final = frozenset({0, 10})  # by trainers, if rows.of_tensors(batch): a KL term may be 0 in the first
+_TOLERANCES: Final = {torch.float64: 1e-6, torch.float32: 2e-3}  # relative; of losses that models round to float32
+_NARROW: Final = 1e-2
+_REMEDY: Final = (
+    'return the sum of what it averages, such as tokens, pass reduction="sum" to the optimizer and how many they are '
+    "to step(count=), see docs/losses.md; a loss that compares rows with one another cannot be cut into microbatches"
+)
+
+
+def check_loss(
+    model: nn.Module,
+    loss_fn: Callable[[nn.Module, Any], Tensor],
+    batch: Any,
+    *,
+    counts: Sequence[float] | Tensor | None = None,
+    reduction: Literal["mean", "sum"] = "mean",
+    tolerance: float | None = None,
+    remedy: str = _REMEDY,
+) -> None:
+    """Warn if the loss of a batch is not the mean of those of two parts of it, weighed by what their rows count.
+
+    The loss is computed four times, without gradients and with the model in evaluation mode; modes, buffers and random
+    numbers are as before afterwards. A loss that draws random numbers, which the whole batch shows twice, is not
+    compared. Every rank calls it, with a batch of its own.
+
+    Args:
+        model: the model.
+        loss_fn: returns the loss of some rows of the batch, 0-D, given the model and these rows.
+        batch: tensors whose first dimension is the rows, in a tuple or dict; or a list of rows, for a `loss_fn` that
+            collates them. One row is not compared.
+        counts: what each row counts, such as its tokens, (rows,). Default: all alike.
+        reduction: "mean", or "sum" if the loss of the batch has to be the sum of those of its parts.
+        tolerance: the relative difference that rounding explains. Default: by the dtype of the parameters.
+        remedy: what the warning says in the end.
+
+    Raises:
+        TypeError: if a field of the batch has no rows.
+        ValueError: if fields have unequal numbers of rows, or `counts` another number.
+
+    >>> model, texts = torch.nn.Embedding(9, 9), torch.tensor([[1, 2, 3], [4, 5, 0]])
+    >>> def loss_fn(model, texts):  # a mean over the tokens that are not 0
+    ...     return torch.nn.functional.cross_entropy(model(texts[:, :-1]).mT, texts[:, 1:], ignore_index=0)
+    >>> check_loss(model, loss_fn, texts, counts=(texts[:, 1:] != 0).sum(1))  # says nothing
+    """
+    number = len(batch) if rows.is_list_of_rows(batch) else rows.count(batch)
+    weights = np.ones(number) if counts is None else np.asarray(torch.as_tensor(counts).cpu(), dtype=np.float64)
+    if weights.shape != (number,):
+        raise value_error(f"counts must have a number for each of {number} rows", weights.shape, "pass one for each")
+    whole, cut = np.arange(number), max(1, number // 3)
+    parts = [whole, whole, whole[:cut], whole[cut:]] if number > 1 else [whole] * 4  # as many on each rank
+    with torch.no_grad(), _undisturbed(model):
+        again, expected, *losses = (float(loss_fn(model, rows.take(batch, part))) for part in parts)
+    if number < 2 or again != expected or not all(map(math.isfinite, (expected, *losses))):
+        return
+    found = float(np.dot(_shares(weights, cut, reduction), losses))
+    if tolerance is None:
+        tolerance = max((_TOLERANCES.get(one.dtype, _NARROW) for one in model.parameters()), default=_NARROW)
+    if abs(found - expected) > tolerance * max(map(abs, (expected, *losses))):  # False for nan: a part counts nothing
+        what = "mean" if reduction == "mean" else "sum"
+        over = "rows" if counts is None else "what the rows count"
+        warnings.warn(
+            f"the loss of a microbatch must be a {what} over {over}, but that of {number} rows is {expected:.6g} and "
+            f"the {what} of those of two parts of them {found:.6g}: updates depend on how they are cut into "
+            f"microbatches; {remedy}",
+            UserWarning,
+            stacklevel=stacklevel_of_user(),
+        )
+
+
+def _shares(weights: FloatArray, cut: int, reduction: str) -> FloatArray:
+    """Return the weights of two parts of a batch in its loss, (2,); nan if one of them counts nothing."""
+    if reduction == "sum":
+        return np.ones(2)
+    counts = np.array([weights[:cut].sum(), weights[cut:].sum()])
+    return np.asarray(np.where(counts > 0, counts, np.nan) / counts.sum(), np.float64)
+
+
+@contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Restore, after a block in evaluation mode, what forwards change: modes, buffers and random numbers."""
+    modes, buffers = [(one, one.training) for one in model.modules()], [(one, one.clone()) for one in model.buffers()]
+    devices = {one.device for one in model.parameters() if one.device.type in ("cuda", "xpu")}
+    states = random.getstate(), np.random.get_state()
+    model.eval()
+    try:
+        with torch.random.fork_rng(devices, device_type=next(iter(devices)).type if devices else "cuda"):
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for buffer, before in buffers:
+            buffer.copy_(before)
+        random.setstate(states[0])
+        np.random.set_state(states[1])
