@@ -7,7 +7,8 @@ import os
 import shutil
 import signal
 import stat
-from concurrent.futures import ThreadPoolExecutor
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ import pytest
 import torch
 
 import variable_batch_size as vbs
-from helpers.checkpoints import checkpoint, updates
+from helpers.checkpoints import checkpoint, start, updates
 from helpers.reference import training
 from variable_batch_size.checkpoint import writer
+from variable_batch_size.checkpoint.background import Background
 from variable_batch_size.checkpoint.place import Place
 
 
@@ -43,21 +45,21 @@ def test_an_interrupt_after_the_json_leaves_no_checkpoint_without_tensors(
     assert updates(tmp_path) == [1]
 
 
+@pytest.mark.parametrize("begins", [True, False])
 def test_an_interrupt_while_a_write_begins_leaves_its_memory_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    begins: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = training().run(1)
     saves = checkpoint(tmp_path, run, keep=9)
-    submit = ThreadPoolExecutor.submit
+    begin = Background.begin
 
-    def interrupt(pool: ThreadPoolExecutor, function: Any, *arguments: Any) -> Any:
-        submitted = submit(pool, function, *arguments)
-        if function is not int:
-            raise KeyboardInterrupt
-        return submitted
+    def interrupt(background: Background) -> None:
+        if begins:
+            begin(background)
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(ThreadPoolExecutor, "submit", interrupt)
+        patch.setattr(Background, "begin", interrupt)
         with pytest.raises(KeyboardInterrupt):
             saves.save(wait=False)
     weights = run.model.state_dict()
@@ -65,10 +67,67 @@ def test_an_interrupt_while_a_write_begins_leaves_its_memory_alone(
     run.run(1)
     saves.save(wait=False)
     saves.close()
-    (path,) = tmp_path.glob("update-00000001-*")  # the interrupt has waited for the write
+    (path,) = tmp_path.glob("update-00000001-*")  # the next save has waited for the write, or made it
     found = vbs.read_checkpoint(path)["parts"]["model"]
     assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
     assert vbs.read_checkpoint(tmp_path)["facts"]["updates"] == 2
+
+
+INTERRUPTED = """
+import random, signal, threading
+from functools import partial
+from variable_batch_size.checkpoint.background import Background
+
+done, ended, armed = [], threading.Event(), False
+
+def interrupts():
+    rng = random.Random(3)
+    while not ended.wait(rng.uniform(0, 2e-4)):
+        signal.raise_signal(signal.SIGINT)
+
+def handle(*_):
+    global armed
+    if armed:
+        armed = False
+        raise KeyboardInterrupt
+
+signal.signal(signal.SIGINT, handle)
+threading.Thread(target=interrupts, daemon=True).start()
+number, interrupted, background = 0, 0, Background(partial(done.append, 0))
+while number < 1000 or interrupted < 50:
+    try:
+        armed = True
+        background.begin()
+        background.wait()
+        armed = False
+    except KeyboardInterrupt:
+        interrupted += 1
+        continue
+    number += 1
+    background = Background(partial(done.append, number))
+ended.set()
+print(done == [*range(number)])
+"""
+
+
+def test_interrupts_at_any_instant_leave_work_in_the_background_whole() -> None:
+    """Work is done once, and a wait for it ends, whenever signals come: also those that no `except` gets."""
+    ended = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, check=True)
+    assert ended.stdout == "True\n"
+
+
+def test_a_write_that_fails_is_told_at_the_end_of_the_process(tmp_path: Path) -> None:
+    """Also if the training ends without close()."""
+    script = """
+saves = checkpoint(folder, training().run(1))
+saves.save()
+type(saves._saver._folder).write = lambda *_: 1 / 0
+saves.save(wait=False)
+"""
+    process = start(script, tmp_path)
+    _, told = process.communicate()
+    assert process.returncode == 0
+    assert "RuntimeWarning: Checkpoint update-00000001 could not be written to" in told
 
 
 def test_a_writer_whose_folder_was_deleted_and_begun_again_raises(tmp_path: Path) -> None:

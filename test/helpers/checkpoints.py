@@ -96,7 +96,7 @@ def start(script: str, *arguments: object, new_session: bool = False) -> subproc
     return subprocess.Popen(command, env=environment, start_new_session=new_session, **pipes)
 
 
-def resealed(text: str, version: int) -> str:
+def resealed(text: str, version: int | str) -> str:
     """Return the JSON of a rank with another version, as a later release would write it."""
     body = text.rpartition(', "seal"')[0].replace('"version": 2', f'"version": {version}')
     return f'{body}, "seal": "{hashlib.sha256(f"{body}}}".encode()).hexdigest()}"}}\n'

@@ -115,6 +115,8 @@ def test_rows_in_a_list_are_collated_by_the_loss() -> None:
 
     assert "that of 8 rows is" in said(collated, texts)
     assert not said(collated, texts, counts=counts())
+    nested = [[batch_of()["texts"], batch_of()["x"]], batch_of()["x"]]  # fields, as a loader collates pairs of pairs
+    assert "that of 8 rows is" in said(lambda model, batch: by_token(model, {"texts": batch[0][0]}), nested)
     assert said(collated, texts, remedy="sum").endswith("; sum")
 
 

@@ -8,8 +8,6 @@ JSON of rank 0 is deleted first. Users keep other files in the same folder: only
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import os
 import re
@@ -19,7 +17,7 @@ from typing import Any, Final, final
 
 from torch import Tensor
 
-from variable_batch_size.checkpoint import tensor_file
+from variable_batch_size.checkpoint import seal, tensor_file
 from variable_batch_size.checkpoint.best import Criterion
 from variable_batch_size.checkpoint.place import DAMAGE, Place
 from variable_batch_size.checkpoint.shards import Part
@@ -42,7 +40,6 @@ KEYS: Final = {
 _NAME = re.compile(r"update-(\d{8,})-(\d{4,})-(\d+)-(\d+)")
 _FILE = re.compile(r"rank-\d+\.json(\.new)?|tensors-\d+\.safetensors")
 _EARLIER = re.compile(r"update-(\d{8,})(-\d+)?")  # of version 1
-_SEAL = ', "seal": "'
 
 
 @final
@@ -351,7 +348,7 @@ def update_of(name: str) -> int:
 
 
 def sealed(facts: Mapping[str, Any]) -> str:
-    """Return the JSON of a rank, whose last entry is the SHA-256 of the object without it.
+    """Return the JSON of a rank, with its checksum.
 
     Raises:
         ValueError: if a key is not in `KEYS`.
@@ -359,8 +356,7 @@ def sealed(facts: Mapping[str, Any]) -> str:
     facts = {**facts, "format": FORMAT, "version": VERSION}
     if unknown := facts.keys() - KEYS:
         raise ValueError(f"the keys of a checkpoint's JSON must be in KEYS, got {', '.join(sorted(unknown))}; add them")
-    text = json.dumps(facts, allow_nan=False)
-    return f'{text[:-1]}{_SEAL}{hashlib.sha256(text.encode()).hexdigest()}"}}\n'
+    return seal.sealed(facts)
 
 
 def unsealed(text: str) -> dict[str, Any]:
@@ -370,12 +366,9 @@ def unsealed(text: str) -> dict[str, Any]:
         VersionError: if it has another version.
         ValueError: if it is not intact.
     """
-    found = json.loads(text)
-    if not isinstance(found, dict) or found.get("format") != FORMAT or type(found.get("version")) is not int:
+    found = seal.unsealed(text)
+    if found.get("format") != FORMAT or type(found.get("version")) is not int:
         raise ValueError(f"it is no JSON of {FORMAT}")
-    body, _, seal = text.rpartition(_SEAL)
-    if seal != hashlib.sha256(f"{body}}}".encode()).hexdigest() + '"}\n':
-        raise ValueError("its checksum is another one")
     if found["version"] != VERSION:
         raise VersionError(
             f"a checkpoint must have version {VERSION} of the format {FORMAT}, got version {found['version']}; install "

@@ -13,7 +13,6 @@ import importlib
 import json
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, final
@@ -25,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from variable_batch_size.backend import Backend
 from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.checkpoint import rng_states, shared_state
+from variable_batch_size.checkpoint.background import Background
 from variable_batch_size.checkpoint.best import Criterion
 from variable_batch_size.checkpoint.folder import Folder, update_of
 from variable_batch_size.checkpoint.parts import Parts
@@ -52,7 +52,7 @@ class Saver:
         self._backend, self._agreement, self._parts, self._folder = backend, agreement, parts, folder
         self._keep, self._together = keep, together
         self._copies, self._saves, self.restored_best = Copies(backend), 0, ""
-        self._pending: Future[str] | None = None  # the write of this rank, in a thread
+        self._pending: Background | None = None  # the write of this rank, in a thread
         self._unfinished: tuple[str, dict[str, Any]] | None = None  # what ranks write or have written, as reported
         self._tidies = False  # whether rank 0 has to delete what is not kept
 
@@ -104,15 +104,8 @@ class Saver:
             if wait:
                 self._run(_SAVE, write)
             else:
-                pool = ThreadPoolExecutor(1, "checkpoint")
-                pool.submit(int).result()  # starts the thread, so that an interrupt in that wait leaves no write behind
-                try:
-                    self._pending = pool.submit(write)
-                except BaseException:  # an interrupt: the thread may write, from this memory
-                    self._copies, self._unfinished = Copies(self._backend), None
-                    pool.shutdown()
-                    raise
-                pool.shutdown(wait=False)  # the thread ends with its task, even if this object is deleted earlier
+                self._pending = Background(write)
+                self._pending.begin()
         elif wait:
             self._run(_SAVE, str)
         if wait:
@@ -159,9 +152,10 @@ class Saver:
             Exception: the one that the write raised; it is raised once.
         """
         if self._pending is not None:
-            wait([self._pending])  # an interrupt here leaves it pending
-            done, self._pending = self._pending, None
-            done.result()
+            error = self._pending.wait()  # an interrupt here leaves it pending
+            self._pending = None
+            if error is not None:
+                raise error
         return ""
 
     def warn_of_error(self) -> None:

@@ -9,8 +9,6 @@ disk, a locked file tells at once that the process has ended.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
 import socket
@@ -21,6 +19,7 @@ from typing import Final, NamedTuple, final
 from uuid import uuid4
 
 from variable_batch_size.checkpoint.place import DAMAGE, Place
+from variable_batch_size.checkpoint.seal import sealed, unsealed
 
 SECONDS: Final = 600.0  # after it was written last, until when a folder is its writer's own
 RENEWAL: Final = 60.0  # seconds from one time that it is written to the next
@@ -244,7 +243,7 @@ class Writer:
         for number in self._numbers():
             with suppress(FileNotFoundError):  # a later writer has deleted it
                 try:
-                    found[number] = _unsealed(self._place.read(_name(number)))
+                    found[number] = _read(self._place.read(_name(number)).decode())
                 except (ValueError, TypeError, LookupError, AttributeError):
                     found[number] = _UNREADABLE
         return found
@@ -254,7 +253,7 @@ class Writer:
         with self._writing:
             self._record = record or self._record
             if self.number:
-                self._place.put(_sealed(self._record), _name(self.number), create=create)
+                self._place.put(sealed(self._record._asdict()), _name(self.number), create=create)
 
 
 def _renew(writer: weakref.ref[Writer], ended: threading.Event) -> None:
@@ -265,16 +264,9 @@ def _renew(writer: weakref.ref[Writer], ended: threading.Event) -> None:
         del own
 
 
-def _sealed(record: Record) -> str:
-    """Return a record as JSON with its checksum: what it hides is deleted."""
-    own = record._asdict()
-    return json.dumps({**own, "seal": hashlib.sha256(json.dumps(own).encode()).hexdigest()})
-
-
-def _unsealed(text: bytes) -> Record:
-    own = json.loads(text)
-    if own.pop("seal") != hashlib.sha256(json.dumps(own).encode()).hexdigest():
-        raise ValueError("its checksum is another one")
+def _read(text: str) -> Record:
+    own = unsealed(text)
+    del own["seal"]
     return Record(**own)
 
 

@@ -91,6 +91,11 @@ def count(batch: Any) -> int:
     return sizes[0] if sizes else 0
 
 
+def is_list_of_rows(batch: Any) -> bool:
+    """Return whether a batch is a list whose items are rows, to be collated, and not one of fields."""
+    return isinstance(batch, list) and _is_leaf(batch)
+
+
 def of_tensors(batch: Any) -> bool:
     """Return whether all fields of a batch are tensors with the same number of rows, so that some can be taken."""
     sizes = {len(leaf) if isinstance(leaf, Tensor) and leaf.dim() else None for leaf in _leaves(batch)}

@@ -40,7 +40,7 @@ def versions(parameters: Sequence[Tensor]) -> list[int]:
 
 def _versions(gradients: Sequence[Tensor | None]) -> list[int]:
     found = [-1 if one is None else one._version for one in gradients]
-    if any(type(one) is DTensor for one in gradients):  # FSDP2 adds to the part of this rank
+    if DTensor in set(map(type, gradients)):  # FSDP2 adds to the part of this rank
         pairs = zip(found, gradients, strict=True)
         found = [one + (own._local_tensor._version if isinstance(own, DTensor) else 0) for one, own in pairs]
     return found

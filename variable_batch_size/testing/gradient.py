@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import operator
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,12 +17,11 @@ from typing import Any, final
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.dropout import _DropoutNd
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from variable_batch_size._validation import FloatArray, IntArray, value_error
 from variable_batch_size.data import rows
+from variable_batch_size.testing import update_gradients
 
 
 @final
@@ -115,15 +113,15 @@ def check_gradient(
     required, chosen = required / required.sum(), np.flatnonzero(required).tolist()
     groups = _groups(parts, number) if parts else [[row] for row in chosen]
     with _no_dropout(reference, trained):
-        with _uncleared(trained) as (look, left):
-            reached = _gradients_of(step, trained, look)
-        cleared = not any(one.grad is not None and one.grad.to_dense().any() for one in left)
+        reached, cleared = update_gradients.of_step(step, trained)
         gradient = _random_sums(reached, 4 * number)
         by_row = np.zeros((number, len(gradient)))
         for row in chosen:
             reference.zero_grad()
             loss_fn(reference, rows.take(batch, np.array([row]))).backward()  # type: ignore[no-untyped-call]
-            by_row[row] = _random_sums(_gradients(reference, lambda name, _: name in reached), 4 * number)
+            by_row[row] = _random_sums(
+                update_gradients.of_model(reference, lambda name, _: name in reached), 4 * number
+            )
     resolution = 3 * max(torch.finfo(one.dtype).eps for one in trained.parameters() if one.is_floating_point()) ** 0.5
     by_group, error, residual = _fit(np.stack([required[group] @ by_row[group] for group in groups]), gradient)
     if error >= max(1e-3, resolution / 5) and residual <= resolution:
@@ -170,75 +168,6 @@ def _random_sums(gradients: Mapping[str, FloatArray], least: int) -> FloatArray:
     flat = np.concatenate([gradients[name] for name in sorted(gradients)])
     signs = np.random.default_rng(0).choice([-1.0, 1.0], len(flat))
     return np.asarray(np.bincount(np.arange(len(flat)) % max(4099, least), flat * signs), np.float64)
-
-
-@contextmanager
-def _uncleared(trained: nn.Module) -> Iterator[tuple[Callable[[], None], list[Tensor]]]:
-    """Yield what looks at parameters without a backward, and a list of those whose gradient was not cleared before one.
-
-    A gradient that is None or 0 is replaced by ones until then. Those of FSDP are left out: they are added elsewhere.
-    """
-    before, marks, left = dict[Tensor, Tensor | None](), dict[Tensor, Tensor](), list[Tensor]()
-
-    def look(parameter: Tensor) -> None:
-        mark = marks.pop(parameter, None)
-        if mark is not None and parameter.grad is mark:
-            left.extend([parameter] if mark.to_dense().any() else [])
-            parameter.grad = before[parameter]
-
-    def look_at_all() -> None:
-        for parameter in before:
-            look(parameter)
-
-    for name, parameter in trained.named_parameters():
-        if parameter.requires_grad and type(parameter) is nn.Parameter and "_fsdp_wrapped_module" not in name:
-            before[parameter] = gradient = parameter.grad
-            empty = gradient is None or not gradient.to_dense().any()
-            parameter.grad = marks[parameter] = torch.ones_like(parameter) if empty else gradient  # type: ignore[assignment]
-    handles = [one.register_hook(lambda _, one=one: look(one)) for one in before]  # type: ignore[no-untyped-call]
-    try:
-        yield look_at_all, left
-    finally:
-        look_at_all()
-        for handle in handles:
-            handle.remove()
-
-
-def _gradients_of(
-    step: Callable[[], object], trained: nn.Module, look_at_left: Callable[[], None]
-) -> dict[str, FloatArray]:
-    """Return the gradients with which `step` calls its optimizers, of the parameters that these have."""
-    reached: dict[str, FloatArray] = {}
-
-    def look(optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> Any:
-        closure = options.pop("closure", None) or dict(enumerate(arguments)).get(1)
-        losses = [closure()] if closure else []  # the gradients are there after it
-        look_at_left()
-        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        gradients = _gradients(trained, lambda _, parameter: id(parameter) in stepped)
-        if not reached.keys().isdisjoint(gradients):
-            raise RuntimeError("step must make one update, but it makes several; let it end after the first")
-        reached.update(gradients)
-        return closure and ((optimizer, lambda: losses.pop() if losses else closure()), options)
-
-    with register_optimizer_step_pre_hook(look):
-        step()
-    if not reached:
-        requirement = "step must call step() of an optimizer that has parameters of the model, but no call was seen"
-        raise RuntimeError(f"{requirement}; pass trained= if it trains another model, and a step of a whole update")
-    return reached
-
-
-def _gradients(model: nn.Module, wanted: Callable[[str, nn.Parameter], bool]) -> dict[str, FloatArray]:
-    """Return the gradients of parameters, of all ranks, (coordinates,), by their names without wrappers."""
-    gradients: dict[str, FloatArray] = {}
-    for wrapped, parameter in model.named_parameters():
-        name = re.sub(r"\b(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.", "", wrapped)
-        if parameter.requires_grad and wanted(name, parameter):
-            gradient: Any = torch.zeros(parameter.shape) if parameter.grad is None else parameter.grad.detach()
-            gradient = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-            gradients[name] = gradient.to_dense().reshape(-1).double().cpu().numpy().copy()
-    return gradients
 
 
 @contextmanager

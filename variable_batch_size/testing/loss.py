@@ -61,7 +61,7 @@ def check_loss(
     ...     return torch.nn.functional.cross_entropy(model(texts[:, :-1]).mT, texts[:, 1:], ignore_index=0)
     >>> check_loss(model, loss_fn, texts, counts=(texts[:, 1:] != 0).sum(1))  # says nothing
     """
-    number = count_rows(batch)
+    number = len(batch) if rows.is_list_of_rows(batch) else rows.count(batch)
     weights = np.ones(number) if counts is None else np.asarray(torch.as_tensor(counts).cpu(), dtype=np.float64)
     if weights.shape != (number,):
         raise value_error(f"counts must have a number for each of {number} rows", weights.shape, "pass one for each")
@@ -84,12 +84,6 @@ def check_loss(
             UserWarning,
             stacklevel=stacklevel_of_user(),
         )
-
-
-def count_rows(batch: Any) -> int:
-    """Return the number of rows of a batch, as `check_loss` counts them; it says what it raises."""
-    is_list_of_rows = isinstance(batch, list) and batch and isinstance(batch[0], (dict, tuple, list))
-    return len(batch) if is_list_of_rows else rows.count(batch)
 
 
 def _shares(weights: FloatArray, cut: int, reduction: str) -> FloatArray:
