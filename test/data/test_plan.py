@@ -79,6 +79,14 @@ def map_steps(plan: Plan, epoch: Epoch) -> Iterator[plan_module.Step]:
 # --------------------------------------------------------------------------------------------------------------- errors
 
 
+def test_the_updates_of_a_number_of_epochs() -> None:
+    plan = Plan(BatchTrace.parse("0:24 3:10 9:37 12:9 18:50"), 203, 8)
+    assert [plan.updates_in(epochs) for epochs in (0.5, 1, 1.5, 3)] == [6, 11, 19, 26]
+    assert [plan.epochs_before(plan.epoch(1), step) for step in (11, 12, 21)] == [1, 1 + 37 / 203, 2]
+    ended = Plan(BatchTrace.constant(50), 203, 8, max_updates=7)
+    assert (ended.updates_in(3), ended.epochs_before(ended.epoch(1), 7)) == (7, 1 + 100 / 203)
+
+
 @pytest.mark.parametrize("name", ["dataset_size", "minibatch_size"])
 def test_rejects_sizes_below_one(name: str) -> None:
     arguments = {"dataset_size": 10, "minibatch_size": 2} | {name: 0}
