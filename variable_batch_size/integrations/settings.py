@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, Final, final
 
@@ -105,19 +105,6 @@ class Settings:
         )
         sampler.attach(padded=True)
         return optimizer
-
-
-def check_names(kwargs: Mapping[str, Any], framework: Callable[..., object]) -> None:
-    """Check that what a framework's class is given as keyword arguments is not of the sampler or of the optimizer.
-
-    Raises:
-        TypeError: if it is; the message says where it belongs.
-    """
-    for name, kind in _OPTIONS.items():
-        own = inspect.signature(kind).parameters.keys() - inspect.signature(framework).parameters.keys()
-        if found := sorted(own & kwargs.keys()):
-            requirement = f"arguments of the {kind.__name__} must be in {name}"
-            raise TypeError(f"{requirement}, got {found[0]}=; pass {name}={{{found[0]!r}: ...}}")
 
 
 def check_indexed(dataset: object) -> None:
