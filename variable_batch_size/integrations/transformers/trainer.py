@@ -120,7 +120,7 @@ class VariableBatchMixin(Base):
         # An epoch has at most all updates: the loader ends it. log() counts the samples.
         return epochs, updates, sampler.plan.dataset_size, 0, sampler.max_batch_size, updates, updates
 
-    def begin(self) -> None:
+    def _begin(self) -> None:
         """Create the variable optimizer around what Trainer has prepared and restored, and go to the position."""
         inner, sampler = self.optimizer.optimizer, self._loader.sampler  # in Accelerate's optimizer
         options = {"model": self.model_wrapped, "max_grad_norm": self.args.max_grad_norm or None, "grad_norm": True}
@@ -220,7 +220,7 @@ class Follower(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Create the optimizer, now that Trainer has wrapped the model and loaded a checkpoint."""
-        self._trainer.begin()
+        self._trainer._begin()
         self.on_step_end(args, state, control)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
