@@ -38,7 +38,7 @@ from variable_batch_size.rules import Rule
 from variable_batch_size.testing.loss import CHECKED_UPDATES, check_loss
 
 POSITION = "variable_batch.pt"  # in a checkpoint
-REMEDY = "return a mean over rows or labels, by whose number it is multiplied here, or pass check_loss=False"
+REMEDY = "it is multiplied here by its number of labels or rows: return a mean over them, or pass check_loss=False"
 
 if TYPE_CHECKING:
     from transformers import Trainer as Base
