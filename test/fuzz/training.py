@@ -196,7 +196,7 @@ class Rank:
         except RuntimeError:
             if not self.misuse:
                 raise
-            self.misuse = False
+            self.misuse = self.skipped = False
             self.discard()
             return True
         except PlantedError:

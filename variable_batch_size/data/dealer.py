@@ -56,6 +56,7 @@ class Dealer:
             state was saved in the loop, after the last update.
         iteration: the iteration that was read last.
         expected: the update of which a loop has said that it comes; None in a loop that does not say it.
+        handed_out: how many of its microbatches the loop has got.
         before_reading: the random states of a checkpoint that wait for the next read.
         listeners: whatever must know of the beginning of an iteration.
     """
@@ -72,6 +73,7 @@ class Dealer:
         self._cut_is_known, self._attached, self._elastic = cut_is_known, False, False
         self.iteration: Pass | None = None
         self.expected: Batch | None = None
+        self.handed_out = 0
         self.before_reading = BeforeReading()
         self.listeners: WeakSet[Listener] = WeakSet()
 

@@ -69,7 +69,7 @@ class Arrivals(Generic[T]):
                 continue
             due, parts = source.arrange(own, brought)
             self._find_replay(due, own, parts, brought)
-            source.expected = due
+            source.expected, source.handed_out = due, 0
             yield Update(self._hand_out(due, own, parts), len(due.microbatches))
             if cursor.restarts != restarts:
                 raise stale()
@@ -165,6 +165,7 @@ class Arrivals(Generic[T]):
                 )
             if number >= replays:
                 self._last = self._source.microbatch(own.batch, parts[number - replays])
+            self._source.handed_out = number + 1
             yield self._last
 
     # The state of streams. ---------------------------------------------------------------------------------------

@@ -158,13 +158,16 @@ class Cursor:
         expected, position = self.sampler.expected, self.sampler.batches.next_update(self.position)
         if expected is not None or self.sampler.batches.arriving:
             if expected is None or expected.step != position.step:
-                raise RuntimeError(
-                    f"step() must be called once for each microbatch that vbs.updates has yielded, but update "
-                    f"{self.position.step} has yielded none yet; loop over vbs.updates(loader, optimizer), and over "
-                    f"the microbatches of each update, and call step() once for each"
-                )
+                raise self._not_handed_out(0)
             return expected
         return self._planned(position)
+
+    def _not_handed_out(self, number: int) -> RuntimeError:
+        return RuntimeError(
+            f"step() must be called once for each microbatch that vbs.updates has yielded, but update "
+            f"{self.position.step} has yielded {number or 'none'} yet; loop over vbs.updates(loader, optimizer), and "
+            f"over the microbatches of each update, and call step() once for each"
+        )
 
     def _planned(self, position: Position) -> Batch:
         batches = self.sampler.batches
@@ -266,6 +269,8 @@ class Cursor:
     def receive(self) -> Microbatch:
         """Count the next microbatch as received, and return it."""
         sampler = self.sampler
+        if sampler.expected is not None and self._at.round >= sampler.handed_out:
+            raise self._not_handed_out(sampler.handed_out)
         if sampler.batches.arriving:
             microbatch = self.microbatch()
         else:

@@ -91,7 +91,7 @@ class Updates(Generic[T]):
             if _meet(optimizer):
                 return True
             batch = sampler.batches.batch(Position(number, step))
-            sampler.expected = batch if self._ahead == 0 else None
+            sampler.expected, sampler.handed_out = batch if self._ahead == 0 else None, 0
             update = self._hand_out(microbatches, batch)
             yield Update(iter(list(update)) if self._ahead else update, len(batch.microbatches))
         sampler.expected = None
@@ -106,6 +106,7 @@ class Updates(Generic[T]):
 
     def _hand_out(self, microbatches: Iterator[T], batch: Batch) -> Iterator[T]:
         """Yield the microbatches of an update."""
+        sampler = self._optimizer.sampler
         for number in range(len(batch.microbatches)):
             if self._ahead == 0 and batch.step != self._optimizer.updates:
                 raise RuntimeError(
@@ -120,7 +121,7 @@ class Updates(Generic[T]):
                     f"the {len(batch.microbatches)} of update {batch.step}; create it with batch_sampler=sampler"
                 ) from None
             if self._ahead == 0:  # the first read of the epoch has forgotten what an earlier loop has said
-                self._optimizer.sampler.expected = batch
+                sampler.expected, sampler.handed_out = batch, number + 1
             yield microbatch
 
 
