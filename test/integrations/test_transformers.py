@@ -70,6 +70,21 @@ def test_a_finished_training_resumes_to_nothing_and_a_longer_one_continues(tmp_p
     assert longer.variable_optimizer.samples == 4 * SAMPLES
 
 
+class Interrupted(CaseTrainer):
+    def compute_loss(self, *args: Any, **options: Any) -> Any:
+        if self.variable_optimizer.updates == 2 and self.variable_optimizer.inside_step:
+            raise KeyboardInterrupt
+        return super().compute_loss(*args, **options)
+
+
+def test_a_model_is_saved_after_an_interrupt_within_an_update(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, kind=Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.save_model(str(tmp_path / "model"))
+    assert [path.name for path in (tmp_path / "model").iterdir() if "variable" in path.name] == []
+
+
 class Leaves(hf.TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         control.should_epoch_stop |= state.global_step == 5

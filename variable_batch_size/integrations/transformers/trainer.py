@@ -137,9 +137,9 @@ class VariableBatchMixin(Base):
         self._samples_before, self._count = optimizer.samples, label_counter(self)
 
     def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Save as `Trainer.save_model`; in a training also the position, which is there before Trainer's own state."""
+        """Save as `Trainer.save_model`; in a checkpoint also the position, before Trainer writes its own state."""
         super().save_model(output_dir, *args, **kwargs)
-        if output_dir is None or not self.is_in_train or self.args.save_only_model:
+        if output_dir is None or not kwargs.get("_internal_call") or self.args.save_only_model:
             return
         position = self.variable_optimizer.state_dict()["vbs"]  # on every rank
         if self.args.should_save:
