@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 NEEDED = {
+    "sentences": ["sentence_transformers"],
     "transformers": ["transformers", "accelerate", "datasets", "trl"],
     "accelerate": ["accelerate", "datasets"],
     "lightning": ["lightning"],

@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.nn.functional import cross_entropy
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import IterableDataset
 
 from helpers import fsdp2_on_cpu
 from helpers.trainer_examples import run_script
@@ -176,44 +176,6 @@ def test_trainers_of_trl(tmp_path: Path) -> None:
 
 
 # Samples, losses, and mistakes. ----------------------------------------------------------------------------------
-
-
-class DefaultBatchSampler(BatchSampler):
-    """That of Sentence Transformers, which deals as the one of torch."""
-
-
-class NoDuplicatesBatchSampler(DefaultBatchSampler):
-    def __iter__(self) -> Any:
-        return iter([[0, 1], [2, 3]])
-
-
-class Sentences(hf.Trainer):
-    """A trainer with a loader, and a step, of its own."""
-
-    case, sampler = Case(), DefaultBatchSampler
-    create_optimizer = CaseTrainer.create_optimizer
-
-    def get_train_dataloader(self) -> Any:
-        batches = self.sampler(RandomSampler(self.train_dataset), batch_size=8, drop_last=False)
-        return self.accelerator.prepare(DataLoader(self.train_dataset, batch_sampler=batches))
-
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        loss = model(**inputs)["loss"]
-        self.accelerator.backward(loss)
-        return loss.detach()
-
-
-class Mine(VariableBatchMixin, Sentences):
-    """The changed line."""
-
-
-def test_the_class_below_reads_and_steps(tmp_path: Path) -> None:
-    trainer = trained(tmp_path, kind=Mine)
-    torch.testing.assert_close(weights(trainer.model), expected(Case()).weights, rtol=0, atol=1e-12)
-    with pytest.raises(ValueError, match=r"batch_sampler=NoDuplicatesBatchSampler;.* NO_DUPLICATES and multi"):
-        trained(tmp_path, kind=type("Others", (Mine,), {"sampler": NoDuplicatesBatchSampler}))
-    with pytest.raises(TypeError, match="train_dataset must be one dataset, not several by name"):
-        trainer_of(tmp_path, data={"a": Rows(Case()), "b": Rows(Case())})
 
 
 class Stream(IterableDataset[Any]):
