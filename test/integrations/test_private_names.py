@@ -22,7 +22,20 @@ def of_ignite() -> Iterable[Any]:
     return engine, engine.Engine(lambda *_: None)
 
 
-OBJECTS: dict[str, Callable[[], Iterable[Any]]] = {"accelerate": of_accelerate, "ignite": of_ignite}
+def of_lightning() -> Iterable[Any]:
+    pytorch, strategies = import_module("lightning.pytorch"), import_module("lightning.pytorch.strategies")
+    trainer = pytorch.Trainer(accelerator="cpu", logger=False)
+    epoch_loop = trainer.fit_loop.epoch_loop
+    loops = trainer.fit_loop, epoch_loop, epoch_loop.automatic_optimization, epoch_loop.manual_optimization
+    parts = strategies.DDPStrategy(), strategies.ModelParallelStrategy(), pytorch.LightningModule()
+    return trainer, *loops, *parts, import_module("lightning.pytorch.core.optimizer").LightningOptimizer
+
+
+OBJECTS: dict[str, Callable[[], Iterable[Any]]] = {
+    "accelerate": of_accelerate,
+    "ignite": of_ignite,
+    "lightning": of_lightning,
+}
 
 
 @pytest.mark.parametrize("trainer", [trainer for trainer in OBJECTS if not missing(trainer)])
