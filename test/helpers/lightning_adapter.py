@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Subset
 
@@ -69,13 +69,13 @@ class Record(pl.Callback):
 
     def __init__(self) -> None:
         self.losses: list[float] = []
-        self.updates: list[tuple[int, int, int, bool]] = []  # (global step, epoch, batch_idx, last of the epoch)
+        self.ends: list[int] = []  # updates that Lightning takes for the last one of an epoch
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         pl_module.rates.clear()  # of the step that torch makes to restore sharded states
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.updates.append((trainer.global_step, trainer.current_epoch, batch_idx, trainer.is_last_batch))
+        self.ends += [trainer.global_step] * trainer.is_last_batch
         self.losses.append(float(trainer.callback_metrics["update_loss_step"]))
         assert float(outputs["loss"]) == self.losses[-1]
 
@@ -133,5 +133,5 @@ class Lightning:
         run.fit(module, data, evaluated, ckpt_path=None if resume is None else f"{resume}.ckpt")
         optimizer: Any = run.optimizers[0]
         assert run.global_step == optimizer.updates
-        assert isinstance(next(module.net.parameters()), DTensor) == (case.wrapper == "fsdp2")
+        assert isinstance(module.net, FSDPModule) == (case.wrapper == "fsdp2")
         return Trained.of(module.net, optimizer, record.losses, module.rates, evaluations=module.evaluations)

@@ -60,19 +60,12 @@ def assert_trained(module: Any, updates: int = UPDATES, case: Case = PLAIN) -> N
     torch.testing.assert_close(weights(module.net), expected(case, updates=updates).weights, rtol=0, atol=1e-12)
 
 
-# Counting. -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("every", [1.0, 4])
 def test_epochs_have_unequal_lengths(every: float) -> None:
     record, module = Record(), Evaluated(PLAIN)
     data = {"train_dataloaders": loader(), "val_dataloaders": DataLoader(Samples(), 50)}
     run = fit(module, data, callbacks=[record], val_check_interval=every)
-    assert record.updates == [
-        (first + index + 1, epoch, index, first + index + 1 == end)
-        for epoch, (first, end) in enumerate(zip((0, *ENDS), ENDS, strict=False))
-        for index in range(end - first)
-    ]
+    assert record.ends == [*ENDS]
     assert (run.global_step, run.current_epoch, run.strategy.samples) == (UPDATES, 3, 3 * SAMPLES)  # type: ignore[attr-defined]
     assert len(module.evaluations) == (3 if every == 1 else 2 + 2 + 1)
     assert_trained(module)
@@ -94,9 +87,7 @@ def test_the_number_of_updates_is_that_of_the_plan(hook: str) -> None:
 
     module = Module(PLAIN)
     setattr(module, hook, ask)
-    with pytest.raises(
-        RuntimeError, match=r"must come from the plan, .* pass sampler.plan.epoch\(epochs - 1\).end_step"
-    ):
+    with pytest.raises(RuntimeError, match=r"must come from the plan, .* pass sampler.plan.epoch"):
         fit(module)
 
 
@@ -117,9 +108,6 @@ def test_the_learning_rate_finder_and_loaders_that_are_made_anew(tmp_path: Path)
     assert_trained(module)
 
 
-# Hooks, logs, gradients. -----------------------------------------------------------------------------------------
-
-
 class Watched(Module):
     """A module that logs a mean over updates, as the page says."""
 
@@ -137,12 +125,11 @@ def test_logs_are_means_over_updates_and_hooks_see_whole_gradients(tmp_path: Pat
     run = fit(module, logger=CSVLogger(tmp_path), callbacks=[monitor], log_every_n_steps=2, gradient_clip_val=9.0)
     rows = np.genfromtxt(next(tmp_path.rglob("metrics.csv")), delimiter=",", names=True)
     rows = rows[~np.isnan(rows["vbsglobal_batch_size"])]
-    sizes = np.array(run.strategy._wrapped[0].sampler.trace.batch_sizes(range(3)))  # type: ignore[attr-defined]
+    order = run.optimizers[0].sampler.batches.order(0)(np.arange(48))  # type: ignore[attr-defined]  # of two updates
     assert [*rows["step"]] == [*range(1, UPDATES, 2)]
-    assert (rows["vbsglobal_batch_size"][0], rows["vbssamples"][0]) == (sizes[1], sizes[:2].sum())
-    assert rows["vbslr_effective"][0] == pytest.approx(0.1 * (24 / 16) ** 0.5)
+    facts = [rows[f"vbs{name}"][0] for name in ("global_batch_size", "samples", "lr_effective")]
+    assert facts == pytest.approx([24, 48, 0.1 * (24 / 16) ** 0.5])
     assert rows["vbsgrad_norm"].min() > 0
-    order = run.strategy._wrapped[0].sampler.batches.order(0)(np.arange(48))  # type: ignore[attr-defined]
     assert rows["x_step"][0] == pytest.approx(float(Samples().x[order[24:]].mean()), rel=1e-6)
     assert [*monitor.lrs] == ["lr-SGD"]
     twin = network()
@@ -169,14 +156,12 @@ def test_an_exception_loses_nothing(tmp_path: Path) -> None:
 
 
 def test_float16_skips_updates_and_counts_them() -> None:
-    class Single(Module):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return torch.nn.functional.cross_entropy(self.net.float()(batch[0].float()).float(), batch[1])
-
-    scaler, module = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=5), Single(PLAIN)
+    scaler, module = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=5), Module(PLAIN)
+    module.net.to(torch.float32)[0].register_forward_pre_hook(lambda _, inputs: (inputs[0].float(),))
     run = fit(module, plugins=[MixedPrecision("16-mixed", "cpu", scaler)], gradient_clip_val=0.5)
-    assert (run.global_step, bool(torch.isfinite(weights(module.net)).all())) == (UPDATES, True)
+    assert run.global_step == UPDATES
     assert scaler.get_scale() < 2.0**40
+    assert torch.isfinite(weights(module.net)).all()
 
 
 def test_one_process_is_that_of_a_notebook_and_shuffles_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,9 +172,6 @@ def test_one_process_is_that_of_a_notebook_and_shuffles_unless_told(monkeypatch:
     module = Evaluated(PLAIN)
     run.validate(module, DataLoader(Samples(), 50), verbose=False)
     assert len(module.evaluations) == 1
-
-
-# Manual optimization. --------------------------------------------------------------------------------------------
 
 
 class Two(pl.LightningModule):
@@ -229,9 +211,6 @@ def test_two_optimizers(tmp_path: Path) -> None:
     assert torch.equal(weights(again), weights(module))
 
 
-# The loss. -------------------------------------------------------------------------------------------------------
-
-
 def test_a_mean_over_tokens_is_warned_of() -> None:
     class Tokens(Module):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -262,9 +241,6 @@ def test_the_look_at_the_loss_leaves_no_traces() -> None:
     assert (module.calls, module.accuracy.update_count) == (len(module.rows), len(module.rows))
 
 
-# Refusals. -------------------------------------------------------------------------------------------------------
-
-
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Any:
         return iter(range(SAMPLES))
@@ -276,8 +252,6 @@ def with_method(name: str, method: Any, kind: type[Any] = Module) -> Any:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"accumulate_grad_batches": 4}, "`accumulate_grad_batches` must be 1, got 4; let the trace"),
-    ({"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, "got value; leave it out"),
-    ({"limit_train_batches": 1}, "be 1.0, got 1; pass `max_steps`"),
     ({"val_check_interval": 0.5}, "be 1.0, a number of updates or a time, got 0.5; pass a number"),
     ({"callbacks": [callbacks.GradientAccumulationScheduler({0: 2})]}, "Scheduler; let the"),
     ({"module": with_method("configure_gradient_clipping", lambda *_: None)}, "got that of Other; pass `gradient_clip"),
@@ -289,7 +263,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"data": DataLoader(Stream(), batch_size=8)}, "the dataset must have an index.*pass a map-style dataset"),
     ({"data": [loader(), loader()]}, "must be one DataLoader"),
     ({"data": DataLoader(Samples(), 8, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES))}, "once an epoch"),
-    ({"strategy": strategy_for(sampler_options={"minibatch_size": 4})}, "got minibatch_size; leave"),
 ]
 
 
@@ -311,9 +284,6 @@ def test_a_second_fit_and_a_checkpoint_without_a_position_are_refused(tmp_path: 
     fit(strategy="auto", max_steps=3).save_checkpoint(tmp_path / "plain.ckpt")
     with pytest.raises(ValueError, match=r"must be a checkpoint of this strategy, .*, got version None"):
         fit(ckpt_path=tmp_path / "plain.ckpt")
-
-
-# What else. ------------------------------------------------------------------------------------------------------
 
 
 def test_lightning_starts_the_processes(tmp_path: Path) -> None:

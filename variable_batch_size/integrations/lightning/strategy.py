@@ -1,9 +1,8 @@
 """The strategies: Lightning's DDPStrategy and ModelParallelStrategy, in which a batch is one update.
 
-Lightning reads a batch, which is the list of this rank's microbatches. Its optimizer calls `optimizer_step` (or, with
-manual optimization, its loop calls `training_step`), which goes through them; the wrapper weighs, clips, scales and
-steps at the last one. So Lightning counts, schedules, logs and saves updates. What it has put around the model sums
-the gradients. The optimizers are wrapped when the training's loader is there, after a restore.
+Lightning's optimizer calls `optimizer_step` (or, with manual optimization, its loop calls `training_step`), which goes
+through the microbatches of an update; the wrapper weighs, clips, scales and steps at the last one. So Lightning counts,
+schedules, logs and saves updates. The optimizers are wrapped when the training's loader is there, after a restore.
 """
 
 from __future__ import annotations
@@ -62,7 +61,6 @@ class VariableBatch(ParallelStrategy):
         self._forget()
 
     def _forget(self) -> None:
-        """Forget an earlier training of this strategy."""
         self.optimizers: list[Optimizer] = []
         self._wrapped: list[CustomOptimizer] = []  # what is around them
         self._saved: dict[str, Any] = {}  # what a checkpoint has under "vbs"
@@ -85,7 +83,6 @@ class VariableBatch(ParallelStrategy):
 
     @property
     def _interrupted(self) -> bool:
-        """Whether an exception has ended the training, of which other ranks may not know."""
         return self.lightning_module is not None and self._module.trainer.state.status == TrainerStatus.INTERRUPTED
 
     def connect(self, model: LightningModule) -> None:
@@ -114,9 +111,8 @@ class VariableBatch(ParallelStrategy):
         trainer = self._module.trainer
         if not self.optimizers:
             raise RuntimeError(
-                "the number of updates must come from the plan, because epochs have unequal numbers of them, but "
-                "trainer.estimated_stepping_batches was read before the training; pass sampler.plan.epoch(epochs - "
-                "1).end_step, see docs/trainers/lightning.md"
+                "the number of updates must come from the plan, but trainer.estimated_stepping_batches was read, which "
+                "is not known; pass sampler.plan.epoch(epochs - 1).end_step, see docs/trainers/lightning.md"
             )
         if not self._wrapped:
             if trainer.global_step and not self._saved:
@@ -142,8 +138,7 @@ class VariableBatch(ParallelStrategy):
         return UpdateLoader(with_sampler(loader, sampler), self._wrapped, trainer, self._ahead)
 
     def _wrap(self, inner: Optimizer, sampler: CustomSampler) -> CustomOptimizer:
-        clip = self._module.trainer.gradient_clip_val
-        clipping = {"max_grad_norm": float(clip)} if clip else {}
+        clipping = {"max_grad_norm": float(clip)} if (clip := self._module.trainer.gradient_clip_val) else {}
         optimizer = self.settings.optimizer(inner, sampler, model=_summing(self.model), **clipping)
         optimizer.optimizer = inner  # type: ignore[attr-defined]  # LearningRateMonitor takes the name from there
         optimizer.register_step_pre_hook(partial(self._before_step, optimizer))
@@ -174,19 +169,15 @@ class VariableBatch(ParallelStrategy):
             self._rows = super().batch_to_device(rows)
             yield microbatch
         self._microbatch = self._rows = sampler.expected = None
-        self._log_update(optimizer, microbatch.batch_size)
-        if optimizer.done:
-            self._module.trainer.should_stop = True
-
-    def _log_update(self, optimizer: CustomOptimizer, batch_size: int) -> None:
-        """Log the means over the samples of an update, of all ranks, and now and then what is known of it."""
-        module, trainer = self._module, self._module.trainer
-        means = {"on_step": True, "on_epoch": True, "batch_size": batch_size, "sync_dist": self.world_size > 1}
+        module, trainer, size = self._module, self._module.trainer, microbatch.batch_size
+        means = {"on_step": True, "on_epoch": True, "batch_size": size, "sync_dist": self.world_size > 1}
         module.log_dict(optimizer.logged, **means)
         if trainer.loggers and trainer.log_every_n_steps and optimizer.updates % trainer.log_every_n_steps == 0:
             facts = {"lr_effective": optimizer.current_lr(), "lr_factor": optimizer.lr_factor(), **facts_of(optimizer)}
             numbers = {f"vbs/{name}": float(number) for name, number in facts.items()}
-            module.log_dict({"vbs/global_batch_size": batch_size, **numbers}, on_step=True, rank_zero_only=True)
+            module.log_dict({"vbs/global_batch_size": size, **numbers}, on_step=True, rank_zero_only=True)
+        if optimizer.done:
+            trainer.should_stop = True
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Call `training_step` with the microbatch under way; with manual optimization, with each one."""
@@ -339,7 +330,6 @@ class VariableBatchStrategy(VariableBatch, DDPStrategy):
             super().setup(trainer)
             return
         assert self.accelerator is not None
-        assert self.model is not None
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
@@ -350,10 +340,7 @@ class VariableBatchStrategy(VariableBatch, DDPStrategy):
 
 @final
 class VariableBatchModelParallelStrategy(VariableBatch, ModelParallelStrategy):
-    """The same for a model that `configure_model` shards with `fully_shard`, by Lightning's ModelParallelStrategy.
-
-    The further arguments are those of ModelParallelStrategy, such as `data_parallel_size`.
-    """
+    """The same for a model that `configure_model` shards by `fully_shard`; with arguments of ModelParallelStrategy."""
 
 
 def _summing(model: Module | None) -> Module | None:
