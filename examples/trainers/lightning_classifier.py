@@ -10,21 +10,25 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
+import variable_batch_size as vbs
 from variable_batch_size.integrations.lightning import VariableBatchStrategy
+
+TRACE = "0:64 60:128 120:256"
 
 
 class Classifier(pl.LightningModule):
     """Tells in which of 10 clusters a point is."""
 
-    def __init__(self) -> None:
+    def __init__(self, updates: int) -> None:
         super().__init__()
+        self.updates = updates
         self.model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         """Return the loss of a microbatch."""
         data, target = batch
         loss = cross_entropy(self.model(data), target)
-        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True, sync_dist=True)
+        self.log("loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
@@ -36,8 +40,7 @@ class Classifier(pl.LightningModule):
     def configure_optimizers(self) -> dict[str, object]:
         """Return AdamW with a cosine over the whole training."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.003)
-        steps = int(self.trainer.estimated_stepping_batches)
-        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.updates)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cosine, "interval": "step"}}
 
 
@@ -61,9 +64,9 @@ def main() -> None:
         logger=CSVLogger("logs"),
         log_every_n_steps=10,
         callbacks=[LearningRateMonitor("step"), ModelCheckpoint(monitor="accuracy", mode="max")],
-        strategy=VariableBatchStrategy(trace="0:64 60:128 120:256", rule="root", ref_batchsize=64),  # the changed line
+        strategy=VariableBatchStrategy(trace=TRACE, rule="root", ref_batchsize=64),  # the changed line
     )
-    model = Classifier()
+    model = Classifier(vbs.CustomSampler(training, TRACE, minibatch_size=32).plan.epoch(3).end_step)
     trainer.fit(model, DataLoader(training, batch_size=32, shuffle=True), DataLoader(validation, batch_size=250))
     print(f"{trainer.global_step} updates, accuracy {float(trainer.callback_metrics['accuracy']):.2f}")
 

@@ -13,6 +13,7 @@ LEFT: dict[str, dict[str, set[str]]] = {
     "accelerate": {},
     "transformers": {"trainer.py": {"_metrics"}},  # of trl
     "ignite": {"ignite.py": {"_init_iter", "_prepare_batch"}},
+    "lightning": {},
 }  # trainer -> file -> names
 
 

@@ -1,9 +1,10 @@
-"""The yardstick with Lightning, on one process: weights, counts, logs, resumes; test_lightning_processes.py has two."""
+"""A script of Lightning around our strategies: the laws of all trainers, and what is Lightning's own."""
 
 from __future__ import annotations
 
-import pickle
-import warnings
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,322 +12,297 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, OnExceptionCheckpoint
+from conformance import Conformance
+from lightning.pytorch import callbacks
 from lightning.pytorch.loggers import CSVLogger
-from torch.utils.data import DataLoader
-from torchmetrics.functional.classification import multiclass_f1_score
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.trainer.connectors import accelerator_connector
+from lightning.pytorch.tuner import Tuner
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+from torchmetrics.classification import MulticlassAccuracy
 
-import variable_batch_size as vbs
-from helpers.lightning_jobs import (
+from helpers.lightning_adapter import (
     ALLOWED,
-    EXPECTED_UPDATES,
-    Classifier,
-    Recorder,
-    Validated,
-    adaptive_trace,
-    check_adaptive,
-    check_records,
-    difference,
-    expected,
-    fit,
+    Evaluated,
+    Lightning,
+    Module,
+    Record,
+    SaveAt,
     loader,
-    resume_job,
-    save_job,
-    saved,
-    saver,
-    strategy,
+    strategy_for,
     trainer,
-    true_sizes,
 )
-from helpers.lightning_metrics import Measured
-from helpers.yardstick import (
-    ENDS,
-    EPOCHS,
-    MAX_GRAD_NORM,
-    REF,
-    SAMPLES,
-    STOPS,
-    UPDATES,
-    Samples,
-    by_hand,
-    mean_loss,
-    network,
-    weights,
-)
+from helpers.pages import DOCS
+from helpers.trainings import Case, Texts, expected, language_model
+from helpers.yardstick import ENDS, SAMPLES, UPDATES, Samples, mean_loss, network, weights
+from variable_batch_size.integrations import supported
+from variable_batch_size.integrations.lightning.supported import SETTINGS
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in ALLOWED]
+PLAIN = Case("sgd")
 
 
-@pytest.mark.parametrize("manual", [False, True])
-@pytest.mark.parametrize("rule", ["root", "adascale"])
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
-def test_weights_are_those_of_whole_batches(optimizer: str, rule: str, manual: bool) -> None:
-    records, module = Recorder(), Classifier(optimizer, schedule=True, manual=manual)
-    clip = {"optimizer_options": {"max_grad_norm": MAX_GRAD_NORM}} if manual else {}
-    run = fit(
-        module,
-        strategy=strategy(rule, **clip),
-        gradient_clip_val=None if manual else MAX_GRAD_NORM,
-        callbacks=[records],
-    )
-    assert (run.global_step, run.current_epoch, run.optimizers[0].samples) == (UPDATES, EPOCHS, EPOCHS * SAMPLES)  # type: ignore[attr-defined]
-    assert difference(module.net, expected(optimizer, schedule=True, clip=True, rule=rule)) < 1e-12
-    assert records.updates == EXPECTED_UPDATES
-    if (optimizer, rule) == ("SGD", "root"):
-        check_records(records, schedule=True, clip=True)
+class TestLightning(Conformance):
+    adapter = Lightning()
+    features = frozenset({"to the last bit", "controller", "tokens", "evaluation", "ddp", "fsdp2"})
 
 
-def test_an_adaptive_trace() -> None:
-    records, module = Recorder(), Classifier()
-    run = fit(module, strategy=strategy(trace=adaptive_trace()), callbacks=[records])
-    check_adaptive(module, run)
-    assert [last for *_, last in records.updates].count(True) == EPOCHS  # every epoch has its end
+def fit(module: Any = None, data: Any = None, ckpt_path: Any = None, **options: Any) -> pl.Trainer:
+    run = trainer(**options)
+    data = data if isinstance(data, dict) else {"train_dataloaders": loader() if data is None else data}
+    run.fit(module or Module(PLAIN), **data, ckpt_path=None if ckpt_path is None else str(ckpt_path))
+    return run
 
 
-def test_resumes_are_exact(tmp_path: Path) -> None:
-    for name in "plain", "dropout":
-        save_job(tmp_path, name)
-        resume_job(tmp_path, name, STOPS, 0.0)
+def assert_trained(module: Any, updates: int = UPDATES, case: Case = PLAIN) -> None:
+    torch.testing.assert_close(weights(module.net), expected(case, updates=updates).weights, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("trace", "options"),
-    [
-        ("0:24 3:10 9:37 12:9 18:50", {}),
-        ("0:24 3:10 9:37 12:9 18:50", {"max_steps": 23, "max_epochs": -1}),
-        ("0:50 4:24 9:10", {"val_check_interval": 0.5}),
-        ("0:50 4:24 9:10", {"val_check_interval": 4, "check_val_every_n_epoch": None}),
-    ],
-)
-def test_resumes_with_validation_repeat_no_update(tmp_path: Path, trace: str, options: dict[str, Any]) -> None:
-    data = {"train_dataloaders": loader(), "val_dataloaders": loader(shuffle=False, batch_size=50)}
-    torch.manual_seed(1)
-    records, module = Recorder(), Validated(dropout=0.5)
-    callbacks: list[Any] = [
-        records,
-        saver(tmp_path),
-        type("AfterEpochs", (ModelCheckpoint,), {})(tmp_path / "ends", filename="{step}", save_top_k=-1),
-    ]
-    run = fit(
-        module, data=data, callbacks=callbacks, enable_checkpointing=True, strategy=strategy(trace=trace), **options
-    )
-    ends = [update for update, *_, last in records.updates if last]
-    stops = [saved(tmp_path, stop) for stop in {3, *ends} if stop < run.global_step]
-    for path in [*stops, *(tmp_path / "ends").iterdir()]:
-        stop = int(path.stem.partition("=")[2])
-        if stop == run.global_step:
-            continue
-        torch.manual_seed(2)
-        again, resumed = Recorder(), Validated(dropout=0.5)
-        fit(resumed, path, data=data, callbacks=[again], strategy=strategy(trace=trace), **options)
-        assert again.updates == [update for update in records.updates if update[0] > stop]
-        assert difference(resumed.net, weights(module.net)) == 0.0
+@pytest.mark.parametrize("every", [1.0, 4])
+def test_epochs_have_unequal_lengths(every: float) -> None:
+    record, module = Record(), Evaluated(PLAIN)
+    data = {"train_dataloaders": loader(), "val_dataloaders": DataLoader(Samples(), 50)}
+    run = fit(module, data, callbacks=[record], val_check_interval=every)
+    assert record.ends == [*ENDS]
+    assert (run.global_step, run.current_epoch, run.strategy.samples) == (UPDATES, 3, 3 * SAMPLES)  # type: ignore[attr-defined]
+    assert len(module.evaluations) == (3 if every == 1 else 2 + 2 + 1)
+    assert_trained(module)
 
 
-def test_a_training_that_max_steps_has_ended_continues_in_its_epoch(tmp_path: Path) -> None:
-    part = fit(Classifier(), max_steps=15)
-    part.save_checkpoint(tmp_path / "part.ckpt")
-    records, module = Recorder(), Classifier()
-    run = fit(module, tmp_path / "part.ckpt", callbacks=[records])
-    assert records.updates == EXPECTED_UPDATES[15:]
-    assert (run.global_step, run.current_epoch) == (UPDATES, EPOCHS)
-    assert difference(module.net, expected()) < 1e-12
+@pytest.mark.parametrize("steps", [None, 20])
+def test_a_training_that_max_steps_has_ended_resumes_in_its_epoch(steps: int | None, tmp_path: Path) -> None:
+    fit(max_steps=15).save_checkpoint(tmp_path / "part.ckpt")
+    module = Module(PLAIN)
+    run = fit(module, ckpt_path=tmp_path / "part.ckpt", max_steps=steps or -1)
+    assert run.global_step == (steps or UPDATES)
+    assert_trained(module, run.global_step)
 
 
-def test_an_exception_in_an_update_loses_nothing(tmp_path: Path) -> None:
-    class Failing(Classifier):
+@pytest.mark.parametrize("hook", ["setup", "configure_optimizers"])
+def test_the_number_of_updates_is_that_of_the_plan(hook: str) -> None:
+    def ask(**_: Any) -> None:
+        assert module.trainer.estimated_stepping_batches
+
+    module = Module(PLAIN)
+    setattr(module, hook, ask)
+    with pytest.raises(RuntimeError, match=r"must come from the plan, .* pass sampler.plan.epoch"):
+        fit(module)
+
+
+def test_the_learning_rate_finder_and_loaders_that_are_made_anew(tmp_path: Path) -> None:
+    class Tuned(Module):
+        lr = 0.1
+
+        def train_dataloader(self) -> Any:
+            return loader()
+
+    module = Tuned(PLAIN)
+    run = trainer(default_root_dir=tmp_path)
+    found = Tuner(run).lr_find(module, num_training=20, update_attr=False)
+    assert found is not None
+    assert (len(found.results["lr"]), run.global_step) == (20, 0)
+    finder = callbacks.LearningRateFinder(num_training_steps=20, update_attr=False)
+    trainer(default_root_dir=tmp_path, callbacks=[finder], reload_dataloaders_every_n_epochs=1).fit(module)
+    assert_trained(module)
+
+
+class Watched(Module):
+    """A module that logs a mean over updates, as the page says."""
+
+    gradient: Any = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx), "log": {"x": batch[0].mean()}}
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.gradient = self.gradient or [p.grad.clone() for p in self.net.parameters() if p.grad is not None]
+
+
+def test_logs_are_means_over_updates_and_hooks_see_whole_gradients(tmp_path: Path) -> None:
+    module, monitor = Watched(Case("sgd", schedule="step")), callbacks.LearningRateMonitor("step")
+    run = fit(module, logger=CSVLogger(tmp_path), callbacks=[monitor], log_every_n_steps=2, gradient_clip_val=9.0)
+    rows = np.genfromtxt(next(tmp_path.rglob("metrics.csv")), delimiter=",", names=True)
+    rows = rows[~np.isnan(rows["vbsglobal_batch_size"])]
+    order = run.optimizers[0].sampler.batches.order(0)(np.arange(48))  # type: ignore[attr-defined]  # of two updates
+    assert [*rows["step"]] == [*range(1, UPDATES, 2)]
+    facts = [rows[f"vbs{name}"][0] for name in ("global_batch_size", "samples", "lr_effective")]
+    assert facts == pytest.approx([24, 48, 0.1 * (24 / 16) ** 0.5])
+    assert rows["vbsgrad_norm"].min() > 0
+    assert rows["x_step"][0] == pytest.approx(float(Samples().x[order[24:]].mean()), rel=1e-6)
+    assert [*monitor.lrs] == ["lr-SGD"]
+    twin = network()
+    mean_loss(twin, order[:24]).backward()
+    torch.testing.assert_close(module.gradient, [p.grad for p in twin.parameters()], rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.filterwarnings("ignore:`?.fit")  # which looks for a last checkpoint
+def test_an_exception_loses_nothing(tmp_path: Path) -> None:
+    class Failing(Module):
         calls = 0
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.calls += 1
-            if self.calls == 20:  # the second of the three microbatches of update 8
+            if self.calls == 20:  # within an update
                 raise KeyError("on purpose")
             return super().training_step(batch, batch_idx)
 
-    keeper = OnExceptionCheckpoint(tmp_path)
+    keeper, module = callbacks.OnExceptionCheckpoint(tmp_path), Module(PLAIN)
     with pytest.raises(KeyError, match="on purpose"):
-        fit(Failing(), callbacks=[keeper], enable_checkpointing=True)
-    module = Classifier()
-    run = fit(module, Path(keeper.ckpt_path))
+        fit(Failing(PLAIN), callbacks=[keeper], enable_checkpointing=True)
+    fit(module, ckpt_path=keeper.ckpt_path)
+    assert_trained(module)
+
+
+def test_float16_skips_updates_and_counts_them() -> None:
+    scaler, module = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=5), Module(PLAIN)
+    module.net.to(torch.float32)[0].register_forward_pre_hook(lambda _, inputs: (inputs[0].float(),))
+    run = fit(module, plugins=[MixedPrecision("16-mixed", "cpu", scaler)], gradient_clip_val=0.5)
     assert run.global_step == UPDATES
-    assert difference(module.net, expected()) < 1e-12
+    assert scaler.get_scale() < 2.0**40
+    assert torch.isfinite(weights(module.net)).all()
 
 
-def test_numbers_of_updates_are_true_everywhere() -> None:
-    found: dict[str, Any] = {}
-
-    class Asking(Classifier):
-        def setup(self, stage: str) -> None:
-            found["setup"] = self.trainer.estimated_stepping_batches
-
-        def on_train_start(self) -> None:
-            found["on_train_start"] = self.trainer.estimated_stepping_batches
-
-    records, module = Recorder(), Asking()
-    run = fit(module, callbacks=[records])
-    assert found == {"setup": UPDATES, "on_train_start": UPDATES}
-    assert (module.estimate, run.estimated_stepping_batches) == (UPDATES, UPDATES)
-    assert records.epochs == [11, 10, 5]
-    assert isinstance(run, pl.Trainer)
-    limited = fit(Asking(), max_steps=13)
-    assert (limited.global_step, limited.current_epoch, found["setup"]) == (
-        13,
-        2,
-        13,
-    )  # Lightning counts the epoch under way
-    assert trainer(max_epochs=-1).estimated_stepping_batches == float("inf")
-    unending = Asking()
-    fit(unending, max_epochs=0)
-    assert found["setup"] == 11  # those of one epoch, as in Lightning
-    stopped = fit(Asking(), max_epochs=-1, strategy=strategy(sampler_options={"max_updates": 15}))
-    assert (stopped.global_step, found["setup"]) == (15, 15)
+def test_one_process_is_that_of_a_notebook_and_shuffles_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerator_connector, "_IS_INTERACTIVE", True)
+    run = fit(max_steps=1, strategy=strategy_for(sampler_options={"shuffle": False}))
+    assert not run.optimizers[0].sampler.shuffle  # type: ignore[attr-defined]
+    assert not torch.distributed.is_initialized()
+    module = Evaluated(PLAIN)
+    run.validate(module, DataLoader(Samples(), 50), verbose=False)
+    assert len(module.evaluations) == 1
 
 
-def test_logs(tmp_path: Path) -> None:
-    module = Classifier(schedule=True)
-    logger = CSVLogger(tmp_path, version=0)
-    monitor = LearningRateMonitor("step")
-    fit(module, logger=logger, callbacks=[monitor], log_every_n_steps=2, gradient_clip_val=MAX_GRAD_NORM)
-    rows = np.genfromtxt(tmp_path / "lightning_logs" / "version_0" / "metrics.csv", delimiter=",", names=True)
-    by_step = {int(row["step"]): row for row in rows if not np.isnan(row["vbsglobal_batch_size"])}
-    sizes, reference = true_sizes(), [0.1 * 0.5 ** (update // 7) for update in range(UPDATES)]
-    assert sorted(by_step) == [*range(1, UPDATES, 2)]
-    for step, row in by_step.items():
-        assert row["vbsglobal_batch_size"] == sizes[step]
-        assert row["vbssamples"] == sum(sizes[: step + 1])
-        assert row["vbslr_effective"] == pytest.approx(reference[step] * (sizes[step] / REF) ** 0.5, rel=1e-6)
-        assert row["vbsgrad_norm"] > 0
-    assert list(monitor.lrs) == ["lr-SGD"]  # the reference rate, once, by the name of the user's optimizer
-    assert monitor.lrs["lr-SGD"] == [reference[step] for step in range(1, UPDATES, 2)]
+class Two(pl.LightningModule):
+    """Two networks with an optimizer each: `order` is "backwards first", or one that is refused."""
+
+    def __init__(self, order: str = "backwards first") -> None:
+        super().__init__()
+        self.first, self.second, self.order = network(), network(), order
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizers: Any = self.optimizers(use_pl_optimizer=self.order == "counted")
+        schedulers: Any = self.lr_schedulers()
+        losses = [torch.nn.functional.cross_entropy(net(batch[0]), batch[1]) for net in (self.first, self.second)]
+        for optimizer, loss in zip(optimizers, losses, strict=True):
+            self.manual_backward(loss)
+            if self.order == "step first":
+                optimizer.step()
+        for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+            if optimizer.step():
+                scheduler.step()
+
+    def configure_optimizers(self) -> Any:
+        optimizers = [SGD(self.first.parameters(), 0.1, 0.9), AdamW(self.second.parameters(), 0.01)]
+        return optimizers, [StepLR(optimizer, 4, 0.8) for optimizer in optimizers]
 
 
-def test_hooks_before_the_step_see_the_gradient_of_the_whole_update() -> None:
-    class Watching(Classifier):
-        steps = 0
-
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            self.steps += 1
-            self.log("steps", float(self.steps), on_step=True, on_epoch=True)
-            if self.steps == 1:
-                self.found = [
-                    parameter.grad.clone() for parameter in self.net.parameters() if parameter.grad is not None
-                ]
-
-        def on_after_backward(self) -> None:
-            self.log("backwards", 1.0, reduce_fx="sum", on_step=True, on_epoch=True)
-
-    module, twin, records = Watching(), network(), Recorder()
-    run = fit(module, callbacks=[records])
-    first: Any = run.optimizers[0]
-    indices = first.sampler.batches.order(0)(np.arange(24))
-    mean_loss(twin, indices).backward()
-    for found, parameter in zip(module.found, twin.parameters(), strict=True):
-        assert parameter.grad is not None
-        torch.testing.assert_close(found, parameter.grad, rtol=1e-12, atol=0)
-    assert module.steps == UPDATES
-    check_records(records)  # the values of other hooks do not disturb those of training_step
-    assert run.callback_metrics["backwards_step"] == 1  # microbatches of the last update, of one sample
-    weighed = np.average(range(22, 27), weights=true_sizes()[ENDS[1] :])
-    assert float(run.callback_metrics["steps_epoch"]) == pytest.approx(weighed, rel=1e-6)
+@pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization")
+def test_two_optimizers(tmp_path: Path) -> None:
+    module, again = Two(), Two()
+    run = fit(module, callbacks=[SaveAt(tmp_path, [28])], enable_checkpointing=True)
+    assert run.global_step == 2 * UPDATES  # Lightning counts the steps of both
+    for net, inner in (module.first, "sgd"), (module.second, "adamw"):
+        by_hand = expected(Case(inner, schedule="step")).weights
+        torch.testing.assert_close(weights(net), by_hand, rtol=0, atol=1e-12)
+    fit(again, ckpt_path=tmp_path / "at-28.ckpt")
+    assert torch.equal(weights(again), weights(module))
 
 
-def test_log_now_and_then_and_after_the_step() -> None:
-    class Sparse(Classifier):
+def test_a_mean_over_tokens_is_warned_of() -> None:
+    class Tokens(Module):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
-            if batch_idx % 3 == 1:
-                self.log("x", batch[0].mean(), on_step=True, on_epoch=True)  # after step(), and not in the first update
-            return loss
+            return Case(tokens=True).loss(self.net(batch[0]), batch[1])
 
-    module, seen = Sparse(manual=True), []
-
-    class Keeping(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
-            seen.append(float(trainer.callback_metrics.get("x_step", -1)))
-
-    run = fit(module, callbacks=[Keeping()], max_steps=5)
-    first: Any = run.optimizers[0]
-    order = first.sampler.batches.order(0)(np.arange(SAMPLES))
-    mean = Samples().x[order[24:48]].mean()
-    assert seen[0] == -1
-    assert seen[1:4] == pytest.approx([float(mean)] * 3, rel=1e-12)
-    later = Samples().x[order[82:92]].mean()
-    assert seen[4] == pytest.approx(float(later), rel=1e-12)
-    epoch = (24 * mean + 10 * later) / 34
-    assert float(run.callback_metrics["x_epoch"]) == pytest.approx(float(epoch), rel=1e-12)
+    module = Tokens(PLAIN)
+    module.net = language_model()
+    with pytest.warns(UserWarning, match=r"must be a mean over rows, but that of \d rows is .*reduction=\"sum\""):
+        fit(module, loader(Texts()), max_steps=1)
 
 
-def test_log_of_sums_and_extremes() -> None:
-    class Counting(Classifier):
+def test_the_look_at_the_loss_leaves_no_traces() -> None:
+    class Counting(Module):
+        def __init__(self) -> None:
+            super().__init__(PLAIN)
+            self.calls, self.rows, self.accuracy = 0, list[int](), MulticlassAccuracy(5)
+
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            rows = float(len(batch[0]))
-            for name, reduction in ("sum", torch.sum), ("max", torch.max), ("min", torch.min):
-                self.log(name, rows, reduce_fx=reduction, on_step=True, on_epoch=True)
+            self.calls += 1
+            self.rows.append(len(batch[1]))
+            self.accuracy(self.net(batch[0]), batch[1])
+            self.log("rows", float(len(batch[1])), reduce_fx="sum", on_step=False, on_epoch=True)
             return super().training_step(batch, batch_idx)
 
-    seen: list[tuple[float, ...]] = []
-
-    class Keeping(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            seen.append(tuple(float(trainer.callback_metrics[f"{name}_step"]) for name in ("sum", "max", "min")))
-
-    fit(Counting(), callbacks=[Keeping()], max_steps=11)
-    assert seen[:4] == [(24, 8, 8), (24, 8, 8), (24, 8, 8), (10, 5, 5)]
-    assert seen[10] == (34, 7, 6)
+    module = Counting()
+    run = fit(module, max_epochs=1)
+    assert sum(module.rows) == run.callback_metrics["rows"] == SAMPLES
+    assert (module.calls, module.accuracy.update_count) == (len(module.rows), len(module.rows))
 
 
-def test_metric_objects_are_those_of_the_epoch_and_of_the_last_microbatch() -> None:
-    module = Measured()
-    run = fit(module, max_epochs=2)
-    assert len(module.steps) == 21
-    for found, (output, target) in zip(module.steps, module.last, strict=True):
-        assert found["f1_step"] == pytest.approx(float(multiclass_f1_score(output, target, num_classes=5)))
-        assert found["seen_step"] == len(target)
-        assert found["error_step"] == pytest.approx(float((output[:, 0] - target).square().mean()), rel=1e-5)
-        assert found["largest_step"] == float(output[:, 0].max())
-    output, target = (torch.cat(parts) for parts in zip(*module.updates[ENDS[0] :], strict=True))
-    f1 = float(multiclass_f1_score(output, target, num_classes=5))
-    assert float(run.callback_metrics["f1_epoch"]) == pytest.approx(f1)
-    assert float(run.callback_metrics["seen_epoch"]) == SAMPLES
-    assert float(run.callback_metrics["largest_epoch"]) == float(output[:, 0].max())
-    pickle.dumps(module.f1)  # nothing is left of it
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(SAMPLES))
 
 
-def test_what_it_is_without_the_strategy() -> None:
-    """Naively: the sampler as batch_sampler makes each microbatch an update."""
-
-    class Naive(Classifier):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
-
-    sampler = vbs.CustomSampler(SAMPLES, "0:24 3:10 9:37 12:9 18:50", 1, 0, minibatch_size=8)
-    module = Naive()
-    run = fit(module, data=DataLoader(Samples(), batch_sampler=sampler), strategy="auto")
-    assert run.global_step == 93  # and not 26
-    plain = Classifier()
-    run = fit(plain, strategy="auto", accumulate_grad_batches=3, gradient_clip_val=MAX_GRAD_NORM)
-    assert (run.global_step, plain.estimate) == (27, 27)
-    assert difference(module.net, expected()) > 1
+def with_method(name: str, method: Any, kind: type[Any] = Module) -> Any:
+    return type("Other", (kind,), {name: method})(PLAIN)
 
 
-def test_a_training_ends_where_the_sampler_ends_it() -> None:
-    module, twin = Classifier(), network()
-    run = fit(module, strategy=strategy(sampler_options={"max_updates": 13}))
-    assert (run.global_step, run.current_epoch) == (13, 2)
-    by_hand(twin, torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9), updates=13)
-    assert difference(module.net, weights(twin)) < 1e-12
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        fast = fit(Classifier(), fast_dev_run=3)
-    assert fast.global_step == 3
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"accumulate_grad_batches": 4}, "`accumulate_grad_batches` must be 1, got 4; let the trace"),
+    ({"val_check_interval": 0.5}, "be 1.0, a number of updates or a time, got 0.5; pass a number"),
+    ({"callbacks": [callbacks.GradientAccumulationScheduler({0: 2})]}, "Scheduler; let the"),
+    ({"module": with_method("configure_gradient_clipping", lambda *_: None)}, "got that of Other; pass `gradient_clip"),
+    ({"module": with_method("training_step", lambda self, batch, i: None)}, "a loss for every microbatch, got None"),
+    ({"module": with_method("optimizer_step", lambda *args: args[-1]())}, r"must call optimizer.step\(closure="),
+    ({"module": with_method("on_train_batch_start", lambda self, batch, i: -(i == 3))}, "updates of epoch 0 are left"),
+    ({"module": Two("counted")}, r"must step by self.optimizers\(use_pl_optimizer=False\)"),
+    ({"module": Two("step first")}, r"all backwards of a training_step must run before its first step\(\)"),
+    ({"data": DataLoader(Stream(), batch_size=8)}, "the dataset must have an index.*pass a map-style dataset"),
+    ({"data": [loader(), loader()]}, "must be one DataLoader"),
+    ({"data": DataLoader(Samples(), 8, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES))}, "once an epoch"),
+]
 
 
-def test_checkpoints_from_before_there_was_a_version(tmp_path: Path) -> None:
-    save_job(tmp_path, "dropout")
-    path = saved(tmp_path / "dropout", 14)
-    checkpoint = torch.load(path, weights_only=False)
-    own = checkpoint.pop("vbs")
-    state = {"vbs": own["optimizers"][0], "host_rng_states": own["host_rng_states"]}
-    checkpoint["optimizer_states"][0].update(state)
-    torch.save(checkpoint, path)
-    resume_job(tmp_path, "dropout", [14], 0.0)
+@pytest.mark.parametrize(("options", "message"), REFUSED)
+def test_what_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=message):
+        fit(**options)
+
+
+def test_each_setting_is_on_the_page() -> None:
+    assert supported.table(SETTINGS) in (DOCS / "trainers" / "lightning.md").read_text()
+
+
+def test_a_second_fit_and_a_checkpoint_without_a_position_are_refused(tmp_path: Path) -> None:
+    run = fit(max_steps=3)
+    run.fit_loop.epoch_loop.max_steps = 6
+    with pytest.raises(RuntimeError, match=r"a second fit\(\) must continue with ckpt_path, .* has made 3 updates"):
+        run.fit(Module(PLAIN), loader())
+    fit(strategy="auto", max_steps=3).save_checkpoint(tmp_path / "plain.ckpt")
+    with pytest.raises(ValueError, match=r"must be a checkpoint of this strategy, .*, got version None"):
+        fit(ckpt_path=tmp_path / "plain.ckpt")
+
+
+def test_lightning_starts_the_processes(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from helpers.lightning_adapter import Module, loader, trainer\n"
+        "run = trainer(devices=2)\nrun.fit(Module(), loader())\nprint(run.world_size, run.global_step, flush=True)\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    options: dict[str, Any] = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, script], timeout=120, check=False, **options)
+    assert done.stdout.splitlines().count("2 26") == 2, done.stderr
+
+
+def test_the_example_runs(tmp_path: Path) -> None:
+    script = DOCS.parent / "examples" / "trainers" / "lightning_classifier.py"
+    options: dict[str, Any] = {"cwd": tmp_path, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "-W", "ignore", script], timeout=120, check=False, **options)
+    (line,) = (line for line in done.stdout.splitlines() if "updates, accuracy" in line)
+    assert line.startswith("139 updates")
+    assert float(line.split()[-1]) > 0.9

@@ -24,6 +24,15 @@ def of_ignite() -> Iterable[Any]:
     return engine, engine.Engine(lambda *_: None)
 
 
+def of_lightning() -> Iterable[Any]:
+    pytorch, strategies = import_module("lightning.pytorch"), import_module("lightning.pytorch.strategies")
+    trainer = pytorch.Trainer(accelerator="cpu", logger=False)
+    epoch_loop = trainer.fit_loop.epoch_loop
+    loops = trainer.fit_loop, epoch_loop, epoch_loop.automatic_optimization, epoch_loop.manual_optimization
+    parts = strategies.DDPStrategy(), strategies.ModelParallelStrategy(), pytorch.LightningModule()
+    return trainer, *loops, *parts, import_module("lightning.pytorch.core.optimizer").LightningOptimizer
+
+
 def of_transformers() -> Iterable[Any]:
     modules = import_module("transformers.trainer"), import_module("trl.trainer.sft_trainer")
     own = {name for module in modules for name in re.findall(r"self\.(_[a-z]\w*)", getsource(module))}
@@ -33,6 +42,7 @@ def of_transformers() -> Iterable[Any]:
 OBJECTS: dict[str, Callable[[], Iterable[Any]]] = {
     "accelerate": of_accelerate,
     "ignite": of_ignite,
+    "lightning": of_lightning,
     "transformers": of_transformers,
 }
 

@@ -15,7 +15,7 @@ from variable_batch_size.integrations.settings import Settings, check_indexed
 def sampler_for(loader: DataLoader[Any], settings: Settings, **world: int) -> CustomSampler:
     """Return a sampler whose microbatches have at most the rows of a batch of `loader`.
 
-    It shuffles and drops the last batch if `loader` does.
+    It shuffles and drops the last batch if `loader` does, or as `sampler_options` of the settings say.
 
     Args:
         loader: the loader, created with `batch_size` and perhaps `shuffle=True`.
@@ -30,7 +30,9 @@ def sampler_for(loader: DataLoader[Any], settings: Settings, **world: int) -> Cu
         raise type_error("the training's loader must be a DataLoader", loader, "pass the loader of the training data")
     check_indexed(loader.dataset)
     order = order_of(loader)
-    return settings.sampler(loader.dataset, minibatch_size=order.pop("batch_size"), **order, **world)
+    minibatch_size = order.pop("batch_size")
+    order = {name: value for name, value in order.items() if name not in settings.sampler_options}
+    return settings.sampler(loader.dataset, minibatch_size=minibatch_size, **order, **world)
 
 
 def check_samples(loader: DataLoader[Any], sampler: CustomSampler) -> None:
@@ -73,7 +75,7 @@ def shuffles(sampler: Any) -> bool:
     Raises:
         TypeError: if it does not deal each sample once an epoch, in order or shuffled.
     """
-    if isinstance(sampler, DistributedSampler):  # each rank gets its share of each batch anyway
+    if type(sampler) is DistributedSampler:  # each rank gets its share of each batch anyway
         return sampler.shuffle
     if type(sampler) is SequentialSampler:
         return False

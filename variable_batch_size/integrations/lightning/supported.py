@@ -38,10 +38,6 @@ def _averaging(trainer: Any) -> str:
     return _callback(lc.StochasticWeightAveraging)(trainer) if normalizes else "none"
 
 
-def _reads_loader(trainer: Any) -> bool:
-    return is_param_in_hook_signature(trainer.lightning_module.training_step, "dataloader_iter", explicit=True)
-
-
 # fmt: off
 _ROWS: Final[tuple[tuple[str, str, Callable[[Any], Any], tuple[Any, ...], str], ...]] = (
     ("`accelerator`", "a CPU or CUDA", lambda t: type(t.accelerator).__name__, ("CPUAccelerator", "CUDAAccelerator"),
@@ -54,8 +50,9 @@ _ROWS: Final[tuple[tuple[str, str, Callable[[Any], Any], tuple[Any, ...], str], 
     ("`overfit_batches`", "0", lambda t: t.overfit_batches, (0,), _SUBSET),
     ("`limit_train_batches`", "1.0", lambda t: "1.0" if t.fast_dev_run else str(t.limit_train_batches), ("1.0",),
      _SUBSET),
-    ("`model_averaging_period` of the strategy", "left out", lambda t: t.strategy.options.get("model_averaging_period"),
-     (None,), "leave it out: all processes make the same updates"),
+    ("`val_check_interval`", "1.0, a number of updates or a time",
+     lambda t: t.val_check_interval if isinstance(t.val_check_interval, float) else 1.0, (1.0,),
+     "pass a number of updates, of which epochs have unequal ones"),
     ("`GradientAccumulationScheduler`", "left out", _callback(lc.GradientAccumulationScheduler), _NONE, _TRACE),
     ("`BatchSizeFinder`", "left out", _callback(lc.BatchSizeFinder), _NONE, "pass the rows that fit as `batch_size`"),
     ("`StochasticWeightAveraging`", "of a model without batch normalization", _averaging, _NONE,
@@ -64,8 +61,9 @@ _ROWS: Final[tuple[tuple[str, str, Callable[[Any], Any], tuple[Any, ...], str], 
      "pass `gradient_clip_val`"),
     ("`on_before_batch_transfer`", "left out", _hook("on_before_batch_transfer"), _NONE,
      "use `collate_fn`, or `on_after_batch_transfer`, which gets a microbatch"),
-    ("`dataloader_iter` of `training_step`", "left out", _reads_loader, (False,),
-     "define `training_step(self, batch, batch_idx)`"),
+    ("`dataloader_iter` of `training_step`", "left out",
+     lambda t: is_param_in_hook_signature(t.lightning_module.training_step, "dataloader_iter", explicit=True),
+     (False,), "define `training_step(self, batch, batch_idx)`"),
 )
 # fmt: on
 SETTINGS: Final = tuple(

@@ -1,0 +1,64 @@
+"""What `training_step` returns; and whether it is a mean over rows: asked about parts of them, it leaves no traces."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, Final, Literal, NamedTuple
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
+from torchmetrics import Metric
+
+from variable_batch_size._validation import type_error
+from variable_batch_size.data.rows import of_tensors
+from variable_batch_size.testing.loss import check_loss
+
+MEAN_LOSS: Final = "update_loss"  # under which the mean over an update is logged
+
+
+class Output(NamedTuple):
+    """What `training_step` has returned: a loss, or a dict with "loss", and perhaps "count" and "log"."""
+
+    loss: Tensor
+    count: Any  # what the loss, a sum, counts
+    means: Mapping[str, Any]  # to be logged
+
+    @staticmethod
+    def of(returned: Any) -> Output:
+        """Return it, with the mean loss among what is to be logged."""
+        entries = returned if isinstance(returned, Mapping) else {"loss": returned}
+        loss, count = entries.get("loss"), entries.get("count")
+        if not isinstance(loss, Tensor):
+            raise type_error("training_step must return a loss for every microbatch", loss, "return one of gradient 0")
+        return Output(loss, count, {MEAN_LOSS: loss if count is None else loss / count, **entries.get("log", {})})
+
+
+def check_training_step(
+    module: LightningModule, precision: Precision, arguments: tuple[Any, ...], reduction: Literal["mean", "sum"]
+) -> None:
+    """Warn if the loss of a microbatch is not the mean, or the sum, of those of its rows; all ranks have to call it."""
+    batch, *others = arguments
+    if not of_tensors(batch):
+        return
+
+    def loss_of(twin: LightningModule, part: Any) -> Tensor:
+        with precision.train_step_context():
+            return Output.of(twin.training_step(part, *others)).loss
+
+    check_loss(_twin(module), loss_of, batch, reduction=reduction)
+
+
+def _twin(module: LightningModule) -> LightningModule:
+    """Return a module with the same parameters that logs nothing, and whose lists, counters and metrics are its own."""
+    twin = copy.copy(module)
+    for name, value in vars(module).items():
+        if isinstance(value, list | dict | set):
+            vars(twin)[name] = copy.copy(value)
+    for name, child in module.named_children():
+        if any(isinstance(part, Metric) for part in child.modules()):
+            setattr(twin, name, copy.deepcopy(child))
+    twin.trainer = module.trainer
+    twin.log = lambda *_, **__: None  # type: ignore[method-assign]
+    return twin
