@@ -53,17 +53,25 @@ Reader = Callable[[Iterator[Any], int], Iterator[Any]]
 readers = st.sampled_from([one_ahead, in_groups])
 
 
-@given(cases(largest_dataset=60), st.integers(1, 4), st.integers(0, 20), readers, st.integers(0, 3), st.booleans())
+@given(
+    cases(largest_dataset=60),
+    st.integers(1, 4),
+    st.integers(0, 20),
+    readers,
+    st.integers(0, 3),
+    st.integers(0, 1),
+    st.booleans(),
+)
 @examples(80)
 def test_a_loop_over_updates_trains_like_one_over_microbatches(
-    case: Case, size: int, loader_ahead: int, reader: Reader, framework_ahead: int, once: bool
+    case: Case, size: int, loader_ahead: int, reader: Reader, framework_ahead: int, more: int, once: bool
 ) -> None:
     def train(backend: vbs.backend.Backend) -> Run:
         run = Run(case, backend)
         loader = Reading(run, loader_ahead)
-        of_all = vbs.updates(loader, run.optimizer, framework_ahead)
+        of_all = vbs.updates(loader, run.optimizer, framework_ahead + more)
         for epoch in range(case.epochs):
-            updates = of_all if once else vbs.updates(loader, run.optimizer, framework_ahead)
+            updates = of_all if once else vbs.updates(loader, run.optimizer, framework_ahead + more)
             assert len(updates) == len(case.updates[epoch])
             made = 0
             for update in reader(iter(updates), framework_ahead):

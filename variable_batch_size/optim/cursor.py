@@ -282,7 +282,6 @@ class Cursor:
                 self._hear(iteration)
             if self._received >= iteration.yielded:
                 raise _too_often(iteration.yielded, self._received + 1)
-            iteration.by_updates |= sampler.expected is not None
             microbatch = self.microbatch()
             iteration.count_step(self, self._received, microbatch.step, begins_update=not self.begun)
             self._received += 1

@@ -120,6 +120,8 @@ class Updates(Generic[T]):
                     f"the loader must yield the microbatches of the optimizer's sampler, but it ended with {number} of "
                     f"the {len(batch.microbatches)} of update {batch.step}; create it with batch_sampler=sampler"
                 ) from None
+            if sampler.iteration is not None:
+                sampler.iteration.by_updates = True
             if self._ahead == 0:  # the first read of the epoch has forgotten what an earlier loop has said
                 sampler.expected, sampler.handed_out = batch, number + 1
             yield microbatch

@@ -162,13 +162,11 @@ class VariableBatch(ParallelStrategy):
 
     def _each(self, optimizer: CustomOptimizer) -> Iterator[Microbatch]:
         """Yield the microbatches of an update, which `training_step` gets, and log and end it after the last one."""
-        sampler = optimizer.sampler
-        sampler.expected = sampler.batches.batch(sampler.batches.next_update(sampler.position))
         for rows in self._update:
             self._microbatch = microbatch = optimizer.microbatch
             self._rows = super().batch_to_device(rows)
             yield microbatch
-        self._microbatch = self._rows = sampler.expected = None
+        self._microbatch = self._rows = None
         module, trainer, size = self._module, self._module.trainer, microbatch.batch_size
         means = {"on_step": True, "on_epoch": True, "batch_size": size, "sync_dist": self.world_size > 1}
         module.log_dict(optimizer.logged, **means)
