@@ -19,7 +19,18 @@ import torch
 from torch import nn
 
 import variable_batch_size as vbs
-from helpers.checkpoints import STATE, checkpoint, names, path_of, resealed, start, truncate_state, two_saved, updates
+from helpers.checkpoints import (
+    STATE,
+    checkpoint,
+    names,
+    path_of,
+    resealed,
+    start,
+    told,
+    truncate_state,
+    two_saved,
+    updates,
+)
 from helpers.reference import training
 from variable_batch_size.backend import Backend
 from variable_batch_size.checkpoint.folder import MANIFEST, sealed
@@ -114,15 +125,55 @@ def test_a_required_checkpoint_that_is_absent_is_an_error(tmp_path: Path) -> Non
         saves.restore(required=True)
 
 
+def test_what_is_incomplete_is_named(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A killed save leaves it, or somebody who deletes the JSON of a rank."""
+    newest, oldest = path_of(saved, 2), path_of(saved, 1)
+    line = f"Incomplete, as after a save that was cut off, and deleted by the next one: {newest.name}"
+    (newest / MANIFEST).unlink()
+    with checkpoint(saved, training()) as saves:
+        assert saves.restore()
+        assert told(caplog)[-1].endswith(f" {line}.")
+    (oldest / MANIFEST).unlink()
+    with checkpoint(saved, training()) as saves:
+        assert not saves.restore()
+        assert told(caplog)[-1].endswith(f"nothing is restored. {line}, {oldest.name}.")
+
+
+def test_a_checkpoint_under_another_name_is_damaged(saved: Path) -> None:
+    path_of(saved, 2).rename(saved / "update-00000009-0001-9-1")
+    with checkpoint(saved, training()) as saves:
+        with pytest.warns(
+            RuntimeWarning, match=r"update-00000009-0001-9-1 \(checksum mismatch of the JSON of a rank\)"
+        ):
+            assert saves.restore()
+        assert saves.latest == str(path_of(saved, 1))
+
+
+def test_a_training_that_was_pushed_out_leaves_the_records_of_the_other_alone(tmp_path: Path) -> None:
+    run = training().run(1)
+    first = checkpoint(tmp_path, run)
+    second = checkpoint(tmp_path, training().run(1))
+    second.save()
+    before = (tmp_path / "events.jsonl").read_text()
+    run.run(1)
+    with pytest.raises(RuntimeError, match="was followed by another one"), first:
+        first.save()
+    assert (tmp_path / "events.jsonl").read_text() == before
+    second.close()
+
+
 def test_a_checkpoint_of_a_later_version_is_named_and_stays(saved: Path) -> None:
     file = path_of(saved, 2) / MANIFEST
     file.write_text(resealed(file.read_text(), 3))
-    before, told = names(saved), r"must have version 2 of the format vbs-checkpoint, got version 3; install the release"
-    with pytest.raises(ValueError, match=told):
+    before, words = (
+        names(saved),
+        r"must have version 2 of the format vbs-checkpoint, got version 3; install the release",
+    )
+    with pytest.raises(ValueError, match=words):
         vbs.read_checkpoint(saved)
-    with checkpoint(saved, training()) as saves, pytest.raises(RuntimeError, match=told):
+    with checkpoint(saved, training()) as saves, pytest.raises(RuntimeError, match=words):
         saves.restore()
-    with checkpoint(saved, training().run(3), keep=1) as saves, pytest.raises(RuntimeError, match=told):
+    with checkpoint(saved, training().run(3), keep=1) as saves, pytest.raises(RuntimeError, match=words):
         saves.save()
     assert {*before} <= {*names(saved)}
 

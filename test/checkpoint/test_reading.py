@@ -60,5 +60,5 @@ def test_best_needs_a_reported_value(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("best", [False, True])
 def test_a_missing_folder_is_named(best: bool, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=rf"got {tmp_path}/missing; there is no such folder$"):
+    with pytest.raises(ValueError, match=rf"got {tmp_path}/missing; nothing is there$"):
         vbs.read_checkpoint(tmp_path / "missing", best=best)

@@ -372,6 +372,6 @@ def _store_needed(what: str) -> Iterator[None]:
         yield
     except dist.DistNetworkError as error:
         raise AbsentRankError(
-            f"every rank must come to {what}, but the process that holds the store, of rank 0 as a rule, has ended; "
-            f"see its output"
+            f"every rank must come to {what}, but the process that holds the store, torchrun or rank 0, has ended; see "
+            f"its output"
         ) from error

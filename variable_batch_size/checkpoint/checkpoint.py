@@ -281,6 +281,8 @@ class Checkpoint:
         which = " with a reported value" if best else ""
         if stored is None:
             absent = f"No checkpoint{which} in {folder.place.location}: nothing is restored."
+            if rank == 0:
+                absent += notices.incomplete(folder.incomplete())
             if damaged or required:
                 raise RuntimeError(notices.unreadable(folder.place.location, damaged, which) if damaged else absent)
             if rank == 0:
@@ -301,10 +303,13 @@ class Checkpoint:
         optimizer, parts = self._optimizer, self._parts
         updates = optimizer.updates
         lost = max(0, self._events.reached - updates)
-        told = f"{lost}" if self._events.ended else f"at least {lost}"  # a killed run tells its updates once a minute
+        told = f"{lost}"
+        if not self._events.ended:  # a killed run tells its updates once a minute
+            told = f"at least {lost}" if lost else "an unknown number"
         sizes, worlds = (stored.batch_size, parts.batch_size(updates)), (stored.world, self._agreement.world.size)
         at = updates, optimizer.epoch, optimizer.samples
-        log(notices.restored(name, worlds, sizes, at, told, newer), rank=0, update=updates)
+        left = notices.incomplete(self._folder.incomplete(updates))
+        log(notices.restored(name, worlds, sizes, at, told, newer) + left, rank=0, update=updates)
         self._events.add("restore", updates, lost=lost, seconds=seconds, damaged=", ".join(damaged))
 
     def close(self) -> None:
@@ -339,10 +344,11 @@ class Checkpoint:
                     warnings.warn(notices.UNCALLED_STEP, RuntimeWarning, stacklevel=3)
             else:
                 self._saver.warn_of_error()
-            if isinstance(error, (Exception, KeyboardInterrupt)) and self._agreement.world.rank == 0:
+            if isinstance(error, (Exception, KeyboardInterrupt)) and self._folder.writer.writes:
                 self._say_what_to_resume_from()
         finally:
-            self._events.add("end", self._optimizer.updates, error=type(error).__name__ if error else "")
+            if self._folder.writer.writes:  # else the folder is that of another training
+                self._events.add("end", self._optimizer.updates, error=type(error).__name__ if error else "")
             if self._saver.idle:  # else an interrupt ended the wait, and the thread still writes
                 self._release()
 

@@ -94,6 +94,11 @@ class Folder:
         names = [name for name in whole if _order(name)[1] >= first or name in known]
         return sorted(names, key=_order, reverse=True), {name: listed[name] for name in listed.keys() - names}
 
+    def incomplete(self, after: int = -1) -> list[str]:
+        """Return what is no checkpoint of a later update than `after`, as files of ranks are missing; newest first."""
+        names = [name for name in self._listed()[1] if _NAME.fullmatch(name) and update_of(name) > after]
+        return sorted(names, key=_order, reverse=True)
+
     def newest(self, after: int = -1) -> str | None:
         """Return the newest intact checkpoint of a later update than `after`, or None."""
         return next((name for name in self.names() if update_of(name) > after and self.is_intact(name)), None)
@@ -128,7 +133,7 @@ class Folder:
         try:
             manifest = unsealed(self.place.read(name, MANIFEST).decode())
         except DAMAGE as error:
-            self._check_damage(error)
+            self._check_damage(error, name)
             return None
         facts = {key: value for key, value in manifest.items() if key in ("best", "metrics")}
         if self.writer.number:
@@ -176,20 +181,22 @@ class Folder:
         if name in self._intact:
             return True
         try:
-            first, *others = manifests(self.texts(name))
+            first, *others = manifests(self.texts(name), name)
             dtypes = {key: facts["dtype"] for key, facts in first["tensors"].items()}
             for rank, one in enumerate([first, *others]):
                 if one["file"]:
                     self.read(name, rank, one["file"], dtypes, one["file"]["chunks"], lambda *_: None)
         except DAMAGE as error:
-            self._check_damage(error)
+            self._check_damage(error, name)
             return None if isinstance(error, OSError) and not isinstance(error, FileNotFoundError) else False
         self._intact.add(name)
         return True
 
-    def _check_damage(self, error: BaseException) -> None:
+    def _check_damage(self, error: BaseException, name: str) -> None:
         """Raise an error again that is none of damage: of another version, or of a store that cannot be reached."""
-        if isinstance(error, VersionError) or not self.place.is_damage(error):
+        if isinstance(error, VersionError):
+            raise VersionError(f"Checkpoint {self.place.at(name)} cannot be read: {error}") from None
+        if not self.place.is_damage(error):
             raise error
 
     def trust(self, name: str, reported: Mapping[str, Any] | None = None) -> None:
@@ -254,7 +261,7 @@ class Folder:
         if later:
             raise ValueError(
                 f"Checkpoint {self.place.at(later)} is ahead of this training, which has made {update} updates; "
-                f"restore() it first, or choose another folder"
+                f"restore() it first; another folder begins another training"
             )
         for name in filter(_NAME.fullmatch, others):
             self.discard(name)
@@ -377,14 +384,14 @@ def unsealed(text: str) -> dict[str, Any]:
     return found
 
 
-def manifests(texts: Iterable[str]) -> list[dict[str, Any]]:
-    """Return the contents of the JSON of each rank.
+def manifests(texts: Iterable[str], name: str) -> list[dict[str, Any]]:
+    """Return the contents of the JSON of each rank of a checkpoint.
 
     Raises:
-        ValueError: if one is not intact, or they are not of one checkpoint.
+        ValueError: if one is not intact, or that of another checkpoint.
     """
     found = [unsealed(text) for text in texts]
-    if any((one["name"], one["ranks"]) != (found[0]["name"], len(found)) for one in found):
+    if any((one["name"], one["ranks"]) != (name, len(found)) for one in found):
         raise ValueError("the JSON of a rank is that of another checkpoint")
     return found
 

@@ -39,6 +39,13 @@ def restored(
     return f"Checkpoint {name} restored: {world}{size}{position}{deleted}."
 
 
+def incomplete(names: Sequence[str]) -> str:
+    """Return what follows a line, if there are folders that are no checkpoints, because files of ranks are missing."""
+    if not names:
+        return ""
+    return f" Incomplete, as after a save that was cut off, and deleted by the next one: {', '.join(names)}."
+
+
 def interrupted(folder: str, name: str | None, lost: int, best: bool) -> str:
     """Return the line that tells after an exception what to resume from."""
     updates = "1 update is" if lost == 1 else f"{lost or 'no'} update{'s are' if lost else ' is'}"

@@ -81,7 +81,7 @@ def read_checkpoint(path: str | os.PathLike[str], *, best: bool = False) -> dict
     """
     folder = Folder(path)
     if not (inside := folder.place.names()):
-        raise value_error("path must be the folder of a checkpoint or of a training", path, "there is no such folder")
+        raise value_error("path must be the folder of a checkpoint or of a training", path, "nothing is there")
     names = folder.candidates(best=best)
     if best and not names:
         requirement = "best=True needs the folder of a training with a reported value"
@@ -136,7 +136,7 @@ def read_verified(
     """
     seal, what = "", "the JSON of a rank"
     try:
-        ranks = manifests(folder.texts(name) if texts is None else texts)
+        ranks = manifests(folder.texts(name) if texts is None else texts, name)
         seal = hashlib.sha256("".join(one["seal"] for one in ranks).encode()).hexdigest()
         tensors = _Tensors(ranks[0]["tensors"], likes or {})
         dtypes = {key: facts["dtype"] for key, facts in ranks[0]["tensors"].items()}

@@ -296,11 +296,11 @@ def named_errors(folder: Folder, updates: int) -> Iterator[None]:
     except (ValueError, RuntimeError):  # of this package
         raise
     except Exception as error:  # which class it has depends on the store
-        remedy = "free disk space" if folder.place.on_disk else "restore the connection"
+        remedy = "free disk space" if folder.place.on_disk else "restore the connection"  # and the next save succeeds
         raise OSError(
             f"Checkpoint update-{updates:08d} could not be written to {folder.place.location} "
-            f"({getattr(error, 'strerror', None) or error}); {remedy} or choose another folder (earlier checkpoints "
-            f"are unchanged)"
+            f"({getattr(error, 'strerror', None) or error}); {remedy}, or copy the newest checkpoint to another folder "
+            f"and go on there (earlier checkpoints are unchanged)"
         ) from error
 
 

@@ -160,6 +160,17 @@ class Writer:
                 f"writes no checkpoint; end it"
             )
 
+    @property
+    def writes(self) -> bool:
+        """Whether this process is the writer, as far as it can be seen."""
+        try:
+            self.check()
+        except RuntimeError:
+            return False
+        except Exception:  # a store that cannot be reached
+            return self.number > 0
+        return True
+
     def renew(self) -> None:
         """Write the file again, as a sign of life; a folder that cannot be reached is tried again later."""
         with suppress(Exception):  # which class it has depends on the store
@@ -232,7 +243,7 @@ class Writer:
         take_over = f', pass run="{other.run}" to take over from an earlier process of that job' if other.run else ""
         return (
             f"Checkpoint folder {self._place.location} is in use by {other.process}{of}; close() that "
-            f"Checkpoint{take_over}{wait}, or choose another folder"
+            f"Checkpoint{take_over}{wait}; another folder begins another training"
         )
 
     def _numbers(self) -> list[int]:

@@ -59,6 +59,7 @@ def show(folder: Source, json: output.Json = False) -> None:
         size = _size(sum(one["file"]["bytes"] for one in ranks if one["file"]))
         remark = "" if _has_all_bytes(place, name, ranks) else "damaged"
         rows.append([name, *numbers, size, metrics, remark or "best" * (name in best)])
+    rows += [[name, *["?"] * 5, "", "incomplete"] for name in place.incomplete()]
     output.print_table(["checkpoint", "updates", "samples", "epoch", "ranks", "size", "reported", ""], rows)
 
 
@@ -101,7 +102,7 @@ def verify(folder: Source, json: output.Json = False) -> None:
     """
     from variable_batch_size.checkpoint.reading import read_verified
 
-    place, found, _ = _manifests(folder)
+    place, found, is_one = _manifests(folder)
     damages: dict[str, str | None] = {}
     for name, *_ in found:
         path = place.place.at(name)
@@ -112,6 +113,8 @@ def verify(folder: Source, json: output.Json = False) -> None:
             damages[path] = str(error)
         if not json:
             typer.echo(f"{path}: {damages[path] or 'intact'}")
+    for name in [] if is_one or json else place.incomplete():  # as a killed process leaves one
+        typer.echo(f"{place.place.at(name)}: incomplete")
     if json:
         output.print_json(damages)
     if any(damages.values()):
@@ -201,7 +204,7 @@ def _manifests(folder: str) -> tuple[Folder, list[tuple[Any, ...]], bool]:
         raise value_error(requirement, f"{folder}, which has none", "pass another one")
     for name in names:
         try:
-            found.append((name, *manifests(place.texts(name))))
+            found.append((name, *manifests(place.texts(name), name)))
         except DAMAGE as error:
             if is_one:
                 raise value_error(requirement, f"{folder}, which is damaged: {error}", "pass another one") from None
