@@ -244,7 +244,8 @@ def test_rejects_a_file_as_folder_on_every_rank(tmp_path: Path) -> None:
 
 
 FULL = (
-    "Checkpoint update-{:08d} could not be written to {} (File too large); free disk space or choose another folder "
+    "Checkpoint update-{:08d} could not be written to {} (File too large); free disk space, or copy the newest "
+    "checkpoint to another folder and go on there "
     "(earlier checkpoints are unchanged)"
 )
 

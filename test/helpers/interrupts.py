@@ -13,10 +13,10 @@ PACKAGE = str(Path(vbs.__file__).parent)
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt at the n-th line of the package that the block executes."""
+    """Raises KeyboardInterrupt at the n-th line of the package, or of one of its files, that the block executes."""
 
-    def __init__(self, line: int) -> None:
-        self.left = line
+    def __init__(self, line: int, file: str = "") -> None:
+        self.left, self.file = line, f"{PACKAGE}/{file}"
 
     def __enter__(self) -> None:
         sys.settrace(self._trace)
@@ -25,7 +25,7 @@ class Interrupt:
         sys.settrace(None)
 
     def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(PACKAGE):
+        if not frame.f_code.co_filename.startswith(self.file):
             return None
         if event == "line":
             self.left -= 1

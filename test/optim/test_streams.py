@@ -19,6 +19,7 @@ from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import variable_batch_size as vbs
+from helpers.interrupts import Interrupt
 from helpers.properties import examples
 
 Used = list[list[int]]  # the rows of a rank in each update
@@ -246,6 +247,67 @@ def test_rows_of_an_update_that_was_not_made_come_again() -> None:
     again.load_state_dict(state["optimizer"])
     updates.load_state_dict(state["stream"])
     assert train(again, updates) == expected[2:]
+
+
+class Counter:
+    """A stream that is its own iterator, as hand-written ones are, with a state."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __iter__(self) -> Counter:
+        return self
+
+    def __next__(self) -> Tensor:
+        if self.number == 18:
+            raise StopIteration
+        self.number += 3
+        return torch.arange(self.number - 3, self.number)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.number = state["number"]
+
+
+@pytest.mark.parametrize("until", [3, 4, 5])
+def test_a_stream_goes_back_in_the_process(until: int) -> None:
+    """As when a notebook's cell runs again."""
+    optimizer = source(vbs.backend.LocalBackend(), "0:3 2:4")
+    updates = vbs.updates(Counter(), optimizer)
+    begun = train(optimizer, updates, 2)
+    states = optimizer.state_dict(), updates.state_dict()
+    train(optimizer, updates, until)
+    optimizer.load_state_dict(states[0])
+    updates.load_state_dict(states[1])
+    assert list(itertools.chain(*begun, *train(optimizer, updates))) == [*range(18)]
+
+
+@pytest.mark.parametrize("file", ["data/stream.py", "optim/arriving.py"])
+def test_an_interrupt_at_any_line_loses_no_row(file: str) -> None:
+    interrupted = True
+    for line in itertools.count(1):
+        optimizer, stream, used = source(vbs.backend.LocalBackend(), "0:5"), Counter(), dict[int, list[int]]()
+
+        def loop(optimizer: Any, stream: Any, used: dict[int, list[int]]) -> None:
+            for update in vbs.updates(stream, optimizer):
+                used[optimizer.updates] = own = []
+                for rows in update:
+                    own += rows.tolist()
+                    optimizer.backward(optimizer.model(rows.double().view(-1, 1)).mean())
+                    optimizer.step()
+
+        try:
+            with Interrupt(line, file):
+                loop(optimizer, stream, used)
+            interrupted = False
+        except KeyboardInterrupt:
+            optimizer.discard_step()
+            loop(optimizer, stream, used)
+        assert list(itertools.chain(*used.values())) == [*range(18)], line
+        if not interrupted:
+            break  # fewer lines
 
 
 def test_rows_that_cannot_be_read_again_are_not_saved() -> None:

@@ -137,7 +137,7 @@ class ArrivingBatches(Dealer):
         if isinstance(trace, AdaptiveTrace):
             raise type_error("trace must be a batch trace", trace, "pass one; a controller needs a vbs.CustomSampler")
         self._trace = None if trace is None else BatchTrace.of(trace)
-        self._stream: Stream | None = None  # that was read last
+        self.stream: Stream | None = None  # that is read
         self.streams_have_state = False  # whether a loop over streams can save where they are
         plan = Plan(BatchTrace.constant(1), MAX_INT, limit, fixed_shape=bool(fixed_shape), begin=_ENDLESS)
         named = {"max_tokens": max_tokens, "shared": shared, "counts=": counts is not None}
@@ -166,12 +166,10 @@ class ArrivingBatches(Dealer):
         trace = self._trace
         return trace is not None and trace.on_end == "stop" and trace.steps is not None and updates >= trace.steps
 
-    def stream(self, items: Iterator[Any], kept: Any) -> Stream:
-        """Return the stream of this rank, which begins with rows that were kept, or goes on with an iterator."""
-        if self._stream is None or self._stream.items is not items or kept is not None:
-            self._stream = Stream(items, self._counts_of, collated=self._collate is not None, kept=kept)
-        self._stream.take_back(self.position.step)
-        return self._stream
+    def read(self, items: Iterator[Any], kept: Any) -> None:
+        """Read the stream of this rank, which begins with rows that were kept, or goes on with an iterator."""
+        if self.stream is None or self.stream.items is not items or kept is not None:
+            self.stream = Stream(items, self._counts_of, collated=self._collate is not None, kept=kept)
 
     def _counts_of(self, batch: Any) -> IntArray:
         if self._collate is None:

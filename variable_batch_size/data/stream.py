@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -27,14 +27,24 @@ def shares(size: int, capacities: Sequence[float]) -> list[int]:
     return found
 
 
-class _Chunk(NamedTuple):
-    batch: Any
-    counts: IntArray  # (rows,): of rows that are left
+@final
+class _Read(NamedTuple):
+    """What was read of a stream, as one value: an interrupt finds the old one or the new one.
+
+    Attributes:
+        items: chunks of rows, without earlier ones of which all rows are used.
+        counts: what each row counts, (rows,), of each of the first chunks.
+        lent: the update for which rows were taken last, the first of these among all rows here, and their end.
+    """
+
+    items: list[Any]
+    counts: list[IntArray]
+    lent: tuple[int, int, int] = (-1, 0, 0)
 
 
 @final
 class Stream:
-    """The rows of a stream that are read and not taken.
+    """The rows of a stream: those that are read, and how many of them are used, which follows from the updates made.
 
     Args:
         items: an iterator over chunks of rows.
@@ -44,69 +54,74 @@ class Stream:
 
     Attributes:
         items: the iterator.
-        available: what the rows count.
         ended: whether no more rows can be read.
     """
 
     def __init__(
         self, items: Iterator[Any], counts: Callable[[Any], IntArray], *, collated: bool, kept: Any = None
     ) -> None:
-        self.items, self._counts, self._collated = items, counts, collated
-        self._chunks = deque[_Chunk]()
-        self._lent: tuple[int, Any] = (-1, None)  # the update for which rows were taken last, and these
-        self.available, self.ended = 0, False
-        if kept is not None:
-            self._add(kept)
+        self.items, self._counts_of, self._collated, self.ended = items, counts, collated, False
+        self._read = _Read([] if kept is None else [kept], [])
 
-    def _add(self, batch: Any) -> None:
-        chunk = _Chunk(batch, self._counts(batch))
-        if len(chunk.counts):
-            self._chunks.append(chunk)
-            self.available += int(chunk.counts.sum())
+    def fill(self, size: int, update: int) -> None:
+        """Read until the rows that are left for an update count `size`, or the stream ends."""
+        items, counts, _ = self._read
+        available = self.available(update)
+        while available < size and not self.ended:
+            items.extend(islice(self.items, 1))  # at one instant: an interrupt leaves no item that is nowhere
+            self.ended = len(items) == len(counts)
+            available += 0 if self.ended else int(self._count(len(counts)).sum())
 
-    def fill(self, size: int) -> None:
-        """Read until the rows count `size`, or the stream ends."""
-        while self.available < size and not self.ended:
-            try:
-                item = next(self.items)
-            except StopIteration:
-                self.ended = True
-            else:
-                self._add(item)
+    def available(self, update: int) -> int:
+        """Return what the rows that are left for an update count."""
+        return int(self._left(update)[1].sum())
 
     def take(self, size: int, update: int) -> Any:
-        """Return the first rows that count at least `size`, as few as possible, for an update; None for none."""
-        parts = []
-        while size > 0 and self._chunks:
-            batch, counts = self._chunks.popleft()
-            number = min(len(counts), int(np.searchsorted(np.cumsum(counts), size)) + 1)
-            taken = int(counts[:number].sum())
-            size, self.available = size - taken, self.available - taken
-            if number < len(counts):
-                self._chunks.appendleft(_Chunk(self._part(batch, number, len(counts)), counts[number:]))
-                batch = self._part(batch, 0, number)
-            parts.append(batch)
-        self._lent = update, self._joined(parts)
-        return self._lent[1]
+        """Return the first rows that count at least `size`, as few as possible, for an update; None for none.
 
-    def take_back(self, updates: int) -> None:
-        """Take back the rows of an update that was not made, after this number of updates."""
-        update, batch = self._lent
-        self._lent = (-1, None)
-        if update == updates and batch is not None:
-            self._add(batch)
-            self._chunks.rotate(1)  # before the others
+        Those of an update that was not made come again.
+        """
+        first, counts = self._left(update)
+        number = min(len(counts), int(np.searchsorted(np.cumsum(counts), size)) + 1) if size > 0 else 0
+        taken, ends = self._rows(first, first + number), self._ends()
+        used = int(np.searchsorted(ends, first, side="right"))  # chunks
+        begin = first - (int(ends[used - 1]) if used else 0)
+        items, known, _ = self._read
+        self._read = _Read(items[used:], known[used:], (update, begin, begin + number))
+        return taken
 
     def kept(self, updates: int) -> Any:
         """Return the rows that are read and not used in this number of updates; None for none."""
-        update, batch = self._lent
-        lent = [batch] if update == updates and batch is not None else []
-        return self._joined([*lent, *(chunk.batch for chunk in self._chunks)])
+        first, counts = self._left(updates)
+        return self._rows(first, first + len(counts))
 
-    def _part(self, batch: Any, begin: int, end: int) -> Any:
-        return batch[begin:end] if self._collated else rows.take(batch, np.arange(begin, end))
+    def _left(self, update: int) -> tuple[int, IntArray]:
+        """Return the first row that is left for an update, and what each row from it on counts."""
+        items, counts, (lent, begin, end) = self._read
+        while len(counts) < len(items):
+            self._count(len(counts))
+        first = begin if lent == update else end
+        return first, np.concatenate([np.zeros(0, np.int64), *counts])[first:]
 
-    def _joined(self, parts: list[Any]) -> Any:
+    def _count(self, index: int) -> IntArray:
+        counts = self._counts_of(self._read.items[index])
+        self._read.counts.append(counts)
+        return counts
+
+    def _ends(self) -> IntArray:
+        return np.cumsum([len(counts) for counts in self._read.counts], dtype=np.int64)
+
+    def _rows(self, first: int, end: int) -> Any:
+        """Return these rows of all that are here, in one chunk; None for none."""
+        parts, begin = [], 0
+        for item, stop in zip(self._read.items, self._ends().tolist(), strict=True):
+            own = max(first, begin) - begin, min(end, stop) - begin
+            if own[0] < own[1]:
+                parts.append(item if own == (0, stop - begin) else self._part(item, *own))
+            begin = stop
         if not parts:
             return None
         return [row for part in parts for row in part] if self._collated else rows.join(parts)
+
+    def _part(self, item: Any, begin: int, end: int) -> Any:
+        return item[begin:end] if self._collated else rows.take(item, np.arange(begin, end))

@@ -42,8 +42,8 @@ class Arrivals(Generic[T]):
             raise type_error("batches must be iterable", batches, "pass this rank's part of each batch, in their order")
         self._batches, self._optimizer, self._source = batches, optimizer, source
         source.streams_have_state |= source.has_trace and callable(getattr(batches, "state_dict", None))
+        self._items: Iterator[T] | None = None  # that are read
         self._last = _NONE  # a microbatch that this rank can repeat
-        self._stream: Stream | None = None
         self._kept: Any = None  # rows that a restored state had read
         self._ended = False  # whether its stream had no more
 
@@ -55,9 +55,11 @@ class Arrivals(Generic[T]):
         source.note_iteration()
         items, ended, restarts = iter(self._batches), False, cursor.restarts
         if source.has_trace:
-            self._stream, self._kept = source.stream(items, self._kept), None
-            self._stream.ended |= self._ended
-            self._ended = False
+            self._items = items
+            source.read(items, self._kept)
+            assert source.stream is not None
+            source.stream.ended |= self._ended
+            self._kept, self._ended = None, False
         while not source.ends_at(optimizer.updates):
             batch = self._next(items) if not ended else _NONE
             ended = batch is _NONE
@@ -80,7 +82,7 @@ class Arrivals(Generic[T]):
 
     def _next(self, items: Iterator[T]) -> Any:
         """Return the rows of this rank in the next step, None for none; `_NONE` if there will be no more."""
-        stream = self._stream
+        stream = self._source.stream
         if stream is None:
             return next(items, _NONE)
         too_short = None
@@ -95,14 +97,14 @@ class Arrivals(Generic[T]):
 
     def _share_of(self, stream: Stream, size: int) -> int | None:
         """Return what this rank takes of a step of this size, from its stream, which has it; None if all have ended."""
-        world = self._source.world
+        world, updates = self._source.world, self._optimizer.updates
         if self._source.shared:
-            stream.fill(size)
-            return min(size, stream.available) or None
+            stream.fill(size, updates)
+            return min(size, stream.available(updates)) or None
         wanted, read = shares(size, [size] * world.size), False
         while not read:  # once, unless a stream ends
-            stream.fill(wanted[world.rank])
-            found = self._gather(_SHARES, [stream.available, stream.ended, size])
+            stream.fill(wanted[world.rank], updates)
+            found = self._gather(_SHARES, [stream.available(updates), stream.ended, size])
             if {said[2] for said in found} != {size}:
                 sizes = ", ".join(str(said[2]) for said in found)
                 raise value_error(
@@ -185,8 +187,9 @@ class Arrivals(Generic[T]):
             )
         self._optimizer._cursor.check_phase(_STATE, Phase.BETWEEN_STEPS)
         own: dict[str, Any] = {"ended": self._ended, "rows": self._kept}
-        if self._stream is not None:
-            own = {"ended": self._stream.ended, "rows": self._stream.kept(self._optimizer.updates)}
+        stream = self._source.stream
+        if stream is not None and stream.items is self._items:
+            own = {"ended": stream.ended, "rows": stream.kept(self._optimizer.updates)}
         if callable(state_of := getattr(self._batches, "state_dict", None)):
             own["source"] = state_of()
         else:
@@ -212,7 +215,7 @@ class Arrivals(Generic[T]):
         own = _from_text(ranks[0 if self._source.shared else agreement.world.rank])
         if "source" in own and not own["ended"]:
             self._batches.load_state_dict(own["source"])  # type: ignore[attr-defined]
-        self._stream, self._kept, self._ended = None, own["rows"], own["ended"] and "source" in own
+        self._source.stream, self._kept, self._ended = None, own["rows"], own["ended"] and "source" in own
 
 
 def check_stream_is_saved(optimizer: CustomOptimizer, parts: Iterable[object]) -> None:
