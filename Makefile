@@ -138,7 +138,7 @@ OLDEST = import configparser; c = configparser.ConfigParser(); c.read("setup.cfg
 	names = [n for k in ("transformers", "accelerate", "lightning", "ignite", "keras") for n in e[k].split()]; \
 	print(*sorted({n.replace(">=", "==") + ".0" * (n.count(".") < 2) for n in names}))
 OLDEST_TESTS := $(wildcard test/integrations/test_*_internals.py) test/integrations/test_private_names.py \
-	$(foreach name,transformers accelerate lightning lightning_daily ignite keras_yardstick,test/integrations/test_$(name).py)
+	$(foreach name,transformers accelerate lightning lightning_daily ignite keras,test/integrations/test_$(name).py)
 
 test-integrations-oldest:
 	@ls $(INTEGRATIONS)/.has-test >/dev/null 2>&1 || $(MAKE) test-integrations ARGS=--collect-only

@@ -24,6 +24,13 @@ def of_ignite() -> Iterable[Any]:
     return engine, engine.Engine(lambda *_: None)
 
 
+def of_keras() -> Iterable[Any]:
+    keras = import_module("helpers.keras_backend").keras
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    return model, model.optimizer, keras.callbacks.CallbackList(), type("Output", (), {"_keras_mask": None})
+
+
 def of_transformers() -> Iterable[Any]:
     modules = import_module("transformers.trainer"), import_module("trl.trainer.sft_trainer")
     own = {name for module in modules for name in re.findall(r"self\.(_[a-z]\w*)", getsource(module))}
@@ -33,6 +40,7 @@ def of_transformers() -> Iterable[Any]:
 OBJECTS: dict[str, Callable[[], Iterable[Any]]] = {
     "accelerate": of_accelerate,
     "ignite": of_ignite,
+    "keras": of_keras,
     "transformers": of_transformers,
 }
 
