@@ -273,6 +273,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         (lambda: fit(made(), class_weight={0: 2.0}), ValueError, "`class_weight` is not supported"),
         (lambda: made().fit(pair for pair in [(X, Y)]), TypeError, "the data must have an index, .*; pass arrays"),
         (lambda: made().fit(DataLoader(Samples(), 8), Y), TypeError, "a DataLoader with a map-style dataset alone"),
+        (lambda: made().fit(X, Y[:200]), ValueError, r"must have the same number of samples, got \[200, 203\]; pass"),
         (lambda: made().fit(choice, verbose=0), TypeError, "must read each sample once an epoch"),
         (lambda: made().train_on_batch(X, Y), RuntimeError, r"microbatches, which only fit\(\) reads"),
         (lambda: fit(made(trace=[24] * 9), 2), ValueError, "the trace must last until the training ends|has 9 steps"),

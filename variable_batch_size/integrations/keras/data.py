@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from variable_batch_size._validation import type_error
+from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.optim.updates import updates
 
 
@@ -43,6 +43,10 @@ class Epochs(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter(self._updates)
 
+    def loader(self) -> Any:
+        """Return what Keras takes, which draws, but not from torch's generator."""
+        return DataLoader(self, None, generator=torch.Generator())
+
     def next_epoch(self) -> int:
         """Return the epoch of the next update, after leaving one of which only the end was not seen."""
         if self._optimizer.sampler.end_pending:
@@ -62,14 +66,19 @@ def map_arrays(function: Callable[[Any], Any], data: Any) -> Any:
     return keras.tree.map_structure(lambda array: None if array is None else function(array), data)
 
 
-def loaders_of(x: Any, y: Any, sample_weight: Any, size: int, shuffle: bool, held_out: float) -> tuple[Any, Any]:
-    """Return a DataLoader in microbatches of `size` rows, unless `x` is one, and the `held_out` part, or None."""
-    if isinstance(x, DataLoader) and y is None and sample_weight is None:
-        return x, None
-    data = map_arrays(_tensor, keras.utils.pack_x_y_sample_weight(x, y, sample_weight))
-    end = int(len(Arrays(data)) * (1 - held_out))
-    own, after = (map_arrays(itemgetter(part), data) for part in (slice(end), slice(end, None)))
-    return DataLoader(Arrays(own), size, shuffle=shuffle, collate_fn=lambda rows: rows), after if held_out else None
+def loader_of(given: dict[str, Any]) -> DataLoader[Any]:
+    """Take the data out of the arguments of `fit`, as a loader of microbatches; a part may become validation data."""
+    *parts, shuffle, held_out = (given.pop(name) for name in ("x", "y", "sample_weight", "shuffle", "validation_split"))
+    if isinstance(parts[0], DataLoader) and parts[1] is parts[2] is None:
+        return parts[0]
+    data = map_arrays(_tensor, keras.utils.pack_x_y_sample_weight(*parts))
+    if len(lengths := {len(array) for array in keras.tree.flatten(data) if array is not None}) != 1:
+        raise value_error("all arrays must have the same number of samples", sorted(lengths), "pass a row for each")
+    if held_out and given["validation_data"] is None:
+        end = int(lengths.pop() * (1 - held_out))
+        given["validation_data"] = map_arrays(itemgetter(slice(end, None)), data)
+        data = map_arrays(itemgetter(slice(end)), data)
+    return DataLoader(Arrays(data), given["batch_size"] or 32, shuffle, collate_fn=lambda rows: rows)
 
 
 def _tensor(array: Any) -> torch.Tensor:

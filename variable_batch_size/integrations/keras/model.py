@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 import torch
-from torch.utils.data import DataLoader
 
 from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.data.rows import of_tensors
 from variable_batch_size.integrations.facts import facts_of
 from variable_batch_size.integrations.from_loader import check_samples, sampler_for
 from variable_batch_size.integrations.keras.checkpoint import VariableBatchCheckpoint
-from variable_batch_size.integrations.keras.data import Epochs, loaders_of, map_arrays
+from variable_batch_size.integrations.keras.data import Epochs, loader_of, map_arrays
 from variable_batch_size.integrations.keras.optimizer import KerasOptimizer
 from variable_batch_size.integrations.loading import with_sampler
 from variable_batch_size.integrations.schedules import warn_of_batches
@@ -44,13 +43,7 @@ SETTINGS = (
     ),
     Setting("jit_compile", "False", lambda fit: fit["self"].jit_compile, (False,), "compile layers of your own"),
     Setting("steps_per_epoch", "None", itemgetter("steps_per_epoch"), (None,), "pass max_updates in sampler_options"),
-    Setting(
-        "a callback",
-        "no BackupAndRestore",
-        lambda fit: [type(one).__name__ for one in fit["callbacks"]],
-        lambda found: "BackupAndRestore" not in found,
-        "pass VariableBatchCheckpoint",
-    ),
+    Setting("BackupAndRestore", "left out", itemgetter("backups"), ([],), "pass VariableBatchCheckpoint"),
 )  # of a call of `fit`
 _METHODS = "compile", "compute_loss", "compute_metrics", "fit", "make_train_function", "test_step", "train_step"
 _REMEDY = "return a mean over rows, or pass count= with what it is a mean over, such as tokens"
@@ -79,7 +72,7 @@ class VariableBatchMixin(Base):
     def __init__(self, *args: Any, count: Callable[[Any, Any], Any] | None = None, **options: Any) -> None:
         own = {each.name: options.pop(each.name) for each in fields(Settings) if each.name in options}
         super().__init__(*args, **options)
-        self.settings, self.count = Settings(**own) if own else None, count
+        self.count, self.settings = count, Settings(**own) if own else None
         self.custom_optimizer: Any = None
 
     def fit(self, *args: Any, **options: Any) -> Any:
@@ -88,44 +81,38 @@ class VariableBatchMixin(Base):
             return super().fit(*args, **options)  # which raises
         bound = inspect.signature(keras.Model.fit).bind(self, *args, **options)
         bound.apply_defaults()
-        given, own = bound.arguments, keras.tree.flatten(bound.arguments["callbacks"] or [])
-        check(SETTINGS, {**given, "optimizer": self.optimizer, "callbacks": own}, "keras")
+        given, own = dict(bound.arguments), keras.tree.flatten(bound.arguments["callbacks"] or [])
+        backups = [one for one in own if isinstance(one, keras.callbacks.BackupAndRestore)]
+        check(SETTINGS, {**given, "optimizer": self.optimizer, "backups": backups}, "keras")
         if self.settings is None or super().train_step.__func__ is not keras.Model.train_step:
             requirement = "the class of a model must get a trace, and have the train_step of Keras"
             raise value_error(requirement, type(self).__name__, 'pass trace="0:128 10:256", or override compute_loss')
-        data, held_out = [given.pop(name) for name in ("x", "y", "sample_weight")], given.pop("validation_split")
-        rows, held_out = given["batch_size"] or 32, 0.0 if given["validation_data"] is not None else held_out
-        loader, after = loaders_of(*data, rows, given.pop("shuffle"), held_out)
-        optimizer, checkpoints = (
-            self._optimizer(loader),
-            [one for one in own if isinstance(one, VariableBatchCheckpoint)],
-        )
+        del given["self"]
+        loader = loader_of(given)
+        optimizer = self._optimizer(loader, self.settings)
         epochs = Epochs(with_sampler(loader, optimizer.sampler), optimizer)
         offset = given["initial_epoch"] - epochs.next_epoch()
-        steps = keras.callbacks.LambdaCallback(on_epoch_begin=lambda *_: epochs.tell_steps(all_))
-        shown = {"add_history": True, "add_progbar": given["verbose"] != 0, "verbose": given["verbose"]}
-        all_ = keras.callbacks.CallbackList([steps, *own], **shown, model=self, epochs=given["epochs"], steps=0)
-        epochs.tell_steps(all_)
-        batches: Any = DataLoader(epochs, None, generator=torch.Generator())  # which draws, but not from torch's
-        plan = optimizer.sampler.plan
+        steps = keras.callbacks.LambdaCallback(on_epoch_begin=lambda *_: epochs.tell_steps(given["callbacks"]))
+        shown = {name: given[name] for name in ("verbose", "epochs")} | {"add_progbar": given["verbose"] != 0}
+        given["callbacks"] = keras.callbacks.CallbackList([steps, *own], True, model=self, steps=0, **shown)
+        epochs.tell_steps(given["callbacks"])
+        checkpoints = [one for one in own if isinstance(one, VariableBatchCheckpoint)]
         try:
             for one in checkpoints:
                 one.restore(self)
-            plan.check_trace(given["epochs"] - offset)
-            warn_of_batches([self.optimizer._learning_rate], plan, len(loader))
+            optimizer.sampler.plan.check_trace(given["epochs"] - offset)
+            warn_of_batches([self.optimizer._learning_rate], optimizer.sampler.plan, len(loader))
             given["initial_epoch"] = given["epochs"] if optimizer.done else offset + epochs.next_epoch()
-            given |= {"callbacks": all_, "validation_data": given["validation_data"] if after is None else after}
-            del given["self"]
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Your input ran out of data")  # at the end of an epoch
-                return super().fit(batches, shuffle=False, **given)
+                return super().fit(epochs.loader(), shuffle=False, **given)
         finally:
             for one in checkpoints:
                 one.close()
 
-    def _optimizer(self, loader: Any) -> Any:
+    def _optimizer(self, loader: Any, settings: Settings) -> Any:
         """Return the optimizer of the training under way, or of a new one."""
-        optimizer, new = self.custom_optimizer, sampler_for(loader, self.settings)
+        optimizer, new = self.custom_optimizer, sampler_for(loader, settings)
         if optimizer is None or not optimizer.updates or optimizer.inner.wrapped is not self.optimizer:
             samples = range(min(len(loader.dataset), loader.batch_size))
             reads = getattr(loader.dataset, "__getitems__", lambda numbers: [loader.dataset[n] for n in numbers])
@@ -133,7 +120,7 @@ class VariableBatchMixin(Base):
             self._symbolic_build(data_batch=loader.collate_fn(reads([*samples])))
             inner = KerasOptimizer(self.optimizer, self.trainable_variables)
             others = {} if self.count is None else {"reduction": "sum"}
-            optimizer = self.custom_optimizer = self.settings.optimizer(inner, new, model=self, **others)
+            optimizer = self.custom_optimizer = settings.optimizer(inner, new, model=self, **others)
         check_samples(loader, optimizer.sampler)
         optimizer.discard_step()  # what an interrupted fit() has left
         broadcast_parameters(self)  # also in a second fit: a callback may set weights at the end of the first
