@@ -85,7 +85,7 @@ HELD: dict[str, tuple[Callable[[], Any], Callable[[], Any], dict[str, Any]]] = {
     "use_ema": (dense, lambda: sgd(0.1, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=7), {}),
     "SwapEMAWeights": (dense, lambda: sgd(0.1, use_ema=True), {**one(callbacks.SwapEMAWeights, True), **valid}),
     "AdamW": (dense, lambda: opt.AdamW(0.01, weight_decay=0.1), {}),
-    "regularizers": (lambda: dense(kernel_regularizer="l2", activity_regularizer="l1"), lambda: sgd(0.1), {}),
+    "regularizers": (lambda: dense(kernel_regularizer="l2", bias_regularizer="l1"), lambda: sgd(0.1), {}),
     "constraints": (lambda: dense(kernel_constraint="max_norm"), lambda: sgd(0.5), {}),
     "sample_weight": (dense, lambda: sgd(0.1), {"sample_weight": W}),
     "validation_split": (dense, lambda: sgd(0.1), {"validation_split": 0.2, "validation_batch_size": 9}),
