@@ -32,8 +32,9 @@ class VariableBatchCheckpoint(keras.callbacks.Callback):
 
     def restore(self, model: Any) -> None:
         """Restore the newest checkpoint, if there is one and nothing was trained; `fit` calls it."""
-        weights = nn.ParameterList([variable.value for variable in model.variables])  # Keras numbers names in a process
-        self._checkpoint = Checkpoint(model=weights, optimizer=model.custom_optimizer, **self._options)
+        variables = [*model.variables, *model.optimizer.variables]
+        values = nn.ParameterList([variable.value for variable in variables])  # Keras numbers names in a process
+        self._checkpoint = Checkpoint(model=values, optimizer=model.custom_optimizer, **self._options)
         if not model.custom_optimizer.updates:
             self._checkpoint.restore()
 

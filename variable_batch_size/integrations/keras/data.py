@@ -43,10 +43,6 @@ class Epochs(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter(self._updates)
 
-    def loader(self) -> Any:
-        """Return what Keras takes, which draws, but not from torch's generator."""
-        return DataLoader(self, None, generator=torch.Generator())
-
     def next_epoch(self) -> int:
         """Return the epoch of the next update, after leaving one of which only the end was not seen."""
         if self._optimizer.sampler.end_pending:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 import torch
+from torch.utils.data import DataLoader
 
 from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.data.rows import of_tensors
@@ -91,6 +92,7 @@ class VariableBatchMixin(Base):
         loader = loader_of(given)
         optimizer = self._optimizer(loader, self.settings)
         epochs = Epochs(with_sampler(loader, optimizer.sampler), optimizer)
+        batches: Any = DataLoader(epochs, None, generator=torch.Generator())  # it draws, but not from torch's
         offset = given["initial_epoch"] - epochs.next_epoch()
         steps = keras.callbacks.LambdaCallback(on_epoch_begin=lambda *_: epochs.tell_steps(given["callbacks"]))
         shown = {name: given[name] for name in ("verbose", "epochs")} | {"add_progbar": given["verbose"] != 0}
@@ -105,7 +107,7 @@ class VariableBatchMixin(Base):
             given["initial_epoch"] = given["epochs"] if optimizer.done else offset + epochs.next_epoch()
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Your input ran out of data")  # at the end of an epoch
-                return super().fit(epochs.loader(), shuffle=False, **given)
+                return super().fit(batches, shuffle=False, **given)
         finally:
             for one in checkpoints:
                 one.close()

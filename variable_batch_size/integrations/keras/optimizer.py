@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 class KerasOptimizer(Optimizer):
     """A torch optimizer whose `step()` is one `apply` of a Keras optimizer, with the learning rate of its group.
 
-    The other hyperparameters, the clipping and the state stay in the Keras optimizer.
+    Clipping, other hyperparameters and the state are those of the Keras optimizer, whose variables are saved elsewhere.
     """
 
     def __init__(self, wrapped: Any, variables: Sequence[Any]) -> None:
@@ -32,14 +32,3 @@ class KerasOptimizer(Optimizer):
             self.wrapped.apply([variable.value.grad for variable in self._own], self._own)
         finally:
             self.wrapped.learning_rate = reference
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return all variables of the Keras optimizer and the learning rate."""
-        # Not under "state": its keys are numbers of parameters.
-        return {**super().state_dict(), "variables": [one.value.detach() for one in self.wrapped.variables]}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state; raise ValueError if it is that of another optimizer."""
-        for variable, value in zip(self.wrapped.variables, state_dict["variables"], strict=True):
-            variable.assign(value.to(variable.value.device))
-        self.param_groups[0]["lr"] = state_dict["param_groups"][0]["lr"]
