@@ -12,8 +12,8 @@ N ?= 1000
 SEED ?=
 NIGHTLY ?=
 SOURCE ?= .
-TRAINERS := $(wildcard benchmarks/trainers_*.py benchmarks/differential_*.py)
-SHARED := benchmarks/records.py benchmarks/results.py benchmarks/differential.py benchmarks/adaptive_tasks.py benchmarks/from_checkpoint.py $(wildcard benchmarks/settings_*.py)
+TRAINERS := $(wildcard benchmarks/trainers_*.py)
+SHARED := benchmarks/records.py benchmarks/results.py benchmarks/adaptive_tasks.py benchmarks/from_checkpoint.py
 SCRIPTS ?= $(filter-out $(SHARED) $(wildcard benchmarks/evaluation_[al]*.py) $(TRAINERS) $(wildcard benchmarks/tpu_*.py),$(wildcard benchmarks/*.py))
 
 VENV := .venv
@@ -138,7 +138,7 @@ OLDEST = import configparser; c = configparser.ConfigParser(); c.read("setup.cfg
 	names = [n for k in ("transformers", "accelerate", "lightning", "ignite", "keras") for n in e[k].split()]; \
 	print(*sorted({n.replace(">=", "==") + ".0" * (n.count(".") < 2) for n in names}))
 OLDEST_TESTS := $(wildcard test/integrations/test_*_internals.py) test/integrations/test_private_names.py \
-	$(foreach name,transformers accelerate lightning ignite keras_yardstick,test/integrations/test_$(name).py)
+	$(foreach name,transformers accelerate lightning ignite keras,test/integrations/test_$(name).py)
 
 test-integrations-oldest:
 	@ls $(INTEGRATIONS)/.has-test >/dev/null 2>&1 || $(MAKE) test-integrations ARGS=--collect-only

@@ -33,7 +33,7 @@ def keras(pairs: int = 31) -> None:
         model: Any = keras_library.Sequential([keras_library.Input((784,)), *layers, keras_library.layers.Dense(10)])
         accumulation = {} if trace else {"gradient_accumulation_steps": MICROBATCHES}
         if trace:
-            model = VariableBatchModel(model, ROWS * MICROBATCHES, "root", ROWS)
+            model = VariableBatchModel(model, trace=ROWS * MICROBATCHES, rule="root", ref_batchsize=ROWS)
         optimizer = keras_library.optimizers.SGD(1e-3, momentum=0.9, **accumulation)
         model.compile(optimizer, keras_library.losses.SparseCategoricalCrossentropy(from_logits=True))
 

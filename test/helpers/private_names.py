@@ -12,6 +12,7 @@ INTEGRATIONS = Path(__file__).parents[2] / "variable_batch_size" / "integrations
 LEFT: dict[str, dict[str, set[str]]] = {
     "accelerate": {},
     "transformers": {"trainer.py": {"_metrics"}},  # of trl
+    "keras": {"model.py": {"_learning_rate", "_symbolic_build"}, "optimizer.py": {"_learning_rate"}},
     "ignite": {"ignite.py": {"_init_iter", "_prepare_batch"}},
     "lightning": {},
 }  # trainer -> file -> names

@@ -24,6 +24,13 @@ def of_ignite() -> Iterable[Any]:
     return engine, engine.Engine(lambda *_: None)
 
 
+def of_keras() -> Iterable[Any]:
+    keras = import_module("helpers.keras_backend").keras
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    return model, model.optimizer, keras.callbacks.CallbackList(), type("Output", (), {"_keras_mask": None})
+
+
 def of_lightning() -> Iterable[Any]:
     pytorch, strategies = import_module("lightning.pytorch"), import_module("lightning.pytorch.strategies")
     trainer = pytorch.Trainer(accelerator="cpu", logger=False)
@@ -42,6 +49,7 @@ def of_transformers() -> Iterable[Any]:
 OBJECTS: dict[str, Callable[[], Iterable[Any]]] = {
     "accelerate": of_accelerate,
     "ignite": of_ignite,
+    "keras": of_keras,
     "lightning": of_lightning,
     "transformers": of_transformers,
 }

@@ -1,22 +1,23 @@
-"""What `fit` is given, as a torch DataLoader: arrays, tensors, or a DataLoader with a map-style dataset."""
+"""What `fit` is given, as a torch DataLoader, and the epochs of updates that Keras reads in its place."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import itemgetter
 from typing import Any, final
 
 import keras
 import numpy as np
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from variable_batch_size._validation import type_error, value_error
+from variable_batch_size.optim.updates import updates
 
 
 @final
 class Arrays(Dataset[Any]):
-    """Arrays with one row a sample, as a dataset whose microbatches are tensors on the device of Keras."""
+    """Tensors with one row a sample, as a dataset whose microbatches are on the device of Keras."""
 
     def __init__(self, data: Any) -> None:
         self._data = data
@@ -25,7 +26,35 @@ class Arrays(Dataset[Any]):
         return next(len(array) for array in keras.tree.flatten(self._data) if array is not None)
 
     def __getitems__(self, indices: list[int]) -> Any:
-        return map_arrays(lambda array: _tensor(array[np.asarray(indices)]), self._data)
+        return map_arrays(lambda array: keras.ops.convert_to_tensor(array[indices]), self._data)
+
+
+@final
+class Epochs(IterableDataset[Any]):
+    """What Keras reads: each iteration yields the updates of an epoch."""
+
+    def __init__(self, loader: DataLoader[Any], optimizer: Any) -> None:
+        self._updates, self._optimizer = updates(loader, optimizer), optimizer
+
+    def __len__(self) -> int:
+        """Return more than an epoch can have: Keras wants a number, and ends where the updates do."""
+        return self._optimizer.sampler.plan.dataset_size + 1
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._updates)
+
+    def next_epoch(self) -> int:
+        """Return the epoch of the next update, after leaving one of which only the end was not seen."""
+        if self._optimizer.sampler.end_pending:
+            for _ in self._updates:
+                pass
+        return self._optimizer.epoch
+
+    def tell_steps(self, callbacks: Any) -> None:
+        """Tell callbacks, such as the progress bar, how many updates are left of the epoch."""
+        optimizer = self._optimizer
+        now = optimizer.sampler.plan.epoch(optimizer.epoch)
+        callbacks.set_params({**callbacks.params, "steps": now.end_step - max(now.first_step, optimizer.updates)})
 
 
 def map_arrays(function: Callable[[Any], Any], data: Any) -> Any:
@@ -33,35 +62,24 @@ def map_arrays(function: Callable[[Any], Any], data: Any) -> Any:
     return keras.tree.map_structure(lambda array: None if array is None else function(array), data)
 
 
-def loaders_of(parts: Any, size: int, shuffle: bool, held_out: float) -> tuple[Any, Any]:
-    """Return a DataLoader in microbatches of `size` rows, unless `x` is one, and the `held_out` part, or None."""
-    if isinstance(parts[0], DataLoader):
-        if held_out or any(part is not None for part in parts[1:]):
-            requirement = "a DataLoader must yield (x, y) or (x, y, sample_weight)"
-            raise value_error(requirement, "others besides it", "let its dataset return them, and pass validation_data")
-        return parts[0], None
-    data = map_arrays(_array, keras.utils.pack_x_y_sample_weight(*parts))
+def loader_of(given: dict[str, Any]) -> DataLoader[Any]:
+    """Take the data out of the arguments of `fit`, as a loader of microbatches; a part may become validation data."""
+    *parts, shuffle, held_out = (given.pop(name) for name in ("x", "y", "sample_weight", "shuffle", "validation_split"))
+    if isinstance(parts[0], DataLoader) and parts[1] is parts[2] is None:
+        return parts[0]
+    data = map_arrays(_tensor, keras.utils.pack_x_y_sample_weight(*parts))
     if len(lengths := {len(array) for array in keras.tree.flatten(data) if array is not None}) != 1:
         raise value_error("all arrays must have the same number of samples", sorted(lengths), "pass a row for each")
-    end = int(lengths.pop() * (1 - held_out))
-    own, after = (map_arrays(itemgetter(part), data) for part in (slice(end), slice(end, None)))
-    return DataLoader(Arrays(own), size, shuffle=shuffle, collate_fn=lambda rows: rows), after if held_out else None
+    if held_out and given["validation_data"] is None:
+        end = int(lengths.pop() * (1 - held_out))
+        given["validation_data"] = map_arrays(itemgetter(slice(end, None)), data)
+        data = map_arrays(itemgetter(slice(end)), data)
+    return DataLoader(Arrays(data), given["batch_size"] or 32, shuffle, collate_fn=lambda rows: rows)
 
 
-def first_microbatch(loader: DataLoader[Any], rows: int) -> Any:
-    """Return the first samples of a dataset as a microbatch, whose shapes are those of others."""
-    dataset: Any = loader.dataset
-    reads = getattr(dataset, "__getitems__", lambda numbers: [dataset[number] for number in numbers])
-    return loader.collate_fn(reads([*range(min(rows, len(dataset)))]))
-
-
-def _array(value: Any) -> Any:
-    if not isinstance(value, Tensor) and not hasattr(value, "__array__"):
+def _tensor(array: Any) -> torch.Tensor:
+    if not hasattr(array, "__array__"):
         requirement = "the data must have an index, because each rank is told which samples to read"
-        raise type_error(requirement, value, "pass arrays, tensors or a DataLoader with a map-style dataset")
-    return value if isinstance(value, Tensor) else np.asarray(value)
-
-
-def _tensor(rows: Any) -> Any:
-    floating = rows.is_floating_point() if isinstance(rows, Tensor) else np.issubdtype(rows.dtype, np.floating)
-    return keras.ops.convert_to_tensor(rows, dtype=keras.config.floatx() if floating else None)
+        raise type_error(requirement, array, "pass arrays, tensors or a DataLoader with a map-style dataset alone")
+    tensor = array if isinstance(array, torch.Tensor) else torch.as_tensor(np.asarray(array))
+    return tensor.to(getattr(torch, keras.config.floatx())) if tensor.is_floating_point() else tensor

@@ -1,24 +1,24 @@
-"""`VariableBatchModel`: a Keras model whose batches are updates of a trace."""
+"""Models of Keras whose batches are updates of a trace: a mixin for classes, and a model around others."""
 
 from __future__ import annotations
 
 import inspect
-from collections import deque
-from functools import cache
+import warnings
+from collections.abc import Callable
+from dataclasses import fields
 from operator import itemgetter
-from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import torch
+from torch.utils.data import DataLoader
 
 from variable_batch_size._validation import type_error, value_error
-from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.data.rows import of_tensors
 from variable_batch_size.integrations.facts import facts_of
-from variable_batch_size.integrations.from_loader import check_samples, order_of, sampler_for
+from variable_batch_size.integrations.from_loader import check_samples, sampler_for
 from variable_batch_size.integrations.keras.checkpoint import VariableBatchCheckpoint
-from variable_batch_size.integrations.keras.data import first_microbatch, loaders_of, map_arrays
-from variable_batch_size.integrations.keras.internals import build, is_masked, rate_of
+from variable_batch_size.integrations.keras.data import Epochs, loader_of, map_arrays
 from variable_batch_size.integrations.keras.optimizer import KerasOptimizer
 from variable_batch_size.integrations.loading import with_sampler
 from variable_batch_size.integrations.schedules import warn_of_batches
@@ -26,243 +26,182 @@ from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.integrations.supported import Setting, check
 from variable_batch_size.optim.consistency import broadcast_parameters
 from variable_batch_size.optim.handed import Update
-from variable_batch_size.optim.optimizer import CustomOptimizer
-from variable_batch_size.optim.updates import updates
+from variable_batch_size.testing.loss import CHECKED_UPDATES, check_loss
+
+if TYPE_CHECKING:
+    from keras import Model as Base
+else:
+    Base = object  # Keras replaces the bases of classes whose models are functional
 
 _OPTIONS = "gradient_accumulation_steps", "loss_scale_factor"
-_OTHERS = "LossScaleOptimizer", "MultiOptimizer", "NoneType"
-_MEANS = "mean", "sum_over_batch_size"
-COMPILED = (
+SETTINGS = (
     Setting(
         "the optimizer",
-        f"one of keras.optimizers without {', '.join(_OPTIONS)}, and no {' or '.join(_OTHERS[:2])}",
-        lambda model: [type(model.optimizer).__name__, *(one for one in _OPTIONS if getattr(model.optimizer, one, 0))],
-        lambda found: len(found) == 1 and found[0] not in _OTHERS,
+        f"one of keras.optimizers without {' or '.join(_OPTIONS)}, and no LossScaleOptimizer or MultiOptimizer",
+        lambda fit: [type(fit["optimizer"]).__name__, *(n for n in _OPTIONS if getattr(fit["optimizer"], n, None))],
+        lambda found: len(found) == 1 and found[0] not in {"LossScaleOptimizer", "MultiOptimizer"},
         'leave it out; use "mixed_bfloat16" instead of "mixed_float16"',
     ),
-    Setting("jit_compile", "False", "jit_compile", (False,), "compile layers of your own"),
-    Setting("steps_per_execution", "1", "steps_per_execution", (1,), "leave it out"),
-    Setting(
-        "the reduction of a loss",
-        "a mean over samples",
-        lambda model: [getattr(loss, "reduction", _MEANS[0]) for loss in keras.tree.flatten(model.loss)],
-        set(_MEANS).issuperset,
-        f'pass reduction="{_MEANS[1]}"',
-    ),
-)
-NOT_FOR_FIT = "class_weight", "steps_per_epoch", "BackupAndRestore"
-FIT = (
-    Setting(
-        "an argument of fit()",
-        f"none of {', '.join(NOT_FOR_FIT)}",
-        lambda given: [name for name in NOT_FOR_FIT if given.get(name) is not None],
-        lambda found: not found,
-        "pass sample_weight, max_updates in sampler_options, or VariableBatchCheckpoint",
-    ),
-)
+    Setting("jit_compile", "False", lambda fit: fit["self"].jit_compile, (False,), "compile layers of your own"),
+    Setting("steps_per_epoch", "None", itemgetter("steps_per_epoch"), (None,), "pass max_updates in sampler_options"),
+    Setting("BackupAndRestore", "left out", itemgetter("backups"), ([],), "pass VariableBatchCheckpoint"),
+)  # of a call of `fit`
+_METHODS = "compile", "compute_loss", "compute_metrics", "fit", "make_train_function", "test_step", "train_step"
+_REMEDY = "return a mean over rows, or pass count= with what it is a mean over, such as tokens"
 
 
-class VariableBatchModel(keras.Model):
-    """A Keras model whose `fit` follows a trace of batch sizes.
+class VariableBatchMixin(Base):
+    """Makes the `fit` of a subclass follow a trace of batch sizes: `class Mine(VariableBatchMixin, keras.Model)`.
 
-    `VariableBatchModel(model, trace=...)` returns `model` itself, of a subclass of its class with the same name: its
-    layers, weights, files and results stay as they are. A batch of Keras is then one update. `batch_size` of `fit` and
-    of a DataLoader are the rows of a microbatch.
+    A batch of Keras is one update, and `batch_size` of `fit`, or of a DataLoader, are the rows of a microbatch. A later
+    `fit` goes on with the trace and the microbatches of the first, and begins anew with another optimizer.
 
     Args:
-        model: any `keras.Model` with the `fit`, `make_train_function` and `train_step` of Keras, compiled or not.
-        *settings: `trace`, `rule`, `ref_batchsize`, `sampler_options` and `optimizer_options`, in this order or by
-            name: see `CustomSampler` and `CustomOptimizer`.
+        args, options: arguments of the class that it is mixed into, and `trace`, `rule`, `ref_batchsize`,
+            `sampler_options` and `optimizer_options`: see `CustomSampler` and `CustomOptimizer`. `fit` needs a trace.
+        count: given `y` and `sample_weight` of a microbatch, returns what its loss is a mean over, 0-D, such as its
+            number of tokens: an update is then the mean over all of them. Default: its rows.
 
     Attributes:
-        sampler: the sampler of the training; None before `fit`.
-        custom_optimizer: the optimizer of the training, with its position; None before `fit`.
+        custom_optimizer: the optimizer, with the position in the training and its `sampler`; None before `fit`.
 
     Raises:
-        TypeError: if it is no `keras.Model`, or has such a trace already.
-        ValueError: if it has one of these methods of its own, or is compiled with what is not supported.
+        TypeError: in `fit`, if samples have no index, as in a generator.
+        ValueError: in `fit`, if there is no trace, or a setting is not supported.
     """
 
-    def __new__(cls, model: Any, *settings: Any, **named: Any) -> Any:
-        """Return the model, of another class."""
-        if isinstance(model, VariableBatchModel) or not isinstance(model, keras.Model):
-            remedy = "pass keras.Sequential(...), for example"
-            raise type_error("model must be a keras.Model without a trace", model, remedy)
-        kind = type(model)
-        for name in "fit", "make_train_function", "train_step":
-            if name in vars(model) or getattr(kind, name) is not getattr(keras.Model, name):
-                requirement = f"the model must have the {name} of Keras, because a batch of it would be an update"
-                raise value_error(requirement, f"{kind.__name__}.{name}", "override compute_loss, or write the loop")
-        Settings(*settings, **named)  # raises before the class changes
-        model.__class__ = _subclass(kind)  # type: ignore[arg-type]
-        return model
-
-    def __init__(self, model: Any, *settings: Any, **named: Any) -> None:
-        self.settings = Settings(*settings, **named)
-        self.sampler: CustomSampler | None = None
-        self.custom_optimizer: CustomOptimizer | None = None
-        if self.compiled:
-            check(COMPILED, self, "keras")
-
-    def compile(self, *args: Any, **options: Any) -> None:
-        """Compile as Keras does, and begin another training; raise ValueError for what is not supported."""
-        super().compile(*args, **options)
-        check(COMPILED, self, "keras")
-        self.sampler = self.custom_optimizer = None
+    def __init__(self, *args: Any, count: Callable[[Any, Any], Any] | None = None, **options: Any) -> None:
+        own = {each.name: options.pop(each.name) for each in fields(Settings) if each.name in options}
+        super().__init__(*args, **options)
+        self.count, self.settings = count, Settings(**own) if own else None
+        self.custom_optimizer: Any = None
 
     def fit(self, *args: Any, **options: Any) -> Any:
-        """Train as Keras does, with a batch of the trace for each update; a second call trains further epochs.
-
-        The arguments are those of Keras, but for `batch_size`, the rows of a microbatch. Data are arrays or tensors
-        with one row a sample, or a DataLoader with a map-style dataset. Every rank evaluates all validation data.
-
-        Raises:
-            TypeError: if samples have no index, as in a generator.
-            ValueError: if the model is not compiled, an argument contradicts the trace, or a later call would continue
-                with other microbatches, another optimizer or other trainable weights.
-        """
+        """Train as Keras does, with a batch of the trace for each update."""
         if not self.compiled:
-            raise ValueError("You must call `compile()` before calling `fit()`.")
+            return super().fit(*args, **options)  # which raises
         bound = inspect.signature(keras.Model.fit).bind(self, *args, **options)
         bound.apply_defaults()
-        given, own = SimpleNamespace(**bound.arguments), keras.tree.flatten(bound.arguments["callbacks"] or [])
-        check(FIT, {**bound.arguments, **{type(one).__name__: one for one in own}}, "keras")
-        begun: Any = self.sampler if self.custom_optimizer is not None and self.custom_optimizer.updates else None
-        rows = given.batch_size or (32 if begun is None else begun.plan.minibatch_size)
-        held_out = 0.0 if given.validation_data is not None else given.validation_split
-        loader, after = loaders_of((given.x, given.y, given.sample_weight), rows, given.shuffle, held_out)
-        if begun is not None:
-            self._check_continues(loader)
-        else:
-            self.sampler = sampler_for(loader, self.settings)
-            build(self, first_microbatch(loader, self.sampler.plan.minibatch_size))
-            inner = KerasOptimizer(self.optimizer, self.trainable_variables)
-            self.custom_optimizer = self.settings.optimizer(inner, self.sampler, model=self)
-        shown = {"add_history": True, "add_progbar": given.verbose != 0, "verbose": given.verbose}
-        callbacks = keras.callbacks.CallbackList(own, **shown, model=self, epochs=given.epochs, steps=None)
-        given.validation_data = given.validation_data if after is None else after
+        given, own = dict(bound.arguments), keras.tree.flatten(bound.arguments["callbacks"] or [])
+        backups = [one for one in own if isinstance(one, keras.callbacks.BackupAndRestore)]
+        check(SETTINGS, {**given, "optimizer": self.optimizer, "backups": backups}, "keras")
+        if self.settings is None or super().train_step.__func__ is not keras.Model.train_step:
+            requirement = "the class of a model must get a trace, and have the train_step of Keras"
+            raise value_error(requirement, type(self).__name__, 'pass trace="0:128 10:256", or override compute_loss')
+        del given["self"]
+        loader = loader_of(given)
+        optimizer = self._optimizer(loader, self.settings)
+        epochs = Epochs(with_sampler(loader, optimizer.sampler), optimizer)
+        batches: Any = DataLoader(epochs, None, generator=torch.Generator())  # it draws, but not from torch's
+        offset = given["initial_epoch"] - epochs.next_epoch()
+        steps = keras.callbacks.LambdaCallback(on_epoch_begin=lambda *_: epochs.tell_steps(given["callbacks"]))
+        shown = {name: given[name] for name in ("verbose", "epochs")} | {"add_progbar": given["verbose"] != 0}
+        given["callbacks"] = keras.callbacks.CallbackList([steps, *own], True, model=self, steps=0, **shown)
+        epochs.tell_steps(given["callbacks"])
+        checkpoints = [one for one in own if isinstance(one, VariableBatchCheckpoint)]
         try:
-            self._train(loader, callbacks, given)
+            for one in checkpoints:
+                one.restore(self)
+            optimizer.sampler.plan.check_trace(given["epochs"] - offset)
+            warn_of_batches([self.optimizer._learning_rate], optimizer.sampler.plan, len(loader))
+            given["initial_epoch"] = given["epochs"] if optimizer.done else offset + epochs.next_epoch()
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Your input ran out of data")  # at the end of an epoch
+                return super().fit(batches, shuffle=False, **given)
         finally:
-            for one in own:
-                if isinstance(one, VariableBatchCheckpoint):
-                    one.close()
-        return self.history
+            for one in checkpoints:
+                one.close()
 
-    def _check_continues(self, loader: Any) -> None:
-        """Check that a later `fit` has the microbatches, the optimizer and the weights of the first."""
-        sampler: Any = self.sampler
-        optimizer: Any = self.custom_optimizer
-        check_samples(loader, sampler)
-        plan, order = sampler.plan, order_of(loader)
-        first = {"batch_size": plan.minibatch_size, "shuffle": sampler.shuffle, "drop_last": plan.drop_last}
-        remedy = "call compile() to begin another one"
-        if order != first:
-            raise value_error(f"a training continues with {first}", order, f"pass these, or {remedy}")
-        if not optimizer.inner.applies(self.optimizer, self.trainable_variables):
-            raise value_error("a training continues with its optimizer and trainable weights", "others", remedy)
-
-    def _train(self, loader: Any, callbacks: Any, given: Any) -> None:
-        """Make the updates of the epochs, and call the callbacks, in the order of Keras."""
-        optimizer: Any = self.custom_optimizer
-        sampler, plan = optimizer.sampler, optimizer.sampler.plan
+    def _optimizer(self, loader: Any, settings: Settings) -> Any:
+        """Return the optimizer of the training under way, or of a new one."""
+        optimizer, new = self.custom_optimizer, sampler_for(loader, settings)
+        if optimizer is None or not optimizer.updates or optimizer.inner.wrapped is not self.optimizer:
+            samples = range(min(len(loader.dataset), loader.batch_size))
+            reads = getattr(loader.dataset, "__getitems__", lambda numbers: [loader.dataset[n] for n in numbers])
+            # Private: it creates all variables without a forward, which might draw numbers.
+            self._symbolic_build(data_batch=loader.collate_fn(reads([*samples])))
+            inner = KerasOptimizer(self.optimizer, self.trainable_variables)
+            others = {} if self.count is None else {"reduction": "sum"}
+            optimizer = self.custom_optimizer = settings.optimizer(inner, new, model=self, **others)
+        check_samples(loader, optimizer.sampler)
         optimizer.discard_step()  # what an interrupted fit() has left
         broadcast_parameters(self)  # also in a second fit: a callback may set weights at the end of the first
-        self.stop_training, begun, logs = False, optimizer.updates, {}
-        offset = given.initial_epoch - optimizer.epoch - sampler.end_pending
-        self.epoch_offset = torch.tensor(offset)  # a restore sets it
-        self.reset_metrics()
-
-        def left() -> int:
-            epoch = plan.epoch(optimizer.epoch)
-            return epoch.end_step - max(epoch.first_step, optimizer.updates)
-
-        callbacks.set_params({**callbacks.params, "steps": left()})
-        callbacks.on_train_begin()
-        reads = updates(with_sampler(loader, sampler), optimizer)
-        if sampler.end_pending:  # restored after the callbacks of an epoch's end
-            deque(reads, maxlen=0)
-        restored = optimizer.updates > begun
-        offset = int(self.epoch_offset)
-        plan.check_trace(given.epochs - offset)
-        warn_of_batches([rate_of(self.optimizer)], plan, len(loader))
-        # Within an epoch, whose metrics are restored.
-        resumes = restored and not sampler.batches.ends_epoch(sampler.position)
-        for epoch in range(optimizer.epoch + offset, given.epochs):
-            if optimizer.done:
-                break
-            if not resumes:
-                self.reset_metrics()
-            resumes = False
-            callbacks.set_params({**callbacks.params, "steps": left()})
-            callbacks.on_epoch_begin(epoch)
-            self.train()
-            for number, update in enumerate(reads):
-                callbacks.on_train_batch_begin(number)
-                logs = self.train_step(update)
-                callbacks.on_train_batch_end(number, logs)
-                if self.stop_training:
-                    break
-            self.eval()
-            often = given.validation_freq
-            due = (epoch + 1) % often == 0 if isinstance(often, int) else epoch + 1 in often
-            if due and given.validation_data is not None:
-                x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(given.validation_data)
-                how = {"sample_weight": sample_weight, "steps": given.validation_steps, "callbacks": callbacks}
-                size = given.validation_batch_size or given.batch_size
-                found = self.evaluate(x, y, size, **how, return_dict=True)
-                logs = {**logs, **{f"val_{name}": value for name, value in found.items()}}
-            callbacks.on_epoch_end(epoch, logs)
-            if self.stop_training:
-                break
-        self.optimizer.finalize_variable_values(self.trainable_weights)
-        callbacks.on_train_end(logs)
+        return optimizer
 
     def train_step(self, data: Any) -> dict[str, Any]:
         """Make an update; the loss is that of all ranks so far in the epoch, other metrics are those of this one."""
-        optimizer: Any = self.custom_optimizer
-        if optimizer is None or not isinstance(data, Update):
+        optimizer = self.custom_optimizer
+        if not isinstance(data, Update):
             raise RuntimeError("an update needs its microbatches, which only fit() reads; call fit()")
         self.zero_grad()  # of a backward in a callback
-        optimizer.inner.read_learning_rate()
-        size, found = optimizer.microbatch.batch_size, {}
-        calls, losses = _training(self.call), _training(self.compute_loss)
+        optimizer.param_groups[0]["lr"] = float(self.optimizer.learning_rate)
+        size, found, to_check = optimizer.microbatch.batch_size, {}, optimizer.updates in CHECKED_UPDATES
         for microbatch in data:
-            part = optimizer.microbatch
+            if to_check and of_tensors(microbatch):
+                self._check_loss(microbatch)
+            part, to_check = optimizer.microbatch, False
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(microbatch)
-            y_pred = self(x, **calls)
-            if is_masked(y_pred):
-                requirement = "the output of the model must have no mask"
-                raise value_error(requirement, "one", "pass sample_weight instead of it")
-            loss = self.compute_loss(x, y, y_pred, sample_weight, **losses)
-            optimizer.backward(loss)
+            loss = self.compute_loss(x, y, y_pred := self(x, training=True), sample_weight)
+            count = None if self.count is None else self.count(y, sample_weight)
+            optimizer.backward(loss if count is None else torch.where(count > 0, loss * count, 0))
             optimizer.log(loss=loss)
             if part.samples:  # a replay counts on another rank
                 distinct = itemgetter(slice(None, None, part.rows // part.samples))
                 *rows, weight = map_arrays(distinct, (x, y, y_pred, sample_weight))
                 with torch.no_grad():
                     found = self.compute_metrics(*rows, sample_weight=weight)
-            optimizer.step()
+            optimizer.step(count=count)
         for metric in self.metrics:
             if metric.name == "loss":  # the name that Keras' guides to train_step go by
                 metric.update_state(optimizer.logged["loss"], sample_weight=size)
+        self.stop_training |= optimizer.done
         facts = {"batch_size": size, "effective_learning_rate": optimizer.current_lr(), **facts_of(optimizer)}
         return {**found, **self.get_metrics_result(), **facts}
 
+    def _check_loss(self, microbatch: Any) -> None:
+        """Warn if the loss is no mean over rows, or over what `count` says."""
 
-def _training(function: Any) -> dict[str, Any]:
-    return {"training": True} if "training" in inspect.signature(function).parameters else {}
+        def loss_fn(_: Any, part: Any) -> Any:
+            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(part)
+            loss = self.compute_loss(x, y, self(x, training=False), sample_weight)
+            return loss if self.count is None else loss * self.count(y, sample_weight)
+
+        tolerance = 2e-3 if self.compute_dtype in {"float32", "float64"} else 1e-2  # Keras rounds float64 to float32
+        options: Any = {"reduction": self.custom_optimizer.reduction, "tolerance": tolerance, "remedy": _REMEDY}
+        with keras.StatelessScope([(one, one.value) for one in self.variables], collect_losses=True):
+            check_loss(self, loss_fn, microbatch, **options)  # metrics and seeds stay
 
 
-_set_class = object.__dict__["__class__"].__set__
+class VariableBatchModel(VariableBatchMixin, keras.Model):
+    """A model whose `fit` follows a trace of batch sizes, around a functional or sequential one, which it trains.
 
+    Its files are those of `inner`, compiled, which is what they are loaded as: without a trace.
 
-@cache
-def _subclass(kind: Any) -> type:
-    """Return the class of a model with a trace, whose instances have `__class__` `kind`.
+    Args:
+        inner: a `keras.Sequential`, or a model that was made of inputs and outputs, not compiled yet.
+        **options: `trace`, `rule` and the others of `VariableBatchMixin`.
 
-    Keras looks up there under which name it saves a model, also one within another, and of which class a clone is.
+    Raises:
+        TypeError: if `inner` is no such model, or compiled.
     """
-    same = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    own = {"__class__": property(lambda _: kind, _set_class), "from_config": kind.from_config}
-    return type(kind.__name__, (VariableBatchModel, kind), {**same, **own})
+
+    def __init__(self, inner: Any, **options: Any) -> None:
+        as_keras = isinstance(inner, keras.Model) and not inner.compiled
+        if not as_keras or any(getattr(type(inner), name) is not getattr(keras.Model, name) for name in _METHODS):
+            remedy = "call compile() afterwards; for a class of your own, class Mine(VariableBatchMixin, keras.Model)"
+            raise type_error("inner must be a model with the methods of keras.Model, not compiled", inner, remedy)
+        super().__init__(name=inner.name, dtype=inner.dtype_policy, **options)
+        self.inner = inner
+        if hasattr(inner, "output_names"):
+            self.output_names = inner.output_names  # by which losses and metrics are given
+        for name in "save", "save_weights", "load_weights":
+            setattr(self, name, getattr(inner, name))
+
+    def call(self, x: Any, training: bool | None = None) -> Any:
+        """Return the outputs of the model within, which knows `training` from Keras."""
+        return self.inner(x)
+
+    def compile(self, optimizer: Any = "rmsprop", *args: Any, **options: Any) -> None:
+        """Compile as Keras does, also the model within, which is saved."""
+        super().compile(optimizer, *args, **options)
+        self.inner.compile(self.optimizer, *args, **options)
