@@ -142,6 +142,24 @@ def test_optimizers_of_one_loss_weigh_it_alike_or_raise(first: torch.dtype) -> N
     torch.testing.assert_close(narrow.detach().float(), expected, rtol=2e-2, atol=0)
 
 
+@pytest.mark.parametrize("clears", [False, True])
+def test_an_optimizer_that_a_loss_does_not_name_raises_unless_it_clears(clears: bool) -> None:
+    """Its gradients have the weight of the other's microbatch, which it would give them once more."""
+    first, second = torch.zeros(2, requires_grad=True), torch.zeros(2, requires_grad=True)
+    sampler = vbs.CustomSampler(60, 20, 1, 0, 4, fixed_shape=False)
+    own, other = (vbs.ConstantOptimizer(torch.optim.SGD([one], lr=0.5), sampler) for one in (first, second))
+    next(iter(sampler))
+    own.backward((first * second.exp()).sum())
+    own.step()
+    if clears:  # as the loop of a GAN
+        other.zero_grad()
+        (second.sum() * 3).backward()
+        assert other.step() is False
+    else:
+        with pytest.raises(RuntimeError, match=r"backward\(\) of another optimizer of the sampler has added to these"):
+            other.step()
+
+
 @pytest.mark.parametrize("by", ["losses", "reentrant"])
 def test_noise_of_a_microbatch_with_several_backward_passes_raises_before_the_weights_change(by: str) -> None:
     run = training(vbs.AdaScaleOptimizer)

@@ -92,6 +92,22 @@ def test_a_loss_that_is_scaled_in_the_loop_is_refused() -> None:
     assert_equal(run.weights(), before, 0)
 
 
+@pytest.mark.parametrize("scaled", [(True, False), (False, True)])
+@pytest.mark.parametrize("of", ["microbatch", "step"])
+def test_losses_of_which_some_are_not_scaled_are_refused(scaled: tuple[bool, bool], of: str) -> None:
+    run, scaler = training(sizes=[20]), grad_scaler()
+    before, first, indices = run.weights(), True, iter(run.sampler)
+    own = next(indices)
+    with pytest.raises(RuntimeError, match="must be scaled, or none, but some have a scaler= and others have not"):  # noqa: PT012
+        for one in scaled:
+            run.optimizer.backward(run.loss(own), scaler=scaler if one else None)
+            if first and of == "step":
+                scaler.step(run.optimizer) if one else run.optimizer.step()
+                own = next(indices)
+            first = False
+    assert_equal(run.weights(), before, 0)
+
+
 def test_a_step_without_its_scaler_is_refused() -> None:
     run, scaler = training(), grad_scaler()
     run.optimizer.backward(run.loss(next(iter(run.sampler))), scaler=scaler)

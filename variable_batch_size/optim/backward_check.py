@@ -12,7 +12,8 @@ in `clip_grad_norm_`, are noticed by their norms, in the first updates only, bec
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import is_
 from typing import NamedTuple, final
 
@@ -119,6 +120,13 @@ class BackwardCheck:
             )
         self._ours = _Gradients.of(self._parameters, norms=self._probes)
 
+    @contextmanager
+    def during_another(self) -> Iterator[None]:
+        """Note whether the `backward()` of another optimizer, within a block, adds to these gradients."""
+        before = _Gradients.of(self._parameters)
+        yield
+        self._of_another |= before.change(_Gradients.of(self._parameters)) is not None
+
     def _check_left(self, left: _Gradients, now: _Gradients) -> None:
         number = left.change(now)
         if number is not None:
@@ -139,6 +147,12 @@ class BackwardCheck:
         """
         if self._ours is not None:
             self._check_left(self._ours, self._now)
+        elif self._of_another:
+            raise RuntimeError(
+                "a loss must carry its weight once, but backward() of another optimizer of the sampler has added to "
+                "these gradients, with the weight of the microbatch; pass this optimizer to it, others=[optimizer], or "
+                "call zero_grad() of this one before its own backward()"
+            )
         elif accumulating:
             self._check_kept()
         if self._compiled:  # there the versions count something else
@@ -170,14 +184,14 @@ class BackwardCheck:
     def remember(self) -> None:
         """Record the gradients as they are now."""
         self._now = self._seen = _Gradients.of(self._parameters, norms=self._probes)
-        self._ours = None
+        self._ours, self._of_another = None, False
         self._count_from_here()
 
     def forget(self) -> None:
         """Release the gradients, until the next `remember`: a static graph would compute those that are replaced."""
         number = len(self._parameters)
         self._now = self._seen = _Gradients([None] * number, [-1] * number)
-        self._ours, self._counted = None, {}
+        self._ours, self._counted, self._of_another = None, {}, False
 
     def begin(self, *, several: bool) -> None:
         """Decide whether hooks watch the next update, which has several microbatches on this rank or one."""

@@ -7,6 +7,7 @@ sums over the ranks, clips, scales by the rule, runs the inner optimizer's `step
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 from weakref import WeakMethod
@@ -271,7 +272,18 @@ class CustomOptimizer(ObservedOptimizer):
                 raise value_error(requirement, found, "pass one sampler to them, and call step() of each")
         options = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
         gradients = [one._updater.gradient for one in others]
-        self._updater.gradient.backward(loss, microbatch, scaler, gradients, gradient=gradient, **options)
+        with self._watched(others):
+            self._updater.gradient.backward(loss, microbatch, scaler, gradients, gradient=gradient, **options)
+
+    def _watched(self, others: Sequence[CustomOptimizer]) -> AbstractContextManager[Any]:
+        """Let optimizers of the sampler that a loss does not name note whether it has their parameters."""
+        listeners = self.sampler.listeners
+        if len(listeners) == 1 + len(others):
+            return nullcontext()
+        stack, named = ExitStack(), {self, *others}
+        for own in [one for one in listeners if isinstance(one, CustomOptimizer) and one not in named]:
+            stack.enter_context(own._updater.gradient.sum.during_another())
+        return stack
 
     def _begin_backward(self) -> Microbatch:
         """Return the microbatch that the next `step()` counts."""

@@ -55,13 +55,14 @@ class StepGradient:
         self.parameters = list(parameters)
         self.sum.use(parameters, keep=keep)
         self.agreed = False  # whether the ranks have compared themselves
+        self._scaled: bool | None = None  # whether the losses of this step are scaled; None: there was none
         self._scale: Tensor | None = None  # of the losses of this step under a GradScaler, 0-D
         self._overflows: Any = None  # number of non-finite microbatches under a GradScaler; 0-D on a static graph
 
     def clear(self) -> None:
         """Discard the accumulated microbatches, after an update or to start the step over."""
         self.sum.clear()
-        self._scale = self._overflows = None
+        self._scaled = self._scale = self._overflows = None
         self.token_count.clear()
         self.step_means.clear()
         if self._second_moment is not None:
@@ -76,8 +77,15 @@ class StepGradient:
         **options: Any,
     ) -> None:
         """Call `loss.backward()`, of a loss that carries its weight, and a scale if there is a `GradScaler`."""
-        scale = None
-        if scaler is not None and scaler.is_enabled():
+        scale, scaled = None, scaler is not None and scaler.is_enabled()
+        for one in (self, *others):
+            if one._scaled not in (None, scaled):
+                raise RuntimeError(
+                    "all losses of a step must be scaled, or none, but some have a scaler= and others have not; pass "
+                    "it to each backward() of the step, and call discard_step() first"
+                )
+            one._scaled = scaled
+        if scaler is not None and scaled:
             scale = self._scale
             if scale is None:
                 scale = self.sum.common_scale(scaler.scale(torch.ones((), device=loss.device)))

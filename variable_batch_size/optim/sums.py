@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, final
 
 import torch
@@ -151,6 +152,10 @@ class Sum(ABC):
         (loss if scale is None else loss * scale).backward(**options)  # type: ignore[no-untyped-call]
         for one in every:
             one._after_backward(microbatch, factor, scale)
+
+    def during_another(self) -> AbstractContextManager[None]:
+        """Note whether the `backward()` of an optimizer that does not know this one adds to its gradients."""
+        return self._check.during_another()
 
     def _check_factor(self, microbatch: Microbatch, factor: float) -> None:
         if factor != self._loss_factor(microbatch):
