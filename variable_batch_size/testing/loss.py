@@ -73,7 +73,8 @@ def check_loss(
         return
     found = float(np.dot(_shares(weights, cut, reduction), losses))
     if tolerance is None:
-        tolerance = max((_TOLERANCES.get(one.dtype, _NARROW) for one in model.parameters()), default=_NARROW)
+        kinds = {one.dtype for one in model.parameters() if one.is_floating_point()}
+        tolerance = max((_TOLERANCES.get(kind, _NARROW) for kind in kinds), default=_NARROW)
     if abs(found - expected) > tolerance * max(map(abs, (expected, *losses))):  # False for nan: a part counts nothing
         what = "mean" if reduction == "mean" else "sum"
         over = "rows" if counts is None else "what the rows count"
