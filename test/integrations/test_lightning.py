@@ -211,6 +211,20 @@ def test_two_optimizers(tmp_path: Path) -> None:
     assert torch.equal(weights(again), weights(module))
 
 
+class Sums(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.case.loss(self.net(batch[0]), batch[1], "sum")
+
+
+def test_the_mean_of_sums_is_logged() -> None:
+    losses = []
+    for kind, options in (Module, {}), (Sums, {"optimizer_options": {"reduction": "sum"}}):
+        record = Record()
+        trainer(strategy=strategy_for(**options), callbacks=[record], max_epochs=1).fit(kind(), loader())
+        losses.append(record.losses)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
 def test_a_mean_over_tokens_is_warned_of() -> None:
     class Tokens(Module):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -218,7 +232,7 @@ def test_a_mean_over_tokens_is_warned_of() -> None:
 
     module = Tokens(PLAIN)
     module.net = language_model()
-    with pytest.warns(UserWarning, match=r"must be a mean over rows, but that of \d rows is .*reduction=\"sum\""):
+    with pytest.warns(UserWarning, match=r"must be a mean over rows, but that of \d rows is .*\"reduction\": \"sum\""):
         fit(module, loader(Texts()), max_steps=1)
 
 

@@ -82,6 +82,18 @@ def test_rejects_optimizers_that_cannot_accumulate(kind: type[Optimizer]) -> Non
         training(inner=kind, hyperparameters={})
 
 
+class Prepared(Optimizer):
+    """As those that Accelerate and Opacus put around others."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.optimizer = inner
+
+
+def test_rejects_what_is_an_optimizer_by_name_only() -> None:
+    with pytest.raises(TypeError, match=r"a Prepared has not; pass the optimizer that it wraps, such as prepared\."):
+        vbs.ConstantOptimizer(Prepared(torch.optim.SGD([torch.zeros(1)], lr=0.1)), vbs.CustomSampler(9, 3, 1, 0))
+
+
 def test_named_parameters_are_kept() -> None:
     run = training(inner=lambda _, **options: torch.optim.SGD(network().named_parameters(), **options))
     assert run.optimizer.param_groups[0]["param_names"] == ["0.weight", "0.bias", "2.weight", "2.bias"]

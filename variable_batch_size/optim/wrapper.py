@@ -208,6 +208,11 @@ def _check_inner(inner: Optimizer) -> Optimizer:
     }
     if not isinstance(inner, Optimizer):
         raise TypeError(f"the inner optimizer must be a torch.optim.Optimizer, got {type(inner).__name__}; pass one")
+    if not hasattr(inner, "_optimizer_step_pre_hooks"):
+        raise TypeError(
+            f"the inner optimizer must have called the constructor of torch.optim.Optimizer, but a "
+            f"{type(inner).__name__} has not; pass the optimizer that it wraps, such as prepared.optimizer"
+        )
     for kind, remedy in remedies.items():
         if isinstance(inner, kind):
             raise TypeError(f"{type(inner).__name__} cannot be the inner optimizer: {remedy}")

@@ -16,6 +16,10 @@ from variable_batch_size.data.rows import of_tensors
 from variable_batch_size.testing.loss import check_loss
 
 MEAN_LOSS: Final = "update_loss"  # under which the mean over an update is logged
+REMEDY: Final = (
+    'pass optimizer_options={"reduction": "sum"} to the strategy, and return {"loss": the sum, "count": of how many it '
+    "is, such as tokens}; a loss that compares rows with one another cannot be cut into microbatches"
+)
 
 
 class Output(NamedTuple):
@@ -26,13 +30,13 @@ class Output(NamedTuple):
     means: Mapping[str, Any]  # to be logged
 
     @staticmethod
-    def of(returned: Any) -> Output:
-        """Return it, with the mean loss among what is to be logged."""
+    def of(returned: Any, rows: float = 1) -> Output:
+        """Return it, with the mean loss among what is to be logged; `rows`: what one without a count is a sum over."""
         entries = returned if isinstance(returned, Mapping) else {"loss": returned}
         loss, count = entries.get("loss"), entries.get("count")
         if not isinstance(loss, Tensor):
             raise type_error("training_step must return a loss for every microbatch", loss, "return one of gradient 0")
-        return Output(loss, count, {MEAN_LOSS: loss if count is None else loss / count, **entries.get("log", {})})
+        return Output(loss, count, {MEAN_LOSS: loss / (rows if count is None else count), **entries.get("log", {})})
 
 
 def check_training_step(
@@ -47,7 +51,7 @@ def check_training_step(
         with precision.train_step_context():
             return Output.of(twin.training_step(part, *others)).loss
 
-    check_loss(_twin(module), loss_of, batch, reduction=reduction)
+    check_loss(_twin(module), loss_of, batch, reduction=reduction, remedy=REMEDY)
 
 
 def _twin(module: LightningModule) -> LightningModule:

@@ -197,7 +197,7 @@ class VariableBatch(ParallelStrategy):
             self._to_check.remove(optimizer.updates)
             check_training_step(self._module, self.precision_plugin, (self._rows, *args[1:]), optimizer.reduction)
         returned = super().training_step(self._rows, *args[1:], **kwargs)
-        output = Output.of(returned)
+        output = Output.of(returned, self._microbatch.rows if optimizer.reduction == "sum" else 1)
         self._count = output.count
         optimizer.log(**output.means)
         return returned
