@@ -378,6 +378,8 @@ class Plain(Sum):
             coming = weight if following is None else self._weight_of(following)
             if following is not None and (weight != coming or self._backend.static_graph):
                 self._multiply(weight / (coming or 1.0), "microbatch")
+        elif self._backend.static_graph:
+            self._multiply(1.0, "microbatch")  # which leaves no views
 
     def _multiply(self, factor: float | Tensor, place: str) -> None:
         present = [parameter for parameter in self.parameters if parameter.grad is not None]
