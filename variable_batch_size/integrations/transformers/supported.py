@@ -5,10 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace
-from variable_batch_size.integrations.accelerate import distributed_type, sums_by_torch
 from variable_batch_size.integrations.supported import Setting
 
 _OWN_STEPS = "lomo", "layerwise", "schedule_free"  # in names of optimizers that step in backward, or have two modes
+
+
+def _distributed_type(accelerator: Any) -> str:
+    """Return the `distributed_type` of an accelerator, with the version of FSDP, such as "FSDP2"."""
+    kind, plugin = accelerator.distributed_type.value, getattr(accelerator.state, "fsdp_plugin", None)
+    return f"FSDP{plugin.fsdp_version}" if kind == "FSDP" and plugin is not None else str(kind)
+
+
+def _sums_by_torch(kind: str) -> bool:
+    """Return whether there is one process, or DistributedDataParallel or FSDP2 sums."""
+    return kind in ("NO", "FSDP2") or kind.startswith("MULTI_")
 
 
 def _parallelism(trainer: Any) -> int:
@@ -31,8 +41,8 @@ SETTINGS = (
     Setting(
         "distributed_type",
         "NO, FSDP2, or MULTI_GPU, MULTI_CPU and others for which Accelerate uses DistributedDataParallel",
-        lambda trainer: distributed_type(trainer.accelerator),
-        sums_by_torch,
+        lambda trainer: _distributed_type(trainer.accelerator),
+        _sums_by_torch,
         'launch it without DeepSpeed and FSDP1; to shard pass fsdp=True and fsdp_config={"fsdp_version": 2}',
     ),
     Setting("parallelism_config", "without tensor, context and sequence parallelism", _parallelism, (1,), "omit it"),

@@ -11,6 +11,7 @@ import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from sys import maxsize
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,6 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from variable_batch_size._validation import type_error
 from variable_batch_size.data.sampler import TraceLike
-from variable_batch_size.integrations.accelerate import sum_in_float32
 from variable_batch_size.integrations.facts import facts_of
 from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.integrations.supported import check
@@ -235,6 +235,17 @@ class Follower(TrainerCallback):
         else:
             epoch, step = sampler.batches.epoch(sampler.position), sampler.position.step
             state.epoch = sampler.plan.epochs_before(epoch, step)
+
+
+def sum_in_float32(accelerator: Any) -> None:
+    """Let FSDP2 reduce gradients in float32, if an accelerator's mixed precision would do it in 16 bits.
+
+    Sums of several microbatches need it: in bfloat16 small ones vanish in large ones.
+    """
+    plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
+    policy: Any = getattr(plugin, "mixed_precision_policy", None)
+    if getattr(policy, "reduce_dtype", None) in (torch.bfloat16, torch.float16):
+        plugin.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32)
 
 
 def scaled(loss: Tensor, factor: Tensor | float) -> Tensor:
