@@ -1,8 +1,9 @@
 """How long a test may take: what is quick is in `make test`, and everything else is marked `slow`.
 
 A test that is not marked and takes more of the processors than two `import torch`, alone and with the processes that it
-waits for, fails where the variable CI is set; elsewhere a line at the end names it. Fixtures and first imports do not
-count, because they are there for other tests, too, nor waiting, nor a forked process that is killed.
+waits for, is named by a line at the end; one that takes twice as much fails where the variable CI is set, so that a slow
+moment of the machine fails nothing. Fixtures and first imports do not count, because they are there for other tests,
+too, nor waiting, nor a forked process that is killed.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     if used > 2 and not free and used > limit():  # no import takes less than a second
         most = f"{limit():.1f} s at most: make it quicker, or mark it slow, or nightly if others resemble it"
         line = f"{item.nodeid} takes {used:.1f} s of the processors, {most}"
-        if os.environ.get("CI"):
+        if os.environ.get("CI") and used > 2 * limit():
             pytest.fail(line, pytrace=False)
         item.user_properties.append(("takes long", line))
     return result  # type: ignore[return-value]
