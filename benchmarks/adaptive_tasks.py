@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import variable_batch_size as vbs
-from variable_batch_size.lab.evaluation.tasks import gpt
+from variable_batch_size.lab.evaluation.tasks import char_gpt as gpt
 from variable_batch_size.lab.evaluation.tasks.char_gpt import standard_library
-from variable_batch_size.lab.evaluation.tasks.images import cnn
+from variable_batch_size.lab.evaluation.tasks.mnist_cnn import cnn
 
 Images = tuple[Tensor, Tensor]  # float32 (n, 1, 28, 28), and labels, int64 (n,)
 

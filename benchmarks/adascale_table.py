@@ -34,13 +34,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR
+from variable_batch_size.lab.evaluation.loop import evaluate, updates_of
 
 from records import Measured
 from results import record
 from variable_batch_size import ProgressScheduler
 from variable_batch_size.lab.evaluation import Cell, Experiment, Record, engines, load_task, tuning
 from variable_batch_size.lab.evaluation.curve import Curve
-from variable_batch_size.lab.evaluation.loop import evaluate, updates_of
 from variable_batch_size.lab.evaluation.provenance import environment
 from variable_batch_size.lab.evaluation.record import keys_in, path_of
 from variable_batch_size.lab.evaluation.statistics import Interval, difference_interval, mean_interval

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
+from variable_batch_size.lab.evaluation.tasks.fashion_cnn import FashionCnn
 
 from evaluation_large import LOGS, arguments, options, take_time, under, write_report
 from variable_batch_size.lab.evaluation import Experiment, engines, write_records
-from variable_batch_size.lab.evaluation.tasks.fashion_cnn import FashionCnn
 
 REF_BATCHSIZE, MINIBATCH_SIZE, SAMPLES = 64, 16, 2**15
 RULES = {

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import TensorDataset
 
-from variable_batch_size.lab.evaluation.tasks.gpt import warmup_cosine
+from variable_batch_size.lab.evaluation.tasks.char_gpt import warmup_cosine
 
 
 class Teacher:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import variable_batch_size as vbs
 from step import MODELS, perceptron
 from variable_batch_size.backend import xla
-from variable_batch_size.lab.evaluation.tasks.gpt import GPT, LENGTH
+from variable_batch_size.lab.evaluation.tasks.char_gpt import GPT, LENGTH
 
 CORES, MICROBATCHES = 2, 2  # XLA compiles the same graph for any number of cores
 WARM_UP, MEASURED = 4, 2  # updates; nothing compiles after the third one

@@ -139,7 +139,7 @@ def test_load_returns_images_and_their_labels(genuine: Path, train: bool) -> Non
     assert images.dtype == torch.float32
     assert labels.dtype == torch.int64
     assert labels.tolist() == list(mnist.read(genuine, f"{part}-labels-idx1-ubyte")[8:])
-    pixels = images[3, 0].double() * mnist.FILES.std + mnist.FILES.mean
+    pixels = images[3, 0].double() * mnist.STD + mnist.MEAN
     raw = mnist.read(genuine, f"{part}-images-idx3-ubyte")[16:][3 * 784 : 4 * 784]
     torch.testing.assert_close(pixels.flatten() * 255, torch.tensor(list(raw)).double(), atol=1e-3, rtol=0)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from variable_batch_size.lab.evaluation.tasks.gpt import (
+from variable_batch_size.lab.evaluation.tasks.char_gpt import (
     GPT,
     LENGTH,
     loss_of,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from variable_batch_size.lab.evaluation import Record
+from variable_batch_size.lab.evaluation import Evaluation
 
 SIZE = 96  # samples
 
@@ -23,7 +21,6 @@ class Tiny:
 
     ref_batchsize, lr, minibatch_size, samples, between = 8, 0.05, 4, 240, 64
     max_grad_norm = 5.0
-    target = "loss", 0.5
 
     def __init__(self, shift: float = 0.0) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -83,12 +80,6 @@ class VectorLoss(Tiny):
         return loss
 
 
-class OtherTarget(Tiny):
-    """Its target is of a metric that it does not evaluate."""
-
-    target = "bleu", 0.5
-
-
 class NotCreated(Tiny):
     """It cannot be created."""
 
@@ -103,16 +94,19 @@ class NoData(Tiny):
         raise RuntimeError("an error of the task")
 
 
-class Killed(Tiny):
-    """The first process that evaluates it is killed."""
+class KilledAlways(Tiny):
+    """Each process that trains it with one seed is killed."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, seed: int) -> None:
         super().__init__()
-        self.marker = Path(folder) / "killed"
+        self.deadly = self.seed = seed
+
+    def model(self, seed: int) -> nn.Module:
+        self.seed = seed
+        return super().model(seed)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        if not self.marker.exists():
-            self.marker.touch()
+        if self.seed == self.deadly:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().evaluate(model)
 
@@ -185,8 +179,7 @@ class Empty(Tiny):
 tiny = Tiny()
 
 
-def without_times(records: Iterable[Record]) -> list[dict[str, Any]]:
-    """Return what is the same in each process that trains a cell."""
-    rows = [json.loads(json.dumps(vars(record))) for record in records]
-    apart = {"wall_seconds", "environment"}  # the other process may import the package from another place
-    return [{name: value for name, value in row.items() if name not in apart} for row in rows]
+def brought(evaluation: Evaluation) -> dict[str, Any]:
+    """Return key -> status and curve of each training: what is the same wherever and however it was trained."""
+    rows = evaluation.trainings
+    return dict(zip(rows["key"], zip(rows["status"], rows["curve"], strict=True), strict=True))

@@ -23,7 +23,7 @@ import torch
 
 from variable_batch_size.lab.evaluation import Experiment, run
 
-WORKERS = {"joblib": b"LokyProcess", "ray": b"ray::_record"}  # in the command line of a process that trains
+WORKERS = {"joblib": b"LokyProcess", "ray": b"ray::_line"}  # in the command line of a process that trains
 EXPECTED = ("was killed", "is in use by")  # errors of an evaluation of which one process was killed
 
 
@@ -31,16 +31,16 @@ def kill(flags: argparse.Namespace) -> int:
     """Kill so many processes, and let the evaluation end; return how many it took: fewer if it ended before."""
     draw, killed = random.Random(flags.seed), 0
     saved = Path(flags.folder, "checkpoints")
-    kinds = ["all"] if flags.jobs == 1 else ["all", "worker"]
-    if flags.engine == "ray":  # the evaluation continues
-        kinds = ["worker"]
     while True:
-        child = start(flags)
+        child, kinds = start(flags), ["all"] if flags.jobs == 1 else ["all", "worker"]
         while (status := ended(child)) is None:
             time.sleep(draw.uniform(*flags.seconds) if killed < flags.kills else 0.1)
             late = killed % 2 == 0 or any(saved.glob("*/update-*"))  # so that something is restored, however slow it is
-            if killed < flags.kills and late:
-                killed += send(child, draw.choice(kinds), WORKERS[flags.engine], draw)
+            if killed < flags.kills and late and kinds:
+                kind = "worker" if flags.engine == "ray" else draw.choice(kinds)
+                killed += send(child, kind, WORKERS[flags.engine], draw)
+                if kind == "worker":
+                    kinds = kinds[:1]  # a second death may be that of the same training, which is then killed
         if status == 0:
             return killed
 

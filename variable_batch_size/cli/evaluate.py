@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shlex
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,11 +18,9 @@ from variable_batch_size.cli.options import count_option, float_number, list_opt
 from variable_batch_size.trace import OnEnd
 
 if TYPE_CHECKING:
-    from variable_batch_size.lab.evaluation.cell import Cell
-    from variable_batch_size.lab.evaluation.experiment import Experiment
     from variable_batch_size.lab.simulation import Overheads
 
-EngineName: TypeAlias = Literal["joblib", "ray"]  # as in evaluation.engines, which is imported when it is needed
+EngineName: TypeAlias = Literal["joblib", "ray"]  # as in evaluation.engine, which is imported when it is needed
 TIME = "Simulated time"
 machine_option = partial(option, rich_help_panel="Processes and machines")
 
@@ -59,26 +55,28 @@ def evaluate(
         option("What the report calls the traces: once for each.", "--name", metavar="NAME", show_default=False),
     ] = None,
     folder: Annotated[
-        Path, option("Folder of the records; what is there is not trained again.", "--folder", "-f", metavar="FOLDER")
+        Path, option("Folder of the trainings; what is there is not trained again.", "--folder", "-f", metavar="FOLDER")
     ] = Path("evaluation"),
-    seeds: Annotated[int, count_option("Number of seeds, 0, 1, ...", metavar="SEEDS")] = 3,
+    seeds: Annotated[int, count_option("Number of seeds, 0, 1, ...", metavar="SEEDS")] = 5,
+    baseline: Annotated[str, option("Rule against which the others are judged.", metavar="RULE")] = "constant",
     lr_factor: Annotated[
         list[float] | None,
         list_option(
-            "Factors on the learning rate; each rule is judged at its best one.",
+            "Factors on the learning rate, for a curve of each rule; rules are judged at 1.",
             of=float_number,
             metavar="FACTORS",
             show_default="1",
         ),
     ] = None,
-    tuning_seeds: Annotated[
-        int,
-        count_option(
-            "Seeds on which each rule's factor is chosen, beside those that judge; 0: those that judge.",
-            least=0,
-            metavar="SEEDS",
+    start: Annotated[
+        Path | None,
+        option(
+            "Folder of a vbs.Checkpoint of the task, from which all trainings go on.",
+            "--from",
+            metavar="FOLDER",
+            show_default=False,
         ),
-    ] = 0,
+    ] = None,
     end: Annotated[
         list[str] | None,
         list_option(
@@ -88,9 +86,6 @@ def evaluate(
             show_default="samples",
         ),
     ] = None,
-    windows: Annotated[
-        int, count_option("Parts of the log of a cluster; a seed has part seed % windows.", metavar="PARTS")
-    ] = 1,
     samples: Annotated[int | None, count_option("Samples of a training.", metavar="SAMPLES", **options.of_task)] = None,
     of_task: options.OfTask,
     between: Annotated[
@@ -132,25 +127,26 @@ def evaluate(
             metavar="ADDRESS",
         ),
     ] = None,
-    parquet: report.Parquet = False,
-    recommend: report.Recommend = False,
     dry_run: Annotated[
         bool, option("Print the number of trainings, and check them, without training.", "--dry-run")
     ] = False,
 ) -> None:
-    """Train tasks under traces, with rules and seeds, and write a report of what each rule has brought.
+    """Train tasks under traces, with rules and seeds, and write a report: which rule loses least?
 
-    Each training writes a record when it ends. Run the command again to continue after an interruption, or with more
-    seeds, traces or rules: only what has no record yet is trained. `vbs report` writes the report at any time.
+    Each training is written to the folder when it ends. Run the command again to continue after an interruption. What
+    it wants is its plan, which the report judges when all of it has ended; with more seeds, traces or rules it is
+    another plan, of which only what is new is trained.
 
     Examples:
 
-    - `vbs evaluate mnist-cnn --trace 32 --trace "0:32 1000:256" --rule constant --rule linear --jobs 2`
+    - `vbs evaluate mnist-cnn --trace "0:32 1000:256" --rule linear --rule root --jobs 2`
     - `vbs evaluate mnist-cnn --trace per-device:16@traces/spot_example.json --samples-per-second 2 --rule linear`
+    - `vbs evaluate own:Task --from runs/a --trace 512 --rule linear --rule root`
     """
-    from variable_batch_size.lab.evaluation import Experiment, ModelTime, engines
     from variable_batch_size.lab.evaluation.courses import TraceOptions, UnderCapacity
-    from variable_batch_size.lab.evaluation.record import status_of
+    from variable_batch_size.lab.evaluation.engine import run, without_line
+    from variable_batch_size.lab.evaluation.experiment import Experiment, check
+    from variable_batch_size.lab.evaluation.simulated_time import ModelTime
     from variable_batch_size.lab.simulation import NoiseCurve
 
     model, under = time.throughput(), None
@@ -162,51 +158,35 @@ def evaluate(
             tasks=tasks,
             traces=_named(traces, names),
             rules=rules,
+            baseline=baseline,
             seeds=seeds,
             lr_factors=lr_factor or [1.0],
-            tuning_seeds=tuning_seeds,
             ends=end or ["samples"],
-            windows=windows,
             samples=samples,
             between=between,
             options=TraceOptions(on_end, bounds, every, under),
             time=None if model is None else ModelTime(model, devices, price),
+            start=start,
             **of_task.arguments(),
         )
     with _failed():
         cells = experiment.cells()
+        left = without_line(cells, folder)
         if dry_run:
-            _print_plan(experiment, cells, folder)
+            check(left.values())
+            planned, most = (sum(getattr(cell, name) for cell in left.values()) for name in ("samples", "most_samples"))
+            up_to = "up to " if most > planned else ""
+            typer.echo(f"{folder}: {len(cells):,} trainings, {len(left):,} to make, of {up_to}{most:,} samples in all")
             return
         command = shlex.join(context.obj)
-        with _interrupted(cells, folder, command):
-            records = engines.run(
-                experiment, folder, jobs=jobs, threads=threads, engine=engine, address=address, command=command
-            )
-            failed = sum(status_of(record) != "finished" for record in records)
-            typer.echo(f"{folder}: {len(records):,} trainings, {failed:,} of which failed")
-            report.publish(
-                folder, table="parquet" if parquet else "csv", recommend=recommend, data_dir=of_task.data_dir
-            )
-
-
-@contextmanager
-def _interrupted(cells: list[Cell], folder: Path, command: str) -> Iterator[None]:
-    """After Ctrl-C, print what is done and how to continue."""
-    from variable_batch_size.lab.evaluation.plan import Plan
-    from variable_batch_size.lab.evaluation.record import keys_in
-
-    try:
-        yield
-    except KeyboardInterrupt:
-        plan = Plan.read(folder)
-        keys = {cell.key for cell in cells} | set(plan.commands.get(command, ()))
-        done, least = len(keys & keys_in(folder)), "at least " * (command in plan.tuning)
-        typer.echo(f"\nvbs: interrupted after {done:,} of {least}{len(keys):,} trainings", err=True)
-        typer.echo(f"to continue: {command}", err=True)
-        if done:
-            typer.echo(f"for a report: {shlex.join(['vbs', 'report', str(folder)])}", err=True)
-        raise typer.Exit(130) from None
+        try:
+            run(cells, folder, jobs=jobs, threads=threads, engine=engine, address=address, command=command)
+        except KeyboardInterrupt:
+            done = len({cell.key for cell in cells}) - len(without_line(cells, folder))
+            typer.echo(f"\nvbs: interrupted after {done:,} of {len(cells):,} trainings", err=True)
+            typer.echo(f"to continue: {command}", err=True)
+            raise typer.Exit(130) from None
+        report.publish(folder)
 
 
 @contextmanager
@@ -237,23 +217,3 @@ def _only(costs: options.Costs) -> Overheads | None:
     if len(overheads) > 1:
         raise UsageError(f"--save-every must be one time, got {len(overheads)}; compare them with vbs simulate")
     return overheads[0]
-
-
-def _print_plan(experiment: Experiment, cells: list[Cell], folder: Path) -> None:
-    """Check the trainings, and print how many there are, and how large a difference they can see."""
-    from variable_batch_size.lab.evaluation.engines import without_record
-    from variable_batch_size.lab.evaluation.experiment import check
-    from variable_batch_size.lab.evaluation.wording import power
-
-    left = without_record(cells, folder)
-    check(left.values())
-    samples, most = (sum(getattr(cell, name) for cell in left.values()) for name in ("samples", "most_samples"))
-    up_to = "up to " if most > samples else ""
-    typer.echo(f"{folder}: {len(cells):,} trainings, {len(left):,} to make, of {up_to}{most:,} samples in all")
-    kinds = {(cell.task, cell.trace, cell.rule) for cell in cells}
-    if experiment.tuning_seeds:
-        most = 2 * len(kinds) * len(experiment.judging_seeds)
-        typer.echo(f"then up to {most:,} trainings at the factors that these choose, to judge")
-    pairs = sum(math.comb(number, 2) for number in Counter(kind[:2] for kind in kinds).values())
-    if text := power(len(experiment.judging_seeds), pairs):
-        typer.echo(text)

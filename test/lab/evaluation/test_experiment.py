@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from variable_batch_size.lab.evaluation.tasks.table import TASKS
 
 from helpers.evaluation_tasks import Tiny
 from variable_batch_size import AdaptiveTrace, BatchTrace
@@ -22,7 +23,6 @@ from variable_batch_size.lab.evaluation import Experiment, ModelTime, UnderCapac
 from variable_batch_size.lab.evaluation.cell import rule_of
 from variable_batch_size.lab.evaluation.courses import TraceOptions, TraceSource
 from variable_batch_size.lab.evaluation.task import FUNCTIONS
-from variable_batch_size.lab.evaluation.tasks.table import TASKS
 from variable_batch_size.lab.evaluation.tuning import REFERENCE
 from variable_batch_size.rules import LEGWRule, PowerRule
 

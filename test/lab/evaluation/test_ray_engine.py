@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from variable_batch_size.lab.evaluation.engines import on_ray
 
 from helpers.commands import environment
 from helpers.evaluation_tasks import without_times
 from helpers.pages import ROOT
 from variable_batch_size.lab.evaluation import Experiment, Record, read_records, run
-from variable_batch_size.lab.evaluation.engines import on_ray
 
 pytestmark = pytest.mark.nightly("starts a Ray cluster")
 

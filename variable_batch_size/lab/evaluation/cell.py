@@ -11,6 +11,7 @@ from typing import Any, final
 from variable_batch_size._validation import value_error
 from variable_batch_size.lab.evaluation.courses import Course
 from variable_batch_size.lab.evaluation.end import SAMPLES, End
+from variable_batch_size.lab.evaluation.start import Start
 from variable_batch_size.rules import RULES
 from variable_batch_size.rules.base import Rule
 
@@ -28,7 +29,7 @@ class Cell:
         trace_fingerprint: of the batch sizes, or of the controller, and of the simulated time.
         rule: name of the rule, with its number if it takes one, see `rule_of`.
         lr: learning rate at `ref_batchsize`.
-        lr_factor: that learning rate divided by the one of the task.
+        lr_factor: that learning rate divided by the one of the task, or of the checkpoint.
         seed: seed of the model and of the order of the samples.
         samples: those of the training; with another end, those that it is compared with.
         ref_batchsize: batch size at which `lr` was tuned, in samples; None if it is not known.
@@ -36,8 +37,7 @@ class Cell:
         between: samples between two evaluations.
         max_grad_norm: norm to which gradients are clipped; None: they are not.
         end: when the training ends, see `End`; not part of the JSON if it ends with its samples.
-        window: which part of the log of a cluster, 0, 1, ...; not part of the JSON if it is the whole.
-        windows: of how many parts.
+        start: the checkpoint from which it goes on; None: from the untrained model.
         course: batch sizes and simulated time. It is not part of the JSON: the fingerprint stands for it.
         data_dir: folder of the files of the task. It is not part of the JSON: the files are the same anywhere.
     """
@@ -59,29 +59,39 @@ class Cell:
     course: Course = field(compare=False, repr=False)
     data_dir: str | None = field(default=None, compare=False, repr=False)
     end: str = str(SAMPLES)
-    window: int | None = None
-    windows: int | None = None
+    start: Start | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fields that determine the training, as values of JSON."""
+        """Return what determines the training, as values of JSON."""
         values = {one.name: getattr(self, one.name) for one in fields(self) if one.compare}
-        wholes = {"end": str(SAMPLES), "window": None, "windows": None}
-        return {name: value for name, value in values.items() if name not in wholes or value != wholes[name]}
+        del values["start"]
+        if self.end == str(SAMPLES):
+            del values["end"]
+        return values if self.start is None else values | self.start.as_json()
+
+    @property
+    def key(self) -> str:
+        """The name of the cell: the first 16 hexadecimal digits of the SHA-256 of its canonical JSON."""
+        return _digits(self.as_json())
+
+    @property
+    def training(self) -> str:
+        """The name of the training: that of the cells that differ in the name of the trace only."""
+        return _digits(self.as_json() | {"trace": ""})
 
     @property
     def most_samples(self) -> int:
         """The number of samples after which it ends at the latest."""
         return End.of(self.end).most(self.samples)
 
-    @property
-    def key(self) -> str:
-        """The name of the cell: the first 16 hexadecimal digits of the SHA-256 of its canonical JSON."""
-        text = json.dumps(self.as_json(), sort_keys=True, separators=(",", ":"), allow_nan=False)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
     def __str__(self) -> str:
         """Return what tells it from the other cells of an experiment."""
         return f"{self.task}, trace {self.trace}, rule {self.rule}, lr {self.lr:g}, seed {self.seed}"
+
+
+def _digits(values: Mapping[str, Any]) -> str:
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def rule_of(text: str) -> str | Rule:
@@ -94,16 +104,13 @@ def rule_of(text: str) -> str | Rule:
     if name not in RULES:
         raise value_error(f"a rule must be one of {', '.join(RULES)}", f"{text!r:.60}", "pass one of these names")
     argument = next(iter(fields(RULES[name])), None)  # type: ignore[arg-type]
-    if not colon:
-        if argument is not None and argument.default is not None:
-            requirement = f"the rule {name} needs its {argument.name}"
-            raise value_error(requirement, "none", f"pass {name}:NUMBER")
+    if not colon and (argument is None or argument.default is None):
         return name
     if argument is None:
         raise value_error(f"the rule {name} takes no number", repr(text), f"pass {name}")
     try:
-        value = float(number)
+        made: Rule = RULES[name](float(number))  # type: ignore[call-arg]
     except ValueError:
-        raise value_error(f"{argument.name} of the rule {name} must be a number", repr(number), "pass one") from None
-    made: Rule = RULES[name](value)  # type: ignore[call-arg]
+        found = repr(number) if number else "none"
+        raise value_error(f"the rule {name} needs its {argument.name}", found, f"pass {name}:NUMBER") from None
     return made

@@ -10,36 +10,41 @@ from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.lab.evaluation.simulated_time import SimulatedTime
 
 FACTOR = 10  # a loss above this multiple of the untrained model's is one of a training that has diverged
-TOTALS = ("updates", "samples", "progress", "seconds", "cost")
-MEANS = ("batch_size", "lr", "train_loss")
-RANGE = ("batch_least", "batch_most")
+COLUMNS = (
+    "updates", "samples", "progress", "seconds", "cost", "batch_size", "lr", "train_loss", "batch_least", "batch_most",
+)  # fmt: skip
+STATE = ("rows", "seconds", "since", "first", "last", "untrained", "diverged", "wall_seconds")
 
 
 @final
 class Curve:
-    """The curve of a record as it grows; a part of the checkpoint.
+    """The curve of a training as it grows; a part of its checkpoints.
 
     Args:
         time: the simulated time; None if it is not known.
         minibatch_size: maximum number of rows of a microbatch.
+        before: updates before the training, of the checkpoint that it goes on from.
 
     Attributes:
         rows: the rows so far.
         seconds: simulated seconds.
-        last: training loss of the last update; None before the first one.
+        since: samples, learning rate and mean loss of each update since the last row.
+        first: training loss of the first update; None before it.
+        last: that of the last one.
+        untrained: loss of the untrained model; None as long as it is not known.
         diverged: whether the training has diverged.
         wall_seconds: seconds that it took, over all sittings.
     """
 
-    def __init__(self, time: SimulatedTime | None, minibatch_size: int) -> None:
-        self._time, self._minibatch_size = time, minibatch_size
+    def __init__(self, time: SimulatedTime | None, minibatch_size: int, before: int = 0) -> None:
+        self._time, self._minibatch_size, self._before = time, minibatch_size, before
+        self._microbatches: list[tuple[float, int]] = []  # losses and samples of the update under way
         self.rows: list[dict[str, Any]] = []
         self.seconds = 0.0
-        self._step = (0.0, 0)  # sum of the losses of the update under way, samples
-        self._since = [0.0, 0.0, 0, 0]  # since the last row: sums of losses, learning rates, samples and updates
-        self._range: tuple[int, ...] = ()  # since the last row: the smallest and the largest batch size
-        self._first: float | None = None  # training loss of the first update
+        self.since: list[tuple[int, float, float]] = []
+        self.first: float | None = None
         self.last: float | None = None
+        self.untrained: float | None = None
         self.diverged = False
         self.wall_seconds = 0.0
 
@@ -54,24 +59,14 @@ class Curve:
         return None if self._time is None else self._time.cost(self.seconds)
 
     @property
-    def began(self) -> bool:
-        """Whether an update was made."""
-        return self.last is not None
-
-    @property
     def large(self) -> bool:
         """Whether the loss of the last update was one of a training that has diverged, or of an unusual batch."""
         return self.last is not None and not self.last <= self._training_limit
 
     @property
-    def _untrained(self) -> float:
-        """The loss of the untrained model; infinite as long as it is not known."""
-        return float(self.rows[0]["loss"]) if self.rows else math.inf
-
-    @property
     def _training_limit(self) -> float:
         """The loss of training above which it has diverged: it may have another scale than that of the evaluation."""
-        return _limit(self._untrained if self._first is None else max(self._untrained, self._first))
+        return _limit(max(self.untrained or -math.inf, -math.inf if self.first is None else self.first))
 
     def microbatch(self, loss: float, samples: int) -> bool:
         """Add the mean loss of a microbatch; return False if the training ends, because it is not finite.
@@ -79,68 +74,66 @@ class Curve:
         Raises:
             ValueError: if the first update already has such a loss: that is no divergence.
         """
-        if not (self.began or math.isfinite(loss)):
+        if self.last is None and not math.isfinite(loss):
             remedy = "mend loss(), the data or the model: nothing has been trained yet"
             raise value_error("loss() must return a finite loss before the first update", loss, remedy)
-        total, count = self._step
-        self._step = total + loss * samples, count + samples
-        self.diverged = self.diverged or not math.isfinite(loss)
+        self._microbatches.append((loss, samples))
+        self.diverged |= not math.isfinite(loss)
         return not self.diverged
 
     def update(self, updates: int, lr: float) -> None:
         """Add the update of the microbatches since the last one."""
-        total, count = self._step
-        self._step = (0.0, 0)
-        for column, value in enumerate((total, lr, count, 1)):
-            self._since[column] += value
+        batch = sum(samples for _, samples in self._microbatches)
+        self.last = sum(loss * samples for loss, samples in self._microbatches) / batch
+        self.first = self.last if self.first is None else self.first
+        self._microbatches = []
+        self.since.append((batch, lr, self.last))
         if self._time is not None:
-            self.seconds = self._time.after(self.seconds, updates, count, self._minibatch_size)
-        self._range = min((*self._range, count)), max((*self._range, count))
-        self.last = total / count
-        self._first = self.last if self._first is None else self._first
+            self.seconds = self._time.after(self.seconds, updates - self._before, batch, self._minibatch_size)
 
     def evaluation(self, updates: int, samples: int, progress: float, metrics: Mapping[str, float]) -> None:
         """Add a row, with None for a metric that is not finite; a loss that is not ends the training, without a row.
 
         Raises:
-            ValueError: if the loss of the untrained model is not finite: that is no divergence.
+            TypeError: if the metrics are not a mapping with a loss.
+            ValueError: if the loss before the first update is not finite: that is no divergence.
         """
-        values = _checked(metrics)
-        if not (self.rows or math.isfinite(values["loss"])):
+        values = checked(metrics)
+        if self.last is None and not math.isfinite(values["loss"]):
             remedy = "mend evaluate() or the model: nothing has been trained yet"
             raise value_error("evaluate() must return a finite loss of the untrained model", values["loss"], remedy)
-        losses, rates, count, number = self._since
-        means = (count / number, rates / number, losses / count) if number else (None, None, None)
-        self.diverged |= not values["loss"] <= _limit(self._untrained)
-        self.diverged |= bool(number) and not losses / count <= self._training_limit
-        totals = (updates, samples, progress, None if self._time is None else self.seconds, self.cost)
-        sizes = self._range or (None, None)
-        row = dict(zip((*TOTALS, *MEANS, *RANGE), (*totals, *means, *sizes), strict=True)) | values
+        if self.untrained is None:
+            self.untrained = values["loss"]
+        means: tuple[float | None, ...] = (None,) * 5
+        if self.since:
+            sizes, rates, losses = zip(*self.since, strict=True)
+            trained = sum(sizes)
+            loss = sum(size * loss for size, loss in zip(sizes, losses, strict=True)) / trained
+            means = trained / len(sizes), sum(rates) / len(rates), loss, min(sizes), max(sizes)
+            self.diverged |= not loss <= self._training_limit
+        self.diverged |= not values["loss"] <= _limit(self.untrained)
         if math.isfinite(values["loss"]):
+            seconds = None if self._time is None else self.seconds
+            row = dict(zip(COLUMNS, (updates, samples, progress, seconds, self.cost, *means), strict=True)) | values
             self.rows.append({name: _finite(value) for name, value in row.items()})
-            self._since, self._range = [0.0, 0.0, 0, 0], ()
+            self.since = []
 
     def columns(self) -> dict[str, list[Any] | None]:
-        """Return the columns of the record."""
+        """Return the columns of the rows; None for seconds and cost that are not known."""
         names = dict.fromkeys(name for row in self.rows for name in row)
-        columns: dict[str, list[Any] | None] = {name: [row.get(name) for row in self.rows] for name in names}
-        for name in ("seconds", "cost"):
-            if all(value is None for value in columns.get(name) or []):
-                columns[name] = None
-        return columns
+        columns = {name: [row.get(name) for row in self.rows] for name in names}
+        unknown = {name: None for name in ("seconds", "cost") if set(columns[name]) == {None}}
+        return {**columns, **unknown}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state between two updates, as plain values."""
-        kept = {"rows": self.rows, "seconds": self.seconds, "since": self._since, "losses": (self._first, self.last)}
-        return {**kept, "range": self._range, "diverged": self.diverged, "wall_seconds": self.wall_seconds}
+        return {name: getattr(self, name) for name in STATE}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a state."""
-        self.rows, self.seconds = list(state_dict["rows"]), state_dict["seconds"]
-        self._since, self._step = list(state_dict["since"]), (0.0, 0)
-        self._range = tuple(state_dict.get("range", ()))
-        self._first, self.last = state_dict.get("losses", (None, None))
-        self.diverged, self.wall_seconds = state_dict["diverged"], state_dict["wall_seconds"]
+        for name in STATE:
+            setattr(self, name, state_dict[name])
+        self._microbatches = []
 
 
 def _limit(first: float) -> float:
@@ -152,12 +145,12 @@ def _finite(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else value
 
 
-def _checked(metrics: Any) -> dict[str, float]:
-    """Return the metrics of an evaluation as floats."""
+def checked(metrics: Any) -> dict[str, float]:
+    """Return the metrics of an evaluation as floats; raise TypeError if they are none."""
     if not isinstance(metrics, Mapping) or "loss" not in metrics:
         requirement = "evaluate() must return a mapping with the key 'loss'"
         raise type_error(requirement, metrics, 'return for example {"loss": 0.5, "accuracy": 0.9}')
     for name in metrics:
-        if not isinstance(name, str) or name in (*TOTALS, *MEANS, *RANGE):
+        if not isinstance(name, str) or name in COLUMNS:
             raise type_error("a metric of evaluate() must have a name of its own", name, "choose another one")
     return {name: float(value) for name, value in metrics.items()}

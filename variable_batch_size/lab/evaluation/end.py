@@ -40,16 +40,15 @@ class End:
         if not isinstance(text, str):
             raise type_error(f"an end must be {FORMS}", text, "pass one of these")
         by, colon, number = text.partition(":")
-        needs_a_number = by in ("seconds", "cost")
-        if by not in get_args(By) or (by == "samples" and colon) or (needs_a_number and not colon):
+        if by not in get_args(By) or bool(colon) not in {"samples": (False,), "progress": (False, True)}.get(
+            by, (True,)
+        ):
             raise value_error(f"an end must be {FORMS}", f"{text!r:.60}", "pass one of these")
-        if not colon:
-            return cls(by)  # type: ignore[arg-type]
         try:
-            amount = float(number)
+            amount = check_positive(float(number), f"the number of the end {by}", "pass one") if colon else None
         except ValueError:
-            raise value_error(f"the number of the end {by} must be one", repr(number), "pass one") from None
-        return cls(by, check_positive(amount, f"the number of the end {by}", "pass one"))  # type: ignore[arg-type]
+            raise value_error(f"the number of the end {by} must be > 0", repr(number), "pass one") from None
+        return cls(by, amount)  # type: ignore[arg-type]
 
     def resolved(self, samples: int, ref_batchsize: int | None) -> End:
         """Return it with an amount, in an experiment of so many samples.
@@ -74,15 +73,18 @@ class End:
         value = {"progress": progress, "seconds": curve.seconds, "cost": curve.cost}[self.by]
         return math.nan if value is None else value / self.amount
 
+    def is_reached(self, curve: Curve, progress: float) -> bool:
+        """Return whether a training is over by an amount; with equal samples its sampler ends it."""
+        return self.by != "samples" and reached(self.share(curve, progress))
+
     def named(self, trace: str) -> str:
         """Return the name of a trace under which the trainings with this end are compared."""
         if self.by == "samples":
             return trace
         if self.amount is None:
             return f"{trace}, equal {self.by}"
-        return (
-            f"{trace}, {self.amount:,.6g} seconds" if self.by == "seconds" else f"{trace}, {self.by} {self.amount:,.6g}"
-        )
+        amount = f"{self.amount:,.6g}"
+        return f"{trace}, {amount} seconds" if self.by == "seconds" else f"{trace}, {self.by} {amount}"
 
     def __str__(self) -> str:
         """Return the text that stands for it."""

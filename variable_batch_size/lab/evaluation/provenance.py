@@ -1,14 +1,14 @@
-"""Where a record comes from: versions, commit and processor, and hashes of the task's source and of its data."""
+"""Where a training comes from: versions, commit and processor, and hashes of the task's source and of its data."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib
 import inspect
+import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -16,9 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from torch.utils.data import TensorDataset
 
-from variable_batch_size.lab.evaluation.task import Task, dataset_of
+from variable_batch_size._extras import import_extra
+from variable_batch_size.lab.evaluation.task import dataset_of, load_task
 
 SAMPLES = 64  # of a dataset that has no tensors, which are hashed
 DIGITS = 16
@@ -37,57 +39,43 @@ def environment() -> dict[str, Any]:
     }
 
 
-def source_hash(task: Task) -> str | None:
-    """Return the SHA-256 of the file that defines a task, 16 hexadecimal digits; None if there is no such file.
+@lru_cache(maxsize=8)
+def facts_of(name: str, arguments: str, data_dir: str | None) -> dict[str, Any]:
+    """Return the number of samples, and hashes of the dataset and of the file of a task; None where there is none.
 
-    What it imports is not part of it.
+    The task is that of `load_task`, with arguments as JSON.
+
+    Of a `TensorDataset` all tensors are hashed, of others 64 samples: None if two reads differ, as of random crops. Of
+    the file, what it imports is not part of the hash.
     """
+    task = load_task(name, json.loads(arguments), data_dir)
+    dataset: Any = dataset_of(task)
+    size = len(dataset)
+    if type(dataset) is TensorDataset:
+        digits: str | None = content_hash(dataset.tensors)
+    else:
+        first, second = (
+            content_hash([dataset[size * at // SAMPLES] for at in range(min(size, SAMPLES))]) for _ in range(2)
+        )
+        digits = first if first == second else None
     try:
         path = inspect.getsourcefile(task if isinstance(task, ModuleType) else type(task))
-        return None if path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()[:DIGITS]
+        source = None if path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()[:DIGITS]
     except (OSError, TypeError):
-        return None
+        source = None
+    return {"samples in the dataset": size, "hash of the dataset": digits, "source of the task": source}
 
 
-_data: dict[int, str | None] = {}  # by the id of the dataset, which `dataset_of` keeps
+def content_hash(value: Any) -> str:
+    """Return a hash of tensors, arrays and plain values in any containers, 16 hexadecimal digits."""
 
+    def plain(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        numbers = leaf.detach().cpu().contiguous().view(-1)
+        return str(leaf.dtype), tuple(leaf.shape), numbers.view(torch.uint8).numpy() if leaf.numel() else None
 
-def data_hash(task: Task) -> str | None:
-    """Return the SHA-256 of a task's dataset, 16 hexadecimal digits; None if two reads differ, as of random crops.
-
-    Of a `TensorDataset` it is that of all tensors, of others that of 64 samples and of their number.
-    """
-    dataset: Any = dataset_of(task)
-    if id(dataset) not in _data:
-        found = _read(dataset)
-        _data[id(dataset)] = found if type(dataset) is TensorDataset or found == _read(dataset) else None
-    return _data[id(dataset)]
-
-
-def _read(dataset: Any) -> str | None:
-    number, found = len(dataset), hashlib.sha256()
-    whole = type(dataset) is TensorDataset
-    items = [dataset.tensors] if whole else (dataset[number * at // SAMPLES] for at in range(min(number, SAMPLES)))
-    try:
-        for part in (number, *(leaf for item in items for leaf in _leaves(item))):
-            found.update(part.tobytes() if hasattr(part, "tobytes") else repr(part).encode())
-    except TypeError:  # an object of which nothing is known
-        return None
-    return found.hexdigest()[:DIGITS]
-
-
-def _leaves(item: Any) -> Iterator[Any]:
-    if isinstance(item, Mapping):
-        item = [part for pair in item.items() for part in pair]
-    if isinstance(item, Tensor):
-        yield item.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() if item.numel() else item.shape
-    elif isinstance(item, (str, bytes, int, float, complex, type(None))) or hasattr(item, "tobytes"):
-        yield item
-    elif isinstance(item, Sequence):
-        for part in item:
-            yield from _leaves(part)
-    else:
-        raise TypeError(type(item).__name__)
+    return str(import_extra("joblib", "evaluation").hash(tree_map(plain, value), hash_name="sha1"))[:DIGITS]
 
 
 def _commit() -> str | None:

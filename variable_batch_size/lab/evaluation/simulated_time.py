@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Protocol, final
 
 import numpy as np
@@ -61,16 +60,11 @@ class ModelTime:
 
     def after(self, seconds: float, updates: int, batch_size: int, minibatch_size: int) -> float:
         """Return when an update ends, see `SimulatedTime`."""
-        return seconds + _seconds(self.throughput, batch_size, self.devices, minibatch_size)
+        return seconds + self.throughput.seconds(batch_size, self.devices, minibatch_size)
 
     def cost(self, seconds: float) -> float | None:
         """Return the cost until then, see `SimulatedTime`."""
         return None if self.price is None else self.price * self.devices * seconds / 3600
-
-
-@lru_cache(maxsize=4096)
-def _seconds(throughput: Throughput, batch_size: int, devices: int, minibatch_size: int) -> float:
-    return throughput.seconds(batch_size, devices, minibatch_size)
 
 
 @final

@@ -13,24 +13,19 @@ from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol, final, runtime_checkable
+from typing import Any, Final, Protocol, final, runtime_checkable
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from variable_batch_size._validation import (
-    MAX_INT,
-    check_int,
-    check_number,
-    check_positive,
-    type_error,
-    value_error,
-)
-from variable_batch_size.lab.evaluation.metric import lower_is_better
-from variable_batch_size.lab.evaluation.record import DEFAULT_MARGIN
-from variable_batch_size.lab.evaluation.tasks.table import TASKS
+from variable_batch_size._validation import MAX_INT, check_int, check_positive, type_error, value_error
 
+_ROOM = "variable_batch_size.lab.evaluation.tasks"
+TASKS: Final[Mapping[str, str]] = {
+    "mnist-cnn": f"{_ROOM}.mnist_cnn:MnistCnn",
+    "char-gpt": f"{_ROOM}.char_gpt:CharGpt",
+}
 FUNCTIONS = {
     "model": ("seed",),
     "dataset": (),
@@ -53,9 +48,6 @@ class Task(Protocol):
     - `max_grad_norm`: norm to which gradients are clipped (not clipped);
     - `schedule(samples, total)`: factor on the learning rate after so many of the `total` samples of a training, read
       once in `ref_batchsize` samples (1);
-    - `margin`: by how much the final loss must be below that of the untrained model, as a part of it, for a training
-      not to have failed (0.05);
-    - `target`: a metric and its value, such as `("loss", 0.12)`: a loss is reached from above, others from below;
     - `version`: text that names its code and data: what was trained with another version is trained again.
 
     One object serves several trainings of a process, one after the other.
@@ -87,66 +79,37 @@ class Task(Protocol):
 class Defaults:
     """The optional attributes of a task, checked; see `Task`."""
 
-    ref_batchsize: int | None
-    lr: float | None
-    samples: int | None
-    minibatch_size: int
-    between: int | None
-    max_grad_norm: float | None
-    schedule: Callable[[int, int], float] | None
-    target: tuple[str, float] | None
-    margin: float
-    version: str
+    ref_batchsize: int | None = None
+    lr: float | None = None
+    samples: int | None = None
+    minibatch_size: int = 32
+    between: int | None = None
+    max_grad_norm: float | None = None
+    schedule: Callable[[int, int], float] | None = None
+    version: str = ""
 
     @classmethod
     def of(cls, task: Task, name: str) -> Defaults:
         """Return those of a task; the errors call it `name`."""
-
-        def read(attribute: str, check: Callable[[object, str], Any], default: Any = None) -> Any:
-            value = getattr(task, attribute, None)
-            return default if value is None else check(value, f"{attribute} of the task {name}")
-
-        return cls(
-            ref_batchsize=read("ref_batchsize", _count),
-            lr=read("lr", _rate),
-            samples=read("samples", _count),
-            minibatch_size=read("minibatch_size", _count, 32),
-            between=read("between", _count),
-            max_grad_norm=read("max_grad_norm", _norm),
-            schedule=read("schedule", _function),
-            target=read("target", _target),
-            margin=read("margin", _part, DEFAULT_MARGIN),
-            version=str(getattr(task, "version", "")),
-        )
+        given: dict[str, Any] = {}
+        for attribute in cls.__dataclass_fields__:
+            value, what = getattr(task, attribute, None), f"{attribute} of the task {name}"
+            if value is None:
+                continue
+            if attribute in ("lr", "max_grad_norm"):
+                value = check_positive(value, what, "pass one, or leave it out")
+            elif attribute == "schedule":
+                _check_takes(value, ("samples", "total"), what)
+            elif attribute != "version":
+                value = check_int(value, what, 1, MAX_INT)
+            given[attribute] = value
+        return cls(**given)
 
 
-def _count(value: object, name: str) -> int:
-    return check_int(value, name, 1, MAX_INT)
-
-
-def _rate(value: object, name: str) -> float:
-    return check_positive(value, name, "pass a learning rate")
-
-
-def _norm(value: object, name: str) -> float:
-    return check_positive(value, name, "pass a norm, or leave it out")
-
-
-def _part(value: object, name: str) -> float:
-    if (part := check_number(value, name, "pass a part between 0 and 1")) > 1:
-        raise value_error(f"{name} must be between 0 and 1", repr(value), "pass a part of the untrained loss")
-    return part
-
-
-def _function(value: object, name: str) -> Callable[[int, int], float]:
-    if not callable(value):
-        raise type_error(f"{name} must be a function", value, "define schedule(samples, total)")
-    _check_takes(value, ("samples", "total"), name)
-    return value
-
-
-def _check_takes(function: Callable[..., Any], arguments: tuple[str, ...], name: str) -> None:
+def _check_takes(function: object, arguments: tuple[str, ...], name: str) -> None:
     """Raise TypeError if a function cannot be called with these positional arguments."""
+    if not callable(function):
+        raise type_error(f"{name} must be a function", function, f"define it, with ({', '.join(arguments)})")
     try:
         signature = inspect.signature(function)
     except ValueError:  # some builtins have none
@@ -156,53 +119,6 @@ def _check_takes(function: Callable[..., Any], arguments: tuple[str, ...], name:
     except TypeError:
         requirement = f"{name} must take the arguments ({', '.join(arguments)})"
         raise type_error(requirement, str(signature), "change its parameters") from None
-
-
-def _target(value: object, name: str) -> tuple[str, float]:
-    if not (isinstance(value, (tuple, list)) and len(value) == 2 and isinstance(value[0], str)):
-        raise type_error(f"{name} must be a metric and its value", value, 'pass ("loss", 0.12)')
-    rename = 'add "loss" or "error" to its name in evaluate(), or "score"'
-    lower_is_better(value[0], remedy=rename)  # or an error, before any training
-    return value[0], check_number(value[1], name, "pass a number")
-
-
-_datasets: dict[int, tuple[Task, Dataset[Any]]] = {}  # by the id of the task, which is kept
-
-
-@lru_cache(maxsize=8)
-def _loaded(name: str, text: str, data_dir: str | None) -> Task:
-    found, arguments = _find(name), json.loads(text)
-    if callable(found):
-        arguments = _arguments(found, name, arguments, data_dir)
-    try:
-        task = found(**arguments) if callable(found) else found
-    except (TypeError, ValueError, OSError, ModuleNotFoundError):
-        raise
-    except Exception as error:
-        raise RuntimeError(f"the task {name} cannot be created: {type(error).__name__}: {error}") from error
-    if arguments and not callable(found):
-        requirement = f"the task {name} must be a class or a function to take arguments"
-        raise type_error(requirement, found, "leave the arguments out")
-    missing = [function for function in FUNCTIONS if not callable(getattr(task, function, None))]
-    if missing:
-        requirement = f"the task {name} must have {', '.join(FUNCTIONS)}"
-        raise type_error(requirement, task, f"define {', '.join(missing)}")
-    for function, takes in FUNCTIONS.items():
-        _check_takes(getattr(task, function), takes, f"{function} of the task {name}")
-    return task  # type: ignore[no-any-return]
-
-
-def _arguments(make: Callable[..., Any], name: str, given: dict[str, Any], data_dir: str | None) -> dict[str, Any]:
-    """Return the arguments of the class or the function of a task, or raise an error if it takes others."""
-    signature = inspect.signature(make)
-    own = {} if data_dir is None or "data_dir" not in signature.parameters else {"data_dir": data_dir}
-    try:
-        signature.bind(**own | given)
-    except TypeError as error:
-        requirement = f"the task {name} must be created with {signature}"
-        found = f"{', '.join(given) or 'no arguments'} ({error})"
-        raise TypeError(f"{requirement}, got {found}; give the others defaults, or pass them from Python") from None
-    return own | given
 
 
 def load_task(name: str, arguments: Mapping[str, Any] | None = None, data_dir: str | None = None) -> Task:
@@ -235,6 +151,44 @@ def load_task(name: str, arguments: Mapping[str, Any] | None = None, data_dir: s
     return _loaded(name, text, data_dir)
 
 
+@lru_cache(maxsize=8)
+def _loaded(name: str, text: str, data_dir: str | None) -> Task:
+    task, arguments = _find(name), json.loads(text)
+    if callable(task):
+        task = _create(task, name, arguments, data_dir)
+    elif arguments:
+        requirement = f"the task {name} must be a class or a function to take arguments"
+        raise type_error(requirement, task, "leave the arguments out")
+    missing = [function for function in FUNCTIONS if not callable(getattr(task, function, None))]
+    if missing:
+        requirement = f"the task {name} must have {', '.join(FUNCTIONS)}"
+        raise type_error(requirement, task, f"define {', '.join(missing)}")
+    for function, takes in FUNCTIONS.items():
+        _check_takes(getattr(task, function), takes, f"{function} of the task {name}")
+    return task  # type: ignore[no-any-return]
+
+
+def _create(make: Callable[..., Any], name: str, arguments: dict[str, Any], data_dir: str | None) -> Any:
+    signature = inspect.signature(make)
+    if data_dir is not None and "data_dir" in signature.parameters:
+        arguments = {"data_dir": data_dir} | arguments
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        requirement = f"the task {name} must be created with {signature}"
+        found = f"{', '.join(arguments) or 'no arguments'} ({error})"
+        raise TypeError(f"{requirement}, got {found}; give the others defaults, or pass them from Python") from None
+    try:
+        return make(**arguments)
+    except (TypeError, ValueError, OSError, ModuleNotFoundError):
+        raise
+    except Exception as error:
+        raise RuntimeError(f"the task {name} cannot be created: {type(error).__name__}: {error}") from error
+
+
+_datasets: dict[int, tuple[Task, Dataset[Any]]] = {}  # by the id of the task, which is kept
+
+
 def dataset_of(task: Task) -> Dataset[Any]:
     """Return the dataset of a task, which is asked for it once in a process."""
     if id(task) not in _datasets:
@@ -254,26 +208,25 @@ def _find(name: str) -> Any:
 
 def _import(place: str, name: str) -> ModuleType:
     """Import a module, also one of the working directory, with what it imports from there, as `python -m` does."""
-    first = place.partition(".")[0]
     if not all(part.isidentifier() for part in place.split(".")):
         raise _unknown(name, "pass one of these")
     try:
+        first = place.partition(".")[0]
         if first not in sys.modules and importlib.util.find_spec(first) is None:
             sys.path.append("")  # for good: functions of the task may import more when they are called
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
-        if error.name is None or not (place == error.name or place.startswith(f"{error.name}.")):
-            if not str(error).startswith("No module named"):  # it says more than that
-                raise
-            found = f"the task {name} imports {error.name}, which is neither installed nor in {Path.cwd()}"
-            message = f"{found}; install it, or run this where it is"
-            raise ModuleNotFoundError(message, name=error.name) from error
-        module, _, last = place.rpartition(".")
-        if last == "py":
-            raise _unknown(name, f"pass {module}{name[len(place) :]}, and run it where {place} is") from None
-        if module and error.name == place:  # the part before the last dot was found
-            raise _unknown(name, f"pass {module}:{last}") from None
-        raise _unknown(name, f"pass one of these, or run it where {place.replace('.', '/')}.py is") from None
+        if error.name is not None and (place == error.name or place.startswith(f"{error.name}.")):
+            module, _, last = place.rpartition(".")
+            if last == "py":
+                raise _unknown(name, f"pass {module}{name[len(place) :]}, and run it where {place} is") from None
+            if module and error.name == place:  # the part before the last dot was found
+                raise _unknown(name, f"pass {module}:{last}") from None
+            raise _unknown(name, f"pass one of these, or run it where {place.replace('.', '/')}.py is") from None
+        if not str(error).startswith("No module named"):  # it says more than that
+            raise
+        found = f"the task {name} imports {error.name}, which is neither installed nor in {Path.cwd()}"
+        raise ModuleNotFoundError(f"{found}; install it, or run this where it is", name=error.name) from error
     except Exception as error:
         raise RuntimeError(f"the task {name} cannot be imported: {type(error).__name__}: {error}") from error
 

@@ -1,51 +1,66 @@
-"""From a cell to its record: a training that can be killed at any time."""
+"""A training of a cell, which can be killed at any time: its objects, its loop, and the line that it brings."""
 
 from __future__ import annotations
 
+import math
+import os
 import random
-import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from variable_batch_size import CustomOptimizer, CustomSampler, ProgressScheduler
-from variable_batch_size._validation import value_error
+from variable_batch_size import CustomOptimizer, CustomSampler, ProgressScheduler, remaining_epochs
+from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.backend import LocalBackend
+from variable_batch_size.checkpoint import Checkpoint
 from variable_batch_size.lab.evaluation.cell import Cell, rule_of
-from variable_batch_size.lab.evaluation.curve import Curve
-from variable_batch_size.lab.evaluation.end import reached
-from variable_batch_size.lab.evaluation.loop import Parts, evaluate, limited_threads, updates_of
-from variable_batch_size.lab.evaluation.provenance import data_hash, environment, source_hash
-from variable_batch_size.lab.evaluation.record import MARGIN, Record
-from variable_batch_size.lab.evaluation.saving import Saving
+from variable_batch_size.lab.evaluation.curve import Curve, checked
+from variable_batch_size.lab.evaluation.provenance import environment
 from variable_batch_size.lab.evaluation.task import Defaults, Task, dataset_of, load_task
 
 SAVE_EVERY = timedelta(seconds=30)
-DATASET_SIZE = "samples in the dataset"
-DATA = "hash of the dataset"
-SOURCE = "source of the task"
 
 
-def parts_of(cell: Cell, curve: Curve | None = None) -> Parts:
-    """Create the objects of a training.
+class Parts(NamedTuple):
+    """The objects of a training: the schedule of the task, and what steps it, which is itself if it goes by time."""
 
-    Args:
-        cell: what is trained.
-        curve: of the training, of which the schedule reads the time; None: nothing is trained.
+    task: Task
+    model: nn.Module
+    sampler: CustomSampler
+    optimizer: CustomOptimizer
+    schedule: LambdaLR | None
+    scheduler: ProgressScheduler | LambdaLR | None
+
+
+def parts_of(cell: Cell, curve: Curve) -> Parts:
+    """Create the objects of a training, of which `curve` tells the schedule the time, in the state of its start.
 
     Raises:
-        TypeError, ValueError: if task, trace, rule and optimizer do not fit one another.
+        TypeError, ValueError: if task, trace, rule, optimizer and start do not fit one another.
     """
     task = load_task(cell.task, cell.task_arguments, cell.data_dir)
     dataset: Any = dataset_of(task)
-    most, size = cell.most_samples, cell.minibatch_size
-    sampler = CustomSampler(dataset, cell.course.trace, 1, 0, size, cell.seed, fixed_shape=False, max_samples=most)
+    position: dict[str, Any] = {"seed": cell.seed} if cell.start is None else {**cell.start.position}
+    position.pop("dataset_size", None)
+    sampler = CustomSampler(
+        dataset,
+        cell.course.trace,
+        1,
+        0,
+        cell.minibatch_size,
+        fixed_shape=False,
+        max_samples=cell.most_samples,
+        **position,
+    )
     model = task.model(cell.seed)
     optimizer = CustomOptimizer(
         task.optimizer(model, cell.lr),
@@ -55,49 +70,42 @@ def parts_of(cell: Cell, curve: Curve | None = None) -> Parts:
         max_grad_norm=cell.max_grad_norm,
         backend=LocalBackend(),
     )
-    return Parts(task, model, sampler, optimizer, _scheduler(cell, Defaults.of(task, cell.task), optimizer, curve))
+    parts = Parts(task, model, sampler, optimizer, *_schedule(cell, task, optimizer, curve))
+    if cell.start is not None:
+        curve.untrained = checked(metrics_of(parts))["loss"]
+        cell.start.load(parts, cell.lr_factor)
+    return parts
 
 
-def _scheduler(
-    cell: Cell, defaults: Defaults, optimizer: CustomOptimizer, curve: Curve | None
-) -> ProgressScheduler | LRScheduler | None:
+def _schedule(
+    cell: Cell, task: Task, optimizer: CustomOptimizer, curve: Curve
+) -> tuple[LambdaLR | None, ProgressScheduler | LambdaLR | None]:
     """Return the schedule of the task, which every rule reads by samples, or by its share of another end."""
-    function, size, end = defaults.schedule, cell.ref_batchsize, cell.course.exact_end
+    function, size, end = Defaults.of(task, cell.task).schedule, cell.ref_batchsize, cell.course.end
     if function is None:
-        return None
+        return None, None
     if end.by != "samples":
 
         def factor(step: int) -> float:
-            share = end.share(curve, optimizer.progress) if curve is not None and step else 0.0
+            share = end.share(curve, optimizer.progress) if step else 0.0
             return function(round(min(share, 1.0) * cell.samples), cell.samples)
 
-        return LambdaLR(optimizer, factor)
+        schedule = LambdaLR(optimizer, factor)
+        return schedule, schedule
     if size is None:
         raise ValueError(f"the schedule of the task {cell.task} needs a ref_batchsize, but there is none; pass one")
-    return ProgressScheduler(
-        LambdaLR(optimizer, lambda step: function(step * size, cell.samples)), optimizer, by="samples"
-    )
+    schedule = LambdaLR(optimizer, lambda step: function(step * size, cell.samples))
+    return schedule, ProgressScheduler(schedule, optimizer, by="samples")
 
 
-def train(cell: Cell, folder: Path, threads: int = 1, save_every: timedelta | int = SAVE_EVERY) -> Path:
-    """Train a cell, or continue where a killed training has saved, and write its record.
-
-    Args:
-        cell: what is trained.
-        folder: folder of the records; checkpoints are in its subfolder `checkpoints` until the record is written.
-        threads: number of threads of torch.
-        save_every: interval of the checkpoints: time, or a number of updates.
-
-    Returns:
-        The path of the record.
-    """
-    return publish(record_of(cell, checkpoints_of(folder, cell.key), threads, save_every), folder)
-
-
-def record_of(
-    cell: Cell, checkpoints: Path | None, threads: int = 1, save_every: timedelta | int = SAVE_EVERY
-) -> Record:
-    """Train a cell, or continue where a killed training has saved, and return its record.
+def train(
+    cell: Cell,
+    checkpoints: Path | None = None,
+    threads: int = 1,
+    save_every: timedelta | int = SAVE_EVERY,
+    driver: int | None = None,
+) -> dict[str, Any]:
+    """Train a cell, or continue where a killed training has saved, and return its line.
 
     The random numbers of torch, NumPy and `random` are seeded. With one thread a training is a function of the cell; it
     may be a little different on another machine or with another version of torch.
@@ -107,97 +115,174 @@ def record_of(
         checkpoints: folder of its checkpoints, which remain; None: it saves none.
         threads: number of threads of torch.
         save_every: interval of the checkpoints: time, or a number of updates.
+        driver: number of the process that waits for the line, with whose end the training ends, too.
+
+    Raises:
+        RuntimeError: if the training fails; the message names the cell.
     """
-    with limited_threads(threads):
-        torch.manual_seed(cell.seed)
-        np.random.seed(cell.seed % 2**32)
-        random.seed(cell.seed)
-        curve = Curve(cell.course.time, cell.minibatch_size)
-        parts = parts_of(cell, curve)
-        own = {"model": parts.model, "optimizer": parts.optimizer, "scheduler": parts.scheduler, "curve": curve}
-        own_facts = _facts(parts, cell) | {"threads": threads}
-        with Saving(checkpoints, save_every, own) as saving:
-            saving.restore()
-            _train(parts, cell, curve, saving)
-        return Record(
-            key=cell.key,
-            cell=cell.as_json(),
-            status="diverged" if curve.diverged else "finished",
-            curve=curve.columns(),
-            wall_seconds=round(curve.wall_seconds, 3),
-            environment=environment() | own_facts,
-        )
+    try:
+        with _limited_threads(threads):
+            return _train(cell, checkpoints, save_every, driver)
+    except Exception as error:
+        raise RuntimeError(f"the training {cell.key} ({cell}) failed: {type(error).__name__}: {error}") from error
 
 
-def _facts(parts: Parts, cell: Cell) -> dict[str, Any]:
-    """Return what else determines a training, and what its record is judged by."""
-    inner = parts.optimizer.inner
-    options = {name: value for name, value in inner.defaults.items() if value is not None and name != "lr"}
+def _train(cell: Cell, checkpoints: Path | None, save_every: timedelta | int, driver: int | None) -> dict[str, Any]:
+    began = time.perf_counter()
+    seed_all(cell.seed)
+    curve = Curve(cell.course.time, cell.minibatch_size, 0 if cell.start is None else cell.start.updates)
+    parts = parts_of(cell, curve)
+    optimizer, end = parts.optimizer, cell.course.end
+    saved: dict[str, Any] = {"model": parts.model, "optimizer": optimizer, "scheduler": parts.scheduler, "curve": curve}
+    with (
+        nullcontext()
+        if checkpoints is None
+        else Checkpoint(checkpoints, keep=1, every=save_every, **saved) as checkpoint
+    ):
+        if checkpoint is not None and any(Path(checkpoints or "").glob("update-*")):
+            checkpoint.restore()
+        before = curve.wall_seconds
+        if not curve.rows:
+            evaluate(parts, curve)
+        over = curve.diverged or end.is_reached(curve, optimizer.progress)
+        for updated in () if over else updates_of(parts, curve, cell):
+            curve.update(optimizer.updates, optimizer.current_lr())
+            if updated and parts.scheduler is not None:
+                parts.scheduler.step()
+            if optimizer.samples // cell.between > curve.samples // cell.between:
+                evaluate(parts, curve)
+            curve.wall_seconds = before + time.perf_counter() - began
+            if checkpoint is not None:
+                checkpoint.step()
+            if driver is not None and os.getppid() != driver:
+                raise SystemExit("the evaluation has ended before its training")
+            if curve.diverged or end.is_reached(curve, optimizer.progress):
+                break
+        if curve.samples < optimizer.samples and not curve.diverged:
+            evaluate(parts, curve)
+    is_short = end.by != "samples" and not end.is_reached(curve, optimizer.progress)
     return {
-        "optimizer": f"{type(inner).__name__}({', '.join(f'{name}={value}' for name, value in options.items())})",
-        "seed of the model": cell.seed,
-        "seed of the order": cell.seed,
-        DATASET_SIZE: parts.sampler.plan.dataset_size,
-        DATA: data_hash(parts.task),
-        SOURCE: source_hash(parts.task),
-        MARGIN: Defaults.of(parts.task, cell.task).margin,
+        "key": cell.key,
+        "cell": cell.as_json(),
+        "status": "diverged" if curve.diverged else "short" if is_short else "finished",
+        "untrained": curve.untrained,
+        "wall_seconds": round(before + time.perf_counter() - began, 3),
+        "environment": environment() | _facts(parts, cell),
+        "curve": curve.columns(),
     }
 
 
-def checkpoints_of(folder: Path, key: str) -> Path:
-    """Return the folder of the checkpoints of a training."""
-    return folder / "checkpoints" / key
+def _facts(parts: Parts, cell: Cell) -> dict[str, Any]:
+    inner = parts.optimizer.inner
+    options = {name: value for name, value in inner.defaults.items() if value is not None and name != "lr"}
+    facts: dict[str, Any] = {"threads": torch.get_num_threads()}
+    facts["optimizer"] = f"{type(inner).__name__}({', '.join(f'{name}={value}' for name, value in options.items())})"
+    if cell.start is not None:
+        facts["noise averages"] = "those of the checkpoint" if cell.start.has_noise else "empty at the beginning"
+    return facts
 
 
-def publish(record: Record, folder: Path) -> Path:
-    """Write a record, after which the checkpoints of its training are not needed."""
-    path = record.write(folder)
-    shutil.rmtree(checkpoints_of(folder, record.key), ignore_errors=True)
-    return path
+def seed_all(*seeds: int) -> None:
+    """Seed the random numbers of torch, NumPy and `random`: several seeds make another one."""
+    seed = seeds[0] if len(seeds) == 1 else int(np.random.SeedSequence(seeds).generate_state(1)[0])
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
 
 
-def _train(parts: Parts, cell: Cell, curve: Curve, saving: Saving) -> None:
-    """Train until the end of the cell, or the training diverges."""
-    optimizer, scheduler, end = parts.optimizer, parts.scheduler, cell.course.exact_end
-    watch = _stopwatch(curve)
+def updates_of(parts: Parts, curve: Curve, cell: Cell) -> Iterator[bool]:
+    """Train, and yield after each update whether it has changed the weights.
 
-    def at_the_end() -> bool:
-        return end.by != "samples" and reached(end.share(curve, optimizer.progress))
-
-    if not curve.rows:
-        evaluate(parts, curve)
-        _check_target(parts.task, cell.task, curve)
-    for updated in () if at_the_end() else updates_of(parts, curve):
-        curve.update(optimizer.updates, optimizer.current_lr())
-        if updated and scheduler is not None:
-            scheduler.step()
-        if optimizer.samples // cell.between > curve.samples // cell.between:
-            evaluate(parts, curve)
-        watch()
-        saving.step(optimizer.updates)
-        if curve.diverged or at_the_end():
-            break
-    if curve.samples < optimizer.samples and not curve.diverged:
-        evaluate(parts, curve)
-    watch()
-
-
-def _check_target(task: Task, name: str, curve: Curve) -> None:
-    """Raise an error before anything is trained if the task does not evaluate the metric of its target."""
-    target = Defaults.of(task, name).target
-    if target is not None and curve.rows and target[0] not in curve.rows[0]:
-        requirement = f"the target of the task {name} must be a metric that its evaluate() returns"
-        raise value_error(requirement, repr(target[0]), "correct one of them")
+    It ends with the samples, or when the training has diverged, as `curve` then says. Who iterates over it steps the
+    scheduler and calls `curve.update`.
+    """
+    parts.model.train()
+    for epoch in remaining_epochs(parts.sampler, parts.optimizer):
+        for batch in _loader(parts, cell, epoch):
+            updates, samples = parts.optimizer.updates, parts.optimizer.microbatch.samples
+            try:
+                loss = parts.task.loss(parts.model, batch)
+            except Exception as error:
+                if not _failed_by_divergence(parts.model, curve, error):
+                    raise
+                curve.diverged = True
+                return
+            if not curve.microbatch(_scalar(loss), samples):
+                return
+            loss.backward()  # type: ignore[no-untyped-call]
+            updated = parts.optimizer.step()
+            if parts.optimizer.updates > updates:
+                yield updated
 
 
-def _stopwatch(curve: Curve) -> Callable[[], None]:
-    """Return a function that adds the seconds since its last call to those of the curve."""
-    last = time.perf_counter()
+def _loader(parts: Parts, cell: Cell, epoch: int) -> DataLoader[Any]:
+    """Return the loader of an epoch.
 
-    def add() -> None:
-        nonlocal last
-        now = time.perf_counter()
-        curve.wall_seconds += now - last
-        last = now
+    After a checkpoint the sampler has the seed of that training, so that the epoch which has begun keeps its order;
+    later ones are shuffled once more, by the seed of the cell. Of a `TensorDataset` the rows of a batch are taken at
+    once, which gives the same batches, and is faster.
+    """
+    dataset: Any = dataset_of(parts.task)
+    collate = {"batch_size": None, "sampler": parts.sampler, "collate_fn": tuple}
+    options: dict[str, Any] = collate if type(dataset) is TensorDataset else {"batch_sampler": parts.sampler}
+    if cell.start is not None and epoch > cell.start.epoch:
+        seed_all(cell.seed, epoch)
+        dataset = Subset(dataset, np.random.permutation(len(dataset)).tolist())
+    return DataLoader(dataset, **options)
 
-    return add
+
+def evaluate(parts: Parts, curve: Curve) -> None:
+    """Evaluate the model, and add a row to the curve; an error of a model that has diverged only says so."""
+    metrics: Mapping[str, float] = {"loss": math.nan}
+    try:
+        metrics = metrics_of(parts)
+    except Exception as error:
+        if not _failed_by_divergence(parts.model, curve, error):
+            raise
+    optimizer = parts.optimizer
+    curve.evaluation(optimizer.updates, optimizer.samples, optimizer.progress, metrics)
+
+
+@torch.no_grad()
+def metrics_of(parts: Parts) -> Mapping[str, float]:
+    """Return what the task's evaluation says of a model, which trains on afterwards, without gradients of it."""
+    parts.model.eval()
+    metrics = parts.task.evaluate(parts.model)
+    parts.model.train()
+    for parameter in parts.model.parameters():
+        parameter.grad = None  # as between two updates
+    return metrics
+
+
+def _scalar(loss: object) -> float:
+    """Return the value of a loss, or raise an error if it cannot be one."""
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return float(loss.detach())
+    requirement, remedy = "loss() must return the mean loss of a batch, a tensor of one element", "return loss.mean()"
+    if isinstance(loss, Tensor):
+        raise value_error(requirement, f"one of shape {tuple(loss.shape)}", remedy)
+    raise type_error(requirement, loss, remedy)
+
+
+def _failed_by_divergence(model: nn.Module, curve: Curve, error: Exception) -> bool:
+    """Return whether an error of a task only says that the training has diverged.
+
+    After the first update, if numbers overflow, as those of a perplexity, or the last loss is large, or the weights are
+    not finite.
+    """
+    if curve.last is None:
+        return False
+    if isinstance(error, (OverflowError, FloatingPointError)) or curve.large:
+        return True
+    return not all(bool(one.isfinite().all()) for one in model.parameters())
+
+
+@contextmanager
+def _limited_threads(number: int) -> Iterator[None]:
+    """Let torch use so many threads within a block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

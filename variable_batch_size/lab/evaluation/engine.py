@@ -1,0 +1,281 @@
+"""Train what has no line yet, in processes of joblib or on a cluster of Ray: what is done stays done.
+
+One process, the driver, hands out the cells and writes their lines. A process that trains may be killed at any time:
+its cell goes on from its last checkpoint, and if that kills a process again, it is written down as killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from datetime import timedelta
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
+from urllib.parse import urlsplit
+
+from tqdm import tqdm
+
+from variable_batch_size._extras import import_extra
+from variable_batch_size._log import stacklevel_of_user
+from variable_batch_size._validation import check_choice, check_int, check_interval, type_error, value_error
+from variable_batch_size.lab.evaluation.cell import Cell
+from variable_batch_size.lab.evaluation.experiment import Experiment, check
+from variable_batch_size.lab.evaluation.provenance import environment, facts_of
+from variable_batch_size.lab.evaluation.records import Evaluation, Journal, read
+from variable_batch_size.lab.evaluation.training import SAVE_EVERY, train
+
+EngineName: TypeAlias = Literal["joblib", "ray"]
+Line: TypeAlias = dict[str, Any]
+PATIENCE = 10.0  # seconds, for a connection and for the end of canceled tasks
+START = "start it there (ray start --head), or leave the address out to use this machine"
+
+
+def run(
+    cells: Experiment | Sequence[Cell],
+    folder: str | os.PathLike[str],
+    *,
+    jobs: int | None = None,
+    threads: int = 1,
+    engine: EngineName = "joblib",
+    address: str | None = None,
+    save_every: timedelta | int = SAVE_EVERY,
+    progress: bool = True,
+    command: str = "",
+) -> Evaluation:
+    """Train the cells that have no line in a folder, and return what the folder has then.
+
+    Before the first one begins, each combination of task, trace and rule is created once, so that errors come early. A
+    training that is interrupted continues from its last checkpoint when the evaluation is run again; one that raises
+    ends the evaluation. One whose process is killed is repeated, and is "killed" if that happens twice.
+
+    With Ray, each training is a task that needs `threads` CPUs, on any machine of the cluster where this package, the
+    task's module and its files are. It resumes from its last checkpoint if `folder` is at the same path of all
+    machines. If `ray.init()` has been called, that cluster is used, and stays.
+
+    Args:
+        cells: an experiment, or cells.
+        folder: folder of the evaluation, which is created if needed.
+        jobs: maximum number of trainings at the same time, each in a process of its own. By default as many as Ray has
+            CPUs for; with joblib 1, which is this process.
+        threads: number of threads of a training. With more than one, numbers differ a little from run to run.
+        engine: what distributes the trainings: "joblib" on this machine, or "ray".
+        address: of a running cluster of Ray, "HOST:PORT", "ray://HOST:PORT" or "auto"; by default what `ray.init()`
+            finds, or a new one on this machine.
+        save_every: interval of the checkpoints of a training: time, or a number of updates.
+        progress: whether to show a progress bar over the cells, with the time left.
+        command: what was typed, for the plan.
+
+    Raises:
+        ModuleNotFoundError: if joblib is not installed, or Ray is not.
+        OSError: if a file cannot be read or written, another process trains in the folder, or nothing listens at
+            `address`.
+        TypeError, ValueError: if cells cannot train, or no machine of Ray has so many CPUs as `threads`.
+        RuntimeError: if a training fails, whose name is in the message.
+    """
+    check_choice(engine, "engine", get_args(EngineName))
+    if address is not None and engine != "ray":
+        raise value_error("address must be None without Ray", repr(address), 'pass engine="ray", too')
+    jobs = None if jobs is None else check_int(jobs, "jobs", 1)
+    threads = check_int(threads, "threads", 1)
+    check_interval(save_every, "save_every", "pass a positive one")
+    place = Path(folder)
+    wanted = {cell.key: cell for cell in (cells.cells() if isinstance(cells, Experiment) else cells)}
+    todo = without_line(wanted.values(), place)
+    check(todo.values())  # before there is a folder
+    with Journal(place) as journal:
+        known = {line["key"]: line for line in journal.lines if "key" in line}
+        _check_tasks(wanted.values(), known.values())
+        journal.plan(command, wanted)
+        for path in place.glob("checkpoints/*"):
+            if path.name in known:  # of a driver that was killed after it had written the line
+                shutil.rmtree(path, ignore_errors=True)
+        twins: dict[str, list[Cell]] = {}
+        for cell in todo.values():
+            twins.setdefault(cell.training, []).append(cell)
+        first = [group[0] for group in twins.values()]
+        call = partial(_line, folder=place.absolute(), threads=threads, save_every=save_every)
+        if engine == "ray" and first:  # nothing starts for nothing
+            trainings = _on_ray(first, call, jobs, threads, address)
+        else:
+            trainings = _on_this_machine(first, call, jobs or 1, threads)
+        bar = tqdm(total=len(wanted), initial=len(wanted) - len(todo), unit="cell", disable=not progress, smoothing=0)
+        with bar, closing(trainings):  # type: ignore[type-var]
+            for line in trainings:
+                for cell in twins[todo[line["key"]].training]:
+                    facts = {"environment": line["environment"] | _task_facts(cell)}
+                    journal.append(line | facts | {"key": cell.key, "cell": cell.as_json()})
+                    bar.update()
+                shutil.rmtree(_checkpoints(place, line["key"]), ignore_errors=True)
+    return read(place)
+
+
+def without_line(cells: Iterable[Cell], folder: Path) -> dict[str, Cell]:
+    """Return the cells that have no line in a folder, by their keys."""
+    for cell in (cells := list(cells)):
+        if not isinstance(cell, Cell):
+            raise type_error("cells must be an Experiment, or cells", cell, "pass experiment.cells()")
+    try:
+        known = set(read(folder).trainings["key"])
+    except (FileNotFoundError, NotADirectoryError):
+        known = set()
+    return {cell.key: cell for cell in cells if cell.key not in known}
+
+
+def _task_facts(cell: Cell) -> dict[str, Any]:
+    return facts_of(cell.task, json.dumps(dict(cell.task_arguments)), cell.data_dir)
+
+
+def _checkpoints(folder: Path, key: str) -> Path:
+    return folder / "checkpoints" / key
+
+
+def _line(cell: Cell, folder: Path, threads: int, save_every: timedelta | int, driver: int | None = None) -> Line:
+    """Train a cell, with checkpoints where the folder is, which it is not on each machine of Ray."""
+    return train(cell, _checkpoints(folder, cell.key) if folder.is_dir() else None, threads, save_every, driver)
+
+
+def _killed(cell: Cell) -> Line:
+    facts: Line = {"status": "killed", "untrained": None, "wall_seconds": None, "curve": {}}
+    return {"key": cell.key, "cell": cell.as_json(), **facts, "environment": environment()}
+
+
+def _check_tasks(cells: Iterable[Cell], known: Iterable[Line]) -> None:
+    """Raise ValueError if the dataset of a task has changed since one of its trainings; warn if its source has."""
+    tasks = {(cell.task, str(cell.task_arguments), cell.task_version): cell for cell in cells}
+    for line in known:
+        kind = (line["cell"]["task"], str(line["cell"]["task_arguments"]), line["cell"]["task_version"])
+        if (cell := tasks.get(kind)) is None or line["status"] == "killed":
+            continue
+        for name, value in _task_facts(cell).items():
+            before = line["environment"].get(name)
+            if None in (value, before) or value == before:
+                continue
+            remedy = "give the task another version, or choose another folder"
+            if name == "source of the task":
+                found = f"the source of the task {cell.task} has changed since the training {line['key']}"
+                message = f"{found}; if trainings differ by that, {remedy}"
+                warnings.warn(message, UserWarning, stacklevel=stacklevel_of_user())
+                del tasks[kind]
+                break
+            requirement = f"the dataset of the task {cell.task} must be that of its training {line['key']}"
+            raise value_error(requirement, f"{name} {value} instead of {before}", remedy)
+
+
+def _on_this_machine(cells: Sequence[Cell], call: Callable[..., Line], jobs: int, threads: int) -> Iterator[Line]:
+    """Train in this process, or in so many of joblib, and yield the lines in the order of completion.
+
+    The death of a process ends all of joblib's, without telling which cell it trained. Those under way are then trained
+    one at a time, so that a second death tells.
+    """
+    waiting, alone = iter(cells), list[Cell]()
+    if min(jobs, len(cells)) <= 1:
+        yield from map(call, waiting)
+        return
+    joblib = import_extra("joblib", "evaluation")
+    died = import_extra("joblib.externals.loky.process_executor", "evaluation").TerminatedWorkerError
+    options = {"batch_size": 1, "pre_dispatch": "n_jobs", "return_as": "generator_unordered"}
+    under_way: dict[str, Cell] = {}
+
+    def handed_out(some: Iterable[Cell]) -> Iterator[Any]:
+        for cell in some:
+            under_way[cell.key] = cell
+            yield joblib.delayed(call)(cell, driver=os.getpid())
+
+    with joblib.parallel_config(backend="loky", inner_max_num_threads=threads):
+        while True:
+            cell = alone.pop() if alone else None
+            lines = joblib.Parallel(jobs, **options)(handed_out(waiting if cell is None else [cell]))
+            try:
+                with closing(lines):
+                    for line in lines:
+                        del under_way[line["key"]]
+                        yield line
+            except died:
+                if cell is not None:
+                    yield _killed(cell)
+                else:
+                    alone += under_way.values()
+                under_way.clear()
+            else:
+                if not alone and cell is None:
+                    return
+
+
+def _on_ray(
+    cells: Sequence[Cell], call: Callable[..., Line], jobs: int | None, threads: int, address: str | None
+) -> Iterator[Line]:
+    """Train on Ray, and yield the lines in the order of completion.
+
+    Tasks of Ray, because joblib's backend for it returns nothing before all is done, and ends with the first death.
+    """
+    ray = import_extra("ray", "ray")
+    with _connected(ray, address):
+        most = max((int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]), default=0)
+        if 0 < most < threads:  # the tasks would wait for ever; a cluster without any CPU may be one that grows
+            requirement = f"threads must be at most the {most} CPUs of the largest machine of Ray"
+            raise value_error(requirement, threads, "pass less")
+        task = ray.remote(num_cpus=threads, max_retries=1, retry_exceptions=False)(call)
+        waiting, running = iter(cells), dict[Any, Cell]()
+        limit = jobs or 2 * max(1, int(ray.cluster_resources().get("CPU", 0)) // threads)
+        try:
+            while True:
+                running |= {task.remote(cell): cell for cell in islice(waiting, limit - len(running))}
+                if not running:
+                    return
+                (ended,), _ = ray.wait(list(running), num_returns=1)
+                cell = running.pop(ended)
+                try:
+                    yield ray.get(ended)
+                except ray.exceptions.RayTaskError as error:
+                    raise error.cause from error
+                except ray.exceptions.RayError:
+                    yield _killed(cell)
+        finally:
+            for one in running:  # the folders of their checkpoints are locked until they end
+                ray.cancel(one, force=True)
+            ray.wait(list(running), num_returns=len(running), timeout=PATIENCE) if running else None
+
+
+@contextmanager
+def _connected(ray: Any, address: str | None) -> Iterator[None]:
+    """Connect to Ray, unless the caller has."""
+    if ray.is_initialized():
+        if address is not None:
+            raise value_error("address must be None after ray.init()", repr(address), "leave it out")
+        yield
+        return
+    _check_address(address or os.environ.get("RAY_ADDRESS"))
+    try:
+        ray.init(address=address)
+    except ConnectionError as error:
+        raise ConnectionError(f"address must be that of a running Ray, got {address!r}; {START}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _check_address(address: str | None) -> None:
+    """Raise an error if nothing listens at an address: Ray would try for minutes, and end the process."""
+    scheme, _, place = (address or "auto").rpartition("://")
+    if place in ("auto", "local") or scheme not in ("", "ray"):  # the others are of libraries that extend Ray
+        return
+    try:
+        parts = urlsplit(f"//{place}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if not host or not port:
+        raise value_error("address must be auto, HOST:PORT or ray://HOST:PORT", repr(address), "pass one of these")
+    try:
+        socket.create_connection((host, port), PATIENCE).close()
+    except OSError as error:
+        found = f"{address!r} ({error.strerror or error})"
+        raise ConnectionError(f"address must be that of a running Ray, got {found}; {START}") from error

@@ -1,5 +1,0 @@
-"""Many trainings: on one machine, or on a cluster of Ray."""
-
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,222 @@
+"""What evaluations have brought: a file of JSON lines that one process appends to, and its trainings as one table."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, final
+
+from variable_batch_size._validation import value_error
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+FORMAT: Final = 2
+NAME: Final = "evaluation.jsonl"
+REFERENCE: Final = "the reference"  # name of the trace of the constant batch size `ref_batchsize`
+_FACTS = ("minibatch_size", "max_grad_norm", "between", "task_arguments")  # of a cell, told with the environment
+
+
+@final
+@dataclass(frozen=True)
+class Plan:
+    """What one command wants, fixed before anything is trained.
+
+    Attributes:
+        command: as a user would type it; "" for a call from Python.
+        keys: of all trainings that judge it, those of the reference too.
+    """
+
+    command: str
+    keys: tuple[str, ...]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """The trainings of a folder that have ended, and the plans that asked for them.
+
+    Attributes:
+        trainings: a row for each, in the order of the plans. `key` names what determines the training, and `plan` is
+            the number of the first plan that has it. `task`, `task_version`, `trace` (the name that users read), `end`,
+            `rule`, `lr`, `lr_factor`, `seed`, `samples`, `ref_batchsize` and `start` (the checkpoint, "" without one)
+            are what was trained; `status` is "finished", "diverged", "short" (of its end) or "killed" (its process died
+            twice). `curve` has lists of equal lengths: the first row is the model before the training, then comes one
+            each `between` samples, and one at the end. `updates`, `samples` and `progress` so far; simulated `seconds`
+            and `cost`, or None in their place; of the updates since the row before `batch_size` (mean), `batch_least`,
+            `batch_most`, `lr` (mean effective learning rate) and `train_loss`; and the metrics of the evaluation.
+            `untrained` is the loss of the untrained model, `environment` the versions and what else there is to know.
+        plans: in the order in which they were made; none in a table of earlier versions.
+    """
+
+    trainings: pd.DataFrame
+    plans: tuple[Plan, ...]
+
+
+def read(place: str | os.PathLike[str]) -> Evaluation:
+    """Read a folder, its file `evaluation.jsonl` (also compressed, .gz), or a table *.csv.gz of earlier versions.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: if it is damaged, or of another format.
+    """
+    path = Path(place)
+    if path.name.endswith(".csv.gz") and not path.is_dir():
+        return Evaluation(_frame([(0, row) for row in _table(path)]), ())
+    path = path / NAME if path.is_dir() else path
+    if not path.is_file():
+        remedy = "pass the --folder of vbs evaluate, or train one"
+        raise FileNotFoundError(f"an evaluation must be a folder with {NAME}, got {os.fspath(place)!r}; {remedy}")
+    content = path.read_bytes()
+    lines = _lines(gzip.decompress(content) if path.suffix == ".gz" else content, path)
+    plans = tuple(Plan(line["command"], tuple(line["keys"])) for line in lines if "keys" in line)
+    order = {
+        key: (number, place) for number, plan in reversed([*enumerate(plans)]) for place, key in enumerate(plan.keys)
+    }
+    rows = sorted((order.get(line["key"], (len(plans), 0)), line["key"], line) for line in lines if "key" in line)
+    return Evaluation(_frame([(number, line) for (number, _), _, line in rows]), plans)
+
+
+def tidy(trainings: pd.DataFrame) -> pd.DataFrame:
+    """Return a row for each row of each curve, with the training's columns.
+
+    The `lr` of the curve is `effective_lr`, and the `samples` of the training are `planned_samples`.
+    """
+    import pandas as pd
+
+    curves = {
+        place: pd.DataFrame({"effective_lr" if name == "lr" else name: column for name, column in curve.items()})
+        for place, curve in trainings["curve"].items()
+    }
+    rows = pd.concat(curves, names=["training", None]).reset_index("training")
+    facts = trainings.drop(columns=["curve", "environment"]).rename(columns={"samples": "planned_samples"})
+    return facts.merge(rows, left_index=True, right_on="training").drop(columns="training").reset_index(drop=True)
+
+
+@final
+class Journal:
+    """The file of a folder, which one process at a time opens, and appends to.
+
+    Args:
+        folder: created if needed.
+
+    Attributes:
+        lines: what the file had, without a last line that was torn by the end of a process.
+
+    Raises:
+        OSError: if the folder cannot be created, or another process has it.
+        ValueError: if the file is damaged, or of another format.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = (folder / NAME).open("a+b")
+        except OSError as error:
+            found = f"{os.fspath(folder)!r}: {error.strerror}"
+            raise type(error)(f"folder must be one that can be created, got {found}; choose another one") from None
+        try:
+            _lock(self._file, folder)
+            self._file.seek(0)
+            content = self._file.read()
+            self._file.truncate(content.rfind(b"\n") + 1)
+            self.lines = _lines(content, folder / NAME)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def plan(self, command: str, keys: Iterable[str]) -> None:
+        """Append a plan, unless there is one of the same trainings."""
+        wanted = list(dict.fromkeys(keys))
+        if not any(set(line["keys"]) == set(wanted) for line in self.lines if "keys" in line):
+            self.append({"format": FORMAT, "command": command, "keys": wanted})
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Append a line, which is there when this returns, also if the process is killed then."""
+        self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+        self._file.flush()
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
+        self._file.close()
+
+
+def _lock(file: Any, folder: Path) -> None:
+    try:
+        import fcntl  # not on Windows
+    except ImportError:
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        found = f"{os.fspath(folder)!r}, which another one trains in"
+        remedy = "wait until it ends, or choose another folder"
+        raise BlockingIOError(f"a folder must have one evaluation at a time, got {found}; {remedy}") from None
+
+
+def _lines(content: bytes, path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a file, without a last one that has no end."""
+    found: list[dict[str, Any]] = []
+    for number, text in enumerate(content.split(b"\n")[:-1], 1):
+        try:
+            line = json.loads(text)
+            if not {"keys", "cell"} & set(line):
+                raise ValueError("neither a plan nor a training")
+        except (ValueError, TypeError) as error:
+            remedy = "delete the line, whose training is then made again"
+            raise value_error(f"{path}:{number} must be a line of an evaluation", error, remedy) from None
+        if (version := line.get("format", FORMAT)) != FORMAT:
+            remedy = "read it with the version that has written it"
+            raise value_error(f"{path}:{number} must be of format {FORMAT}", f"format {version}", remedy)
+        found.append(line)
+    return found
+
+
+def _table(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a table, whose fields are JSON: `curve.loss` is `row["curve"]["loss"]`."""
+    import pandas as pd
+
+    try:
+        frame = pd.read_csv(path, dtype=str, keep_default_na=False)
+        rows: list[dict[str, Any]] = []
+        for values in frame.to_dict("records"):
+            row: dict[str, Any] = {}
+            for column, text in values.items():
+                name, _, inner = str(column).partition(".")
+                if text:
+                    (row.setdefault(name, {}) if inner else row)[inner or name] = json.loads(text)
+            rows.append(row | {"untrained": row["curve"]["loss"][0]})
+    except (OSError, EOFError, ValueError, KeyError) as error:
+        if isinstance(error, FileNotFoundError):
+            raise
+        raise value_error(
+            f"{path} must be a table of trainings", f"{type(error).__name__}: {error}", "copy it again"
+        ) from None
+    return rows
+
+
+def _frame(rows: Sequence[tuple[int, Mapping[str, Any]]]) -> pd.DataFrame:
+    import pandas as pd
+
+    kinds: dict[str, Any] = {
+        **dict.fromkeys(("key", "task", "task_version", "trace", "end", "rule", "start", "status"), str),
+        **dict.fromkeys(("plan", "seed", "samples"), int),
+        **dict.fromkeys(("lr", "lr_factor", "ref_batchsize", "wall_seconds", "untrained"), float),
+        **dict.fromkeys(("curve", "environment"), object),
+    }
+    before = {"task_version": "", "end": "samples", "start": ""}  # what earlier versions, or defaults, leave out
+    found = []
+    for plan, row in rows:
+        cell = {**before, **row["cell"]}
+        facts = {name: cell[name] for name in _FACTS if name in cell}
+        values = {**cell, **row} | {"plan": plan, "environment": {**row["environment"], **facts}}
+        found.append({name: values.get(name) for name in kinds})
+    frame = pd.DataFrame(found, columns=list(kinds))
+    return frame.astype({name: kind for name, kind in kinds.items() if kind in (int, float)})
