@@ -2,62 +2,70 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from pathlib import Path
 
 import pytest
 
+import variable_batch_size as vbs
 from helpers.console import error_of, run_main
-from variable_batch_size.lab.evaluation import Plan, read_records
+from helpers.evaluation_tasks import Tiny
+from variable_batch_size.lab.evaluation import read
+from variable_batch_size.lab.evaluation.records import NAME, REFERENCE
 
+pytestmark = pytest.mark.filterwarnings("ignore:trace .*the batch size is")
 TASKS = "helpers.evaluation_tasks:"
 TINY = f"{TASKS}Tiny"
 BOTH = ["--rule", "constant", "--rule", "linear"]
 
 
+@pytest.mark.slow("trains")
 def test_trains_each_cell_once(tmp_path: Path) -> None:
-    (tmp_path / "nodes.csv").write_text("seconds,nodes\n0,1\n20,3\n600,3\n")
-    arguments = ["evaluate", TINY, "--trace", "0:8 10:32", "--trace", f"per-device:4@{tmp_path / 'nodes.csv'}", *BOTH]
-    arguments += ["--seeds", 1, "--samples-per-second", 10, "--price", 2, "--folder", tmp_path / "records"]
+    (tmp_path / "nodes.csv").write_text("seconds,nodes\n0,1\n5,3\n600,3\n")
+    arguments = ["evaluate", TINY, "--trace", "0:8 10:32", "--trace", f"per-device:4@{tmp_path / 'nodes.csv'}"]
+    arguments += ["--rule", "linear", "--samples-per-second", 10, "--price", 2, "--folder", tmp_path / "runs"]
+    arguments += ["--name", "growing", "--name", "a cloud", "--seeds", 2, "--lr-factor", 2, "--baseline", "root"]
     status, out, _ = run_main(*arguments, "--dry-run")
-    assert (status, out) == (0, f"{tmp_path / 'records'}: 5 trainings, 5 to make, of 1,200 samples in all\n")
-    assert not (tmp_path / "records").exists()
+    assert (status, out) == (0, f"{tmp_path / 'runs'}: 22 trainings, 22 to make, of 5,280 samples in all\n")
+    assert not (tmp_path / "runs").exists()
     status, out, err = run_main(*arguments)
     assert status == 0, err
-    assert out.startswith(f"{tmp_path / 'records'}: 5 trainings, 0 of which failed\n")
-    assert "5/5" in err
-    records = read_records(tmp_path / "records")
-    assert {record.cell["rule"] for record in records} == {"constant", "linear"}
-    assert all(record.curve["seconds"] and record.curve["cost"] for record in records)
-    assert Plan.read(tmp_path / "records").keys == {record.key for record in records}
-    assert Plan.read(tmp_path / "records").command.startswith(f"vbs evaluate {TINY} --trace '0:8 10:32' --trace per")
-    assert run_main(*arguments, "--dry-run")[1].endswith("5 trainings, 0 to make, of 0 samples in all\n")
+    assert "22/22" in err
+    found = read(tmp_path / "runs")
+    rows = found.trainings
+    assert set(zip(rows["trace"], rows["rule"], strict=True)) == {
+        (REFERENCE, "constant"), *itertools.product(["growing", "a cloud"], ["root", "linear"])
+    }  # fmt: skip
+    assert all(curve["seconds"] and curve["cost"] for curve in rows["curve"])
+    assert [plan.keys for plan in found.plans] == [tuple(rows["key"])]
+    assert found.plans[0].command.startswith(f"vbs evaluate {TINY} --trace '0:8 10:32' --trace per")
+    assert run_main(*arguments, "--dry-run")[1].endswith("22 trainings, 0 to make, of 0 samples in all\n")
+    written = (tmp_path / "runs" / NAME).read_bytes()
+    assert run_main(*arguments)[0] == 0
+    assert (tmp_path / "runs" / NAME).read_bytes() == written
 
 
-@pytest.mark.slow("trains")
-def test_traces_have_the_names_that_they_are_given(tmp_path: Path) -> None:
-    arguments = ["evaluate", TINY, "--trace", 8, "--trace", "0:8 10:32", *BOTH, "--seeds", 1, "--folder", tmp_path]
-    status, _, err = run_main(*arguments, "--name", "small", "--name", "growing")
-    assert status == 0, err
-    assert {record.cell["trace"] for record in read_records(tmp_path)} == {"small", "growing", "the reference"}
-    page = (tmp_path / "report.html").read_text()
-    assert "Trace growing" in page
-    status, said = error_of(*arguments, "--name", "small")[:2]
-    assert (status, said) == (2, "--name must be given once for each --trace, each another one, got 1: ['small']")
+def test_traces_have_a_name_each(tmp_path: Path) -> None:
+    arguments = ["evaluate", TINY, "--trace", 8, "--trace", "0:8 10:32", *BOTH, "--name", "small"]
+    said = "--name must be given once for each --trace, each another one, got 1: ['small']"
+    assert error_of(*arguments) == (2, said)
 
 
-def test_a_dry_run_says_what_follows_the_tuning_and_what_can_be_seen(tmp_path: Path) -> None:
-    arguments = ["evaluate", TINY, "--trace", "0:8 10:32", *BOTH, "--seeds", 5, "--folder", tmp_path, "--dry-run"]
-    for factor in (0.5, 1, 2):
-        arguments += ["--lr-factor", factor]
-    lines = run_main(*arguments, "--tuning-seeds", 3)[1].splitlines()
-    assert lines == [
-        f"{tmp_path}: 27 trainings, 27 to make, of 6,480 samples in all",
-        "then up to 30 trainings at the factors that these choose, to judge",
-        "with 5 seeds and 1 comparisons, a difference is claimed in 80 % of cases if it is 1.7 standard deviations (of "
-        "paired differences) or more",
-    ]
+def test_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    task = Tiny()
+    model = task.model(0)
+    sampler = vbs.CustomSampler(task.dataset(), 8, 1, 0, 4, fixed_shape=False)
+    optimizer = vbs.CustomOptimizer(task.optimizer(model, 0.05), sampler, 8, rule="linear")
+    with vbs.Checkpoint(tmp_path / "start", model=model, optimizer=optimizer) as checkpoint:
+        checkpoint.save()
+    rest = ["--trace", "0:8 9:16", *BOTH, "--from", tmp_path / "start"]
+    found = error_of("evaluate", TINY, *rest)
+    assert found[0] == 1
+    assert found[1].startswith("a training can go on from a checkpoint with model, optimizer, scheduler, a Progress")
+    done = run_main("evaluate", f"{TASKS}NoSchedule", *rest, "--dry-run")
+    assert done[1] == "evaluation: 25 trainings, 25 to make, of 6,000 samples in all\n", done
 
 
 @pytest.mark.parametrize(
@@ -66,7 +74,7 @@ def test_a_dry_run_says_what_follows_the_tuning_and_what_can_be_seen(tmp_path: P
         (
             ["mnist-cn", "--trace", 8, *BOTH],
             1,
-            "a task must be mnist-cnn, fashion-cnn, char-gpt, cifar10-resnet or package.module:name",
+            "a task must be mnist-cnn, char-gpt or package.module:name",
         ),
         ([TINY, "--trace", 8, "--rule", "lin"], 2, "a rule must be one of constant, linear,"),
         (
@@ -78,7 +86,7 @@ def test_a_dry_run_says_what_follows_the_tuning_and_what_can_be_seen(tmp_path: P
         ([TINY, *BOTH], 2, "Missing option '--trace'"),
         ([TINY, "--trace", 8, *BOTH, "--lr", -1], 2, "--lr must be > 0 and finite, got -1.0"),
         ([TINY, "--trace", 8, *BOTH, "--address", "auto"], 1, "address must be None without Ray, got 'auto'; pass"),
-        (["no_module:T", "--trace", 8, *BOTH], 1, "a task must be mnist-cnn, fashion-cnn, char-gpt, cifar10-resnet or"),
+        (["no_module:T", "--trace", 8, *BOTH], 1, "a task must be mnist-cnn, char-gpt or"),
         ([f"{TASKS}NotThere", "--trace", 8, *BOTH], 1, f"the task {TASKS}NotThere must be in "),
         ([f"{TASKS}NoLoss", "--trace", 8, *BOTH], 1, f"the task {TASKS}NoLoss must have model, dataset, loss"),
         ([TINY, "--trace", "per-device:4@nodes.csv", *BOTH], 1, "trace per-device:4@nodes.csv of the task"),
@@ -90,7 +98,7 @@ def test_a_wrong_argument_is_one_line(arguments: list[object], status: int, mess
     found = error_of("evaluate", *arguments, "--folder", tmp_path / "records")
     assert found[0] == status
     assert found[1].startswith(message), found[1]
-    assert not list(tmp_path.rglob("*.json"))
+    assert not (tmp_path / "records").exists()
 
 
 @pytest.mark.parametrize(
@@ -169,7 +177,7 @@ def test_a_trace_that_ends_too_early(tmp_path: Path) -> None:
     under = ["--trace", f"per-device:4@{log}", "--samples-per-second", 1, "--folder", tmp_path / "records"]
     _, message = error_of("evaluate", TINY, *under, *BOTH)
     assert "the capacity trace must last for the 240 samples of the training, got 20 until second 20; " in message
-    assert not list(tmp_path.rglob("*.json"))
+    assert not (tmp_path / "records").exists()
 
 
 def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
@@ -178,17 +186,3 @@ def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
         _, message = error_of("evaluate", TINY, "--trace", 8, *BOTH, "--folder", folder)
         assert message.startswith(f"folder must be one that can be created, got '{folder}': ")
         assert message.endswith("; choose another one")
-
-
-@pytest.mark.nightly("trains")
-def test_trainings_that_cannot_be_compared_lie_in_one_folder(tmp_path: Path) -> None:
-    """Each is a task of its own in the report: other samples, another learning rate of the reference."""
-    arguments = ["evaluate", TINY, "--trace", 8, *BOTH, "--seeds", 1, "--folder", tmp_path]
-    for others in ([], ["--samples", 100], ["--lr", 0.1]):
-        status, _, err = run_main(*arguments, *others)
-        assert status == 0, err
-    page = (tmp_path / "report.html").read_text()
-    found = re.findall(r"<h2>helpers.evaluation_tasks:Tiny \((.*)\)</h2>", page)
-    assert found == [
-        f"samples {kind}" for kind in ("100, reference lr 0.05", "240, reference lr 0.05", "240, reference lr 0.1")
-    ]

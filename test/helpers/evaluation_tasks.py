@@ -59,6 +59,12 @@ class NoReference(Tiny):
     schedule: Any = None
 
 
+class NoSchedule(Tiny):
+    """Its learning rate stays."""
+
+    schedule: Any = None
+
+
 class ScheduledWithoutReference(Tiny):
     """It has a schedule, but its batch size of reference is not known."""
 

@@ -186,7 +186,7 @@ def evaluate(
             typer.echo(f"\nvbs: interrupted after {done:,} of {len(cells):,} trainings", err=True)
             typer.echo(f"to continue: {command}", err=True)
             raise typer.Exit(130) from None
-        report.publish(folder)
+        report.publish(folder, baseline=baseline)
 
 
 @contextmanager

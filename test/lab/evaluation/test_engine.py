@@ -78,7 +78,9 @@ def test_another_dataset_is_refused_beside_what_was_trained(name: str, tmp_path:
     for line in lines[1:]:
         line["environment"][name] = 90
     (tmp_path / NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with pytest.raises(ValueError, match=rf"the dataset of the task .* must be that of its training .*, got {name} .* in"):
+    with pytest.raises(
+        ValueError, match=rf"the dataset of the task .* must be that of its training .*, got {name} .* in"
+    ):
         trained(experiment(seeds=2), tmp_path)
     assert len(read(tmp_path).trainings) == 5
 
@@ -177,7 +179,9 @@ def test_ctrl_c_says_how_to_go_on(jobs: int, tmp_path: Path) -> None:
 
 def test_an_error_of_a_training_keeps_what_is_done(tmp_path: Path) -> None:
     cells = [*experiment().cells(), *experiment("Failing").cells()]
-    with pytest.raises(RuntimeError, match=r"the training [0-9a-f]{16} \(helpers.*Failing, trace 8.* failed: ZeroDivis"):
+    with pytest.raises(
+        RuntimeError, match=r"the training [0-9a-f]{16} \(helpers.*Failing, trace 8.* failed: ZeroDivis"
+    ):
         run(cells, tmp_path, progress=False)
     assert set(read(tmp_path).trainings["task"]) == {TINY}
 

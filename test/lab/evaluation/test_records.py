@@ -39,7 +39,9 @@ def write(folder: Path, *lines: dict[str, Any], plans: tuple[str, ...] = ("a b",
 
 
 def test_a_training_has_a_row_in_the_order_of_the_plans(tmp_path: Path) -> None:
-    write(tmp_path, line("c"), line("b"), line("x"), line("a", cell=CELL | {"end": "progress:3.0"}), plans=("a b", "b c"))
+    write(
+        tmp_path, line("c"), line("b"), line("x"), line("a", cell=CELL | {"end": "progress:3.0"}), plans=("a b", "b c")
+    )
     found = read(tmp_path)
     assert found.plans == (Plan("command 0", ("a", "b")), Plan("command 1", ("b", "c")))
     rows = found.trainings
@@ -82,7 +84,7 @@ def test_whatever_tears_the_last_line_all_others_stay(data: st.DataObject) -> No
         whole = torn.count(b"\n")
         assert len(read(folder).trainings) == max(0, whole - 1)
         write(folder, line("c"))  # which does not continue a torn line
-        assert read(folder).trainings["key"].tolist() == ["a", "b"][: max(0, whole - 1)] + ["c"]
+        assert read(folder).trainings["key"].tolist() == [*"ab"[: max(0, whole - 1)], "c"]
 
 
 def test_a_folder_has_one_driver(tmp_path: Path) -> None:

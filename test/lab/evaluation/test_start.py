@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -81,7 +82,9 @@ def test_the_epoch_that_has_begun_is_that_of_the_training(tmp_path: Path, monkey
     assert line["curve"]["samples"][:4] == [144, 160, 176, 192]
     assert line["curve"]["updates"][:4] == [14, 15, 16, 17]
     assert found[line["curve"]["samples"].index(2 * SIZE) + 1] == weights  # the first one is of the untrained model
-    assert line["untrained"] == pytest.approx(Tiny().evaluate(Tiny().model(0).eval())["loss"]) != line["curve"]["loss"][0]
+    assert (
+        line["untrained"] == pytest.approx(Tiny().evaluate(Tiny().model(0).eval())["loss"]) != line["curve"]["loss"][0]
+    )
 
 
 def test_a_seed_changes_the_next_epoch_and_nothing_before(tmp_path: Path) -> None:
@@ -121,7 +124,7 @@ def test_the_schedule_ends_with_the_task_and_the_factor_multiplies_it(tmp_path: 
 
 
 @pytest.mark.parametrize("every", [2, 7])
-def test_a_training_that_is_stopped_goes_on(every: int, tmp_path: Path) -> None:
+def test_a_training_that_is_stopped_goes_on(every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path / "start")
     cell = of(cells(tmp_path / "start", lr_factors=[2]), "adascale" if every == 2 else "linear", factor=2.0)
     expected = train(cell)["curve"]
@@ -129,17 +132,18 @@ def test_a_training_that_is_stopped_goes_on(every: int, tmp_path: Path) -> None:
     class StoppedError(Exception):
         pass
 
-    for updates in (3, 9, 40):
-        count = iter(range(updates))
+    for microbatches in (3, 9, 40):
+        left = iter(range(microbatches))
 
-        def stop(self: Tiny, model: nn.Module, batch: Any) -> Tensor:
-            if next(count, None) is None:
+        def stop(self: Tiny, model: nn.Module, batch: Any, left: Iterator[int] = left) -> Tensor:
+            if next(left, None) is None:
                 raise StoppedError
             return LOSS(self, model, batch)
 
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="StoppedError"):
-            patch.setattr(Tiny, "loss", stop)
+        monkeypatch.setattr(Tiny, "loss", stop)
+        with pytest.raises(RuntimeError, match="StoppedError"):
             train(cell, tmp_path / "checkpoints", save_every=every)
+    monkeypatch.undo()
     assert train(cell, tmp_path / "checkpoints", save_every=every)["curve"] == expected
 
 
@@ -153,11 +157,9 @@ def test_the_trace_and_its_time_begin_at_the_checkpoint(tmp_path: Path) -> None:
     wanted = cells(tmp_path, traces=traces, time=time, between=1, seeds=1)
     sizes = {name: train(of(wanted, "constant", trace=name))["curve"] for name in traces}
     assert sizes["a"]["batch_size"][1:] == [12] * 4 + [24] * 12  # epochs end at 192, 288, 384 and 480
-    cycle = [8, 16, 24, *[8, 16, 24] * 2][:3]
-    assert sizes["b"]["batch_size"][1:4] == sizes["e"]["batch_size"][1:4] == cycle
+    assert sizes["b"]["batch_size"][1:4] == [8, 16, 24]
     assert sizes["b"]["batch_size"] == sizes["e"]["batch_size"]
-    assert sizes["c"]["batch_size"][1:12] == [8] * 6 + [8] * 5
-    assert set(sizes["c"]["batch_size"][-5:]) <= {8, 16}
+    assert sizes["c"]["batch_size"][1:12] == [8] * 11
     assert sizes["c"]["batch_size"][-2] == 16
     assert sizes["d"]["batch_size"][1] == 8
     for curve in sizes.values():
@@ -182,14 +184,14 @@ def test_the_whole_evaluation(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "other", "message"),
     [
-        ({"by": None}, {}, r"a training can go on from a checkpoint with model, optimizer, scheduler, a ProgressSched.*, "
+        ({"by": None}, {}, r"a training can go on from a checkpoint with model, optimizer, scheduler, a Progress.*, "
          r"got no scheduler, .* in .*; save them by vbs.Checkpoint"),
         ({"by": "updates"}, {}, r"got no scheduler, a ProgressScheduler\(by=\"samples\"\)"),
         ({}, {"samples": 144}, r"must lie before the end of a training, got 144 of 144; pass an earlier one"),
         ({}, {"samples": 192}, r"seeds change trainings from the next epoch on, but .* has begun the last one, got 2"),
         ({}, {"lr": 0.1}, r"lr and ref_batchsize must be those of the checkpoint in .*; leave them out"),
-        ({}, {"samples": 960}, r"the schedule of the task must be that of .*, got lr 0.0365 in it, and 0.043.* by the t"),
-        ({}, {"traces": [[8] * 20]}, r"the trace must last for the 336 samples that follow the checkpoint, got 160; pass"),
+        ({}, {"samples": 960}, r"the schedule of the task must be that of .*, got lr 0.0365 in it, and 0.043"),
+        ({}, {"traces": [[8] * 20]}, r"the trace must last for the 336 samples that follow the checkpoint, got 160;"),
         ({}, {"tasks": [TINY, "mnist-cnn"]}, r"must be of one task, and of equal samples, got 2 tasks"),
         ({}, {"ends": ["progress"]}, r"must be of one task, and of equal samples, got 1 tasks and the ends progress"),
         ({"model": nn.Linear(6, 1)}, {}, r"is of another model"),
@@ -213,5 +215,5 @@ def test_another_checkpoint_in_its_place_is_told(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_checkpoint_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="path must be the folder of a checkpoint or of a training, got .*; nothing|got"):
+    with pytest.raises(ValueError, match="path must be the folder of a checkpoint or of a training, got "):
         cells(tmp_path / "nothing")

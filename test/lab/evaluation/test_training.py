@@ -1,4 +1,4 @@
-"""A training is that of a plain loop, has the time of the simulation, and ends where it should; divergence is a result."""
+"""A training is that of a plain loop, has the simulated time, and ends where it should; divergence is a result."""
 
 from __future__ import annotations
 
@@ -334,7 +334,9 @@ def test_a_mistake_of_a_task_is_an_error_that_names_the_training(task: str, mess
     cell = one(tasks=[task])
     with pytest.raises(RuntimeError, match=message) as caught:
         train(cell)
-    assert str(caught.value).startswith(f"the training {cell.key} ({task}, trace 8, rule constant, lr 0.05, seed 0) fai")
+    assert str(caught.value).startswith(
+        f"the training {cell.key} ({task}, trace 8, rule constant, lr 0.05, seed 0) fai"
+    )
 
 
 def test_an_optimizer_without_the_learning_rate_is_told() -> None:

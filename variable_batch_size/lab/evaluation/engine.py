@@ -11,10 +11,9 @@ import os
 import shutil
 import socket
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from datetime import timedelta
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -100,11 +99,11 @@ def run(
         for cell in todo.values():
             twins.setdefault(cell.training, []).append(cell)
         first = [group[0] for group in twins.values()]
-        call = partial(_line, folder=place.absolute(), threads=threads, save_every=save_every)
+        options = {"folder": place.absolute(), "threads": threads, "save_every": save_every}
         if engine == "ray" and first:  # nothing starts for nothing
-            trainings = _on_ray(first, call, jobs, threads, address)
+            trainings = _on_ray(first, options, jobs, address)
         else:
-            trainings = _on_this_machine(first, call, jobs or 1, threads)
+            trainings = _on_this_machine(first, options, jobs or 1)
         bar = tqdm(total=len(wanted), initial=len(wanted) - len(todo), unit="cell", disable=not progress, smoothing=0)
         with bar, closing(trainings):  # type: ignore[type-var]
             for line in trainings:
@@ -168,7 +167,7 @@ def _check_tasks(cells: Iterable[Cell], known: Iterable[Line]) -> None:
             raise value_error(requirement, f"{name} {value} instead of {before}", remedy)
 
 
-def _on_this_machine(cells: Sequence[Cell], call: Callable[..., Line], jobs: int, threads: int) -> Iterator[Line]:
+def _on_this_machine(cells: Sequence[Cell], options: Mapping[str, Any], jobs: int) -> Iterator[Line]:
     """Train in this process, or in so many of joblib, and yield the lines in the order of completion.
 
     The death of a process ends all of joblib's, without telling which cell it trained. Those under way are then trained
@@ -176,22 +175,22 @@ def _on_this_machine(cells: Sequence[Cell], call: Callable[..., Line], jobs: int
     """
     waiting, alone = iter(cells), list[Cell]()
     if min(jobs, len(cells)) <= 1:
-        yield from map(call, waiting)
+        yield from (_line(cell, **options) for cell in waiting)
         return
     joblib = import_extra("joblib", "evaluation")
     died = import_extra("joblib.externals.loky.process_executor", "evaluation").TerminatedWorkerError
-    options = {"batch_size": 1, "pre_dispatch": "n_jobs", "return_as": "generator_unordered"}
+    in_turn = {"batch_size": 1, "pre_dispatch": "n_jobs", "return_as": "generator_unordered"}
     under_way: dict[str, Cell] = {}
 
     def handed_out(some: Iterable[Cell]) -> Iterator[Any]:
         for cell in some:
             under_way[cell.key] = cell
-            yield joblib.delayed(call)(cell, driver=os.getpid())
+            yield joblib.delayed(_line)(cell, **options, driver=os.getpid())
 
-    with joblib.parallel_config(backend="loky", inner_max_num_threads=threads):
+    with joblib.parallel_config(backend="loky", inner_max_num_threads=options["threads"]):
         while True:
             cell = alone.pop() if alone else None
-            lines = joblib.Parallel(jobs, **options)(handed_out(waiting if cell is None else [cell]))
+            lines = joblib.Parallel(jobs, **in_turn)(handed_out(waiting if cell is None else [cell]))
             try:
                 with closing(lines):
                     for line in lines:
@@ -208,25 +207,23 @@ def _on_this_machine(cells: Sequence[Cell], call: Callable[..., Line], jobs: int
                     return
 
 
-def _on_ray(
-    cells: Sequence[Cell], call: Callable[..., Line], jobs: int | None, threads: int, address: str | None
-) -> Iterator[Line]:
+def _on_ray(cells: Sequence[Cell], options: Mapping[str, Any], jobs: int | None, address: str | None) -> Iterator[Line]:
     """Train on Ray, and yield the lines in the order of completion.
 
     Tasks of Ray, because joblib's backend for it returns nothing before all is done, and ends with the first death.
     """
-    ray = import_extra("ray", "ray")
+    ray, threads = import_extra("ray", "ray"), options["threads"]
     with _connected(ray, address):
         most = max((int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]), default=0)
         if 0 < most < threads:  # the tasks would wait for ever; a cluster without any CPU may be one that grows
             requirement = f"threads must be at most the {most} CPUs of the largest machine of Ray"
             raise value_error(requirement, threads, "pass less")
-        task = ray.remote(num_cpus=threads, max_retries=1, retry_exceptions=False)(call)
+        task = ray.remote(num_cpus=threads, max_retries=1, retry_exceptions=False)(_line)
         waiting, running = iter(cells), dict[Any, Cell]()
         limit = jobs or 2 * max(1, int(ray.cluster_resources().get("CPU", 0)) // threads)
         try:
             while True:
-                running |= {task.remote(cell): cell for cell in islice(waiting, limit - len(running))}
+                running |= {task.remote(cell, **options): cell for cell in islice(waiting, limit - len(running))}
                 if not running:
                     return
                 (ended,), _ = ray.wait(list(running), num_returns=1)

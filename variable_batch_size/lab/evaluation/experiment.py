@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, final
 
 from variable_batch_size._log import stacklevel_of_user
@@ -140,7 +141,7 @@ class Experiment:
             "minibatch_size": self.minibatch_size or defaults.minibatch_size,
             "between": self.between or defaults.between or max(1, samples // 16),
             "max_grad_norm": defaults.max_grad_norm,
-            "data_dir": self.data_dir,
+            "data_dir": None if self.data_dir is None else str(Path(self.data_dir).absolute()),  # in any process
             "start": start,
         }
         seeds = [check_int(seed, "each of seeds", 0) for seed in self._seeds]
