@@ -27,26 +27,20 @@ from __future__ import annotations
 
 import argparse
 import math
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch.optim.lr_scheduler import CosineAnnealingLR
-from variable_batch_size.lab.evaluation.loop import evaluate, updates_of
+import pandas as pd
 
 from records import Measured
 from results import record
-from variable_batch_size import ProgressScheduler
-from variable_batch_size.lab.evaluation import Cell, Experiment, Record, engines, load_task, tuning
-from variable_batch_size.lab.evaluation.curve import Curve
-from variable_batch_size.lab.evaluation.provenance import environment
-from variable_batch_size.lab.evaluation.record import keys_in, path_of
-from variable_batch_size.lab.evaluation.statistics import Interval, difference_interval, mean_interval
+from variable_batch_size.lab.evaluation import Cell, Experiment, load_task, run
+from variable_batch_size.lab.evaluation.records import REFERENCE as TRACE
+from variable_batch_size.lab.evaluation.statistics import Interval, mean_interval
 from variable_batch_size.lab.evaluation.task import FUNCTIONS
-from variable_batch_size.lab.evaluation.training import parts_of
 
+TASKS = {"mnist-cnn": "mnist-cnn", "fashion-cnn": "fashion:FashionCnn"}
 TIMES = (8, 16, 32, 64)
 UPDATES = 4096  # T
 WARMUP = 5 / 90
@@ -66,21 +60,20 @@ class Table:
     Args:
         images: name of the task.
         warmup: k, if the learning rate of k times the batch size is to grow from that of the reference.
-        by_progress: whether the training has a schedule of its own, by progress.
         data_dir: folder of the files of the task.
     """
 
-    def __init__(self, images: str, warmup: int = 1, by_progress: bool = False, data_dir: str | None = None) -> None:
-        task: Any = load_task(images, data_dir=data_dir)
+    def __init__(self, images: str, warmup: int = 1, data_dir: str | None = None) -> None:
+        task: Any = load_task(TASKS[images], data_dir=data_dir)
         for name in (*FUNCTIONS, "ref_batchsize", "lr"):
             setattr(self, name, getattr(task, name))
-        self.schedule = None if by_progress else lambda samples, total: cosine(samples / total) * ramp(samples / total)
+        self.warmup = warmup
 
-        def cosine(passed: float) -> float:
-            return 0.5 * (1 + math.cos(math.pi * min(1.0, passed)))
-
-        def ramp(passed: float) -> float:
-            return 1 / warmup + (1 - 1 / warmup) * min(1.0, passed / WARMUP)
+    def schedule(self, samples: int, total: int) -> float:
+        """Return a cosine that falls to 0, after the warm-up."""
+        passed = min(1.0, samples / total)
+        ramp = 1 / self.warmup + (1 - 1 / self.warmup) * min(1.0, passed / WARMUP)
+        return 0.5 * (1 + math.cos(math.pi * passed)) * ramp
 
 
 def cells(kind: str, times: int, flags: argparse.Namespace, samples: dict[int, int]) -> list[Cell]:
@@ -92,92 +85,68 @@ def cells(kind: str, times: int, flags: argparse.Namespace, samples: dict[int, i
         flags: the arguments of the command.
         samples: seed -> samples that AdaScale used.
     """
-    task: Any = load_task(flags.task, data_dir=flags.data_dir)
+    task: Any = load_task(TASKS[flags.task], data_dir=flags.data_dir)
     ref, arguments = task.ref_batchsize, {"images": flags.task}
     reads_noise, total = kind in (PROGRESS, SAMPLES), flags.updates * task.ref_batchsize
     if kind in (WARMED, LONGER):
         arguments |= {"warmup": times}
-    if kind == PROGRESS:
-        arguments |= {"by_progress": True}
-        total *= times * 2  # an update counts as 1 or more: it ends before
     rule = "constant" if kind == REFERENCE else "adascale" if reads_noise else "linear"
     found = []
     for seed in range(flags.seeds):
         own = samples[seed] if kind == LONGER else total
         experiment = Experiment(
             {"adascale_table:Table": arguments},
-            [str(ref * times)],
+            {f"{times} times": ref * times},
             [rule],
+            baseline=rule,
             seeds=[seed],
             samples=own,
+            ends=[f"progress:{flags.updates}" if kind == PROGRESS else "samples"],
             between=own,
-            lr_factors=[flags.lr_factor],
+            lr=flags.lr_factor * task.lr,
             minibatch_size=ref if reads_noise else min(ref * times, LARGEST),
             data_dir=flags.data_dir,
         )
-        found += [cell for cell in experiment.cells() if cell.trace != tuning.REFERENCE]
+        found += [cell for cell in experiment.cells() if cell.trace != TRACE]
     return found
 
 
-def train_by_progress(cell: Cell, folder: Path, updates: int) -> Record:
-    """Train until the progress is `updates`, and write the record; return the one that is there."""
-    if cell.key in keys_in(folder):
-        return Record.read(path_of(folder, cell.key))
-    began = time.perf_counter()
-    torch.manual_seed(cell.seed)
-    parts, curve = parts_of(cell), Curve(None, cell.minibatch_size)
-    optimizer = parts.optimizer
-    schedule = ProgressScheduler(CosineAnnealingLR(optimizer, updates), optimizer, by="progress", total=updates)
-    evaluate(parts, curve)
-    for _ in updates_of(parts, curve):
-        schedule.step()
-        curve.update(optimizer.updates, optimizer.current_lr())
-        if schedule.done:
-            break
-    evaluate(parts, curve)
-    status = "diverged" if curve.diverged else "finished"
-    seconds = round(time.perf_counter() - began, 3)
-    found = Record(cell.key, cell.as_json(), status, curve.columns(), seconds, environment())
-    found.write(folder)
-    return found
-
-
-def train_all(flags: argparse.Namespace) -> dict[tuple[str, int], list[Record]]:
-    """Return kind and k -> the records by seed, after the trainings that are missing."""
-    found: dict[tuple[str, int], list[Record]] = {}
+def train_all(flags: argparse.Namespace) -> dict[tuple[str, int], pd.DataFrame]:
+    """Return kind and k -> the trainings by seed, after those that are missing."""
+    found: dict[tuple[str, int], pd.DataFrame] = {}
     for kind, times in ((REFERENCE, 1), *((kind, times) for times in flags.times for kind in flags.kinds)):
-        by_progress = found.get((PROGRESS, times), [])
-        samples = {record.cell["seed"]: int(record.curve["samples"][-1]) for record in by_progress}
+        samples = {}
+        if kind == LONGER:
+            own = found[PROGRESS, times]
+            samples = {seed: curve["samples"][-1] for seed, curve in zip(own["seed"], own["curve"], strict=True)}
         wanted = cells(kind, times, flags, samples)
-        if kind == PROGRESS:
-            found[kind, times] = [train_by_progress(cell, flags.folder, flags.updates) for cell in wanted]
-        else:
-            found[kind, times] = engines.run(wanted, flags.folder, progress=False)
-        print(kind, times, [round(accuracy(one), 4) for one in found[kind, times]], flush=True)
+        rows = run(wanted, flags.folder, progress=False).trainings
+        found[kind, times] = rows.set_index("key").loc[[cell.key for cell in wanted]]
+        print(kind, times, [round(accuracy(row), 4) for row in found[kind, times].itertuples()], flush=True)
     return found
 
 
-def accuracy(found: Record) -> float:
+def accuracy(training: Any) -> float:
     """Return the accuracy at the end, that of chance if it diverged."""
-    return CHANCE if found.status == "diverged" else float(found.curve["accuracy"][-1])
+    return CHANCE if training.status == "diverged" else float(training.curve["accuracy"][-1])
 
 
-def report(found: dict[tuple[str, int], list[Record]], flags: argparse.Namespace) -> None:
+def report(found: dict[tuple[str, int], pd.DataFrame], flags: argparse.Namespace) -> None:
     """Record accuracies, differences to the reference, and how long the trainings were."""
-    reference = np.array([accuracy(one) for one in found[REFERENCE, 1]])
+    reference = np.array([accuracy(row) for row in found[REFERENCE, 1].itertuples()])
     put = (lambda *row, **more: print(row, more)) if flags.quick else record
     on = f"{flags.task}, {flags.updates} updates at the reference"
     if flags.lr_factor != 1:
         on += f", {flags.lr_factor:g} x the learning rate"
-    for (kind, times), records in found.items():
-        own, n = {"on": on, "case": f"{times}x"}, len(records)
-        values = np.array([accuracy(one) for one in records])
+    for (kind, times), rows in found.items():
+        own, n = {"on": on, "case": f"{times}x"}, len(rows)
+        values = np.array([accuracy(row) for row in rows.itertuples()])
         trained = values[values >= NEAR_CHANCE]
         if len(trained) == n:
-            measured = points(mean_interval(values, least=0.0, most=1.0))
+            measured = points(mean_interval(values), n)
             put(ACCURACY, kind, measured, "%", note="95% interval", **own)
             if kind != REFERENCE:
-                apart = points(difference_interval(values - reference))
+                apart = points(mean_interval(values - reference), n)
                 put(DIFFERENCE, kind, apart, "points", note="95% interval", **own)
         elif len(trained):
             mean = Measured(100 * float(trained.mean()), n=len(trained))
@@ -185,21 +154,21 @@ def report(found: dict[tuple[str, int], list[Record]], flags: argparse.Namespace
         else:
             put(ACCURACY, kind, Measured(n, n=n), "runs at chance", **own)
         for column in ("updates", "samples"):
-            ends = [float(one.curve[column][-1]) for one in records if one.status == "finished"]
+            ends = [float(curve[column][-1]) for curve in rows[rows["status"] == "finished"]["curve"]]
             if ends:
                 put(f"{column}, {TABLE}", kind, Measured(float(np.mean(ends)), n=len(ends)), column, **own)
 
 
-def points(interval: Interval) -> Measured:
+def points(interval: Interval, n: int) -> Measured:
     """Return an estimate in points, without an interval if there is none."""
-    value, low, high = (100 * bound for bound in interval[:3])
-    return Measured(value, None, None, n=interval.n) if math.isnan(low) else Measured(value, low, high, n=interval.n)
+    value, low, high = (100 * bound for bound in interval)
+    return Measured(value, n=n) if math.isnan(low) else Measured(value, low, high, n=n)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--task", choices=("mnist-cnn", "fashion-cnn"), default="mnist-cnn", help="what is trained")
+    add("--task", choices=TASKS, default="mnist-cnn", help="what is trained")
     add("--data-dir", help="folder of its files")
     add("--folder", type=Path, default=Path("runs/adascale_table"), help="folder of the records")
     add("--seeds", type=int, default=3, help="number of seeds")

@@ -31,13 +31,14 @@ ENGINES: dict[str, tuple[int, dict[str, Any]]] = {  # name -> processes, argumen
 
 def measure(cells: int, processes: int, arguments: dict[str, Any]) -> tuple[float, float]:
     """Return the milliseconds of a cell, and those beside its training."""
-    experiment = Experiment(["helpers.evaluation_tasks:Empty"], ["1"], ["constant"], seeds=cells)
+    wanted = Experiment(["helpers.evaluation_tasks:Empty"], ["1"], ["constant"], seeds=cells).cells()
+    experiment = [cell for cell in wanted if cell.trace == "1"]
     with tempfile.TemporaryDirectory() as folder:
         begin = time.perf_counter()
-        records = run(experiment, folder, progress=False, **arguments)
+        trainings = run(experiment, folder, progress=False, **arguments).trainings
         whole = time.perf_counter() - begin
-    training = sum(one.wall_seconds for one in records) / processes
-    return 1e3 * whole / cells, 1e3 * (whole - training) / cells
+    training, made = trainings["wall_seconds"].sum() / processes, len(trainings)
+    return 1e3 * whole / made, 1e3 * (whole - training) / made
 
 
 def main(flags: argparse.Namespace) -> None:

@@ -4,28 +4,28 @@
 
 As evaluation_large.py, under pieces of the same two traces, but of another task: a perceptron on images of
 Fashion-MNIST at half the resolution, whose parameters are all matrices, because torch's Muon takes nothing else.
+evaluation_adam.csv.gz beside this file has the trainings of an earlier version, with seeds of their own, from 1000 on,
+that chose learning rates.
 """
 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
-from variable_batch_size.lab.evaluation.tasks.fashion_cnn import FashionCnn
 
-from evaluation_large import LOGS, arguments, options, take_time, under, write_report
-from variable_batch_size.lab.evaluation import Experiment, engines, write_records
+from evaluation_large import LOGS, arguments, options, train, under
+from fashion import FashionCnn
+from variable_batch_size.lab.evaluation import Cell, Experiment
 
 REF_BATCHSIZE, MINIBATCH_SIZE, SAMPLES = 64, 16, 2**15
 RULES = {
     "AdamW": ("constant", "root", "adamscale", "power:0.6", "invariant-adam"),
     "Muon": ("constant", "root", "adamscale", "power:0.6"),
 }
-TABLE = Path(__file__).with_suffix(".csv.gz")
 
 
 class Perceptron(FashionCnn):
@@ -61,32 +61,14 @@ class WithMuon(Perceptron):
 TASKS = {"AdamW": "evaluation_adam:WithAdamW", "Muon": "evaluation_adam:WithMuon"}
 
 
-def experiments(flags: argparse.Namespace) -> dict[str, Experiment]:
-    """Return the trainings of each optimizer."""
+def cells(flags: argparse.Namespace) -> list[Cell]:
+    """Return the trainings of both optimizers."""
     traces: dict[str, Any] = dict(under(log, flags.capacity_traces, REF_BATCHSIZE // 2, SAMPLES) for log in LOGS)
-    own = {"ref_batchsize": REF_BATCHSIZE, "minibatch_size": MINIBATCH_SIZE}
-    return {
-        name: Experiment({TASKS[name]: {"images": 2**14}}, traces, rules, **options(flags, SAMPLES), **own)
-        for name, rules in RULES.items()
-    }
-
-
-def main() -> None:
-    flags = arguments(__doc__, "runs/adam", TABLE).parse_args()
-    wanted = []
-    for name, experiment in experiments(flags).items():
-        own = sorted(experiment.cells(), key=lambda cell: cell.seed)
-        if flags.time:
-            take_time(next(cell for cell in own if cell.rule == RULES[name][-1]), f"perceptron, {name}")
-            continue
-        found = engines.run(own, flags.folder, jobs=flags.jobs)
-        wanted += [*own, *sorted(experiment.judged(found), key=lambda cell: cell.seed)]
-    if flags.time:
-        return
-    found = engines.run(wanted, flags.folder, jobs=flags.jobs)
-    write_records(sorted(found, key=lambda record: record.key), flags.table)
-    write_report(flags, len(wanted))
+    own = options(flags, SAMPLES) | {"ref_batchsize": REF_BATCHSIZE, "minibatch_size": MINIBATCH_SIZE}
+    experiments = [Experiment({TASKS[name]: {"images": 2**14}}, traces, rules, **own) for name, rules in RULES.items()]
+    return [cell for experiment in experiments for cell in experiment.cells()]
 
 
 if __name__ == "__main__":
-    main()
+    given = arguments(__doc__, __file__, "runs/adam")
+    train(cells(given), given, RULES["AdamW"][-1])

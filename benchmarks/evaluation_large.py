@@ -1,10 +1,10 @@
-"""Which rule loses least against tuning, while clouds give and take machines?
+"""Which rule loses least while clouds give and take machines?
 
     python benchmarks/evaluation_large.py --capacity-traces FOLDER --data-dir FOLDER --folder runs/large --jobs 2
 
 The comparison of André, Strati and Klimovic (DistributedML '22), whose batch size follows the devices of a cloud, made
-as they left it open: over seeds, with intervals, and against learning rates retuned at each trace. A small CNN on
-16,384 images of Fashion-MNIST trains with SGD until the reference hardly improves any more, under
+as they left it open: over seeds, with intervals. A small CNN on 16,384 images of Fashion-MNIST trains with SGD until
+the reference hardly improves any more, under
 
 - six hours of spot machines on AWS, whose number changes by a few (Bamboo's g4dn, between 2 and 16 of them);
 - twelve hours of spot machines on AWS that come and go all at once (SkyPilot's us-east-2b, between 0 and 16);
@@ -13,22 +13,19 @@ as they left it open: over seeds, with intervals, and against learning rates ret
 Of a trace it is the window with the most changes of the number of machines, of all that begin on a full hour, and of
 several the first: its hours are in the name. Each machine computes half of the reference's batch in an update, and so
 many samples a second that the training takes nine tenths of the window. Every rule trains on the same samples in the
-same batches, at 1/2 to 4 times the learning rate with the tuning seeds, and at its best one and the reference's with
-those that judge. The same learning rates at the reference's batch size tell whether the reference is tuned itself.
+same batches, at the reference's learning rate, and at 1/2 to 4 times it for a curve.
 
-Kill it at any time; the same command continues. `--report` writes the report of what is there. At the end all records
-become one table, evaluation_large.csv.gz beside this file, which `vbs report` reads, too. `--time` trains a single one,
-and records what it takes. evaluation_gpt.csv.gz has an earlier evaluation: 175 short trainings of a small GPT, of which
-only constant had other learning rates.
+Kill it at any time; the same command continues. evaluation_large.csv.gz beside this file has the trainings of an
+earlier version, which chose the learning rates of each rule on seeds of their own, from 1000 on; evaluation_gpt.csv.gz
+those of a still earlier one: 175 short trainings of a small GPT. `--time` trains a single one, and records the seconds.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import shlex
-import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,20 +33,11 @@ from results import record
 from variable_batch_size.adaptive import Throughput
 from variable_batch_size.lab import cluster
 from variable_batch_size.lab.cluster import CapacityTrace
-from variable_batch_size.lab.evaluation import (
-    Cell,
-    Experiment,
-    UnderCapacity,
-    engines,
-    read_records,
-    report,
-    write_records,
-)
+from variable_batch_size.lab.evaluation import Cell, Experiment, UnderCapacity, run
 
 FACTORS = (0.5, 1.0, 2.0, 4.0)
 TIMES = 8  # the constant batch size, in those of the reference
 SHARE = 0.9  # of the window that a training takes
-TABLE = Path(__file__).with_suffix(".csv.gz")
 
 
 class Log(NamedTuple):
@@ -64,7 +52,7 @@ LOGS = (
     Log("Bamboo g4dn", "bamboo-events-g4dn.csv", 6),
     Log("SkyPilot us-east-2b", "skypilot-availability-16-node-us-east-2b_v100_1.json", 12),
 )
-TASK, ARGUMENTS = "fashion-cnn", {"images": 2**14}
+TASK, ARGUMENTS = "fashion:FashionCnn", {"images": 2**14}
 REF_BATCHSIZE, MINIBATCH_SIZE, LR, SAMPLES = 128, 64, 2**-4, 2**17
 RULES = ("constant", "linear", "root", "legw:16", "adascale")
 
@@ -94,62 +82,38 @@ def experiment(flags: argparse.Namespace) -> Experiment:
 
 def options(flags: argparse.Namespace, samples: int) -> dict[str, Any]:
     """Return what experiments under these logs have in common."""
-    return {
-        "seeds": flags.seeds,
-        "tuning_seeds": flags.tuning_seeds,
-        "lr_factors": FACTORS,
-        "samples": samples,
-        "between": samples // 8,
-        "data_dir": flags.data_dir,
-    }
+    facts = {"seeds": flags.seeds, "lr_factors": FACTORS, "data_dir": flags.data_dir}
+    return facts | {"samples": samples, "between": samples // 8}
 
 
-def write_report(flags: argparse.Namespace, planned: int) -> None:
-    """Write the report of the records that are there."""
-    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
-    print(report.write_report(read_records(flags.folder), flags.folder, command=command, planned=planned))
-
-
-def take_time(cell: Cell, on: str) -> None:
-    """Record what a training takes."""
+def train(cells: Sequence[Cell], flags: argparse.Namespace, slowest: str) -> None:
+    """Train, for `vbs report`; with --time only one, with the rule that takes longest."""
+    if not flags.time:
+        run(cells, flags.folder, jobs=flags.jobs, command=f"python benchmarks/{Path(flags.program).name}")
+        print(f"vbs report {flags.folder}")
+        return
+    cell = next(cell for cell in cells if cell.rule == slowest)
     with tempfile.TemporaryDirectory() as folder:
-        (found,) = engines.run([cell], folder, progress=False)
-    on = f"{on}, {cell.samples:,} samples"
-    record("time of a training of an evaluation", cell.rule, found.wall_seconds, "s", on=on, where="CPU, 1 thread")
+        seconds = run([cell], folder, progress=False).trainings["wall_seconds"][0]
+    on = f"{cell.task}, {cell.samples:,} samples"
+    record("time of a training of an evaluation", cell.rule, seconds, "s", on=on, where="CPU, 1 thread")
 
 
-def arguments(description: str | None, folder: str, table: Path) -> argparse.ArgumentParser:
-    """Return a parser of what is told to an evaluation under these logs."""
+def arguments(description: str | None, program: str, folder: str) -> argparse.Namespace:
+    """Return what is told to an evaluation under these logs."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     traces = os.environ.get("CAPACITY_TRACES")
     add("--capacity-traces", type=Path, default=traces, required=traces is None, help="by default $CAPACITY_TRACES")
     add("--data-dir", help="folder with the files of Fashion-MNIST; by default those of Debian's package")
-    add("--folder", type=Path, default=Path(folder), help="folder of the records and of the report")
-    add("--table", type=Path, default=table, help="file of all records")
-    add("--seeds", type=int, default=5, help="number of seeds that judge")
-    add("--tuning-seeds", type=int, default=3, help="number of seeds on which learning rates are chosen")
+    add("--folder", type=Path, default=Path(folder), help="folder of the evaluation")
+    add("--seeds", type=int, default=5, help="number of seeds")
     add("--jobs", type=int, default=1, help="trainings at the same time, of one thread each")
     add("--time", action="store_true", help="only record what a training takes")
-    return parser
-
-
-def main() -> None:
-    parser = arguments(__doc__, "runs/large", TABLE)
-    parser.add_argument("--report", action="store_true", help="only write the report of what is there")
-    flags = parser.parse_args()
-    trainings = experiment(flags)
-    wanted = sorted(trainings.cells(), key=lambda cell: cell.seed)  # so that what is not complete can be compared
-    if flags.time:
-        take_time(next(cell for cell in wanted if cell.rule == RULES[-1]), TASK)  # with the rule that reads the noise
-        return
-    if not flags.report:
-        found = engines.run(wanted, flags.folder, jobs=flags.jobs)
-        wanted += sorted(trainings.judged(found), key=lambda cell: cell.seed)
-        found = engines.run(wanted, flags.folder, jobs=flags.jobs)
-        write_records(sorted(found, key=lambda record: record.key), flags.table)
-    write_report(flags, len(wanted))
+    parser.set_defaults(program=program)
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
-    main()
+    given = arguments(__doc__, __file__, "runs/large")
+    train(experiment(given).cells(), given, RULES[-1])

@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import gzip
 import itertools
 import math
 import statistics
@@ -42,14 +41,13 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
+import fashion
 import variable_batch_size as vbs
 from helpers import mnist
 from records import Measured
@@ -117,14 +115,7 @@ def load(name: str, folder: str | None, train: bool) -> Samples:
     """Load MNIST from a folder or the cache, or the idx files of Fashion-MNIST, raw or .gz, from their folder."""
     if name == "MNIST":
         return Samples(*mnist.load(folder, train=train).tensors)
-    arrays = []
-    for kind, header in (("images-idx3", 16), ("labels-idx1", 8)):
-        path = Path(folder or "") / f"{'train' if train else 't10k'}-{kind}-ubyte"
-        raw = path.is_file()
-        content = path.read_bytes() if raw else gzip.decompress(path.with_name(f"{path.name}.gz").read_bytes())
-        arrays.append(np.frombuffer(content, np.uint8, offset=header))
-    images = torch.from_numpy(arrays[0].reshape(-1, 1, 28, 28).astype(np.float32)).div_(255).sub_(0.2860).div_(0.3530)
-    return Samples(images, torch.from_numpy(arrays[1].astype(np.int64)))
+    return Samples(*fashion.load(folder or "", train=train))
 
 
 def train(run: Run) -> Outcome:
