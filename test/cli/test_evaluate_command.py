@@ -101,20 +101,14 @@ def test_a_wrong_argument_is_one_line(arguments: list[object], status: int, mess
     assert not (tmp_path / "records").exists()
 
 
-@pytest.mark.parametrize(
-    ("address", "message"),
-    [
-        ("127.0.0.1:1", "address must be that of a running Ray, got '127.0.0.1:1' (Connection refused); start it"),
-        ("ray://[::1]:1", "address must be that of a running Ray, got 'ray://[::1]:1' ("),
-        ("cluster", "address must be auto, HOST:PORT or ray://HOST:PORT, got 'cluster'; pass one of these"),
-    ],
-)
-def test_an_address_where_no_ray_runs_is_one_line(address: str, message: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://[::1]:1", "cluster"])
+def test_an_address_where_no_ray_runs_is_one_line(address: str, tmp_path: Path) -> None:
     pytest.importorskip("ray")
+    message = "address must be auto, or HOST:PORT or ray://HOST:PORT of a running Ray"
     options = ["--trace", 8, *BOTH, "--folder", tmp_path, "--engine", "ray"]
     status, out, err = run_main("evaluate", TINY, *options, "--address", address)
     assert (status, out) == (1, "")
-    assert err.splitlines()[-1].startswith(f"vbs: error: {message}"), err  # after the progress bar
+    assert err.splitlines()[-1].startswith(f"vbs: error: {message}, got {address!r} ("), err  # after the progress bar
 
 
 def test_a_missing_ray_is_named_with_the_command_that_installs_it(

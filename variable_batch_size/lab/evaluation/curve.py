@@ -13,40 +13,29 @@ FACTOR = 10  # a loss above this multiple of the untrained model's is one of a t
 COLUMNS = (
     "updates", "samples", "progress", "seconds", "cost", "batch_size", "lr", "train_loss", "batch_least", "batch_most",
 )  # fmt: skip
-STATE = ("rows", "seconds", "since", "first", "last", "untrained", "diverged", "wall_seconds")
 
 
 @final
 class Curve:
-    """The curve of a training as it grows; a part of its checkpoints.
+    """The curve of a training as it grows. Its attributes are a part of the checkpoints of the training.
 
     Args:
         time: the simulated time; None if it is not known.
         minibatch_size: maximum number of rows of a microbatch.
         before: updates before the training, of the checkpoint that it goes on from.
-
-    Attributes:
-        rows: the rows so far.
-        seconds: simulated seconds.
-        since: samples, learning rate and mean loss of each update since the last row.
-        first: training loss of the first update; None before it.
-        last: that of the last one.
-        untrained: loss of the untrained model; None as long as it is not known.
-        diverged: whether the training has diverged.
-        wall_seconds: seconds that it took, over all sittings.
     """
 
     def __init__(self, time: SimulatedTime | None, minibatch_size: int, before: int = 0) -> None:
         self._time, self._minibatch_size, self._before = time, minibatch_size, before
         self._microbatches: list[tuple[float, int]] = []  # losses and samples of the update under way
         self.rows: list[dict[str, Any]] = []
-        self.seconds = 0.0
-        self.since: list[tuple[int, float, float]] = []
-        self.first: float | None = None
-        self.last: float | None = None
-        self.untrained: float | None = None
+        self.since: list[tuple[int, float, float]] = []  # samples, lr and loss of each update since the last row
+        self.seconds = 0.0  # simulated
+        self.untrained: float | None = None  # loss of the evaluation of the untrained model
+        self.first: float | None = None  # training loss of the first update
+        self.last: float | None = None  # and of the last one
         self.diverged = False
-        self.wall_seconds = 0.0
+        self.wall_seconds = 0.0  # over all sittings
 
     @property
     def samples(self) -> int:
@@ -59,14 +48,10 @@ class Curve:
         return None if self._time is None else self._time.cost(self.seconds)
 
     @property
-    def large(self) -> bool:
-        """Whether the loss of the last update was one of a training that has diverged, or of an unusual batch."""
-        return self.last is not None and not self.last <= self._training_limit
-
-    @property
-    def _training_limit(self) -> float:
-        """The loss of training above which it has diverged: it may have another scale than that of the evaluation."""
-        return _limit(max(self.untrained or -math.inf, -math.inf if self.first is None else self.first))
+    def limit(self) -> float:
+        """The loss above which the training has diverged, in the larger of the scales of training and evaluation."""
+        first = max((one for one in (self.untrained, self.first) if one is not None), default=0.0)
+        return FACTOR * first if first > 0 else math.inf  # one that may be negative has no multiple
 
     def microbatch(self, loss: float, samples: int) -> bool:
         """Add the mean loss of a microbatch; return False if the training ends, because it is not finite.
@@ -107,42 +92,30 @@ class Curve:
         means: tuple[float | None, ...] = (None,) * 5
         if self.since:
             sizes, rates, losses = zip(*self.since, strict=True)
-            trained = sum(sizes)
-            loss = sum(size * loss for size, loss in zip(sizes, losses, strict=True)) / trained
-            means = trained / len(sizes), sum(rates) / len(rates), loss, min(sizes), max(sizes)
-            self.diverged |= not loss <= self._training_limit
-        self.diverged |= not values["loss"] <= _limit(self.untrained)
+            loss = sum(size * loss for size, loss in zip(sizes, losses, strict=True)) / sum(sizes)
+            means = sum(sizes) / len(sizes), sum(rates) / len(rates), loss, min(sizes), max(sizes)
+            self.diverged |= not loss <= self.limit
+        self.diverged |= not values["loss"] <= self.limit
         if math.isfinite(values["loss"]):
             seconds = None if self._time is None else self.seconds
             row = dict(zip(COLUMNS, (updates, samples, progress, seconds, self.cost, *means), strict=True)) | values
-            self.rows.append({name: _finite(value) for name, value in row.items()})
+            known = {name: value for name, value in row.items() if value is not None and math.isfinite(value)}
+            self.rows.append(dict.fromkeys(row) | known)
             self.since = []
 
     def columns(self) -> dict[str, list[Any] | None]:
         """Return the columns of the rows; None for seconds and cost that are not known."""
-        names = dict.fromkeys(name for row in self.rows for name in row)
-        columns = {name: [row.get(name) for row in self.rows] for name in names}
-        unknown = {name: None for name in ("seconds", "cost") if set(columns[name]) == {None}}
-        return {**columns, **unknown}
+        columns = {name: [row.get(name) for row in self.rows] for name in (self.rows or [{}])[0]}
+        return {**columns, **{name: None for name in ("seconds", "cost") if set(columns[name]) == {None}}}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state between two updates, as plain values."""
-        return {name: getattr(self, name) for name in STATE}
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a state."""
-        for name in STATE:
-            setattr(self, name, state_dict[name])
+        vars(self).update(state_dict)
         self._microbatches = []
-
-
-def _limit(first: float) -> float:
-    """Return the loss above which a training has diverged; one that may be negative has no multiple."""
-    return FACTOR * first if first > 0 else math.inf
-
-
-def _finite(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else value
 
 
 def checked(metrics: Any) -> dict[str, float]:
@@ -150,7 +123,6 @@ def checked(metrics: Any) -> dict[str, float]:
     if not isinstance(metrics, Mapping) or "loss" not in metrics:
         requirement = "evaluate() must return a mapping with the key 'loss'"
         raise type_error(requirement, metrics, 'return for example {"loss": 0.5, "accuracy": 0.9}')
-    for name in metrics:
-        if not isinstance(name, str) or name in COLUMNS:
-            raise type_error("a metric of evaluate() must have a name of its own", name, "choose another one")
-    return {name: float(value) for name, value in metrics.items()}
+    if taken := set(metrics) & set(COLUMNS):
+        raise type_error("a metric of evaluate() must have a name of its own", taken.pop(), "choose another one")
+    return {str(name): float(value) for name, value in metrics.items()}

@@ -17,7 +17,6 @@ from datetime import timedelta
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
-from urllib.parse import urlsplit
 
 from tqdm import tqdm
 
@@ -249,10 +248,7 @@ def _connected(ray: Any, address: str | None) -> Iterator[None]:
         yield
         return
     _check_address(address or os.environ.get("RAY_ADDRESS"))
-    try:
-        ray.init(address=address)
-    except ConnectionError as error:
-        raise ConnectionError(f"address must be that of a running Ray, got {address!r}; {START}") from error
+    ray.init(address=address)
     try:
         yield
     finally:
@@ -264,15 +260,9 @@ def _check_address(address: str | None) -> None:
     scheme, _, place = (address or "auto").rpartition("://")
     if place in ("auto", "local") or scheme not in ("", "ray"):  # the others are of libraries that extend Ray
         return
+    host, _, port = place.rpartition(":")
     try:
-        parts = urlsplit(f"//{place}")
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host = port = None
-    if not host or not port:
-        raise value_error("address must be auto, HOST:PORT or ray://HOST:PORT", repr(address), "pass one of these")
-    try:
-        socket.create_connection((host, port), PATIENCE).close()
-    except OSError as error:
-        found = f"{address!r} ({error.strerror or error})"
-        raise ConnectionError(f"address must be that of a running Ray, got {found}; {START}") from error
+        socket.create_connection((host.strip("[]"), int(port)), PATIENCE).close()
+    except (OSError, ValueError) as error:
+        requirement = "address must be auto, or HOST:PORT or ray://HOST:PORT of a running Ray"
+        raise ConnectionError(f"{requirement}, got {address!r} ({error}); {START}") from error

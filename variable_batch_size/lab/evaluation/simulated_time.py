@@ -17,14 +17,7 @@ class SimulatedTime(Protocol):
     """The time of a training on the machines of a model."""
 
     def after(self, seconds: float, updates: int, batch_size: int, minibatch_size: int) -> float:
-        """Return when an update ends.
-
-        Args:
-            seconds: when the update before it has ended.
-            updates: number of updates, with this one.
-            batch_size: samples of this one.
-            minibatch_size: maximum number of rows of a microbatch.
-        """
+        """Return when an update ends: the one before it, its number, its samples, and the most rows of a microbatch."""
         ...
 
     def cost(self, seconds: float) -> float | None:

@@ -272,7 +272,7 @@ def _failed_by_divergence(model: nn.Module, curve: Curve, error: Exception) -> b
     """
     if curve.last is None:
         return False
-    if isinstance(error, (OverflowError, FloatingPointError)) or curve.large:
+    if isinstance(error, (OverflowError, FloatingPointError)) or not curve.last <= curve.limit:
         return True
     return not all(bool(one.isfinite().all()) for one in model.parameters())
 
