@@ -77,7 +77,9 @@ def test_epochs_after_the_end_of_the_training_are_empty(said: str, ends: dict[st
         take(run, iter(run.sampler), 100)
     assert run.optimizer.done
     assert together([run.log]) == run.case.steps
-    with pytest.raises(RuntimeError, match=r"but the training has ended after \d+ updates; read the data by another loa"):
+    with pytest.raises(
+        RuntimeError, match=r"but the training has ended after \d+ updates; read the data by another loa"
+    ):
         next(iter(run.sampler))  # that nobody has announced, as by update_bn(loader, model)
 
 

@@ -231,7 +231,9 @@ class Changed(Reading):
         for number, microbatch in enumerate(super().__iter__()):
             if here and number == self.number and self.wrong == "end":
                 return
-            yield from [microbatch] * ({"leave out": 0, "twice": 2}[self.wrong] if here and number == self.number else 1)
+            yield from [microbatch] * (
+                {"leave out": 0, "twice": 2}[self.wrong] if here and number == self.number else 1
+            )
 
 
 @given(cases(largest_dataset=60), st.integers(0, 20), st.sampled_from(["leave out", "twice", "end"]), st.data())
