@@ -71,6 +71,10 @@ class Parts:
             kind, description = _TYPES.get(name, _OTHER)
             if not isinstance(part, kind):
                 raise type_error(f"{name} must be {description}", part, "pass one")
+            inner = getattr(part, "inner", part)
+            if hasattr(inner, "consolidate_state_dict"):
+                requirement = f"{name} must have its state on each rank, or in parameters that are sharded"
+                raise type_error(requirement, inner, "shard the model by fully_shard() in its place, or save by hand")
         self._names, self._optimizer = Names(model), optimizer
         _check_scheduler(list(self._by_name.values()), optimizer)
 
