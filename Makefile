@@ -79,6 +79,7 @@ LINT := $(if $(shell test -w . || echo no),export RUFF_NO_CACHE=true MYPY_CACHE_
 lint: $(VENV)/.has-test
 	$(LINT)
 
+COMMA := ,
 # Lint runs beside the tests. NIGHTLY=1 adds the longest tests to all of these targets.
 SHORT := $(if $(NIGHTLY),,not nightly and)
 
@@ -125,7 +126,7 @@ endef
 JAX := test/integrations/test_jax_loop.py docs/trainers/jax.md
 
 test-integrations:
-	$(call install,$(INTEGRATIONS),--upgrade -e ".[test-integrations]",test)
+	$(call install,$(INTEGRATIONS),--upgrade -e ".[test-integrations$(if $(NIGHTLY),$(COMMA)test-optimizers)]",test)
 	$(INTEGRATIONS)/bin/python -m mypy --follow-imports=silent variable_batch_size/integrations
 	@code=0; set -x; $(INTEGRATIONS)/bin/python -m pytest $(WATCHED) -m "$(SHORT) not cuda" $(ARGS) $(JAX) || [ $$? -eq 5 ] || code=1; \
 	INTEGRATIONS=1 $(INTEGRATIONS)/bin/python -m pytest -n $(JOBS) --dist loadfile $(WATCHED) -m "$(SHORT) not cuda" $(ARGS) $(JAX:%=--ignore=%) test/integrations docs/trainers \

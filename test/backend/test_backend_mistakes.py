@@ -13,17 +13,18 @@ from helpers.mistakes import Mistake, check
 from variable_batch_size.backend.xla import XlaBackend, launch
 
 UNCONNECTED = (
-    r"^several processes need torch.distributed, but WORLD_SIZE is 2 and it is not initialized: .*; call "
+    r"^several processes need torch.distributed, but \w+ is 2 and it is not initialized: .*; call "
     r"torch.distributed.init_process_group\(\) first, or pass num_replicas and rank"
 )
 NOT_INSTALLED = r"^XLA devices need PyTorch/XLA, but torch_xla is not installed; run: pip install '.*\[xla\]'"
 
 
-def of_two(call: Callable[[], object]) -> None:
+def of_two(call: Callable[[], object], *names: str) -> None:
     """Call as a process that a launcher has started beside another one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delitem(sys.modules, "torch_xla", raising=False)
-        patch.setenv("WORLD_SIZE", "2")
+        for name in names or ["WORLD_SIZE"]:
+            patch.setenv(name, "2")
         call()
 
 
@@ -41,6 +42,11 @@ def launch_on(device: str, cores: int, function: Callable[[], object] = print) -
 
 MISTAKES = [
     Mistake(lambda: of_two(lambda: vbs.CustomSampler(8, 4)), RuntimeError, UNCONNECTED),
+    Mistake(lambda: of_two(lambda: vbs.CustomSampler(8, 4), "OMPI_COMM_WORLD_SIZE"), RuntimeError, UNCONNECTED),
+    Mistake(lambda: of_two(lambda: vbs.CustomSampler(8, 4), "PMI_SIZE"), RuntimeError, UNCONNECTED),
+    Mistake(
+        lambda: of_two(lambda: vbs.CustomSampler(8, 4), "SLURM_NTASKS", "SLURM_STEP_ID"), RuntimeError, UNCONNECTED
+    ),
     Mistake(lambda: of_two(lambda: vbs.broadcast_parameters(torch.nn.Linear(2, 1))), RuntimeError, UNCONNECTED),
     Mistake(lambda: without_xla(XlaBackend), ModuleNotFoundError, NOT_INSTALLED),
     Mistake(lambda: without_xla(lambda: launch(print)), ModuleNotFoundError, NOT_INSTALLED),

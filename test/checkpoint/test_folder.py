@@ -256,7 +256,7 @@ def test_a_save_on_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
 def train(backend):
     run = training(backend=backend).run(1)
     errors = []
-    with checkpoint(folder, run, blob=torch.nn.Linear(300, 300)) as saves:
+    with checkpoint(folder, run, blob=torch.nn.Embedding(300, 301, _weight=torch.zeros(300, 301))) as saves:
         saves.save()
         run.run(1)
         for limit in (1, 200, 5000, 10500, 100_000, 360_000):
@@ -291,7 +291,7 @@ import warnings
 
 def train(backend):
     run = training(backend=backend).run(1)
-    saves = checkpoint(folder, run, blob=torch.nn.Linear(300, 300))
+    saves = checkpoint(folder, run, blob=torch.nn.Embedding(300, 301, _weight=torch.zeros(300, 301)))
     saves.save(wait=False)
     if backend.world.rank == 0:  # the other rank has returned
         with saves:

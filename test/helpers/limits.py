@@ -1,9 +1,9 @@
 """How long a test may take: what is quick is in `make test`, and everything else is marked `slow`.
 
 A test that is not marked and takes more of the processors than two `import torch`, alone and with the processes that it
-waits for, is named by a line at the end; one that takes twice as much fails where the variable CI is set, so that a slow
-moment of the machine fails nothing. Fixtures and first imports do not count, because they are there for other tests,
-too, nor waiting, nor a forked process that is killed.
+waits for, is named by a line at the end; one that takes twice as much fails where the variable CI is set: a slow moment
+of the machine fails nothing. Fixtures and first imports do not count, because they are there for other tests, too, nor
+waiting, nor a forked process that is killed.
 """
 
 from __future__ import annotations

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
 import variable_batch_size as vbs
+from helpers.checkpoints import checkpoint
+from helpers.foreign_optimizers import SAM, Sliced
+from helpers.processes import run_job
 from helpers.reference import (
     REF,
     SGD,
@@ -89,9 +95,94 @@ class Prepared(Optimizer):
         self.optimizer = inner
 
 
+def test_rejects_an_optimizer_that_needs_a_second_backward() -> None:
+    with pytest.raises(TypeError, match=r"^SAM cannot be the inner optimizer: it needs a second backward"):
+        training(inner=lambda parameters, **_: SAM(parameters, torch.optim.SGD, lr=0.1), hyperparameters={})
+
+
+def post_local_sgd(parameters: Iterable[Tensor], **_: Any) -> Optimizer:
+    return PostLocalSGDOptimizer(torch.optim.SGD(parameters, lr=0.1), averager=None)
+
+
 def test_rejects_what_is_an_optimizer_by_name_only() -> None:
+    with pytest.raises(TypeError, match=r"a PostLocalSGDOptimizer has not; pass the optimizer that it wraps"):
+        training(inner=post_local_sgd, hyperparameters={})
     with pytest.raises(TypeError, match=r"a Prepared has not; pass the optimizer that it wraps, such as prepared\."):
         vbs.ConstantOptimizer(Prepared(torch.optim.SGD([torch.zeros(1)], lr=0.1)), vbs.CustomSampler(9, 3, 1, 0))
+
+
+class Modes(torch.optim.SGD):
+    """Has two modes, and weighs by the largest rate, as schedule-free optimizers do."""
+
+    mode = "train"
+
+    def __init__(self, parameters: Iterable[Tensor], **options: Any) -> None:
+        super().__init__(parameters, **options)
+        self.param_groups[0]["lr_max"] = -1.0
+
+    def eval(self) -> None:
+        self.mode = "eval"
+
+
+def test_modes_of_an_optimizer_are_forwarded_and_its_rate_is_not_scaled() -> None:
+    run = training(vbs.ConstantOptimizer, inner=Modes, hyperparameters={"lr": 0.1}).run(1)
+    run.optimizer.eval()
+    assert run.optimizer.inner.mode == "eval"  # type: ignore[attr-defined]
+    assert not hasattr(run.optimizer, "train")
+    with pytest.raises(TypeError, match=r"Modes weighs all later ones by the largest that it has seen; use"):
+        training(vbs.RootRuleOptimizer, inner=Modes, hyperparameters={"lr": 0.1})
+
+
+class OwnRate(torch.optim.SGD):
+    """Finds its own learning rate, as Adafactor can."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.param_groups[0]["lr"] = 0.1
+        super().step()
+        self.param_groups[0]["lr"] = None
+
+
+def test_an_optimizer_without_a_rate_has_nothing_to_scale() -> None:
+    def begin(kind: type[vbs.CustomOptimizer]) -> Training:
+        run = training(kind, inner=OwnRate, hyperparameters={"lr": 0.1})
+        run.optimizer.param_groups[0]["lr"] = None
+        return run
+
+    run = begin(vbs.ConstantOptimizer).run(3)
+    assert_equal(
+        run.weights(),
+        training(vbs.ConstantOptimizer, hyperparameters={"lr": 0.1}, inner=torch.optim.SGD).run(3).weights(),
+    )
+    run.optimizer.load_state_dict(run.optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"no parameter group has lr; use another rule"):
+        begin(vbs.RootRuleOptimizer).run(3)
+
+
+def of_ranks(backend: Backend, folder: Path) -> list[str]:
+    """Optimizers that keep a part of their state on each rank: their updates are exact, and no checkpoint has them."""
+    told = list[str]()
+    makes: dict[str, Any] = {
+        "sliced": Sliced,
+        "zero": partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.SGD),
+    }
+    for name, make in makes.items():
+        run = training(vbs.ConstantOptimizer, inner=make, hyperparameters={"lr": 0.01}, backend=backend).run(len(SIZES))
+        momentum = {"momentum": 0.9 if name == "sliced" else 0.0}
+        plain = training(vbs.ConstantOptimizer, inner=torch.optim.SGD, hyperparameters={"lr": 0.01, **momentum})
+        assert_equal(run.weights(), plain.run(len(SIZES)).weights())
+        try:
+            with checkpoint(folder / name, run) as saves:
+                saves.save()
+        except (RuntimeError, TypeError) as error:
+            told.append(str(error))
+    return told
+
+
+@pytest.mark.slow("starts processes")
+def test_optimizers_that_keep_a_part_of_their_state_are_exact_and_not_saved(tmp_path: Path) -> None:
+    for sliced, zero in run_job("gloo", of_ranks, tmp_path, ranks=2):
+        assert "state/0.weight/exp_avg of the optimizer (ConstantOptimizer) on rank 1 is another one than on" in sliced
+        assert "optimizer must have its state on each rank, or in parameters that are sharded, got Zero" in zero
 
 
 def test_named_parameters_are_kept() -> None:

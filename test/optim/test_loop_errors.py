@@ -67,7 +67,7 @@ def test_set_epoch_of_one_moves_both_and_says_what_is_skipped(name: str) -> None
     assert run.optimizer.samples == 40
 
 
-@pytest.mark.parametrize("said", ["sampler", "optimizer", "sampler optimizer", "optimizer sampler optimizer", ""])
+@pytest.mark.parametrize("said", ["sampler", "optimizer", "sampler optimizer", "optimizer sampler optimizer"])
 @pytest.mark.parametrize("ends", [{"max_updates": 11}, {"max_samples": 45}])
 def test_epochs_after_the_end_of_the_training_are_empty(said: str, ends: dict[str, int]) -> None:
     run = Run(replace(CASE, **ends))
@@ -77,6 +77,10 @@ def test_epochs_after_the_end_of_the_training_are_empty(said: str, ends: dict[st
         take(run, iter(run.sampler), 100)
     assert run.optimizer.done
     assert together([run.log]) == run.case.steps
+    with pytest.raises(
+        RuntimeError, match=r"but the training has ended after \d+ updates; read the data by another loa"
+    ):
+        next(iter(run.sampler))  # that nobody has announced, as by update_bn(loader, model)
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])

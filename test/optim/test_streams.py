@@ -6,6 +6,7 @@ import io
 import itertools
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import variable_batch_size as vbs
@@ -310,6 +311,31 @@ def test_an_interrupt_at_any_line_loses_no_row(file: str) -> None:
             break  # fewer lines
 
 
+class Numbers(IterableDataset[int]):
+    """All numbers in each worker, or a part in each."""
+
+    def __init__(self, end: int, *, shared: bool = True) -> None:
+        self.end, self.shared = end, shared
+
+    def __iter__(self) -> Iterator[int]:
+        worker = get_worker_info()
+        first, step = (worker.id, worker.num_workers) if worker and self.shared else (0, 1)
+        yield from range(first, self.end, step)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("trace", [4, None])
+def test_workers_that_do_not_share_the_rows_are_told(shared: bool, trace: int | None) -> None:
+    optimizer = source(vbs.backend.LocalBackend(), trace)
+    told = r"^The workers of the loader begin with the same rows, so that .*; let each read its own part"
+    with nullcontext() if shared else pytest.warns(UserWarning, match=told):
+        for update in vbs.updates(DataLoader(Numbers(12, shared=shared), 3, num_workers=2), optimizer):
+            for rows in update:
+                optimizer.backward(optimizer.model(rows.double().view(-1, 1)).mean())  # type: ignore[attr-defined]
+                optimizer.step()
+    assert optimizer.samples == 12 * (2 - shared)
+
+
 def test_rows_that_cannot_be_read_again_are_not_saved() -> None:
     optimizer = source(vbs.backend.LocalBackend(), 4)
     chunks = Chunks(STREAMS[0], 1)
@@ -400,17 +426,10 @@ def test_only_streams_have_a_state() -> None:
         vbs.ArrivingBatches(trace=vbs.AdaptiveTrace(vbs.adaptive.ConstantBatch(4)), **place)
 
 
-class Numbers(IterableDataset[int]):
-    """The numbers of this worker."""
-
-    def __iter__(self) -> Iterator[int]:
-        yield from range(50)
-
-
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow("starts workers"))])
 def test_a_stateful_loader_resumes(workers: int) -> None:
     def loader() -> Any:
-        return StatefulDataLoader(Numbers(), batch_size=8, num_workers=workers)
+        return StatefulDataLoader(Numbers(50), batch_size=8, num_workers=workers)
 
     optimizer = source(vbs.backend.LocalBackend(), SIZES)
     updates = vbs.updates(loader(), optimizer)
@@ -424,5 +443,5 @@ def test_a_stateful_loader_resumes(workers: int) -> None:
     optimizer.load_state_dict(state["optimizer"])
     updates.load_state_dict(state["stream"])
     used += train(optimizer, updates)
-    assert sorted(itertools.chain(*used)) == sorted([*range(50)] * max(1, workers))
+    assert sorted(itertools.chain(*used)) == [*range(50)]
     assert [len(rows) for rows in used[:5]] == SIZES[:5]

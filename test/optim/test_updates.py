@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
@@ -219,6 +219,54 @@ def test_a_wrong_loop_raises_before_the_weights_change(case: Case, ahead: int, w
         assert run.optimizer.updates == number
 
 
+class Changed(Reading):
+    """A loader that leaves out one microbatch of an epoch, yields one twice, or ends before it."""
+
+    def __init__(self, run: Run, ahead: int, wrong: str, epoch: int, number: int) -> None:
+        super().__init__(run, ahead)
+        self.wrong, self.epoch, self.number = wrong, epoch, number
+
+    def __iter__(self) -> Iterator[list[int]]:
+        here = self.run.optimizer.epoch == self.epoch
+        for number, microbatch in enumerate(super().__iter__()):
+            if here and number == self.number and self.wrong == "end":
+                return
+            yield from [microbatch] * (
+                {"leave out": 0, "twice": 2}[self.wrong] if here and number == self.number else 1
+            )
+
+
+@given(cases(largest_dataset=60), st.integers(0, 20), st.sampled_from(["leave out", "twice", "end"]), st.data())
+@examples(150)
+def test_a_loader_that_changes_the_microbatches_raises_before_a_second_wrong_update(
+    case: Case, ahead: int, wrong: str, data: st.DataObject
+) -> None:
+    """But where the first one of an epoch is left out, which looks like a loader that reads one more ahead.
+
+    One that comes twice when the loader has read all is noticed at the end of the epoch.
+    """
+    run = Run(case)
+    epoch = data.draw(st.sampled_from([epoch for epoch, updates in enumerate(case.updates) if updates]))
+    rounds = [-(-len(step[2]) // case.minibatch_size) for step in case.steps if step[0] == epoch]
+    first = int(wrong == "leave out")
+    assume(sum(rounds) > first)
+    number = data.draw(st.integers(first, sum(rounds) - 1))
+    update = sum(map(len, case.updates[:epoch])) + sum(end <= number for end in itertools.accumulate(rounds))
+
+    def loop() -> None:
+        for _ in range(case.epochs):
+            for update in vbs.updates(Changed(run, ahead, wrong, epoch, number), run.optimizer):
+                for microbatch in update:
+                    (run.weight * len(microbatch)).backward()
+                    run.optimizer.step()
+
+    error = error_of(loop)
+    assert error is not None
+    assert "of the optimizer's sampler" in error
+    at_the_end = wrong == "twice" and number + ahead >= sum(rounds) - 1
+    assert run.optimizer.updates <= (sum(map(len, case.updates[: epoch + 1])) if at_the_end else update + 1)
+
+
 @pytest.mark.parametrize("sizes", [[40], [20], [15]])  # of one, two and three updates in an epoch
 def test_a_loop_that_was_left_in_an_update_raises_when_the_next_one_begins(sizes: list[int]) -> None:
     run = Run(replace(CASE, trace=vbs.BatchTrace.from_sizes(sizes, on_end="hold")))
@@ -307,6 +355,9 @@ def test_a_custom_sampler_must_be_the_batch_sampler_of_a_loader() -> None:
     wrong = DataLoader(range(40), 8, sampler=run.sampler)
     with pytest.raises(ValueError, match=r"with sampler=, which collects batch_size=8 of them; pass it as batch_sampl"):
         vbs.updates(wrong, run.optimizer)
+    for other in (CASE.sampler(run.backend.world), [[0], [1]]):
+        with pytest.raises(ValueError, match=r"must read the optimizer's own sampler, but it reads another (Cus|list)"):
+            vbs.updates(DataLoader(range(40), batch_sampler=other), run.optimizer)
     right = DataLoader(Itself(), batch_size=None, sampler=run.sampler)  # which collects nothing
     for update in vbs.updates(right, run.optimizer):
         for microbatch in update:

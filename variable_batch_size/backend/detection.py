@@ -92,11 +92,14 @@ def runs_on_xla() -> bool:
 
 
 def _check_not_launched() -> None:
-    """Raise RuntimeError if torchrun has started several processes, which would train separate copies."""
-    size = os.environ.get("WORLD_SIZE", "1")
-    if size.isdecimal() and int(size) > 1:
-        raise RuntimeError(
-            f"several processes need torch.distributed, but WORLD_SIZE is {size} and it is not initialized: each would "
-            f"train a copy of its own; call torch.distributed.init_process_group() first, or pass num_replicas and "
-            f"rank to the sampler"
-        )
+    """Raise RuntimeError if a launcher has started several processes, which would train separate copies."""
+    names = ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"]  # of torchrun, Open MPI, and MPICH or Intel MPI
+    names += ["SLURM_NTASKS"] if "SLURM_STEP_ID" in os.environ else []  # of srun; a batch script has it, too
+    for name in names:
+        size = os.environ.get(name, "1")
+        if size.isdecimal() and int(size) > 1:
+            raise RuntimeError(
+                f"several processes need torch.distributed, but {name} is {size} and it is not initialized: each would "
+                f"train a copy of its own; call torch.distributed.init_process_group() first, or pass num_replicas and "
+                f"rank to the sampler"
+            )

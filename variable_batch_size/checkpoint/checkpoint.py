@@ -308,7 +308,7 @@ class Checkpoint:
             told = f"at least {lost}" if lost else "an unknown number"
         sizes, worlds = (stored.batch_size, parts.batch_size(updates)), (stored.world, self._agreement.world.size)
         at = updates, optimizer.epoch, optimizer.samples
-        left = notices.incomplete(self._folder.incomplete(updates))
+        left = notices.of_ranks(stored.of_ranks) + notices.incomplete(self._folder.incomplete(updates))
         log(notices.restored(name, worlds, sizes, at, told, newer) + left, rank=0, update=updates)
         self._events.add("restore", updates, lost=lost, seconds=seconds, damaged=", ".join(damaged))
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from variable_batch_size.checkpoint import seal, tensor_file
 from variable_batch_size.checkpoint.best import Criterion
+from variable_batch_size.checkpoint.own_state import tensors_of
 from variable_batch_size.checkpoint.place import DAMAGE, Place
 from variable_batch_size.checkpoint.shards import Part
 from variable_batch_size.checkpoint.writer import Writer
@@ -34,7 +35,8 @@ KEYS: Final = {
     *("epoch", "step", "samples", "updates", "reads_epoch", "world", "batch_size"),  # the position,
     *("trace", "dataset_size", "seed", "shuffle", "drop_last"),  # what the samples follow from,
     *("best", "metrics"),  # what was reported,
-    *("state", "random", "tensors"),  # states
+    *("state", "random", "tensors"),  # states;
+    "own",  # in that of another rank: the states and tensors of which it has its own
 }
 
 _NAME = re.compile(r"update-(\d{8,})-(\d{4,})-(\d+)-(\d+)")
@@ -181,9 +183,9 @@ class Folder:
         if name in self._intact:
             return True
         try:
-            first, *others = manifests(self.texts(name), name)
-            dtypes = {key: facts["dtype"] for key, facts in first["tensors"].items()}
-            for rank, one in enumerate([first, *others]):
+            ranks = manifests(self.texts(name), name)
+            dtypes = {key: facts["dtype"] for key, facts in tensors_of(ranks).items()}
+            for rank, one in enumerate(ranks):
                 if one["file"]:
                     self.read(name, rank, one["file"], dtypes, one["file"]["chunks"], lambda *_: None)
         except DAMAGE as error:

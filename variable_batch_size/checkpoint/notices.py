@@ -39,6 +39,36 @@ def restored(
     return f"Checkpoint {name} restored: {world}{size}{position}{deleted}."
 
 
+def of_ranks(names: Sequence[str]) -> str:
+    """Return what follows a line, if the ranks of another world have got what rank 0 had of these."""
+    return f" In this world all ranks have what rank 0 had of {_few(names)}." if names else ""
+
+
+def saved_for_each(names: Sequence[str], size: int) -> str:
+    """Return the line that ranks differ in these, so that each one's are saved, of so many bytes a rank."""
+    return f"Saved for each rank, because they differ: {_few(names)} ({size:,} bytes a rank)."
+
+
+def kept_of_first(names: Sequence[str]) -> str:
+    """Return the warning that ranks differ in these, and only rank 0 can save."""
+    return (
+        f"ranks differ in {_few(names)}, of which only rank 0 saves its own, because not all of them share the folder; "
+        f"choose a folder that all ranks share"
+    )
+
+
+def differences(described: str, rank: int) -> str:
+    """Return the warning that a tensor of a rank differs from that of rank 0 by rounding."""
+    return (
+        f"ranks should hold the same parameters and states of optimizers, but {described} on rank {rank} differs by "
+        f"rounding from that on rank 0, as on devices of different kinds; that of one rank is saved"
+    )
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} others" if len(names) > 3 else "")
+
+
 def incomplete(names: Sequence[str]) -> str:
     """Return what follows a line, if there are folders that are no checkpoints, because files of ranks are missing."""
     if not names:

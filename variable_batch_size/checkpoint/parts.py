@@ -21,6 +21,7 @@ from variable_batch_size.checkpoint.values import encode, identity
 from variable_batch_size.optim.arriving import check_stream_is_saved
 from variable_batch_size.optim.lr_scheduler import ProgressScheduler, is_stepped_by_progress
 from variable_batch_size.optim.optimizer import CustomOptimizer
+from variable_batch_size.optim.weight_average import WeightAverage
 from variable_batch_size.optim.wrapper import list_parameters
 
 
@@ -70,6 +71,10 @@ class Parts:
             kind, description = _TYPES.get(name, _OTHER)
             if not isinstance(part, kind):
                 raise type_error(f"{name} must be {description}", part, "pass one")
+            inner = getattr(part, "inner", part)
+            if hasattr(inner, "consolidate_state_dict"):
+                requirement = f"{name} must have its state on each rank, or in parameters that are sharded"
+                raise type_error(requirement, inner, "shard the model by fully_shard() in its place, or save by hand")
         self._names, self._optimizer = Names(model), optimizer
         _check_scheduler(list(self._by_name.values()), optimizer)
 
@@ -95,6 +100,17 @@ class Parts:
         updated = {identity(one) for part in optimizers.values() for one in list_parameters(part.param_groups)}
         kept = tuple(f"{name}/state/" for name in optimizers)
         return {name for name, tensor in tensors.items() if name.startswith(kept) or identity(tensor) in updated}
+
+    def compared(self, tensors: Mapping[str, Tensor]) -> tuple[set[str], set[str]]:
+        """Return the names of the tensors and parts that a rank may change alone at any time.
+
+        They are buffers, and the parts of the user: weights and averages change in updates, which all ranks make.
+        """
+        parts = self._by_name.items()
+        own = {name for name, part in parts if not isinstance(part, (torch.nn.Module, WeightAverage, *OPTIMIZERS))}
+        modules = [part for _, part in parts if isinstance(part, torch.nn.Module)]
+        buffers = {identity(one) for module in modules for one in module.buffers()}
+        return {key for key, one in tensors.items() if key.split("/")[0] in own or identity(one) in buffers}, own
 
     def check_storable(self, *, updated: bool) -> None:
         """Collect the states and drop them, so that what cannot be saved raises before there is anything to lose.

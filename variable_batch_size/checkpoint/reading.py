@@ -20,10 +20,12 @@ from torch.distributed.tensor import DTensor
 from variable_batch_size._validation import value_error
 from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.checkpoint.folder import MANIFEST, Folder, VersionError, manifests
+from variable_batch_size.checkpoint.own_state import name_on, tensors_of
 from variable_batch_size.checkpoint.place import DAMAGE
 from variable_batch_size.checkpoint.shards import Part, placed
 from variable_batch_size.checkpoint.stored import StoredState
 from variable_batch_size.checkpoint.values import DTYPES, decode
+from variable_batch_size.world import World
 
 MANY = 100  # ranks: from here on rank 0 reads the small files for all, instead of each rank all of them
 _STATES = ("state", "random", "tensors", "file", "seal", "name", "ranks")
@@ -52,12 +54,14 @@ class Contents(NamedTuple):
         rng: states of the hosts' random numbers, by rank.
         facts: what its JSON says of the training.
         seal: checksum of its small files.
+        of_ranks: names of what each rank had of its own, in the place of which is what rank 0 had.
     """
 
     parts: dict[str, Any]
     rng: list[str]
     facts: dict[str, Any]
     seal: str
+    of_ranks: list[str]
 
 
 def read_checkpoint(path: str | os.PathLike[str], *, best: bool = False) -> dict[str, Any]:
@@ -119,7 +123,11 @@ def facts_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_verified(
-    folder: Folder, name: str, likes: Mapping[str, DTensor] | None = None, texts: list[str] | None = None
+    folder: Folder,
+    name: str,
+    likes: Mapping[str, DTensor] | None = None,
+    texts: list[str] | None = None,
+    world: World | None = None,
 ) -> Contents:
     """Return the contents of a checkpoint.
 
@@ -129,6 +137,7 @@ def read_verified(
         likes: sharded tensors, by the names of those that are to be sharded likewise, or by what these begin with
             before the last "/". Only the parts that this rank has are read.
         texts: its small files, if they were read before.
+        world: the rank whose own state is read, if the checkpoint is of a world of this size; otherwise rank 0's.
 
     Raises:
         VersionError: if it has a version of the format that this library does not know.
@@ -138,16 +147,24 @@ def read_verified(
     try:
         ranks = manifests(folder.texts(name) if texts is None else texts, name)
         seal = hashlib.sha256("".join(one["seal"] for one in ranks).encode()).hexdigest()
-        tensors = _Tensors(ranks[0]["tensors"], likes or {})
-        dtypes = {key: facts["dtype"] for key, facts in ranks[0]["tensors"].items()}
+        states, described, mine = ranks[0]["state"], tensors_of(ranks), dict[str, str]()
+        owns = [one.get("own") for one in ranks]
+        resumes = world is not None and world.size == len(ranks[0]["random"])
+        if resumes and world is not None and world.rank < len(ranks) and (own := owns[world.rank]):
+            mine, states = {key: name_on(world.rank, key) for key in own["tensors"]}, {**states, **own["state"]}
+        needed = {key for key in ranks[0]["tensors"] if key not in mine} | {*mine.values()}
+        tensors = _Tensors({key: facts for key, facts in described.items() if key in needed}, likes or {})
+        dtypes = {key: facts["dtype"] for key, facts in described.items()}
         for rank, file in enumerate(one["file"] for one in ranks):
             if file and (wanted := tensors.wanted(file["chunks"])):
                 what = f"tensors-{rank}.safetensors"
                 folder.read(name, rank, file, dtypes, wanted, tensors.add)
         what = "the JSON of a rank"
         whole = tensors.whole()
-        parts = {key: decode(state, whole.__getitem__) for key, state in ranks[0]["state"].items()}
-        return Contents(parts, [str(text) for text in ranks[0]["random"]], facts_of(ranks[0]), seal)
+        parts = {key: decode(state, lambda name: whole[mine.get(name, name)]) for key, state in states.items()}
+        of_ranks = {key for own in filter(None, owns) for kind in own.values() for key in kind if not resumes}
+        random = [str(text) for text in ranks[0]["random"]]
+        return Contents(parts, random, facts_of(ranks[0]), seal, sorted(of_ranks))
     except VersionError as error:
         raise VersionError(f"Checkpoint {folder.place.at(name)} cannot be read: {error}") from None
     except DAMAGE as error:
@@ -181,7 +198,7 @@ class _Tensors:
     def wanted(self, chunks: Mapping[str, Mapping[str, Any]]) -> list[str]:
         """Return the tensors of a file of which this rank needs something."""
         parts = {name: Part(tuple(chunk["offset"]), tuple(chunk["shape"])) for name, chunk in chunks.items()}
-        return [name for name, part in parts.items() if part.overlap(self._parts[name]) is not None]
+        return [name for name, part in parts.items() if name in self._parts and part.overlap(self._parts[name])]
 
     def add(self, name: str, part: Part, tensor: Tensor) -> None:
         """Take a part of a tensor."""
@@ -234,7 +251,7 @@ def read_first(
         found = _read_same(folder, name, likes, agreement, what)
         if isinstance(found, Contents):
             known = {key: found.facts[key] for key in ("batch_size", "reads_epoch") if key in found.facts}
-            return name, StoredState(folder.place.at(name), found.parts, found.rng, **known), damaged
+            return name, StoredState(folder.place.at(name), found.parts, found.rng, found.of_ranks, **known), damaged
         damaged[name] = str(found)
     return "", None, damaged
 
@@ -248,7 +265,7 @@ def _read_same(
 
     def seal() -> str:
         try:
-            contents = read_verified(folder, name, likes, texts)
+            contents = read_verified(folder, name, likes, texts, agreement.world)
         except DamagedError as error:
             read.append(error)
             return f"{error.seal} {error}"

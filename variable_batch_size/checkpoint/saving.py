@@ -21,15 +21,17 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from variable_batch_size._log import log, stacklevel_of_user
 from variable_batch_size.backend import Backend
 from variable_batch_size.backend.agreement import Agreement
-from variable_batch_size.checkpoint import rng_states, shared_state
+from variable_batch_size.checkpoint import notices, own_state, rng_states, shared_state
 from variable_batch_size.checkpoint.background import Background
 from variable_batch_size.checkpoint.best import Criterion
 from variable_batch_size.checkpoint.folder import Folder, update_of
+from variable_batch_size.checkpoint.own_state import Compared, Own
 from variable_batch_size.checkpoint.parts import Parts
 from variable_batch_size.checkpoint.shards import Part, assign, is_writer
-from variable_batch_size.checkpoint.shared_state import Summary
+from variable_batch_size.checkpoint.shared_state import Summary, digest
 from variable_batch_size.checkpoint.values import Json, encode
 
 COMPARED_EVERY = 10  # saves, from one that compares the contents of what ranks share to the next
@@ -53,6 +55,8 @@ class Saver:
         self._keep, self._together = keep, together
         self._copies, self._saves, self.restored_best = Copies(backend), 0, ""
         self._pending: Background | None = None  # the write of this rank, in a thread
+        self._own = Own()  # what each rank has of its own
+        self._told = False  # whether it was told that ranks differ by rounding
         self._unfinished: tuple[str, dict[str, Any]] | None = None  # what ranks write or have written, as reported
         self._tidies = False  # whether rank 0 has to delete what is not kept
 
@@ -75,13 +79,14 @@ class Saver:
             collected.append(state := self._collect(in_loop, compares))
             if failed is not None:
                 raise failed
-            return json.dumps([state.summary, state.others, rng_states.get_rng_states()])
+            return json.dumps([state.summary, digest(state.compared), state.others, rng_states.get_rng_states()])
 
         messages = [json.loads(text) for text in self._run(_SAVE, collect)]
-        (state,), summaries = collected, [Summary(*summary) for summary, _, _ in messages]
+        (state,), summaries = collected, [Summary(*summary) for summary, *_ in messages]
         if not shared_state.agree(summaries):
-            self._raise_difference(state.shared)
-        ranks, number, own = self._shares(state, others=messages[0][1])
+            self._tell_difference(state.shared)
+        self._compare(state, [message[1] for message in messages], anew=compares, updates=updates)
+        ranks, number, own = self._shares(state, others=messages[0][2])
         copies = dict[str, Tensor]()
 
         def bring() -> str:
@@ -98,7 +103,8 @@ class Saver:
         self._saves, self.restored_best = self._saves + 1, ""
         self._unfinished = name, reported
         if number is not None:
-            facts = {} if world.rank else self._facts(updates, state, reported, [random for _, _, random in messages])
+            random = [message[3] for message in messages]
+            facts = self._own_facts(state) if world.rank else self._facts(updates, state, reported, random)
             parts = {key: Part.of(one) for key, one in own.items()}
             write = partial(self._write, updates, name, number, copies, parts, facts)
             if wait:
@@ -198,7 +204,7 @@ class Saver:
         self._backend.mark_step()  # all ranks compute what is pending, so that rank 0 does not do it alone
         sampler = parts["optimizer"]["vbs"]["sampler"]
         if self._agreement.world.size == 1:
-            return _State(state, tensors, {}, 0, Summary("", {}), sampler)
+            return _State(state, tensors, {}, 0, Summary("", {}), Compared({}, {}), sampler)
         whole = {name: one.nbytes for name, one in tensors.items() if not isinstance(one, DTensor)}
         if len(whole) < len(tensors) and not self._together:
             raise RuntimeError(
@@ -208,7 +214,29 @@ class Saver:
         equal = self._parts.equal_on_ranks(tensors)
         shared = {name: one for name, one in tensors.items() if name in equal and one.device.type in ("cpu", "cuda")}
         others = sum(whole.values()) - sum(whole.get(name, 0) for name in shared)
-        return _State(state, tensors, shared, others, Summary.of(shared, compare=compare), sampler)
+        buffers, volatile = self._parts.compared(tensors)
+        compared = {name: one for name, one in tensors.items() if name in whole and name not in equal}
+        host = {
+            name: self._backend.host(one) if one.device.type == "xla" else one
+            for name, one in compared.items()
+            if compare or name in buffers
+        }
+        own = Compared.of(host, {name: part for name, part in state.items() if compare or name in volatile})
+        return _State(state, tensors, shared, others, Summary.of(shared, compare=compare), own, sampler)
+
+    def _compare(self, state: _State, digests: list[str], *, anew: bool, updates: int) -> None:
+        """Find what ranks have of their own: in buffers and parts at each save, in all that is not shared at some."""
+        known, self._own = self._own, Own() if anew else self._own
+        if len({*digests}) > 1:
+            ranks = self._agreement.gather(_SAVE, json.dumps(state.compared))
+            self._own |= own_state.differing([Compared(*json.loads(text)) for text in ranks])
+        new = sorted((self._own.tensors - known.tensors) | (self._own.parts - known.parts))
+        if new and self._agreement.world.rank == 0:
+            size = sum(state.tensors[name].nbytes for name in self._own.tensors & state.tensors.keys())
+            if self._together:
+                log(notices.saved_for_each(new, size), rank=0, update=updates)
+            else:
+                warnings.warn(notices.kept_of_first(new), UserWarning, stacklevel=stacklevel_of_user())
 
     def _shares(self, state: _State, others: int) -> tuple[int, int | None, dict[str, Tensor]]:
         """Return how many ranks write, the number of this one among them, if it does, and what it writes.
@@ -221,9 +249,10 @@ class Saver:
         whole = {name: one for name, one in state.tensors.items() if not isinstance(one, DTensor)}
         sharded = {name: one for name, one in state.tensors.items() if isinstance(one, DTensor)}
         ranks = assign({name: whole[name].nbytes for name in whole if name in state.shared}, size, others)
-        writers = [*range(size)] if sharded else sorted({0, *ranks.values()})
+        writers = [*range(size)] if sharded or any(self._own) else sorted({0, *ranks.values()})
         own = {name: one for name, one in whole.items() if ranks.get(name, 0) == rank}
         own |= {name: one for name, one in sharded.items() if is_writer(name, one)}
+        own |= {own_state.name_on(rank, name): whole[name] for name in sorted(self._own.tensors & whole.keys())}
         return len(writers), writers.index(rank) if rank in writers else None, own
 
     def _facts(self, updates: int, state: _State, reported: dict[str, Any], random: list[str]) -> dict[str, Any]:
@@ -233,6 +262,13 @@ class Saver:
         tensors = {name: described(one) for name, one in state.tensors.items()}
         return {**versions(), **known, **reported, "state": state.json, "random": random, "tensors": tensors}
 
+    def _own_facts(self, state: _State) -> dict[str, Any]:
+        """Return what the JSON of another rank has besides its file."""
+        if not any(self._own):
+            return {}
+        tensors = {name: described(one) for name, one in state.tensors.items() if name in self._own.tensors}
+        return {"own": {"state": {name: state.json[name] for name in sorted(self._own.parts)}, "tensors": tensors}}
+
     def _write(self, updates: int, name: str, *own: Any) -> str:
         with named_errors(self._folder, updates):
             if self._tidies:  # here, because the training does not wait for this thread
@@ -241,14 +277,20 @@ class Saver:
             self._folder.write(name, *own)
         return ""
 
-    def _raise_difference(self, shared: Mapping[str, Tensor]) -> None:
+    def _tell_difference(self, shared: Mapping[str, Tensor]) -> None:
+        """Raise RuntimeError on every rank if ranks differ in what they share; warn once if it is by rounding."""
         texts = self._agreement.gather(_SAVE, shared_state.details(shared))
-        name, rank = shared_state.difference(texts)
-        raise RuntimeError(
-            f"ranks must hold the same parameters and states of optimizers, but {self._parts.described(name)} on rank "
-            f"{rank} is another one than on rank 0; write weights on every rank alike, and begin with "
-            f"vbs.broadcast_parameters(model) or one seed"
-        )
+        name, rank, rounding = shared_state.difference(texts)
+        if not rounding:
+            raise RuntimeError(
+                f"ranks must hold the same parameters and states of optimizers, but {self._parts.described(name)} on "
+                f"rank {rank} is another one than on rank 0; write weights on every rank alike, and begin with "
+                f"vbs.broadcast_parameters(model) or one seed"
+            )
+        if not self._told and self._agreement.world.rank == 0:
+            message = notices.differences(self._parts.described(name), rank)
+            warnings.warn(message, UserWarning, stacklevel=stacklevel_of_user())
+        self._told = True
 
 
 @final
@@ -261,6 +303,7 @@ class _State(NamedTuple):
         shared: those that are equal on all ranks, or on those that have the same part.
         others: bytes of the tensors that this rank has whole and alone.
         summary: of the shared ones.
+        compared: of the others.
         sampler: the state of the sampler.
     """
 
@@ -269,6 +312,7 @@ class _State(NamedTuple):
     shared: dict[str, Tensor]
     others: int
     summary: Summary
+    compared: Compared
     sampler: Mapping[str, Any]
 
 

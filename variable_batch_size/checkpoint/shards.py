@@ -2,7 +2,7 @@
 
 Of a sharded tensor (a DTensor) each rank writes the part that it has; of ranks that have the same part, one. Otherwise
 ranks hold equal optimized parameters and equal states of optimizers, so any of them can write any of these tensors.
-Rank 0 writes all that may differ between ranks: buffers, frozen parameters, further objects.
+Rank 0 writes all else that is equal: buffers, frozen parameters, further objects; see `own_state` for what is not.
 All of it follows from names and shapes alone, which every rank has: none waits for another one to know what to write.
 """
 

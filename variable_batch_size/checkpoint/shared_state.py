@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, final
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from variable_batch_size.checkpoint.shards import Part
 
+ROUNDING = 1e-5  # of the norm of a tensor: what devices of different kinds may make of the same sums
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -38,13 +40,13 @@ class Summary(NamedTuple):
     def of(tensors: Mapping[str, Tensor], *, compare: bool) -> Summary:
         """Return the summary of tensors by name; `compare` tells whether to read their contents."""
         known = _described(tensors, with_sums=compare)
-        layout = _digest([[name, *facts[1:3]] for name, facts in known.items() if facts[0]])
+        layout = digest([[name, *facts[1:3]] for name, facts in known.items() if facts[0]])
         if not compare:
             return Summary(layout, {})
         contents = dict[str, str]()
         for whole in (True, False):
             own = {name: facts[1:] for name, facts in known.items() if facts[0] is whole}
-            contents[_digest([[name, *facts[:3]] for name, facts in own.items()])] = _digest(
+            contents[digest([[name, *facts[:3]] for name, facts in own.items()])] = digest(
                 [own[name][3] for name in own]
             )
         return Summary(layout, contents)
@@ -59,20 +61,49 @@ def agree(summaries: Sequence[Summary]) -> bool:
 
 def details(tensors: Mapping[str, Tensor]) -> str:
     """Return what one rank has of each tensor, for `difference`."""
-    return json.dumps(_described(tensors, with_sums=True))
+    known = _described(tensors, with_sums=True)
+    return json.dumps({name: [*facts, _sketch(tensors[name])] for name, facts in known.items()})
 
 
-def difference(texts: Sequence[str]) -> tuple[str, int]:
-    """Return the name of the first tensor that is not the same on all ranks, and a rank that has another one."""
+def difference(texts: Sequence[str]) -> tuple[str, int, bool]:
+    """Return the first tensor that is not the same on all ranks, a rank that has another one, and if by rounding only.
+
+    A tensor that differs by more than rounding comes first. The two are told apart by the norms and sums of some of
+    their elements, relative to the norm.
+    """
     ranks: list[dict[str, Any]] = [json.loads(text) for text in texts]
+    rounded: tuple[str, int, bool] | None = None
     for name in dict.fromkeys(name for rank in ranks for name in rank):
         known = dict[str, Any]()
         for number, facts in enumerate(rank.get(name) for rank in ranks):
             whole = facts[0] if facts else any(rank.get(name, [False])[0] for rank in ranks)
             what = json.dumps(None if whole else facts and facts[3])  # of a sharded one, the part
-            if (facts or whole) and known.setdefault(what, facts) != facts:
-                return name, number
-    return "the order of the tensors", 1
+            first = known.setdefault(what, facts)
+            if (facts or whole) and first != facts:
+                if not (first and facts and first[:4] == facts[:4] and _are_close(first[5], facts[5])):
+                    return name, number, False
+                rounded = rounded or (name, number, True)
+    return rounded or ("the order of the tensors", 1, False)
+
+
+def _sketch(tensor: Tensor) -> list[list[float]]:
+    """Return the norms and the sums of every eighth element, of eight kinds; none of numbers that are not real."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if not local.is_floating_point():
+        return []
+    flat = local.detach().reshape(-1)
+    kinds = [flat[first::8].double() for first in range(8)]
+    return [[float(one.norm()) for one in kinds], [float(one.sum()) for one in kinds]]
+
+
+def _are_close(first: list[list[float]], other: list[list[float]]) -> bool:
+    """Return whether two sketches differ by no more than rounding does."""
+    if not first or not other:
+        return False
+    scale = math.hypot(*first[0])
+    return all(
+        abs(a - b) <= ROUNDING * scale for pair in zip(first, other, strict=True) for a, b in zip(*pair, strict=True)
+    )
 
 
 def _described(tensors: Mapping[str, Tensor], *, with_sums: bool) -> dict[str, list[Any]]:
@@ -106,5 +137,6 @@ def byte_sums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     }
 
 
-def _digest(value: Any) -> str:
+def digest(value: Any) -> str:
+    """Return the SHA-256 of a value that JSON has."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()

@@ -70,6 +70,7 @@ class Dealer:
         self._chosen: tuple[Place, DecidedTrace | None] | None = None  # by set_epoch, and what was decided before it
         self._counter: Counter | None = None  # the optimizer that has counted a microbatch last
         self._counted = False  # whether an optimizer has the place
+        self._announced = False  # whether set_epoch has said that an iteration comes
         self._cut_is_known, self._attached, self._elastic = cut_is_known, False, False
         self.iteration: Pass | None = None
         self.expected: Batch | None = None
@@ -176,7 +177,7 @@ class Dealer:
         if epoch > place.position.epoch and last is not None and (last.loaded or last.start.epoch < epoch):
             self.check_left_over(ended=True)
         batches.plan.epoch(epoch)  # raises if the trace ends before
-        self.growing.batches, self._chosen = batches, None
+        self.growing.batches, self._chosen, self._announced = batches, None, True
         if last is not None:
             last.leave()
         if epoch > place.position.epoch:
@@ -286,9 +287,17 @@ class Dealer:
         """Prepare for the first read of an iteration.
 
         Raises:
-            RuntimeError: if the last iteration was read to its end without calls of `optimizer.step()`.
+            RuntimeError: if the last iteration was read to its end without calls of `optimizer.step()`; or if the
+                training has ended, and no `set_epoch` has announced an empty epoch.
         """
         self.check_last_loop()
+        announced, self._announced = self._announced, False
+        if self._attached and self.done and not announced:
+            raise RuntimeError(
+                f"the loader of a training must be read within it, but the training has ended after {self.updates} "
+                f"updates; read the data by another loader, DataLoader(dataset, batch_size=...), for update_bn() or an "
+                f"evaluation; and loop over epochs by vbs.remaining_epochs, or with set_epoch()"
+            )
         self.expected = None  # by a loop that was left
         self.before_reading.begin(self.due)
         self.note_iteration()

@@ -21,7 +21,7 @@ class Pass:
         yielded: number of microbatches that were read.
         exhausted: whether a read has met the end.
         thread: that reads.
-        by_updates: whether `vbs.updates` reads it, which sees by itself what the loop leaves out.
+        by_updates: whether `vbs.updates` reads it, which compares its hand-out with the reads.
         loaded: whether its loader has said where it begins.
         stale: whether its next microbatch is not the one that is due, because an optimizer has moved since.
     """
@@ -31,7 +31,7 @@ class Pass:
         self.reads = self.yielded = self.thread = 0
         self.exhausted = self.by_updates = self.stale = self.loaded = self.resumed = False
         self._stepped: dict[object, int] = {}  # by optimizer: microbatches that reached its step()
-        self._lead: int | None = None  # of the reads over the calls of step(), at the first one
+        self._lead: int | None = None  # of the reads over what the loop has received, at the first one
         self._left_at = 0  # reads when `set_epoch` has said that the loop is left
 
     @property
@@ -42,10 +42,8 @@ class Pass:
     def count_step(self, optimizer: object, received: int, step: int, *, begins_update: bool) -> None:
         """Count a microbatch that reached the `step()` of an optimizer after `received` others, for an update.
 
-        A loader that reads in the thread of the loop is ahead by a constant number of reads: 1 without workers, and
-        num_workers * prefetch_factor + 1 with some. If that lead grows, the loop has skipped microbatches; if it
-        shrinks before the end, `step()` was called too often. The first call measures it, so that a microbatch that is
-        skipped before is noticed only when the loop has ended.
+        The first call measures how far the loader is ahead, so that a microbatch that is skipped before is noticed only
+        when the loop has ended.
 
         Raises:
             RuntimeError: if the loop has skipped microbatches or called `step()` too often, as far as it is known; or
@@ -58,11 +56,7 @@ class Pass:
                 f"give an optimizer that steps more rarely a sampler of its own"
             )
         self._stepped[optimizer] = received + 1
-        if self.by_updates or self._in_thread:
-            return
-        lead = self.reads - received
-        self._lead = lead if self._lead is None else self._lead
-        skipped = 0 if lead < self._lead and self.exhausted else lead - self._lead  # at the end a loader reads no more
+        skipped = 0 if self.by_updates else self.left_out(received)
         if skipped:
             what = (
                 f"{skipped} of those that were read did not reach step() before step {step} continued"
@@ -75,6 +69,20 @@ class Pass:
                 f"loader as batch_sampler, give an optimizer that steps more rarely a sampler of its own, and read "
                 f"several at once only by vbs.updates"
             )
+
+    def left_out(self, received: int) -> int:
+        """Return how many microbatches were lost between sampler and loop, by one that comes after `received` others.
+
+        A loader that reads in the thread of the loop is ahead by a constant number of reads: 1 without workers, and
+        num_workers * prefetch_factor + 1 with some. If that lead grows, microbatches were left out; if it shrinks
+        before the end, some came twice (negative). The first call measures it. Nothing is known of a loader that reads
+        in another thread.
+        """
+        if self._in_thread:
+            return 0
+        lead = self.reads - received
+        self._lead = lead if self._lead is None else self._lead
+        return 0 if lead < self._lead and self.exhausted else lead - self._lead  # at the end a loader reads no more
 
     def leave(self) -> None:
         """Note that the loop is left on purpose, unless it reads on."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from variable_batch_size._validation import IntArray, type_error, value_error
+from variable_batch_size.data import workers
 from variable_batch_size.data.arrival import Brought
 from variable_batch_size.data.arriving import ArrivingBatches, Own
 from variable_batch_size.data.batches import Batch
@@ -53,7 +54,7 @@ class Arrivals(Generic[T]):
         if optimizer.inside_step:
             raise incomplete(optimizer.updates)
         source.note_iteration()
-        items, ended, restarts = iter(self._batches), False, cursor.restarts
+        items, ended, restarts = workers.read(self._batches), False, cursor.restarts
         if source.has_trace:
             self._items = items
             source.read(items, self._kept)

@@ -44,14 +44,15 @@ def choose_rules(rule: Any, inner: Optimizer, ref_batchsize: int | None, sampler
 
 def check_applies_lr(inner: Optimizer, rules: Sequence[Rule]) -> None:
     """Check that a factor on lr in an update has its effect in this update."""
-    scaling = [rule for rule in rules if not isinstance(rule, ConstantRule)]
     reads = {Rprop: "reads it in its first step only", ASGD: "applies it in the next step"}
-    for kind, when in reads.items():
-        if scaling and isinstance(inner, kind):
-            raise TypeError(
-                f"a rule that scales the learning rate needs an optimizer that applies it in the same step, but "
-                f"{type(inner).__name__} {when}; use the constant rule, or another optimizer"
-            )
+    found = [when for kind, when in reads.items() if isinstance(inner, kind)]
+    if any("lr_max" in group for group in inner.param_groups):  # schedule-free
+        found.append("weighs all later ones by the largest that it has seen")
+    if found and not all(isinstance(rule, ConstantRule) for rule in rules):
+        raise TypeError(
+            f"a rule that scales the learning rate needs an optimizer that applies it in the same step, but "
+            f"{type(inner).__name__} {found[0]}; use the constant rule, or another optimizer"
+        )
 
 
 def _check_rules(

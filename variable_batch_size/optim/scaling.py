@@ -64,7 +64,7 @@ class HyperparameterScaling:
 
     def _scale_lr(self, index: int, group: Group, scaling: Scaling) -> Group:
         """Return the lr of a group for the step, if it has one; without a factor that `DeferredLrFactor` applies."""
-        if "lr" not in group:
+        if group.get("lr") is None:  # as of an Adafactor that finds its own
             return {}
         lr, factor = group["lr"], scaling.lr
         if not (self._lr_on_device and isinstance(factor, Tensor)):

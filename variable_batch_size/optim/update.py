@@ -37,7 +37,7 @@ from variable_batch_size.optim.squares import Needs
 from variable_batch_size.optim.step_gradient import StepGradient
 from variable_batch_size.optim.sums import Sum
 from variable_batch_size.optim.tensors import collect_gradients, local, multiply, scalar_dtype, squared_norm
-from variable_batch_size.optim.wrapper import list_parameters, stepping
+from variable_batch_size.optim.wrapper import list_parameters, lr_of, stepping
 from variable_batch_size.rules import Rule, RuleInput, Scaling
 from variable_batch_size.rules.selection import rules_for_groups
 
@@ -88,7 +88,7 @@ class Updater:
         self.options = options.validate()
         self.progress = Progress()
         self.last_scaling = Scaling()  # of the first parameter group in the last update
-        self.reference_lr: Any = inner.param_groups[0].get("lr", 1.0)  # its lr then, before scaling
+        self.reference_lr: Any = lr_of(inner.param_groups[0])  # its lr then, before scaling
         self.grad_norm: Tensor | None = None  # of the last update before clipping, 0-D, if it is asked for
         self._inner, self._backend = inner, backend
         self._known = [list(group["params"]) for group in inner.param_groups]  # as they were used last
@@ -288,7 +288,7 @@ class Updater:
             multiply(collect_gradients(dict.fromkeys(group["params"])), factor, self._backend)
 
     def _step_inner(self, scalings: Sequence[Scaling], step: Batch, begin: Callable[[], None]) -> None:
-        lr = self._inner.param_groups[0].get("lr", 1.0)
+        lr = lr_of(self._inner.param_groups[0])
         self.reference_lr = lr.clone() if isinstance(lr, Tensor) else lr
         with self._scaling.apply(scalings), stepping(self._inner):
             begin()

@@ -32,8 +32,7 @@ class Updates(Generic[T]):
             raise type_error("optimizer must be a vbs.CustomOptimizer", optimizer, "pass the loader, then the wrapper")
         if not isinstance(loader, Iterable):
             raise type_error("loader must be iterable", loader, "pass the loader, then the optimizer")
-        if isinstance(loader, DataLoader) and loader.batch_sampler is not None:
-            _check_reads_batches(loader)
+        _check_reads_batches(loader, optimizer.sampler)
         self._loader, self._optimizer = loader, optimizer
         self._ahead = check_int(ahead, "ahead", 0, remedy="pass the number of updates that a framework reads ahead")
         if self._ahead and optimizer.backend.elastic:
@@ -76,7 +75,7 @@ class Updates(Generic[T]):
         if isinstance(loader, DataLoader) and loader.persistent_workers and loader._iterator is None:
             # What starting the workers of a loader draws, the saved run had drawn before.
             sampler.before_reading.keep(sampler.due)
-        microbatches, restarts = iter(self._loader), cursor.restarts
+        microbatches, restarts = enumerate(self._loader), cursor.restarts
         for step in count(sampler.position.step):
             waiting = step - optimizer.updates  # updates that were read, but not made
             if cursor.restarts != restarts:
@@ -104,8 +103,8 @@ class Updates(Generic[T]):
             optimizer.backend.part(optimizer.updates)
         return False
 
-    def _hand_out(self, microbatches: Iterator[T], batch: Batch) -> Iterator[T]:
-        """Yield the microbatches of an update."""
+    def _hand_out(self, microbatches: Iterator[tuple[int, T]], batch: Batch) -> Iterator[T]:
+        """Yield the microbatches of an update, of all that the loader yields, with their numbers."""
         sampler = self._optimizer.sampler
         for number in range(len(batch.microbatches)):
             if self._ahead == 0 and batch.step != self._optimizer.updates:
@@ -114,7 +113,7 @@ class Updates(Generic[T]):
                     f"{self._optimizer.updates} updates are made; read it within its turn of the loop"
                 )
             try:
-                microbatch = next(microbatches)
+                received, microbatch = next(microbatches)
             except StopIteration:
                 raise RuntimeError(
                     f"the loader must yield the microbatches of the optimizer's sampler, but it ended with {number} of "
@@ -122,6 +121,13 @@ class Updates(Generic[T]):
                 ) from None
             if sampler.iteration is not None:
                 sampler.iteration.by_updates = True
+                if lost := sampler.iteration.left_out(received):
+                    what = f"{lost} of those that were read did not come" if lost > 0 else f"{-lost} came once more"
+                    raise RuntimeError(
+                        f"the loader must yield each microbatch of the optimizer's sampler once, but before update "
+                        f"{batch.step} was read, {what}; create it with batch_sampler=sampler, and filter or repeat "
+                        f"samples in the dataset"
+                    )
             if self._ahead == 0:  # the first read of the epoch has forgotten what an earlier loop has said
                 sampler.expected, sampler.handed_out = batch, number + 1
             yield microbatch
@@ -140,12 +146,23 @@ def _meet(optimizer: CustomOptimizer) -> bool:
     return loaded or moved
 
 
-def _check_reads_batches(loader: DataLoader[T]) -> None:
-    if isinstance(loader.sampler, CustomSampler):
+def _check_reads_batches(loader: object, sampler: object) -> None:
+    """Raise ValueError if a loader can be identified that does not read the sampler."""
+    loader = getattr(loader, "_loader", loader)  # of an MpDeviceLoader
+    if not isinstance(loader, DataLoader):
+        return
+    if loader.batch_sampler is not None and isinstance(loader.sampler, CustomSampler):
         raise ValueError(
             f"the loader must take each list of indices of a CustomSampler as one microbatch, but it was created with "
             f"sampler=, which collects batch_size={loader.batch_size} of them; pass it as batch_sampler=, and no "
             f"batch_size, shuffle or drop_last"
+        )
+    reads = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    if reads is not sampler:
+        raise ValueError(
+            f"the loader must read the optimizer's own sampler, but it reads another {type(reads).__name__}; create it "
+            f"with batch_sampler=optimizer.sampler, and leave it out of what deals its batches once more, as "
+            f"accelerator.prepare() does"
         )
 
 
@@ -168,7 +185,8 @@ def updates(loader: Iterable[T], optimizer: CustomOptimizer, ahead: int = 0) -> 
 
     Raises:
         TypeError: if `loader` is not iterable, or `optimizer` is not a `CustomOptimizer`.
-        ValueError: if `loader` is a `DataLoader` that was created with `sampler=` instead of `batch_sampler=`.
+        ValueError: if `loader` is a `DataLoader` that was created with `sampler=` instead of `batch_sampler=`, or with
+            another sampler than that of the optimizer.
     """
     if isinstance(optimizer, CustomOptimizer) and isinstance(optimizer.sampler, ArrivingBatches):
         if ahead:

@@ -44,7 +44,7 @@ def _check_stepped_by_wrapper(wrapper: weakref.ref[OptimizerWrapper], inner: Opt
 
 def _creates_state(inner: Optimizer) -> bool:
     """Return whether torch.distributed.checkpoint makes a step to create the state that it loads: it sets lr to 0."""
-    return not inner.state and all(float(group.get("lr", 1.0)) == 0 for group in inner.param_groups)
+    return not inner.state and all(float(lr_of(group)) == 0 for group in inner.param_groups)
 
 
 def _add_param_group(
@@ -65,7 +65,7 @@ class OptimizerWrapper(Optimizer):
         inner: any torch optimizer that steps without a closure, on dense gradients.
 
     Raises:
-        TypeError: if `inner` is not a `torch.optim.Optimizer`, or a wrapper, LBFGS or SparseAdam.
+        TypeError: if `inner` is not a `torch.optim.Optimizer`, or a wrapper, LBFGS, SparseAdam or SAM.
     """
 
     _initialized = False  # torch's constructor calls add_param_group for the groups that `inner` has already
@@ -129,6 +129,12 @@ class OptimizerWrapper(Optimizer):
         """Let `change` replace the parameter groups by this number of them; `caller` asks for it, in an error."""
         change()
 
+    def __getattr__(self, name: str) -> Any:
+        """Return the inner optimizer's `train` and `eval`, which schedule-free ones have."""
+        if name in ("train", "eval") and "inner" in vars(self):
+            return getattr(self.inner, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def _mark_stepped(self) -> None:
         """Tell schedulers of torch that the run which saved a state has made steps; otherwise their first one warns."""
         self._opt_called = self.inner._opt_called = True  # type: ignore[attr-defined]
@@ -138,6 +144,12 @@ class OptimizerWrapper(Optimizer):
         raise TypeError(
             f"a {type(self).__name__} cannot be copied or pickled; create another one and load its state_dict()"
         )
+
+
+def lr_of(group: dict[str, Any]) -> Any:
+    """Return the learning rate of a parameter group; 1.0 if the optimizer has none, or finds its own."""
+    lr = group.get("lr")
+    return 1.0 if lr is None else lr
 
 
 def list_parameters(groups: Iterable[dict[str, Any]]) -> list[Tensor]:
@@ -213,6 +225,8 @@ def _check_inner(inner: Optimizer) -> Optimizer:
             f"the inner optimizer must have called the constructor of torch.optim.Optimizer, but a "
             f"{type(inner).__name__} has not; pass the optimizer that it wraps, such as prepared.optimizer"
         )
+    if hasattr(inner, "first_step"):  # as SAM has, of any of its authors
+        remedies[type(inner)] = "it needs a second backward within its step; use the optimizer that it wraps"
     for kind, remedy in remedies.items():
         if isinstance(inner, kind):
             raise TypeError(f"{type(inner).__name__} cannot be the inner optimizer: {remedy}")

@@ -1,0 +1,69 @@
+"""What a rank has alone of the state: buffers that forward writes, parts that count for themselves, and the like.
+
+Ranks compare whatever is not shared by its contents. What differs is saved for each rank, where all write: the tensors
+of rank 2 by names with the suffix "@2". A training in a world of the same size gets it again, rank by rank; in another
+one all ranks get what rank 0 has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, NamedTuple, final
+
+from torch import Tensor
+
+from variable_batch_size.checkpoint.shared_state import byte_sums, digest
+from variable_batch_size.checkpoint.values import Json
+
+
+@final
+class Own(NamedTuple):
+    """The names of the tensors and of the parts of which each rank has its own."""
+
+    tensors: Set[str] = frozenset()
+    parts: Set[str] = frozenset()
+
+    def __or__(self, other: Own) -> Own:
+        return Own(self.tensors | other.tensors, self.parts | other.parts)
+
+
+@final
+class Compared(NamedTuple):
+    """What one rank says of that which is not shared.
+
+    Attributes:
+        tensors: the sum of the bytes of each, with dtype and shape, by name.
+        parts: the digest of what is in each part besides tensors, by name.
+    """
+
+    tensors: dict[str, str]
+    parts: dict[str, str]
+
+    @staticmethod
+    def of(tensors: Mapping[str, Tensor], parts: Mapping[str, Json]) -> Compared:
+        """Compare these tensors, of the host or a GPU, and parts."""
+        sums = byte_sums(tensors) if tensors else {}
+        known = {name: f"{sums[name]} {one.dtype} {tuple(one.shape)}" for name, one in tensors.items()}
+        return Compared(known, {name: digest(part) for name, part in parts.items()})
+
+
+def differing(ranks: Sequence[Compared]) -> Own:
+    """Return what is not the same on all ranks."""
+    tensors, parts = (
+        frozenset(name for one in by_rank for name in one if len({other.get(name) for other in by_rank}) > 1)
+        for by_rank in zip(*ranks, strict=True)
+    )
+    return Own(tensors, parts)
+
+
+def name_on(rank: int, name: str) -> str:
+    """Return the name in a checkpoint of a tensor of which a rank has its own."""
+    return f"{name}@{rank}" if rank else name
+
+
+def tensors_of(ranks: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return what the JSON of all ranks says of tensors, by their names in the checkpoint."""
+    found: dict[str, dict[str, Any]] = dict(ranks[0]["tensors"])
+    for rank, one in enumerate(ranks[1:], start=1):
+        found |= {name_on(rank, name): facts for name, facts in one.get("own", {}).get("tensors", {}).items()}
+    return found

@@ -1,0 +1,56 @@
+"""Workers of a loader over a stream that do not share its rows: each of them reads all, and every row comes twice."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from variable_batch_size._log import stacklevel_of_user
+
+
+def read(batches: Iterable[Any]) -> Iterator[Any]:
+    """Return an iterator that warns if the first items of two workers of a loader are the same."""
+    several = isinstance(batches, DataLoader) and batches.num_workers > 1
+    return _Watched(iter(batches)) if several else iter(batches)
+
+
+@final
+class _Watched:
+    def __init__(self, items: Iterator[Any]) -> None:
+        self._items, self._first, self._number = items, None, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        item = next(self._items)
+        self._number += 1
+        if self._number == 1:
+            self._first = item
+        elif self._number == 2:
+            first, self._first = self._first, None
+            if _are_same(first, item):
+                warnings.warn(
+                    "The workers of the loader begin with the same rows, so that each row is used once by every "
+                    "worker; let each read its own part of the stream, by torch.utils.data.get_worker_info()",
+                    UserWarning,
+                    stacklevel=stacklevel_of_user(),
+                )
+        return item
+
+
+def _are_same(first: Any, other: Any) -> bool:
+    if isinstance(first, (Tensor, np.ndarray)):
+        return type(first) is type(other) and bool(torch.equal(torch.as_tensor(first), torch.as_tensor(other)))
+    if isinstance(first, Mapping):
+        return isinstance(other, Mapping) and _are_same([*first.items()], [*other.items()])
+    if isinstance(first, Sequence) and not isinstance(first, str):
+        alike = isinstance(other, Sequence) and len(first) == len(other)
+        return alike and all(_are_same(*pair) for pair in zip(first, other, strict=True))
+    return bool(first == other)
