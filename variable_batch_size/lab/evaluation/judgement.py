@@ -73,8 +73,9 @@ class Trace:
         name: as users read it, with its end if there are several.
         constant: whether the batch size is constant, so that a rule is a learning rate.
         rows: one a rule, the baseline first.
-        lost: rule -> by how much it is worse than the reference at equal samples, of the baseline and the best other.
-        best: the other rule with the best mean, of those that failed no more often than the baseline.
+        lost: rule -> by how much it is worse than the reference at equal samples, of the baseline and `best`.
+        best: the other rule with the best mean, of those that are not claimed to be worse and failed no more often than
+            the baseline.
         outlook: of the best other rule, if none is claimed to be better: seeds of a new evaluation, and the difference
             that it would see.
     """
@@ -306,7 +307,7 @@ def _traces(
             difference = Comparison(*(part[place, number] for part in claimed.difference)).interval()
             mean = mean_interval(table.values[place, number])
             share = failures[place, number] / trained[place, number]
-            if answer not in ("baseline", "same") and share * trained[place, 0] <= failures[place, 0]:
+            if answer not in ("baseline", "same", "worse") and share * trained[place, 0] <= failures[place, 0]:
                 candidates.append(number)
             counts = int(trained[place, number]), int(failures[place, number])
             rows.append(Row(rule, _turned(mean, table.sign), *counts, _turned(difference, table.sign), answer))

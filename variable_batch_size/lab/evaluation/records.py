@@ -45,7 +45,7 @@ class Evaluation:
 
 
 def read(place: str | os.PathLike[str]) -> Evaluation:
-    """Read a folder, or a table *.csv.gz."""
+    """Read a folder, or a table `*.csv.gz`."""
     import pandas as pd
 
     records = read_records(place)

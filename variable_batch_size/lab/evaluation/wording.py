@@ -137,7 +137,7 @@ def power(seeds: int, comparisons: int) -> str:
     """Return how large a difference seeds can see, as a clause; nothing without a comparison or of one seed.
 
     >>> power(5, 6)
-    'with 5 seeds and 6 comparisons, a difference of 3.5 standard deviations is claimed in 80 % of cases'
+    'with 5 seeds and 6 comparisons, a difference of 3.4 standard deviations is claimed in 80 % of cases'
     """
     if not comparisons or seeds < 2:
         return ""
