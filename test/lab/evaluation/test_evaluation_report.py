@@ -108,6 +108,14 @@ def test_where_all_fail_nothing_trains() -> None:
     }
 
 
+def test_a_baseline_that_fails_is_not_advised() -> None:
+    found = said(trainings({(RAMP, "constant"): [NAN] * 3 + [0.5], (RAMP, "root"): noise(0.5, 0, 4)}))
+    assert found[RAMP] == [
+        "? not decided, use root: it failed in 0 of 4, constant in 3 of 4",
+        "\u2715 constant: fails in 3 of 4",
+    ]
+
+
 def test_one_seed_says_nothing() -> None:
     found = said(trainings({(RAMP, "constant"): [0.5], (RAMP, "root"): [0.4]}))
     assert found[RAMP] == [
@@ -199,6 +207,7 @@ def test_other_learning_rates_are_a_response_curve() -> None:
 
 def test_notes_name_what_is_missing() -> None:
     rows = frame(start="runs/a, after 64 updates")
+    rows["environment"] = [{"source of the task": f"{seed % 2}"} for seed in rows["seed"]]
     rows.loc[rows["seed"] == 4, "status"] = "killed"
     first, second = Plan("a", tuple(rows.loc[rows["seed"] < 2, "key"])), Plan("b", (*rows["key"], "0" * 16))
     text = unescape(Page(render(*judged(rows, first, second))).text)
@@ -206,6 +215,7 @@ def test_notes_name_what_is_missing() -> None:
     assert "An earlier plan judged the seeds 0 and 1: they are left out here" in text
     assert "Killed, and in no number: constant at 0.5x under the reference, seed 4; " in text
     assert "All trainings start at runs/a, after 64 updates: what is claimed holds for this checkpoint." in text
+    assert "The trainings are of 2 versions of the file of the task; give it another version." in text
     assert "\u25b2root" not in text
 
 

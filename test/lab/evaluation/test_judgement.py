@@ -141,7 +141,11 @@ def test_a_training_short_of_its_end_has_failed() -> None:
 def test_a_killed_training_is_named_and_counts_for_nothing() -> None:
     found = losses(constant=0.5, root=0.45)
     found[RAMP, "root"][2] = None
-    judgement = judged(found)
+    frame = trainings(found)
+    frame["curve"] = [
+        {} if status == "killed" else curve for status, curve in zip(frame["status"], frame["curve"], strict=True)
+    ]
+    judgement = judged(frame)
     assert judgement.killed == (f"root at 1x under {RAMP}, seed 2",)
     assert (judgement.traces[0].rows[1].trained, judgement.traces[0].rows[1].failed) == (4, 0)
     assert answers(judgement.traces[0])["root"] == "better"

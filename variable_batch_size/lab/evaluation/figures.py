@@ -58,14 +58,15 @@ def for_page(judgement: Judgement) -> str:
 def for_paper(judgement: Judgement) -> dict[str, bytes]:
     """Return the figure in each of FORMATS."""
     with _style({}):
-        return {kind: _saved(draw(judgement), kind, dpi=200) for kind in FORMATS}
+        figure = draw(judgement)
+        return {kind: _saved(figure, kind, dpi=200) for kind in FORMATS}
 
 
 def draw(judgement: Judgement) -> Figure:
     """Draw a column for each trace; with several factors on the learning rate also the metric along these.
 
     A line is the median over the seeds, and its band has all of them. A training that failed is a thin line up to a
-    cross. Batch sizes and learning rates are those of the first seed, means between two evaluations.
+    cross. Batch sizes and learning rates are those of one seed, means between two evaluations.
     """
     traces, rows = judgement.traces, judgement.trainings
     factors = rows.loc[rows["trace"] != REFERENCE, "lr_factor"].nunique() > 1
@@ -87,7 +88,7 @@ def draw(judgement: Judgement) -> Figure:
             ticks = sorted(own["lr_factor"].unique())
             response[0].set_xticks(ticks, labels=[f"{factor:g}" for factor in ticks])
             response[0].minorticks_off()
-        batch.set_title(textwrap.fill(short_trace(trace.name, 60), 30))
+        batch.set_title("\n".join(textwrap.wrap(trace.name, 30, max_lines=3)))
         curves.set_xlabel("samples")
     reference = rows.loc[(rows["trace"] == REFERENCE) & np.isclose(rows["lr_factor"], 1), "value"].median()
     _finish(panels, judgement.metric, reference)
@@ -99,8 +100,10 @@ def draw(judgement: Judgement) -> Figure:
 
 
 def _draw_updates(batch: Axes, lr: Axes, trainings: pd.DataFrame, style: dict[str, Any]) -> None:
-    curve = trainings.sort_values("seed")["curve"].iloc[0]
-    samples = curve["samples"]
+    curve = max(trainings.sort_values("seed")["curve"], key=lambda curve: len(curve.get("samples", ())))
+    samples = curve.get("samples", [])
+    if not samples:
+        return
     batch.step(samples, _floats(curve["batch_size"]), where="pre", lw=1.2, **style)
     if "batch_least" in curve:
         least, most = _floats(curve["batch_least"]), _floats(curve["batch_most"])
@@ -164,17 +167,6 @@ def _focus(panels: Any, reference: float) -> None:
     for line in lines:
         if line.get_label() == "_failed":
             line.set(ydata=np.clip(_floats(line.get_ydata()), *panels[0].get_ylim()), clip_on=False)
-
-
-def short_trace(text: str, length: int) -> str:
-    """Return the text of a trace without the folders of its file, and without its middle if it is still too long.
-
-    >>> short_trace("per-device:64@traces/spot.csv", 28), short_trace("0:32 800:64 1200:128", 16)
-    ('per-device:64@spot.csv', '0:32 80\u20261200:128')
-    """
-    text = re.sub(r"(^|@)[^@]*[/\\]", r"\1", text)
-    half = (length - 1) // 2
-    return text if len(text) <= length else f"{text[:half]}\u2026{text[half + 1 - length :]}"
 
 
 def _floats(values: Sequence[float | None]) -> FloatArray:

@@ -20,6 +20,7 @@ from variable_batch_size.lab.evaluation.statistics import (
     BoolArray,
     Claims,
     Comparison,
+    IntArray,
     Interval,
     claims,
     compare,
@@ -274,6 +275,11 @@ class _Table:
     same: BoolArray
     sign: float
 
+    @property
+    def trained(self) -> IntArray:
+        found: IntArray = (self.failed | ~np.isnan(self.values)).sum(-1)
+        return found
+
     @classmethod
     def of(cls, trainings: pd.DataFrame, baseline: str, lower: bool) -> _Table:
         names, seeds = sorted(trainings["label"].unique()), sorted(trainings["seed"].unique())
@@ -282,7 +288,8 @@ class _Table:
         fails, losses = np.zeros(values.shape, bool), np.full(values.shape, None, object)
         for row in trainings.to_dict("records"):
             place = names.index(row["label"]), rules.index(row["rule"]), seeds.index(row["seed"])
-            values[place], fails[place], losses[place] = sign * row["value"], row["failed"], tuple(row["curve"]["loss"])
+            values[place], fails[place] = sign * row["value"], row["failed"]
+            losses[place] = tuple(row["curve"].get("loss", ()))
         both = np.vectorize(lambda loss: loss is not None, otypes=[bool])(losses)
         both &= both[:, :1]
         same = both.any(-1) & ((losses == losses[:, :1]) | ~both).all(-1)
@@ -292,45 +299,46 @@ class _Table:
 def _traces(
     table: _Table, claimed: Claims, used: pd.DataFrame, reference: pd.DataFrame, waiting: int, parts: int
 ) -> Iterator[Trace]:
-    at_one = reference[np.isclose(reference["lr_factor"], 1)]
-    losses = table.sign * at_one["value"].to_numpy(np.float64)
-    trained = (table.failed | ~np.isnan(table.values)).sum(-1)
-    failures, (_, means, variances) = table.failed.sum(-1), moments(table.values)
+    at_reference = table.sign * reference.loc[np.isclose(reference["lr_factor"], 1), "value"].to_numpy(np.float64)
+    _, means, variances = moments(table.values)
     level = DIFFERENCES / parts / max(1, int(claimed.tested.sum()))
     for place, name in enumerate(table.names):
-        rows, candidates = [], []
-        for number, rule in enumerate(table.rules):
-            if not trained[place, number]:
-                continue
-            answer: Answer = "waiting" if waiting else _ANSWERS[int(claimed.differs[place, number])]
-            answer = "baseline" if not number else "same" if table.same[place, number] else answer
-            difference = Comparison(*(part[place, number] for part in claimed.difference)).interval()
-            mean = mean_interval(table.values[place, number])
-            share = failures[place, number] / trained[place, number]
-            if answer not in ("baseline", "same", "worse") and share * trained[place, 0] <= failures[place, 0]:
-                candidates.append(number)
-            counts = int(trained[place, number]), int(failures[place, number])
-            rows.append(Row(rule, _turned(mean, table.sign), *counts, _turned(difference, table.sign), answer))
+        numbers = [number for number, trained in enumerate(table.trained[place]) if trained]
+        rows = {number: _row(table, claimed, place, number, waiting) for number in numbers}
+        candidates = [number for number in numbers if _may_be_best(rows[number], rows.get(0))]
+        best = min(candidates, key=means[place].__getitem__, default=0)
         own = used[(used["label"] == name) & np.isclose(used["lr_factor"], 1)]
-        best = min(
-            (number for number in candidates if np.isfinite(means[place, number])),
-            key=means[place].__getitem__,
-            default=0,
-        )
-        beside = dict.fromkeys((0, best)) if (own["end"] == "samples").all() and len(losses) else ()
-        lost = {table.rules[number]: compare(table.values[place, number], losses).interval() for number in beside}
+        beside = dict.fromkeys((0, best)) if (own["end"] == "samples").all() and len(at_reference) else ()
         outlook = None
-        if best and not waiting and all(row.answer != "better" for row in rows):
+        if best and not waiting and all(row.answer != "better" for row in rows.values()):
             away = abs(float(means[place, best] - means[place, 0]))
             outlook = _outlook(away, variances[place, best], variances[place, 0], table.values.shape[-1], level)
+        longest = max(own["curve"], key=lambda curve: len(curve.get("samples", ())))
         yield Trace(
             name,
-            bool(own["curve"].map(constant_batchsize).notna().all()),
-            tuple(rows),
-            lost,
+            bool(np.isfinite(constant_batchsize(longest))),
+            tuple(rows.values()),
+            {table.rules[n]: compare(table.values[place, n], at_reference).interval() for n in beside},
             table.rules[best] if best else None,
             outlook,
         )
+
+
+def _row(table: _Table, claimed: Claims, place: int, number: int, waiting: int) -> Row:
+    """Return a rule, by its number, under a trace, by its place."""
+    answer: Answer = "waiting" if waiting else _ANSWERS[int(claimed.differs[place, number])]
+    answer = "baseline" if not number else "same" if table.same[place, number] else answer
+    difference = Comparison(*(part[place, number] for part in claimed.difference)).interval()
+    mean = mean_interval(table.values[place, number])
+    counts = int(table.trained[place, number]), int(table.failed[place, number].sum())
+    return Row(table.rules[number], _turned(mean, table.sign), *counts, _turned(difference, table.sign), answer)
+
+
+def _may_be_best(row: Row, baseline: Row | None) -> bool:
+    """Return whether a rule is another one than the baseline, not worse, and failed no more often."""
+    if row.answer in ("baseline", "same", "worse") or not np.isfinite(row.mean.value):
+        return False
+    return baseline is None or row.failed * baseline.trained <= baseline.failed * row.trained
 
 
 _ANSWERS: Mapping[int, Answer] = {-1: "better", 0: "open", 1: "worse"}
@@ -351,8 +359,8 @@ def _reference(trainings: pd.DataFrame, sign: float, parts: int) -> Reference:
     if trainings.empty:
         return Reference("missing")
     at = float(trainings["ref_batchsize"].iloc[0]), float((trainings["lr"] / trainings["lr_factor"]).iloc[0])
-    kinds = trainings.assign(factor=trainings["lr_factor"].round(9)).set_index(["factor", "seed"]).sort_index()
-    values, fails = (kinds[name].unstack() for name in ("value", "failed"))
+    kinds = trainings.groupby([trainings["lr_factor"].round(9), "seed"])
+    values, fails = (kinds[name].first().unstack() for name in ("value", "failed"))
     factors = [1.0, *(factor for factor in values.index if factor != 1)]
     values, fails = values.reindex(factors), fails.reindex(factors).eq(True)
     if fails.loc[1.0].any() and values.loc[1.0].isna().all():

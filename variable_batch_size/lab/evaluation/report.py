@@ -89,6 +89,9 @@ def _task(judgement: Judgement) -> dict[str, Any]:
         notes.append(f"An earlier plan judged the seeds {seeds}: they are left out here, all is of the new ones.")
     if judgement.killed:
         notes.append(f"Killed, and in no number: {'; '.join(judgement.killed)}.")
+    sources = {environment.get("source of the task") for environment in rows["environment"]} - {None}
+    if len(sources) > 1:
+        notes.append(f"The trainings are of {len(sources)} versions of the file of the task; give it another version.")
     starts = [start for start in rows["start"].unique() if start]
     if starts:
         notes.append(f"All trainings start at {wording.listed(starts)}: what is claimed holds for this checkpoint.")
@@ -152,8 +155,8 @@ def _facts(evaluation: Evaluation, judgements: Sequence[Judgement]) -> dict[str,
     import pandas as pd
 
     rows = pd.concat([judgement.trainings for judgement in judgements], ignore_index=True)
-    seconds = wording.duration(float(rows["wall_seconds"].sum()))
-    facts = {"trainings": f"{len(rows):,}, {rows['failed'].sum():,} of them failed; {seconds} in all"}
+    seconds = rows["wall_seconds"].sum()
+    facts = {"trainings": f"{len(rows):,}, {rows['failed'].sum():,} of them failed; {seconds:,.0f} s in all"}
     if evaluation.plans:
         facts["command"] = evaluation.plans[-1].command
     for task, own in rows.groupby("task"):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from variable_batch_size.lab.evaluation.judgement import Judgement, Row, Trace
 from variable_batch_size.lab.evaluation.statistics import DIFFERENCES, Interval, seen
 
-UNITS: Final = {"days": 86400, "h": 3600, "min": 60, "s": 1}  # in seconds
 BETTER, WORSE, SAME, OPEN, FAILS = "\u25b2", "\u25bc", "=", "?", "\u2715"  # told apart without a color
 
 
@@ -71,6 +70,10 @@ def _none_better(judgement: Judgement, trace: Trace) -> Sentence:
     if all(row.answer in ("same", "worse") or row.failed == row.trained for row in others):
         return Sentence(SAME, f"{baseline}: no other rule is better")
     best = next((row for row in others if row.rule == trace.best), None)
+    own = trace.rows[0]
+    if best is not None and best.failed * own.trained < own.failed * best.trained:
+        counts = f"in {best.failed} of {best.trained}, {baseline} in {own.failed} of {own.trained}"
+        return Sentence(OPEN, f"not decided, use {best.rule}: it failed {counts}")
     text = f"not decided, use {baseline}: no rule is seen to be better"
     if best is not None and math.isfinite(best.difference.low):
         ahead = (best.difference.value < 0) == judgement.lower
@@ -184,16 +187,6 @@ def listed(names: Sequence[str], last: str = "and") -> str:
     ('a, b and c', 'a')
     """
     return f" {last} ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-
-
-def duration(seconds: float) -> str:
-    """Format seconds.
-
-    >>> duration(45), duration(5400), duration(200000)
-    ('45 s', '1.50 h', '2.31 days')
-    """
-    unit = next((unit for unit, length in UNITS.items() if seconds >= 1.5 * length), "s")
-    return f"{number(seconds / UNITS[unit])} {unit}"
 
 
 def _positive(found: Interval) -> Interval:
