@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -125,24 +123,6 @@ def records(
 def final_loss(rule: str, trace: str, lr: float, rules: Mapping[str, float] = EFFECTS) -> float:
     """Return the mean of the final loss."""
     return END + rules[rule] + CURVATURE * float(np.log2(lr / BEST_LR[trace])) ** 2
-
-
-def regret(rule: str, trace: str, rules: Mapping[str, float] = EFFECTS) -> float:
-    """Return the true regret at learning rate 1, if only the constant rule is trained at others."""
-    least = min(final_loss(other, trace, 1.0, rules) for other in rules)
-    return final_loss(rule, trace, 1.0, rules) - min(least, END)
-
-
-def write(folder: Path, found: Sequence[Record]) -> None:
-    """Write records as files."""
-    for record in found:
-        content = {"format": 1, **vars(record)}
-        (folder / f"{record.key}.json").write_text(json.dumps(content))
-
-
-def shortened(record: Record, rows: int) -> Record:
-    """The record of a training that finished after fewer evaluations, as one that ends by time."""
-    return replace(record, curve={name: values and values[:rows] for name, values in record.curve.items()})
 
 
 def _draw(

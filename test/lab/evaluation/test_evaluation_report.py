@@ -131,6 +131,7 @@ def test_a_difference_that_another_rate_may_bring_says_so() -> None:
     assert reference(judgement).startswith(
         "The reference is not tuned: at batch size 64 and learning rate 0.1, 2 times"
     )
+    assert "(a difference below 0." in render(*judged(trainings(rows)))
     first = verdict(judgement, judgement.traces[0])[0].text
     assert re.search(r", which another learning rate may bring, too \(up to 0\.\d+\)$", first)
 

@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pandas as pd
 import pytest
+from scipy import stats
 
 from helpers.evaluations import START, trainings
 from helpers.pages import DOCS, ROOT
@@ -51,6 +52,13 @@ def test_each_rule_is_compared_with_the_baseline() -> None:
     assert trace.lost.keys() == {"constant", "root"}
     assert trace.lost["constant"].low < 0.1 < trace.lost["constant"].high
     assert trace.outlook is None
+
+
+def test_a_difference_has_the_interval_of_welch() -> None:
+    found = losses(constant=0.5, root=0.45)
+    theirs = stats.ttest_ind(found[RAMP, "root"], found[RAMP, "constant"], equal_var=False).confidence_interval()
+    (trace,) = judged(found).traces
+    assert trace.rows[1].difference[1:] == pytest.approx((theirs.low, theirs.high), rel=1e-3)
 
 
 def test_more_of_an_accuracy_is_better() -> None:

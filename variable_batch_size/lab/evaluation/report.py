@@ -100,6 +100,7 @@ def _task(judgement: Judgement) -> dict[str, Any]:
         "baseline": judgement.baseline,
         "tuned": reference.answer,
         "reference": wording.reference(judgement),
+        "most": wording.number(reference.most, reference.most) if reference.most > 0 else "",
         "notes": notes,
         "failures": wording.failures(judgement),
         "beside": f"{reference.batchsize:g}" if np.isfinite(reference.batchsize) else "",
