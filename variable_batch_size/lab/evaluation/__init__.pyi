@@ -1,10 +1,10 @@
-from .analysis import Analysis as Analysis
 from .cell import Cell as Cell
 from .courses import TraceOptions as TraceOptions
 from .courses import UnderCapacity as UnderCapacity
 from .engine import run as run
 from .experiment import Experiment as Experiment
-from .recommendation import recommend as recommend
+from .judgement import Judgement as Judgement
+from .judgement import judge as judge
 from .records import Evaluation as Evaluation
 from .records import Plan as Plan
 from .records import read as read

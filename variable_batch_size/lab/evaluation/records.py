@@ -45,12 +45,12 @@ class Evaluation:
         trainings: a row for each, in the order of the plans. `key` names what determines the training, and `plan` is
             the number of the first plan that has it. `task`, `task_version`, `trace` (the name that users read), `end`,
             `rule`, `lr`, `lr_factor`, `seed`, `samples`, `ref_batchsize` and `start` (the checkpoint, "" without one)
-            are what was trained; `status` is "finished", "diverged", "short" (of its end) or "killed" (its process died
-            twice). `curve` has lists of equal lengths: the first row is the model before the training, then comes one
-            each `between` samples, and one at the end. `updates`, `samples` and `progress` so far; simulated `seconds`
-            and `cost`, or None in their place; of the updates since the row before `batch_size` (mean), `batch_least`,
-            `batch_most`, `lr` (mean effective learning rate) and `train_loss`; and the metrics of the evaluation.
-            `untrained` is the loss of the untrained model, `environment` the versions and what else there is to know.
+            are what was trained. `status` is "finished", "diverged" or "killed" (its process died twice). `curve` has
+            lists of equal lengths: the first row is the model before the training, then comes one each `between`
+            samples, and one at the end. `updates`, `samples` and `progress` so far; simulated `seconds` and `cost`
+            where they are known; of the updates since the row before `batch_size` (mean), `batch_least`, `batch_most`,
+            `lr` (mean effective learning rate) and `train_loss`; and the metrics of the evaluation. `untrained` is the
+            loss of the untrained model, `environment` the versions and what else there is to know.
         plans: in the order in which they were made; none in a table of earlier versions.
     """
 
@@ -65,13 +65,12 @@ def read(place: str | os.PathLike[str]) -> Evaluation:
         OSError: if it cannot be read.
         ValueError: if it is damaged, or of another format.
     """
-    path = Path(place)
-    if path.name.endswith(".csv.gz") and not path.is_dir():
-        return Evaluation(_frame([(0, row) for row in _table(path)]), ())
-    path = path / NAME if path.is_dir() else path
+    path = Path(place) / NAME if Path(place).is_dir() else Path(place)
     if not path.is_file():
-        remedy = "pass the --folder of vbs evaluate, or train one"
+        remedy = "pass the --folder of vbs evaluate, or its file"
         raise FileNotFoundError(f"an evaluation must be a folder with {NAME}, got {os.fspath(place)!r}; {remedy}")
+    if path.name.endswith(".csv.gz"):
+        return Evaluation(_frame([(0, row) for row in _table(path)]), ())
     content = path.read_bytes()
     lines = _lines(gzip.decompress(content) if path.suffix == ".gz" else content, path)
     plans = tuple(Plan(line["command"], tuple(line["keys"])) for line in lines if "keys" in line)
@@ -216,7 +215,8 @@ def _frame(rows: Sequence[tuple[int, Mapping[str, Any]]]) -> pd.DataFrame:
     for plan, row in rows:
         cell = {**before, **row["cell"]}
         facts = {name: cell[name] for name in _FACTS if name in cell}
-        values = {**cell, **row} | {"plan": plan, "environment": {**row["environment"], **facts}}
+        curve = {name: values for name, values in row["curve"].items() if values is not None}
+        values = {**cell, **row} | {"plan": plan, "curve": curve, "environment": {**row["environment"], **facts}}
         found.append({name: values.get(name) for name in kinds})
     frame = pd.DataFrame(found, columns=list(kinds))
     return frame.astype({name: kind for name, kind in kinds.items() if kind in (int, float)})

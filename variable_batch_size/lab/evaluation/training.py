@@ -160,11 +160,10 @@ def _train(cell: Cell, checkpoints: Path | None, save_every: timedelta | int, dr
                 break
         if curve.samples < optimizer.samples and not curve.diverged:
             evaluate(parts, curve)
-    is_short = end.by != "samples" and not end.is_reached(curve, optimizer.progress)
     return {
         "key": cell.key,
         "cell": cell.as_json(),
-        "status": "diverged" if curve.diverged else "short" if is_short else "finished",
+        "status": "diverged" if curve.diverged else "finished",
         "untrained": curve.untrained,
         "wall_seconds": round(before + time.perf_counter() - began, 3),
         "environment": environment() | _facts(parts, cell),
