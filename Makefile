@@ -13,7 +13,7 @@ SEED ?=
 NIGHTLY ?=
 SOURCE ?= .
 TRAINERS := $(wildcard benchmarks/trainers_*.py)
-SHARED := benchmarks/records.py benchmarks/results.py benchmarks/adaptive_tasks.py benchmarks/from_checkpoint.py
+SHARED := benchmarks/records.py benchmarks/results.py benchmarks/fashion.py benchmarks/adaptive_tasks.py benchmarks/from_checkpoint.py
 SCRIPTS ?= $(filter-out $(SHARED) $(wildcard benchmarks/evaluation_[al]*.py) $(TRAINERS) $(wildcard benchmarks/tpu_*.py),$(wildcard benchmarks/*.py))
 
 VENV := .venv
@@ -67,8 +67,7 @@ train: $(VENV)/.has-xla
 EVALUATE := --trace "0:32 200:64 300:128 350:256 375:512" --name doubling \
 	--trace per-device:64@traces/synthetic_capacity.csv --name "a cluster" \
 	--samples-per-second 0.5 --communication-seconds 4 --restart 120 --save-every 600 --devices 8 --price 1 \
-	$(addprefix --rule ,constant linear root adascale) $(addprefix --lr-factor ,0.5 1 2) \
-	--samples 32768 --tuning-seeds 3 --seeds 5
+	$(addprefix --rule ,constant linear root adascale) $(addprefix --lr-factor ,0.5 2) --samples 32768
 
 evaluate: $(VENV)/.has-test
 	$(VENV)/bin/vbs evaluate mnist-cnn $(EVALUATE) --jobs $(if $(filter auto,$(JOBS)),2,$(JOBS)) --folder runs/evaluate $(ARGS)

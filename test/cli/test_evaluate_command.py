@@ -63,7 +63,7 @@ def test_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     rest = ["--trace", "0:8 9:16", *BOTH, "--from", tmp_path / "start"]
     found = error_of("evaluate", TINY, *rest)
     assert found[0] == 1
-    assert found[1].startswith("a training can go on from a checkpoint with model, optimizer, scheduler, a Progress")
+    assert found[1].startswith("trainings can go on from a checkpoint with model, optimizer, scheduler, a Progress")
     done = run_main("evaluate", f"{TASKS}NoSchedule", *rest, "--dry-run")
     assert done[1] == "evaluation: 25 trainings, 25 to make, of 6,000 samples in all\n", done
 

@@ -6,12 +6,15 @@ import re
 import shlex
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader
 
+import variable_batch_size as vbs
 from helpers.console import run_main
 from helpers.pages import DOCS, ROOT, blocks, commands
-from variable_batch_size.lab.evaluation import read
+from variable_batch_size.lab.evaluation import load_task, read
 
 PAGE = DOCS / "evaluation.md"
 LINES = [line for line in commands(PAGE) if line.startswith("vbs ")]
@@ -26,26 +29,45 @@ def small(words: list[str]) -> list[str]:
         else word.replace("0:32 128:128 192:512", "0:8 4:32").replace("per-device:64", "per-device:4")
         for word in words
     ]
+    if "--from" in words:
+        return [*words, "--samples", "4608"]  # it needs a second epoch
     return [*words, "--samples", "128", "--between", "64"] if words[0] == "evaluate" else words
+
+
+def save(folder: str) -> None:
+    """Save a checkpoint of a training of the task of the page."""
+    task = load_task("ball:Ball")
+    model = task.model(0)
+    sampler = vbs.CustomSampler(task.dataset(), 16, 1, 0, 8)  # type: ignore[arg-type]
+    optimizer = vbs.LinearRuleOptimizer(task.optimizer(model, 0.05), sampler, ref_batchsize=16)
+    with vbs.Checkpoint(folder, model=model, optimizer=optimizer) as checkpoint:
+        for update in vbs.updates(DataLoader(task.dataset(), batch_sampler=sampler), optimizer):
+            for batch in update:
+                optimizer.backward(task.loss(model, batch))
+                optimizer.step()
+            if optimizer.updates == 64:
+                checkpoint.save()
+                break
 
 
 @pytest.mark.nightly("trains for its page")
 @pytest.mark.filterwarnings("ignore:trace .* the batch size is")  # the traces of the page change
 def test_the_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "traces").symlink_to(ROOT / "traces")
-    (task,) = blocks(PAGE, "python")
+    task, _ = blocks(PAGE, "python")
     (tmp_path / "ball.py").write_text(task)
     monkeypatch.chdir(tmp_path)
     outputs = []
     (tmp_path / "benchmarks").mkdir()
+    save("runs/a")
     for line in LINES:
         if found := re.search(r"benchmarks/\w+\.csv\.gz", line):
             shutil.copy(ROOT / found[0], found[0])
         status, out, err = run_main(*small(shlex.split(line)[1:]))
         assert status == 0, err
         outputs.append(out)
-    assert outputs[0].startswith("runs/small: 48 trainings")
-    assert all("lost beside the reference: " in out for out in (outputs[0], outputs[4]))
+    assert outputs[0].startswith("report: runs/small/report.html (95 of 95 trainings)")
+    assert all("lost beside the reference: " in out for out in (outputs[0], outputs[5]))
     for name in (
         "large/report.html",
         "small/report.html",
@@ -59,7 +81,7 @@ def test_the_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.filterwarnings("ignore:trace .* the batch size is")
 def test_the_task_of_the_page_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (task,) = blocks(PAGE, "python")
+    task, _ = blocks(PAGE, "python")
     assert len(task.splitlines()) <= 27
     (tmp_path / "learned_ball.py").write_text(task)
     monkeypatch.chdir(tmp_path)
@@ -67,3 +89,17 @@ def test_the_task_of_the_page_learns(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert run_main(*arguments)[0] == 0
     for curve in read("evaluation").trainings["curve"]:
         assert curve["loss"][-1] < 0.5 * curve["loss"][0]
+
+
+@pytest.mark.nightly("trains for its page")
+def test_the_tuning_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    optuna = pytest.importorskip("optuna")
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    task, tuning = blocks(PAGE, "python")
+    (tmp_path / "tuned_ball.py").write_text(task.replace("8192", "2048"))
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, Any] = {}
+    exec(tuning.replace("ball:Ball", "tuned_ball:Ball").replace("n_trials=20", "n_trials=4"), namespace)
+    assert 0 < namespace["study"].best_value < 0.7
+    assert 0.01 <= namespace["study"].best_params["lr"] <= 1
+    assert len(read("runs/tuning").trainings) == 4 * 3

@@ -82,10 +82,8 @@ def test_the_report_of_a_file_is_that_of_its_folder(tmp_path: Path, done: Path) 
 
 def test_a_wrong_argument_is_one_line(tmp_path: Path, done: Path) -> None:
     for name in (".", "a", "a.csv.gz"):
-        nothing = (
-            f"an evaluation must be a folder with {NAME}, got '{tmp_path / name}'; pass the --folder of vbs evaluate"
-        )
-        assert error_of("report", tmp_path / name) == (1, f"{nothing} evaluate, or its file")
+        nothing = f"an evaluation must be a folder with {NAME}, got '{tmp_path / name}'"
+        assert error_of("report", tmp_path / name) == (1, f"{nothing}; pass the --folder of vbs evaluate, or its file")
     (tmp_path / "a.csv.gz").touch()
     assert error_of("report", tmp_path / "a.csv.gz")[1].startswith(f"{tmp_path / 'a.csv.gz'} must be a table of train")
     (tmp_path / NAME).touch()

@@ -178,7 +178,7 @@ TraceSource = Annotated[
     ),
 ]
 TASK = typer.Argument(
-    help="mnist-cnn, fashion-cnn, char-gpt, cifar10-resnet, or a task of your own: package.module:name.",
+    help="mnist-cnn, char-gpt, or a task of your own: package.module:name.",
     show_default=False,
     metavar="TASK",
 )

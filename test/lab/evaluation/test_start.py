@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +31,9 @@ SAMPLES, SEED, LR = 480, 3, 0.05
 LOSS = Tiny.loss
 
 
-def saved(folder: Path, updates: int = 14, by: Any = "samples", model: Any = None, **options: Any) -> list[float]:
+def saved(
+    folder: Path, updates: int = 14, by: Any = "samples", model: Any = None, more: Any = None, **options: Any
+) -> list[float]:
     """Train the task as a user would, save after so many updates, and return the weights at the end of the epoch."""
     arguments: dict[str, Any] = {"rule": "linear", "ref_batchsize": 8} | options
     task, trace = Tiny(), "0:8 10:16"
@@ -39,7 +42,7 @@ def saved(folder: Path, updates: int = 14, by: Any = "samples", model: Any = Non
     sampler = vbs.CustomSampler(dataset, trace, 1, 0, 4, SEED, fixed_shape=False, max_samples=SAMPLES)
     optimizer = vbs.CustomOptimizer(task.optimizer(model, LR), sampler, max_grad_norm=5.0, **arguments)
     schedule = LambdaLR(optimizer, lambda step: task.schedule(step * 8, SAMPLES))
-    parts: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer} | ({} if more is None else {"more": more})
     if by is not None:
         parts["scheduler"] = vbs.ProgressScheduler(schedule, optimizer, by=by)
     with vbs.Checkpoint(folder, **parts) as checkpoint:
@@ -184,7 +187,7 @@ def test_the_whole_evaluation(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "other", "message"),
     [
-        ({"by": None}, {}, r"a training can go on from a checkpoint with model, optimizer, scheduler, a Progress.*, "
+        ({"by": None}, {}, r"trainings can go on from a checkpoint with model, optimizer, scheduler, a Progress.*, "
          r"got no scheduler, .* in .*; save them by vbs.Checkpoint"),
         ({"by": "updates"}, {}, r"got no scheduler, a ProgressScheduler\(by=\"samples\"\)"),
         ({}, {"samples": 144}, r"must lie before the end of a training, got 144 of 144; pass an earlier one"),
@@ -194,7 +197,7 @@ def test_the_whole_evaluation(tmp_path: Path) -> None:
         ({}, {"traces": [[8] * 20]}, r"the trace must last for the 336 samples that follow the checkpoint, got 160;"),
         ({}, {"tasks": [TINY, "mnist-cnn"]}, r"must be of one task, and of equal samples, got 2 tasks"),
         ({}, {"ends": ["progress"]}, r"must be of one task, and of equal samples, got 1 tasks and the ends progress"),
-        ({"model": nn.Linear(6, 1)}, {}, r"is of another model"),
+        ({"model": nn.Linear(6, 1)}, {}, r"RuntimeError: .*is of another model"),
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:The checkpoint has no scheduler")
@@ -202,16 +205,23 @@ def test_what_does_not_fit_is_told(options: Any, other: Any, message: str, tmp_p
     saved(tmp_path, **options)
     if "traces" in other:
         other = {"traces": {"short": vbs.BatchTrace.from_sizes(*other["traces"])}}
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, RuntimeError), match=message):
         check(cells(tmp_path, **other))
 
 
-def test_another_checkpoint_in_its_place_is_told(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_gone_is_told(tmp_path: Path) -> None:
     saved(tmp_path)
     cell = of(cells(tmp_path), "root")
-    saved(tmp_path, 15)
-    with pytest.raises(RuntimeError, match=r"the checkpoint in .* must stay, but there is another one; pass a copy of"):
+    shutil.rmtree(tmp_path)
+    with pytest.raises(RuntimeError, match=r"the checkpoint .* must stay until all trainings have ended, but it is"):
         train(cell)
+
+
+def test_parts_that_no_training_has_are_left_out(tmp_path: Path) -> None:
+    saved(tmp_path / "run")
+    whole = train(of(cells(tmp_path / "run"), "root"))["curve"]
+    saved(tmp_path / "other", more=nn.Linear(2, 2))
+    assert train(of(cells(tmp_path / "other"), "root"))["curve"] == whole
 
 
 def test_a_folder_without_a_checkpoint_is_told(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Which rule, at the learning rate that I have? Trainings with traces, rules and seeds, and a report of them.
 
 `experiment.py` says what is trained, `engine.py` where, `training.py` how, and `records.py` what is kept of it;
-`judgement.py` says what the trainings tell, by `statistics.py` and `failures.py`, and `report.py` shows it. `tasks/` are
-those of the package.
+`judgement.py` says what the trainings tell, by `statistics.py` and `failures.py`, and `report.py` shows it. `tasks/`
+are those of the package.
 """
 
 import lazy_loader

@@ -183,8 +183,8 @@ class Experiment:
         if self.lr is not None or (self.ref_batchsize or start.ref_batchsize) != start.ref_batchsize:
             found = f"lr {self.lr}, ref_batchsize {self.ref_batchsize}"
             raise value_error(f"lr and ref_batchsize must be those of {where}", found, "leave them out")
-        if size != start.position["dataset_size"]:
-            found = f"{size:,} samples instead of {start.position['dataset_size']:,}"
+        if size != start.dataset_size:
+            found = f"{size:,} samples instead of {start.dataset_size:,}"
             raise value_error(f"the dataset of the task {name} must be that of {where}", found, "pass that task")
         if samples <= start.samples:
             remedy = "pass an earlier one, or more --samples"

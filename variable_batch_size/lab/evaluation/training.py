@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import random
+import shutil
+import tempfile
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -25,6 +29,7 @@ from variable_batch_size.checkpoint import Checkpoint
 from variable_batch_size.lab.evaluation.cell import Cell, rule_of
 from variable_batch_size.lab.evaluation.curve import Curve, checked
 from variable_batch_size.lab.evaluation.provenance import environment
+from variable_batch_size.lab.evaluation.start import Start
 from variable_batch_size.lab.evaluation.task import Defaults, Task, dataset_of, load_task
 
 SAVE_EVERY = timedelta(seconds=30)
@@ -49,8 +54,7 @@ def parts_of(cell: Cell, curve: Curve) -> Parts:
     """
     task = load_task(cell.task, cell.task_arguments, cell.data_dir)
     dataset: Any = dataset_of(task)
-    position: dict[str, Any] = {"seed": cell.seed} if cell.start is None else {**cell.start.position}
-    position.pop("dataset_size", None)
+    order = {"seed": cell.seed} if cell.start is None else cell.start.order
     sampler = CustomSampler(
         dataset,
         cell.course.trace,
@@ -59,7 +63,7 @@ def parts_of(cell: Cell, curve: Curve) -> Parts:
         cell.minibatch_size,
         fixed_shape=False,
         max_samples=cell.most_samples,
-        **position,
+        **order,
     )
     model = task.model(cell.seed)
     optimizer = CustomOptimizer(
@@ -73,7 +77,7 @@ def parts_of(cell: Cell, curve: Curve) -> Parts:
     parts = Parts(task, model, sampler, optimizer, *_schedule(cell, task, optimizer, curve))
     if cell.start is not None:
         curve.untrained = checked(metrics_of(parts))["loss"]
-        cell.start.load(parts, cell.lr_factor)
+        _go_on(parts, cell.start, cell.lr_factor)
     return parts
 
 
@@ -96,6 +100,51 @@ def _schedule(
         raise ValueError(f"the schedule of the task {cell.task} needs a ref_batchsize, but there is none; pass one")
     schedule = LambdaLR(optimizer, lambda step: function(step * size, cell.samples))
     return schedule, ProgressScheduler(schedule, optimizer, by="samples")
+
+
+class _Unused:
+    """A part of a checkpoint that the trainings which go on from it do not have."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing."""
+        return {}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Leave it out."""
+
+
+def _go_on(parts: Parts, start: Start, lr_factor: float) -> None:
+    """Bring the objects of a training into the state of its start, of which a copy is restored, at another lr.
+
+    Raises:
+        FileNotFoundError: if the checkpoint is gone.
+        ValueError: if its learning rate is not that of the schedule of the task.
+        RuntimeError: if it is of another model.
+    """
+    others: dict[str, Any] = {name: _Unused() for name in start.others}
+    if parts.scheduler is not None:
+        others["scheduler"] = parts.scheduler
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that the rule is another one is what is compared
+        try:
+            shutil.copytree(start.path, Path(folder) / start.path.name)
+        except FileNotFoundError:
+            message = f"the checkpoint {start.path} must stay until all trainings have ended, but it is gone"
+            raise FileNotFoundError(f"{message}; pass a copy of it") from None
+        with _quiet(), Checkpoint(folder, model=parts.model, optimizer=parts.optimizer, **others) as checkpoint:
+            checkpoint.restore(strict=False, required=True)
+    schedule, group = parts.schedule, parts.optimizer.param_groups[0]
+    if schedule is not None:
+        expected = float(schedule.base_lrs[0] * schedule.lr_lambdas[0](schedule.last_epoch))
+        if not math.isclose(float(group["lr"]), expected, rel_tol=1e-6):
+            requirement = f"the schedule of the task must be that of the checkpoint {start.path}"
+            found = f"lr {float(group['lr']):g} in it, and {expected:g} by the task"
+            raise value_error(requirement, found, "pass the samples of that training (--samples)")
+        schedule.base_lrs = [rate * lr_factor for rate in schedule.base_lrs]
+    for group in parts.optimizer.param_groups:
+        for name in {"lr", "initial_lr"} & set(group):
+            value = group[name]
+            group[name] = value.mul_(lr_factor) if isinstance(value, Tensor) else value * lr_factor
 
 
 def train(
@@ -274,6 +323,17 @@ def _failed_by_divergence(model: nn.Module, curve: Curve, error: Exception) -> b
     if isinstance(error, (OverflowError, FloatingPointError)) or not curve.last <= curve.limit:
         return True
     return not all(bool(one.isfinite().all()) for one in model.parameters())
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Leave out what a checkpoint tells of each training that goes on from it."""
+    before = logging.root.manager.disable
+    logging.disable(logging.INFO)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 @contextmanager
