@@ -43,7 +43,7 @@ from variable_batch_size.lab.evaluation.curve import Curve
 from variable_batch_size.lab.evaluation.loop import evaluate, updates_of
 from variable_batch_size.lab.evaluation.provenance import environment
 from variable_batch_size.lab.evaluation.record import keys_in, path_of
-from variable_batch_size.lab.evaluation.statistics import Interval, difference_interval, mean_interval
+from variable_batch_size.lab.evaluation.statistics import Interval, mean_interval
 from variable_batch_size.lab.evaluation.task import FUNCTIONS
 from variable_batch_size.lab.evaluation.training import parts_of
 
@@ -174,10 +174,10 @@ def report(found: dict[tuple[str, int], list[Record]], flags: argparse.Namespace
         values = np.array([accuracy(one) for one in records])
         trained = values[values >= NEAR_CHANCE]
         if len(trained) == n:
-            measured = points(mean_interval(values, least=0.0, most=1.0))
+            measured = points(mean_interval(values), n)
             put(ACCURACY, kind, measured, "%", note="95% interval", **own)
             if kind != REFERENCE:
-                apart = points(difference_interval(values - reference))
+                apart = points(mean_interval(values - reference), n)
                 put(DIFFERENCE, kind, apart, "points", note="95% interval", **own)
         elif len(trained):
             mean = Measured(100 * float(trained.mean()), n=len(trained))
@@ -190,10 +190,10 @@ def report(found: dict[tuple[str, int], list[Record]], flags: argparse.Namespace
                 put(f"{column}, {TABLE}", kind, Measured(float(np.mean(ends)), n=len(ends)), column, **own)
 
 
-def points(interval: Interval) -> Measured:
+def points(interval: Interval, n: int) -> Measured:
     """Return an estimate in points, without an interval if there is none."""
-    value, low, high = (100 * bound for bound in interval[:3])
-    return Measured(value, None, None, n=interval.n) if math.isnan(low) else Measured(value, low, high, n=interval.n)
+    value, low, high = (100 * bound for bound in interval)
+    return Measured(value, n=n) if math.isnan(low) else Measured(value, low, high, n=n)
 
 
 def parse() -> argparse.Namespace:

@@ -26,8 +26,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,7 +39,8 @@ from variable_batch_size.lab.evaluation import (
     Experiment,
     UnderCapacity,
     engines,
-    read_records,
+    judge,
+    read,
     report,
     write_records,
 )
@@ -106,8 +105,10 @@ def options(flags: argparse.Namespace, samples: int) -> dict[str, Any]:
 
 def write_report(flags: argparse.Namespace, planned: int) -> None:
     """Write the report of the records that are there."""
-    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
-    print(report.write_report(read_records(flags.folder), flags.folder, command=command, planned=planned))
+    evaluation = read(flags.folder)
+    print(
+        f"{len(evaluation.trainings)} of {planned}:", report.write_report(evaluation, judge(evaluation), flags.folder)
+    )
 
 
 def take_time(cell: Cell, on: str) -> None:

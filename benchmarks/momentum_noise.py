@@ -291,7 +291,7 @@ def study(task: Quadratic | Digits, name: str) -> dict[tuple[str, str], Array]:
 
 def text(values: Array) -> str:
     """Return the mean and its interval."""
-    interval = mean_interval(values[np.isfinite(values)], least=min(0.0, values.min()))
+    interval = mean_interval(values[np.isfinite(values)])
     return f"{interval.value:.2f} ({interval.low:.2f} to {interval.high:.2f})"
 
 

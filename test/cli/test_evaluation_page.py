@@ -44,13 +44,13 @@ def test_the_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert status == 0, err
         outputs.append(out)
     assert outputs[0].startswith("runs/small: 48 trainings")
-    assert all("as good, as far as seen" in out for out in (outputs[0], outputs[4]))
+    assert all("lost beside the reference: " in out for out in (outputs[0], outputs[4]))
     for name in (
         "large/report.html",
         "small/report.html",
-        "small/report-table.csv",
+        "small/report.csv",
         "ball/report-ball-Ball.png",
-        "ends/report-table.csv",
+        "ends/report.csv",
         "machines/plan.json",
     ):
         assert (tmp_path / "runs" / name).exists()

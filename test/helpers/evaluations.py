@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from variable_batch_size.lab.evaluation import Record
 
@@ -27,6 +26,65 @@ ENVIRONMENT = {
     "commit": "0123abc",
     "cpu": "a CPU",
 }
+
+
+Kind = tuple[str, str] | tuple[str, str, float]  # trace, rule and factor on the learning rate
+
+
+def trainings(losses: Mapping[Kind, Sequence[float | None]], **columns: Any) -> pd.DataFrame:
+    """Return the trainings of an evaluation, as `evaluation.records.read` does.
+
+    Args:
+        losses: final losses by seed of each kind of trainings; nan of those that diverged, None of those killed.
+        columns: other columns, the same of all trainings.
+    """
+    rows = [
+        _training(kind[0], kind[1], kind[2] if len(kind) > 2 else 1.0, seed, loss, columns)
+        for kind, own in losses.items()
+        for seed, loss in enumerate(own)
+    ]
+    return pd.DataFrame(rows)
+
+
+def _training(
+    trace: str, rule: str, factor: float, seed: int, loss: float | None, columns: Mapping[str, Any]
+) -> dict[str, Any]:
+    share = np.arange(ROWS) / (ROWS - 1)
+    known = loss is not None and np.isfinite(loss)
+    values = START + ((loss if known else START) - START) * (1 - np.exp(-5 * share)) / (1 - np.exp(-5))
+    values[-1] = loss if known else np.nan
+    sizes = np.array(TRACES.get(trace, [64]))
+    size = sizes[np.maximum(np.ceil(share * len(sizes)).astype(int) - 1, 0)]
+    scale = {"linear": size / 64, "root": np.sqrt(size / 64)}.get(rule, np.ones(ROWS))
+    curve: dict[str, list[Any]] = {
+        "samples": np.round(share * SAMPLES).astype(int).tolist(),
+        "batch_size": [None, *size[1:].tolist()],
+        "lr": [None, *(0.1 * factor * scale[1:]).tolist()],
+        "loss": [None if np.isnan(value) else value for value in values.tolist()],
+        "accuracy": [None if np.isnan(value) else value for value in (1 - values / 2.6).tolist()],
+    }
+    name = f"{trace} {rule} {factor} {seed}"
+    return {
+        "key": hashlib.sha256(name.encode()).hexdigest()[:16],
+        "plan": 0,
+        "task": "simulated",
+        "task_version": "",
+        "trace": trace,
+        "end": "samples",
+        "rule": rule,
+        "lr": 0.1 * factor,
+        "lr_factor": factor,
+        "seed": seed,
+        "samples": SAMPLES,
+        "ref_batchsize": 64,
+        "start": "",
+        "status": "killed" if loss is None else "finished" if known else "diverged",
+        "wall_seconds": 1.5,
+        "curve": curve,
+        "untrained": START,
+        "environment": ENVIRONMENT,
+        **columns,
+    }
 
 
 def records(
@@ -65,24 +123,6 @@ def records(
 def final_loss(rule: str, trace: str, lr: float, rules: Mapping[str, float] = EFFECTS) -> float:
     """Return the mean of the final loss."""
     return END + rules[rule] + CURVATURE * float(np.log2(lr / BEST_LR[trace])) ** 2
-
-
-def regret(rule: str, trace: str, rules: Mapping[str, float] = EFFECTS) -> float:
-    """Return the true regret at learning rate 1, if only the constant rule is trained at others."""
-    least = min(final_loss(other, trace, 1.0, rules) for other in rules)
-    return final_loss(rule, trace, 1.0, rules) - min(least, END)
-
-
-def write(folder: Path, found: Sequence[Record]) -> None:
-    """Write records as files."""
-    for record in found:
-        content = {"format": 1, **vars(record)}
-        (folder / f"{record.key}.json").write_text(json.dumps(content))
-
-
-def shortened(record: Record, rows: int) -> Record:
-    """The record of a training that finished after fewer evaluations, as one that ends by time."""
-    return replace(record, curve={name: values and values[:rows] for name, values in record.curve.items()})
 
 
 def _draw(

@@ -133,7 +133,6 @@ def evaluate(
         ),
     ] = None,
     parquet: report.Parquet = False,
-    recommend: report.Recommend = False,
     dry_run: Annotated[
         bool, option("Print the number of trainings, and check them, without training.", "--dry-run")
     ] = False,
@@ -185,9 +184,7 @@ def evaluate(
             )
             failed = sum(status_of(record) != "finished" for record in records)
             typer.echo(f"{folder}: {len(records):,} trainings, {failed:,} of which failed")
-            report.publish(
-                folder, table="parquet" if parquet else "csv", recommend=recommend, data_dir=of_task.data_dir
-            )
+            report.publish(folder, parquet=parquet)
 
 
 @contextmanager

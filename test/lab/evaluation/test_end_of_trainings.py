@@ -12,15 +12,13 @@ import pytest
 from helpers.evaluation_tasks import without_times
 from variable_batch_size.adaptive import Throughput
 from variable_batch_size.lab.cluster import CapacityTrace
-from variable_batch_size.lab.evaluation import Analysis, Experiment, ModelTime, UnderCapacity, read_records, run
+from variable_batch_size.lab.evaluation import Experiment, ModelTime, UnderCapacity, judge, read, run
 from variable_batch_size.lab.evaluation.cell import Cell
 from variable_batch_size.lab.evaluation.courses import Course
 from variable_batch_size.lab.evaluation.end import MOST, End
 from variable_batch_size.lab.evaluation.experiment import check
-from variable_batch_size.lab.evaluation.recommendation import recommend
 from variable_batch_size.lab.evaluation.record import Record, status_of
 from variable_batch_size.lab.evaluation.simulated_time import RunTime
-from variable_batch_size.lab.evaluation.tidy import along, tidy
 from variable_batch_size.lab.evaluation.training import record_of
 from variable_batch_size.lab.evaluation.tuning import REFERENCE
 from variable_batch_size.lab.simulation import Overheads
@@ -94,8 +92,9 @@ def test_a_training_that_does_not_reach_its_end_has_failed(tmp_path: Path) -> No
     assert record.curve["samples"][-1] == MOST * 64  # type: ignore[index]
     assert status_of(record) == "short"
     assert status_of(found["0:8 4:32, progress 60", "linear"]) == "finished"
-    (said,) = (one for one in recommend(Analysis(records)) if one.trace == "0:8 4:32, progress 60")
-    assert said.row["left out"] == "constant (3 of 3 failed)"
+    (judgement,) = judge(read(tmp_path))
+    (trace,) = (one for one in judgement.traces if one.name == "0:8 4:32, progress 60")
+    assert [(row.rule, row.failed) for row in trace.rows] == [("constant", 3), ("linear", 0)]
 
 
 def test_ends_with_other_numbers_are_other_comparisons() -> None:
@@ -196,42 +195,6 @@ def test_what_a_schedule_needs_is_checked_for_each_end() -> None:
 def test_rounding_adds_no_update(seconds: int) -> None:
     cell = one(traces=["1"], rules=["constant"], ends=[f"seconds:{seconds}"], time=ModelTime(MODEL))
     assert record_of(cell, None).curve["updates"][-1] == 10 * seconds  # type: ignore[index]
-
-
-def test_parts_of_a_log_of_another_number_are_another_task(tmp_path: Path) -> None:
-    log = CapacityTrace(range(0, 100, 5), 10 * [1, 2], end=100)
-    arguments: dict[str, Any] = {"traces": {"log": UnderCapacity(log, "per-device:8", MODEL)}, "samples": 120}
-    names = set()
-    for windows in (2, 3):
-        for seeds in ([0], [0, 1]):
-            run(experiment(**arguments, windows=windows, seeds=seeds), tmp_path, progress=False)
-            names = set(Analysis(read_records(tmp_path)).tasks)
-            assert Analysis(read_records(tmp_path)).summary.size
-    assert {name for name in names if "windows" in name} == {f"{TINY} (windows {number})" for number in (2, 3)} | {
-        name for name in names if name.endswith("(windows 1)")
-    }
-
-
-def test_a_curve_ends_where_trainings_of_unequal_numbers_of_evaluations_end(tmp_path: Path) -> None:
-    log = CapacityTrace([0, 50], [1, 4], end=100)
-    trace = UnderCapacity(log, "per-device:8", MODEL)
-    chosen = experiment(traces={"log": trace}, windows=2, seeds=2, ends=["seconds:40"])
-    rows = tidy(run(chosen, tmp_path, progress=False))
-    rows = rows[rows["trace"] == "log, 40 seconds"]
-    assert rows.groupby("key").size().nunique() == 2
-    places, (mean, *_) = along(rows, "seconds", "loss")
-    assert places[0] == 0
-    assert 40 <= places[-1] < 42
-    ends = rows.groupby("key")["loss"].last()
-    np.testing.assert_allclose(mean[-1], ends.mean(), rtol=0.05)
-
-
-def test_traces_with_different_ends_are_of_one_family(tmp_path: Path) -> None:
-    chosen = experiment(rules=["linear", "adascale"], seeds=3, ends=["samples", "progress"])
-    analysis = Analysis(run(chosen, tmp_path, progress=False))
-    traces = {"0:8 10:32", "0:8 10:32, equal progress"}
-    assert {trace for _, trace in analysis.claims} >= traces
-    assert analysis.comparisons == len(traces)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,10 @@
-"""The report: one file, whose numbers are those of the analysis, and whatever a name holds is text."""
+"""The page of a report: it says what the judgement says, needs no other file, and is read without colors."""
 
 from __future__ import annotations
 
-import csv
 import re
 import sys
-from dataclasses import replace
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -14,255 +13,254 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from helpers.evaluations import EFFECTS, records, shortened
-from helpers.pages import ROOT
-from variable_batch_size.lab.evaluation import Analysis, read_records, write_report
-from variable_batch_size.lab.evaluation.figures import FORMATS, draw_regret
-from variable_batch_size.lab.evaluation.report import _table, render
-from variable_batch_size.lab.evaluation.wording import interval
+from helpers.evaluations import Kind, trainings
+from variable_batch_size.lab.evaluation.figures import draw
+from variable_batch_size.lab.evaluation.judgement import Judgement, judge
+from variable_batch_size.lab.evaluation.records import REFERENCE, Evaluation, Plan
+from variable_batch_size.lab.evaluation.report import render, write_report
+from variable_batch_size.lab.evaluation.wording import failures, reference, verdict
 
-TARGETS = {"simulated": ("loss", 0.51)}
-COMMAND = "vbs evaluate 'a & b' <c>"
+RAMP, CONSTANT = "0:64 40:256", "256"
 VOID = {"meta", "br", "link", "img", "hr"}
+NAN = float("nan")
+
+
+def noise(mean: float, seed: int, seeds: int = 5) -> list[float]:
+    return (mean + 0.01 * np.random.default_rng(seed).standard_normal(seeds)).tolist()
+
+
+def frame(**columns: object) -> pd.DataFrame:
+    """A tuned reference; root is better on the ramp, linear fails, and under the constant trace nothing is decided."""
+    found = {(REFERENCE, "constant", factor): noise(0.4 + 0.1 * (factor != 1), 9) for factor in (0.5, 1.0, 2.0)}
+    found[RAMP, "constant"], found[RAMP, "root"] = noise(0.5, 0), noise(0.45, 1)
+    found[RAMP, "linear"] = [*noise(0.5, 2, 2), NAN, NAN, 2.2]
+    found[CONSTANT, "constant"], found[CONSTANT, "root"] = noise(0.5, 3), noise(0.495, 4)
+    found[CONSTANT, "linear"] = [NAN] * 5
+    return trainings(found, **columns)
+
+
+def judged(rows: pd.DataFrame, *plans: Plan) -> tuple[Evaluation, list[Judgement]]:
+    evaluation = Evaluation(rows, plans)
+    return evaluation, judge(evaluation)
+
+
+def said(rows: pd.DataFrame) -> dict[str, list[str]]:
+    (judgement,) = judged(rows)[1]
+    return {trace.name: [str(sentence) for sentence in verdict(judgement, trace)] for trace in judgement.traces}
 
 
 class Page(HTMLParser):
-    """The elements of a page: each is closed, and where it has text."""
+    """The elements of a page, each of which is closed, and its text without style."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.open: list[str] = []
         self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.cells: list[str] = []
+        self.text = ""
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
         if tag not in VOID:
             self.open.append(tag)
-        if tag in ("td", "th"):
-            self.cells.append("")
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        if {"td", "th"} & set(self.open):
-            self.cells[-1] += data
+        self.text += data if not {"style", "svg"} & set(self.open) else ""
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("report")
-    found = records(traces=["64", "spot"], divergence={"linear": 0.5})
-    assert write_report(found, folder, targets=TARGETS, command=COMMAND, planned=99) == folder / "report.html"
-    return folder
+def page() -> str:
+    rows = frame()
+    return render(*judged(rows, Plan("vbs evaluate 'a & b' <c>", tuple(rows["key"]))))
 
 
-@pytest.fixture(scope="module")
-def page(folder: Path) -> str:
-    return (folder / "report.html").read_text()
+def test_the_verdict_of_each_trace() -> None:
+    found = said(frame())
+    assert re.fullmatch(r"\u25b2 root: better than constant by 0\.0\d+ \(0\.0\d+ to 0\.0\d+\)", found[RAMP][0])
+    assert found[RAMP][1:] == ["? not decided: linear", "\u2715 linear: fails in 3 of 5"]
+    first, *others = found[CONSTANT]
+    assert re.match(r"\? not decided, use constant: no rule is seen to be better; root is (ahead|behind) by 0\.", first)
+    assert re.search(r"; a new evaluation of \d+ seeds would see 0\.\d+$", first)
+    assert others == [
+        "\u2715 linear: fails in 5 of 5",
+        "= the batch size is constant: a rule is a learning rate here",
+    ]
+
+
+def test_what_is_worse_and_what_is_the_same() -> None:
+    rows = {(RAMP, "constant"): noise(0.5, 0), (RAMP, "root"): noise(0.6, 1), (RAMP, "linear"): noise(0.5, 0)}
+    first, worse, same = said(trainings(rows))[RAMP]
+    assert first == "= constant: no other rule is better"
+    assert re.match(r"\u25bc root: worse than constant by 0\.1\d+ \(0\.\d+ to 0\.\d+\)$", worse)
+    assert same == "= linear: the same trainings as constant, bit for bit"
+    del rows[RAMP, "root"]
+    assert said(trainings(rows))[RAMP] == ["= all rules have the same trainings, bit for bit: use constant"]
+    del rows[RAMP, "linear"]
+    assert said(trainings(rows))[RAMP] == ["= constant is the only rule"]
+
+
+def test_where_all_fail_nothing_trains() -> None:
+    assert said(trainings({(RAMP, "constant"): [NAN] * 3, (RAMP, "root"): [NAN] * 3})) == {
+        RAMP: ["\u2715 nothing trains under this trace: all trainings failed"]
+    }
+
+
+def test_a_baseline_that_fails_is_not_advised() -> None:
+    found = said(trainings({(RAMP, "constant"): [NAN] * 3 + [0.5], (RAMP, "root"): noise(0.5, 0, 4)}))
+    assert found[RAMP] == [
+        "? not decided, use root: it failed in 0 of 4, constant in 3 of 4",
+        "\u2715 constant: fails in 3 of 4",
+    ]
+
+
+def test_one_seed_says_nothing() -> None:
+    found = said(trainings({(RAMP, "constant"): [0.5], (RAMP, "root"): [0.4]}))
+    assert found[RAMP] == [
+        "? not decided, use constant: no rule is seen to be better: one seed says nothing about chance"
+    ]
+
+
+def test_a_difference_that_another_rate_may_bring_says_so() -> None:
+    rows = {(RAMP, "constant"): noise(0.5, 0), (RAMP, "root"): noise(0.45, 1)}
+    at = zip((0.5, 1.0, 2.0), (0.5, 0.4, 0.33), strict=True)
+    rows |= {(REFERENCE, "constant", factor): noise(mean, int(10 * mean)) for factor, mean in at}  # type: ignore[misc]
+    (judgement,) = judged(trainings(rows))[1]
+    assert reference(judgement).startswith(
+        "The reference is not tuned: at batch size 64 and learning rate 0.1, 2 times"
+    )
+    assert "(a difference below 0." in render(*judged(trainings(rows)))
+    first = verdict(judgement, judgement.traces[0])[0].text
+    assert re.search(r", which another learning rate may bring, too \(up to 0\.\d+\)$", first)
+
+
+def test_rules_that_fail_more_often_are_said_to() -> None:
+    rows = {(RAMP, "constant"): noise(0.5, 0, 10), (RAMP, "linear"): [NAN] * 8 + noise(0.5, 1, 2)}
+    (judgement,) = judged(trainings(rows))[1]
+    text = "\u25bc linear fails more often than constant: 8 of 10 against 0 of 10 trainings under all traces"
+    assert [*map(str, failures(judgement))] == [text]
+
+
+def test_the_page_says_it(page: str) -> None:
+    parsed = Page(page)
+    assert parsed.open == []
+    for name, sentences in said(frame()).items():
+        assert name in parsed.text
+        for sentence in sentences:
+            assert sentence.replace(" ", "", 1) in parsed.text.replace("\n", "")
+    assert (
+        "The reference is tuned: at batch size 64 and learning rate 0.1, other rates (0.5, 2 times) are" in parsed.text
+    )
+    assert "vbs evaluate 'a & b' <c>" in parsed.text
+    for text in ("3.11.7", "2.9.0", "0123abc", "seeds 0, 1, 2, 3 and 4"):
+        assert text in parsed.text
+
+
+def test_the_mark_is_on_the_number_that_it_is_about(page: str) -> None:
+    """Also without colors, and whatever columns there are."""
+    marked = re.findall(r'<td class="claimed"><span class="mark">(.)</span>([^<]+)</td>', page)
+    assert len(marked) == 1
+    assert marked[0][0] == "\u25b2"
+    assert marked[0][1].startswith("-0.0")
 
 
 def test_the_page_needs_no_other_file(page: str) -> None:
-    parsed = Page(page)
-    assert parsed.open == []
-    for tag, attributes in parsed.tags:
+    for tag, attributes in Page(page).tags:
         assert tag not in ("script", "link", "img", "iframe", "object")
         for name in ("href", "xlink:href", "src"):
             assert (attributes.get(name) or "#").startswith("#")
     assert not re.search(r"url\((?!#)|@import", page)
 
 
-def test_the_numbers_are_those_of_the_analysis(page: str) -> None:
-    analysis = Analysis(records(traces=["64", "spot"], divergence={"linear": 0.5}), targets=TARGETS)
-    cells = Page(page).cells
-    for trace in ("64", "spot"):
-        for rule in EFFECTS:
-            row = analysis.facts("simulated", trace).loc[rule].to_dict()
-            text = interval(row["value"], row["value_low"], row["value_high"])
-            assert any(cell.startswith(text) for cell in cells)
-            assert f"{row['reached']:.0f} of 3" in cells
-    assert any(re.match(r"\d of 3 \(\d+% to \d+%\)$", cell) for cell in cells)
-    assert any(cell.startswith("\u2265 ") for cell in cells)
-    assert "The target is loss 0.51" in page
-
-
-def test_it_says_how_it_was_made(page: str) -> None:
-    for text in ("of 99, ", "3.11.7", "2.9.0", "0123abc", "a CPU", "vbs evaluate &#39;a &amp; b&#39; &lt;c&gt;"):
-        assert text in page
-
-
-def test_the_pictures_take_their_colors_from_the_page(page: str) -> None:
-    pictures = re.findall(r"<svg xmlns:xlink.*?</svg>", page, re.DOTALL)
-    assert len(pictures) == 1 + 2 * 7  # the heat map; of each trace sizes, rates, and the curves along what is known
-    for picture in pictures:
-        ElementTree.fromstring(picture)
-        assert "#000000" not in re.sub(r"<g[^>]*>\s*<text[^>]*>[^<]*</text>", "", picture)
-        assert "currentColor" in picture
-        assert "var(--faint)" in picture or "regret" in picture
-        used = set(re.findall(r"(?:href=\"#|url\(#)([^\")]+)", picture))
-        assert set(re.findall(r' id="([^"]+)"', picture)) == used
+def test_the_figure_takes_its_colors_from_the_page(page: str) -> None:
+    (picture,) = re.findall(r"<svg xmlns:xlink.*?</svg>", page, re.DOTALL)
+    ElementTree.fromstring(picture)
+    assert "currentColor" in picture
+    assert "var(--faint)" in picture
     assert "prefers-color-scheme: dark" in page
 
 
-def test_tables_and_a_picture_for_papers_lie_beside_it(folder: Path) -> None:
-    pictures = {f"report-simulated.{kind}" for kind in FORMATS}
-    assert {path.name for path in folder.iterdir()} == {"report.html", "report.csv", "report-table.csv", *pictures}
-    with (folder / "report.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert {row["trace"] for row in rows} == {"64", "spot"}
-    assert {row["status"] for row in rows} == {"finished", "diverged"}
-    assert float(rows[0]["loss"]) == 2.3
-    assert (folder / "report-simulated.png").read_bytes().startswith(b"\x89PNG")
-    assert (folder / "report-simulated.pdf").read_bytes().startswith(b"%PDF")
-    ElementTree.fromstring((folder / "report-simulated.svg").read_bytes())
+def test_the_figure_has_a_look_for_each_rule() -> None:
+    (judgement,) = judged(frame())[1]
+    figure = draw(judgement)
+    panels = figure.get_axes()
+    assert len(panels) == 6
+    lines = [line for line in panels[4].get_lines() if line.get_label() in judgement.rules]
+    assert len({line.get_color() for line in lines}) == len({str(line._dash_pattern) for line in lines}) == 3  # type: ignore[attr-defined]
+    crosses = [line for line in panels[4].get_lines() if line.get_label() == "_failed"]
+    low, high = panels[4].get_ylim()
+    assert len(crosses) == 3
+    assert all(low <= line.get_ydata()[-1] <= high for line in crosses)  # type: ignore[index]
 
 
-@pytest.mark.nightly("draws a report")
-def test_parquet_has_the_numbers_of_the_csv(tmp_path: Path) -> None:
+def test_other_learning_rates_are_a_response_curve() -> None:
+    kinds = [(RAMP, rule, factor) for rule in ("constant", "root") for factor in (1.0, 2.0)]
+    rows = {kind: noise(0.1 if number == 3 else 0.5, number) for number, kind in enumerate(kinds)}
+    evaluation, judgements = judged(trainings(rows))
+    assert {row.answer for row in judgements[0].traces[0].rows} == {"baseline", "open"}
+    text = Page(render(evaluation, judgements)).text
+    assert "At other learning rates, without claims: loss by factor." in text
+    assert re.search(r"root0\.\d+ \(0\.\d+ to 0\.\d+\)0\.[01]\d+ \(", text)
+    assert len(draw(judgements[0]).get_axes()) == 4
+
+
+def test_notes_name_what_is_missing() -> None:
+    rows = frame(start="runs/a, after 64 updates")
+    rows["environment"] = [{"source of the task": f"{seed % 2}"} for seed in rows["seed"]]
+    rows.loc[rows["seed"] == 4, "status"] = "killed"
+    first, second = Plan("a", tuple(rows.loc[rows["seed"] < 2, "key"])), Plan("b", (*rows["key"], "0" * 16))
+    text = unescape(Page(render(*judged(rows, first, second))).text)
+    assert "1 trainings of the plan have not ended: nothing is claimed yet." in text
+    assert "An earlier plan judged the seeds 0 and 1: they are left out here" in text
+    assert "Killed, and in no number: constant at 0.5x under the reference, seed 4; " in text
+    assert "All trainings start at runs/a, after 64 updates: what is claimed holds for this checkpoint." in text
+    assert "The trainings are of 2 versions of the file of the task; give it another version." in text
+    assert "\u25b2root" not in text
+
+
+@pytest.mark.parametrize(
+    ("losses", "first"),
+    [
+        ({(REFERENCE, "constant"): [0.4, 0.41]}, None),
+        ({(RAMP, "constant", 2.0): [0.4, 0.41]}, None),
+        ({(RAMP, "constant"): [None, None], (RAMP, "root"): [None, None]}, "? no training of constant ended under"),
+        ({(RAMP, "constant"): [None, None], (RAMP, "root"): [0.4, 0.41]}, "? no training of constant ended under"),
+        ({(RAMP, "constant"): [0.4, NAN], (RAMP, "root"): [NAN, NAN]}, "= constant: no other rule is better"),
+    ],
+)
+def test_an_evaluation_that_has_little_has_a_report(losses: dict[Kind, list[float | None]], first: str | None) -> None:
+    rows = trainings(losses)
+    rows["curve"] = [
+        {} if status == "killed" else curve for status, curve in zip(rows["status"], rows["curve"], strict=True)
+    ]
+    assert Page(render(*judged(rows))).open == []
+    assert list(said(rows)) == ([] if first is None else [RAMP])
+    assert first is None or said(rows)[RAMP][0].startswith(first)
+
+
+@pytest.mark.slow("draws the figure twice in each format")
+def test_the_files_beside_the_page(tmp_path: Path) -> None:
+    evaluation, judgements = judged(frame())
+    (tmp_path / "report-earlier.png").touch()
+    assert write_report(evaluation, judgements, tmp_path) == tmp_path / "report.html"
+    pictures = {f"report-simulated.{kind}" for kind in ("png", "pdf", "svg")}
+    assert {path.name for path in tmp_path.iterdir()} == {"report.html", "report.csv", *pictures}
+    rows = pd.read_csv(tmp_path / "report.csv")
+    assert len(rows) == len(evaluation.trainings)
+    assert rows.loc[rows["status"] == "finished", "loss"].notna().all()
+    assert {"task", "trace", "rule", "seed", "lr_factor", "failed", "accuracy", "wall_seconds"} <= {*rows.columns}
     pytest.importorskip("pyarrow")
-    found = records(traces=["64"], divergence={"linear": 0.5})
-    names = ("report", "report-table")
-    write_report(found, tmp_path, targets=TARGETS)
-    tables = [pd.read_csv(tmp_path / f"{name}.csv", dtype={"trace": str}) for name in names]
-    write_report(found, tmp_path, targets=TARGETS, table="parquet")
-    for name, table in zip(names, tables, strict=True):
-        again = pd.read_parquet(tmp_path / f"{name}.parquet")
-        # a CSV does not tell None from nan, nor whole numbers of a float column from integers
-        pd.testing.assert_frame_equal(again.fillna(np.nan), table, check_dtype=False, check_exact=True)
-    assert not list(tmp_path.glob("*.csv"))  # older than the page
-    write_report(found, tmp_path)
-    assert not list(tmp_path.glob("*.parquet"))
+    write_report(evaluation, judgements, tmp_path, parquet=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"report.html", "report.parquet", *pictures}
+    again = pd.read_parquet(tmp_path / "report.parquet").replace("", np.nan)
+    pd.testing.assert_frame_equal(again, rows, check_dtype=False)
 
 
 def test_parquet_needs_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = judged(frame())
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'variable_batch_size\[parquet\]'"):
-        write_report(records(traces=["64"]), tmp_path, table="parquet")
+        write_report(*found, tmp_path, parquet=True)
     assert not list(tmp_path.iterdir())
-
-
-def test_the_baseline_is_a_rule_of_the_records() -> None:
-    with pytest.raises(ValueError, match=r"baseline must be constant or linear or .*, got 'lin'; choose a rule of"):
-        Analysis(records(traces=["64"]), baseline="lin")
-    others = [record for record in records(traces=["64"]) if record.cell["rule"] != "constant"]
-    assert Analysis(others).summary["difference"].isna().all()
-
-
-@pytest.mark.nightly("draws two reports")
-def test_the_same_records_make_the_same_page(page: str) -> None:
-    found = records(traces=["64", "spot"], divergence={"linear": 0.5})
-    assert render(Analysis(found[::-1], targets=TARGETS), COMMAND, 99) == page
-
-
-def test_names_are_text(tmp_path: Path) -> None:
-    """No name of a task, trace or rule becomes an element, a formula or a path."""
-    found = records({"constant": 0.0, "<b>$x_1$</b>": 0.1}, ["64"], task="../<i>a&b</i>")
-    page = write_report(found, tmp_path).read_text()
-    assert not {"b", "i"} & {tag for tag, _ in Page(page).tags}
-    assert "&lt;b&gt;$x_1$&lt;/b&gt;" in page
-    assert (tmp_path / "report-i-a-b-i.png").exists()
-
-
-@pytest.mark.slow("draws a report")
-@pytest.mark.parametrize("number", [1, 7])
-def test_a_report_of_what_is_there_so_far(number: int, tmp_path: Path) -> None:
-    found = records(traces=["64"])[-number:]
-    page = write_report(found, tmp_path, targets=TARGETS, planned=300).read_text()
-    assert f"{number} of 300" in page
-
-
-@pytest.mark.slow("draws a report")
-def test_all_trainings_diverged(tmp_path: Path) -> None:
-    page = write_report(records(traces=["64"], divergence=dict.fromkeys(EFFECTS, 1.0)), tmp_path).read_text()
-    assert "no rule can be recommended" in page
-
-
-@pytest.mark.slow("draws a report")
-def test_a_metric_that_rules_are_not_compared_by_may_have_any_name(tmp_path: Path) -> None:
-    found = [replace(one, curve=one.curve | {"energy": one.curve["loss"]}) for one in records(traces=["64"])]
-    assert "energy along samples" in write_report(found, tmp_path).read_text()
-
-
-@pytest.mark.nightly("draws a report")
-def test_a_metric_without_any_value_has_no_picture(tmp_path: Path) -> None:
-    """As where one of two tasks evaluates it; also if a trace was trained at another learning rate only."""
-    found = [*records(traces=["64"]), *records(traces=["spot"], lrs=(2.0,), grid=(2.0,))]
-    found += [
-        replace(one, curve={k: v for k, v in one.curve.items() if k != "accuracy"}) for one in records(task="other")
-    ]
-    page = write_report(found, tmp_path, metric="accuracy").read_text()
-    assert "For other under 64, no rule can be recommended: no training has a finite accuracy." in page
-    assert "For simulated under spot, use " in page
-
-
-@pytest.mark.nightly("draws a report")
-def test_a_task_without_a_target_has_no_column_of_it(tmp_path: Path) -> None:
-    found = [*records(traces=["64"], task="one"), *records(traces=["64"], task="other")]
-    page = write_report(found, tmp_path, targets={"one": ("loss", 0.51)}).read_text()
-    assert page.count("<th>reached the target") == 1
-    assert "nan of" not in page
-
-
-def test_each_number_at_the_end_has_an_interval() -> None:
-    facts = Analysis(records(seeds=4)).facts("simulated", "spot")
-    for name in ("accuracy", "updates", "progress", "samples", "seconds"):
-        assert (facts[f"end_{name}_low"] <= facts[f"end_{name}"]).all()
-        assert (facts[f"end_{name}"] <= facts[f"end_{name}_high"]).all()
-
-
-def test_a_regret_stands_beside_the_failures_at_its_own_learning_rate() -> None:
-    """In the records of benchmarks/ rules fail at the reference's learning rate that do not at their own one."""
-    from matplotlib.figure import Figure
-
-    analysis = Analysis(read_records(ROOT / "benchmarks" / "evaluation_large.csv.gz"))
-    axes = Figure().subplots()
-    draw_regret(axes, analysis, "fashion-cnn", across=True)
-    assert axes.title.get_text() == "regret in loss at the reference's learning rate"
-    shown = iter([text.get_text() for text in axes.texts])
-    apart = 0
-    for trace in analysis.traces("fashion-cnn"):
-        facts = analysis.facts("fashion-cnn", trace)
-        for rule in analysis.rules:
-            text, rows = next(shown), analysis.cells("fashion-cnn", trace)
-            rows = rows[(rows["rule"] == rule) & (rows["lr_factor"] == 1) & (rows["seed"] < 1000)]  # those that judge
-            failed = re.search(r"(\d) of (\d) failed", text)
-            assert (failed.groups() if failed else ("0", None)) == (
-                str(rows["failed"].sum()),
-                str(len(rows)) if failed else None,
-            )
-            apart += rule in facts.index and rows["failed"].mean() != facts.loc[rule, "failed"]
-    assert apart > 0
-
-
-def test_a_number_of_fewer_seeds_than_its_trace_has_says_so() -> None:
-    """Whether the others failed or are not there yet."""
-    found = [
-        one for one in records(traces=["64"], seeds=5, grid=()) if one.cell["rule"] != "root" or one.cell["seed"] < 2
-    ]
-    found = [
-        replace(shortened(one, 9), status="diverged") if (one.cell["rule"], one.cell["seed"]) == ("linear", 3) else one
-        for one in found
-    ]
-    table = _table(Analysis(found), "simulated", "64")
-    for rule, _, cells in table["rows"]:
-        texts = dict(zip(table["columns"], cells, strict=True))
-        few = {"root": ", 2 of 5 seeds", "linear": ", 4 of 5 seeds"}.get(rule, ")")
-        for name in ("loss", "by Student's t", "loss at the reference's rate", "accuracy"):
-            assert texts[name].endswith(few)
-        assert texts["updates"].endswith(few if few != ")" else "")
-
-
-def test_a_simulated_time_that_differs_between_seeds_has_an_interval() -> None:
-    """As that of parts of a log; and says of how many seeds it is."""
-    found = records({"constant": 0.0, "root": 0.1}, ["64"], seeds=4, grid=())
-    failed = next(one for one in found if one.cell["rule"] == "root")
-    equal = [replace(one, status="diverged" if one is failed else "finished") for one in found]
-    seconds = {one.key: (1 + one.cell["seed"] / 100) * np.array(one.curve["seconds"]) for one in found}
-    unequal = [replace(one, curve=one.curve | {"seconds": list(seconds[one.key])}) for one in equal]
-    for these, expected in (equal, r"\S+ s"), (unequal, r"\S+ s \(\S+ to \S+\)"):
-        table = _table(Analysis(these), "simulated", "64")
-        texts = [cells[table["columns"].index("simulated time")] for _, _, cells in table["rows"]]
-        assert re.fullmatch(expected, texts[0])
-        assert re.fullmatch(expected + ", 3 of 4 seeds", texts[1])

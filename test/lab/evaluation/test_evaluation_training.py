@@ -22,7 +22,7 @@ from helpers.evaluation_tasks import Tiny, without_times
 from helpers.pages import ROOT
 from variable_batch_size.adaptive import Throughput
 from variable_batch_size.lab.cluster import CapacityTrace
-from variable_batch_size.lab.evaluation import Analysis, Experiment, ModelTime, UnderCapacity, read_records, run
+from variable_batch_size.lab.evaluation import Experiment, ModelTime, UnderCapacity, judge, read, read_records, run
 from variable_batch_size.lab.evaluation.curve import Curve
 from variable_batch_size.lab.evaluation.engines import local
 from variable_batch_size.lab.evaluation.provenance import data_hash
@@ -104,11 +104,8 @@ def test_a_record_says_what_else_determines_it(tmp_path: Path) -> None:
     assert facts["seed of the model"] == facts["seed of the order"] == 3
     path = Path(sys.modules["helpers.evaluation_tasks"].__file__ or "")
     assert facts["source of the task"] == hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-    page = unescape(render(Analysis([record])))
-    assert (
-        "reference batch size 8; learning rate 0.05; microbatches of 4 samples; 240 samples; ends: samples; seeds of"
-        in page
-    )
+    page = unescape(render(read(tmp_path), judge(read(tmp_path))))
+    assert "reference batch size 8, learning rate 0.05, 240 samples, seeds 3" in page
     assert facts["hash of the dataset"] in page
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal, TypeAlias, get_args
 
-from variable_batch_size._validation import FloatArray, check_choice, value_error
+from variable_batch_size._validation import check_choice, value_error
 
 Mode: TypeAlias = Literal["min", "max"]
 ASK = 'say so by mode="min" or mode="max"'
@@ -40,11 +40,6 @@ def lower_is_better(metric: str, mode: Mode | None = None, remedy: str = ASK) ->
     return less
 
 
-def is_known_to_be_less(metric: str) -> bool:
-    """Return whether the name of a metric tells that less of it is better."""
-    return _words(metric) == (True, False)
-
-
 def _words(metric: str) -> tuple[bool, bool]:
     """Return whether a name has words of metrics of which less, and more, is better."""
     name = metric.lower()
@@ -54,10 +49,3 @@ def _words(metric: str) -> tuple[bool, bool]:
     less = parts & LESS_WHOLE or any(word in name for word in LESS)
     more = parts & MORE_WHOLE or any(word in name for word in MORE)
     return bool(less), bool(more)
-
-
-def possible(metric: str, values: FloatArray) -> dict[str, float]:
-    """Return the bounds `least` and `most` of a metric: an accuracy is in [0, 1], and most losses are >= 0."""
-    if "accuracy" in metric and len(values) and values.max() <= 1:
-        return {"least": 0.0, "most": 1.0}
-    return {"least": 0.0} if is_known_to_be_less(metric) and len(values) and values.min() >= 0 else {}

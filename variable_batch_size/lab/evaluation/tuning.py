@@ -10,12 +10,9 @@ import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from variable_batch_size.lab.evaluation.record import Record, status_of
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 K = TypeVar("K", bound=Hashable)
 TUNING = 1000  # the first seed on which learning rates are chosen, and nothing is judged
@@ -62,41 +59,3 @@ def chosen_factors(records: Iterable[Record]) -> dict[tuple[str, str, str], floa
             end = curve[-1] if status_of(record) == "finished" else math.inf
             losses[cell["task"], cell["trace"], cell["rule"]][float(cell["lr_factor"])].append(end)
     return {kind: best_factor(own) for kind, own in losses.items()}
-
-
-def is_apart(cells: pd.DataFrame) -> bool:
-    """Return whether the learning rates of a trace were chosen by other seeds than those that judge."""
-    own = cells["seed"] >= TUNING
-    return bool(own.any() and not own.all())
-
-
-def tried(cells: pd.DataFrame) -> pd.DataFrame:
-    """Return the ends of trainings, of one trace, by which learning rates are chosen: of tuning seeds, or all."""
-    own = cells["seed"] >= TUNING
-    return cells[own] if own.any() else cells
-
-
-def judging(cells: pd.DataFrame) -> pd.DataFrame:
-    """Return the ends of trainings, of one trace, that judge: of seeds that do not choose; all if there are none."""
-    own = cells["seed"] < TUNING
-    return cells[own] if own.any() else cells
-
-
-def common_factors(cells: pd.DataFrame) -> list[float]:
-    """Return the factors that all rules of a trace have, sorted; the one nearest to 1 if there is none."""
-    cells = tried(cells)
-    common = set.intersection(*(set(map(float, own["lr_factor"])) for _, own in cells.groupby("rule")))
-    return sorted(common) or [nearest_to_one(cells["lr_factor"].unique())]
-
-
-def own_factors(cells: pd.DataFrame) -> dict[str, float]:
-    """Return the best one of the common factors for each rule, by the loss over seeds that have all of them."""
-    common, choosing, found = common_factors(cells), tried(cells), {}
-    for rule in cells["rule"].unique():
-        rows = choosing[(choosing["rule"] == rule) & choosing["lr_factor"].isin(common)]
-        losses = rows["loss"].mask(rows["failed"] | rows["loss"].isna(), math.inf)
-        table = rows.assign(judged=losses).pivot_table("judged", "lr_factor", "seed", aggfunc="first", dropna=False)
-        whole = table.dropna(axis=1)  # without a seed that has only begun
-        ways = {float(factor): (whole if whole.size else table).loc[factor].dropna().tolist() for factor in table.index}
-        found[str(rule)] = best_factor(ways) if ways else nearest_to_one(common)
-    return found

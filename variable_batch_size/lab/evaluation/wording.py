@@ -1,14 +1,154 @@
-"""Numbers and intervals as text."""
+"""What a judgement says, in words."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Final
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-from variable_batch_size.lab.evaluation.statistics import detectable
+import numpy as np
 
-UNITS: Final = {"days": 86400, "h": 3600, "min": 60, "s": 1}  # in seconds
+from variable_batch_size.lab.evaluation.judgement import Judgement, Row, Trace
+from variable_batch_size.lab.evaluation.statistics import DIFFERENCES, Interval, seen
+
+BETTER, WORSE, SAME, OPEN, FAILS = "\u25b2", "\u25bc", "=", "?", "\u2715"  # told apart without a color
+
+
+class Sentence(NamedTuple):
+    """A mark and what it says, such as "\u25b2" and "root: better than constant by 0.05 (0.03 to 0.07)"."""
+
+    mark: str
+    text: str
+
+    def __str__(self) -> str:
+        """Return both."""
+        return f"{self.mark} {self.text}"
+
+
+def verdict(judgement: Judgement, trace: Trace) -> list[Sentence]:
+    """Return what is said of a trace: first which rule to use or why that is not known, and then of the other rules."""
+    others = [row for row in trace.rows if row.answer != "baseline"]
+    if len(others) == len(trace.rows):
+        return [Sentence(OPEN, f"no training of {judgement.baseline} ended under this trace"), *_failing(trace)]
+    if all(row.failed == row.trained for row in trace.rows):
+        return [Sentence(FAILS, "nothing trains under this trace: all trainings failed")]
+    if judgement.waiting:
+        return [Sentence(OPEN, "nothing is claimed before all trainings of the plan have ended")]
+    size = {"better": -1, "worse": 1}
+    claimed = sorted((row for row in others if row.answer in size), key=lambda row: -abs(row.difference.value))
+    found = [_claim(judgement, row) for answer in size for row in claimed if row.answer == answer]
+    if not any(row.answer == "better" for row in claimed):
+        found.insert(0, _none_better(judgement, trace))
+    same = [row.rule for row in others if row.answer == "same"]
+    if same and len(same) < len(others):
+        found.append(Sentence(SAME, f"{listed(same)}: the same trainings as {judgement.baseline}, bit for bit"))
+    undecided = [row for row in others if row.answer == "open" and row.failed < row.trained]
+    if claimed and undecided:
+        found.append(Sentence(OPEN, f"not decided: {listed([row.rule for row in undecided])}"))
+    found += _failing(trace)
+    if trace.constant and others:
+        found.append(Sentence(SAME, "the batch size is constant: a rule is a learning rate here"))
+    return found
+
+
+def _claim(judgement: Judgement, row: Row) -> Sentence:
+    """Say by how much a rule is better or worse, and whether the learning rate alone might bring as much."""
+    size = _positive(row.difference)
+    most, text = judgement.reference.most, f"{row.rule}: {row.answer} than {judgement.baseline} by {interval(*size)}"
+    if size.value <= most:
+        text += f", which another learning rate may bring, too (up to {number(most, most)})"
+    return Sentence(BETTER if row.answer == "better" else WORSE, text)
+
+
+def _none_better(judgement: Judgement, trace: Trace) -> Sentence:
+    baseline = judgement.baseline
+    others = [row for row in trace.rows if row.answer != "baseline"]
+    if not others:
+        return Sentence(SAME, f"{baseline} is the only rule")
+    if all(row.answer == "same" for row in others):
+        return Sentence(SAME, f"all rules have the same trainings, bit for bit: use {baseline}")
+    if all(row.answer in ("same", "worse") or row.failed == row.trained for row in others):
+        return Sentence(SAME, f"{baseline}: no other rule is better")
+    best = next((row for row in others if row.rule == trace.best), None)
+    own = trace.rows[0]
+    if best is not None and best.failed * own.trained < own.failed * best.trained:
+        counts = f"in {best.failed} of {best.trained}, {baseline} in {own.failed} of {own.trained}"
+        return Sentence(OPEN, f"not decided, use {best.rule}: it failed {counts}")
+    text = f"not decided, use {baseline}: no rule is seen to be better"
+    if best is not None and math.isfinite(best.difference.low):
+        ahead = (best.difference.value < 0) == judgement.lower
+        text += f"; {best.rule} is {'ahead' if ahead else 'behind'} by {interval(*_positive(best.difference))}"
+    if trace.outlook is not None:
+        text += f"; a new evaluation of {trace.outlook[0]} seeds would see {number(trace.outlook[1], trace.outlook[1])}"
+    elif max(row.trained for row in trace.rows) < 2:
+        text += ": one seed says nothing about chance"
+    return Sentence(OPEN, text)
+
+
+def _failing(trace: Trace) -> Iterator[Sentence]:
+    for row in trace.rows:
+        if row.failed:
+            yield Sentence(FAILS, f"{row.rule}: fails in {row.failed} of {row.trained}")
+
+
+def failures(judgement: Judgement) -> list[Sentence]:
+    """Return which rules are claimed to fail more or less often than the baseline, under all traces."""
+    found = []
+    for rule, own in judgement.failures.items():
+        if own.claimed:
+            word = "more" if own.claimed > 0 else "less"
+            counts = f"{own.failed} of {own.trained} against {own.baseline_failed} of {own.baseline_trained}"
+            text = f"{rule} fails {word} often than {judgement.baseline}: {counts} trainings under all traces"
+            found.append(Sentence(WORSE if own.claimed > 0 else BETTER, text))
+    return found
+
+
+def reference(judgement: Judgement) -> str:
+    """Return whether the learning rate is tuned at the reference's batch size."""
+    found = judgement.reference
+    if found.answer == "waiting":
+        return "Whether the reference is tuned is said when all trainings of the plan have ended."
+    if found.answer == "missing":
+        return "The reference was not trained: whether the learning rate is tuned is not known."
+    at = f"at batch size {found.batchsize:g} and learning rate {found.lr:.4g}"
+    if found.answer == "failed":
+        return f"The reference failed with all seeds, {at}. Tune it first."
+    if found.answer == "untried":
+        return f"Whether the reference is tuned is not known: {at}, no other rate was tried with two seeds or more."
+    best = max(found.gains, key=lambda factor: found.gains[factor].value, default=1.0)
+    tried = f"({', '.join(f'{factor:g}' for factor in sorted(found.gains))} times)"
+    failing = f"; {listed([f'{factor:g}' for factor in found.failing])} times it fails more often" * bool(found.failing)
+    if found.answer == "not tuned":
+        gain = f"{best:g} times the rate is better by {interval(*found.gains[best])}"
+        return f"The reference is not tuned: {at}, {gain}. What rules bring at this rate depends on that."
+    most = number(found.most, found.most)
+    if found.answer == "open":
+        best_rate = f"{best:g} times the rate may be better by up to {most}"
+        return f"Whether the reference is tuned is not decided: {at}, {best_rate}{failing}."
+    if not found.gains:
+        return f"The reference is tuned: {at}{failing}."
+    worse = f"no other rate {tried} is better by more than {most}" if found.most else f"other rates {tried} are worse"
+    return f"The reference is tuned: {at}, {worse}{failing}."
+
+
+def lost(judgement: Judgement, trace: Trace) -> str:
+    """Return how much worse the baseline and the best other rule are than the reference after equal samples."""
+    return "; ".join(f"{rule} {interval(*own)}" for rule, own in trace.lost.items())
+
+
+def power(seeds: int, comparisons: int) -> str:
+    """Return how large a difference seeds can see, as a clause; nothing without a comparison or of one seed.
+
+    >>> power(5, 6)
+    'with 5 seeds and 6 comparisons, a difference of 3.4 standard deviations is claimed in 80 % of cases'
+    """
+    if not comparisons or seeds < 2:
+        return ""
+    size = float(seen(1.0, 1.0, np.array(float(seeds)), DIFFERENCES / comparisons))
+    return (
+        f"with {seeds} seeds and {comparisons:,} comparisons, a difference of {size:.2g} standard deviations is "
+        "claimed in 80 % of cases"
+    )
 
 
 def number(value: float, spread: float = 0.0, sign: str = "") -> str:
@@ -40,22 +180,6 @@ def interval(value: float, low: float, high: float, sign: str = "") -> str:
     return f"{texts[0]} ({texts[1]} to {texts[2]})"
 
 
-def power(seeds: int, comparisons: int, failed: bool = False) -> str:
-    """Return how large a difference seeds can see, as a clause; nothing without a comparison or of one seed.
-
-    Where trainings `failed`, failures are a family of their own, and half of the level is left.
-
-    >>> power(5, 12).partition(", ")[0]
-    'with 5 seeds and 12 comparisons'
-    """
-    if not comparisons or seeds < 2:
-        return ""
-    return (
-        f"with {seeds} seeds and {comparisons:,} comparisons, a difference is claimed in 80 % of cases if it is "
-        f"{detectable(seeds, comparisons * (1 + failed)):.2g} standard deviations (of paired differences) or more"
-    )
-
-
 def listed(names: Sequence[str], last: str = "and") -> str:
     """Join names.
 
@@ -65,27 +189,5 @@ def listed(names: Sequence[str], last: str = "and") -> str:
     return f" {last} ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-def duration(seconds: float) -> str:
-    """Format seconds.
-
-    >>> duration(45), duration(5400), duration(200000), duration(math.nan)
-    ('45 s', '1.50 h', '2.31 days', '-')
-    """
-    for unit, length in UNITS.items():
-        if seconds >= 1.5 * length:
-            return f"{number(seconds / length)} {unit}"
-    return f"{number(seconds)} s" if math.isfinite(seconds) else "-"
-
-
-def aligned(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table as lines: the first column is aligned to the left, the others to the right.
-
-    >>> print(aligned(["rule", "loss"], [["root", "0.5"], ["linear", "12"]]))
-    rule     loss
-    root      0.5
-    linear     12
-    """
-    table = [list(columns), *map(list, rows)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = ("   ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in table)
-    return "\n".join(line.rstrip() for line in lines)
+def _positive(found: Interval) -> Interval:
+    return found if found.value >= 0 else Interval(-found.value, -found.high, -found.low)

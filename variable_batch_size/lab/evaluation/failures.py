@@ -1,0 +1,70 @@
+"""Which trainings failed: those that diverged, did not reach their end, or learned less than half of the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from variable_batch_size.lab.evaluation.end import End, reached
+from variable_batch_size.lab.evaluation.records import REFERENCE
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+LEARNED = 10  # standard deviations of the reference between it and the untrained model, without which no loss fails
+
+
+def of_reference(trainings: pd.DataFrame) -> pd.Series[bool]:
+    """Return which trainings of a task are the reference's: the constant rule at its batch size, under any name."""
+    sizes = trainings["curve"].map(constant_batchsize)
+    alike = (trainings["rule"] == "constant") & (sizes == trainings["ref_batchsize"]) & (trainings["end"] == "samples")
+    named = trainings["trace"] == REFERENCE
+    return named if named.any() else alike
+
+
+def constant_batchsize(curve: Mapping[str, Sequence[Any]]) -> float:
+    """Return the batch size of a training, but for updates that end an epoch or the training; nan if it changes."""
+    sizes = curve.get("batch_size", [])[1:]
+    most = curve.get("batch_most", curve.get("batch_size", []))[1:]
+    constant = len(set(most)) == 1 and all(size >= 0.98 * most[0] for size in sizes[:-1])
+    return float(most[0]) if constant else np.nan
+
+
+def limit_of(trainings: pd.DataFrame) -> float:
+    """Return the final loss above which a training of a task failed, under every trace: (u + r) / 2.
+
+    u is the loss of the untrained model, and r the median final loss of the reference's trainings. It is infinite if
+    the reference was not trained, or learned less than ten standard deviations of its trainings (of those below the
+    limit): then only a training that diverged failed.
+
+    Args:
+        trainings: those of a task, with a column `loss`, the final one.
+    """
+    own = trainings[of_reference(trainings) & np.isclose(trainings["lr_factor"], 1)]
+    losses = own.loc[own["status"] == "finished", "loss"].dropna().to_numpy(np.float64)
+    if not len(losses):
+        return np.inf
+    untrained, reference = float(trainings["untrained"].median()), float(np.median(losses))
+    limit = (untrained + reference) / 2
+    below = losses[losses <= limit]
+    deviation = float(below.std(ddof=1)) if len(below) > 1 else 0.0
+    return limit if untrained - reference > LEARNED * deviation else np.inf
+
+
+def failed(trainings: pd.DataFrame) -> pd.Series[bool]:
+    """Return which trainings of a task failed; one that was killed did not.
+
+    Args:
+        trainings: those of a task, with a column `loss`, the final one.
+    """
+    ends = zip(trainings["end"], trainings["curve"], strict=True)
+    short = np.array([not _reached_its_end(end, curve) for end, curve in ends], bool)
+    finished = trainings["status"] == "finished"
+    return (trainings["status"] == "diverged") | finished & ((trainings["loss"] > limit_of(trainings)) | short)
+
+
+def _reached_its_end(text: str, curve: dict[str, list[float]]) -> bool:
+    end = End.of(text)
+    return end.amount is None or reached((curve.get(end.by) or [0.0])[-1] / end.amount)

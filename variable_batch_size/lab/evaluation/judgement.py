@@ -1,0 +1,398 @@
+"""Which rules an evaluation claims to be better or worse than the baseline, at the learning rate of the reference.
+
+Everything is about the trainings at factor 1; the reference's at other factors only tell whether it is tuned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+
+from variable_batch_size._validation import FloatArray, value_error
+from variable_batch_size.lab.evaluation.failures import constant_batchsize, failed, of_reference
+from variable_batch_size.lab.evaluation.metric import Mode, lower_is_better
+from variable_batch_size.lab.evaluation.records import REFERENCE, Evaluation, Plan
+from variable_batch_size.lab.evaluation.statistics import (
+    DIFFERENCES,
+    BoolArray,
+    Claims,
+    Comparison,
+    IntArray,
+    Interval,
+    claims,
+    compare,
+    mean_interval,
+    moments,
+    seen,
+    tuned,
+)
+from variable_batch_size.rules import RULES
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+BASELINE = "constant"
+MOST_SEEDS = 100  # of a new evaluation that is advised
+NOT_METRICS = {"updates", "samples", "progress", "seconds", "cost", "train_loss", "lr"}
+NOT_METRICS |= {"batch_size", "batch_least", "batch_most"}
+DIFFERS_IN = {"task_version": "version", "samples": "samples", "ref_batchsize": "reference batch size"}
+DIFFERS_IN |= {"start": "from", "tuned": "learning rate"}
+
+Answer: TypeAlias = Literal["baseline", "same", "better", "worse", "open", "waiting"]
+Tuned: TypeAlias = Literal["tuned", "not tuned", "open", "failed", "untried", "missing", "waiting"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A rule under a trace.
+
+    Attributes:
+        rule: its name.
+        mean: of the metric, over the trainings that did not fail.
+        trained: number of trainings that ended and were not killed.
+        failed: how many of them failed.
+        difference: rule - baseline.
+        answer: what is claimed; "same": it has the trainings of the baseline, bit for bit.
+    """
+
+    rule: str
+    mean: Interval
+    trained: int
+    failed: int
+    difference: Interval
+    answer: Answer
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The rules under a trace.
+
+    Attributes:
+        name: as users read it, with its end if there are several.
+        constant: whether the batch size is constant, so that a rule is a learning rate.
+        rows: one a rule, the baseline first.
+        lost: rule -> by how much it is worse than the reference at equal samples, of the baseline and `best`.
+        best: the other rule with the best mean, of those that are not claimed to be worse and failed no more often than
+            the baseline.
+        outlook: of the best other rule, if none is claimed to be better: seeds of a new evaluation, and the difference
+            that it would see.
+    """
+
+    name: str
+    constant: bool
+    rows: tuple[Row, ...]
+    lost: Mapping[str, Interval]
+    best: str | None
+    outlook: tuple[int, float] | None
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Whether the learning rate is tuned at the reference's batch size.
+
+    Attributes:
+        answer: what is claimed.
+        batchsize: in samples.
+        lr: learning rate.
+        gains: factor -> by how much it is better than factor 1, positive if it is, with intervals that hold together
+            at 99 %.
+        failing: factors that failed more often, which have no gain.
+        most: upper bound of how much better a factor may be, nan if it is not known.
+    """
+
+    answer: Tuned
+    batchsize: float = np.nan
+    lr: float = np.nan
+    gains: Mapping[float, Interval] = field(default_factory=dict)
+    failing: tuple[float, ...] = ()
+
+    @property
+    def most(self) -> float:
+        return max([0.0, *(gain.high for gain in self.gains.values())]) if self.gains else np.nan
+
+
+class Failures(NamedTuple):
+    """How often a rule and the baseline failed, under all traces in which they differ.
+
+    `claimed` is -1 if the rule is claimed to fail less often, 1 if more often, 0 otherwise.
+    """
+
+    failed: int
+    trained: int
+    baseline_failed: int
+    baseline_trained: int
+    claimed: int
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What an evaluation says of a task.
+
+    Attributes:
+        task: its name, with what else tells it from others of the report.
+        metric: what is compared.
+        lower: whether less of it is better.
+        baseline: the rule with which the others are compared.
+        reference: whether it is tuned.
+        traces: in the order of their names.
+        failures: rule -> how often it failed, of those that did, or whose baseline did.
+        waiting: number of planned trainings that have not ended; nothing is claimed before all have.
+        earlier_seeds: seeds that an earlier plan has judged, which are left out.
+        killed: the trainings whose process died, in words.
+        trainings: those that are judged, with the final `loss`, the final `value` of the metric, and `failed`.
+    """
+
+    task: str
+    metric: str
+    lower: bool
+    baseline: str
+    reference: Reference
+    traces: tuple[Trace, ...]
+    failures: Mapping[str, Failures]
+    waiting: int
+    earlier_seeds: tuple[int, ...]
+    killed: tuple[str, ...]
+    trainings: pd.DataFrame = field(compare=False, repr=False)
+
+    @property
+    def rules(self) -> list[str]:
+        """The rules, the baseline first."""
+        return in_order(self.trainings["rule"].unique(), self.baseline)
+
+
+def judge(
+    evaluation: Evaluation, metric: str = "loss", baseline: str | None = None, mode: Mode | None = None
+) -> list[Judgement]:
+    """Return what an evaluation says of each of its tasks, by the last plan that has it, if there is one.
+
+    Args:
+        evaluation: what has ended, at least one training.
+        metric: what is compared at the end of the trainings.
+        baseline: rule with which the others are compared; None: "constant" or, if it is not there, the first one.
+        mode: "min" if less of the metric is better, "max" if more is; None: its name tells.
+
+    Raises:
+        ValueError: if there is no training, or none has the metric or the baseline, or the name of the metric does not
+            tell whether less of it is better.
+    """
+    trainings = evaluation.trainings
+    if trainings.empty:
+        raise value_error("an evaluation must have at least one training that has ended", "none", "run it first")
+    known = metrics_of(trainings)
+    if metric not in known:
+        found = " or ".join(f'"{name}"' for name in known)
+        raise value_error(f"metric must be {found}", repr(metric), "choose one that the task evaluates")
+    lower = lower_is_better(metric, mode)
+    rules = in_order(trainings.loc[trainings["trace"] != REFERENCE, "rule"].unique())
+    if baseline is not None and baseline not in rules:
+        raise value_error(f"baseline must be {' or '.join(rules)}", repr(baseline), "choose a rule of the evaluation")
+    baseline = baseline or (BASELINE if BASELINE in rules or not rules else rules[0])
+    tasks = [(str(name), own, _plans_of(own, evaluation)) for name, own in trainings.groupby(_task_names(trainings))]
+    ended, found_tasks = set(trainings["key"]), []
+    for name, own, plans in tasks:
+        keys = set(plans[-1].keys) if plans else ended
+        earlier = {key for plan in plans[:-1] for key in plan.keys}
+        parts = sum(others[-1:] == plans[-1:] for _, _, others in tasks)
+        planned = own[own["key"].isin(keys)]
+        found_tasks.append(_judge(name, planned, metric, lower, baseline, len(keys - ended), earlier, parts))
+    return found_tasks
+
+
+def _plans_of(trainings: pd.DataFrame, evaluation: Evaluation) -> list[Plan]:
+    """Return the plans that asked for trainings of a task, the last of which is judged."""
+    keys = set(trainings["key"])
+    return [plan for plan in evaluation.plans if not keys.isdisjoint(plan.keys)]
+
+
+def metrics_of(trainings: pd.DataFrame) -> list[str]:
+    """Return the metrics that the tasks evaluate, the loss first."""
+    names = dict.fromkeys(["loss", *(name for curve in trainings["curve"] for name in curve)])
+    return [name for name in names if name not in NOT_METRICS]
+
+
+def in_order(rules: Iterable[str], first: str = BASELINE) -> list[str]:
+    """Return rules in the order of the table of rules, after the `first`; those with arguments by their text."""
+    places = {name: place for place, name in enumerate(RULES)}
+    return sorted(rules, key=lambda rule: (rule != first, places.get(rule.partition(":")[0], len(places)), rule))
+
+
+def _task_names(trainings: pd.DataFrame) -> pd.Series[str]:
+    """Return the task of each training, with what else differs, so that these cannot be compared."""
+    frame = trainings.assign(tuned=(trainings["lr"] / trainings["lr_factor"]).map("{:.9g}".format))
+    names = frame["task"].astype(str)
+    for column, word in DIFFERS_IN.items():
+        several = frame.groupby("task")[column].transform("nunique") > 1
+        text = frame[column].map(lambda value: value if isinstance(value, str) else f"{value:g}")
+        names += (f", {word} " + text).where(several, "")
+    return names
+
+
+def _judge(
+    task: str, own: pd.DataFrame, metric: str, lower: bool, baseline: str, waiting: int, earlier: set[str], parts: int
+) -> Judgement:
+    final = {name: [_final(curve, name) for curve in own["curve"]] for name in ("loss", metric)}
+    own = own.assign(loss=final["loss"], value=final[metric], label=_labels(own))
+    own["failed"] = failed(own)
+    own["value"] = own["value"].where((own["status"] == "finished") & ~own["failed"])
+    used = _without_earlier_seeds(own, earlier)
+    killed = own[own["status"] == "killed"]
+    reference = used[of_reference(used)]
+    table = _Table.of(used[(used["trace"] != REFERENCE) & np.isclose(used["lr_factor"], 1)], baseline, lower)
+    claimed = claims(table.values, table.failed, table.same, parts)
+    fails = np.zeros_like(claimed.fails) if waiting else claimed.fails
+    return Judgement(
+        task,
+        metric,
+        lower,
+        baseline,
+        Reference("waiting") if waiting else _reference(reference, table.sign, parts),
+        tuple(_traces(table, claimed, used, reference, waiting, parts)),
+        {
+            rule: Failures(*map(int, (*counts, sign)))
+            for rule, counts, sign in zip(table.rules, claimed.failures, fails, strict=True)
+            if counts[0] or counts[2]
+        },
+        waiting,
+        tuple(sorted(set(own["seed"]) - set(used["seed"]))),
+        tuple(f"{row.rule} at {row.lr_factor:g}x under {row.label}, seed {row.seed}" for row in killed.itertuples()),
+        used,
+    )
+
+
+@dataclass(frozen=True)
+class _Table:
+    """The trainings at factor 1, as `claims` takes them: the metric, less is better, and which failed."""
+
+    names: list[str]
+    rules: list[str]  # the baseline first
+    values: FloatArray
+    failed: BoolArray
+    same: BoolArray
+    sign: float
+
+    @property
+    def trained(self) -> IntArray:
+        found: IntArray = (self.failed | ~np.isnan(self.values)).sum(-1)
+        return found
+
+    @classmethod
+    def of(cls, trainings: pd.DataFrame, baseline: str, lower: bool) -> _Table:
+        names, seeds = sorted(trainings["label"].unique()), sorted(trainings["seed"].unique())
+        rules = in_order({baseline, *trainings["rule"]}, baseline)
+        values, sign = np.full((len(names), len(rules), len(seeds)), np.nan), 1.0 if lower else -1.0
+        fails, losses = np.zeros(values.shape, bool), np.full(values.shape, None, object)
+        for row in trainings.to_dict("records"):
+            place = names.index(row["label"]), rules.index(row["rule"]), seeds.index(row["seed"])
+            values[place], fails[place] = sign * row["value"], row["failed"]
+            losses[place] = tuple(row["curve"].get("loss", ()))
+        both = np.vectorize(lambda loss: loss is not None, otypes=[bool])(losses)
+        both &= both[:, :1]
+        same = both.any(-1) & ((losses == losses[:, :1]) | ~both).all(-1)
+        return cls(names, rules, values, fails, same, sign)
+
+
+def _traces(
+    table: _Table, claimed: Claims, used: pd.DataFrame, reference: pd.DataFrame, waiting: int, parts: int
+) -> Iterator[Trace]:
+    at_reference = table.sign * reference.loc[np.isclose(reference["lr_factor"], 1), "value"].to_numpy(np.float64)
+    _, means, variances = moments(table.values)
+    level = DIFFERENCES / parts / max(1, int(claimed.tested.sum()))
+    for place, name in enumerate(table.names):
+        numbers = [number for number, trained in enumerate(table.trained[place]) if trained]
+        rows = {number: _row(table, claimed, place, number, waiting) for number in numbers}
+        candidates = [number for number in numbers if _may_be_best(rows[number], rows.get(0))]
+        best = min(candidates, key=means[place].__getitem__, default=0)
+        own = used[(used["label"] == name) & np.isclose(used["lr_factor"], 1)]
+        beside = dict.fromkeys((0, best)) if (own["end"] == "samples").all() and len(at_reference) else ()
+        outlook = None
+        if best and not waiting and all(row.answer != "better" for row in rows.values()):
+            away = abs(float(means[place, best] - means[place, 0]))
+            outlook = _outlook(away, variances[place, best], variances[place, 0], table.values.shape[-1], level)
+        longest = max(own["curve"], key=lambda curve: len(curve.get("samples", ())))
+        yield Trace(
+            name,
+            bool(np.isfinite(constant_batchsize(longest))),
+            tuple(rows.values()),
+            {table.rules[n]: compare(table.values[place, n], at_reference).interval() for n in beside},
+            table.rules[best] if best else None,
+            outlook,
+        )
+
+
+def _row(table: _Table, claimed: Claims, place: int, number: int, waiting: int) -> Row:
+    """Return a rule, by its number, under a trace, by its place."""
+    answer: Answer = "waiting" if waiting else _ANSWERS[int(claimed.differs[place, number])]
+    answer = "baseline" if not number else "same" if table.same[place, number] else answer
+    difference = Comparison(*(part[place, number] for part in claimed.difference)).interval()
+    mean = mean_interval(table.values[place, number])
+    counts = int(table.trained[place, number]), int(table.failed[place, number].sum())
+    return Row(table.rules[number], _turned(mean, table.sign), *counts, _turned(difference, table.sign), answer)
+
+
+def _may_be_best(row: Row, baseline: Row | None) -> bool:
+    """Return whether a rule is another one than the baseline, not worse, and failed no more often."""
+    if row.answer in ("baseline", "same", "worse") or not np.isfinite(row.mean.value):
+        return False
+    return baseline is None or row.failed * baseline.trained <= baseline.failed * row.trained
+
+
+_ANSWERS: Mapping[int, Answer] = {-1: "better", 0: "open", 1: "worse"}
+
+
+def _outlook(away: float, variance: float, of_baseline: float, seeds: int, level: float) -> tuple[int, float] | None:
+    """Return how many seeds, at least as many as now, see such a difference, or what the most that are advised see."""
+    if not np.isfinite(away + variance + of_baseline):
+        return None
+    numbers = np.arange(max(2, seeds), max(MOST_SEEDS, seeds) + 1)
+    differences = seen(variance, of_baseline, numbers.astype(np.float64), level)
+    enough = np.flatnonzero(differences <= away)
+    return (int(numbers[enough[0]]), away) if len(enough) else (int(numbers[-1]), float(differences[-1]))
+
+
+def _reference(trainings: pd.DataFrame, sign: float, parts: int) -> Reference:
+    """Return whether the learning rate of the task is tuned at the reference's batch size."""
+    if trainings.empty:
+        return Reference("missing")
+    at = float(trainings["ref_batchsize"].iloc[0]), float((trainings["lr"] / trainings["lr_factor"]).iloc[0])
+    kinds = trainings.groupby([trainings["lr_factor"].round(9), "seed"])
+    values, fails = (kinds[name].first().unstack() for name in ("value", "failed"))
+    factors = [1.0, *(factor for factor in values.index if factor != 1)]
+    values, fails = values.reindex(factors), fails.reindex(factors).eq(True)
+    if fails.loc[1.0].any() and values.loc[1.0].isna().all():
+        return Reference("failed", *at)
+    found, answer = tuned(sign * values.to_numpy(np.float64), fails.to_numpy(), parts)
+    gains = {factor: Interval(*gain.tolist()) for factor, gain in zip(factors[1:], found, strict=True)}
+    gains = {factor: gain for factor, gain in gains.items() if np.isfinite(gain.low)}
+    rates = fails.sum(axis=1) / (fails | values.notna()).sum(axis=1)
+    failing = tuple(sorted(rates[1:][rates[1:] > rates[1.0]].index))
+    return Reference(_TUNED[int(answer)] if gains or failing else "untried", *at, gains, failing)
+
+
+_TUNED: Mapping[int, Tuned] = {-1: "tuned", 0: "open", 1: "not tuned"}
+
+
+def _without_earlier_seeds(trainings: pd.DataFrame, earlier: set[str]) -> pd.DataFrame:
+    """Leave out the seeds that an earlier plan has judged where there are new ones."""
+    old = trainings["key"].isin(earlier)
+    kinds = [trainings["label"], trainings["seed"]]
+    known = old.groupby(kinds).transform("any")  # a seed of any rule of the trace
+    renewed = (~known).groupby(trainings["label"]).transform("any")
+    return trainings[~(known & renewed)]
+
+
+def _labels(trainings: pd.DataFrame) -> pd.Series[str]:
+    """Return the trace of each training, with its end where a trace has several."""
+    several = trainings.groupby("trace")["end"].transform("nunique") > 1
+    return trainings["trace"] + (", " + trainings["end"]).where(several, "")
+
+
+def _final(curve: Mapping[str, Sequence[float | None]], name: str) -> float:
+    value = (curve.get(name) or [None])[-1]
+    return np.nan if value is None else float(value)
+
+
+def _turned(interval: Interval, sign: float) -> Interval:
+    return interval if sign > 0 else Interval(-interval.value, -interval.high, -interval.low)
