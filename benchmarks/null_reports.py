@@ -7,6 +7,8 @@ Student's t with 3 degrees of freedom or exponential; trainings fail by chance; 
 as noisy as the baseline. Every claim counts, about differences, failures and the tuned check, of which each report has
 one.
 
+Looks: how many would claim a difference if one looked after each of 3 to 10 seeds, which no report does.
+
 Power: how many reports see a given rule that is better than the baseline by so many standard deviations. The tuned
 check: how often it gives each answer, where the truth is that twice the learning rate is better by so many standard
 deviations, and half of it is worse by as many.
@@ -24,6 +26,7 @@ from results import record
 from variable_batch_size.lab.evaluation.statistics import claims, tuned
 
 NULLS = "reports of equal rules that claim anything"
+LOOKS = "reports of equal rules that would claim a difference after one of 3 to 10 seeds"
 POWER = "reports that see a better rule"
 TUNED = "answers of the tuned check"
 KINDS = "normal", "t3", "exponential", "failures 0.05", "failures 0.1", "failures 0.2"
@@ -56,6 +59,13 @@ def claiming(rng: np.random.Generator, kind: str, rules: int, traces: int, seeds
     return (found.differs != 0).any((-1, -2)) | (found.fails != 0).any(-1) | (answers == 1)
 
 
+def looking(rng: np.random.Generator, rules: int, traces: int, reports: int) -> np.ndarray:
+    """Return which reports of equal rules would claim a difference at one of the looks after 3 to 10 seeds."""
+    values, failed = trainings(rng, "normal", (reports, traces, rules, 10))
+    looks = [claims(values[..., :seeds], failed[..., :seeds]).differs for seeds in range(3, 11)]
+    return np.any(looks, axis=(0, 2, 3))
+
+
 def seeing(rng: np.random.Generator, better: float, rules: int, traces: int, seeds: int, reports: int) -> np.ndarray:
     """Return which reports see that a given rule is better, by so many standard deviations, under the first trace."""
     values, failed = trainings(rng, "normal", (reports, traces, rules, seeds))
@@ -77,6 +87,7 @@ def main(reports: int) -> None:
         keep(NULLS, "mean of 9 sizes", float(np.mean([*shares.values()])), kind, f"{seeds} seeds")
         keep(NULLS, "most", shares[worst], kind, f"{seeds} seeds")
         print(worst)
+    keep(LOOKS, "4 rules, 2 traces", float(looking(np.random.default_rng(0), 4, 2, reports).mean()), "normal", "")
     for better, seeds in product((1, 2, 3), SEEDS):
         rng = np.random.default_rng(better + 100 * seeds)
         share = float(seeing(rng, better, 4, 2, seeds, reports).mean())

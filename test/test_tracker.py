@@ -291,16 +291,20 @@ def test_refuses_a_foreign_file_when_the_optimizer_is_made(kind: str, tmp_path: 
     assert path.read_text() == FOREIGN[kind]
 
 
-def test_refuses_the_columns_of_another_rule_when_the_optimizer_is_made(tmp_path: Path) -> None:
+@pytest.mark.parametrize("later", [vbs.AdaScaleOptimizer, vbs.LinearRuleOptimizer])
+def test_a_training_that_goes_on_with_another_rule_adds_its_columns(later: Any, tmp_path: Path) -> None:
+    """And leaves those empty that it has not."""
+    first = {vbs.AdaScaleOptimizer: vbs.LinearRuleOptimizer}.get(later, vbs.AdaScaleOptimizer)
     with vbs.Tracker(tmp_path) as tracker:
-        training(vbs.AdaScaleOptimizer, tracker=tracker, log_steps=1).run(2)
-    before = (tmp_path / "scalars.csv").read_text()
-    with pytest.raises(
-        ValueError, match=r"has vbs/gain, .* that this training does not log, and none is missing; choose another"
-    ):
-        training(tracker=vbs.Tracker(tmp_path))
-    training(vbs.AdaScaleOptimizer, tracker=vbs.Tracker(tmp_path))
-    assert (tmp_path / "scalars.csv").read_text() == before
+        run = training(first, tracker=tracker, log_steps=1).run(2)
+    with vbs.Tracker(tmp_path) as tracker:
+        again = training(later, tracker=tracker, log_steps=1)
+        with pytest.warns(UserWarning, match="rule"):
+            again.optimizer.load_state_dict(run.optimizer.state_dict())
+        again.run(2)
+    table = pd.read_csv(tmp_path / "scalars.csv")
+    assert [*table["update"]] == [1, 2, 3, 4]
+    assert [*table["vbs/gain"].notna()] == [kind is vbs.AdaScaleOptimizer for kind in (first, first, later, later)]
 
 
 def test_resuming_keeps_every_digit_of_earlier_rows(tmp_path: Path) -> None:

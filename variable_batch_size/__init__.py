@@ -10,4 +10,12 @@ _getattr, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)  # the 
 def __getattr__(name: str) -> object:
     if name in ("cluster", "evaluation", "simulation"):
         raise AttributeError(f"{__name__} is for trainings, and has no {name}; use {__name__}.lab.{name}", name=name)
-    return _getattr(name)
+    try:
+        return _getattr(name)
+    except AttributeError as error:
+        import difflib
+
+        close = difflib.get_close_matches(name, __all__, 1)
+        if not close or name.startswith("__"):
+            raise
+        raise AttributeError(f"{error}; did you mean {close[0]}?", name=name) from None

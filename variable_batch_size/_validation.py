@@ -6,17 +6,21 @@ three parts: the requirement, what was found and where, the remedy. Numbers are 
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
 import math
 import operator
 import re
-from collections.abc import Collection, Set
+from collections.abc import Callable, Collection, Set
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 if TYPE_CHECKING:  # the index imports this module, and nothing but the standard library
     import numpy as np
     from numpy.typing import NDArray
 
+F = TypeVar("F", bound=Callable[..., Any])
 FloatArray: TypeAlias = "NDArray[np.float64]"  # times, prices and measurements, of any shape
 IntArray: TypeAlias = "NDArray[np.int64]"  # steps, batch sizes, counts and positions, of any shape
 
@@ -41,6 +45,21 @@ def type_error(requirement: str, found: object, remedy: str) -> TypeError:
     shown, kind = repr(found), type(found).__name__
     shown = kind if "\n" in shown else f"{shown:.60} ({kind})"  # that of an optimizer or a model has lines
     return TypeError(f"{requirement}, got {shown}; {remedy}")
+
+
+def suggests(init: F) -> F:
+    """Let a constructor say which argument is close to one that it does not have."""
+
+    @functools.wraps(init)
+    def checked(self: object, *arguments: object, **named: object) -> None:
+        known = inspect.signature(init).parameters.keys() - {"self"}
+        for name in named.keys() - known:
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {close[0]}?" if close else f"; it has {', '.join(sorted(known))}"
+            raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {name!r}{hint}")
+        init(self, *arguments, **named)
+
+    return cast(F, checked)
 
 
 def as_int(value: object) -> int | None:

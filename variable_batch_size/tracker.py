@@ -156,25 +156,14 @@ class Tracker:
         self.close()
         self.logdir, self._progress = None, False
 
-    def check(self, tags: Sequence[str]) -> None:
-        """Check that a training with these tags can be logged here, before it begins. Nothing is written.
-
-        Args:
-            tags: those that begin with "vbs/", of an optimizer.
+    def check(self) -> None:
+        """Check that a training can be logged here, before it begins. Nothing is written.
 
         Raises:
-            ValueError: if `scalars.csv` exists and is no file of a Tracker, or has other tags that begin with "vbs/".
+            ValueError: if `scalars.csv` exists and is no file of a Tracker.
         """
-        if self.logdir is None:
-            return
-        path = self.logdir / SCALARS
-        own = {column for column in read_scalars(path)[0] if column.startswith("vbs/")}
-        if own and own != set(tags):
-            more, less = (", ".join(sorted(some)) or "none" for some in (own - {*tags}, {*tags} - own))
-            raise ValueError(
-                f"logdir must be new or hold the same scalars, but {path} has {more} that this training does not log, "
-                f"and {less} is missing; choose another logdir, or train with the same rule, noise= and grad_norm="
-            )
+        if self.logdir is not None:
+            read_scalars(self.logdir / SCALARS)
 
     def last_before(self, update: int, tag: str) -> float:
         """Return the last value of a tag in `scalars.csv` before an update, as of an earlier run; 0 without one."""

@@ -14,7 +14,9 @@ from helpers.reference import assert_equal, training
 
 
 @pytest.mark.parametrize("compiled", [(True, True), (True, False), (False, True)])
-@pytest.mark.parametrize("how", [torch.compile, lambda model: nn.Sequential(torch.compile(model[0]), *model[1:])])
+@pytest.mark.parametrize(
+    "how", [torch.compile, nn.DataParallel, lambda model: nn.Sequential(torch.compile(model[0]), *model[1:])]
+)
 def test_a_model_is_restored_whether_it_was_compiled_or_not(
     compiled: tuple[bool, bool], how: Callable[[nn.Module], nn.Module], tmp_path: Path
 ) -> None:

@@ -310,6 +310,13 @@ def static_graph(place: Place) -> None:
     wrapped(place, static_graph=True).training(sizes=[50]).run(2)
 
 
+@raises(r"must make every update together, but the DistributedDataParallel is within its join\(\); leave it out")
+def within_join(place: Place) -> None:
+    run = place.training()
+    with run.model.join():  # type: ignore[operator]
+        train(run)
+
+
 @raises(r"was scaled in the loop, .*; call optimizer\.backward\(loss, scaler=scaler\) and")
 def scale_unknown_in_backward(place: Place) -> None:
     run, scaler = place.training(sizes=[50]), torch.amp.GradScaler("cpu")

@@ -172,8 +172,7 @@ def test_a_trace_is_frozen_and_its_repr_is_short():
     trace = BatchTrace.from_sizes(range(1, 10**4))
     with pytest.raises(AttributeError):
         trace.steps = 3
-    assert repr(trace).startswith("BatchTrace(steps=9999, on_end='error'")
-    assert len(repr(trace)) < 150
+    assert repr(trace) == 'BatchTrace("0:1 1:2 2:3 3:4 4:5 5:6 ...", 9999 steps, on_end="error")'
 
 
 # Construction

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from variable_batch_size.backend.base import Backend
 from variable_batch_size.backend.course import Course, Groups, difference
-from variable_batch_size.backend.parting import LEFT, has_ended, identity, register_leave
+from variable_batch_size.backend.parting import LEFT, AskedOnce, has_ended, identity, register_leave
 
 _MAX_SHARE = 0.005  # largest share of an update's time to spend on looks into the store
 _MAX_INTERVAL = 0.5  # seconds between two looks, unless one update takes longer
@@ -75,7 +75,7 @@ class Agreement:
             # must be new; and it does not wait for a rank that was killed.
             own = json.dumps([uuid4().hex, identity()])
             found = [json.loads(text) for text in backend._gather_bytes(own.encode())]
-            self._store = dist.PrefixStore(f"{_BASE}/{found[0][0]}", store)
+            self._store = AskedOnce(dist.PrefixStore(f"{_BASE}/{found[0][0]}", store))
             self._processes = [process for _, process in found]  # by rank
             self.leave = register_leave(self, self.world, self._store, in_memory=isinstance(store, dist.HashStore))
             look = WeakMethod(self._look_while_waiting)
@@ -116,7 +116,7 @@ class Agreement:
             self._store.set(keys[self.world.rank], json.dumps([what, message, self._course.after(self._updates)]))
             if self.world.rank == 0:
                 self._wait(what, keys, patience=patience, within=within)
-                texts = [text.decode() for text in self._store.multi_get([*keys.values()])]  # type: ignore[attr-defined]
+                texts = [text.decode() for text in self._store.multi_get([*keys.values()])]
                 self._store.set(all_of_them, f"[{','.join(texts)}]")
                 for key in (*keys.values(), f"{number - 1}/all"):  # which all ranks have read: they are here
                     self._store.delete_key(key)
@@ -190,7 +190,7 @@ class Agreement:
         key, what = f"{name}/{number}", f"{name} {number}"
         with _store_needed(what):
             self._wait(what, {0: key})
-            return self._store.get(key).decode()
+            return str(self._store.get(key).decode())
 
     # Meetings after updates. --------------------------------------------------------------------------------------
 
@@ -370,8 +370,8 @@ class Agreement:
 def _store_needed(what: str) -> Iterator[None]:
     try:
         yield
-    except dist.DistNetworkError as error:
+    except dist.DistNetworkError:
         raise AbsentRankError(
             f"every rank must come to {what}, but the process that holds the store, torchrun or rank 0, has ended; see "
             f"its output"
-        ) from error
+        ) from None

@@ -5,10 +5,11 @@ from __future__ import annotations
 import atexit
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 from weakref import WeakSet, finalize
 
 import torch.distributed as dist
@@ -19,11 +20,35 @@ LEFT, _EXITED = "left", "exited"  # keys: how many ranks have done so; and left/
 _SECONDS_AT_EXIT = 3.0
 
 
+@final
+class AskedOnce:
+    """A store that is not asked again when its process has ended: at each try torch prints a stack of its own.
+
+    Raises:
+        DistNetworkError: then, in each method.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store, self._ended = store, False
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            if self._ended:
+                raise dist.DistNetworkError("the process that holds the store has ended")
+            try:
+                return getattr(self._store, name)(*arguments)
+            except dist.DistNetworkError:
+                self._ended = True
+                raise
+
+        return call
+
+
 _open_parties: WeakSet[Any] = WeakSet()  # agreements with another store than one in memory, which ends with all ranks
-_last_joined: list[tuple[dist.Store, World, int]] = []  # store, ranks and process of the last one
+_last_joined: list[tuple[AskedOnce, World, int]] = []  # store, ranks and process of the last one
 
 
-def register_leave(party: Any, world: World, store: dist.Store, *, in_memory: bool) -> finalize[Any, Any]:
+def register_leave(party: Any, world: World, store: AskedOnce, *, in_memory: bool) -> finalize[Any, Any]:
     """Return a function that tells the other ranks that this one has ended; it also runs when the process exits.
 
     Args:
@@ -42,7 +67,7 @@ def register_leave(party: Any, world: World, store: dist.Store, *, in_memory: bo
     return leave
 
 
-def _leave(store: dist.Store, rank: int, pid: int) -> None:
+def _leave(store: AskedOnce, rank: int, pid: int) -> None:
     with suppress(RuntimeError):  # the process with the store has ended
         if os.getpid() == pid:  # and this is not a fork of it
             store.set(f"{LEFT}/{rank}", "")

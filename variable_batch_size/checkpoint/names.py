@@ -14,12 +14,13 @@ from typing import Any, TypeAlias, final
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from variable_batch_size.checkpoint.shards import placed
 
 State: TypeAlias = dict[str, Any]
 
+_PARALLEL = (DataParallel, DistributedDataParallel)
 _INSERTED = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module)(?=\.|$)")  # by torch.compile, by checkpointing
 
 
@@ -88,8 +89,8 @@ class Names:
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
-        model = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod  # type: ignore[assignment]
+    while isinstance(model, _PARALLEL) or hasattr(model, "_orig_mod"):
+        model = model.module if isinstance(model, _PARALLEL) else model._orig_mod  # type: ignore[assignment]
     return model
 
 

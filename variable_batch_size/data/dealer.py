@@ -10,7 +10,7 @@ from weakref import WeakSet
 from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size._validation import check_int, value_error
 from variable_batch_size.adaptive.adaptive_trace import largest_size
-from variable_batch_size.adaptive.decided_trace import DecidedTrace, warn_if_changed
+from variable_batch_size.adaptive.decided_trace import DecidedTrace, describe, warn_if_changed
 from variable_batch_size.data.batches import Batch, Batches, Place, Position, Split, position_of
 from variable_batch_size.data.deal import Dealing
 from variable_batch_size.data.growing import Growing
@@ -99,6 +99,25 @@ class Dealer:
     def world(self) -> World:
         """This rank, and the number of ranks."""
         return self.batches.world
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.world.rank
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of ranks."""
+        return self.world.size
+
+    def __repr__(self) -> str:
+        """Return what is dealt, for which rank, and how far the training is."""
+        of = "" if self.batches.arriving else f"{self.plan.dataset_size:,} samples, "
+        decided = self.batches.decided
+        trace = (
+            "" if self.batches.arriving else f"{self.plan.trace if decided is None else describe(decided.adaptive)}, "
+        )
+        return f"{type(self).__name__}({of}{trace}rank {self.rank} of {self.num_replicas}, at {self.position})"
 
     @property
     def plan(self) -> Plan:

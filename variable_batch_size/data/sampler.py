@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
-from variable_batch_size._validation import check_int, type_error, value_error
+from variable_batch_size._validation import check_int, suggests, type_error, value_error
 from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace
 from variable_batch_size.adaptive.decided_trace import DecidedTrace, prepare
 from variable_batch_size.backend.detection import resolve_world
@@ -97,6 +97,7 @@ class CustomSampler(Dealer, Sampler[list[int]]):
     [[0, 1], [2, 3], [4, 5]]
     """
 
+    @suggests
     def __init__(
         self,
         dataset_size: int | Sized,

@@ -18,6 +18,9 @@ class Update(Generic[T]):
     def __len__(self) -> int:
         return self._number
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._number} microbatches)"
+
     def __iter__(self) -> Iterator[T]:
         return self._microbatches
 

@@ -153,6 +153,12 @@ class ObservedOptimizer(OptimizerWrapper):
         """The norm of the last gradient before clipping, 0-D, with `grad_norm` or `max_grad_norm`; nan if skipped."""
         return self._updater.grad_norm
 
+    def __repr__(self) -> str:
+        """Return the rule, how far the training is, and the inner optimizer with its learning rate before scaling."""
+        rules, reference = ", ".join(dict.fromkeys(map(repr, self.rules))), self._updater.ref_batchsize
+        made = f"{self.updates} updates, {self.samples:,} samples, last learning rate {self.current_lr():g}"
+        return f"{type(self).__name__}({rules}, ref_batchsize={reference}, {made}) around {self.inner!r}"
+
     def lr_factor(self) -> float:
         """Return the factor on lr times the factor on the gradient of the last update, of the first group."""
         scaling = self._updater.last_scaling

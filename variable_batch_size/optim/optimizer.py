@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from variable_batch_size._validation import value_error
+from variable_batch_size._validation import suggests, value_error
 from variable_batch_size.backend import Backend, BrokenStepError
 from variable_batch_size.data.batches import Place
 from variable_batch_size.data.dealer import Dealer
@@ -92,6 +92,7 @@ class CustomOptimizer(ObservedOptimizer):
 
     _step_supports_amp_scaling = True
 
+    @suggests
     def __init__(
         self,
         inner: Optimizer,

@@ -60,7 +60,7 @@ class Reporter:
         self._last: _Moment | None = None  # after the update of the last row
         self._seconds_left: float | None = None  # of the whole training, at the last row
         if self._tracker is not None:
-            self._tracker.check(self.tags)
+            self._tracker.check()
 
     @property
     def tags(self) -> list[str]:

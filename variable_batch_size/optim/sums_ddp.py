@@ -54,6 +54,11 @@ class DDP(InBackward):
         """Switch the reduction on before the last microbatch of this rank, and off before all others."""
         last = microbatch is not None and microbatch.ends_step
         several = microbatch is not None and not last
+        if self.module._join_config.enable:  # private: there is no other way to see it
+            raise RuntimeError(
+                "ranks must make every update together, but the DistributedDataParallel is within its join(); leave it "
+                "out: the sampler deals each rank its microbatches, and a rank without a share repeats one"
+            )
         if several and self.module.static_graph:
             raise RuntimeError(
                 "a DistributedDataParallel with static_graph=True must sum in each backward(), but a step has several "

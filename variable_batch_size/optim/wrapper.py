@@ -142,7 +142,8 @@ class OptimizerWrapper(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Raise TypeError: a copy or a pickle would lose the model and the sampler."""
         raise TypeError(
-            f"a {type(self).__name__} cannot be copied or pickled; create another one and load its state_dict()"
+            f"a {type(self).__name__} cannot be copied or pickled; create another one and load its state_dict(), and "
+            f"call optimizer.step() in the place of xm.optimizer_step(optimizer), which asks for a copy"
         )
 
 

@@ -19,11 +19,13 @@ from variable_batch_size.trace.csv_file import Every, read_csv, write_csv
 from variable_batch_size.trace.runs import TraceEndError, end_of_run, merge_equal_runs, round_runs, run_at
 from variable_batch_size.trace.schedule import Unit, is_schedule, parse_schedule, ramp_steps
 
+_SHOWN = 6  # runs of equal batch sizes, in the text of a trace
+
 OnEnd: TypeAlias = Literal["error", "stop", "hold", "cycle"]
 
 
 @final
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class BatchTrace:
     """The global batch size, in samples, of every step of a training: an immutable, hashable value.
 
@@ -36,13 +38,13 @@ class BatchTrace:
             training, and "error" is for a trace that must be long enough. With both a later step is a `TraceEndError`.
     """
 
-    _first_step: IntArray = field(repr=False)  # (runs,)
-    _size: IntArray = field(repr=False)  # (runs,), samples per step
-    _length: IntArray = field(init=False, repr=False)  # (runs,), in steps; an infinite last run has 1
-    _offset: IntArray = field(init=False, repr=False)  # (runs,), samples before the run
+    _first_step: IntArray  # (runs,)
+    _size: IntArray  # (runs,), samples per step
+    _length: IntArray = field(init=False)  # (runs,), in steps; an infinite last run has 1
+    _offset: IntArray = field(init=False)  # (runs,), samples before the run
     steps: int | None
     on_end: OnEnd = "error"
-    _source: str = field(default="", repr=False)
+    _source: str = ""
 
     def __post_init__(self) -> None:
         """Merge neighboring runs of equal batch size, so that equal traces have equal runs."""
@@ -55,6 +57,17 @@ class BatchTrace:
         """SHA-256 in hexadecimal, the same for equal traces, whatever they were created from."""
         meaning = f"BatchTrace 1 {self.steps} {self.on_end if self.steps else 'hold'} ".encode()
         return hashlib.sha256(meaning + np.stack([self._first_step, self._size]).astype("<i8").tobytes()).hexdigest()
+
+    def __repr__(self) -> str:
+        """Return the first batch sizes as a schedule, and what follows.
+
+        >>> BatchTrace.parse("0:32 10:64"), BatchTrace.from_sizes([8, 8, 4], on_end="cycle")
+        (BatchTrace("0:32 10:64", then held), BatchTrace("0:8 2:4", 3 steps, on_end="cycle"))
+        """
+        runs = [f"{step}:{size}" for step, size in zip(self._first_step[:_SHOWN], self._size, strict=False)]
+        more = " ..." * (len(self._size) > _SHOWN)
+        end = f'{self.steps} steps, on_end="{self.on_end}"' if self.steps else "then held"
+        return f'{type(self).__name__}("{" ".join(runs)}{more}", {end})'
 
     def __eq__(self, other: object) -> bool:
         return self.fingerprint == other.fingerprint if isinstance(other, BatchTrace) else NotImplemented

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from helpers.evaluations import trainings
+from helpers.evaluations import Kind, trainings
 from variable_batch_size.lab.evaluation.figures import draw
 from variable_batch_size.lab.evaluation.judgement import Judgement, judge
 from variable_batch_size.lab.evaluation.records import REFERENCE, Evaluation, Plan
@@ -218,6 +218,26 @@ def test_notes_name_what_is_missing() -> None:
     assert "All trainings start at runs/a, after 64 updates: what is claimed holds for this checkpoint." in text
     assert "The trainings are of 2 versions of the file of the task; give it another version." in text
     assert "\u25b2root" not in text
+
+
+@pytest.mark.parametrize(
+    ("losses", "first"),
+    [
+        ({(REFERENCE, "constant"): [0.4, 0.41]}, None),
+        ({(RAMP, "constant", 2.0): [0.4, 0.41]}, None),
+        ({(RAMP, "constant"): [None, None], (RAMP, "root"): [None, None]}, "? no training of constant ended under"),
+        ({(RAMP, "constant"): [None, None], (RAMP, "root"): [0.4, 0.41]}, "? no training of constant ended under"),
+        ({(RAMP, "constant"): [0.4, NAN], (RAMP, "root"): [NAN, NAN]}, "= constant: no other rule is better"),
+    ],
+)
+def test_an_evaluation_that_has_little_has_a_report(losses: dict[Kind, list[float | None]], first: str | None) -> None:
+    rows = trainings(losses)
+    rows["curve"] = [
+        {} if status == "killed" else curve for status, curve in zip(rows["status"], rows["curve"], strict=True)
+    ]
+    assert Page(render(*judged(rows))).open == []
+    assert list(said(rows)) == ([] if first is None else [RAMP])
+    assert first is None or said(rows)[RAMP][0].startswith(first)
 
 
 @pytest.mark.slow("draws the figure twice in each format")

@@ -63,7 +63,7 @@ def for_paper(judgement: Judgement) -> dict[str, bytes]:
 
 
 def draw(judgement: Judgement) -> Figure:
-    """Draw a column for each trace; with several factors on the learning rate also the metric along these.
+    """Draw a column for each trace, at least one; with several factors on the learning rate also the metric along them.
 
     A line is the median over the seeds, and its band has all of them. A training that failed is a thin line up to a
     cross. Batch sizes and learning rates are those of one seed, means between two evaluations.
@@ -73,7 +73,7 @@ def draw(judgement: Judgement) -> Figure:
     heights = [1.0, 1.0, 1.8, *([1.5] if factors else [])]
     size = (max(4.2, 3.2 * len(traces)), 1.6 * sum(heights) + 0.9)
     figure: Figure = import_extra("matplotlib.figure", "evaluation").Figure(figsize=size, layout="constrained")
-    panels: Any = figure.subplots(len(heights), max(1, len(traces)), squeeze=False, sharey="row", height_ratios=heights)
+    panels: Any = figure.subplots(len(heights), len(traces), squeeze=False, sharey="row", height_ratios=heights)
     looks = {rule: (COLORS[n % len(COLORS)], DASHES[n % len(DASHES)]) for n, rule in enumerate(judgement.rules)}
     for (batch, lr, curves, *response), trace in zip(panels.T, traces, strict=True):
         own = rows[rows["label"] == trace.name]

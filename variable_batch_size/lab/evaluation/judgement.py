@@ -208,8 +208,8 @@ def _plans_of(trainings: pd.DataFrame, evaluation: Evaluation) -> list[Plan]:
 
 
 def metrics_of(trainings: pd.DataFrame) -> list[str]:
-    """Return the metrics that the tasks evaluate."""
-    names = dict.fromkeys(name for curve in trainings["curve"] for name in curve)
+    """Return the metrics that the tasks evaluate, the loss first."""
+    names = dict.fromkeys(["loss", *(name for curve in trainings["curve"] for name in curve)])
     return [name for name in names if name not in NOT_METRICS]
 
 
@@ -225,10 +225,8 @@ def _task_names(trainings: pd.DataFrame) -> pd.Series[str]:
     names = frame["task"].astype(str)
     for column, word in DIFFERS_IN.items():
         several = frame.groupby("task")[column].transform("nunique") > 1
-        text = frame[column].map(
-            lambda value, word=word: f", {word} {value:g}" if word == "samples" else f", {word} {value}"
-        )
-        names += text.where(several, "")
+        text = frame[column].map(lambda value: value if isinstance(value, str) else f"{value:g}")
+        names += (f", {word} " + text).where(several, "")
     return names
 
 

@@ -52,7 +52,7 @@ def write_report(
         if parquet
         else {"report.csv": trainings.to_csv(index=False).encode()}
     )
-    for judgement in judgements:
+    for judgement in (one for one in judgements if one.traces):
         pictures = figures.for_paper(judgement)
         files |= {f"report-{_file_name(judgement.task)}.{kind}": content for kind, content in pictures.items()}
     for path in {path for kind in ("png", "pdf", "svg", "csv", "parquet") for path in target.glob(f"report*.{kind}")}:
@@ -98,7 +98,6 @@ def _task(judgement: Judgement) -> dict[str, Any]:
     return {
         "name": judgement.task,
         "baseline": judgement.baseline,
-        "tuned": reference.answer,
         "reference": wording.reference(judgement),
         "most": wording.number(reference.most, reference.most) if reference.most > 0 else "",
         "notes": notes,
@@ -115,7 +114,9 @@ def _task(judgement: Judgement) -> dict[str, Any]:
             }
             for trace in judgement.traces
         ],
-        "figure": import_extra("markupsafe", "evaluation").Markup(figures.for_page(judgement)),
+        "figure": import_extra("markupsafe", "evaluation").Markup(
+            figures.for_page(judgement) if judgement.traces else ""
+        ),
     }
 
 

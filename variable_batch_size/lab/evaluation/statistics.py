@@ -92,7 +92,7 @@ def claims(values: FloatArray, failed: BoolArray, same: BoolArray | bool = False
     tested = (counts[..., 1] > 0) & (counts[..., 3] > 0) & ~np.broadcast_to(same, trained.shape)
     tested[..., 0] = False  # the baseline
     p = np.where(tested, np.nan_to_num(difference.p, nan=1.0), np.nan)
-    decided = holm(p.reshape(*p.shape[:-2], -1), DIFFERENCES / parts).reshape(p.shape)
+    decided = holm(_flat(p), DIFFERENCES / parts).reshape(p.shape)
     differs = np.where(decided, np.sign(np.nan_to_num(difference.value)), 0).astype(int)
     differs[(differs < 0) & (_more(counts) > 0)] = 0
     pooled = np.where(tested[..., None], counts, 0).sum(-3)
@@ -123,6 +123,11 @@ def tuned(values: FloatArray, failed: BoolArray, parts: int = 1) -> tuple[FloatA
     gains = np.stack([value, value - half, value + half], -1)[..., 1:, :]
     answers = np.where((gains[..., 1] > 0).any(-1), 1, np.where((gains[..., 0] > 0).any(-1), 0, -1))
     return gains, answers
+
+
+def _flat(values: FloatArray) -> FloatArray:
+    """Return values with their last two axes as one, also of size 0."""
+    return values.reshape(*values.shape[:-2], values.shape[-2] * values.shape[-1])
 
 
 def _more(counts: IntArray) -> IntArray:
@@ -168,7 +173,7 @@ def mean_interval(values: FloatArray, confidence: float = CONFIDENCE) -> Interva
 
 def smallest_step(values: FloatArray) -> FloatArray:
     """Return the smallest step between two values, (..., rules, seeds), at least the rounding of a float32, (...)."""
-    values = np.sort(values.reshape(*values.shape[:-2], -1), axis=-1)
+    values = np.sort(_flat(values), axis=-1)
     steps = np.diff(values, axis=-1)
     least = np.where(steps > 0, steps, np.inf).min(-1, initial=np.inf)
     rounding: FloatArray = 1e-6 * np.where(np.isnan(values), 0.0, np.abs(values)).max(-1, initial=0.0)

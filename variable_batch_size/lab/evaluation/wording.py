@@ -27,9 +27,9 @@ class Sentence(NamedTuple):
 
 def verdict(judgement: Judgement, trace: Trace) -> list[Sentence]:
     """Return what is said of a trace: first which rule to use or why that is not known, and then of the other rules."""
-    baseline, others = trace.rows[0], [row for row in trace.rows if row.answer != "baseline"]
-    if baseline.answer != "baseline":
-        return [Sentence(OPEN, f"{judgement.baseline} was not trained under this trace"), *_failing(judgement, trace)]
+    others = [row for row in trace.rows if row.answer != "baseline"]
+    if len(others) == len(trace.rows):
+        return [Sentence(OPEN, f"no training of {judgement.baseline} ended under this trace"), *_failing(trace)]
     if all(row.failed == row.trained for row in trace.rows):
         return [Sentence(FAILS, "nothing trains under this trace: all trainings failed")]
     if judgement.waiting:
@@ -45,7 +45,7 @@ def verdict(judgement: Judgement, trace: Trace) -> list[Sentence]:
     undecided = [row for row in others if row.answer == "open" and row.failed < row.trained]
     if claimed and undecided:
         found.append(Sentence(OPEN, f"not decided: {listed([row.rule for row in undecided])}"))
-    found += _failing(judgement, trace)
+    found += _failing(trace)
     if trace.constant and others:
         found.append(Sentence(SAME, "the batch size is constant: a rule is a learning rate here"))
     return found
@@ -85,7 +85,7 @@ def _none_better(judgement: Judgement, trace: Trace) -> Sentence:
     return Sentence(OPEN, text)
 
 
-def _failing(judgement: Judgement, trace: Trace) -> Iterator[Sentence]:
+def _failing(trace: Trace) -> Iterator[Sentence]:
     for row in trace.rows:
         if row.failed:
             yield Sentence(FAILS, f"{row.rule}: fails in {row.failed} of {row.trained}")
