@@ -174,8 +174,8 @@ def evaluate(
         left = without_line(cells, folder)
         if dry_run:
             check(left.values())
-            planned, most = (sum(getattr(cell, name) for cell in left.values()) for name in ("samples", "most_samples"))
-            up_to = "up to " if most > planned else ""
+            most = sum(cell.course.end.most(cell.samples) for cell in left.values())
+            up_to = "up to " * any(cell.end != "samples" for cell in left.values())
             typer.echo(f"{folder}: {len(cells):,} trainings, {len(left):,} to make, of {up_to}{most:,} samples in all")
             return
         command = shlex.join(context.obj)

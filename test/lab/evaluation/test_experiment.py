@@ -62,14 +62,6 @@ def test_a_remark_is_of_the_line_that_asks_for_cells() -> None:
     )
 
 
-def test_a_capacity_trace_without_a_policy_is_told(tmp_path: Path) -> None:
-    CapacityTrace([0, 60], np.array([1, 2]), end=120).to_csv(tmp_path / "log.csv")
-    with pytest.raises(
-        ValueError, match=r"a capacity trace must have a policy, got .*; pass \"per-device:64@.*log\.csv\""
-    ):
-        Experiment([TINY], [str(tmp_path / "log.csv")], ["linear"], seeds=1).cells()
-
-
 def test_a_key_is_that_of_what_determines_the_training() -> None:
     def keys(**other: Any) -> set[str]:
         arguments: dict[str, Any] = {"tasks": [TINY], "traces": ["0:8 10:32"], "rules": ["linear"], "seeds": 1}
@@ -164,16 +156,6 @@ def under(seconds: float, policy: str) -> UnderCapacity:
             "pass one of these",
         ),
         (lambda: Experiment(["mnist_cnn"], ["8"], ["linear"]), ValueError, "got 'mnist_cnn'; pass mnist-cnn$"),
-        (
-            lambda: Experiment(["sums.py:Sums"], ["8"], ["linear"]),
-            ValueError,
-            "; pass sums:Sums, and run it where sums.py is$",
-        ),
-        (
-            lambda: Experiment(["helpers.evaluation_tasks.Tiny"], ["8"], ["linear"]),
-            ValueError,
-            "; pass helpers.evaluation_tasks:Tiny$",
-        ),
         (lambda: Experiment(["not where:Task"], ["8"], ["linear"]), ValueError, "; pass one of these$"),
         (lambda: Experiment(["nowhere:Task"], ["8"], ["linear"]), ValueError, r"or run it where nowhere\.py is"),
         (lambda: Experiment([OWN + "Tine"], ["8"], ["linear"]), ValueError, "no 'Tine' there; pass package.module"),
@@ -261,8 +243,8 @@ def test_a_task_imports_what_lies_beside_it(tmp_path: Path, monkeypatch: pytest.
             {"schedule": lambda samples: 1.0},
             r"schedule of the task .* the arguments \(samples, total\), got '\(samples\)'",
         ),
-        ({"evaluate": lambda: {"loss": 1.0}}, r"evaluate of the task .* take the arguments \(model\), got '\(\)'"),
-        ({"optimizer": lambda model, *, lr: None}, r"optimizer of the task .* take the arguments \(model, lr\)"),
+        ({"evaluate": lambda: {"loss": 1.0}}, r"evaluate of the task .* takes the arguments \(model\), got '\(\)'"),
+        ({"optimizer": lambda model, *, lr: None}, r"optimizer of the task .* takes the arguments \(model, lr\)"),
         ({"model": lambda seed, width=3: None}, None),
     ],
 )

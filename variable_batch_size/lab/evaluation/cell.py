@@ -10,7 +10,7 @@ from typing import Any, final
 
 from variable_batch_size._validation import value_error
 from variable_batch_size.lab.evaluation.courses import Course
-from variable_batch_size.lab.evaluation.end import SAMPLES, End
+from variable_batch_size.lab.evaluation.end import SAMPLES
 from variable_batch_size.lab.evaluation.start import Start
 from variable_batch_size.rules import RULES
 from variable_batch_size.rules.base import Rule
@@ -22,24 +22,21 @@ class Cell:
     """One training: everything that determines it, as plain values, and the batch sizes that they stand for.
 
     Attributes:
-        task: name of the task, see `load_task`.
-        task_arguments: arguments of the task.
-        task_version: `version` of the task.
+        task: name of the task, see `load_task`; with its `task_arguments` and its `version`.
         trace: name of the trace, or its text, and what is equal if it is not the samples.
         trace_fingerprint: of the batch sizes, or of the controller, and of the simulated time.
         rule: name of the rule, with its number if it takes one, see `rule_of`.
-        lr: learning rate at `ref_batchsize`.
-        lr_factor: that learning rate divided by the one of the task, or of the checkpoint.
+        lr: learning rate at `ref_batchsize`, in samples, at which it was tuned (None: not known): `lr_factor` times
+            that of the task, or of the start.
         seed: seed of the model and of the order of the samples.
         samples: those of the training; with another end, those that it is compared with.
-        ref_batchsize: batch size at which `lr` was tuned, in samples; None if it is not known.
         minibatch_size: maximum number of rows of a microbatch.
         between: samples between two evaluations.
         max_grad_norm: norm to which gradients are clipped; None: they are not.
-        end: when the training ends, see `End`; not part of the JSON if it ends with its samples.
+        end: when the training ends, see `End`.
         start: the checkpoint from which it goes on; None: from the untrained model.
-        course: batch sizes and simulated time. It is not part of the JSON: the fingerprint stands for it.
-        data_dir: folder of the files of the task. It is not part of the JSON: the files are the same anywhere.
+        course: batch sizes and simulated time, for which the fingerprint stands.
+        data_dir: folder of the files of the task, which are the same anywhere.
     """
 
     task: str
@@ -78,11 +75,6 @@ class Cell:
     def training(self) -> str:
         """The name of the training: that of the cells that differ in the name of the trace only."""
         return _digits(self.as_json() | {"trace": ""})
-
-    @property
-    def most_samples(self) -> int:
-        """The number of samples after which it ends at the latest."""
-        return End.of(self.end).most(self.samples)
 
     def __str__(self) -> str:
         """Return what tells it from the other cells of an experiment."""

@@ -80,16 +80,7 @@ class TraceOptions:
 
 
 class Training(NamedTuple):
-    """What the batch sizes of a training depend on beside its trace.
-
-    Attributes:
-        dataset_size: samples of the dataset.
-        samples: samples of the training.
-        ref_batchsize: batch size at which the learning rate was tuned.
-        minibatch_size: maximum number of rows of a microbatch.
-        end: when it ends.
-        before: updates and samples of the checkpoint that it goes on from.
-    """
+    """What batch sizes depend on beside their trace; `before` are updates and samples of the start."""
 
     dataset_size: int
     samples: int
@@ -147,14 +138,7 @@ def depends_on_the_dataset(source: TraceSource) -> bool:
 def course_of(
     source: TraceSource, training: Training, options: TraceOptions, time: SimulatedTime | None = None
 ) -> Course:
-    """Return the course of a training until its end.
-
-    Args:
-        source: a batch trace, or what `BatchTrace.of` makes one of; an `AdaptiveTrace`; the text of a policy, such as
-            "noise-scale:1"; an `UnderCapacity`, or "policy@log".
-        training: the training.
-        options: what the text leaves open.
-        time: the simulated time of a trace that is not under a capacity trace.
+    """Return the course of a training until its end; `time` is that of a trace that is not under a capacity trace.
 
     Raises:
         TypeError: if `source` has another type.
@@ -162,9 +146,15 @@ def course_of(
             with which it ends is not known.
     """
     if isinstance(source, str) and "@" in source:
-        source = _under(source, options)
-    if isinstance(source, str) and source.partition(":")[0] in POLICIES:
-        source = _adaptive(parse_policy(source), training, options)
+        policy, _, log = source.partition("@")
+        if options.under is None:
+            remedy = "pass an UnderCapacity with its throughput, or --samples-per-second"
+            raise value_error(f"the trace {source} needs the time of an update", "none", remedy)
+        source = replace(options.under, capacity=log, policy=policy)
+    if isinstance(source, str) and source.partition(":")[0] in POLICIES:  # it starts at the reference batch size
+        low, high = options.bounds or (1, training.dataset_size)
+        first = None if training.ref_batchsize is None else min(max(training.ref_batchsize, low), high)
+        source = AdaptiveTrace(parse_policy(source), first, options.bounds, every=options.every or EVERY)
     if isinstance(source, UnderCapacity):
         course = _simulated(source, training, options)
     elif isinstance(source, AdaptiveTrace):
@@ -189,13 +179,7 @@ def _batch_trace(source: Any, training: Training, options: TraceOptions) -> Batc
     if isinstance(source, str) and not (source[:1].isdigit() or Path(source).is_file()):
         requirement = f"a trace must be a number, a schedule, a CSV file, {FORMS}, or POLICY@LOG"
         raise value_error(requirement, f"{source!r:.60}", "pass one of these; a file must exist")
-    try:
-        trace = BatchTrace.of(source)
-    except ValueError:
-        if isinstance(source, str) and Path(source).is_file() and _is_capacity(source):
-            remedy = f'pass "per-device:64@{source}"'
-            raise value_error("a capacity trace must have a policy", repr(source), remedy) from None
-        raise
+    trace = BatchTrace.of(source)
     if trace.steps is None:
         return trace
     on_end = options.on_end or trace.on_end
@@ -240,29 +224,6 @@ def _check_end(course: Course) -> None:
             requirement = f"the updates under the capacity trace must reach the end {end}"
             remedy = f"pass a shorter end, another log, or more samples: {MOST} times as many are trained at most"
             raise value_error(requirement, f"{end.by} {found:,.6g}", remedy)
-
-
-def _is_capacity(path: str) -> bool:
-    try:
-        cluster.read(path)
-    except (ValueError, OSError):
-        return False
-    return True
-
-
-def _under(text: str, options: TraceOptions) -> UnderCapacity:
-    policy, _, log = text.partition("@")
-    if options.under is None:
-        remedy = "pass an UnderCapacity with its throughput, or --samples-per-second"
-        raise value_error(f"the trace {text} needs the time of an update", "none", remedy)
-    return replace(options.under, capacity=log, policy=policy)
-
-
-def _adaptive(controller: Controller, training: Training, options: TraceOptions) -> AdaptiveTrace:
-    """Return the trace of a policy, which starts at the reference batch size."""
-    low, high = options.bounds or (1, training.dataset_size)
-    start = None if training.ref_batchsize is None else min(max(training.ref_batchsize, low), high)
-    return AdaptiveTrace(controller, start, options.bounds, every=options.every or EVERY)
 
 
 def _simulated(source: UnderCapacity, training: Training, options: TraceOptions) -> Course:

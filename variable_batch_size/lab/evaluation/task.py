@@ -106,18 +106,14 @@ class Defaults:
         return cls(**given)
 
 
-def _check_takes(function: object, arguments: tuple[str, ...], name: str) -> None:
-    """Raise TypeError if a function cannot be called with these positional arguments."""
+def _check_takes(function: Any, arguments: tuple[str, ...], name: str) -> None:
+    """Raise TypeError if something is no function of these positional arguments."""
+    requirement = f"{name} must be a function that takes the arguments ({', '.join(arguments)})"
     if not callable(function):
-        raise type_error(f"{name} must be a function", function, f"define it, with ({', '.join(arguments)})")
+        raise type_error(requirement, function, "define it")
     try:
-        signature = inspect.signature(function)
-    except ValueError:  # some builtins have none
-        return
-    try:
-        signature.bind(*arguments)
+        (signature := inspect.signature(function)).bind(*arguments)
     except TypeError:
-        requirement = f"{name} must take the arguments ({', '.join(arguments)})"
         raise type_error(requirement, str(signature), "change its parameters") from None
 
 
@@ -217,11 +213,6 @@ def _import(place: str, name: str) -> ModuleType:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
         if error.name is not None and (place == error.name or place.startswith(f"{error.name}.")):
-            module, _, last = place.rpartition(".")
-            if last == "py":
-                raise _unknown(name, f"pass {module}{name[len(place) :]}, and run it where {place} is") from None
-            if module and error.name == place:  # the part before the last dot was found
-                raise _unknown(name, f"pass {module}:{last}") from None
             raise _unknown(name, f"pass one of these, or run it where {place.replace('.', '/')}.py is") from None
         if not str(error).startswith("No module named"):  # it says more than that
             raise

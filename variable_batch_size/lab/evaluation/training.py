@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from variable_batch_size import CustomOptimizer, CustomSampler, ProgressScheduler, remaining_epochs
-from variable_batch_size._validation import type_error, value_error
+from variable_batch_size._validation import value_error
 from variable_batch_size.backend import LocalBackend
 from variable_batch_size.checkpoint import Checkpoint
 from variable_batch_size.lab.evaluation.cell import Cell, rule_of
@@ -47,11 +47,7 @@ class Parts(NamedTuple):
 
 
 def parts_of(cell: Cell, curve: Curve) -> Parts:
-    """Create the objects of a training, of which `curve` tells the schedule the time, in the state of its start.
-
-    Raises:
-        TypeError, ValueError: if task, trace, rule, optimizer and start do not fit one another.
-    """
+    """Create the objects of a training, of which `curve` tells the schedule the time, in the state of its start."""
     task = load_task(cell.task, cell.task_arguments, cell.data_dir)
     dataset: Any = dataset_of(task)
     order = {"seed": cell.seed} if cell.start is None else cell.start.order
@@ -62,7 +58,7 @@ def parts_of(cell: Cell, curve: Curve) -> Parts:
         0,
         cell.minibatch_size,
         fixed_shape=False,
-        max_samples=cell.most_samples,
+        max_samples=cell.course.end.most(cell.samples),
         **order,
     )
     model = task.model(cell.seed)
@@ -114,13 +110,7 @@ class _Unused:
 
 
 def _go_on(parts: Parts, start: Start, lr_factor: float) -> None:
-    """Bring the objects of a training into the state of its start, of which a copy is restored, at another lr.
-
-    Raises:
-        FileNotFoundError: if the checkpoint is gone.
-        ValueError: if its learning rate is not that of the schedule of the task.
-        RuntimeError: if it is of another model.
-    """
+    """Bring the objects of a training into the state of its start, of which a copy is restored, at another lr."""
     others: dict[str, Any] = {name: _Unused() for name in start.others}
     if parts.scheduler is not None:
         others["scheduler"] = parts.scheduler
@@ -156,8 +146,8 @@ def train(
 ) -> dict[str, Any]:
     """Train a cell, or continue where a killed training has saved, and return its line.
 
-    The random numbers of torch, NumPy and `random` are seeded. With one thread a training is a function of the cell; it
-    may be a little different on another machine or with another version of torch.
+    With one thread a training is a function of the cell; it may be a little different on another machine or with
+    another version of torch.
 
     Args:
         cell: what is trained.
@@ -239,11 +229,7 @@ def seed_all(*seeds: int) -> None:
 
 
 def updates_of(parts: Parts, curve: Curve, cell: Cell) -> Iterator[bool]:
-    """Train, and yield after each update whether it has changed the weights.
-
-    It ends with the samples, or when the training has diverged, as `curve` then says. Who iterates over it steps the
-    scheduler and calls `curve.update`.
-    """
+    """Train, and yield after each update whether it has changed the weights, until its samples or its divergence."""
     parts.model.train()
     for epoch in remaining_epochs(parts.sampler, parts.optimizer):
         for batch in _loader(parts, cell, epoch):
@@ -302,27 +288,21 @@ def metrics_of(parts: Parts) -> Mapping[str, float]:
     return metrics
 
 
-def _scalar(loss: object) -> float:
+def _scalar(loss: Any) -> float:
     """Return the value of a loss, or raise an error if it cannot be one."""
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return float(loss.detach())
-    requirement, remedy = "loss() must return the mean loss of a batch, a tensor of one element", "return loss.mean()"
-    if isinstance(loss, Tensor):
-        raise value_error(requirement, f"one of shape {tuple(loss.shape)}", remedy)
-    raise type_error(requirement, loss, remedy)
+    found = f"one of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+    requirement = "loss() must return the mean loss of a batch, a tensor of one element"
+    raise value_error(requirement, found, "return loss.mean()")
 
 
 def _failed_by_divergence(model: nn.Module, curve: Curve, error: Exception) -> bool:
-    """Return whether an error of a task only says that the training has diverged.
-
-    After the first update, if numbers overflow, as those of a perplexity, or the last loss is large, or the weights are
-    not finite.
-    """
+    """Return whether an error of a task only says that the training has diverged: numbers overflow, or are large."""
     if curve.last is None:
         return False
-    if isinstance(error, (OverflowError, FloatingPointError)) or not curve.last <= curve.limit:
-        return True
-    return not all(bool(one.isfinite().all()) for one in model.parameters())
+    overflows = isinstance(error, (OverflowError, FloatingPointError)) or not curve.last <= curve.limit
+    return overflows or not all(bool(one.isfinite().all()) for one in model.parameters())
 
 
 @contextmanager
