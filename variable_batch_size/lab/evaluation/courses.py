@@ -168,7 +168,7 @@ def course_of(
     if not isinstance(trace, BatchTrace):
         return course
     starts, sizes = trace.runs
-    if len(starts) == 1 or trace.offset(int(starts[1])) >= training.rest:
+    if len(starts) == 1 or trace.offset(int(starts[1])) >= training.end.most(training.rest):
         later = f"; its first change follows sample {trace.offset(int(starts[1])):,}" if len(starts) > 1 else ""
         remark = f"the batch size is {sizes[0]} throughout, so that rules are only learning rates here{later}"
         course = replace(course, remark=remark)

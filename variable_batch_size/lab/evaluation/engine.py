@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from variable_batch_size._extras import import_extra
 from variable_batch_size._log import stacklevel_of_user
-from variable_batch_size._validation import check_choice, check_int, check_interval, type_error, value_error
+from variable_batch_size._validation import check_choice, check_int, check_interval, value_error
 from variable_batch_size.lab.evaluation.cell import Cell
 from variable_batch_size.lab.evaluation.experiment import Experiment, check
 from variable_batch_size.lab.evaluation.provenance import environment, facts_of
@@ -89,6 +89,7 @@ def run(
     check(todo.values())  # before there is a folder
     with Journal(place) as journal:
         known = {line["key"]: line for line in journal.lines if "key" in line}
+        todo = {key: cell for key, cell in todo.items() if key not in known}  # another driver may just have ended
         _check_tasks(wanted.values(), known.values())
         journal.plan(command, wanted)
         for path in place.glob("checkpoints/*"):
@@ -116,9 +117,6 @@ def run(
 
 def without_line(cells: Iterable[Cell], folder: Path) -> dict[str, Cell]:
     """Return the cells that have no line in a folder, by their keys."""
-    for cell in (cells := list(cells)):
-        if not isinstance(cell, Cell):
-            raise type_error("cells must be an Experiment, or cells", cell, "pass experiment.cells()")
     try:
         known = set(read(folder).trainings["key"])
     except (FileNotFoundError, NotADirectoryError):

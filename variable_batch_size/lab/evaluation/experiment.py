@@ -125,11 +125,10 @@ class Experiment:
         return [cell for name, arguments in tasks.items() for cell in self._cells(name, arguments)]
 
     def _cells(self, name: str, arguments: Mapping[str, Any]) -> Iterable[Cell]:
-        task = load_task(name, arguments, self.data_dir)
+        data_dir = self.data_dir and str(Path(self.data_dir).absolute())  # the same in any process
+        task = load_task(name, arguments, data_dir)
         defaults = Defaults.of(task, name)
-        start = None
-        if self.start is not None:
-            start = Start.read(self.start, scheduled=defaults.schedule is not None)
+        start = None if self.start is None else Start.read(self.start, scheduled=defaults.schedule is not None)
         samples = self._known("samples", defaults, name)
         lr = self._known("lr", defaults, name) if start is None else start.lr
         fixed = {
@@ -141,7 +140,7 @@ class Experiment:
             "minibatch_size": self.minibatch_size or defaults.minibatch_size,
             "between": self.between or defaults.between or max(1, samples // 16),
             "max_grad_norm": defaults.max_grad_norm,
-            "data_dir": None if self.data_dir is None else str(Path(self.data_dir).absolute()),  # in any process
+            "data_dir": data_dir,
             "start": start,
         }
         seeds = [check_int(seed, "each of seeds", 0) for seed in self._seeds]
@@ -155,16 +154,11 @@ class Experiment:
         factors = dict.fromkeys((1.0, *map(float, self.lr_factors)))
         for seed in seeds:
             for trace, course in courses.items():
-                own = {
-                    "trace": trace,
-                    "trace_fingerprint": course.fingerprint,
-                    "course": course,
-                    "end": str(course.end),
-                }
+                own = {"trace": trace, "trace_fingerprint": course.fingerprint, "course": course, "seed": seed}
                 for rule in (CONSTANT,) if trace == REFERENCE else rules:
                     for factor in TUNED if trace == REFERENCE else factors:
-                        scaled = {"rule": rule, "lr": lr * factor, "lr_factor": factor, "seed": seed}
-                        yield Cell(**fixed | own | scaled)
+                        scaled = {"rule": rule, "lr": lr * factor, "lr_factor": factor}
+                        yield Cell(**fixed | own | scaled, end=str(course.end))
 
     @property
     def _seeds(self) -> Sequence[int]:
@@ -187,23 +181,20 @@ class Experiment:
             found = f"{size:,} samples instead of {start.dataset_size:,}"
             raise value_error(f"the dataset of the task {name} must be that of {where}", found, "pass that task")
         if samples <= start.samples:
-            remedy = "pass an earlier one, or more --samples"
-            raise value_error(
-                f"{where} must lie before the end of a training", f"{start.samples:,} of {samples:,}", remedy
-            )
+            found, remedy = f"{start.samples:,} of {samples:,}", "pass an earlier one, or more --samples"
+            raise value_error(f"{where} must lie before the end of a training", found, remedy)
         if seeds > 1 and samples <= (start.epoch + 1) * size:
             requirement = f"seeds change trainings from the next epoch on, but {where} has begun the last one"
             raise value_error(requirement, f"{seeds} seeds", "pass seeds=1, or an earlier checkpoint")
 
     def _courses(self, task: Task, fixed: Mapping[str, Any]) -> dict[str, Course]:
         """Return the courses by the names of their traces."""
-        traces: dict[str, TraceSource] = (
-            dict(self.traces) if isinstance(self.traces, Mapping) else {text: text for text in self.traces}
+        traces: Mapping[str, TraceSource] = (
+            self.traces if isinstance(self.traces, Mapping) else dict(zip(self.traces, self.traces, strict=True))
         )
         reference, start = fixed["ref_batchsize"], fixed["start"]
-        plan = [
-            (end.named(name), name, source, end) for end in map(End.of, self.ends) for name, source in traces.items()
-        ]
+        ends = [End.of(end) for end in self.ends]
+        plan = [(end.named(name), name, source, end) for end in ends for name, source in traces.items()]
         if reference is not None:
             plan.append((REFERENCE, REFERENCE, BatchTrace.constant(reference), SAMPLES))
         courses: dict[str, Course] = {}
