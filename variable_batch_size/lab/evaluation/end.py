@@ -51,11 +51,7 @@ class End:
         return cls(by, amount)  # type: ignore[arg-type]
 
     def resolved(self, samples: int, ref_batchsize: int | None) -> End:
-        """Return it with an amount, in an experiment of so many samples.
-
-        Raises:
-            ValueError: if its progress needs a reference batch size.
-        """
+        """Return it with an amount, in an experiment of so many samples."""
         if self.amount is not None or self.by == "samples":
             return self
         if ref_batchsize is None:

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -148,16 +149,15 @@ class Journal:
 
 
 def _lock(file: Any, folder: Path) -> None:
-    try:
-        import fcntl  # not on Windows
-    except ImportError:
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        found = f"{os.fspath(folder)!r}, which another one trains in"
-        remedy = "wait until it ends, or choose another folder"
-        raise BlockingIOError(f"a folder must have one evaluation at a time, got {found}; {remedy}") from None
+    with suppress(ImportError):  # on Windows
+        import fcntl
+
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            found = f"{os.fspath(folder)!r}, which another one trains in"
+            remedy = "wait until it ends, or choose another folder"
+            raise BlockingIOError(f"a folder must have one evaluation at a time, got {found}; {remedy}") from None
 
 
 def _lines(content: bytes, path: Path) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import TypeAlias, final
 
 import numpy as np
 
@@ -11,18 +11,6 @@ from variable_batch_size._validation import FloatArray, IntArray, check_int, che
 from variable_batch_size.adaptive.throughput import Throughput
 from variable_batch_size.lab.cluster.capacity_trace import CapacityTrace
 from variable_batch_size.lab.simulation.result import Run, cost_until
-
-
-class SimulatedTime(Protocol):
-    """The time of a training on the machines of a model."""
-
-    def after(self, seconds: float, updates: int, batch_size: int, minibatch_size: int) -> float:
-        """Return when an update ends: the one before it, its number, its samples, and the most rows of a microbatch."""
-        ...
-
-    def cost(self, seconds: float) -> float | None:
-        """Return the cost until then; None if no price is known."""
-        ...
 
 
 @final
@@ -52,11 +40,11 @@ class ModelTime:
             object.__setattr__(self, "price", check_number(self.price, "price", "pass the price of a device-hour"))
 
     def after(self, seconds: float, updates: int, batch_size: int, minibatch_size: int) -> float:
-        """Return when an update ends, see `SimulatedTime`."""
+        """Return when an update ends: the one before it, its number, its samples, and the most rows of a microbatch."""
         return seconds + self.throughput.seconds(batch_size, self.devices, minibatch_size)
 
     def cost(self, seconds: float) -> float | None:
-        """Return the cost until then, see `SimulatedTime`."""
+        """Return the cost until then; None if no price is known."""
         return None if self.price is None else self.price * self.devices * seconds / 3600
 
 
@@ -86,14 +74,14 @@ class RunTime:
         return cls(kept["begin"].to_numpy(np.float64), kept["end"].to_numpy(np.float64), ends, run.capacity)
 
     def after(self, seconds: float, updates: int, batch_size: int, minibatch_size: int) -> float:
-        """Return when an update ends, see `SimulatedTime`."""
+        """Return when an update ends, see `ModelTime`."""
         row = min(int(self.updates.searchsorted(updates)), len(self.updates) - 1)
         before = int(self.updates[row - 1]) if row else 0
         share = (updates - before) / (int(self.updates[row]) - before)
         return float(self.begin[row] + share * (self.end[row] - self.begin[row]))
 
     def cost(self, seconds: float) -> float | None:
-        """Return the cost until then, see `SimulatedTime`."""
+        """Return the cost until then; None if no price is known."""
         return cost_until(self.capacity, seconds)
 
     def __repr__(self) -> str:
@@ -102,3 +90,6 @@ class RunTime:
         prices = None if self.capacity.prices is None else self.capacity.prices.tolist()
         nodes = [self.capacity.seconds.tolist(), self.capacity.nodes.tolist()]
         return f"RunTime({rows}, {nodes if prices else None}, {prices})"
+
+
+SimulatedTime: TypeAlias = ModelTime | RunTime
