@@ -71,11 +71,7 @@ def test_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (
-            ["mnist-cn", "--trace", 8, *BOTH],
-            1,
-            "a task must be mnist-cnn, char-gpt or package.module:name",
-        ),
+        (["mnist-cn", "--trace", 8, *BOTH], 1, "a task must be mnist-cnn, char-gpt or package.module:name"),
         ([TINY, "--trace", 8, "--rule", "lin"], 2, "a rule must be one of constant, linear,"),
         (
             [TINY, "--trace", 100, *BOTH],
@@ -83,15 +79,9 @@ def test_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
             f"task {TINY}, trace 100, rule constant: every batch size of the trace must",
         ),
         ([TINY, "--trace", 8], 2, "Missing option '--rule'"),
-        ([TINY, *BOTH], 2, "Missing option '--trace'"),
         ([TINY, "--trace", 8, *BOTH, "--lr", -1], 2, "--lr must be > 0 and finite, got -1.0"),
         ([TINY, "--trace", 8, *BOTH, "--address", "auto"], 1, "address must be None without Ray, got 'auto'; pass"),
-        (["no_module:T", "--trace", 8, *BOTH], 1, "a task must be mnist-cnn, char-gpt or"),
-        ([f"{TASKS}NotThere", "--trace", 8, *BOTH], 1, f"the task {TASKS}NotThere must be in "),
-        ([f"{TASKS}NoLoss", "--trace", 8, *BOTH], 1, f"the task {TASKS}NoLoss must have model, dataset, loss"),
         ([TINY, "--trace", "per-device:4@nodes.csv", *BOTH], 1, "trace per-device:4@nodes.csv of the task"),
-        ([TINY, "--trace", "nothing.csv", *BOTH], 1, "trace nothing.csv of the task"),
-        ([TINY, "--trace", 8, "--rule", "power"], 2, "the rule power needs its exponent, got none; pass power:NUMBER"),
     ],
 )
 def test_a_wrong_argument_is_one_line(arguments: list[object], status: int, message: str, tmp_path: Path) -> None:
@@ -158,20 +148,6 @@ def test_a_task_that_cannot_be_imported(
     status, message = error_of("evaluate", "faulty:Task", "--trace", 8, *BOTH)
     assert status == 1
     assert message.startswith(beginning)
-
-
-def test_a_trace_that_ends_too_early(tmp_path: Path) -> None:
-    trace = tmp_path / "short.csv"
-    trace.write_text("step,batchsize\n0,8\n1,8\n")
-    _, message = error_of("evaluate", TINY, "--trace", trace, *BOTH, "--folder", tmp_path / "records")
-    assert message.startswith(f"task {TINY}, trace {trace}, rule constant: the trace must last until the training ends")
-    assert message.endswith('or pass on_end="stop", "hold" or "cycle"')
-    log = tmp_path / "nodes.csv"
-    log.write_text("seconds,nodes\n0,1\n20,3\n")
-    under = ["--trace", f"per-device:4@{log}", "--samples-per-second", 1, "--folder", tmp_path / "records"]
-    _, message = error_of("evaluate", TINY, *under, *BOTH)
-    assert "the capacity trace must last for the 240 samples of the training, got 20 until second 20; " in message
-    assert not (tmp_path / "records").exists()
 
 
 def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
