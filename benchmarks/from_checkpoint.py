@@ -1,6 +1,6 @@
 """Does a tenth of the rest tell what the rest does? Trainings that go on from a checkpoint at 8 and 16 times the batch.
 
-    PYTHONPATH=test python benchmarks/from_checkpoint.py
+    PYTHONPATH=test python benchmarks/from_checkpoint.py [TASK ...]
 
 Three tasks are trained at their reference batch size for an epoch, an eighth of the training, and saved. From there
 six rules, and `constant` at twice the learning rate, train the rest with five seeds, as `vbs evaluate --from` does.
@@ -12,6 +12,7 @@ baseline to that of unpaired ones tells what pairs by seeds bring. About five mi
 from __future__ import annotations
 
 import math
+import sys
 import tempfile
 import warnings
 from functools import cached_property
@@ -39,7 +40,7 @@ EPOCH = 2**13  # samples
 RATIOS, SEEDS = (8, 16), 5
 RULES = {
     "sgd": ("constant", "linear", "linear-momentum", "root", "power:0.75", "adascale"),
-    "adamw": ("constant", "linear", "root", "power:0.75", "adamscale", "sqrt-sde"),
+    "adamw": ("constant", "linear", "root", "power:0.75", "adamscale", "root-half-life"),
 }
 TASKS: dict[str, dict[str, Any]] = {
     "teacher-sgd": {"optimizer": "sgd"},
@@ -143,7 +144,8 @@ def losses_of(name: str, ratio: int, folder: Path) -> pd.DataFrame:
 
 def main() -> None:
     warnings.filterwarnings("ignore", "trace .*the batch size is")
-    for name, arguments in TASKS.items():
+    for name in sys.argv[1:] or TASKS:
+        arguments = TASKS[name]
         with tempfile.TemporaryDirectory() as folder:
             save(load_task("from_checkpoint:Teacher", arguments), Path(folder))
             for ratio in RATIOS:
