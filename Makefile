@@ -13,7 +13,7 @@ SEED ?=
 NIGHTLY ?=
 SOURCE ?= .
 TRAINERS := $(wildcard benchmarks/trainers_*.py)
-SHARED := benchmarks/records.py benchmarks/results.py benchmarks/fashion.py benchmarks/adaptive_tasks.py benchmarks/from_checkpoint.py
+SHARED := benchmarks/records.py benchmarks/results.py benchmarks/fashion.py benchmarks/adaptive_tasks.py
 SCRIPTS ?= $(filter-out $(SHARED) $(wildcard benchmarks/evaluation_[al]*.py) $(TRAINERS) $(wildcard benchmarks/tpu_*.py),$(wildcard benchmarks/*.py))
 
 VENV := .venv

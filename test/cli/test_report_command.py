@@ -75,7 +75,7 @@ def test_which_rule_to_use_is_printed(tmp_path: Path, done: Path, monkeypatch: p
 
 def test_the_report_of_a_file_is_that_of_its_folder(tmp_path: Path, done: Path) -> None:
     (tmp_path / "kept.jsonl.gz").write_bytes(gzip.compress((done / NAME).read_bytes()))
-    _, out, _ = run_main("report", tmp_path / "kept.jsonl.gz", "--output", tmp_path / "kept")
+    _, out, _ = run_main("report", tmp_path / "kept.jsonl.gz")
     assert out == run_main("report", done)[1].replace(str(done), str(tmp_path / "kept"))
     assert (tmp_path / "kept" / "report.csv").read_bytes() == (done / "report.csv").read_bytes()
 

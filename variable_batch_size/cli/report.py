@@ -25,7 +25,7 @@ def report(
     records: Annotated[
         Path,
         typer.Argument(
-            help="Folder of vbs evaluate, or a table of trainings, *.csv.gz.", metavar="FOLDER", show_default=False
+            help="Folder of vbs evaluate, or its file, also compressed.", metavar="FOLDER", show_default=False
         ),
     ],
     metric: Annotated[
@@ -48,7 +48,7 @@ def report(
             "--output",
             "-o",
             metavar="FOLDER",
-            show_default="that of the records, or NAME beside the table NAME.csv.gz",
+            show_default="that of the evaluation, or NAME beside the file NAME.jsonl.gz",
         ),
     ] = None,
     parquet: Parquet = False,
@@ -83,7 +83,12 @@ def publish(
     if evaluation.trainings.empty:
         raise value_error(f"{place} must hold a training that has ended", "none", "run vbs evaluate first")
     judgements = judge(evaluation, metric, baseline, mode)
-    page = write_report(evaluation, judgements, output or str(place).removesuffix(".csv.gz"), parquet)
+    page = write_report(
+        evaluation,
+        judgements,
+        output or str(place).removesuffix(".gz").removesuffix(".csv").removesuffix(".jsonl"),
+        parquet,
+    )
     number, waiting = sum(len(own.trainings) for own in judgements), judgements[0].waiting
     typer.echo(f"report: {page} ({number:,} of {number + waiting:,} trainings)")
     for judgement in judgements:
