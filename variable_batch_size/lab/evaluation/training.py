@@ -11,7 +11,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -173,12 +173,10 @@ def _train(cell: Cell, checkpoints: Path | None, save_every: timedelta | int, dr
     parts = parts_of(cell, curve)
     optimizer, end = parts.optimizer, cell.course.end
     saved: dict[str, Any] = {"model": parts.model, "optimizer": optimizer, "scheduler": parts.scheduler, "curve": curve}
-    with (
-        nullcontext()
-        if checkpoints is None
-        else Checkpoint(checkpoints, keep=1, every=save_every, **saved) as checkpoint
-    ):
-        if checkpoint is not None and any(Path(checkpoints or "").glob("update-*")):
+    checkpoint: Checkpoint | None = None
+    with ExitStack() as stack:
+        if checkpoints is not None and any(checkpoints.glob("update-*")):
+            checkpoint = stack.enter_context(Checkpoint(checkpoints, keep=1, every=save_every, **saved))
             checkpoint.restore()
         before = curve.wall_seconds
         if not curve.rows:
@@ -193,6 +191,9 @@ def _train(cell: Cell, checkpoints: Path | None, save_every: timedelta | int, dr
             curve.wall_seconds = before + time.perf_counter() - began
             if checkpoint is not None:
                 checkpoint.step()
+            elif checkpoints is not None and _is_due(save_every, optimizer.updates, time.perf_counter() - began):
+                checkpoint = stack.enter_context(Checkpoint(checkpoints, keep=1, every=save_every, **saved))
+                checkpoint.save(wait=False)  # the first one: short trainings need no folder
             if driver is not None and os.getppid() != driver:
                 raise SystemExit("the evaluation has ended before its training")
             if curve.diverged or end.is_reached(curve, optimizer.progress):
@@ -208,6 +209,10 @@ def _train(cell: Cell, checkpoints: Path | None, save_every: timedelta | int, dr
         "environment": environment() | _facts(parts, cell),
         "curve": curve.columns(),
     }
+
+
+def _is_due(every: timedelta | int, updates: int, seconds: float) -> bool:
+    return seconds >= every.total_seconds() if isinstance(every, timedelta) else updates % every == 0
 
 
 def _facts(parts: Parts, cell: Cell) -> dict[str, Any]:
