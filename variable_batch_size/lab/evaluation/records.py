@@ -60,7 +60,7 @@ class Evaluation:
 
 
 def read(place: str | os.PathLike[str]) -> Evaluation:
-    """Read a folder, its file `evaluation.jsonl` (also compressed, .gz), or a table *.csv.gz of earlier versions.
+    """Read a folder, its file `evaluation.jsonl` (also compressed, .gz), or a table `*.csv.gz` of earlier versions.
 
     Raises:
         OSError: if it cannot be read.
