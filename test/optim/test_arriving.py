@@ -58,6 +58,76 @@ def test_processes_make_the_same_updates_whatever_sums(layout: Layout) -> None:
     run_job("gloo", arrive, layout, ranks=3)
 
 
+def one_bad_row(backend: vbs.backend.Backend, layout: Layout) -> list[bool]:
+    """A row that is not finite on rank 1, which then has no rows for two updates, and repeats an earlier microbatch."""
+    place = Place.of(layout, backend)
+    model = place.spread(network())
+    inner = torch.optim.SGD(model.parameters(), **SGD)
+    source, passed = vbs.ArrivingBatches(4), model if layout.by != "plain" else None
+    optimizer = vbs.ConstantOptimizer(inner, source, REF, noise="microbatches", model=passed)
+    batches: list[Tensor | None] = [torch.full((6, 3), 0.1 * number, dtype=torch.float64) for number in range(5)]
+    if backend.world.rank == 1:
+        batches[1][5] = float("inf")  # type: ignore[index]
+        batches[2:4] = None, None
+    made = list[bool]()
+    for update in vbs.updates(batches, optimizer):
+        for x in update:
+            optimizer.backward(model(x).square().sum(dim=1).mean())
+            updated = optimizer.step()
+        made.append(updated)
+    return made
+
+
+@pytest.mark.slow("starts processes")
+@pytest.mark.parametrize("layout", [Layout(2, by="plain"), Layout(2, by="ddp"), Layout(shards=2)], ids=str)
+def test_a_microbatch_that_is_not_finite_is_not_repeated(layout: Layout) -> None:
+    assert run_job("gloo", one_bad_row, layout, ranks=2) == 2 * [[True, False, True, True, True]]
+
+
+class Endless:
+    """Batches of a rank, as an iterator that a new loop goes on with."""
+
+    def __init__(self, rank: int) -> None:
+        self.generator, self.left = torch.Generator().manual_seed(rank), 6
+
+    def __iter__(self) -> Endless:
+        return self
+
+    def __next__(self) -> Tensor:
+        if not self.left:
+            raise StopIteration
+        self.left -= 1
+        return torch.randn(8, 3, generator=self.generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("trace", [None, "0:16", "0:11 2:5"])
+@pytest.mark.parametrize("number", range(4))
+def test_one_rank_may_discard_a_step_and_begin_it_again(trace: str | None, number: int) -> None:
+    """As after an exception in a microbatch of it: no row is lost, and the other rank need not know."""
+
+    def one(backend: vbs.backend.Backend, fails: bool) -> list[Any]:
+        rank, model, failed = backend.world.rank, network(), not fails
+        source = vbs.ArrivingBatches(4, trace=trace, num_replicas=2, rank=rank)
+        optimizer = vbs.ConstantOptimizer(torch.optim.SGD(model.parameters(), **SGD), source, backend=backend)
+        batches = Endless(rank)
+        while True:
+            try:
+                for update in vbs.updates(batches, optimizer):
+                    for index, x in enumerate(update):
+                        optimizer.backward(model(x).square().sum(dim=1).mean())
+                        if rank == 0 and optimizer.updates == 2 and index == number % len(update) and not failed:
+                            failed = True
+                            raise KeyError
+                        optimizer.step()
+            except KeyError:
+                optimizer.discard_step()
+            else:
+                return [optimizer.samples, *(one.tolist() for one in model.parameters())]
+
+    expected = vbs.testing.run_ranks(lambda backend: one(backend, fails=False), 2)
+    assert vbs.testing.run_ranks(lambda backend: one(backend, fails=True), 2) == expected
+
+
 PAIRS = [(5, 5), (2, 9), (0, 5), (9, 0), (1, 1)]  # rows of two ranks
 
 

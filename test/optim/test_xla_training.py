@@ -9,13 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from helpers.laws import check, features_of
-from helpers.reference import batches, data
+from helpers.reference import batches, data, training
 from helpers.worlds import Layout
 
 pytest.importorskip("torch_xla")
 pytestmark = pytest.mark.xla
+
+from torch_xla.distributed.parallel_loader import MpDeviceLoader  # noqa: E402
 
 import variable_batch_size as vbs  # noqa: E402
 from helpers.xla_training import (  # noqa: E402
@@ -99,6 +102,14 @@ def test_speeds_need_ranks_that_run_on_their_own(job: str, folder_of: Launched) 
     for rank in range(2):
         message = (folder_of(job) / f"rank{rank}").read_text()
         assert message.startswith("speeds= needs a fixed world whose ranks run on their own, got a device on which all")
+
+
+def test_a_loader_for_a_device_must_read_the_optimizers_sampler() -> None:
+    run = training()
+    other = MpDeviceLoader(DataLoader(range(9), batch_sampler=[[0], [1]]), torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"must read the optimizer's own sampler, but it reads another list"):
+        vbs.updates(other, run.optimizer)
+    vbs.updates(MpDeviceLoader(DataLoader(range(50), batch_sampler=run.sampler), torch.device("cpu")), run.optimizer)
 
 
 def delta_of(job: str, folder_of: Launched) -> dict[str, int]:

@@ -1,12 +1,15 @@
 """Batch sizes that begin after so many samples or tokens, and linear ramps: those of Megatron-LM, step by step."""
 
+import itertools
 from fractions import Fraction
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+import variable_batch_size as vbs
 from helpers.megatron import FACTORS, LinearRamp, StepSchedule, play
+from helpers.properties import examples
 from helpers.traces import MAX_BATCH_SIZE
 from variable_batch_size.trace import BatchTrace
 
@@ -128,3 +131,39 @@ def test_a_ramp_ends_like_any_other_trace():
     trace = BatchTrace.ramp(8, 16, 8, 100, steps=14, on_end="cycle")
     assert trace.batch_sizes(range(12, 16)).tolist() == [8, 16, 8, 8]
     assert BatchTrace.ramp(1, 2, 1, MAX_BATCH_SIZE).constant_from == MAX_BATCH_SIZE
+
+
+@given(
+    st.integers(1, 300),
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 300)), min_size=1, max_size=5),
+    st.booleans(),
+    st.booleans(),
+)
+@examples(200)
+def test_a_batch_size_from_an_epoch_on_begins_with_that_epoch(samples, entries, drop_last, named):
+    epochs = [0, *itertools.accumulate(length for length, _ in entries)]
+    sizes = [min(size, samples) for _, size in entries]
+    schedule = " ".join(f"{epoch}:{size}" for epoch, size in zip(epochs, sizes, strict=False))
+    rests = [samples % size * drop_last for size in sizes]
+    if any(following <= rest for following, rest in zip(sizes[1:], rests, strict=False)):
+        with pytest.raises(ValueError, match=r"with drop_last=True the batch size from epoch .* which would"):
+            vbs.CustomSampler(samples, f"{schedule} epochs", 1, 0, drop_last=True)
+        return
+    trace = f"{schedule} epochs"
+    if not named:
+        trace = BatchTrace.parse(schedule, unit="epochs", dataset_size=samples, drop_last=drop_last)
+    sampler = vbs.CustomSampler(samples, trace, 1, 0, drop_last=drop_last)
+    for (begin, end), size in zip(itertools.pairwise(epochs), sizes, strict=True):
+        for number in range(begin, end):
+            epoch = sampler.plan.epoch(number)
+            steps = range(epoch.first_step, epoch.end_step)
+            assert {sampler.plan.trace.batch_size(step) for step in steps} == {size}
+            assert len(steps) == (samples // size if drop_last else -(-samples // size))
+
+
+def test_epochs_need_a_dataset_that_is_large_enough():
+    for call in (lambda: BatchTrace.of("0:4 2:8 epochs"), lambda: BatchTrace.parse("0:4 2:8", unit="epochs")):
+        with pytest.raises(ValueError, match=r"in epochs needs the size of the dataset, got none; pass"):
+            call()
+    with pytest.raises(ValueError, match=r"must be <= 7, the size of the dataset, got 8; correct the entry, or datas"):
+        vbs.CustomSampler(7, "0:4 2:8 epochs", 1, 0)

@@ -86,7 +86,7 @@ SCHEDULES = [
     Mistake(lambda: parse("0:1 9:2", steps=0), ValueError, "^steps must be .* >= 1, got 0; "),
     Mistake(lambda: parse("0:1 9:2", steps=9), ValueError, "^steps must be > 9, the first .* got 9; raise it"),
     Mistake(lambda: parse("0:1 9:2", steps=2.5), TypeError, "^steps must be .*, got 2.5 .*; "),
-    Mistake(lambda: parse("0:1", unit="token"), ValueError, '^unit must be "steps", "samples" or "tokens", got \'toke'),
+    Mistake(lambda: parse("0:1", unit="token"), ValueError, '^unit must be .*"tokens" or "epochs", got \'toke'),
     Mistake(lambda: parse("0:1", unit=None), TypeError, r"^unit must be .*, got None \(NoneType\); "),
     Mistake(lambda: tokens("0:1", None), TypeError, 'h for unit="tokens" must be .*, got None .*; .*tokens in a sampl'),
     Mistake(lambda: tokens("0:1", 4096.0), TypeError, "^sequence_length .* must be an integer >= 1, got 4096.0 "),

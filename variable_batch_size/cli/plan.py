@@ -79,7 +79,7 @@ def plan(
     - `vbs plan traces/test_trace.csv --dataset-size 50000 --world 8 --microbatch 32`
     - `vbs plan "0:256 1000:1024" --dataset-size 50000 --world 1-64 --microbatch 32 --epochs 10`
     """
-    batches = BatchTrace.of(trace)
+    batches = BatchTrace.of(trace, dataset_size=dataset_size, drop_last=drop_last)
     batches = batches if batches.steps is None else batches.with_on_end(on_end)
     if batches.steps is None and epochs is None and max_updates is None and max_samples is None:
         raise UsageError(

@@ -40,6 +40,16 @@ class Own(NamedTuple):
 
 
 @final
+class Arrived(NamedTuple):
+    """An update that the ranks have agreed on, until it is made."""
+
+    items: Iterator[Any]  # from which this rank has read its rows
+    own: Own
+    due: Batch
+    parts: list[IntArray]  # the rows of each microbatch of this rank
+
+
+@final
 class _Unplanned(Batches):
     """The batches of a training that nobody knows before their turn: one epoch without an end."""
 
@@ -138,6 +148,7 @@ class ArrivingBatches(Dealer):
             raise type_error("trace must be a batch trace", trace, "pass one; a controller needs a vbs.CustomSampler")
         self._trace = None if trace is None else BatchTrace.of(trace)
         self.stream: Stream | None = None  # that is read
+        self.arrived: Arrived | None = None  # the update that is due, once the ranks have said what they bring
         self.streams_have_state = False  # whether a loop over streams can save where they are
         plan = Plan(BatchTrace.constant(1), MAX_INT, limit, fixed_shape=bool(fixed_shape), begin=_ENDLESS)
         named = {"max_tokens": max_tokens, "shared": shared, "counts=": counts is not None}
@@ -165,6 +176,16 @@ class ArrivingBatches(Dealer):
         """Return whether the trace ends the training after this number of updates."""
         trace = self._trace
         return trace is not None and trace.on_end == "stop" and trace.steps is not None and updates >= trace.steps
+
+    def adopt(self, state: dict[str, Any], batches: Batches, *, counted: bool = False) -> Place:
+        """Go on at a saved position, as `Dealer.adopt`; another update is due then."""
+        self.arrived = None
+        return super().adopt(state, batches, counted=counted)
+
+    def is_due(self, items: Iterator[Any]) -> bool:
+        """Return whether the next update is one that the ranks have agreed on, with rows of this iterator."""
+        arrived = self.arrived
+        return arrived is not None and arrived.items is items and arrived.due.step == self.position.step
 
     def read(self, items: Iterator[Any], kept: Any) -> None:
         """Read the stream of this rank, which begins with rows that were kept, or goes on with an iterator."""

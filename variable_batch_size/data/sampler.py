@@ -36,6 +36,11 @@ def number_of_samples(dataset: object) -> Any:
     return len(dataset) if isinstance(dataset, Sized) and not is_number else dataset
 
 
+def _trace_of(source: object, on_end: OnEnd | None, samples: Any, *, drop_last: bool) -> BatchTrace:
+    size = check_int(samples, "dataset_size", 1, remedy="pass a dataset, or its number of samples")
+    return BatchTrace.of(source, on_end=on_end, dataset_size=size, drop_last=bool(drop_last))
+
+
 TraceLike = BatchTrace | AdaptiveTrace | str | os.PathLike[str] | int | Sequence[int]
 
 
@@ -55,9 +60,9 @@ class CustomSampler(Dealer, Sampler[list[int]]):
 
     Args:
         dataset_size: number of samples in the dataset, or the dataset.
-        trace: path of a CSV file, `BatchTrace`, batch sizes, one batch size, or a schedule `"0:128 2000:256"`; global
-            batch sizes, in samples. Or an `AdaptiveTrace`, whose controller chooses them: the length of an epoch is an
-            estimate then, as if the last batch size stayed.
+        trace: path of a CSV file, `BatchTrace`, batch sizes, one batch size, or a schedule `"0:128 2000:256"`, or
+            `"0:128 60:640 epochs"`; global batch sizes, in samples. Or an `AdaptiveTrace`, whose controller chooses
+            them: the length of an epoch is an estimate then, as if the last batch size stayed.
         num_replicas: number of ranks. Default, together with `rank`: that of `torch.distributed` or PyTorch/XLA.
         rank: this rank, `0 <= rank < num_replicas`.
         minibatch_size: maximum number of rows of a microbatch.
@@ -131,7 +136,7 @@ class CustomSampler(Dealer, Sampler[list[int]]):
             rows = check_int(minibatch_size, "minibatch_size", 1)
             decided = DecidedTrace.begin(prepare(trace, samples), world.size, rows, fixed_shape=fixed_shape)
         plan = Plan(
-            trace=decided.trace if decided is not None else BatchTrace.of(trace, on_end=on_end),
+            trace=_trace_of(trace, on_end, samples, drop_last=drop_last) if decided is None else decided.trace,
             dataset_size=samples,
             minibatch_size=minibatch_size,
             drop_last=drop_last,

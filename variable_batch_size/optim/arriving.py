@@ -15,7 +15,7 @@ from torch import Tensor
 from variable_batch_size._validation import IntArray, type_error, value_error
 from variable_batch_size.data import workers
 from variable_batch_size.data.arrival import Brought
-from variable_batch_size.data.arriving import ArrivingBatches, Own
+from variable_batch_size.data.arriving import Arrived, ArrivingBatches, Own
 from variable_batch_size.data.batches import Batch
 from variable_batch_size.data.stream import Stream, shares
 from variable_batch_size.optim.cursor import Phase
@@ -62,22 +62,28 @@ class Arrivals(Generic[T]):
             source.stream.ended |= self._ended
             self._kept, self._ended = None, False
         while not source.ends_at(optimizer.updates):
-            batch = self._next(items) if not ended else _NONE
-            ended = batch is _NONE
-            own = source.bring(None if ended else batch, ended=ended, can_replay=self._last is not _NONE)
-            brought = self._exchange(own)
-            if all(one.ended for one in brought):
-                return
-            if not any(one.samples for one in brought):
-                continue
-            due, parts = source.arrange(own, brought)
-            self._find_replay(due, own, parts, brought)
+            if not source.is_due(items):  # else its step was discarded, perhaps on this rank alone
+                batch = self._next(items) if not ended else _NONE
+                ended = batch is _NONE
+                own = source.bring(None if ended else batch, ended=ended, can_replay=self._last is not _NONE)
+                brought = self._exchange(own)
+                if all(one.ended for one in brought):
+                    return
+                if not any(one.samples for one in brought):
+                    continue
+                due, parts = source.arrange(own, brought)
+                self._find_replay(due, own, parts, brought)
+                source.arrived = Arrived(items, own, due, parts)
+            assert source.arrived is not None
+            _, own, due, parts = source.arrived
             source.expected, source.handed_out = due, 0
             yield Update(self._hand_out(due, own, parts), len(due.microbatches))
             if cursor.restarts != restarts:
                 raise stale()
             if optimizer.updates == due.step:
                 raise incomplete(optimizer.updates)
+            if cursor.updated and parts:  # else what it could repeat is not finite
+                self._last = source.microbatch(own.batch, parts[-1])
 
     # What the ranks bring. ---------------------------------------------------------------------------------------
 
@@ -166,10 +172,10 @@ class Arrivals(Generic[T]):
                     f"an update yields its microbatches until it is made, but update {due.step} is read when "
                     f"{self._optimizer.updates} updates are made; read it within its turn of the loop"
                 )
-            if number >= replays:
-                self._last = self._source.microbatch(own.batch, parts[number - replays])
+            own_part = number >= replays
+            microbatch = self._source.microbatch(own.batch, parts[number - replays]) if own_part else self._last
             self._source.handed_out = number + 1
-            yield self._last
+            yield microbatch
 
     # The state of streams. ---------------------------------------------------------------------------------------
 

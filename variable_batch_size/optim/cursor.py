@@ -83,7 +83,7 @@ class Cursor:
         self.watchers: WeakSet[Watcher] = WeakSet()
         self.running, self.restarts = False, 0
         self.made: Batch | None = None
-        self._at, self._updated = _At(sampler.place), True  # and whether the last commit changed the weights
+        self._at, self.updated = _At(sampler.place), True  # and whether the last commit changed the weights
         self._due: tuple[Batches, Batch] | None = None  # each is needed several times
         self._iteration: Pass | None = None  # from which the present microbatches come
         self._received = 0  # microbatches of the iteration received
@@ -329,14 +329,14 @@ class Cursor:
 
     def commit(self, *, updated: bool) -> None:
         """Commit the step, at one moment: not `updated`, it was skipped as non-finite."""
-        self.made, self._updated = self.batch, updated
+        self.made, self.updated = self.batch, updated
         after = self.sampler.batches.after(self.place, self.made)
         self._at = _At(after, self.commits + 1, phase=Phase.UNSETTLED)
 
     def settle(self) -> None:
         """Tell the watchers of the last commit."""
         for watcher in list(self.watchers):
-            watcher.commit(updated=self._updated)
+            watcher.commit(updated=self.updated)
         self.enter(Phase.BETWEEN_STEPS)
 
     def set_epoch(self, epoch: int) -> None:

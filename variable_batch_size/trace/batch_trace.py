@@ -17,7 +17,7 @@ import numpy.typing as npt
 from variable_batch_size._validation import MAX_INT, IntArray, as_int, check_choice, check_int, type_error, value_error
 from variable_batch_size.trace.csv_file import Every, read_csv, write_csv
 from variable_batch_size.trace.runs import TraceEndError, end_of_run, merge_equal_runs, round_runs, run_at
-from variable_batch_size.trace.schedule import Unit, is_schedule, parse_schedule, ramp_steps
+from variable_batch_size.trace.schedule import Dataset, Unit, is_schedule, parse_schedule, ramp_steps
 
 _SHOWN = 6  # runs of equal batch sizes, in the text of a trace
 
@@ -178,6 +178,8 @@ class BatchTrace:
         *,
         unit: Unit = "steps",
         sequence_length: int | None = None,
+        dataset_size: int | None = None,
+        drop_last: bool = False,
         on_end: OnEnd = "error",
     ) -> BatchTrace:
         """Return the trace that a schedule string describes.
@@ -187,17 +189,23 @@ class BatchTrace:
         (128, 256, 1024)
         >>> BatchTrace.parse("0:768 250B:1536", unit="tokens", sequence_length=4096).constant_from
         79473
+        >>> BatchTrace.parse("0:128 60:640", unit="epochs", dataset_size=1000).constant_from
+        480
 
         In samples and tokens, a step has the batch size of the last entry whose threshold is at most the sum of the
         batch sizes of all steps before it, as with Megatron-LM's `--step-batch-size-schedule`
-        (megatron/core/num_microbatches_calculator.py). A step that the end of an epoch shortens counts in full.
+        (megatron/core/num_microbatches_calculator.py). A step that the end of an epoch shortens counts in full. In
+        epochs, which may also be the last word of the schedule, the first update of a batch size is the first one of
+        its epoch: an epoch has ceil(N / B) steps.
 
         Args:
             schedule: entries "threshold:batch size", separated by spaces or commas. The thresholds increase from 0.
                 K means 1000, M 10^6, B 10^9, and T 10^12.
             steps: number of steps, which must include the first step of the last entry; None makes the trace infinite.
-            unit: what a threshold counts: "steps", "samples" or "tokens".
+            unit: what a threshold counts: "steps", "samples", "tokens" or "epochs".
             sequence_length: tokens of a sample, if the unit is tokens; t tokens are floor(t / sequence_length) samples.
+            dataset_size: number of samples N of the dataset, if the unit is epochs; a `CustomSampler` knows it.
+            drop_last: that of the sampler, with which an epoch has floor(N / B) steps.
             on_end: what follows the last step.
 
         Raises:
@@ -205,7 +213,9 @@ class BatchTrace:
             ValueError: if an entry has another form, if the thresholds do not increase from 0, if `steps` does not
                 reach the last entry, if `unit` is another one, or if `sequence_length` does not belong to it.
         """
-        return cls._of_runs(parse_schedule(schedule, unit, sequence_length), steps, on_end, f"{schedule!r:.60}")
+        dataset = None if dataset_size is None else Dataset(check_int(dataset_size, "dataset_size", 1), drop_last)
+        runs = parse_schedule(schedule, unit, sequence_length, dataset)
+        return cls._of_runs(runs, steps, on_end, f"{schedule!r:.60}")
 
     @classmethod
     def ramp(
@@ -248,7 +258,14 @@ class BatchTrace:
         return cls(first_step, size, end, on_end, source)
 
     @classmethod
-    def of(cls, source: object, *, on_end: OnEnd | None = None) -> BatchTrace:
+    def of(
+        cls,
+        source: object,
+        *,
+        on_end: OnEnd | None = None,
+        dataset_size: int | None = None,
+        drop_last: bool = False,
+    ) -> BatchTrace:
         """Return the trace that `source` describes.
 
         >>> BatchTrace.of("0:5") == BatchTrace.of(5) == BatchTrace.constant(5)
@@ -258,6 +275,7 @@ class BatchTrace:
             source: a BatchTrace, the path of a CSV file, a schedule string, an int (the same batch size at every step),
                 or a sequence, array, tensor or pandas Series of ints (the batch size of each step).
             on_end: what follows the last step; None keeps that of a BatchTrace, and means "error" for other sources.
+            dataset_size: of a schedule in epochs, as `drop_last`, see `parse`.
 
         Raises:
             TypeError: if `source` has another type.
@@ -268,7 +286,8 @@ class BatchTrace:
             return source if on_end is None else source.with_on_end(on_end)
         end: OnEnd = "error" if on_end is None else on_end
         if isinstance(source, str):
-            return cls.parse(source, on_end=end) if is_schedule(source) else cls.from_csv(source, on_end=end)
+            epochs = {"dataset_size": dataset_size, "drop_last": drop_last}
+            return cls.parse(source, **epochs, on_end=end) if is_schedule(source) else cls.from_csv(source, on_end=end)  # type: ignore[arg-type]
         if isinstance(source, os.PathLike):
             return cls.from_csv(source, on_end=end)
         if (number := as_int(source)) is not None:

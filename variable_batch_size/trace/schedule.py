@@ -1,10 +1,11 @@
-"""Schedule strings such as "0:128 2000:256 10K:1024": where each batch size begins, in steps, samples or tokens."""
+"""Schedule strings such as "0:128 2000:256 10K:1024": where each size begins, in steps, samples, tokens or epochs."""
 
 from __future__ import annotations
 
 import re
 from fractions import Fraction
-from typing import Literal, TypeAlias
+from itertools import pairwise
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from variable_batch_size._validation import MAX_INT, check_choice, check_int, type_error, value_error
 
@@ -36,6 +37,43 @@ def first_steps(thresholds: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return runs
 
 
+class Dataset(NamedTuple):
+    """What an epoch is made of, see `CustomSampler`."""
+
+    size: int
+    drop_last: bool = False
+
+    def steps(self, batch_size: int) -> int:
+        """Return the number of steps of an epoch.
+
+        Raises:
+            ValueError: if there is none.
+        """
+        if batch_size > self.size:
+            requirement = f"a batch size of a schedule in epochs must be <= {self.size}, the size of the dataset"
+            raise value_error(requirement, batch_size, "correct the entry, or dataset_size")
+        return self.size // batch_size if self.drop_last else -(-self.size // batch_size)
+
+
+def first_steps_of_epochs(epochs: list[tuple[int, int]], dataset: Dataset) -> list[tuple[int, int]]:
+    """Return the first step of each batch size, given the epoch in which it begins.
+
+    >>> first_steps_of_epochs([(0, 128), (60, 640)], Dataset(1000))  # 8 steps an epoch
+    [(0, 128), (480, 640)]
+    """
+    runs, step = [(0, epochs[0][1])], 0
+    for (begin, size), (end, following) in pairwise(epochs):
+        step += (end - begin) * dataset.steps(size)
+        if dataset.drop_last and following <= (rest := dataset.size % size):
+            requirement = (
+                f"with drop_last=True the batch size from epoch {end} on must be > {rest}, what epoch {end - 1} drops"
+            )
+            raise value_error(requirement, f"{following}, which would begin in it", "omit drop_last")
+        runs.append((step, following))
+    dataset.steps(runs[-1][1])  # raises if there is none
+    return runs
+
+
 def ramp_steps(start: int, end: int, increment: int, samples: int) -> list[tuple[int, int]]:
     """Return the first step of each batch size `start`, `start + increment`, ..., `end` of a ramp over `samples`.
 
@@ -57,7 +95,7 @@ def ramp_steps(start: int, end: int, increment: int, samples: int) -> list[tuple
     return first_steps([(-(-i * samples // increments), start + i * increment) for i in range(increments + 1)])
 
 
-Unit: TypeAlias = Literal["steps", "samples", "tokens"]
+Unit: TypeAlias = Literal["steps", "samples", "tokens", "epochs"]
 
 EXAMPLE = '"0:128 2000:256 10K:1024"'
 _NUMBER = r"[0-9]{1,20}(?:\.[0-9]{1,20})?(?:[eE][0-9]{1,2})?[kKmMbBtT]?"
@@ -75,10 +113,13 @@ def is_schedule(text: str) -> bool:
     return _BEGINNING.match(text) is not None
 
 
-def parse_schedule(schedule: str, unit: Unit = "steps", sequence_length: int | None = None) -> list[tuple[int, int]]:
+def parse_schedule(
+    schedule: str, unit: Unit = "steps", sequence_length: int | None = None, dataset: Dataset | None = None
+) -> list[tuple[int, int]]:
     """Return the first step and the batch size (samples) of each entry of a schedule; one size alone begins at step 0.
 
-    An entry that no step has, because the step before it exceeds the next threshold too, is left out.
+    An entry that no step has, because the step before it exceeds the next threshold too, is left out. A schedule whose
+    last word is "epochs" has that unit.
 
     >>> parse_schedule("0:128, 2K:256"), parse_schedule("64")
     ([(0, 128), (2000, 256)], [(0, 64)])
@@ -88,13 +129,19 @@ def parse_schedule(schedule: str, unit: Unit = "steps", sequence_length: int | N
     Raises:
         TypeError: if `schedule` or `unit` is not a string, or `sequence_length` is not an integer where it is required.
         ValueError: if there is no entry, if an entry is not "threshold:batch_size", if a batch size is not in
-            [1, 2**53], if the first entry does not start at 0, if the thresholds do not increase, or if `unit` or
-            `sequence_length` is not valid.
+            [1, 2**53], if the first entry does not start at 0, if the thresholds do not increase, if `unit` or
+            `sequence_length` is not valid, or if epochs lack a dataset, or have no step of a batch size.
     """
-    divisor = _divisor_of(unit, sequence_length)
     if not isinstance(schedule, str):
         raise type_error("a schedule must be a string", schedule, f"write it like {EXAMPLE}")
     words = schedule.replace(",", " ").split()
+    if words[1:] and words[-1] == "epochs":
+        unit = "epochs"
+        words.pop()
+    divisor = _divisor_of(unit, sequence_length)
+    if unit == "epochs" and dataset is None:
+        requirement = "a schedule in epochs needs the size of the dataset"
+        raise value_error(requirement, "none", "pass it to vbs.CustomSampler, or dataset_size= to BatchTrace.parse")
     if not words:
         raise value_error("a schedule must have at least one entry", repr(schedule), f"write it like {EXAMPLE}")
     if len(words) == 1 and _ONE_SIZE.fullmatch(words[0]):
@@ -103,12 +150,14 @@ def parse_schedule(schedule: str, unit: Unit = "steps", sequence_length: int | N
     for number, word in enumerate(words, 1):
         minimum = entries[-1][0] + 1 if entries else 0
         entries.append(_parse_entry(word, number, minimum, unit, divisor))
+    if dataset is not None and unit == "epochs":
+        return first_steps_of_epochs(entries, dataset)
     return entries if unit == "steps" else first_steps(entries)
 
 
 def _divisor_of(unit: Unit, sequence_length: int | None) -> int:
     """Return what thresholds are divided by: the tokens of a sample for unit="tokens", otherwise 1."""
-    check_choice(unit, "unit", ("steps", "samples", "tokens"))
+    check_choice(unit, "unit", get_args(Unit))
     if unit == "tokens":
         remedy = "pass the number of tokens in a sample"
         return check_int(sequence_length, 'sequence_length for unit="tokens"', 1, MAX_INT, remedy)
