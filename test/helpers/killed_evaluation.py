@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from joblib.externals.loky import get_reusable_executor
 
 from variable_batch_size.lab.evaluation import Experiment, run
 
@@ -60,6 +61,8 @@ def start(flags: argparse.Namespace) -> int:
         status = 1 if any(text in str(error) for text in EXPECTED) else 2
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
     finally:
+        if flags.jobs > 1:  # else idle processes hold the pipes of who reads the output
+            get_reusable_executor().shutdown(kill_workers=True)
         os._exit(status)
 
 
