@@ -48,15 +48,18 @@ def type_error(requirement: str, found: object, remedy: str) -> TypeError:
 
 
 def suggests(init: F) -> F:
-    """Let a constructor say which argument is close to one that it does not have."""
+    """Let a constructor say of which class it is, and which argument is close to one that it does not have."""
 
     @functools.wraps(init)
     def checked(self: object, *arguments: object, **named: object) -> None:
-        known = inspect.signature(init).parameters.keys() - {"self"}
-        for name in named.keys() - known:
-            close = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean {close[0]}?" if close else f"; it has {', '.join(sorted(known))}"
-            raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {name!r}{hint}")
+        signature = inspect.signature(init)
+        try:
+            signature.bind(self, *arguments, **named)
+        except TypeError as error:
+            known = signature.parameters.keys() - {"self"}
+            close = [one for name in named.keys() - known for one in difflib.get_close_matches(name, known, 1)]
+            hint = f"; did you mean {close[0]}?" if close else f"; it takes {', '.join(signature.parameters)}"
+            raise TypeError(f"{type(self).__name__}: {error}{hint}".replace("takes self, ", "takes ")) from None
         init(self, *arguments, **named)
 
     return cast(F, checked)

@@ -118,7 +118,7 @@ class Modes(torch.optim.SGD):
 
     def __init__(self, parameters: Iterable[Tensor], **options: Any) -> None:
         super().__init__(parameters, **options)
-        self.param_groups[0]["lr_max"] = -1.0
+        self.param_groups[0] |= {"lr_max": -1.0, "weight_sum": 0.0}
 
     def eval(self) -> None:
         self.mode = "eval"

@@ -78,18 +78,18 @@ def test_objects_say_in_a_shell_what_they_are() -> None:
     assert repr(run.sampler) == f"CustomSampler(50 samples, {trace}, rank 0 of 1, at epoch 0, step 1)"
     assert (run.sampler.rank, run.sampler.num_replicas) == (0, 1)
     first = repr(run.optimizer).splitlines()[0]
-    made = "1 updates, 16 samples, last learning rate 0.05"  # half, as 16 is a quarter of 64
+    made = "updates=1, samples=16, last_lr=0.05"  # half, as 16 is a quarter of 64
     assert first == f"RootRuleOptimizer(RootRule(), ref_batchsize=64, {made}) around SGD ("
     assert repr(next(iter(vbs.updates(run.sampler, run.optimizer)))) == "Update(2 microbatches)"
 
 
 def test_names_that_are_close_are_suggested() -> None:
-    with pytest.raises(
-        TypeError, match=r"^LinearRuleOptimizer\(\) got .* 'ref_batch_size'; did you mean ref_batchsize\?"
-    ):
+    with pytest.raises(TypeError, match=r"^LinearRuleOptimizer: got .* 'ref_batch_size'; did you mean ref_batchsize\?"):
         vbs.LinearRuleOptimizer(None, None, ref_batch_size=8)  # type: ignore[arg-type, call-arg]
-    with pytest.raises(TypeError, match=r"^CustomSampler\(\) got .* 'mini_batch_size'; did you mean minibatch_size\?"):
+    with pytest.raises(TypeError, match=r"^CustomSampler: got .* 'mini_batch_size'; did you mean minibatch_size\?"):
         vbs.CustomSampler(9, 3, mini_batch_size=8)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"^ConstantOptimizer: missing a required argument: 'sampler'; it takes inn"):
+        vbs.ConstantOptimizer(None)  # type: ignore[arg-type, call-arg]
     with pytest.raises(AttributeError, match=r"LinearOptimizer; did you mean LinearRuleOptimizer\?"):
         vbs.LinearOptimizer  # type: ignore[attr-defined] # noqa: B018
 

@@ -289,5 +289,5 @@ def test_a_beta_that_vanishes_is_refused() -> None:
 def test_counts_are_refused() -> None:
     run = training(KIND, LARGE, dataset_size=300, reduction="sum")
     run.loss(next(iter(run.sampler))).backward()
-    with pytest.raises(ValueError, match=r"^step\(count=\) needs a rule that compares no microbatches"):
+    with pytest.raises(ValueError, match=r"^step\(count=\) needs gradients that nothing compares"):
         run.optimizer.step(count=3)

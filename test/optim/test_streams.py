@@ -336,6 +336,20 @@ def test_workers_that_do_not_share_the_rows_are_told(shared: bool, trace: int | 
     assert optimizer.samples == 12 * (2 - shared)
 
 
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("trace", ["0:8", None])
+def test_ranks_that_do_not_share_the_rows_are_told(shared: bool, trace: str | None) -> None:
+    def one(backend: vbs.backend.Backend) -> int:
+        optimizer, rank = source(backend, trace), backend.world.rank
+        first, step = (rank, 2) if shared else (0, 1)
+        train(optimizer, vbs.updates([torch.arange(first + 8 * k, 8 * k + 8, step) for k in range(3)], optimizer))
+        return optimizer.samples
+
+    told = r"^Ranks 0 and 1 begin with the same rows, .*; let each read its own part, by rank and num_replicas"
+    with nullcontext() if shared else pytest.warns(UserWarning, match=told):
+        assert vbs.testing.run_ranks(one, 2) == 2 * [24 * (2 - shared)]
+
+
 def test_rows_that_cannot_be_read_again_are_not_saved() -> None:
     optimizer = source(vbs.backend.LocalBackend(), 4)
     chunks = Chunks(STREAMS[0], 1)
@@ -368,7 +382,7 @@ def test_a_source_without_a_state_keeps_no_rows() -> None:
 def test_ranks_must_have_one_trace(traces: Any) -> None:
     def one(backend: vbs.backend.Backend) -> Used:
         optimizer = source(backend, traces[backend.world.rank])
-        return train(optimizer, vbs.updates(Chunks(range(12), 1), optimizer))
+        return train(optimizer, vbs.updates(Chunks(range(12 * backend.world.rank, 12), 1), optimizer))
 
     with pytest.raises((ValueError, RuntimeError), match=r"the same trace|the same calls in the same order"):
         vbs.testing.run_ranks(one, 2)

@@ -305,7 +305,7 @@ class Checkpoint:
         lost = max(0, self._events.reached - updates)
         told = f"{lost}"
         if not self._events.ended:  # a killed run tells its updates once a minute
-            told = f"at least {lost}" if lost else "an unknown number"
+            told = f"at least {lost}" if lost else "an unknown number of updates"
         sizes, worlds = (stored.batch_size, parts.batch_size(updates)), (stored.world, self._agreement.world.size)
         at = updates, optimizer.epoch, optimizer.samples
         left = notices.of_ranks(stored.of_ranks) + notices.incomplete(self._folder.incomplete(updates))

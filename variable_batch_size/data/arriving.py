@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 from torch import Tensor
 
-from variable_batch_size._validation import MAX_INT, IntArray, check_int, type_error, value_error
+from variable_batch_size._validation import MAX_INT, IntArray, check_int, suggests, type_error, value_error
 from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace
 from variable_batch_size.backend.detection import resolve_world
 from variable_batch_size.data import rows
@@ -115,6 +115,7 @@ class ArrivingBatches(Dealer):
         ValueError: if a number is out of range, or `max_tokens` lacks lengths, or has a fixed shape.
     """
 
+    @suggests
     def __init__(
         self,
         minibatch_size: int | None = None,

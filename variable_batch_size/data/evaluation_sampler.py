@@ -12,7 +12,7 @@ from typing import final
 import numpy as np
 from torch.utils.data import Sampler
 
-from variable_batch_size._validation import IntArray, check_int
+from variable_batch_size._validation import IntArray, check_int, suggests
 from variable_batch_size.backend.detection import resolve_world, runs_on_xla
 from variable_batch_size.data.iteration import INDICES_PER_CHUNK
 from variable_batch_size.data.plan import Plan
@@ -61,6 +61,7 @@ class EvaluationSampler(Sampler[list[int]]):
     [[[0], [3, 4]], [[1, 2], [0]]]
     """
 
+    @suggests
     def __init__(
         self,
         dataset_size: int | Sized,

@@ -1,7 +1,9 @@
-"""Workers of a loader over a stream that do not share its rows: each of them reads all, and every row comes twice."""
+"""Workers or ranks that do not share the rows of a stream: each of them reads all, and every row comes twice."""
 
 from __future__ import annotations
 
+import hashlib
+import pickle
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
@@ -43,6 +45,40 @@ class _Watched:
                     stacklevel=stacklevel_of_user(),
                 )
         return item
+
+
+def digest(item: Any) -> str:
+    """Return a digest of an item, by which ranks find that they read the same; "" of one that is not in host memory."""
+    try:
+        return hashlib.sha256(pickle.dumps(_plain(item))).hexdigest()[:16]
+    except (TypeError, pickle.PicklingError, AttributeError):
+        return ""
+
+
+def warn_of_ranks(digests: Mapping[int, str]) -> None:
+    """Warn if two ranks begin with the same rows; `digests`: of their first items, by rank."""
+    ranks = dict[str, int]()
+    for rank, own in digests.items():
+        first = ranks.setdefault(own, rank)
+        if own and first != rank:
+            warnings.warn(
+                f"Ranks {first} and {rank} begin with the same rows, so that each row is used once by both; let each "
+                f"read its own part, by rank and num_replicas of the ArrivingBatches, or pass shared=True",
+                UserWarning,
+                stacklevel=stacklevel_of_user(),
+            )
+            return
+
+
+def _plain(item: Any) -> Any:
+    """Return an item with the bytes of its tensors."""
+    if isinstance(item, Tensor):
+        if item.device.type != "cpu":
+            raise TypeError("it is not read from a device")
+        return str(item.dtype), tuple(item.shape), item.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    if isinstance(item, Mapping):
+        return [(name, _plain(one)) for name, one in item.items()]
+    return [*map(_plain, item)] if isinstance(item, (tuple, list)) else item
 
 
 def _are_same(first: Any, other: Any) -> bool:

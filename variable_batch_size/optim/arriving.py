@@ -134,8 +134,14 @@ class Arrivals(Generic[T]):
         return [found[rank] for rank in range(world.size)]
 
     def _exchange(self, own: Own) -> list[Brought]:
-        """Return what each rank has brought, by rank."""
-        brought = [Brought(*numbers) for numbers in self._gather(_CALL, own.brought)]
+        """Return what each rank has brought, by rank; at the first time, warn if two ranks have the same rows."""
+        source, begun = self._source, self._last is not _NONE
+        alone = source.world.size == 1 or source.shared or not own.brought.rows
+        first = "" if alone or begun else workers.digest(own.batch)
+        found = self._gather(_CALL, [*own.brought, first])
+        brought = [Brought(*numbers) for *numbers, _ in found]
+        if source.world.rank == 0:
+            workers.warn_of_ranks(dict(enumerate(text for *_, text in found)))
         totals = [one.total for one in brought]
         if self._source.shared and len(set(totals)) > 1:
             raise value_error(

@@ -16,7 +16,7 @@ from weakref import WeakSet
 
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
-from variable_batch_size._validation import check_number, value_error
+from variable_batch_size._validation import check_number, suggests, value_error
 from variable_batch_size.optim.optimizer import CustomOptimizer
 
 By = Literal["progress", "samples", "updates"]
@@ -62,6 +62,7 @@ class ProgressScheduler:
             ref_batchsize, or `total` is not finite and > 0.
     """
 
+    @suggests
     def __init__(
         self, scheduler: LRScheduler, optimizer: CustomOptimizer, by: By = "progress", *, total: float | None = None
     ) -> None:

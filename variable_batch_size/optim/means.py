@@ -192,8 +192,8 @@ class TokenCount:
             )
         if noise:
             raise ValueError(
-                "step(count=) needs a rule that compares no microbatches, which it does by their samples, but this one "
-                "does, or the noise is measured; choose another rule or controller, or omit noise="
+                "step(count=) needs gradients that nothing compares, but the rule, the controller or noise= compares "
+                "those of microbatches, by their samples; choose another rule or controller, or omit noise="
             )
         if not isinstance(count, Tensor):
             check_number(count, "count", "pass the number of tokens of the microbatch")

@@ -7,7 +7,7 @@ from typing import ClassVar, final
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
-from variable_batch_size._validation import check_number, value_error
+from variable_batch_size._validation import check_number, suggests, value_error
 from variable_batch_size.data.arriving import ArrivingBatches
 from variable_batch_size.data.dealer import Dealer
 from variable_batch_size.data.sampler import CustomSampler
@@ -26,6 +26,7 @@ class NamedOptimizer(CustomOptimizer):
 
     rule_name: ClassVar[str]
 
+    @suggests
     def __init__(
         self, inner: Optimizer, sampler: Dealer, ref_batchsize: int | None = None, **options: Unpack[Options]
     ) -> None:
@@ -71,6 +72,7 @@ class PowerRuleOptimizer(CustomOptimizer):
 
     rule_name: ClassVar[str] = "power"
 
+    @suggests
     def __init__(
         self,
         inner: Optimizer,
@@ -162,6 +164,7 @@ class LEGWRuleOptimizer(CustomOptimizer):
 
     rule_name: ClassVar[str] = "legw"
 
+    @suggests
     def __init__(
         self,
         inner: Optimizer,

@@ -46,7 +46,7 @@ def check_applies_lr(inner: Optimizer, rules: Sequence[Rule]) -> None:
     """Check that a factor on lr in an update has its effect in this update."""
     reads = {Rprop: "reads it in its first step only", ASGD: "applies it in the next step"}
     found = [when for kind, when in reads.items() if isinstance(inner, kind)]
-    if any("lr_max" in group for group in inner.param_groups):  # schedule-free
+    if any({"lr_max", "weight_sum"} <= group.keys() for group in inner.param_groups):  # schedule-free
         found.append("weighs all later ones by the largest that it has seen")
     if found and not all(isinstance(rule, ConstantRule) for rule in rules):
         raise TypeError(

@@ -97,7 +97,7 @@ class Updates(Generic[T]):
         for _ in microbatches:  # lets the loader end as in a loop
             raise RuntimeError(
                 f"the loader must yield the microbatches of the optimizer's sampler, but it yields more than epoch "
-                f"{number} has; create it with batch_sampler=sampler"
+                f"{number} has; create it with batch_sampler=sampler, and filter or repeat samples in the dataset"
             )
         if optimizer.done and isinstance(optimizer.backend, ElasticBackend):
             optimizer.backend.part(optimizer.updates)
@@ -117,7 +117,8 @@ class Updates(Generic[T]):
             except StopIteration:
                 raise RuntimeError(
                     f"the loader must yield the microbatches of the optimizer's sampler, but it ended with {number} of "
-                    f"the {len(batch.microbatches)} of update {batch.step}; create it with batch_sampler=sampler"
+                    f"the {len(batch.microbatches)} of update {batch.step}; create it with batch_sampler=sampler, and "
+                    f"filter or repeat samples in the dataset"
                 ) from None
             if sampler.iteration is not None:
                 sampler.iteration.by_updates = True

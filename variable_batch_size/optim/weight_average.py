@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
-from variable_batch_size._validation import check_choice, check_number, type_error, value_error
+from variable_batch_size._validation import check_choice, check_number, suggests, type_error, value_error
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.optim.tensors import are_parts, is_narrow, local
 from variable_batch_size.optim.wrapper import list_parameters
@@ -45,6 +45,7 @@ class WeightAverage:
             FSDP2 has gathered a parameter.
     """
 
+    @suggests
     def __init__(
         self, parameters: Iterable[Tensor], decay: float, optimizer: CustomOptimizer, *, by: By = "progress"
     ) -> None:

@@ -6,6 +6,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
+from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size.rules.base import RuleContext, RuleInput, Scaling, required_noise
 
 # Optimizers that divide the gradient by an estimate of its size.
@@ -63,7 +64,7 @@ class AdaScaleRule:
                 f"AdaScale's gain is meant for SGD; around {sorted(adam_like)[0]}, which divides the gradient by its "
                 f'size, use AdamScaleOptimizer or rule="adamscale", which takes the root of the gain',
                 UserWarning,
-                stacklevel=5,
+                stacklevel=stacklevel_of_user(),
             )
 
     def __call__(self, update: RuleInput) -> Scaling:
