@@ -11,7 +11,7 @@ from scipy import stats
 
 from helpers.evaluations import START, trainings
 from helpers.pages import DOCS, ROOT
-from variable_batch_size.lab.evaluation.failures import limit_of
+from variable_batch_size.lab.evaluation.failures import constant_batchsize, limit_of
 from variable_batch_size.lab.evaluation.judgement import Judgement, Trace, judge
 from variable_batch_size.lab.evaluation.records import REFERENCE, Evaluation, Plan, read
 from variable_batch_size.lab.evaluation.wording import lost, verdict
@@ -101,6 +101,12 @@ def test_the_same_trainings_are_called_that() -> None:
     found = losses(constant=0.5, root=0.45)
     found[RAMP, "linear"] = found[RAMP, "constant"]
     assert answers(judged(found).traces[0]) == {"constant": "baseline", "linear": "same", "root": "better"}
+
+
+@pytest.mark.parametrize(("mean", "constant"), [(64.0, True), (63.9, True), (40.0, False)])
+def test_a_training_with_one_evaluation_is_of_a_constant_trace_if_its_mean_is(mean: float, constant: bool) -> None:
+    found = constant_batchsize({"batch_size": [None, mean], "batch_most": [None, 64], "batch_least": [None, 8]})
+    assert np.isfinite(found) == constant
 
 
 def test_a_constant_trace_is_known() -> None:

@@ -28,7 +28,7 @@ def constant_batchsize(curve: Mapping[str, Sequence[Any]]) -> float:
     """Return the batch size of a training, but for updates that end an epoch or the training; nan if it changes."""
     sizes = curve.get("batch_size", [])[1:]
     most = curve.get("batch_most", curve.get("batch_size", []))[1:]
-    constant = len(set(most)) == 1 and all(size >= 0.98 * most[0] for size in sizes[:-1])
+    constant = len(set(most)) == 1 and all(size >= 0.98 * most[0] for size in sizes[:-1] or sizes)
     return float(most[0]) if constant else np.nan
 
 
