@@ -13,7 +13,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import variable_batch_size as vbs
 from helpers.yardstick import MICROBATCH, REF, SAMPLES, TRACE, UPDATES, Samples, by_hand, difference, network, weights
-from variable_batch_size.integrations.loading import with_sampler
+from variable_batch_size.integrations.loading import sampler_for, with_sampler
 from variable_batch_size.integrations.schedules import warn_of_batches
 from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.integrations.versions import require_version
@@ -28,14 +28,14 @@ class Stream(IterableDataset[int]):
 
 def dealt(**options: Any) -> vbs.CustomSampler:
     settings = Settings(TRACE, sampler_options={"fixed_shape": False, **options})
-    return settings.sampler(Samples(), minibatch_size=MICROBATCH, num_replicas=1, rank=0)
+    return sampler_for(DataLoader(Samples(), MICROBATCH, shuffle=True), settings, num_replicas=1, rank=0)
 
 
 @pytest.mark.parametrize("rule", ["root", "linear", "adascale"])
 def test_the_yardstick_is_what_the_library_trains(rule: str) -> None:
     model, twin = network(), network()
     settings = Settings(TRACE, rule, REF, {"max_updates": UPDATES, "fixed_shape": False})
-    sampler = settings.sampler(Samples(), minibatch_size=MICROBATCH, num_replicas=1, rank=0)
+    sampler = sampler_for(DataLoader(Samples(), MICROBATCH, shuffle=True), settings, num_replicas=1, rank=0)
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer = settings.optimizer(inner, sampler, max_grad_norm=0.5)
     loader = with_sampler(DataLoader(Samples(), batch_size=3), sampler)
@@ -48,13 +48,16 @@ def test_the_yardstick_is_what_the_library_trains(rule: str) -> None:
     assert difference(model, weights(twin)) < 1e-13
 
 
-def test_options_are_known_by_their_names() -> None:
-    with pytest.raises(
-        ValueError, match=r"sampler_options must be arguments of CustomSampler, got sed; pass some of .*seed"
-    ):
+def test_options_are_known_by_their_names_and_win() -> None:
+    with pytest.raises(ValueError, match=r"options must be arguments of CustomSampler, got sed; pass some of .*seed"):
         Settings(TRACE, sampler_options={"sed": 1})
-    with pytest.raises(ValueError, match="optimizer_options must be arguments of CustomOptimizer, got nois; pass some"):
+    with pytest.raises(ValueError, match="options must be arguments of CustomOptimizer, got nois; pass some"):
         Settings(TRACE, optimizer_options={"nois": "microbatches"})
+    sampler = dealt(shuffle=False, minibatch_size=4)
+    assert [*sampler][0] == [0, 1, 2, 3]
+    inner = torch.optim.SGD(network().parameters(), lr=0.1)
+    optimizer = Settings(8, optimizer_options={"max_grad_norm": 2.0}).optimizer(inner, sampler, max_grad_norm=1.0)
+    assert optimizer.max_grad_norm == 2.0
 
 
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
@@ -80,26 +83,22 @@ def test_a_loader_without_batches_gets_them() -> None:
 
 
 def test_iterable_datasets_are_refused() -> None:
-    for call in (lambda: with_sampler(DataLoader(Stream()), dealt()), lambda: Settings(8).sampler(Stream())):
-        with pytest.raises(TypeError, match=r"the dataset must have an index.*pass a map-style dataset"):
-            call()
-
-
-def test_options_that_the_trainer_determines_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"sampler_options must be what no setting .*, got minibatch_size; leave it"):
-        dealt(minibatch_size=4)
-    with pytest.raises(TypeError, match="sampler_options must be a dict, got 3"):
-        Settings(8, sampler_options=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"the dataset must have an index.*pass a map-style dataset"):
+        sampler_for(DataLoader(Stream()), Settings(8))
 
 
 def test_versions_are_checked() -> None:
     require_version("torch", "2.9", "transformers")
-    with pytest.raises(ImportError, match=r"this needs torch 99 or newer, but 2\..* is installed; run: pip install"):
-        require_version("torch", "99", "transformers")
-    with pytest.raises(ImportError, match=r"this needs torch 2\.0 or newer, but older than 2\.1, but 2"):
+    for library, below, found in (
+        ("torch", None, r"99 or newer, got 2\."),
+        ("no-such-library", "3", "than 3, got none;"),
+    ):
+        with pytest.raises(
+            ImportError, match=rf"this needs {library} .*{found}.* pip install .*variable_batch_size\[keras"
+        ):
+            require_version(library, "99", "keras", below=below)
+    with pytest.raises(ImportError, match=r"this needs torch 2\.0 or newer, but older than 2\.1, got 2"):
         require_version("torch", "2.0", "torchft", below="2.1")
-    with pytest.raises(ModuleNotFoundError, match=r"which is not installed; run: pip .*variable_batch_size\[keras\]"):
-        require_version("no-such-library", "1.0", "keras")
 
 
 def warned(schedule: Any, batches: int = 13, **options: Any) -> bool:

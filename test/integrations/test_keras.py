@@ -18,12 +18,11 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from helpers.keras_adapter import ByHand, CaseModel, Keras
 from helpers.keras_backend import keras
-from helpers.pages import ROOT
+from helpers.pages import ROOT, table
 from helpers.trainings import Case, Trained
 from helpers.yardstick import CLASSES, ENDS, FEATURES, MICROBATCH, SAMPLES, SIZES, TRACE, UPDATES, Samples, samples
 from variable_batch_size.integrations.keras import VariableBatchCheckpoint, VariableBatchMixin, VariableBatchModel
 from variable_batch_size.integrations.keras.model import SETTINGS
-from variable_batch_size.integrations.supported import table
 
 X, Y = (part.numpy().astype(kind) for part, kind in zip(samples(), ("float32", "int64"), strict=True))
 W = np.random.default_rng(0).uniform(0.5, 2.0, SAMPLES).astype("float32")

@@ -34,10 +34,9 @@ from helpers.lightning_adapter import (
     strategy_for,
     trainer,
 )
-from helpers.pages import DOCS
+from helpers.pages import DOCS, table
 from helpers.trainings import Case, Texts, expected, language_model
 from helpers.yardstick import ENDS, SAMPLES, UPDATES, Samples, mean_loss, network, weights
-from variable_batch_size.integrations import supported
 from variable_batch_size.integrations.lightning.supported import SETTINGS
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in ALLOWED]
@@ -287,7 +286,7 @@ def test_what_is_refused(options: dict[str, Any], message: str) -> None:
 
 
 def test_each_setting_is_on_the_page() -> None:
-    assert supported.table(SETTINGS) in (DOCS / "trainers" / "lightning.md").read_text()
+    assert table(SETTINGS) in (DOCS / "trainers" / "lightning.md").read_text()
 
 
 def test_a_second_fit_and_a_checkpoint_without_a_position_are_refused(tmp_path: Path) -> None:

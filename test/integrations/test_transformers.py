@@ -18,11 +18,11 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import IterableDataset
 
 from helpers import fsdp2_on_cpu
+from helpers.pages import table
 from helpers.trainer_examples import run_script
 from helpers.trainings import LENGTH, VOCABULARY, Case, Texts, expected
 from helpers.transformers_adapter import QUIET, CaseTrainer, Rows, Transformers, trained, trainer_of
 from helpers.yardstick import ENDS, MAX_GRAD_NORM, SAMPLES, SIZES, UPDATES, by_hand, difference, in_processes, weights
-from variable_batch_size.integrations.supported import table
 from variable_batch_size.integrations.transformers import VariableBatchMixin
 from variable_batch_size.integrations.transformers.supported import SETTINGS
 

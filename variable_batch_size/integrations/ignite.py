@@ -17,8 +17,7 @@ from variable_batch_size._validation import type_error
 from variable_batch_size.data.plan import Epoch
 from variable_batch_size.data.rows import of_tensors
 from variable_batch_size.data.sampler import CustomSampler
-from variable_batch_size.integrations.from_loader import check_samples, sampler_for
-from variable_batch_size.integrations.loading import with_sampler
+from variable_batch_size.integrations.loading import sampler_for, with_sampler
 from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.integrations.versions import require_version
 from variable_batch_size.optim.consistency import broadcast_parameters
@@ -127,7 +126,6 @@ class VariableBatchEngine(Engine):
         if not isinstance(sampler, CustomSampler):
             raise type_error("the optimizer must have a vbs.CustomSampler", sampler, "loop over vbs.updates yourself")
         if isinstance(data, DataLoader):
-            check_samples(data, sampler)
             data = Updates(with_sampler(data, sampler), self.optimizer)
         limits = {} if max_iters is None else {"max_iters": max_iters}
         return self.state if self.optimizer.done else super().run(data, max_epochs, **limits)

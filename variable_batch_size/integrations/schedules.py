@@ -15,46 +15,34 @@ _FEW = 8  # batches of an epoch of which any number may be a multiple by chance
 
 
 def lengths(schedule: Any) -> Iterator[tuple[str, int]]:
-    """Yield the arguments that say after how many steps a schedule ends, and their values.
-
-    It looks into schedulers of torch, those that they consist of (of a `SequentialLR` the last one, after its
-    milestone), the keywords of `functools.partial` in a `LambdaLR`, as transformers has them, and schedules of Keras.
-    """
-    for name in _LENGTHS:
-        if isinstance(value := getattr(schedule, name, None), int):
-            yield name, value
+    """Yield the arguments of torch, transformers and Keras after how many steps a schedule ends, and their values."""
+    yield from ((name, value) for name in _LENGTHS if isinstance(value := getattr(schedule, name, None), int))
     parts = getattr(schedule, "_schedulers", ())  # of SequentialLR and ChainedScheduler, which have no public names
     before = sum(getattr(schedule, "_milestones", ())[-1:])
     yield from ((name, before + steps) for part in parts[-1 if before else 0 :] for name, steps in lengths(part))
-    for function in getattr(schedule, "lr_lambdas", ()):
+    for function in getattr(schedule, "lr_lambdas", ()):  # a functools.partial, as in transformers
         yield from ((name, value) for name, value in getattr(function, "keywords", {}).items() if name in _LENGTHS)
 
 
 def warn_of_batches(schedules: Iterable[Any], plan: Plan, batches: int, updates: float | None = None) -> None:
-    """Warn of a schedule that ends after a number of batches instead of updates.
+    """Warn of a schedule that ends after a multiple of `batches`, those of an epoch, that is no number of updates.
 
-    Args:
-        schedules: the schedules of the training, those of torch or of Keras.
-        plan: the plan of the training.
-        batches: number of batches of the user's loader in an epoch.
-        updates: number of updates of the training, if it is known; a schedule of this length, or of some epochs, is
-            right.
+    A length of some epochs of the plan, or of `updates`, those of the training if they are known, is right.
     """
     for name, steps in {pair for schedule in schedules for pair in lengths(schedule)}:
         epochs, rest = divmod(steps, max(batches, 1))
         if batches <= _FEW or rest or not epochs or steps in (updates, plan.max_updates):
             continue
-        ends = (plan.epoch(number).end_step for number in range(plan.first_epoch, steps))
         try:
             made = plan.epoch(epochs - 1).end_step
+            ends = (plan.epoch(number).end_step for number in range(plan.first_epoch, steps))
             right = steps in takewhile(steps.__ge__, ends)
         except ValueError:  # the trace ends before
             continue
         if not right:
             warnings.warn(
-                f"a schedule of the learning rate must count updates, but {name}={steps} is the number of batches of "
-                f"{epochs} epochs of the loader, in which it makes {made} steps: the rate will not be where it should "
-                f"be at their end; pass {name}={made}, or the number of updates of the training",
+                f"a schedule must count updates, but {name}={steps} is the number of batches of {epochs} epochs of the "
+                f"loader, which have {made} updates; pass {name}={made}, or the number of updates of the training",
                 UserWarning,
                 stacklevel=stacklevel_of_user(),
             )

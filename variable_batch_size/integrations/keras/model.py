@@ -16,11 +16,10 @@ from torch.utils.data import DataLoader
 from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.data.rows import of_tensors
 from variable_batch_size.integrations.facts import facts_of
-from variable_batch_size.integrations.from_loader import check_samples, sampler_for
 from variable_batch_size.integrations.keras.checkpoint import VariableBatchCheckpoint
 from variable_batch_size.integrations.keras.data import Epochs, loader_of, map_arrays
 from variable_batch_size.integrations.keras.optimizer import KerasOptimizer
-from variable_batch_size.integrations.loading import with_sampler
+from variable_batch_size.integrations.loading import sampler_for, with_sampler
 from variable_batch_size.integrations.schedules import warn_of_batches
 from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.integrations.supported import Setting, check
@@ -123,7 +122,6 @@ class VariableBatchMixin(Base):
             inner = KerasOptimizer(self.optimizer, self.trainable_variables)
             others = {} if self.count is None else {"reduction": "sum"}
             optimizer = self.custom_optimizer = settings.optimizer(inner, new, model=self, **others)
-        check_samples(loader, optimizer.sampler)
         optimizer.discard_step()  # what an interrupted fit() has left
         broadcast_parameters(self)  # also in a second fit: a callback may set weights at the end of the first
         return optimizer

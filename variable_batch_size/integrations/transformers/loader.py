@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from variable_batch_size._validation import type_error
-from variable_batch_size.integrations.from_loader import sampler_for
-from variable_batch_size.integrations.loading import with_sampler
+from variable_batch_size.data.arriving import ArrivingBatches
+from variable_batch_size.integrations.loading import sampler_for, with_sampler
 from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.optim.updates import updates
 
@@ -38,8 +38,8 @@ class UpdateLoader:
         """Return what deals the samples, up to the end that the arguments say; all ranks read all rows of a stream."""
         world, dataset = {"num_replicas": args.world_size, "rank": args.process_index}, self.trainer.train_dataset
         if isinstance(dataset, IterableDataset) or args.train_sampling_strategy == "group_by_length":
-            rows = {"minibatch_size": args.per_device_train_batch_size, "collate_fn": loader.collate_fn}
-            return settings.source(shared=True, **rows, **world)
+            rows = {"minibatch_size": args.per_device_train_batch_size, "collate_fn": loader.collate_fn, "shared": True}
+            return ArrivingBatches(trace=settings.trace, **rows, **world, **settings.sampler_options)
         if isinstance(dataset, dict):
             remedy = "concatenate them, as datasets.concatenate_datasets does"
             raise type_error("train_dataset must be one dataset, not several by name", dataset, remedy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace
@@ -30,6 +31,10 @@ def _needed_steps(trainer: Any) -> int:
     return int(trainer.args.max_steps) if needed or isinstance(trainer.settings.trace, AdaptiveTrace) else 1
 
 
+def _argument(name: str, supported: str, allowed: tuple[Any, ...], remedy: str) -> Setting:
+    return Setting(name, supported, attrgetter(f"args.{name}"), allowed, remedy)
+
+
 SETTINGS = (
     Setting(
         "loss_type of trl's KTOTrainer",
@@ -46,11 +51,11 @@ SETTINGS = (
         'launch it without DeepSpeed and FSDP1; to shard pass fsdp=True and fsdp_config={"fsdp_version": 2}',
     ),
     Setting("parallelism_config", "without tensor, context and sequence parallelism", _parallelism, (1,), "omit it"),
-    Setting("n_gpu", "at most 1 in a process", "args.n_gpu", (0, 1), "launch it with torchrun"),
-    Setting("gradient_accumulation_steps", "1", "args.gradient_accumulation_steps", (1,), "omit it: the trace says"),
+    _argument("n_gpu", "at most 1 in a process", (0, 1), "launch it with torchrun"),
+    _argument("gradient_accumulation_steps", "1", (1,), "omit it: the trace says"),
     Setting("max_steps", "> 0 with an AdaptiveTrace, and group_by_length", _needed_steps, lambda n: n > 0, "pass it"),
-    Setting("include_num_input_tokens_seen", '"no"', "args.include_num_input_tokens_seen", ("no",), "log the samples"),
-    Setting("fp16", "False, because its scaler is not supported here", "args.fp16", (False,), "pass bf16=True"),
+    _argument("include_num_input_tokens_seen", '"no"', ("no",), "log the samples"),
+    _argument("fp16", "False, because its scaler is not supported here", (False,), "pass bf16=True"),
     Setting(
         "optim",
         "an optimizer that makes its update in step() and has one mode, unlike LOMO, layerwise and schedule-free ones",
@@ -58,5 +63,5 @@ SETTINGS = (
         lambda name: not any(word in name for word in _OWN_STEPS),
         'pass "adamw_torch", for example',
     ),
-    Setting("enable_jit_checkpoint", "False", "args.enable_jit_checkpoint", (False,), "save by save_steps"),
+    _argument("enable_jit_checkpoint", "False", (False,), "save by save_steps"),
 )
