@@ -167,6 +167,9 @@ def test_outputs_and_batches_of_an_update() -> None:
 def test_what_is_refused() -> None:
     script = Script()
     arguments = script.model, script.inner, cross_entropy
+    optimizer = variable_batch(script.inner, script.loader, trace=TRACE)
+    with pytest.raises(RuntimeError, match="Ignite's VariableBatchEngine"):
+        Engine(lambda *_: optimizer.step()).run(script.loader)
     with pytest.raises(TypeError, match=r"the training's loader must be a DataLoader, got \[1, 2\]"):
         create_supervised_trainer(*arguments, loader=[1, 2], trace=TRACE)
     with pytest.raises(TypeError, match="deterministic"):
@@ -200,8 +203,11 @@ def test_a_mean_over_tokens_is_warned_of() -> None:
     model = language_model()
     loader, inner = DataLoader(Texts(), MICROBATCH), SGD(model.parameters(), lr=0.1)
     trainer = create_supervised_trainer(model, inner, Case(tokens=True).loss, loader=loader, trace=TRACE)
-    with pytest.warns(UserWarning, match=r"must be a mean over rows, but that of \d rows is .*reduction=\"sum\""):
+    with pytest.warns(
+        UserWarning, match=r"must be a mean over rows, but that of \d rows is .*reduction=\"sum\""
+    ) as caught:
         trainer.run(loader, max_epochs=1)
+    assert caught[0].filename == __file__
 
 
 def test_a_term_that_is_0_in_the_first_update_is_warned_of_in_a_later_one() -> None:

@@ -54,7 +54,7 @@ def test_options_are_known_by_their_names_and_win() -> None:
     with pytest.raises(ValueError, match="options must be arguments of CustomOptimizer, got nois; pass some"):
         Settings(TRACE, optimizer_options={"nois": "microbatches"})
     sampler = dealt(shuffle=False, minibatch_size=4)
-    assert [*sampler][0] == [0, 1, 2, 3]
+    assert next(iter(sampler)) == [0, 1, 2, 3]
     inner = torch.optim.SGD(network().parameters(), lr=0.1)
     optimizer = Settings(8, optimizer_options={"max_grad_norm": 2.0}).optimizer(inner, sampler, max_grad_norm=1.0)
     assert optimizer.max_grad_norm == 2.0

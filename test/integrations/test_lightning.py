@@ -231,8 +231,10 @@ def test_a_mean_over_tokens_is_warned_of() -> None:
 
     module = Tokens(PLAIN)
     module.net = language_model()
-    with pytest.warns(UserWarning, match=r"must be a mean over rows, but that of \d rows is .*\"reduction\": \"sum\""):
+    words = r"must be a mean over rows, but that of \d rows is .*\"reduction\": \"sum\""
+    with pytest.warns(UserWarning, match=words) as caught:
         fit(module, loader(Texts()), max_steps=1)
+    assert __file__ in [one.filename for one in caught]  # the line of the user, not one of Lightning
 
 
 def test_the_look_at_the_loss_leaves_no_traces() -> None:

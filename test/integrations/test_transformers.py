@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,19 @@ from helpers import fsdp2_on_cpu
 from helpers.pages import table
 from helpers.trainer_examples import run_script
 from helpers.trainings import LENGTH, VOCABULARY, Case, Texts, expected
-from helpers.transformers_adapter import QUIET, CaseTrainer, Rows, Transformers, trained, trainer_of
-from helpers.yardstick import ENDS, MAX_GRAD_NORM, SAMPLES, SIZES, UPDATES, by_hand, difference, in_processes, weights
+from helpers.transformers_adapter import QUIET, CaseTrainer, Model, Rows, Transformers, trained, trainer_of
+from helpers.yardstick import (
+    ENDS,
+    MAX_GRAD_NORM,
+    MICROBATCH,
+    SAMPLES,
+    SIZES,
+    UPDATES,
+    by_hand,
+    difference,
+    in_processes,
+    weights,
+)
 from variable_batch_size.integrations.transformers import VariableBatchMixin
 from variable_batch_size.integrations.transformers.supported import SETTINGS
 
@@ -199,10 +211,19 @@ class Weighted(CaseTrainer):
 
 
 def test_a_loss_that_is_no_mean_is_found_and_the_check_changes_nothing(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"depend on how they are cut.*or pass check_loss=False"):
+    with pytest.warns(UserWarning, match=r"depend on how they are cut.*or pass check_loss=False") as caught:
         trained(tmp_path, kind=Weighted, max_steps=1)
+    assert [Path(one.filename).parts[-2] for one in caught] == ["helpers"]  # of the script that calls train()
     found = [trained(tmp_path, Case(dropout=0.3), options={"check_loss": check}) for check in (True, False)]
     assert difference(found[0].model, weights(found[1].model)) == 0
+
+
+def test_a_schedule_that_counts_batches_is_found(tmp_path: Path) -> None:
+    model = Model(Case())
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizers = inner, hf.get_cosine_schedule_with_warmup(inner, 5, 3 * math.ceil(SAMPLES / MICROBATCH))
+    with pytest.warns(UserWarning, match="is the number of batches of 3 epochs of the loader, which have 26 updates"):
+        trained(tmp_path, model=model, options={"optimizers": optimizers})
 
 
 REFUSED: list[Any] = [

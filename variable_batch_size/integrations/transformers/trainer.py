@@ -26,6 +26,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from variable_batch_size._validation import type_error
 from variable_batch_size.data.sampler import TraceLike
 from variable_batch_size.integrations.facts import facts_of
+from variable_batch_size.integrations.schedules import warn_of_batches
 from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.integrations.supported import check
 from variable_batch_size.integrations.transformers.labels import label_counter
@@ -134,6 +135,9 @@ class VariableBatchMixin(Base):
                 )
             position = torch.load(path, map_location="cpu", weights_only=True)
             optimizer.load_state_dict({**inner.state_dict(), "vbs": position})
+        if not sampler.batches.arriving:
+            batches = math.ceil(sampler.plan.dataset_size / self.args.per_device_train_batch_size)
+            warn_of_batches([self.lr_scheduler], sampler.plan, batches, self.state.max_steps)
         self._samples_before, self._count = optimizer.samples, label_counter(self)
 
     def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
