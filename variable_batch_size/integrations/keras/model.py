@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import fields
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -93,23 +94,19 @@ class VariableBatchMixin(Base):
         epochs = Epochs(with_sampler(loader, optimizer.sampler), optimizer)
         batches: Any = DataLoader(epochs, None, generator=torch.Generator())  # it draws, but not from torch's
         offset = given["initial_epoch"] - epochs.next_epoch()
-        steps = keras.callbacks.LambdaCallback(on_epoch_begin=lambda *_: epochs.tell_steps(given["callbacks"]))
-        shown = {name: given[name] for name in ("verbose", "epochs")} | {"add_progbar": given["verbose"] != 0}
-        given["callbacks"] = keras.callbacks.CallbackList([steps, *own], True, model=self, steps=0, **shown)
-        epochs.tell_steps(given["callbacks"])
-        checkpoints = [one for one in own if isinstance(one, VariableBatchCheckpoint)]
-        try:
-            for one in checkpoints:
-                one.restore(self)
+        with ExitStack() as stack:
+            for one in own:
+                if isinstance(one, VariableBatchCheckpoint):
+                    stack.enter_context(one.restored(self))
             optimizer.sampler.plan.check_trace(given["epochs"] - offset)
             warn_of_batches([self.optimizer._learning_rate], optimizer.sampler.plan, len(loader))
             given["initial_epoch"] = given["epochs"] if optimizer.done else offset + epochs.next_epoch()
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "Your input ran out of data")  # at the end of an epoch
-                return super().fit(batches, shuffle=False, **given)
-        finally:
-            for one in checkpoints:
-                one.close()
+            params = {"verbose": given["verbose"], "epochs": given["epochs"], "add_progbar": given["verbose"] != 0}
+            now = keras.callbacks.LambdaCallback(lambda *_: shown.set_params({**shown.params, "steps": epochs.steps}))
+            shown: Any = keras.callbacks.CallbackList([now, *own], True, model=self, steps=epochs.steps, **params)
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", "Your input ran out of data")  # at the end of an epoch
+            return super().fit(batches, **{**given, "shuffle": False, "callbacks": shown})
 
     def _optimizer(self, loader: Any, settings: Settings) -> Any:
         """Return the optimizer of the training under way, or of a new one."""
