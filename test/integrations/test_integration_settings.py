@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,6 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import variable_batch_size as vbs
 from helpers.yardstick import MICROBATCH, REF, SAMPLES, TRACE, UPDATES, Samples, by_hand, difference, network, weights
 from variable_batch_size.integrations.loading import sampler_for, with_sampler
-from variable_batch_size.integrations.schedules import warn_of_batches
 from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.integrations.versions import require_version
 
@@ -99,34 +97,6 @@ def test_versions_are_checked() -> None:
             require_version(library, "99", "keras", below=below)
     with pytest.raises(ImportError, match=r"this needs torch 2\.0 or newer, but older than 2\.1, got 2"):
         require_version("torch", "2.0", "torchft", below="2.1")
-
-
-def warned(schedule: Any, batches: int = 13, **options: Any) -> bool:
-    """Whether a schedule of a training with 26 updates in 3 epochs is said to count batches."""
-    sampler = dealt()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        warn_of_batches([schedule], sampler.plan, batches, **options)
-    return bool(caught)
-
-
-def test_schedules_that_count_batches() -> None:
-    inner = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-    cosine, sequence = torch.optim.lr_scheduler.CosineAnnealingLR, torch.optim.lr_scheduler.SequentialLR
-
-    def after_warm_up(steps: int) -> Any:
-        warm_up = torch.optim.lr_scheduler.LinearLR(inner, total_iters=3)
-        return sequence(inner, [warm_up, cosine(inner, T_max=steps - 3)], [3])
-
-    assert warned(cosine(inner, T_max=39))
-    assert warned(torch.optim.lr_scheduler.OneCycleLR(inner, 0.1, epochs=3, steps_per_epoch=13))
-    assert warned(after_warm_up(39))
-    assert warned(cosine(inner, T_max=2 * 39))
-    for right in cosine(inner, T_max=26), cosine(inner, T_max=21), after_warm_up(26), cosine(inner, T_max=38):
-        assert not warned(right)
-    assert not warned(cosine(inner, T_max=39), updates=39)
-    assert not warned(cosine(inner, T_max=40), batches=5)  # any number may be a multiple of few batches
-    assert not warned(torch.optim.lr_scheduler.LinearLR(inner), batches=1)
 
 
 class Noisy(Samples):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
 from numbers import Real
 from typing import Any
 
@@ -49,9 +48,8 @@ def create_supervised_trainer(
         **options: settings of `variable_batch`; `prepare_batch`, `output_transform`, `model_transform`, `model_fn` and
             `non_blocking` of Ignite's function.
     """
-    own = {each.name: options.pop(each.name) for each in fields(Settings) if each.name in options}
-    own["optimizer_options"] = {"model": model} | dict(own.get("optimizer_options") or {})
-    wrapped = variable_batch(optimizer, loader, **own)
+    own = Settings.taken_from(options)
+    wrapped = own.optimizer(optimizer, sampler_for(loader, own), model=model)
     broadcast_parameters(model, wrapped.backend)
     return VariableBatchEngine(_supervised_step(model, wrapped, loss_fn, device, **options), wrapped)
 
@@ -96,7 +94,7 @@ def variable_batch(optimizer: Optimizer, loader: DataLoader[Any], **settings: An
     `settings` are `trace` and `sampler_options`, see `CustomSampler`; `rule`, `ref_batchsize` and `optimizer_options`,
     see `CustomOptimizer`, whose errors it raises. With DistributedDataParallel, `optimizer_options={"model": model}`.
     """
-    own = Settings(**{name: value for name, value in settings.items() if value is not None})
+    own = Settings(**settings)
     return own.optimizer(optimizer, sampler_for(loader, own))
 
 

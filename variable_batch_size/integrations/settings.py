@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, final
 
 from torch.optim import Optimizer
@@ -40,6 +40,12 @@ class Settings:
             if unknown := sorted({*options} - {*(known := inspect.signature(kind).parameters)}):
                 remedy = f"pass some of {', '.join(known)}"
                 raise value_error(f"options must be arguments of {kind.__name__}", " and ".join(unknown), remedy)
+
+    @classmethod
+    def taken_from(cls, options: dict[str, Any]) -> Settings:
+        """Take them out of the arguments of a trainer, where None is the default."""
+        given = {each.name: options.pop(each.name, None) for each in fields(cls)}
+        return cls(**{name: value for name, value in given.items() if value is not None})
 
     def optimizer(self, inner: Optimizer, sampler: Dealer, **others: Any) -> CustomOptimizer:
         """Return the optimizer around `inner`, for which every rank computes equally many microbatches of a step.

@@ -6,7 +6,6 @@ import inspect
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import fields
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +20,12 @@ from variable_batch_size.integrations.keras.checkpoint import VariableBatchCheck
 from variable_batch_size.integrations.keras.data import Epochs, loader_of, map_arrays
 from variable_batch_size.integrations.keras.optimizer import KerasOptimizer
 from variable_batch_size.integrations.loading import sampler_for, with_sampler
-from variable_batch_size.integrations.schedules import warn_of_batches
 from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.integrations.supported import Setting, check
 from variable_batch_size.optim.consistency import broadcast_parameters
 from variable_batch_size.optim.handed import Update
 from variable_batch_size.testing.loss import CHECKED_UPDATES, check_loss
+from variable_batch_size.testing.schedules import check_schedule
 
 if TYPE_CHECKING:
     from keras import Model as Base
@@ -71,9 +70,9 @@ class VariableBatchMixin(Base):
     """
 
     def __init__(self, *args: Any, count: Callable[[Any, Any], Any] | None = None, **options: Any) -> None:
-        own = {each.name: options.pop(each.name) for each in fields(Settings) if each.name in options}
+        settings = Settings.taken_from(options) if "trace" in options else None
         super().__init__(*args, **options)
-        self.count, self.settings = count, Settings(**own) if own else None
+        self.count, self.settings = count, settings
         self.custom_optimizer: Any = None
 
     def fit(self, *args: Any, **options: Any) -> Any:
@@ -99,7 +98,7 @@ class VariableBatchMixin(Base):
                 if isinstance(one, VariableBatchCheckpoint):
                     stack.enter_context(one.restored(self))
             optimizer.sampler.plan.check_trace(given["epochs"] - offset)
-            warn_of_batches([self.optimizer._learning_rate], optimizer.sampler.plan, len(loader))
+            check_schedule(self.optimizer._learning_rate, optimizer.sampler, len(loader))
             given["initial_epoch"] = given["epochs"] if optimizer.done else offset + epochs.next_epoch()
             params = {"verbose": given["verbose"], "epochs": given["epochs"], "add_progbar": given["verbose"] != 0}
             now = keras.callbacks.LambdaCallback(lambda *_: shown.set_params({**shown.params, "steps": epochs.steps}))

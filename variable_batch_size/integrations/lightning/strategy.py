@@ -32,13 +32,13 @@ from variable_batch_size.integrations.lightning.loader import UpdateLoader, trai
 from variable_batch_size.integrations.lightning.loss import MEAN_LOSS, Output, check_training_step
 from variable_batch_size.integrations.lightning.supported import SETTINGS
 from variable_batch_size.integrations.loading import with_sampler
-from variable_batch_size.integrations.schedules import warn_of_batches
 from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.integrations.supported import check
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.rules import Rule
 from variable_batch_size.testing.loss import CHECKED_UPDATES
+from variable_batch_size.testing.schedules import check_schedule
 
 _VERSION = 1  # of what a checkpoint has under "vbs"
 
@@ -122,8 +122,9 @@ class VariableBatch(ParallelStrategy):
             new = training_sampler(loader, self.settings, trainer, self.distributed_sampler_kwargs)
             self._wrapped = [self._wrap(inner, new) for inner in self.optimizers]
             self._start = [optimizer.state_dict()["vbs"] for optimizer in self._wrapped]
-            stepped = (each.scheduler for each in self.lr_scheduler_configs if each.interval == "step")
-            warn_of_batches(stepped, new.plan, -(-len(loader.dataset) // loader.batch_size), trainer.max_steps)
+            for each in self.lr_scheduler_configs:
+                if each.interval == "step":
+                    check_schedule(each.scheduler, new, -(-len(loader.dataset) // loader.batch_size), trainer.max_steps)
         first = self._wrapped[0]
         sampler: Any = first.sampler
         dealt = with_sampler(loader, sampler)

@@ -17,15 +17,6 @@ def _distributed_type(accelerator: Any) -> str:
     return f"FSDP{plugin.fsdp_version}" if kind == "FSDP" and plugin is not None else str(kind)
 
 
-def _sums_by_torch(kind: str) -> bool:
-    """Return whether there is one process, or DistributedDataParallel or FSDP2 sums."""
-    return kind in ("NO", "FSDP2") or kind.startswith("MULTI_")
-
-
-def _parallelism(trainer: Any) -> int:
-    return int(trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size())
-
-
 def _needed_steps(trainer: Any) -> int:
     needed = trainer.args.train_sampling_strategy == "group_by_length"
     return int(trainer.args.max_steps) if needed or isinstance(trainer.settings.trace, AdaptiveTrace) else 1
@@ -47,10 +38,16 @@ SETTINGS = (
         "distributed_type",
         "NO, FSDP2, or MULTI_GPU, MULTI_CPU and others for which Accelerate uses DistributedDataParallel",
         lambda trainer: _distributed_type(trainer.accelerator),
-        _sums_by_torch,
+        lambda kind: kind in ("NO", "FSDP2") or kind.startswith("MULTI_"),  # which torch sums
         'launch it without DeepSpeed and FSDP1; to shard pass fsdp=True and fsdp_config={"fsdp_version": 2}',
     ),
-    Setting("parallelism_config", "without tensor, context and sequence parallelism", _parallelism, (1,), "omit it"),
+    Setting(
+        "parallelism_config",
+        "without tensor, context and sequence parallelism",
+        lambda trainer: trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size(),
+        (1,),
+        "omit it",
+    ),
     _argument("n_gpu", "at most 1 in a process", (0, 1), "launch it with torchrun"),
     _argument("gradient_accumulation_steps", "1", (1,), "omit it: the trace says"),
     Setting("max_steps", "> 0 with an AdaptiveTrace, and group_by_length", _needed_steps, lambda n: n > 0, "pass it"),
