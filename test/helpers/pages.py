@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parents[2]
 DOCS, README = ROOT / "docs", ROOT / "README.md"
@@ -23,9 +21,3 @@ def commands(page: Path) -> list[str]:
     text = "\n".join(blocks(page, "sh")).replace("\\\n", " ")
     lines = [re.sub(r"(^|\s)#.*", "", line).strip() for line in text.splitlines()]
     return [" ".join(line.split()) for line in lines if line]
-
-
-def table(settings: Iterable[Any]) -> str:
-    """Return the table of the settings of a trainer, in Markdown."""
-    rows = (f"| {each.name} | {each.supported} | {each.remedy} |" for each in settings)
-    return "\n".join(("| setting | supported | otherwise |", "|---|---|---|", *rows))

@@ -18,11 +18,10 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from helpers.keras_adapter import ByHand, CaseModel, Keras
 from helpers.keras_backend import keras
-from helpers.pages import ROOT, table
+from helpers.pages import ROOT
 from helpers.trainings import Case, Trained
 from helpers.yardstick import CLASSES, ENDS, FEATURES, MICROBATCH, SAMPLES, SIZES, TRACE, UPDATES, Samples, samples
 from variable_batch_size.integrations.keras import VariableBatchCheckpoint, VariableBatchMixin, VariableBatchModel
-from variable_batch_size.integrations.keras.model import SETTINGS
 
 X, Y = (part.numpy().astype(kind) for part, kind in zip(samples(), ("float32", "int64"), strict=True))
 W = np.random.default_rng(0).uniform(0.5, 2.0, SAMPLES).astype("float32")
@@ -290,11 +289,6 @@ def test_what_is_refused(tmp_path: Path) -> None:
         model.compile("sgd", "mse")
         with pytest.raises(ValueError, match="must get a trace, and have the train_step of Keras"):
             fit(model)
-
-
-def test_the_page_has_the_table_of_settings() -> None:
-    page = ROOT / "docs" / "trainers" / "keras.md"
-    assert (rows := table(SETTINGS)) in page.read_text(), f"copy this into {page}:\n{rows}"
 
 
 def test_another_backend_is_refused() -> None:

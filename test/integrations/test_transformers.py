@@ -19,7 +19,6 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import IterableDataset
 
 from helpers import fsdp2_on_cpu
-from helpers.pages import table
 from helpers.trainer_examples import run_script
 from helpers.trainings import LENGTH, VOCABULARY, Case, Texts, expected
 from helpers.transformers_adapter import QUIET, CaseTrainer, Model, Rows, Transformers, trained, trainer_of
@@ -36,9 +35,7 @@ from helpers.yardstick import (
     weights,
 )
 from variable_batch_size.integrations.transformers import VariableBatchMixin
-from variable_batch_size.integrations.transformers.supported import SETTINGS
 
-PAGE = Path(__file__).parents[2] / "docs" / "trainers" / "transformers.md"
 TEXTS = Case("sgd", tokens=True, clip=MAX_GRAD_NORM)
 CHECKPOINTING = "activation_checkpointing"  # its name since transformers 5.20
 if CHECKPOINTING not in hf.TrainingArguments.__dataclass_fields__:
@@ -247,10 +244,6 @@ def test_checkpoints_of_something_else(tmp_path: Path) -> None:
         trained(tmp_path / "model", resume=True)
     with pytest.raises(ValueError, match="but seed was 0 and is 3"):
         trained(tmp_path / "own", data_seed=3, resume=True)
-
-
-def test_the_page_has_the_table_of_settings() -> None:
-    assert table(SETTINGS) in PAGE.read_text(), f"copy this into {PAGE}:\n{table(SETTINGS)}"
 
 
 def test_the_example_learns(

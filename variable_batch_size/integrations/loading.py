@@ -44,22 +44,15 @@ def sampler_for(loader: DataLoader[Any], settings: Settings, **others: Any) -> C
         )
         found = f"one with batch_sampler={type(batches).__name__}"
         raise value_error("the loader must have a batch_size, the rows of a microbatch", found, remedy)
-    order = {"shuffle": _shuffles(batches.sampler), "drop_last": batches.drop_last, **others}
-    options = {"minibatch_size": batches.batch_size, **order, **settings.sampler_options}
-    return CustomSampler(dataset, settings.trace, **options)
-
-
-def _shuffles(sampler: Any) -> bool:
-    if type(sampler) is DistributedSampler:  # each rank gets its share of each batch anyway
-        return sampler.shuffle
-    if type(sampler) is SequentialSampler:
-        return False
-    # A RandomSampler, of torch or of torchdata, whose StatefulDataLoader has its own.
-    if getattr(sampler, "replacement", True) or len(sampler) != len(getattr(sampler, "data_source", ())):
+    sampler: Any = batches.sampler
+    whole = getattr(sampler, "replacement", True) is False and len(sampler) == len(sampler.data_source)
+    if not whole and type(sampler) not in (SequentialSampler, DistributedSampler):  # whose shares are dealt here anyway
         requirement = "the loader must read each sample once an epoch, in order or with shuffle=True"
         remedy = "leave out sampler=, and put a choice of samples into the dataset, as torch.utils.data.Subset does"
         raise type_error(requirement, sampler, remedy)
-    return True
+    shuffle = getattr(sampler, "shuffle", type(sampler) is not SequentialSampler)
+    order = {"shuffle": shuffle, "drop_last": batches.drop_last, "minibatch_size": batches.batch_size}
+    return CustomSampler(dataset, settings.trace, **{**order, **others, **settings.sampler_options})
 
 
 def with_sampler(loader: DataLoader[T], sampler: CustomSampler) -> DataLoader[T]:

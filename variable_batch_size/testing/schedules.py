@@ -32,8 +32,8 @@ def check_schedule(schedule: Any, sampler: CustomSampler, batches: int, updates:
     ...     warnings.simplefilter("error")
     ...     check_schedule(schedule, CustomSampler(200, 60), batches=25)
     Traceback (most recent call last):
-    UserWarning: a schedule must count updates, but T_max=75 is the number of batches of 3 epochs of the loader, which have 12
-    updates; pass T_max=12, or the number of updates of the training
+    UserWarning: a schedule must count updates, but T_max=75 is the number of batches of 3 epochs of the
+    loader, which have 12 updates; pass T_max=12, or the number of updates of the training
     """
     plan = sampler.plan
     for name, steps in {*_lengths(schedule)}:
