@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from helpers.ignite_adapter import Ignite, Script
 from helpers.trainer_examples import run_script
-from helpers.trainings import Case, Texts, expected, language_model
+from helpers.trainings import Case, expected
 from helpers.yardstick import (
     ENDS,
     MICROBATCH,
@@ -199,25 +199,22 @@ def test_a_run_ends_where_a_handler_hides_the_exceptions_of_every_update() -> No
     assert [type(error) for error in errors] == [KeyError, RuntimeError]  # the update is not complete
 
 
-def test_a_mean_over_tokens_is_warned_of() -> None:
-    model = language_model()
-    loader, inner = DataLoader(Texts(), MICROBATCH), SGD(model.parameters(), lr=0.1)
-    trainer = create_supervised_trainer(model, inner, Case(tokens=True).loss, loader=loader, trace=TRACE)
-    with pytest.warns(
-        UserWarning, match=r"must be a mean over rows, but that of \d rows is .*reduction=\"sum\""
-    ) as caught:
-        trainer.run(loader, max_epochs=1)
-    assert caught[0].filename == __file__
+@pytest.mark.parametrize("late", [False, True])
+def test_a_loss_that_is_no_mean_is_warned_of(late: bool) -> None:
+    """Means over tokens at once; what is 0 in the first update, as a KL term may be, in a later one."""
 
-
-def test_a_term_that_is_0_in_the_first_update_is_warned_of_in_a_later_one() -> None:
     def loss(y_pred: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return cross_entropy(y_pred, y) + (script.trainer.state.iteration > 1) * y_pred.mean(0).square().sum()
 
-    script = Script()
-    script.trainer = create_supervised_trainer(script.model, script.inner, loss, loader=script.loader, trace=TRACE)
-    with pytest.warns(UserWarning, match=r"must be a mean over rows"):
+    script, case = Script(), Case(tokens=not late)
+    script.model, script.loader = case.model(), DataLoader(case.dataset(), MICROBATCH)
+    arguments = script.model, SGD(script.model.parameters(), lr=0.1), loss if late else case.loss
+    script.trainer = create_supervised_trainer(*arguments, loader=script.loader, trace=TRACE)
+    with pytest.warns(
+        UserWarning, match=r"must be a mean over rows, but that of \d rows is .*reduction=\"sum\""
+    ) as caught:
         script.run(epochs=1)
+    assert Path(caught[0].filename).name == "ignite_adapter.py"  # the line of the user
 
 
 # What else. ------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import variable_batch_size as vbs
-from helpers.yardstick import MICROBATCH, REF, SAMPLES, TRACE, UPDATES, Samples, by_hand, difference, network, weights
+from helpers.yardstick import MICROBATCH, SAMPLES, TRACE, Samples, network
 from variable_batch_size.integrations.loading import sampler_for, with_sampler
 from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.integrations.versions import require_version
@@ -27,23 +27,6 @@ class Stream(IterableDataset[int]):
 def dealt(**options: Any) -> vbs.CustomSampler:
     settings = Settings(TRACE, sampler_options={"fixed_shape": False, **options})
     return sampler_for(DataLoader(Samples(), MICROBATCH, shuffle=True), settings, num_replicas=1, rank=0)
-
-
-@pytest.mark.parametrize("rule", ["root", "linear", "adascale"])
-def test_the_yardstick_is_what_the_library_trains(rule: str) -> None:
-    model, twin = network(), network()
-    settings = Settings(TRACE, rule, REF, {"max_updates": UPDATES, "fixed_shape": False})
-    sampler = sampler_for(DataLoader(Samples(), MICROBATCH, shuffle=True), settings, num_replicas=1, rank=0)
-    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    optimizer = settings.optimizer(inner, sampler, max_grad_norm=0.5)
-    loader = with_sampler(DataLoader(Samples(), batch_size=3), sampler)
-    for _ in vbs.remaining_epochs(sampler, optimizer):
-        for x, target in loader:
-            torch.nn.functional.cross_entropy(model(x), target).backward()
-            optimizer.step()
-    by_hand(twin, torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9), rule=rule, max_grad_norm=0.5)
-    assert optimizer.updates == UPDATES
-    assert difference(model, weights(twin)) < 1e-13
 
 
 def test_options_are_known_by_their_names_and_win() -> None:

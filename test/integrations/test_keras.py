@@ -233,28 +233,18 @@ class Masked(VariableBatchMixin, keras.Model):
 
 
 def ignoring(**options: Any) -> Any:
-    logits = layers.Embedding(7, 7, keras.initializers.RandomNormal(stddev=2.0, seed=1))
-    return VariableBatchModel(keras.Sequential([keras.Input((8,), dtype="int32"), logits]), **options)
+    return VariableBatchModel(tagger(), **options)
 
 
-IGNORING = ce(from_logits=True, ignore_class=0)
-
-
-@pytest.mark.parametrize(("make", "loss"), [(ignoring, IGNORING), (Masked, None)])
+@pytest.mark.parametrize(("make", "loss"), [(ignoring, ce(from_logits=True, ignore_class=0)), (Masked, None)])
 def test_a_mean_over_tokens_needs_their_count(make: Any, loss: Any) -> None:
-    found = []
-    for rows in 5, 16:
-        for options in {}, {"count": lambda y, _: (y != 0).sum()}:
-            keras.utils.set_random_seed(1)
-            model = make(trace=16, **options)
-            model.compile(opt.SGD(1.0), loss or ce(from_logits=True), metrics=["accuracy"])
-            warned = pytest.warns(UserWarning, match="must be a mean over rows.*pass count=")
-            with nullcontext() if options else warned:
-                model.fit(TEXTS, TEXTS, batch_size=rows, epochs=2, verbose=0)
-            found.append(np.concatenate([one.ravel() for one in model.get_weights()]))
-    assert abs(found[0] - found[2]).max() > 1e-2
-    np.testing.assert_allclose(found[1], found[3], atol=1e-5)
-    np.testing.assert_allclose(found[1], found[2], atol=1e-5)  # one microbatch an update
+    for options in {}, {"count": lambda y, _: (y != 0).sum()}:
+        model = make(trace=16, **options)
+        model.compile(opt.SGD(1.0), loss or ce(from_logits=True))
+        warned = pytest.warns(UserWarning, match="must be a mean over rows.*pass count=")
+        with nullcontext() if options else warned as caught:
+            model.fit(TEXTS, TEXTS, batch_size=16, verbose=0)
+        assert options or __file__ in [one.filename for one in caught]
 
 
 # Refusals. -------------------------------------------------------------------------------------------------------

@@ -300,7 +300,8 @@ def test_lightning_starts_the_processes(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "from helpers.lightning_adapter import Module, loader, trainer\n"
-        "run = trainer(devices=2)\nrun.fit(Module(), loader())\nprint(f'{run.world_size} {run.global_step}\\n', end='')\n"  # at once
+        "run = trainer(devices=2)\nrun.fit(Module(), loader())\n"
+        "print(f'{run.world_size} {run.global_step}\\n', end='')\n"  # in one write
     )
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
