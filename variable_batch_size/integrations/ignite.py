@@ -94,7 +94,7 @@ def variable_batch(optimizer: Optimizer, loader: DataLoader[Any], **settings: An
     `settings` are `trace` and `sampler_options`, see `CustomSampler`; `rule`, `ref_batchsize` and `optimizer_options`,
     see `CustomOptimizer`, whose errors it raises. With DistributedDataParallel, `optimizer_options={"model": model}`.
     """
-    own = Settings(**settings)
+    own = Settings(**{name: value for name, value in settings.items() if value is not None})
     return own.optimizer(optimizer, sampler_for(loader, own))
 
 

@@ -92,9 +92,9 @@ def _by_length(batch: Any, number: int) -> IntArray:
 
     If lengths decide what rows count, parts of long and of short ones differ most.
     """
-    fields = (leaf for leaf in rows.leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 1)
-    integers = [leaf.flatten(1) for leaf in fields if not leaf.is_floating_point() and leaf.numel()]
-    padded = [(leaf == leaf.flatten().mode().values).sum(1).cpu().numpy() for leaf in integers]
+    fields = (leaf for leaf in rows.leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 1 and leaf.numel())
+    whole = (leaf.flatten(1).cpu().long() for leaf in fields if not (leaf.is_floating_point() or leaf.is_complex()))
+    padded = [(numbers == numbers.flatten().mode().values).sum(1).numpy() for numbers in whole]
     return np.argsort(max(padded, key=np.std, default=np.zeros(number)), kind="stable")
 
 
