@@ -8,13 +8,15 @@ from typing import Any
 from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace
 from variable_batch_size.integrations.supported import Setting
 
-_OWN_STEPS = "lomo", "layerwise", "schedule_free"  # in names of optimizers that step in backward, or have two modes
-
 
 def _distributed_type(accelerator: Any) -> str:
     """Return the `distributed_type` of an accelerator, with the version of FSDP, such as "FSDP2"."""
     kind, plugin = accelerator.distributed_type.value, getattr(accelerator.state, "fsdp_plugin", None)
     return f"FSDP{plugin.fsdp_version}" if kind == "FSDP" and plugin is not None else str(kind)
+
+
+def _other_ranks(trainer: Any) -> Any:
+    return trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size()
 
 
 def _needed_steps(trainer: Any) -> int:
@@ -41,13 +43,7 @@ SETTINGS = (
         lambda kind: kind in ("NO", "FSDP2") or kind.startswith("MULTI_"),  # which torch sums
         'launch it without DeepSpeed and FSDP1; to shard pass fsdp=True and fsdp_config={"fsdp_version": 2}',
     ),
-    Setting(
-        "parallelism_config",
-        "without tensor, context and sequence parallelism",
-        lambda trainer: trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size(),
-        (1,),
-        "omit it",
-    ),
+    Setting("parallelism_config", "one of data only", _other_ranks, (1,), "omit tensor, context and sequence sizes"),
     _argument("n_gpu", "at most 1 in a process", (0, 1), "launch it with torchrun"),
     _argument("gradient_accumulation_steps", "1", (1,), "omit it: the trace says"),
     Setting("max_steps", "> 0 with an AdaptiveTrace, and group_by_length", _needed_steps, lambda n: n > 0, "pass it"),
@@ -57,7 +53,7 @@ SETTINGS = (
         "optim",
         "an optimizer that makes its update in step() and has one mode, unlike LOMO, layerwise and schedule-free ones",
         lambda trainer: getattr(trainer.args.optim, "value", trainer.args.optim),
-        lambda name: not any(word in name for word in _OWN_STEPS),
+        lambda name: not any(word in name for word in ("lomo", "layerwise", "schedule_free")),
         'pass "adamw_torch", for example',
     ),
     _argument("enable_jit_checkpoint", "False", (False,), "save by save_steps"),

@@ -57,8 +57,7 @@ class VariableBatchMixin(Base):
         args, kwargs: arguments of the class that it is mixed into.
         trace: the trace of the global batch size, in samples, see `CustomSampler`; with `sampler_options`, a dict.
         rule, ref_batchsize: see `CustomOptimizer`; with `optimizer_options`, a dict.
-        check_loss: whether updates 0 and 10 check, by four forwards, that the loss is a mean over rows or labels; a
-            UserWarning tells if not.
+        check_loss: whether updates 0 and 10 warn, after four forwards, if the loss is no mean over rows or labels.
 
     Attributes:
         variable_optimizer: the optimizer that counts samples and updates, from the beginning of `train()` on.
@@ -72,8 +71,7 @@ class VariableBatchMixin(Base):
     variable_optimizer: CustomOptimizer
 
     def __init__(self, *args: Any, check_loss: bool = True, **kwargs: Any) -> None:
-        self.settings, self.check_loss = Settings.taken_from(kwargs), check_loss
-        self._batch_size = 0  # of the last update of this training
+        self.settings, self.check_loss, self._batch_size = Settings.taken_from(kwargs), check_loss, 0
         super().__init__(*args, **kwargs)
         check(SETTINGS, self, "transformers")
         self.callback_handler.callbacks.insert(0, Follower(self))  # before all that read the state
