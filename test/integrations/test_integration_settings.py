@@ -75,7 +75,7 @@ def test_versions_are_checked() -> None:
         ("no-such-library", "3", "than 3, got none;"),
     ):
         with pytest.raises(
-            ImportError, match=rf"this needs {library} .*{found}.* pip install .*variable_batch_size\[keras"
+            ImportError, match=rf"this needs {library} .*{found}.* run: pip install .*variable_batch_size\[keras"
         ):
             require_version(library, "99", "keras", below=below)
     with pytest.raises(ImportError, match=r"this needs torch 2\.0 or newer, but older than 2\.1, got 2"):

@@ -14,5 +14,5 @@ def require_version(library: str, at_least: str, extra: str, *, below: str | Non
     except metadata.PackageNotFoundError:
         found = "none"
     if found == "none" or TorchVersion(found) < at_least or (below is not None and TorchVersion(found) >= below):
-        needed = f"{library} {at_least} or newer" + ("" if below is None else f", but older than {below}")
-        raise ImportError(f"this needs {needed}, got {found}; pip install --upgrade 'variable_batch_size[{extra}]'")
+        what = f"{library} {at_least} or newer" + ("" if below is None else f", but older than {below}")
+        raise ImportError(f"this needs {what}, got {found}; run: pip install --upgrade 'variable_batch_size[{extra}]'")

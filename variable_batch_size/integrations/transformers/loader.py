@@ -20,16 +20,11 @@ from variable_batch_size.optim.updates import updates
 
 @final
 class UpdateLoader:
-    """The loader of a trainer, whose epochs end where the dataset does.
-
-    Args:
-        trainer: the trainer.
-        loader: that of the class below, which says how rows are read and collated, and their order.
-    """
+    """The loader of a trainer, whose epochs end where the dataset does; the class below says how rows are read."""
 
     def __init__(self, trainer: Any, loader: Any) -> None:
         loader = getattr(loader, "base_dataloader", loader)  # below Accelerate's, which deals batches to the ranks
-        self.trainer, args = trainer, trainer.args
+        self.trainer, self._left, args = trainer, False, trainer.args
         self._seed = args.seed if args.data_seed is None else args.data_seed
         self.sampler: Any = self._new_sampler(loader, trainer.settings, args)
         self.loader: Any = loader if self.sampler.batches.arriving else with_sampler(loader, self.sampler)
@@ -54,9 +49,12 @@ class UpdateLoader:
 
     def __iter__(self) -> Iterator[list[Any]]:
         optimizer = self.trainer.variable_optimizer
-        optimizer.discard_step()  # a callback may leave an epoch, whose other samples come now
+        if self._left:  # by a callback, in the midst of an epoch, whose other samples come now
+            optimizer.discard_step()  # for which ranks wait for one another ten seconds only
+        self._left = True
         arriving = self.sampler.batches.arriving
         yield from map(list, updates(self._rows(optimizer.samples) if arriving else self.loader, optimizer))
+        self._left = False
         self.trainer.control.should_epoch_stop = True  # Trainer takes all epochs to be equally long
 
     def _rows(self, used: int) -> Iterator[list[Any]]:
