@@ -35,7 +35,7 @@ from helpers.lightning_adapter import (
     trainer,
 )
 from helpers.pages import DOCS
-from helpers.trainings import Case, Texts, expected, language_model
+from helpers.trainings import Case, expected
 from helpers.yardstick import ENDS, SAMPLES, UPDATES, Samples, mean_loss, network, weights
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in ALLOWED]
@@ -44,7 +44,7 @@ PLAIN = Case("sgd")
 
 class TestLightning(Conformance):
     adapter = Lightning()
-    features = frozenset({"to the last bit", "controller", "tokens", "evaluation", "ddp", "fsdp2"})
+    features = frozenset({"to the last bit", "controller", "tokens", "looks at losses", "evaluation", "ddp", "fsdp2"})
 
 
 def fit(module: Any = None, data: Any = None, ckpt_path: Any = None, **options: Any) -> pl.Trainer:
@@ -221,19 +221,6 @@ def test_the_mean_of_sums_is_logged() -> None:
         trainer(strategy=strategy_for(**options), callbacks=[record], max_epochs=1).fit(kind(), loader())
         losses.append(record.losses)
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
-
-
-def test_a_mean_over_tokens_is_warned_of() -> None:
-    class Tokens(Module):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return Case(tokens=True).loss(self.net(batch[0]), batch[1])
-
-    module = Tokens(PLAIN)
-    module.net = language_model()
-    words = r"must be a mean over rows, but that of \d rows is .*\"reduction\": \"sum\""
-    with pytest.warns(UserWarning, match=words) as caught:
-        fit(module, loader(Texts()), max_steps=1)
-    assert __file__ in [one.filename for one in caught]  # the line of the user, not one of Lightning
 
 
 def test_the_look_at_the_loss_leaves_no_traces() -> None:
