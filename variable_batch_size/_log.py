@@ -12,7 +12,8 @@ from functools import cache
 from typing import final
 
 LOGGER = logging.getLogger("variable_batch_size")
-_INSIDE = "variable_batch_size", "torch"  # packages
+_TRAINERS = "accelerate", "ignite", "keras", "lightning", "transformers", "trl"
+_INSIDE = "variable_batch_size", "torch", *_TRAINERS  # packages
 
 
 def log(message: str, *, level: int = logging.INFO, rank: int | None = None, update: int | None = None) -> None:
@@ -22,7 +23,7 @@ def log(message: str, *, level: int = logging.INFO, rank: int | None = None, upd
 
 
 def stacklevel_of_user() -> int:
-    """Return the `stacklevel` of a warning of the caller at the first line outside of this package and of torch.
+    """Return the `stacklevel` of a warning of the caller at the first line outside of this package, torch and trainers.
 
     How many frames lie in between varies: a scheduler of torch, a `GradScaler`, decorators and `torch.compile` add
     their own. (`skip_file_prefixes` of `warnings.warn` needs Python 3.12.)

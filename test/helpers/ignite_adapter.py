@@ -32,10 +32,10 @@ class Script:
         settings: dict[str, Any] = {"trace": case.trace, "rule": case.rule, "ref_batchsize": REF}
         settings["optimizer_options"] = {"max_grad_norm": case.clip}
         trainer: Any
-        if case.tokens:
+        if case.counting:
             trainer = engine_of_texts(case, self.model, self.inner, self.loader, settings)
         else:
-            arguments = self.model, self.inner, cross_entropy
+            arguments = self.model, self.inner, case.loss
             trainer = create_supervised_trainer(*arguments, loader=self.loader, **settings, **options)
         self.trainer, self.losses, self.rates = trainer, list[float](), note_rates(self.inner)
         self.scheduler = case.scheduler(self.inner)
@@ -45,7 +45,7 @@ class Script:
 
     def _note(self) -> None:
         state, optimizer = self.trainer.state, self.trainer.optimizer
-        self.losses.append(float(optimizer.logged["loss"]) if self.case.tokens else state.output)
+        self.losses.append(float(optimizer.logged["loss"]) if self.case.counting else state.output)
 
     @property
     def parts(self) -> dict[str, Any]:

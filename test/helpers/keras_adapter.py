@@ -124,7 +124,7 @@ def model_of(case: Case) -> Any:
     """A compiled model: a class of the user's own, or a sequential one."""
     options: dict[str, Any] = {"trace": case.trace, "rule": case.rule, "ref_batchsize": REF}
     options["optimizer_options"] = {"max_grad_norm": case.clip}
-    if case.tokens:
+    if case.counting:
         options["count"] = lambda y, _: case.count(y)
     if case.inner == "sgd":
         model: Any = CaseModel(case, **options)

@@ -42,7 +42,7 @@ class Module(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, target = batch
-        if not self.case.tokens:
+        if not self.case.counting:
             return self.case.loss(self.net(x), target)
         return {"loss": self.case.loss(self.net(x), target, "sum"), "count": self.case.count(target)}
 
@@ -82,7 +82,7 @@ class Record(pl.Callback):
 
 def strategy_for(case: Case = CASES[0], **options: Any) -> Any:
     """The line that changes."""
-    if case.tokens:
+    if case.counting:
         options["optimizer_options"] = {"reduction": "sum"}
     if case.wrapper != "fsdp2":
         return VariableBatchStrategy(case.trace, case.rule, REF, **options)

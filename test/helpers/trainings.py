@@ -69,6 +69,7 @@ class Case:
         patience: if not 0, the mean loss of the first 200 samples is evaluated after each epoch, in batches of 50, and
             the training ends after so many epochs in which it did not rise.
         tokens: whether samples are texts, whose loss is a mean over all tokens of an update.
+        uncounted: whether the script does not say how many tokens that are.
         workers: number of the loader's workers.
         wrapper: "", "ddp" or "fsdp2".
     """
@@ -81,6 +82,7 @@ class Case:
     adaptive: bool = False
     patience: int = 0
     tokens: bool = False
+    uncounted: bool = False
     workers: int = 0
     wrapper: str = ""
 
@@ -90,6 +92,10 @@ class Case:
     @property
     def trace(self) -> Any:
         return vbs.AdaptiveTrace(_choose, start=24, every=3, delay=5) if self.adaptive else TRACE
+
+    @property
+    def counting(self) -> bool:
+        return self.tokens and not self.uncounted
 
     @property
     def epochs(self) -> int:

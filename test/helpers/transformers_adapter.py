@@ -47,7 +47,7 @@ class Model(nn.Module):
 
     def __init__(self, case: Case) -> None:
         super().__init__()
-        self.net, self.case, self.accepts_loss_kwargs = case.model(), case, case.tokens
+        self.net, self.case, self.accepts_loss_kwargs = case.model(), case, case.counting
 
     def forward(self, inputs: Tensor, labels: Tensor, num_items_in_batch: Any = None) -> dict[str, Tensor]:
         return {"loss": self.case.loss(self.net(inputs), labels)}

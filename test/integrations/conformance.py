@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -36,8 +37,8 @@ class Conformance:
 
     Attributes:
         adapter: the trainer.
-        features: "evaluation", "controller", "tokens", "to the last bit", and how processes sum: "processes", where the
-            library does it, "ddp" and "fsdp2".
+        features: "evaluation", "controller", "tokens", "looks at losses", "to the last bit", and how processes sum:
+            "processes", where the library does it, "ddp" and "fsdp2".
         tolerance: the largest relative difference of a weight, a loss or a rate.
     """
 
@@ -59,6 +60,12 @@ class Conformance:
     @needs("tokens")
     def test_whole_batches_of_tokens(self, tmp_path: Path) -> None:
         self.hold([(Run(TOKENS, tmp_path), self.check)])
+
+    @needs("looks at losses")
+    def test_a_mean_over_tokens_that_are_not_counted_is_warned_of(self, tmp_path: Path) -> None:
+        with pytest.warns(UserWarning, match="must be a (mean|sum) over rows, but that of . rows is") as caught:
+            Run(replace(TOKENS, uncounted=True), tmp_path).fit(self.adapter)
+        assert inspect.getfile(type(self.adapter)) in [one.filename for one in caught]  # the line of the script
 
     def test_resumes_at_five_places(self, tmp_path: Path) -> None:
         self.hold([(Run(RESUMED, tmp_path / "whole", STOPS), self.check), *self.resumes(RESUMED, tmp_path, self.check)])

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 from conformance import Conformance
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
@@ -122,35 +120,6 @@ def test_an_overflow_skips_the_update() -> None:
             updated.append(bool(found))
     assert updated == [number != 2 for number in range(11)]
     assert accelerator.scaler.get_scale() < 8
-
-
-def train_with_handlers(folder: Path) -> None:
-    """The settings of DistributedDataParallel are those of Accelerate, a communication hook too."""
-    wanted = expected(Case()).weights
-    unused = DistributedDataParallelKwargs(find_unused_parameters=True)
-    hook = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
-    for handler, close in (unused, 1e-12), (hook, 1e-2):
-        reset()
-        model, optimizer, loader = objects(Case(), Accelerator(cpu=True, kwargs_handlers=[handler]))
-        assert model.find_unused_parameters is (handler is unused)
-        train(model, optimizer, loader)
-        assert difference(model, wanted) < close
-    assert dist.get_world_size() == 2
-
-
-def test_settings_of_data_parallel(tmp_path: Path) -> None:
-    in_processes(train_with_handlers, 2, tmp_path)
-
-
-def test_a_state_is_saved_between_updates(tmp_path: Path) -> None:
-    accelerator = Accelerator(cpu=True)
-    model, optimizer, loader = objects(Case(), accelerator)
-    accelerator.register_for_checkpointing(optimizer)
-    x, target = next(iter(loader))
-    optimizer.backward(cross_entropy(model(x), target))
-    assert optimizer.step() is False
-    with pytest.raises(RuntimeError, match=r"must be called between steps, but step 0 has accumulated"):
-        accelerator.save_state(str(tmp_path / "state"))
 
 
 def test_the_example_runs_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

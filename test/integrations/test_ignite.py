@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from helpers.ignite_adapter import Ignite, Script
 from helpers.trainer_examples import run_script
-from helpers.trainings import Case, Texts, expected, language_model
+from helpers.trainings import Case, expected
 from helpers.yardstick import (
     ENDS,
     MICROBATCH,
@@ -39,7 +39,9 @@ from variable_batch_size.integrations.ignite import VariableBatchEngine, create_
 
 class TestIgnite(Conformance):
     adapter = Ignite()
-    features = frozenset({"to the last bit", "controller", "tokens", "evaluation", "processes", "ddp"})
+    features = frozenset(
+        {"to the last bit", "controller", "tokens", "looks at losses", "evaluation", "processes", "ddp"}
+    )
 
 
 def note(script: Script, event: Any, value: Any) -> list[Any]:
@@ -167,6 +169,9 @@ def test_outputs_and_batches_of_an_update() -> None:
 def test_what_is_refused() -> None:
     script = Script()
     arguments = script.model, script.inner, cross_entropy
+    optimizer = variable_batch(script.inner, script.loader, trace=TRACE)
+    with pytest.raises(RuntimeError, match="Ignite's VariableBatchEngine"):
+        Engine(lambda *_: optimizer.step()).run(script.loader)
     with pytest.raises(TypeError, match=r"the training's loader must be a DataLoader, got \[1, 2\]"):
         create_supervised_trainer(*arguments, loader=[1, 2], trace=TRACE)
     with pytest.raises(TypeError, match="deterministic"):
@@ -194,14 +199,6 @@ def test_a_run_ends_where_a_handler_hides_the_exceptions_of_every_update() -> No
     engine.add_event_handler(Events.EXCEPTION_RAISED, errors.append)
     engine.run(loader, max_epochs=3)
     assert [type(error) for error in errors] == [KeyError, RuntimeError]  # the update is not complete
-
-
-def test_a_mean_over_tokens_is_warned_of() -> None:
-    model = language_model()
-    loader, inner = DataLoader(Texts(), MICROBATCH), SGD(model.parameters(), lr=0.1)
-    trainer = create_supervised_trainer(model, inner, Case(tokens=True).loss, loader=loader, trace=TRACE)
-    with pytest.warns(UserWarning, match=r"must be a mean over rows, but that of \d rows is .*reduction=\"sum\""):
-        trainer.run(loader, max_epochs=1)
 
 
 def test_a_term_that_is_0_in_the_first_update_is_warned_of_in_a_later_one() -> None:

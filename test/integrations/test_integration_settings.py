@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +11,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import variable_batch_size as vbs
-from helpers.yardstick import MICROBATCH, REF, SAMPLES, TRACE, UPDATES, Samples, by_hand, difference, network, weights
-from variable_batch_size.integrations.loading import with_sampler
-from variable_batch_size.integrations.schedules import warn_of_batches
+from helpers.yardstick import MICROBATCH, SAMPLES, TRACE, Samples, network
+from variable_batch_size.integrations.loading import sampler_for, with_sampler
 from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.integrations.versions import require_version
 
@@ -28,33 +26,19 @@ class Stream(IterableDataset[int]):
 
 def dealt(**options: Any) -> vbs.CustomSampler:
     settings = Settings(TRACE, sampler_options={"fixed_shape": False, **options})
-    return settings.sampler(Samples(), minibatch_size=MICROBATCH, num_replicas=1, rank=0)
+    return sampler_for(DataLoader(Samples(), MICROBATCH, shuffle=True), settings, num_replicas=1, rank=0)
 
 
-@pytest.mark.parametrize("rule", ["root", "linear", "adascale"])
-def test_the_yardstick_is_what_the_library_trains(rule: str) -> None:
-    model, twin = network(), network()
-    settings = Settings(TRACE, rule, REF, {"max_updates": UPDATES, "fixed_shape": False})
-    sampler = settings.sampler(Samples(), minibatch_size=MICROBATCH, num_replicas=1, rank=0)
-    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    optimizer = settings.optimizer(inner, sampler, max_grad_norm=0.5)
-    loader = with_sampler(DataLoader(Samples(), batch_size=3), sampler)
-    for _ in vbs.remaining_epochs(sampler, optimizer):
-        for x, target in loader:
-            torch.nn.functional.cross_entropy(model(x), target).backward()
-            optimizer.step()
-    by_hand(twin, torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9), rule=rule, max_grad_norm=0.5)
-    assert optimizer.updates == UPDATES
-    assert difference(model, weights(twin)) < 1e-13
-
-
-def test_options_are_known_by_their_names() -> None:
-    with pytest.raises(
-        ValueError, match=r"sampler_options must be arguments of CustomSampler, got sed; pass some of .*seed"
-    ):
+def test_options_are_known_by_their_names_and_win() -> None:
+    with pytest.raises(ValueError, match=r"options must be arguments of CustomSampler, got sed; pass some of .*seed"):
         Settings(TRACE, sampler_options={"sed": 1})
-    with pytest.raises(ValueError, match="optimizer_options must be arguments of CustomOptimizer, got nois; pass some"):
+    with pytest.raises(ValueError, match="options must be arguments of CustomOptimizer, got nois; pass some"):
         Settings(TRACE, optimizer_options={"nois": "microbatches"})
+    sampler = dealt(shuffle=False, minibatch_size=4)
+    assert next(iter(sampler)) == [0, 1, 2, 3]
+    inner = torch.optim.SGD(network().parameters(), lr=0.1)
+    optimizer = Settings(8, optimizer_options={"max_grad_norm": 2.0}).optimizer(inner, sampler, max_grad_norm=1.0)
+    assert optimizer.max_grad_norm == 2.0
 
 
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
@@ -80,54 +64,22 @@ def test_a_loader_without_batches_gets_them() -> None:
 
 
 def test_iterable_datasets_are_refused() -> None:
-    for call in (lambda: with_sampler(DataLoader(Stream()), dealt()), lambda: Settings(8).sampler(Stream())):
-        with pytest.raises(TypeError, match=r"the dataset must have an index.*pass a map-style dataset"):
-            call()
-
-
-def test_options_that_the_trainer_determines_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"sampler_options must be what no setting .*, got minibatch_size; leave it"):
-        dealt(minibatch_size=4)
-    with pytest.raises(TypeError, match="sampler_options must be a dict, got 3"):
-        Settings(8, sampler_options=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"the dataset must have an index.*pass a map-style dataset"):
+        sampler_for(DataLoader(Stream()), Settings(8))
 
 
 def test_versions_are_checked() -> None:
     require_version("torch", "2.9", "transformers")
-    with pytest.raises(ImportError, match=r"this needs torch 99 or newer, but 2\..* is installed; run: pip install"):
-        require_version("torch", "99", "transformers")
-    with pytest.raises(ImportError, match=r"this needs torch 2\.0 or newer, but older than 2\.1, but 2"):
+    for library, below, found in (
+        ("torch", None, r"99 or newer, got 2\."),
+        ("no-such-library", "3", "than 3, got none;"),
+    ):
+        with pytest.raises(
+            ImportError, match=rf"this needs {library} .*{found}.* run: pip install .*variable_batch_size\[keras"
+        ):
+            require_version(library, "99", "keras", below=below)
+    with pytest.raises(ImportError, match=r"this needs torch 2\.0 or newer, but older than 2\.1, got 2"):
         require_version("torch", "2.0", "torchft", below="2.1")
-    with pytest.raises(ModuleNotFoundError, match=r"which is not installed; run: pip .*variable_batch_size\[keras\]"):
-        require_version("no-such-library", "1.0", "keras")
-
-
-def warned(schedule: Any, batches: int = 13, **options: Any) -> bool:
-    """Whether a schedule of a training with 26 updates in 3 epochs is said to count batches."""
-    sampler = dealt()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        warn_of_batches([schedule], sampler.plan, batches, **options)
-    return bool(caught)
-
-
-def test_schedules_that_count_batches() -> None:
-    inner = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-    cosine, sequence = torch.optim.lr_scheduler.CosineAnnealingLR, torch.optim.lr_scheduler.SequentialLR
-
-    def after_warm_up(steps: int) -> Any:
-        warm_up = torch.optim.lr_scheduler.LinearLR(inner, total_iters=3)
-        return sequence(inner, [warm_up, cosine(inner, T_max=steps - 3)], [3])
-
-    assert warned(cosine(inner, T_max=39))
-    assert warned(torch.optim.lr_scheduler.OneCycleLR(inner, 0.1, epochs=3, steps_per_epoch=13))
-    assert warned(after_warm_up(39))
-    assert warned(cosine(inner, T_max=2 * 39))
-    for right in cosine(inner, T_max=26), cosine(inner, T_max=21), after_warm_up(26), cosine(inner, T_max=38):
-        assert not warned(right)
-    assert not warned(cosine(inner, T_max=39), updates=39)
-    assert not warned(cosine(inner, T_max=40), batches=5)  # any number may be a multiple of few batches
-    assert not warned(torch.optim.lr_scheduler.LinearLR(inner), batches=1)
 
 
 class Noisy(Samples):

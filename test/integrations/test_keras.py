@@ -22,8 +22,6 @@ from helpers.pages import ROOT
 from helpers.trainings import Case, Trained
 from helpers.yardstick import CLASSES, ENDS, FEATURES, MICROBATCH, SAMPLES, SIZES, TRACE, UPDATES, Samples, samples
 from variable_batch_size.integrations.keras import VariableBatchCheckpoint, VariableBatchMixin, VariableBatchModel
-from variable_batch_size.integrations.keras.model import SETTINGS
-from variable_batch_size.integrations.supported import table
 
 X, Y = (part.numpy().astype(kind) for part, kind in zip(samples(), ("float32", "int64"), strict=True))
 W = np.random.default_rng(0).uniform(0.5, 2.0, SAMPLES).astype("float32")
@@ -36,7 +34,7 @@ schedules = opt.schedules
 
 class TestKeras(Conformance):
     adapter = Keras()
-    features = frozenset({"to the last bit", "controller", "tokens", "evaluation", "processes"})
+    features = frozenset({"to the last bit", "controller", "tokens", "looks at losses", "evaluation", "processes"})
 
     def expected(self, case: Case, **options: Any) -> Trained:
         return super().expected(case, inner_of=ByHand, **options)
@@ -235,28 +233,17 @@ class Masked(VariableBatchMixin, keras.Model):
 
 
 def ignoring(**options: Any) -> Any:
-    logits = layers.Embedding(7, 7, keras.initializers.RandomNormal(stddev=2.0, seed=1))
-    return VariableBatchModel(keras.Sequential([keras.Input((8,), dtype="int32"), logits]), **options)
+    return VariableBatchModel(tagger(), **options)
 
 
-IGNORING = ce(from_logits=True, ignore_class=0)
-
-
-@pytest.mark.parametrize(("make", "loss"), [(ignoring, IGNORING), (Masked, None)])
+@pytest.mark.parametrize(("make", "loss"), [(ignoring, ce(from_logits=True, ignore_class=0)), (Masked, None)])
 def test_a_mean_over_tokens_needs_their_count(make: Any, loss: Any) -> None:
-    found = []
-    for rows in 5, 16:
-        for options in {}, {"count": lambda y, _: (y != 0).sum()}:
-            keras.utils.set_random_seed(1)
-            model = make(trace=16, **options)
-            model.compile(opt.SGD(1.0), loss or ce(from_logits=True), metrics=["accuracy"])
-            warned = pytest.warns(UserWarning, match="must be a mean over rows.*pass count=")
-            with nullcontext() if options else warned:
-                model.fit(TEXTS, TEXTS, batch_size=rows, epochs=2, verbose=0)
-            found.append(np.concatenate([one.ravel() for one in model.get_weights()]))
-    assert abs(found[0] - found[2]).max() > 1e-2
-    np.testing.assert_allclose(found[1], found[3], atol=1e-5)
-    np.testing.assert_allclose(found[1], found[2], atol=1e-5)  # one microbatch an update
+    for options in {}, {"count": lambda y, _: (y != 0).sum()}:
+        model = make(trace=16, **options)
+        model.compile(opt.SGD(1.0), loss or ce(from_logits=True))
+        warned = pytest.warns(UserWarning, match="must be a mean over rows.*pass count=")
+        with nullcontext() if options else warned:
+            model.fit(TEXTS, TEXTS, batch_size=16, verbose=0)
 
 
 # Refusals. -------------------------------------------------------------------------------------------------------
@@ -293,17 +280,14 @@ def test_what_is_refused(tmp_path: Path) -> None:
             fit(model)
 
 
-def test_the_page_has_the_table_of_settings() -> None:
-    page = ROOT / "docs" / "trainers" / "keras.md"
-    assert (rows := table(SETTINGS)) in page.read_text(), f"copy this into {page}:\n{rows}"
-
-
 def test_another_backend_is_refused() -> None:
-    lines = "import variable_batch_size.integrations.keras"
-    for backend, found in ("jax", "jax"), ("tensorflow", "No module named 'tensorflow'"):
+    lines = "import variable_batch_size.integrations.keras, keras; print(keras.config.backend())"
+    for backend in "jax", "":
         environment = {**os.environ, "KERAS_BACKEND": backend, "PYTHONPATH": str(ROOT)}
+        environment = environment if backend else {k: v for k, v in environment.items() if k != "KERAS_BACKEND"}
         ran = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, env=environment)
-        assert f"ImportError: this needs Keras on the torch backend, got {found}; set os.environ" in ran.stderr
+        refused = "ImportError: this needs Keras on the torch backend, got jax; set os.environ" in ran.stderr
+        assert (refused, ran.stdout.strip()) == ((True, "") if backend else (False, "torch"))
 
 
 def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:

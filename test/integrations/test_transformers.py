@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,21 @@ from torch.utils.data import IterableDataset
 from helpers import fsdp2_on_cpu
 from helpers.trainer_examples import run_script
 from helpers.trainings import LENGTH, VOCABULARY, Case, Texts, expected
-from helpers.transformers_adapter import QUIET, CaseTrainer, Rows, Transformers, trained, trainer_of
-from helpers.yardstick import ENDS, MAX_GRAD_NORM, SAMPLES, SIZES, UPDATES, by_hand, difference, in_processes, weights
-from variable_batch_size.integrations.supported import table
+from helpers.transformers_adapter import QUIET, CaseTrainer, Model, Rows, Transformers, trained, trainer_of
+from helpers.yardstick import (
+    ENDS,
+    MAX_GRAD_NORM,
+    MICROBATCH,
+    SAMPLES,
+    SIZES,
+    UPDATES,
+    by_hand,
+    difference,
+    in_processes,
+    weights,
+)
 from variable_batch_size.integrations.transformers import VariableBatchMixin
-from variable_batch_size.integrations.transformers.supported import SETTINGS
 
-PAGE = Path(__file__).parents[2] / "docs" / "trainers" / "transformers.md"
 TEXTS = Case("sgd", tokens=True, clip=MAX_GRAD_NORM)
 CHECKPOINTING = "activation_checkpointing"  # its name since transformers 5.20
 if CHECKPOINTING not in hf.TrainingArguments.__dataclass_fields__:
@@ -35,7 +44,7 @@ if CHECKPOINTING not in hf.TrainingArguments.__dataclass_fields__:
 
 class TestTransformers(Conformance):
     adapter = Transformers()
-    features = frozenset({"to the last bit", "controller", "tokens", "evaluation", "ddp", "fsdp2"})
+    features = frozenset({"to the last bit", "controller", "tokens", "looks at losses", "evaluation", "ddp", "fsdp2"})
 
 
 def test_what_it_logs(tmp_path: Path) -> None:
@@ -205,6 +214,14 @@ def test_a_loss_that_is_no_mean_is_found_and_the_check_changes_nothing(tmp_path:
     assert difference(found[0].model, weights(found[1].model)) == 0
 
 
+def test_a_schedule_that_counts_batches_is_found(tmp_path: Path) -> None:
+    model = Model(Case())
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizers = inner, hf.get_cosine_schedule_with_warmup(inner, 5, 3 * math.ceil(SAMPLES / MICROBATCH))
+    with pytest.warns(UserWarning, match="is the number of batches of 3 epochs of the loader, which have 26 updates"):
+        trained(tmp_path, model=model, options={"optimizers": optimizers})
+
+
 REFUSED: list[Any] = [
     ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps must be 1, got 4; omit it: the trace says"),
     ({"train_sampling_strategy": "group_by_length"}, "max_steps must be > 0 .*, got -1; pass it"),
@@ -222,14 +239,10 @@ def test_what_is_refused_at_once(tmp_path: Path, options: dict[str, Any], messag
 def test_checkpoints_of_something_else(tmp_path: Path) -> None:
     trained(tmp_path / "model", save_strategy="steps", save_steps=13, save_only_model=True)
     trained(tmp_path / "own", save_strategy="steps", save_steps=13)
-    with pytest.raises(ValueError, match=r"there is no .*variable_batch.pt, .*; load its model, and begin a new"):
+    with pytest.raises(ValueError, match=r"got one without .*variable_batch.pt; load its model, and begin a new"):
         trained(tmp_path / "model", resume=True)
     with pytest.raises(ValueError, match="but seed was 0 and is 3"):
         trained(tmp_path / "own", data_seed=3, resume=True)
-
-
-def test_the_page_has_the_table_of_settings() -> None:
-    assert table(SETTINGS) in PAGE.read_text(), f"copy this into {PAGE}:\n{table(SETTINGS)}"
 
 
 def test_the_example_learns(

@@ -107,6 +107,15 @@ def test_losses_that_depend_on_the_microbatch(loss: Any, options: dict[str, Any]
     assert 'pass reduction="sum" to the optimizer and how many they are to step(count=), see docs/losses.md' in words
 
 
+def test_short_and_long_texts_are_set_apart() -> None:
+    """The first third has as many tokens a row as the others, so that a cut there would find nothing."""
+    texts = torch.randint(1, 9, (12, 6), generator=torch.Generator().manual_seed(1))
+    batch = {"x": torch.rand(12, 3), "texts": texts * (torch.arange(6) < torch.tensor([2, 6] * 6)[:, None])}
+    assert "that of 12 rows is" in said(by_token, batch)
+    for counted in torch.full((12,), 5), (batch["texts"][:, 1:] != 0).sum(dim=1):
+        assert bool(said(by_token, batch, counts=counted)) == (counted.unique().numel() == 1)
+
+
 def test_rows_in_a_list_are_collated_by_the_loss() -> None:
     texts = [{"texts": text} for text in batch_of()["texts"]]
 

@@ -52,12 +52,13 @@ def _mapping(like: Mapping[str, Any], fields: dict[str, Any]) -> Any:
     return type(like)(fields)  # type: ignore[call-arg]
 
 
-def _leaves(batch: Any) -> Iterator[Any]:
+def leaves(batch: Any) -> Iterator[Any]:
+    """Yield the fields of a batch, without the tuples and dicts that they are in."""
     if _is_leaf(batch):
         yield batch
     else:
         for field in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from _leaves(field)
+            yield from leaves(field)
 
 
 def count(batch: Any) -> int:
@@ -70,7 +71,7 @@ def count(batch: Any) -> int:
     if batch is None:
         return 0
     sizes = []
-    for leaf in _leaves(batch):
+    for leaf in leaves(batch):
         remedy = "pass tensors in tuples or dicts, or collate_fn= to ArrivingBatches"
         nested = [row for row in leaf if isinstance(row, (Mapping, tuple, list))] if isinstance(leaf, list) else []
         if nested:
@@ -98,7 +99,7 @@ def is_list_of_rows(batch: Any) -> bool:
 
 def of_tensors(batch: Any) -> bool:
     """Return whether all fields of a batch are tensors with the same number of rows, so that some can be taken."""
-    sizes = {len(leaf) if isinstance(leaf, Tensor) and leaf.dim() else None for leaf in _leaves(batch)}
+    sizes = {len(leaf) if isinstance(leaf, Tensor) and leaf.dim() else None for leaf in leaves(batch)}
     return len(sizes) == 1 and None not in sizes
 
 

@@ -10,7 +10,7 @@ from variable_batch_size.optim.optimizer import CustomOptimizer
 
 def facts_of(optimizer: CustomOptimizer) -> dict[str, Any]:
     """Return "samples" so far; where they are measured "noise_scale", in samples, and "grad_norm" before clipping."""
-    facts: dict[str, Any] = {"samples": optimizer.samples}
+    facts: dict[str, Any] = {"samples": optimizer.samples, "grad_norm": optimizer.grad_norm}
     with suppress(RuntimeError):  # it is not measured
         facts["noise_scale"] = float(optimizer.noise().noise_scale)
-    return facts if optimizer.grad_norm is None else {**facts, "grad_norm": optimizer.grad_norm}
+    return {name: fact for name, fact in facts.items() if fact is not None}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
 from numbers import Real
 from typing import Any
 
@@ -17,8 +16,7 @@ from variable_batch_size._validation import type_error
 from variable_batch_size.data.plan import Epoch
 from variable_batch_size.data.rows import of_tensors
 from variable_batch_size.data.sampler import CustomSampler
-from variable_batch_size.integrations.from_loader import check_samples, sampler_for
-from variable_batch_size.integrations.loading import with_sampler
+from variable_batch_size.integrations.loading import sampler_for, with_sampler
 from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.integrations.versions import require_version
 from variable_batch_size.optim.consistency import broadcast_parameters
@@ -50,9 +48,8 @@ def create_supervised_trainer(
         **options: settings of `variable_batch`; `prepare_batch`, `output_transform`, `model_transform`, `model_fn` and
             `non_blocking` of Ignite's function.
     """
-    own = {each.name: options.pop(each.name) for each in fields(Settings) if each.name in options}
-    own["optimizer_options"] = {"model": model} | dict(own.get("optimizer_options") or {})
-    wrapped = variable_batch(optimizer, loader, **own)
+    own = Settings.taken_from(options)
+    wrapped = own.optimizer(optimizer, sampler_for(loader, own), model=model)
     broadcast_parameters(model, wrapped.backend)
     return VariableBatchEngine(_supervised_step(model, wrapped, loss_fn, device, **options), wrapped)
 
@@ -127,7 +124,6 @@ class VariableBatchEngine(Engine):
         if not isinstance(sampler, CustomSampler):
             raise type_error("the optimizer must have a vbs.CustomSampler", sampler, "loop over vbs.updates yourself")
         if isinstance(data, DataLoader):
-            check_samples(data, sampler)
             data = Updates(with_sampler(data, sampler), self.optimizer)
         limits = {} if max_iters is None else {"max_iters": max_iters}
         return self.state if self.optimizer.done else super().run(data, max_epochs, **limits)

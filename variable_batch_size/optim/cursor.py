@@ -375,7 +375,7 @@ def _too_often(read: int, number: int) -> RuntimeError:
     return RuntimeError(
         f"step() must be called once per microbatch of the optimizer's own sampler, but that sampler has yielded "
         f"{read} and this is number {number}; pass the same CustomSampler to the optimizer and, as batch_sampler, to "
-        f"the loader (in a trainer: use the loader or the engine that the integration returns), and call step() once "
+        f"the loader (in a trainer: use its adapter, such as Ignite's VariableBatchEngine), and call step() once "
         f"per microbatch; pass optimizer.inner to functions that make a step of their own, as get_state_dict() of "
         f"torch.distributed.checkpoint does"
     )

@@ -1,4 +1,4 @@
-"""Helpers for tests of a training: ranks, XLA cores on a CPU, resuming, what a gradient is made of, and losses.
+"""Helpers for tests of a training: ranks, XLA cores on a CPU, resuming, gradients, losses and schedules.
 
 Begin with `gradient.py`: it explains the gradient of any training loop by those of the rows.
 """
@@ -8,6 +8,7 @@ from variable_batch_size.testing.gradient import GradientReport, check_gradient
 from variable_batch_size.testing.loss import check_loss
 from variable_batch_size.testing.ranks import ThreadBackend, run_ranks
 from variable_batch_size.testing.resuming import assert_resumes_identically
+from variable_batch_size.testing.schedules import check_schedule
 
 __all__ = [
     "GradientReport",
@@ -15,6 +16,7 @@ __all__ = [
     "assert_resumes_identically",
     "check_gradient",
     "check_loss",
+    "check_schedule",
     "launch",
     "run_ranks",
 ]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from variable_batch_size._log import stacklevel_of_user
-from variable_batch_size._validation import FloatArray, value_error
+from variable_batch_size._validation import FloatArray, IntArray, value_error
 from variable_batch_size.data import rows
 
 CHECKED_UPDATES: Final = frozenset({0, 10})  # by trainers, if rows.of_tensors(batch): a KL term may be 0 in the first
@@ -65,13 +65,13 @@ def check_loss(
     weights = np.ones(number) if counts is None else np.asarray(torch.as_tensor(counts).cpu(), dtype=np.float64)
     if weights.shape != (number,):
         raise value_error(f"counts must have a number for each of {number} rows", weights.shape, "pass one for each")
-    whole, cut = np.arange(number), max(1, number // 3)
-    parts = [whole, whole, whole[:cut], whole[cut:]] if number > 1 else [whole] * 4  # as many on each rank
+    whole, order, cut = np.arange(number), _by_length(batch, number), max(1, number // 3)
+    parts = [whole, whole, order[:cut], order[cut:]] if number > 1 else [whole] * 4  # as many on each rank
     with torch.no_grad(), _undisturbed(model):
         again, expected, *losses = (float(loss_fn(model, rows.take(batch, part))) for part in parts)
     if number < 2 or again != expected or not all(map(math.isfinite, (expected, *losses))):
         return
-    found = float(np.dot(_shares(weights, cut, reduction), losses))
+    found = float(np.dot(_shares(weights[order], cut, reduction), losses))
     if tolerance is None:
         kinds = {one.dtype for one in model.parameters() if one.is_floating_point()}
         tolerance = max((_TOLERANCES.get(kind, _NARROW) for kind in kinds), default=_NARROW)
@@ -85,6 +85,17 @@ def check_loss(
             UserWarning,
             stacklevel=stacklevel_of_user(),
         )
+
+
+def _by_length(batch: Any, number: int) -> IntArray:
+    """Return the rows in the order of how often they have the most frequent integer, such as padding, (rows,).
+
+    If lengths decide what rows count, parts of long and of short ones differ most.
+    """
+    fields = (leaf for leaf in rows.leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 1 and leaf.numel())
+    whole = (leaf.flatten(1).cpu().long() for leaf in fields if not (leaf.is_floating_point() or leaf.is_complex()))
+    padded = [(numbers == numbers.flatten().mode().values).sum(1).numpy() for numbers in whole]
+    return np.argsort(max(padded, key=np.std, default=np.zeros(number)), kind="stable")
 
 
 def _shares(weights: FloatArray, cut: int, reduction: str) -> FloatArray:

@@ -30,13 +30,14 @@ class VariableBatchCheckpoint(keras.callbacks.Callback):
         self._options: dict[str, Any] = {"dir": folder, "every": every, **options}
         self._checkpoint: Any = None
 
-    def restore(self, model: Any) -> None:
-        """Restore the newest checkpoint, if there is one and nothing was trained; `fit` calls it."""
+    def restored(self, model: Any) -> Checkpoint:
+        """Restore the newest checkpoint, if there is one and nothing was trained; `fit` calls it, and closes it."""
         variables = [*model.variables, *model.optimizer.variables]
         values = nn.ParameterList([variable.value for variable in variables])  # Keras numbers names in a process
         self._checkpoint = Checkpoint(model=values, optimizer=model.custom_optimizer, **self._options)
         if not model.custom_optimizer.updates:
             self._checkpoint.restore()
+        return self._checkpoint  # type: ignore[no-any-return]
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Save if it is due, within an epoch."""
@@ -48,8 +49,3 @@ class VariableBatchCheckpoint(keras.callbacks.Callback):
         """Save the last updates."""
         self._checkpoint.step()
         self._checkpoint.save(wait=False)
-
-    def close(self) -> None:
-        """Wait for the write in progress, and unlock the folder; `fit` calls it."""
-        if self._checkpoint is not None:
-            self._checkpoint.close()

@@ -50,11 +50,11 @@ class Epochs(IterableDataset[Any]):
                 pass
         return self._optimizer.epoch
 
-    def tell_steps(self, callbacks: Any) -> None:
-        """Tell callbacks, such as the progress bar, how many updates are left of the epoch."""
-        optimizer = self._optimizer
-        now = optimizer.sampler.plan.epoch(optimizer.epoch)
-        callbacks.set_params({**callbacks.params, "steps": now.end_step - max(now.first_step, optimizer.updates)})
+    @property
+    def steps(self) -> int:
+        """How many updates are left of the epoch, for callbacks such as the progress bar."""
+        now = self._optimizer.sampler.plan.epoch(self._optimizer.epoch)
+        return now.end_step - max(now.first_step, self._optimizer.updates)  # type: ignore[no-any-return]
 
 
 def map_arrays(function: Callable[[Any], Any], data: Any) -> Any:

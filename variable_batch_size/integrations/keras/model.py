@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
-from dataclasses import fields
+from contextlib import ExitStack
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -16,17 +16,16 @@ from torch.utils.data import DataLoader
 from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.data.rows import of_tensors
 from variable_batch_size.integrations.facts import facts_of
-from variable_batch_size.integrations.from_loader import check_samples, sampler_for
 from variable_batch_size.integrations.keras.checkpoint import VariableBatchCheckpoint
 from variable_batch_size.integrations.keras.data import Epochs, loader_of, map_arrays
 from variable_batch_size.integrations.keras.optimizer import KerasOptimizer
-from variable_batch_size.integrations.loading import with_sampler
-from variable_batch_size.integrations.schedules import warn_of_batches
+from variable_batch_size.integrations.loading import sampler_for, with_sampler
 from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.integrations.supported import Setting, check
 from variable_batch_size.optim.consistency import broadcast_parameters
 from variable_batch_size.optim.handed import Update
 from variable_batch_size.testing.loss import CHECKED_UPDATES, check_loss
+from variable_batch_size.testing.schedules import check_schedule
 
 if TYPE_CHECKING:
     from keras import Model as Base
@@ -71,9 +70,9 @@ class VariableBatchMixin(Base):
     """
 
     def __init__(self, *args: Any, count: Callable[[Any, Any], Any] | None = None, **options: Any) -> None:
-        own = {each.name: options.pop(each.name) for each in fields(Settings) if each.name in options}
+        settings = Settings.taken_from(options) if "trace" in options else None
         super().__init__(*args, **options)
-        self.count, self.settings = count, Settings(**own) if own else None
+        self.count, self.settings = count, settings
         self.custom_optimizer: Any = None
 
     def fit(self, *args: Any, **options: Any) -> Any:
@@ -94,23 +93,19 @@ class VariableBatchMixin(Base):
         epochs = Epochs(with_sampler(loader, optimizer.sampler), optimizer)
         batches: Any = DataLoader(epochs, None, generator=torch.Generator())  # it draws, but not from torch's
         offset = given["initial_epoch"] - epochs.next_epoch()
-        steps = keras.callbacks.LambdaCallback(on_epoch_begin=lambda *_: epochs.tell_steps(given["callbacks"]))
-        shown = {name: given[name] for name in ("verbose", "epochs")} | {"add_progbar": given["verbose"] != 0}
-        given["callbacks"] = keras.callbacks.CallbackList([steps, *own], True, model=self, steps=0, **shown)
-        epochs.tell_steps(given["callbacks"])
-        checkpoints = [one for one in own if isinstance(one, VariableBatchCheckpoint)]
-        try:
-            for one in checkpoints:
-                one.restore(self)
+        with ExitStack() as stack:
+            for one in own:
+                if isinstance(one, VariableBatchCheckpoint):
+                    stack.enter_context(one.restored(self))
             optimizer.sampler.plan.check_trace(given["epochs"] - offset)
-            warn_of_batches([self.optimizer._learning_rate], optimizer.sampler.plan, len(loader))
+            check_schedule(self.optimizer._learning_rate, optimizer.sampler, len(loader))
             given["initial_epoch"] = given["epochs"] if optimizer.done else offset + epochs.next_epoch()
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "Your input ran out of data")  # at the end of an epoch
-                return super().fit(batches, shuffle=False, **given)
-        finally:
-            for one in checkpoints:
-                one.close()
+            params = {"verbose": given["verbose"], "epochs": given["epochs"], "add_progbar": given["verbose"] != 0}
+            now = keras.callbacks.LambdaCallback(lambda *_: shown.set_params({**shown.params, "steps": epochs.steps}))
+            shown: Any = keras.callbacks.CallbackList([now, *own], True, model=self, steps=epochs.steps, **params)
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", "Your input ran out of data")  # at the end of an epoch
+            return super().fit(batches, **{**given, "shuffle": False, "callbacks": shown})
 
     def _optimizer(self, loader: Any, settings: Settings) -> Any:
         """Return the optimizer of the training under way, or of a new one."""
@@ -123,7 +118,6 @@ class VariableBatchMixin(Base):
             inner = KerasOptimizer(self.optimizer, self.trainable_variables)
             others = {} if self.count is None else {"reduction": "sum"}
             optimizer = self.custom_optimizer = settings.optimizer(inner, new, model=self, **others)
-        check_samples(loader, optimizer.sampler)
         optimizer.discard_step()  # what an interrupted fit() has left
         broadcast_parameters(self)  # also in a second fit: a callback may set weights at the end of the first
         return optimizer

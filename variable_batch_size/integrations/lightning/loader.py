@@ -13,7 +13,7 @@ from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 from variable_batch_size.data.sampler import CustomSampler
-from variable_batch_size.integrations.from_loader import sampler_for
+from variable_batch_size.integrations.loading import sampler_for
 from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.optim.updates import Updates
@@ -41,12 +41,12 @@ class UpdateLoader:
         return ([*update] for update in Updates(self._loader, first, ahead=1))
 
 
-def training_sampler(loader: Any, settings: Settings, trainer: Trainer, world: Mapping[str, int]) -> CustomSampler:
+def training_sampler(loader: Any, settings: Settings, trainer: Trainer, world: Mapping[str, Any]) -> CustomSampler:
     """Return the sampler of a training; a trace that ends, and says not how, has to last until that does."""
-    seed = {} if "seed" in settings.sampler_options else {"seed": int(os.environ.get("PL_GLOBAL_SEED", "0"))}
-    sampler = sampler_for(loader, settings, **seed, **world)
+    own = {"seed": int(os.environ.get("PL_GLOBAL_SEED", "0")), **world}
+    sampler = sampler_for(loader, settings, **own)
     trace = sampler.plan.trace
     if sampler.plan.ends or trace.steps is None or trace.on_end != "error" or sampler.batches.decided is not None:
         return sampler
     ends = {"epochs": trainer.max_epochs or 0, "max_updates": trainer.max_steps}
-    return sampler_for(loader, settings, **seed, **{name: end for name, end in ends.items() if end > 0}, **world)
+    return sampler_for(loader, settings, **own, **{name: end for name, end in ends.items() if end > 0})

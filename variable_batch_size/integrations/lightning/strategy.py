@@ -28,18 +28,17 @@ from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.checkpoint.rng_states import get_rng_states, set_rng_states
 from variable_batch_size.data.sampler import CustomSampler, TraceLike
 from variable_batch_size.integrations.facts import facts_of
-from variable_batch_size.integrations.from_loader import check_samples
 from variable_batch_size.integrations.lightning.loader import UpdateLoader, training_sampler
 from variable_batch_size.integrations.lightning.loss import MEAN_LOSS, Output, check_training_step
 from variable_batch_size.integrations.lightning.supported import SETTINGS
 from variable_batch_size.integrations.loading import with_sampler
-from variable_batch_size.integrations.schedules import warn_of_batches
 from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.integrations.supported import check
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.rules import Rule
 from variable_batch_size.testing.loss import CHECKED_UPDATES
+from variable_batch_size.testing.schedules import check_schedule
 
 _VERSION = 1  # of what a checkpoint has under "vbs"
 
@@ -120,14 +119,15 @@ class VariableBatch(ParallelStrategy):
                     f"a second fit() must continue with ckpt_path, but the Trainer has made {trainer.global_step} "
                     f"updates; pass a checkpoint, or create a new Trainer and strategy"
                 )
-            dealt = training_sampler(loader, self.settings, trainer, self.distributed_sampler_kwargs)
-            self._wrapped = [self._wrap(inner, dealt) for inner in self.optimizers]
+            new = training_sampler(loader, self.settings, trainer, self.distributed_sampler_kwargs)
+            self._wrapped = [self._wrap(inner, new) for inner in self.optimizers]
             self._start = [optimizer.state_dict()["vbs"] for optimizer in self._wrapped]
-            stepped = (each.scheduler for each in self.lr_scheduler_configs if each.interval == "step")
-            warn_of_batches(stepped, dealt.plan, -(-len(loader.dataset) // loader.batch_size), trainer.max_steps)
+            for each in self.lr_scheduler_configs:
+                if each.interval == "step":
+                    check_schedule(each.scheduler, new, -(-len(loader.dataset) // loader.batch_size), trainer.max_steps)
         first = self._wrapped[0]
         sampler: Any = first.sampler
-        check_samples(loader, sampler)
+        dealt = with_sampler(loader, sampler)
         if self.optimizers[0] is not first:  # in a new training, and after Lightning's learning rate finder
             self.optimizers = [*self._wrapped]
             for optimizer, position in zip(self._wrapped, self._saved.get("optimizers") or self._start, strict=True):
@@ -135,7 +135,7 @@ class VariableBatch(ParallelStrategy):
             self._ahead = max(0, trainer.current_epoch - first.epoch)
             if trainer.fit_loop.max_epochs not in (None, -1):
                 trainer.fit_loop.max_epochs += self._ahead
-        return UpdateLoader(with_sampler(loader, sampler), self._wrapped, trainer, self._ahead)
+        return UpdateLoader(dealt, self._wrapped, trainer, self._ahead)
 
     def _wrap(self, inner: Optimizer, sampler: CustomSampler) -> CustomOptimizer:
         clipping = {"max_grad_norm": float(clip)} if (clip := self._module.trainer.gradient_clip_val) else {}

@@ -12,20 +12,15 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from variable_batch_size._validation import type_error
-from variable_batch_size.integrations.from_loader import sampler_for
-from variable_batch_size.integrations.loading import with_sampler
+from variable_batch_size.data.arriving import ArrivingBatches
+from variable_batch_size.integrations.loading import sampler_for, with_sampler
 from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.optim.updates import updates
 
 
 @final
 class UpdateLoader:
-    """The loader of a trainer, whose epochs end where the dataset does.
-
-    Args:
-        trainer: the trainer.
-        loader: that of the class below, which says how rows are read and collated, and their order.
-    """
+    """The loader of a trainer, whose epochs end where the dataset does; the class below says how rows are read."""
 
     def __init__(self, trainer: Any, loader: Any) -> None:
         loader = getattr(loader, "base_dataloader", loader)  # below Accelerate's, which deals batches to the ranks
@@ -38,8 +33,8 @@ class UpdateLoader:
         """Return what deals the samples, up to the end that the arguments say; all ranks read all rows of a stream."""
         world, dataset = {"num_replicas": args.world_size, "rank": args.process_index}, self.trainer.train_dataset
         if isinstance(dataset, IterableDataset) or args.train_sampling_strategy == "group_by_length":
-            rows = {"minibatch_size": args.per_device_train_batch_size, "collate_fn": loader.collate_fn}
-            return settings.source(shared=True, **rows, **world)
+            rows = {"minibatch_size": args.per_device_train_batch_size, "collate_fn": loader.collate_fn, "shared": True}
+            return ArrivingBatches(trace=settings.trace, **rows, **world, **settings.sampler_options)
         if isinstance(dataset, dict):
             remedy = "concatenate them, as datasets.concatenate_datasets does"
             raise type_error("train_dataset must be one dataset, not several by name", dataset, remedy)
@@ -55,7 +50,7 @@ class UpdateLoader:
     def __iter__(self) -> Iterator[list[Any]]:
         optimizer = self.trainer.variable_optimizer
         if self._left:  # by a callback, in the midst of an epoch, whose other samples come now
-            optimizer.discard_step()
+            optimizer.discard_step()  # for which ranks wait for one another ten seconds only
         self._left = True
         arriving = self.sampler.batches.arriving
         yield from map(list, updates(self._rows(optimizer.samples) if arriving else self.loader, optimizer))

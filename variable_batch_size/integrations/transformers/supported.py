@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace
 from variable_batch_size.integrations.supported import Setting
-
-_OWN_STEPS = "lomo", "layerwise", "schedule_free"  # in names of optimizers that step in backward, or have two modes
 
 
 def _distributed_type(accelerator: Any) -> str:
@@ -16,18 +15,17 @@ def _distributed_type(accelerator: Any) -> str:
     return f"FSDP{plugin.fsdp_version}" if kind == "FSDP" and plugin is not None else str(kind)
 
 
-def _sums_by_torch(kind: str) -> bool:
-    """Return whether there is one process, or DistributedDataParallel or FSDP2 sums."""
-    return kind in ("NO", "FSDP2") or kind.startswith("MULTI_")
-
-
-def _parallelism(trainer: Any) -> int:
-    return int(trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size())
+def _other_ranks(trainer: Any) -> Any:
+    return trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size()
 
 
 def _needed_steps(trainer: Any) -> int:
     needed = trainer.args.train_sampling_strategy == "group_by_length"
     return int(trainer.args.max_steps) if needed or isinstance(trainer.settings.trace, AdaptiveTrace) else 1
+
+
+def _argument(name: str, supported: str, allowed: tuple[Any, ...], remedy: str) -> Setting:
+    return Setting(name, supported, attrgetter(f"args.{name}"), allowed, remedy)
 
 
 SETTINGS = (
@@ -42,21 +40,21 @@ SETTINGS = (
         "distributed_type",
         "NO, FSDP2, or MULTI_GPU, MULTI_CPU and others for which Accelerate uses DistributedDataParallel",
         lambda trainer: _distributed_type(trainer.accelerator),
-        _sums_by_torch,
+        lambda kind: kind in ("NO", "FSDP2") or kind.startswith("MULTI_"),  # which torch sums
         'launch it without DeepSpeed and FSDP1; to shard pass fsdp=True and fsdp_config={"fsdp_version": 2}',
     ),
-    Setting("parallelism_config", "without tensor, context and sequence parallelism", _parallelism, (1,), "omit it"),
-    Setting("n_gpu", "at most 1 in a process", "args.n_gpu", (0, 1), "launch it with torchrun"),
-    Setting("gradient_accumulation_steps", "1", "args.gradient_accumulation_steps", (1,), "omit it: the trace says"),
+    Setting("parallelism_config", "one of data only", _other_ranks, (1,), "omit tensor, context and sequence sizes"),
+    _argument("n_gpu", "at most 1 in a process", (0, 1), "launch it with torchrun"),
+    _argument("gradient_accumulation_steps", "1", (1,), "omit it: the trace says"),
     Setting("max_steps", "> 0 with an AdaptiveTrace, and group_by_length", _needed_steps, lambda n: n > 0, "pass it"),
-    Setting("include_num_input_tokens_seen", '"no"', "args.include_num_input_tokens_seen", ("no",), "log the samples"),
-    Setting("fp16", "False, because its scaler is not supported here", "args.fp16", (False,), "pass bf16=True"),
+    _argument("include_num_input_tokens_seen", '"no"', ("no",), "log the samples"),
+    _argument("fp16", "False, because its scaler is not supported here", (False,), "pass bf16=True"),
     Setting(
         "optim",
         "an optimizer that makes its update in step() and has one mode, unlike LOMO, layerwise and schedule-free ones",
         lambda trainer: getattr(trainer.args.optim, "value", trainer.args.optim),
-        lambda name: not any(word in name for word in _OWN_STEPS),
+        lambda name: not any(word in name for word in ("lomo", "layerwise", "schedule_free")),
         'pass "adamw_torch", for example',
     ),
-    Setting("enable_jit_checkpoint", "False", "args.enable_jit_checkpoint", (False,), "save by save_steps"),
+    _argument("enable_jit_checkpoint", "False", (False,), "save by save_steps"),
 )

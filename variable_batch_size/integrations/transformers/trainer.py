@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +23,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from variable_batch_size._validation import type_error
-from variable_batch_size.data.sampler import TraceLike
+from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.integrations.facts import facts_of
 from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.integrations.supported import check
@@ -34,8 +33,8 @@ from variable_batch_size.integrations.transformers.supported import SETTINGS
 from variable_batch_size.metrics import WITHOUT_FLOAT64
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.optimizer import CustomOptimizer
-from variable_batch_size.rules import Rule
 from variable_batch_size.testing.loss import CHECKED_UPDATES, check_loss
+from variable_batch_size.testing.schedules import check_schedule
 
 POSITION = "variable_batch.pt"  # in a checkpoint
 REMEDY = "it is multiplied here by its number of labels or rows: return a mean over them, or pass check_loss=False"
@@ -56,13 +55,9 @@ class VariableBatchMixin(Base):
 
     Args:
         args, kwargs: arguments of the class that it is mixed into.
-        trace: the trace of the global batch size, in samples, see `CustomSampler`.
-        rule: the learning-rate rule, see `CustomOptimizer`.
-        ref_batchsize: batch size, in samples, at which the hyperparameters were tuned.
-        sampler_options: further arguments of the `CustomSampler`.
-        optimizer_options: further arguments of the `CustomOptimizer`.
-        check_loss: whether updates 0 and 10 check, by four forwards, that the loss is a mean over rows or labels; a
-            UserWarning tells if not.
+        trace: the trace of the global batch size, in samples, see `CustomSampler`; with `sampler_options`, a dict.
+        rule, ref_batchsize: see `CustomOptimizer`; with `optimizer_options`, a dict.
+        check_loss: whether updates 0 and 10 warn, after four forwards, if the loss is no mean over rows or labels.
 
     Attributes:
         variable_optimizer: the optimizer that counts samples and updates, from the beginning of `train()` on.
@@ -75,20 +70,8 @@ class VariableBatchMixin(Base):
 
     variable_optimizer: CustomOptimizer
 
-    def __init__(
-        self,
-        *args: Any,
-        trace: TraceLike,
-        rule: Rule | str | Sequence[Rule | str] = "constant",
-        ref_batchsize: int | None = None,
-        sampler_options: Mapping[str, Any] | None = None,
-        optimizer_options: Mapping[str, Any] | None = None,
-        check_loss: bool = True,
-        **kwargs: Any,
-    ) -> None:
-        self.settings = Settings(trace, rule, ref_batchsize, sampler_options or {}, optimizer_options or {})
-        self.check_loss = check_loss
-        self._batch_size = 0  # of the last update of this training
+    def __init__(self, *args: Any, check_loss: bool = True, **kwargs: Any) -> None:
+        self.settings, self.check_loss, self._batch_size = Settings.taken_from(kwargs), check_loss, 0
         super().__init__(*args, **kwargs)
         check(SETTINGS, self, "transformers")
         self.callback_handler.callbacks.insert(0, Follower(self))  # before all that read the state
@@ -128,12 +111,13 @@ class VariableBatchMixin(Base):
         if self._checkpoint:
             path = Path(str(self._checkpoint), POSITION)
             if not path.is_file():
-                raise ValueError(
-                    f"a checkpoint must have the position in the training, but there is no {path}, as in those of a "
-                    f"plain Trainer and with save_only_model=True; load its model, and begin a new training"
-                )
+                remedy = "load its model, and begin a new training"
+                raise value_error("a checkpoint must have the position in the training", f"one without {path}", remedy)
             position = torch.load(path, map_location="cpu", weights_only=True)
             optimizer.load_state_dict({**inner.state_dict(), "vbs": position})
+        if not sampler.batches.arriving:
+            batches = math.ceil(sampler.plan.dataset_size / self.args.per_device_train_batch_size)
+            check_schedule(self.lr_scheduler, sampler, batches, self.state.max_steps)
         self._samples_before, self._count = optimizer.samples, label_counter(self)
 
     def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
