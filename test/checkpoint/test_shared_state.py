@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import variable_batch_size as vbs
@@ -22,7 +22,7 @@ from variable_batch_size.checkpoint import shards
 from variable_batch_size.checkpoint.names import Names
 from variable_batch_size.checkpoint.saving import COMPARED_EVERY
 from variable_batch_size.checkpoint.shards import assign
-from variable_batch_size.checkpoint.shared_state import byte_sums
+from variable_batch_size.checkpoint.shared_state import byte_digests
 from variable_batch_size.checkpoint.values import encode
 from variable_batch_size.testing import run_ranks
 
@@ -59,8 +59,21 @@ def test_each_bit_changes_a_sum(contents: bytes, kind: torch.dtype, place: int, 
     changed = bytearray(contents[:size])
     changed[place % size] ^= 1 << bit
     one, other = (torch.frombuffer(bytearray(own[:size]), dtype=kind) for own in (contents, changed))
-    assert byte_sums({"a": one}) != byte_sums({"a": other})
-    assert byte_sums({"a": one}) == byte_sums({"a": one.clone()})
+    assert byte_digests({"a": one}) != byte_digests({"a": other})
+    assert byte_digests({"a": one}) == byte_digests({"a": one.clone()})
+
+
+@given(st.integers(2, 9000), st.sampled_from([torch.uint8, torch.float32, torch.float64]), st.integers(0, 10**6))
+def test_an_exchange_of_two_values_changes_a_digest(size: int, kind: torch.dtype, seed: int) -> None:
+    """As in the counts of classes on two ranks, which have the same sum; of any number of bytes."""
+    generator = torch.Generator().manual_seed(seed)
+    one = (torch.rand(size, generator=generator) * 200 + torch.arange(size) % 3).to(kind)
+    first, second = torch.randperm(size, generator=generator)[:2].tolist()
+    assume(one[first] != one[second])
+    other = one.clone()
+    other[[first, second]] = one[[second, first]]
+    assert byte_digests({"a": one}) != byte_digests({"a": other})
+    assert byte_digests({"a": one[1:]}) == byte_digests({"a": one[1:].clone()})  # wherever it begins in memory
 
 
 def change_weight(run: Training) -> None:
@@ -171,6 +184,12 @@ class Everything:
             "teacher": torch.nn.Linear(2, 2, dtype=torch.float64).requires_grad_(False),
             "holder": Holder(),
         }
+        own = self.others["trained"] = torch.nn.Linear(2, 2, dtype=torch.float64)  # by each rank for itself
+        self.others["own_optimizer"] = torch.optim.SGD(own.parameters(), lr=0.1, momentum=0.9)
+        torch.nn.init.ones_(own.weight)
+        torch.nn.init.ones_(own.bias)
+        own(torch.ones(2, dtype=torch.float64)).sum().backward()
+        self.others["own_optimizer"].step()
         for parameter in self.others["teacher"].parameters():
             torch.nn.init.ones_(parameter)
 
@@ -206,7 +225,7 @@ def names() -> list[str]:
 @pytest.mark.parametrize("name", [*names(), "holder"])
 def test_what_differs_on_a_rank_raises_or_comes_back(name: str, tmp_path: Path) -> None:
     """Every tensor of every part, and what is no tensor; buffers and the user's parts at each save."""
-    late = name.startswith(("holder", "model/queue", "model/steps"))
+    late = not name.startswith((*SHARED, "average"))
 
     def save(backend: Backend) -> Any:
         everything = Everything(backend)
@@ -241,6 +260,32 @@ def test_what_differs_on_a_rank_raises_or_comes_back(name: str, tmp_path: Path) 
     assert saved[0] != saved[1]
     assert run_ranks(restore, 2) == saved
     assert run_ranks(restore, 3) == 3 * [saved[0]]
+
+
+def test_names_of_a_part_do_not_meet_those_of_ranks(tmp_path: Path) -> None:
+    held = {"a": torch.zeros(2), "a@1": torch.ones(2), "1/a": torch.ones(2)}
+
+    def one(backend: Backend, restores: bool) -> Any:
+        run, holder = training(backend=backend).run(0 if restores else 1), Holder()
+        holder.held = {name: tensor + backend.world.rank for name, tensor in held.items()}
+        with checkpoint(tmp_path, run, holder=holder) as saves:
+            if restores:
+                assert saves.restore()
+            else:
+                saves.save()
+        return {name: tensor.tolist() for name, tensor in holder.held.items()}
+
+    assert run_ranks(lambda backend: one(backend, False), 2) == run_ranks(lambda backend: one(backend, True), 2)
+
+
+def test_a_part_that_one_rank_lacks_is_named(tmp_path: Path) -> None:
+    def one(backend: Backend) -> None:
+        others = {} if backend.world.rank else {"holder": Holder()}
+        with checkpoint(tmp_path, training(backend=backend).run(1), **others) as saves:
+            saves.save()
+
+    with pytest.raises(RuntimeError, match=r"must save the same parts, but rank 1 has no holder; pass it"):
+        run_ranks(one, 2)
 
 
 def shards_without_elements(backend: Backend, folder: Path) -> None:

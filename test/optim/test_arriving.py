@@ -58,15 +58,22 @@ def test_processes_make_the_same_updates_whatever_sums(layout: Layout) -> None:
     run_job("gloo", arrive, layout, ranks=3)
 
 
-def one_bad_row(backend: vbs.backend.Backend, layout: Layout) -> list[bool]:
-    """A row that is not finite on rank 1, which then has no rows for two updates, and repeats an earlier microbatch."""
+def one_bad_row(backend: vbs.backend.Backend, layout: Layout, begins: bool) -> list[bool]:
+    """A row that is not finite, and updates in which rank 1 has no rows and repeats an earlier microbatch.
+
+    The row is one of rank 1, in the second update; or, if the training `begins` with it, one of rank 0.
+    """
     place = Place.of(layout, backend)
     model = place.spread(network())
     inner = torch.optim.SGD(model.parameters(), **SGD)
     source, passed = vbs.ArrivingBatches(4), model if layout.by != "plain" else None
     optimizer = vbs.ConstantOptimizer(inner, source, REF, noise="microbatches", model=passed)
     batches: list[Tensor | None] = [torch.full((6, 3), 0.1 * number, dtype=torch.float64) for number in range(5)]
-    if backend.world.rank == 1:
+    if begins and backend.world.rank == 0:
+        batches[0][5] = float("inf")  # type: ignore[index]
+    elif begins:
+        batches[:3] = None, None, None
+    elif backend.world.rank == 1:
         batches[1][5] = float("inf")  # type: ignore[index]
         batches[2:4] = None, None
     made = list[bool]()
@@ -80,36 +87,42 @@ def one_bad_row(backend: vbs.backend.Backend, layout: Layout) -> list[bool]:
 
 @pytest.mark.slow("starts processes")
 @pytest.mark.parametrize("layout", [Layout(2, by="plain"), Layout(2, by="ddp"), Layout(shards=2)], ids=str)
-def test_a_microbatch_that_is_not_finite_is_not_repeated(layout: Layout) -> None:
-    assert run_job("gloo", one_bad_row, layout, ranks=2) == 2 * [[True, False, True, True, True]]
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_microbatch_that_is_not_finite_is_not_repeated(layout: Layout, begins: bool) -> None:
+    made = [not begins, begins, True, True, True]
+    assert run_job("gloo", one_bad_row, layout, begins, ranks=2) == 2 * [made]
 
 
 class Endless:
     """Batches of a rank, as an iterator that a new loop goes on with."""
 
-    def __init__(self, rank: int) -> None:
-        self.generator, self.left = torch.Generator().manual_seed(rank), 6
+    def __init__(self, rank: int, *, idle: bool) -> None:
+        self.generator, self.left, self.idle = torch.Generator().manual_seed(rank), 6, idle
 
     def __iter__(self) -> Endless:
         return self
 
-    def __next__(self) -> Tensor:
+    def __next__(self) -> Tensor | None:
         if not self.left:
             raise StopIteration
         self.left -= 1
-        return torch.randn(8, 3, generator=self.generator, dtype=torch.float64)
+        return (
+            None
+            if self.idle and self.left in (3, 4)
+            else torch.randn(8, 3, generator=self.generator, dtype=torch.float64)
+        )
 
 
-@pytest.mark.parametrize("trace", [None, "0:16", "0:11 2:5"])
+@pytest.mark.parametrize(("trace", "idle"), [(None, -1), ("0:16", -1), ("0:11 2:5", -1), (None, 0), (None, 1)])
 @pytest.mark.parametrize("number", range(4))
-def test_one_rank_may_discard_a_step_and_begin_it_again(trace: str | None, number: int) -> None:
+def test_one_rank_may_discard_a_step_and_begin_it_again(trace: str | None, idle: int, number: int) -> None:
     """As after an exception in a microbatch of it: no row is lost, and the other rank need not know."""
 
     def one(backend: vbs.backend.Backend, fails: bool) -> list[Any]:
         rank, model, failed = backend.world.rank, network(), not fails
         source = vbs.ArrivingBatches(4, trace=trace, num_replicas=2, rank=rank)
         optimizer = vbs.ConstantOptimizer(torch.optim.SGD(model.parameters(), **SGD), source, backend=backend)
-        batches = Endless(rank)
+        batches = Endless(rank, idle=rank == idle)
         while True:
             try:
                 for update in vbs.updates(batches, optimizer):

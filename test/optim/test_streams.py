@@ -22,6 +22,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import variable_batch_size as vbs
 from helpers.interrupts import Interrupt
 from helpers.properties import examples
+from variable_batch_size.data.workers import digest
 
 Used = list[list[int]]  # the rows of a rank in each update
 
@@ -334,6 +335,19 @@ def test_workers_that_do_not_share_the_rows_are_told(shared: bool, trace: int | 
                 optimizer.backward(optimizer.model(rows.double().view(-1, 1)).mean())  # type: ignore[attr-defined]
                 optimizer.step()
     assert optimizer.samples == 12 * (2 - shared)
+
+
+def test_rows_of_any_kind_have_a_digest_or_none() -> None:
+    """What cannot be told apart is not warned of."""
+
+    class Odd:
+        def __getstate__(self) -> Any:
+            raise ValueError
+
+    rows = [torch.ones(2), {"a": [np.ones(3)[::-1], "b"]}, (torch.tensor([1.0, float("nan")]), 3)]
+    assert all(digest(one) == digest(one) != "" for one in rows)
+    assert len({digest(one) for one in [torch.ones(2), torch.ones(2).double(), torch.ones(2, 1)]}) == 3
+    assert [digest(one) for one in (Odd(), torch.ones(2).to_sparse())] == ["", ""]
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -1,7 +1,7 @@
 """What a rank has alone of the state: buffers that forward writes, parts that count for themselves, and the like.
 
 Ranks compare whatever is not shared by its contents. What differs is saved for each rank, where all write: the tensors
-of rank 2 by names with the suffix "@2". A training in a world of the same size gets it again, rank by rank; in another
+of rank 2 by names that begin with "/2/". A training in a world of the same size gets it again, rank by rank; in another
 one all ranks get what rank 0 has.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
-from variable_batch_size.checkpoint.shared_state import byte_sums, digest
+from variable_batch_size.checkpoint.shared_state import byte_digests, digest
 from variable_batch_size.checkpoint.values import Json
 
 
@@ -32,7 +32,7 @@ class Compared(NamedTuple):
     """What one rank says of that which is not shared.
 
     Attributes:
-        tensors: the sum of the bytes of each, with dtype and shape, by name.
+        tensors: the digest of each, with dtype and shape, by name.
         parts: the digest of what is in each part besides tensors, by name.
     """
 
@@ -42,13 +42,23 @@ class Compared(NamedTuple):
     @staticmethod
     def of(tensors: Mapping[str, Tensor], parts: Mapping[str, Json]) -> Compared:
         """Compare these tensors, of the host or a GPU, and parts."""
-        sums = byte_sums(tensors) if tensors else {}
+        sums = byte_digests(tensors) if tensors else {}
         known = {name: f"{sums[name]} {one.dtype} {tuple(one.shape)}" for name, one in tensors.items()}
         return Compared(known, {name: digest(part) for name, part in parts.items()})
 
 
 def differing(ranks: Sequence[Compared]) -> Own:
-    """Return what is not the same on all ranks."""
+    """Return what is not the same on all ranks.
+
+    Raises:
+        RuntimeError: if a part is not on all of them.
+    """
+    for name in sorted({name for one in ranks for name in one.parts}):
+        if without := [str(rank) for rank, one in enumerate(ranks) if name not in one.parts]:
+            raise RuntimeError(
+                f"every rank must save the same parts, but rank {without[0]} has no {name}; pass it to Checkpoint on "
+                f"every rank"
+            )
     tensors, parts = (
         frozenset(name for one in by_rank for name in one if len({other.get(name) for other in by_rank}) > 1)
         for by_rank in zip(*ranks, strict=True)
@@ -58,7 +68,7 @@ def differing(ranks: Sequence[Compared]) -> Own:
 
 def name_on(rank: int, name: str) -> str:
     """Return the name in a checkpoint of a tensor of which a rank has its own."""
-    return f"{name}@{rank}" if rank else name
+    return f"/{rank}/{name}" if rank else name  # the name of a part has no "/"
 
 
 def tensors_of(ranks: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

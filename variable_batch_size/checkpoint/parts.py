@@ -102,15 +102,19 @@ class Parts:
         return {name for name, tensor in tensors.items() if name.startswith(kept) or identity(tensor) in updated}
 
     def compared(self, tensors: Mapping[str, Tensor]) -> tuple[set[str], set[str]]:
-        """Return the names of the tensors and parts that a rank may change alone at any time.
+        """Return the names of the tensors and parts that a rank may change alone at any time: all but what updates do.
 
-        They are buffers, and the parts of the user: weights and averages change in updates, which all ranks make.
+        They leave out averages, and frozen parameters of the model, which may be large.
         """
         parts = self._by_name.items()
-        own = {name for name, part in parts if not isinstance(part, (torch.nn.Module, WeightAverage, *OPTIMIZERS))}
-        modules = [part for _, part in parts if isinstance(part, torch.nn.Module)]
-        buffers = {identity(one) for module in modules for one in module.buffers()}
-        return {key for key, one in tensors.items() if key.split("/")[0] in own or identity(one) in buffers}, own
+        made = {name for name, part in parts if isinstance(part, (CustomOptimizer, WeightAverage))}
+        frozen = {identity(one) for one in self._names.model.parameters()}
+        own = {
+            key
+            for key, one in tensors.items()
+            if (name := key.split("/")[0]) not in made and not (name == "model" and identity(one) in frozen)
+        }
+        return own, self._by_name.keys() - made
 
     def check_storable(self, *, updated: bool) -> None:
         """Collect the states and drop them, so that what cannot be saved raises before there is anything to lose.

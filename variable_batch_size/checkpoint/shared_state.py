@@ -1,7 +1,7 @@
 """Whether ranks hold the same shared state: names and shapes at every save, and contents at some.
 
-Contents are compared by sums of integers, 8 bytes at a time: equal to the last bit, and as fast as memory is read. Of a
-sharded tensor the ranks that have the same part of it hold the same.
+Contents are compared by digests of sums of integers: to the last bit, and as fast as memory is read. Of a sharded
+tensor the ranks that have the same part of it hold the same.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from variable_batch_size.checkpoint.shards import Part
 
 ROUNDING = 1e-5  # of the norm of a tensor: what devices of different kinds may make of the same sums
-_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+_COLUMNS = 4093  # a prime number, of which the widths of matrices are no multiples
 
 
 @final
@@ -112,29 +112,38 @@ def _described(tensors: Mapping[str, Tensor], *, with_sums: bool) -> dict[str, l
     Without the sharded ones of which this rank has no element.
     """
     own = {name: one for name, one in tensors.items() if not isinstance(one, DTensor) or one.to_local().numel()}
-    sums = byte_sums(own) if with_sums and own else {}
+    sums = byte_digests(own) if with_sums and own else {}
     return {
         name: [not isinstance(one, DTensor), str(one.dtype), [*one.shape], Part.of(one), sums.get(name)]
         for name, one in own.items()
     }
 
 
-def byte_sums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the sum of the bytes of each tensor, as integers of up to 8 bytes that wrap around."""
-    by_device = defaultdict[torch.device, dict[str, Tensor]](dict)
+def byte_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return a digest of the bytes of each tensor, which are read once, where they are.
+
+    They are added up in `_COLUMNS` columns of integers of 8 bytes that wrap around, so that a value which moves to
+    another place changes a sum, too, unless by a multiple of so many; these sums, and what is left, are hashed.
+    """
+    by_device = defaultdict[torch.device, dict[str, list[Tensor]]](dict)
     for name, tensor in tensors.items():
         local = tensor.detach()
         local = local.to_local() if isinstance(local, DTensor) else local
         flat = local.resolve_conj().resolve_neg().contiguous().reshape(-1)
-        begin, size = flat.storage_offset() * flat.element_size(), flat.nbytes
-        width = next(width for width in _WORDS if begin % width == 0 and size % width == 0)
-        flat = flat if width == flat.element_size() == 1 else flat.view(torch.uint8)
-        by_device[local.device][name] = flat.view(_WORDS[width]).sum(dtype=torch.int64)
-    return {
-        name: number
-        for sums in by_device.values()
-        for name, number in zip(sums, torch.stack([*sums.values()]).tolist(), strict=True)  # one wait for a device
-    }
+        flat = flat if flat.storage_offset() * flat.element_size() % 8 == 0 else flat.clone()
+        flat = flat if flat.dtype is torch.uint8 else flat.view(torch.uint8)
+        words = flat[: len(flat) // 8 * 8].view(torch.int64)
+        rows = len(words) // _COLUMNS
+        sums = words[: rows * _COLUMNS].view(rows, _COLUMNS).sum(0) if rows > 1 else words[: rows * _COLUMNS]
+        rest = torch.nn.functional.pad(flat[len(words) * 8 :], (0, -len(flat) % 8)).view(torch.int64)
+        by_device[local.device][name] = [sums, words[rows * _COLUMNS :], rest]
+    found = dict[str, str]()
+    for parts in by_device.values():
+        host = torch.cat([one for own in parts.values() for one in own]).cpu().numpy()  # one wait for a device
+        for name, own in parts.items():
+            size = sum(map(len, own))
+            found[name], host = hashlib.sha256(host[:size].tobytes()).hexdigest()[:16], host[size:]
+    return found
 
 
 def digest(value: Any) -> str:

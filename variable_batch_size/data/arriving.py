@@ -47,6 +47,7 @@ class Arrived(NamedTuple):
     own: Own
     due: Batch
     parts: list[IntArray]  # the rows of each microbatch of this rank
+    replay: Any  # the microbatch that it repeats, if it does
 
 
 @final
@@ -149,6 +150,7 @@ class ArrivingBatches(Dealer):
             raise type_error("trace must be a batch trace", trace, "pass one; a controller needs a vbs.CustomSampler")
         self._trace = None if trace is None else BatchTrace.of(trace)
         self.stream: Stream | None = None  # that is read
+        self.last: Any = None  # a microbatch of an update that was made, which this rank can repeat
         self.arrived: Arrived | None = None  # the update that is due, once the ranks have said what they bring
         self.streams_have_state = False  # whether a loop over streams can save where they are
         plan = Plan(BatchTrace.constant(1), MAX_INT, limit, fixed_shape=bool(fixed_shape), begin=_ENDLESS)

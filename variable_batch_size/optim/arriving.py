@@ -44,7 +44,6 @@ class Arrivals(Generic[T]):
         self._batches, self._optimizer, self._source = batches, optimizer, source
         source.streams_have_state |= source.has_trace and callable(getattr(batches, "state_dict", None))
         self._items: Iterator[T] | None = None  # that are read
-        self._last = _NONE  # a microbatch that this rank can repeat
         self._kept: Any = None  # rows that a restored state had read
         self._ended = False  # whether its stream had no more
 
@@ -65,25 +64,25 @@ class Arrivals(Generic[T]):
             if not source.is_due(items):  # else its step was discarded, perhaps on this rank alone
                 batch = self._next(items) if not ended else _NONE
                 ended = batch is _NONE
-                own = source.bring(None if ended else batch, ended=ended, can_replay=self._last is not _NONE)
+                own = source.bring(None if ended else batch, ended=ended, can_replay=source.last is not None)
                 brought = self._exchange(own)
                 if all(one.ended for one in brought):
                     return
                 if not any(one.samples for one in brought):
                     continue
                 due, parts = source.arrange(own, brought)
-                self._find_replay(due, own, parts, brought)
-                source.arrived = Arrived(items, own, due, parts)
+                replay = self._replay_of(due, own, parts, brought)
+                source.arrived = Arrived(items, own, due, parts, replay)
             assert source.arrived is not None
-            _, own, due, parts = source.arrived
+            _, own, due, parts, replay = source.arrived
             source.expected, source.handed_out = due, 0
-            yield Update(self._hand_out(due, own, parts), len(due.microbatches))
+            yield Update(self._hand_out(due, own, parts, replay), len(due.microbatches))
             if cursor.restarts != restarts:
                 raise stale()
             if optimizer.updates == due.step:
                 raise incomplete(optimizer.updates)
-            if cursor.updated and parts:  # else what it could repeat is not finite
-                self._last = source.microbatch(own.batch, parts[-1])
+            if cursor.updated:  # else what it could repeat is not finite
+                source.last = source.microbatch(own.batch, parts[-1]) if parts else replay
 
     # What the ranks bring. ---------------------------------------------------------------------------------------
 
@@ -135,7 +134,7 @@ class Arrivals(Generic[T]):
 
     def _exchange(self, own: Own) -> list[Brought]:
         """Return what each rank has brought, by rank; at the first time, warn if two ranks have the same rows."""
-        source, begun = self._source, self._last is not _NONE
+        source, begun = self._source, self._source.last is not None
         alone = source.world.size == 1 or source.shared or not own.brought.rows
         first = "" if alone or begun else workers.digest(own.batch)
         found = self._gather(_CALL, [*own.brought, first])
@@ -151,25 +150,27 @@ class Arrivals(Generic[T]):
             )
         return brought
 
-    def _find_replay(self, due: Batch, own: Own, parts: Sequence[IntArray], brought: Sequence[Brought]) -> None:
-        """See to it that this rank has a microbatch to repeat; another rank sends one to those without."""
+    def _replay_of(self, due: Batch, own: Own, parts: Sequence[IntArray], brought: Sequence[Brought]) -> Any:
+        """Return the microbatch that this rank repeats in an update; another rank sends one to those without."""
+        source, last = self._source, self._source.last
         known = all(one.can_replay for one in brought)
-        sends = not known and self._source.world.rank == next(rank for rank, one in enumerate(brought) if one.rows)
-        if self._last is _NONE and parts and (sends or len(due.microbatches) > len(parts)):
-            self._last = self._source.microbatch(own.batch, parts[0])
+        sends = not known and source.world.rank == next(rank for rank, one in enumerate(brought) if one.rows)
+        if last is None and parts and (sends or len(due.microbatches) > len(parts)):
+            last = source.microbatch(own.batch, parts[0])
         if known:
-            return
-        text = max(self._optimizer.agreement.gather(_CALL, _as_text(self._last) if sends else ""), key=len)
-        if self._last is _NONE:
-            try:
-                self._last = _from_text(text, self._optimizer.param_groups[0]["params"][0].device)
-            except pickle.UnpicklingError as error:
-                raise RuntimeError(
-                    "a rank without rows in its first update gets a microbatch of another rank, but this one has more "
-                    "than tensors, numbers and strings in it; bring a row on every rank in the first update"
-                ) from error
+            return last
+        text = max(self._optimizer.agreement.gather(_CALL, _as_text(last) if sends else ""), key=len)
+        if last is not None:
+            return last
+        try:
+            return _from_text(text, self._optimizer.param_groups[0]["params"][0].device)
+        except pickle.UnpicklingError as error:
+            raise RuntimeError(
+                "a rank without rows in its first update gets a microbatch of another rank, but this one has more "
+                "than tensors, numbers and strings in it; bring a row on every rank in the first update"
+            ) from error
 
-    def _hand_out(self, due: Batch, own: Own, parts: Sequence[IntArray]) -> Iterator[T]:
+    def _hand_out(self, due: Batch, own: Own, parts: Sequence[IntArray], replay: Any) -> Iterator[T]:
         """Yield the microbatches of an update, replays first."""
         replays = len(due.microbatches) - len(parts)
         for number in range(len(due.microbatches)):
@@ -178,8 +179,8 @@ class Arrivals(Generic[T]):
                     f"an update yields its microbatches until it is made, but update {due.step} is read when "
                     f"{self._optimizer.updates} updates are made; read it within its turn of the loop"
                 )
-            own_part = number >= replays
-            microbatch = self._source.microbatch(own.batch, parts[number - replays]) if own_part else self._last
+            is_own = number >= replays
+            microbatch = self._source.microbatch(own.batch, parts[number - replays]) if is_own else replay
             self._source.handed_out = number + 1
             yield microbatch
 
