@@ -38,7 +38,7 @@ ADAM8BIT = of("torchao.optim", "AdamW8bit", lr=0.01)
 SCHEDULE_FREE = of("schedulefree", "AdamWScheduleFree", lr=0.01)
 EXACT = [(ADAFACTOR, 0.5), (ADAFACTOR, 0), (RELATIVE, 0), (SCHEDULE_FREE, 0), (ADAM8BIT, 0.5)]
 REFUSED = [
-    (RELATIVE, "root", r"can scale only hyperparameters that the optimizer has, but no parameter group has lr"),
+    (RELATIVE, "root", r"needs one in each parameter group, got None in group 0; pass a number, or use the co"),
     (SCHEDULE_FREE, "root", r"AdamWScheduleFree weighs all later ones by the largest .*; use the constant rule"),
 ]
 

@@ -154,7 +154,7 @@ def test_an_optimizer_without_a_rate_has_nothing_to_scale() -> None:
         training(vbs.ConstantOptimizer, hyperparameters={"lr": 0.1}, inner=torch.optim.SGD).run(3).weights(),
     )
     run.optimizer.load_state_dict(run.optimizer.state_dict())
-    with pytest.raises(ValueError, match=r"no parameter group has lr; use another rule"):
+    with pytest.raises(ValueError, match=r"needs one in each parameter group, got None in group 0; pass a numb"):
         begin(vbs.RootRuleOptimizer).run(3)
 
 

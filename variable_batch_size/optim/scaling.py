@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from variable_batch_size._validation import value_error
 from variable_batch_size.backend import Backend
 from variable_batch_size.optim.bias_correction import BiasCorrection, Group
 from variable_batch_size.optim.tensors import local
@@ -64,7 +65,10 @@ class HyperparameterScaling:
 
     def _scale_lr(self, index: int, group: Group, scaling: Scaling) -> Group:
         """Return the lr of a group for the step, if it has one; without a factor that `DeferredLrFactor` applies."""
-        if group.get("lr") is None:  # as of an Adafactor that finds its own
+        if group.get("lr") is None:
+            if "lr" in group and (isinstance(scaling.lr, Tensor) or scaling.lr != 1):  # an Adafactor that finds its own
+                requirement = "a rule that scales the learning rate needs one in each parameter group"
+                raise value_error(requirement, f"None in group {index}", "pass a number, or use the constant rule")
             return {}
         lr, factor = group["lr"], scaling.lr
         if not (self._lr_on_device and isinstance(factor, Tensor)):
