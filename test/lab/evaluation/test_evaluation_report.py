@@ -201,7 +201,7 @@ def test_other_learning_rates_are_a_response_curve() -> None:
     evaluation, judgements = judged(trainings(rows))
     assert {row.answer for row in judgements[0].traces[0].rows} == {"baseline", "open"}
     text = Page(render(evaluation, judgements)).text
-    assert "At other learning rates, without claims: loss by factor." in text
+    assert "Loss by factor on the learning rate, without claims: at another rate constant may do as well as" in text
     assert re.search(r"root0\.\d+ \(0\.\d+ to 0\.\d+\)0\.[01]\d+ \(", text)
     assert len(draw(judgements[0]).get_axes()) == 4
 

@@ -13,6 +13,7 @@ import numpy as np
 from variable_batch_size._extras import import_extra
 from variable_batch_size._files import write_bytes
 from variable_batch_size.lab.evaluation import figures, wording
+from variable_batch_size.lab.evaluation.failures import of_reference
 from variable_batch_size.lab.evaluation.judgement import Judgement, Trace
 from variable_batch_size.lab.evaluation.records import REFERENCE, Evaluation
 from variable_batch_size.lab.evaluation.statistics import mean_interval
@@ -72,9 +73,16 @@ def render(evaluation: Evaluation, judgements: Sequence[Judgement]) -> str:
     html: str = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         tasks=[_task(judgement) for judgement in judgements],
         metric=judgements[0].metric,
+        seeds=_seeds(judgements),
         facts=_facts(evaluation, judgements),
     )
     return html
+
+
+def _seeds(judgements: Sequence[Judgement]) -> str:
+    """Return with how many seeds each rule was trained, in words."""
+    numbers = sorted({row.trained for one in judgements for trace in one.traces for row in trace.rows} - {0})
+    return f"{numbers[0]} to {numbers[-1]} seeds" if len(numbers) > 1 else f"{(numbers or [0])[0]} seeds"
 
 
 def _task(judgement: Judgement) -> dict[str, Any]:
@@ -102,6 +110,7 @@ def _task(judgement: Judgement) -> dict[str, Any]:
         "most": wording.number(reference.most, reference.most) if reference.most > 0 else "",
         "notes": notes,
         "failures": wording.failures(judgement),
+        "at_reference": wording.number(*_moments(rows)).removesuffix("-"),
         "beside": f"{reference.batchsize:g}" if np.isfinite(reference.batchsize) else "",
         "traces": [
             {
@@ -118,6 +127,12 @@ def _task(judgement: Judgement) -> dict[str, Any]:
             figures.for_page(judgement) if judgement.traces else ""
         ),
     }
+
+
+def _moments(rows: pd.DataFrame) -> tuple[float, float]:
+    """Return mean and standard deviation of the metric of the reference at its own learning rate."""
+    own = rows.loc[of_reference(rows) & np.isclose(rows["lr_factor"], 1) & ~rows["failed"], "value"]
+    return (float(own.mean()), float(own.std())) if len(own) else (np.nan, np.nan)
 
 
 def _rows(trace: Trace) -> list[dict[str, str]]:
