@@ -141,6 +141,18 @@ def test_one_rank_may_discard_a_step_and_begin_it_again(trace: str | None, idle:
     assert vbs.testing.run_ranks(lambda backend: one(backend, fails=True), 2) == expected
 
 
+def test_each_microbatch_is_made_once() -> None:
+    """Collating may be costly, or draw random numbers."""
+    made = list[int]()
+
+    def collate(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+        made.append(len(rows))
+        return torch.stack(rows), torch.zeros(len(rows), 2, dtype=torch.float64)
+
+    model, optimizer = arriving(collate_fn=collate)
+    assert train(model, optimizer, [[*x] for x, _ in batches_of(SIZES)]) == made
+
+
 PAIRS = [(5, 5), (2, 9), (0, 5), (9, 0), (1, 1)]  # rows of two ranks
 
 

@@ -44,6 +44,7 @@ class Arrivals(Generic[T]):
         self._batches, self._optimizer, self._source = batches, optimizer, source
         source.streams_have_state |= source.has_trace and callable(getattr(batches, "state_dict", None))
         self._items: Iterator[T] | None = None  # that are read
+        self._handed_out: Any = None  # the last microbatch
         self._kept: Any = None  # rows that a restored state had read
         self._ended = False  # whether its stream had no more
 
@@ -82,7 +83,7 @@ class Arrivals(Generic[T]):
             if optimizer.updates == due.step:
                 raise incomplete(optimizer.updates)
             if cursor.updated:  # else what it could repeat is not finite
-                source.last = source.microbatch(own.batch, parts[-1]) if parts else replay
+                source.last = self._handed_out
 
     # What the ranks bring. ---------------------------------------------------------------------------------------
 
@@ -181,7 +182,7 @@ class Arrivals(Generic[T]):
                 )
             is_own = number >= replays
             microbatch = self._source.microbatch(own.batch, parts[number - replays]) if is_own else replay
-            self._source.handed_out = number + 1
+            self._source.handed_out, self._handed_out = number + 1, microbatch
             yield microbatch
 
     # The state of streams. ---------------------------------------------------------------------------------------
