@@ -42,8 +42,8 @@ class Compared(NamedTuple):
     @staticmethod
     def of(tensors: Mapping[str, Tensor], parts: Mapping[str, Json]) -> Compared:
         """Compare these tensors, of the host or a GPU, and parts."""
-        sums = byte_digests(tensors) if tensors else {}
-        known = {name: f"{sums[name]} {one.dtype} {tuple(one.shape)}" for name, one in tensors.items()}
+        digests = byte_digests(tensors)
+        known = {name: f"{digests[name]} {one.dtype} {tuple(one.shape)}" for name, one in tensors.items()}
         return Compared(known, {name: digest(part) for name, part in parts.items()})
 
 

@@ -148,9 +148,9 @@ def read_verified(
         ranks = manifests(folder.texts(name) if texts is None else texts, name)
         seal = hashlib.sha256("".join(one["seal"] for one in ranks).encode()).hexdigest()
         states, described, mine = ranks[0]["state"], tensors_of(ranks), dict[str, str]()
-        owns = [one.get("own") for one in ranks]
+        owns = {rank: one["own"] for rank, one in enumerate(ranks) if "own" in one}
         resumes = world is not None and world.size == len(ranks[0]["random"])
-        if resumes and world is not None and world.rank < len(ranks) and (own := owns[world.rank]):
+        if resumes and world is not None and (own := owns.get(world.rank)):
             mine, states = {key: name_on(world.rank, key) for key in own["tensors"]}, {**states, **own["state"]}
         needed = {key for key in ranks[0]["tensors"] if key not in mine} | {*mine.values()}
         tensors = _Tensors({key: facts for key, facts in described.items() if key in needed}, likes or {})
@@ -162,7 +162,7 @@ def read_verified(
         what = "the JSON of a rank"
         whole = tensors.whole()
         parts = {key: decode(state, lambda name: whole[mine.get(name, name)]) for key, state in states.items()}
-        of_ranks = {key for own in filter(None, owns) for kind in own.values() for key in kind if not resumes}
+        of_ranks = {key for own in owns.values() for kind in own.values() for key in kind if not resumes}
         random = [str(text) for text in ranks[0]["random"]]
         return Contents(parts, random, facts_of(ranks[0]), seal, sorted(of_ranks))
     except VersionError as error:

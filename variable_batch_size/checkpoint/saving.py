@@ -215,13 +215,12 @@ class Saver:
         shared = {name: one for name, one in tensors.items() if name in equal and one.device.type in ("cpu", "cuda")}
         others = sum(whole.values()) - sum(whole.get(name, 0) for name in shared)
         changing, changing_parts = self._parts.compared(tensors)
-        compared = {name: one for name, one in tensors.items() if name in whole and name not in equal}
-        host = {
+        compared = {
             name: self._backend.host(one) if one.device.type == "xla" else one
-            for name, one in compared.items()
-            if compare or name in changing
+            for name, one in tensors.items()
+            if name in whole and name not in equal and (compare or name in changing)
         }
-        own = Compared.of(host, {name: part for name, part in state.items() if compare or name in changing_parts})
+        own = Compared.of(compared, {name: part for name, part in state.items() if compare or name in changing_parts})
         return _State(state, tensors, shared, others, Summary.of(shared, compare=compare), own, sampler)
 
     def _compare(self, state: _State, digests: list[str], *, anew: bool, updates: int) -> None:

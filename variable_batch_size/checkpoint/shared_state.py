@@ -112,7 +112,7 @@ def _described(tensors: Mapping[str, Tensor], *, with_sums: bool) -> dict[str, l
     Without the sharded ones of which this rank has no element.
     """
     own = {name: one for name, one in tensors.items() if not isinstance(one, DTensor) or one.to_local().numel()}
-    sums = byte_digests(own) if with_sums and own else {}
+    sums = byte_digests(own) if with_sums else {}
     return {
         name: [not isinstance(one, DTensor), str(one.dtype), [*one.shape], Part.of(one), sums.get(name)]
         for name, one in own.items()
