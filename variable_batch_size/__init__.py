@@ -13,9 +13,8 @@ def __getattr__(name: str) -> object:
     try:
         return _getattr(name)
     except AttributeError as error:
-        import difflib
+        from variable_batch_size._validation import did_you_mean
 
-        close = difflib.get_close_matches(name, __all__, 1)
-        if not close or name.startswith("__"):
+        if name.startswith("__") or not (hint := did_you_mean(name, __all__)):
             raise
-        raise AttributeError(f"{error}; did you mean {close[0]}?", name=name) from None
+        raise AttributeError(f"{error}{hint}", name=name) from None

@@ -6,13 +6,12 @@ three parts: the requirement, what was found and where, the remedy. Numbers are 
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import math
 import operator
 import re
-from collections.abc import Callable, Collection, Set
+from collections.abc import Callable, Collection, Iterable, Set
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
@@ -47,6 +46,17 @@ def type_error(requirement: str, found: object, remedy: str) -> TypeError:
     return TypeError(f"{requirement}, got {shown}; {remedy}")
 
 
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return which of these names is close to another one, as the end of a message; nothing if none is.
+
+    >>> did_you_mean("ref_batch_size", ["sampler", "ref_batchsize"]), did_you_mean("x", ["sampler"])
+    ('; did you mean ref_batchsize?', '')
+    """
+    import difflib
+
+    return "".join(f"; did you mean {close}?" for close in difflib.get_close_matches(name, [*names], 1))
+
+
 def suggests(init: F) -> F:
     """Let a constructor say of which class it is, and which argument is close to one that it does not have."""
 
@@ -56,10 +66,10 @@ def suggests(init: F) -> F:
         try:
             signature.bind(self, *arguments, **named)
         except TypeError as error:
-            known = signature.parameters.keys() - {"self"}
-            close = [one for name in named.keys() - known for one in difflib.get_close_matches(name, known, 1)]
-            hint = f"; did you mean {close[0]}?" if close else f"; it takes {', '.join(signature.parameters)}"
-            raise TypeError(f"{type(self).__name__}: {error}{hint}".replace("takes self, ", "takes ")) from None
+            known = [*signature.parameters][1:]
+            hints = [hint for name in named.keys() - known if (hint := did_you_mean(name, known))]
+            hints.append(f"; it takes {', '.join(known)}")
+            raise TypeError(f"{type(self).__name__}: {error}{hints[0]}") from None
         init(self, *arguments, **named)
 
     return cast(F, checked)

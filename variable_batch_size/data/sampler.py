@@ -36,11 +36,6 @@ def number_of_samples(dataset: object) -> Any:
     return len(dataset) if isinstance(dataset, Sized) and not is_number else dataset
 
 
-def _trace_of(source: object, on_end: OnEnd | None, samples: Any, *, drop_last: bool) -> BatchTrace:
-    size = check_int(samples, "dataset_size", 1, remedy="pass a dataset, or its number of samples")
-    return BatchTrace.of(source, on_end=on_end, dataset_size=size, drop_last=bool(drop_last))
-
-
 TraceLike = BatchTrace | AdaptiveTrace | str | os.PathLike[str] | int | Sequence[int]
 
 
@@ -136,7 +131,9 @@ class CustomSampler(Dealer, Sampler[list[int]]):
             rows = check_int(minibatch_size, "minibatch_size", 1)
             decided = DecidedTrace.begin(prepare(trace, samples), world.size, rows, fixed_shape=fixed_shape)
         plan = Plan(
-            trace=_trace_of(trace, on_end, samples, drop_last=drop_last) if decided is None else decided.trace,
+            trace=BatchTrace.of(trace, on_end=on_end, dataset_size=samples, drop_last=drop_last)
+            if decided is None
+            else decided.trace,
             dataset_size=samples,
             minibatch_size=minibatch_size,
             drop_last=drop_last,
