@@ -24,6 +24,11 @@ def of_reference(trainings: pd.DataFrame) -> pd.Series[bool]:
     return named if named.any() else alike
 
 
+def at_its_rate(trainings: pd.DataFrame) -> pd.DataFrame:
+    """Return the reference's trainings at its own learning rate."""
+    return trainings[of_reference(trainings) & np.isclose(trainings["lr_factor"], 1)]
+
+
 def constant_batchsize(curve: Mapping[str, Sequence[Any]]) -> float:
     """Return the batch size of a training, but for updates that end an epoch or the training; nan if it changes."""
     sizes = curve.get("batch_size", [])[1:]
@@ -42,7 +47,7 @@ def limit_of(trainings: pd.DataFrame) -> float:
     Args:
         trainings: those of a task, with a column `loss`, the final one.
     """
-    own = trainings[of_reference(trainings) & np.isclose(trainings["lr_factor"], 1)]
+    own = at_its_rate(trainings)
     losses = own.loc[own["status"] == "finished", "loss"].dropna().to_numpy(np.float64)
     if not len(losses):
         return np.inf

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from variable_batch_size._validation import FloatArray, value_error
-from variable_batch_size.lab.evaluation.failures import constant_batchsize, failed, of_reference
+from variable_batch_size._validation import FloatArray, IntArray, value_error
+from variable_batch_size.lab.evaluation.failures import at_its_rate, constant_batchsize, failed, of_reference
 from variable_batch_size.lab.evaluation.metric import Mode, lower_is_better
 from variable_batch_size.lab.evaluation.records import REFERENCE, Evaluation, Plan
 from variable_batch_size.lab.evaluation.statistics import (
@@ -20,7 +20,6 @@ from variable_batch_size.lab.evaluation.statistics import (
     BoolArray,
     Claims,
     Comparison,
-    IntArray,
     Interval,
     claims,
     compare,
@@ -239,7 +238,6 @@ def _judge(
     own["value"] = own["value"].where((own["status"] == "finished") & ~own["failed"])
     used = _without_earlier_seeds(own, earlier)
     killed = own[own["status"] == "killed"]
-    reference = used[of_reference(used)]
     table = _Table.of(used[(used["trace"] != REFERENCE) & np.isclose(used["lr_factor"], 1)], baseline, lower)
     claimed = claims(table.values, table.failed, table.same, parts)
     fails = np.zeros_like(claimed.fails) if waiting else claimed.fails
@@ -248,8 +246,8 @@ def _judge(
         metric,
         lower,
         baseline,
-        Reference("waiting") if waiting else _reference(reference, table.sign, parts),
-        tuple(_traces(table, claimed, used, reference, waiting, parts)),
+        Reference("waiting") if waiting else _reference(used[of_reference(used)], table.sign, parts),
+        tuple(_traces(table, claimed, used, waiting, parts)),
         {
             rule: Failures(*map(int, (*counts, sign)))
             for rule, counts, sign in zip(table.rules, claimed.failures, fails, strict=True)
@@ -294,10 +292,8 @@ class _Table:
         return cls(names, rules, values, fails, same, sign)
 
 
-def _traces(
-    table: _Table, claimed: Claims, used: pd.DataFrame, reference: pd.DataFrame, waiting: int, parts: int
-) -> Iterator[Trace]:
-    at_reference = table.sign * reference.loc[np.isclose(reference["lr_factor"], 1), "value"].to_numpy(np.float64)
+def _traces(table: _Table, claimed: Claims, used: pd.DataFrame, waiting: int, parts: int) -> Iterator[Trace]:
+    at_reference = table.sign * at_its_rate(used)["value"].to_numpy(np.float64)
     _, means, variances = moments(table.values)
     level = DIFFERENCES / parts / max(1, int(claimed.tested.sum()))
     for place, name in enumerate(table.names):

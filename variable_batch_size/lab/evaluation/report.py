@@ -13,7 +13,7 @@ import numpy as np
 from variable_batch_size._extras import import_extra
 from variable_batch_size._files import write_bytes
 from variable_batch_size.lab.evaluation import figures, wording
-from variable_batch_size.lab.evaluation.failures import of_reference
+from variable_batch_size.lab.evaluation.failures import at_its_rate
 from variable_batch_size.lab.evaluation.judgement import Judgement, Trace
 from variable_batch_size.lab.evaluation.records import REFERENCE, Evaluation
 from variable_batch_size.lab.evaluation.statistics import mean_interval
@@ -131,8 +131,8 @@ def _task(judgement: Judgement) -> dict[str, Any]:
 
 def _moments(rows: pd.DataFrame) -> tuple[float, float]:
     """Return mean and standard deviation of the metric of the reference at its own learning rate."""
-    own = rows.loc[of_reference(rows) & np.isclose(rows["lr_factor"], 1) & ~rows["failed"], "value"]
-    return (float(own.mean()), float(own.std())) if len(own) else (np.nan, np.nan)
+    own = at_its_rate(rows)["value"]  # nan of a training that failed
+    return float(own.mean()), float(own.std())
 
 
 def _rows(trace: Trace) -> list[dict[str, str]]:

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from variable_batch_size._extras import import_extra
-from variable_batch_size._validation import FloatArray
+from variable_batch_size._validation import FloatArray, IntArray
 
-IntArray: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 BoolArray: TypeAlias = "np.ndarray[Any, np.dtype[np.bool_]]"
 CONFIDENCE = 0.95  # of every interval that a report shows
 DIFFERENCES, FAILURES, TUNING = 0.03, 0.01, 0.01  # which reports of equal rules may claim something of each kind
