@@ -315,10 +315,13 @@ class Folder:
         """Keep the newest `keep` intact updates, each in its newest intact save, and delete older checkpoints.
 
         Of each criterion that was reported, the best intact checkpoint is kept, too, and what may be better but cannot
-        be read now. A damaged one stays until `keep` newer updates, or a newer save of the same update, are intact.
+        be read now. A damaged one stays until `keep` newer updates, or a newer save of the same update, are intact, and
+        one of another version stays.
         """
-        names, kept = self.names(), set[int]()
-        reported = [(name, self.reported(name)) for name in names]
+        reported, kept = list[tuple[str, dict[str, Any] | None]](), set[int]()
+        for name in self.names():
+            with suppress(VersionError):
+                reported.append((name, self.reported(name)))
         criteria = filter(None, {Criterion.of(facts or {}) for _, facts in reported})
         best = {name for name, facts in reported if facts is None and self._look(name) is None}
         for criterion in criteria:
@@ -327,7 +330,7 @@ class Folder:
                 best.update([name] * (known is not False))
                 if known:
                     break
-        for name in names:
+        for name, _ in reported:
             update = update_of(name)
             if update not in kept and len(kept) < keep:
                 kept.update([update] * self.is_intact(name))
