@@ -54,7 +54,10 @@ def test_remaining_epochs_is_an_ordinary_loop_that_resumes(case: Case, data: st.
     begun = Run(case).train(updates=stop)
     run = Run(case)
     run.optimizer.load_state_dict(begun.optimizer.state_dict())
-    for epoch in vbs.remaining_epochs(run.sampler, run.optimizer, until=case.epochs):
+    until: int | None = case.epochs
+    if data.draw(st.booleans(), label="the sampler knows the number of epochs"):
+        run.sampler.epochs, until = until, None
+    for epoch in vbs.remaining_epochs(run.sampler, run.optimizer, until):
         assert epoch == run.sampler.epoch == run.optimizer.epoch
         for batch in run.sampler:
             run.take(batch)

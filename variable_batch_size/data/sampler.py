@@ -78,8 +78,8 @@ class CustomSampler(Dealer, Sampler[list[int]]):
             are equal, the ranks have microbatches of unequal sizes. Where the result depends on the cut, and with a
             fixed shape, whole microbatches are dealt in this way; there, equal rounds leave speeds without effect. A
             run may resume with other speeds.
-        epochs: number of epochs that will be trained, if known. A trace with `on_end="error"` that ends before them, or
-            before `max_updates` or `max_samples`, raises now.
+        epochs: number of epochs that will be trained, if known: `vbs.remaining_epochs` ends after them. A trace with
+            `on_end="error"` that ends before them, or before `max_updates` or `max_samples`, raises now.
         max_updates: number of updates after which the training ends: an iteration ends there, later epochs are empty,
             and `optimizer.done` is True. Updates and samples of epochs that `set_epoch` has skipped count.
         max_samples: number of samples after which it ends; the last update is shortened to it.

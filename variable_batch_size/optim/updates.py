@@ -218,7 +218,7 @@ def remaining_epochs(
         sampler: the sampler.
         optimizer: its optimizer; or all of its optimizers, whose first one says how far the training is.
         until: the end of the training, in the unit of `by`; or a `ProgressScheduler` with a `total`, which ends it when
-            `scheduler.done` is True. Default: where the sampler ends it.
+            `scheduler.done` is True. Default: after the `epochs` of the sampler, or where it ends the training.
         by: "epochs", "progress" (updates at `ref_batchsize`), "samples" or "updates", as the optimizer counts them.
 
     Raises:
@@ -228,7 +228,9 @@ def remaining_epochs(
     """
     optimizers = [optimizer] if isinstance(optimizer, CustomOptimizer) else optimizer
     _check(sampler, optimizers, until, by)
-    return _remaining(sampler, optimizers, math.inf if until is None else until, by)
+    if until is None:
+        until, by = sampler.epochs or math.inf, "epochs"
+    return _remaining(sampler, optimizers, until, by)
 
 
 def _remaining(
@@ -274,7 +276,7 @@ def _check(sampler: object, optimizers: object, until: object, by: object) -> No
         until.check_ends(optimizers)
     elif until is not None:
         check_number(until, "until", "pass the end of the training in the unit of by=")
-    elif not sampler.plan.ends:
+    elif not (sampler.plan.ends or sampler.epochs):
         requirement = "something must end the training"
-        remedy = 'pass until=, or max_updates= or max_samples= to the sampler, or on_end="stop" with a trace that ends'
+        remedy = "pass until=, or epochs=, max_updates= or max_samples= to the sampler, or on_end='stop' with a trace"
         raise value_error(requirement, "neither an end of the sampler nor until=", remedy)
