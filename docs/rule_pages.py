@@ -26,15 +26,13 @@ def description(rule: type[Any]) -> dict[str, str]:
 
 def rule_table() -> str:
     """Return a table of all rules in Markdown, in the order of `vbs.rules.RULES`."""
-    rows = ["| rule | optimizer | scales | progress | use it for | source |", "|---|---|---|---|---|---|"]
+    rows = ["| rule | use it for | scales | progress | optimizer | source |", "|---|---|---|---|---|---|"]
     named = optimizers()
     for name, rule in vbs.rules.RULES.items():
         about = description(rule)
-        optimizer = f"`{named[name]}`" if name in named else ""
-        source = about.get("Source", "").split(", arXiv")[0]
-        rows.append(
-            f"| `{name}` | {optimizer} | {about['Scales']} | {about['Progress']} | {about['Use when']} | {source} |"
-        )
+        optimizer, source = f"`{named[name]}`" if name in named else "", about.get("Source", "").split(", arXiv")[0]
+        cells = f"`{name}`", about["Use when"], about["Scales"], about["Progress"], optimizer, source
+        rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
@@ -52,16 +50,12 @@ def rule_sections() -> str:
 
 
 def setup(app: Any) -> dict[str, bool]:
-    """Register the directives `{rule-table}` and `{rule-sections}`."""
+    """Register the directive `{rule-sections}`."""
     from sphinx.util.docutils import SphinxDirective  # only a build of the site needs Sphinx
 
-    def directive(render: Any) -> type[SphinxDirective]:
-        class Generated(SphinxDirective):
-            def run(self) -> list[Any]:
-                return list(self.parse_text_to_nodes(render(), allow_section_headings=True))
+    class Generated(SphinxDirective):
+        def run(self) -> list[Any]:
+            return list(self.parse_text_to_nodes(rule_sections(), allow_section_headings=True))
 
-        return Generated
-
-    app.add_directive("rule-table", directive(rule_table))
-    app.add_directive("rule-sections", directive(rule_sections))
+    app.add_directive("rule-sections", Generated)
     return {"parallel_read_safe": True}

@@ -35,6 +35,8 @@ ELSEWHERE = {
     "python examples/rollouts.py": "test_arriving_page.py runs it with fewer updates",
     "torchrun --nproc-per-node=2 examples/rollouts.py": "test_arriving_page.py runs it with fewer updates",
     "torchrun --nproc-per-node=2 examples/ddp.py": "test_ddp_page.py runs it",
+    "python examples/train.py": "test_complete_script.py runs it, and the next line",
+    "torchrun --nproc-per-node=2 examples/train.py": "test_complete_script.py",
     "torchrun --nproc-per-node=2 examples/fsdp.py": "test_sharded_page.py runs it",
     "PJRT_DEVICE=TPU python examples/xla.py": "a TPU; test_devices.py runs the next line",
     "PJRT_DEVICE=CPU CPU_NUM_DEVICES=2 python examples/xla.py": "test_devices.py runs it",
