@@ -200,7 +200,7 @@ HEAD = """# Measurements
 
 Newest medians, on 2 cores of a Xeon, or on the GPU that is named. Of a / b, below 1 a is faster than b, and in
 parentheses the quartiles lie on both sides of 1: no difference was found. Quartiles: records.csv; more:
-docs/performance.md.\
+docs/performance.md, NOTEBOOK.md.\
 """
 TABLES = [
     Table(
