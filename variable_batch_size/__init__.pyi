@@ -12,6 +12,7 @@ from .data.fit import elastic as elastic
 from .data.fit import find_minibatch_size as find_minibatch_size
 from .data.fit import fit_batch as fit_batch
 from .data.sampler import CustomSampler as CustomSampler
+from .data.seeded import Seeded as Seeded
 from .metrics import Accumulator as Accumulator
 from .optim.consistency import broadcast_parameters as broadcast_parameters
 from .optim.lr_scheduler import ProgressScheduler as ProgressScheduler
@@ -35,5 +36,6 @@ from .optim.weight_average import WeightAverage as WeightAverage
 from .preemption import Preemption as Preemption
 from .trace.batch_trace import BatchTrace as BatchTrace
 from .tracker import Tracker as Tracker
+from .weights import weights_hash as weights_hash
 
 __version__: str

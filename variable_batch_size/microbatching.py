@@ -28,6 +28,7 @@ class Microbatch:
         samples: distinct samples that count: the weight of this microbatch in a mean; 0 for a replay.
         rows: rows of the tensor that the loader yields.
         start: position of its first sample in the order of the epoch.
+        number: of all of the update, over all ranks; a replay has that of the one it repeats.
         ends_step: whether it is the last one of this rank before the update.
     """
 
@@ -36,6 +37,7 @@ class Microbatch:
     samples: int
     rows: int
     start: int
+    number: int
     ends_step: bool
 
 

@@ -29,21 +29,25 @@ Source = Annotated[
 @app.command()
 @command
 def show(folder: Source, json: output.Json = False) -> None:
-    """List the checkpoints of a training, or the states that one of them holds.
+    """List the checkpoints of a training, or the states that one of them holds, with the hash of its weights.
 
     Examples:
 
     - `vbs checkpoint show runs/a`
     - `vbs checkpoint show runs/a/update-00001234-0001-7-2`
     """
-    from variable_batch_size.checkpoint.reading import facts_of
+    from variable_batch_size.checkpoint.reading import facts_of, read_verified
+    from variable_batch_size.weights import weights_hash
 
     place, found, is_one = _manifests(folder)
     if is_one:
+        name, *ranks = found[0]
+        facts = facts_of(ranks[0]) | _rates(ranks[0])
+        facts["weights"] = weights_hash(read_verified(place, name).parts["model"])
         if json:
-            output.print_json(facts_of(found[0][1]) | _rates(found[0][1]))
+            output.print_json(facts)
         else:
-            _show_states([*found[0][1:]])
+            _show_states(facts, ranks)
         return
     whole = {name: ranks[0] if ranks else None for name, *ranks in found}
     if json:
@@ -63,11 +67,9 @@ def show(folder: Source, json: output.Json = False) -> None:
     output.print_table(["checkpoint", "updates", "samples", "epoch", "ranks", "size", "reported", ""], rows)
 
 
-def _show_states(ranks: list[dict[str, Any]]) -> None:
-    from variable_batch_size.checkpoint.reading import facts_of
-
+def _show_states(facts: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
     first = ranks[0]
-    output.print_facts({name: str(value) for name, value in (facts_of(first) | _rates(first)).items()})
+    output.print_facts({name: str(value) for name, value in facts.items()})
     chunks = [(name, chunk) for one in ranks if one["file"] for name, chunk in one["file"]["chunks"].items()]
     rows = []
     for part in first["state"]:

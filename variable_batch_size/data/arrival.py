@@ -27,7 +27,7 @@ def arrange(
     """
     sizes = [*[(0, 1)] * replays, *zip(samples, rows, strict=True)]
     own = (
-        Microbatch(step, batch_size, *size, start=number, ends_step=number == len(sizes) - 1)
+        Microbatch(step, batch_size, *size, start=number, number=number, ends_step=number == len(sizes) - 1)
         for number, size in enumerate(sizes)
     )
     return Batch(step, batch_size, 0, num_microbatches, tuple(own))

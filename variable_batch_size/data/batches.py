@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, final
 
+import torch
+
 from variable_batch_size._validation import MAX_INT, IntArray, check_int
 from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace
 from variable_batch_size.adaptive.decided_trace import DecidedTrace
@@ -92,6 +94,7 @@ class Batches:
         shuffle: whether the order of an epoch is a permutation, or that of the dataset.
         split: how steps become microbatches.
         decided: what a controller has decided, whose batch sizes the plan has; None for a fixed trace.
+        reproducible: whether updates are the same to the last bit in any world.
     """
 
     plan: Plan
@@ -100,12 +103,13 @@ class Batches:
     shuffle: bool = True
     split: Split = _EVEN
     decided: DecidedTrace | None = None
+    reproducible: bool = False
     arriving: ClassVar[bool] = False  # whether nobody knows the samples of an update before its turn
 
     @cached_property
     def dealing(self) -> Dealing:
         """How steps are split into microbatches and rounds."""
-        spread = self.split.spread and not self.plan.fixed_shape
+        spread = self.split.spread and not self.plan.fixed_shape and not self.reproducible
         equal = self.split.padded or self.split.equal_rounds
         # A round takes as long as a microbatch on the slowest rank: whole ones in equal rounds do not go by speed.
         return Dealing(self.world.size if spread else 1, equal, self.split.speeds if spread or not equal else ())
@@ -232,7 +236,9 @@ class Batches:
         """Return what the samplers of all ranks have in common, besides the cut into microbatches."""
         plan = self.plan
         own = {"seed": self.seed, "shuffle": self.shuffle, "drop_last": plan.drop_last}
-        return {"dataset_size": plan.dataset_size, **own, "trace": plan.trace.fingerprint}
+        bits = f"minibatch_size={plan.minibatch_size}, torch.set_num_threads({torch.get_num_threads()})"
+        exact = {"reproducible": bits if self.reproducible else ""}
+        return {"dataset_size": plan.dataset_size, **own, "trace": plan.trace.fingerprint, **exact}
 
     def past_at(self, step: int) -> str:
         """Return the fingerprint of the batch sizes before a step."""

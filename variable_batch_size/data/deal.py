@@ -204,6 +204,7 @@ class Step:
             samples=size if 0 <= number < count else 0,
             rows=self.minibatch_size if self.fixed_shape else size,
             start=first + start,
+            number=number % sizes.microbatches,
             ends_step=round_index == self.rounds(world) - 1,
         )
 

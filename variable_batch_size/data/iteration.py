@@ -11,6 +11,7 @@ from variable_batch_size.data.dealer import Dealer
 from variable_batch_size.data.equal_rounds import check_equal_rounds
 from variable_batch_size.data.growing import AbandonedError
 from variable_batch_size.data.passes import Pass
+from variable_batch_size.data.seeded import Indices
 
 INDICES_PER_CHUNK = 8192  # large enough for NumPy to be fast, small enough for the first microbatch to be ready soon
 
@@ -41,7 +42,7 @@ class Iteration(Pass):
         row = self._rows[self._row]
         self._row += 1
         self.yielded += 1
-        return row
+        return row if self._seed is None else Indices(row, self._seed, self._epoch.number)
 
     # What is read. ---------------------------------------------------------------------------------------------------
 
@@ -57,6 +58,7 @@ class Iteration(Pass):
         """Let the next microbatch be that of a round of a step."""
         self.start, self.first_round = position, round_index
         self._batches = self._dealer.batches
+        self._seed = self._batches.seed if self._batches.reproducible else None
         self._epoch = self._batches.epoch(position)
         self._order = self._batches.order(position.epoch)
         self._rows: list[list[int]] = []

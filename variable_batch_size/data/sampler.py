@@ -78,6 +78,8 @@ class CustomSampler(Dealer, Sampler[list[int]]):
             are equal, the ranks have microbatches of unequal sizes. Where the result depends on the cut, and with a
             fixed shape, whole microbatches are dealt in this way; there, equal rounds leave speeds without effect. A
             run may resume with other speeds.
+        reproducible: whether updates are the same to the last bit in any world, see "To the last bit" in the
+            documentation: the cut into microbatches is that of one rank, and belongs to the promise.
         epochs: number of epochs that will be trained, if known: `vbs.remaining_epochs` ends after them. A trace with
             `on_end="error"` that ends before them, or before `max_updates` or `max_samples`, raises now.
         max_updates: number of updates after which the training ends: an iteration ends there, later epochs are empty,
@@ -113,6 +115,7 @@ class CustomSampler(Dealer, Sampler[list[int]]):
         fixed_shape: bool | None = None,
         equal_rounds: bool = False,
         speeds: Sequence[float] | None = None,
+        reproducible: bool = False,
         epochs: int | None = None,
         max_updates: int | None = None,
         max_samples: int | None = None,
@@ -149,7 +152,7 @@ class CustomSampler(Dealer, Sampler[list[int]]):
         epochs = None if epochs is None else check_int(epochs, "epochs")
         plan.check_trace(epochs)
         split = Split(equal_rounds=equal_rounds, speeds=() if speeds is None else check_speeds(speeds, world.size))
-        batches = Batches(plan, world, seed, shuffle, split, decided)
+        batches = Batches(plan, world, seed, shuffle, split, decided, bool(reproducible))
         super().__init__(batches.checked(), epochs=epochs, cut_is_known=cut_is_known)
 
     @property

@@ -32,6 +32,7 @@ GROWTH: Final[Kinds] = {
     **dict.fromkeys(("decides", "asked"), (str,)),
 }
 NUMBER = (float, int)
+_ADDED: Final = {"reproducible": ""}  # what states lack that were saved before there was such an entry
 
 
 def check_position(state: Mapping[str, Any]) -> None:
@@ -66,7 +67,8 @@ def check_same_samples(state: Mapping[str, Any], own: Mapping[str, Any], past: s
     Raises:
         ValueError: if not, naming each difference.
     """
-    different = [f"{key} was {state.get(key)!r} and is {own[key]!r}" for key in own if state.get(key) != own[key]]
+    saved = {**_ADDED, **state}
+    different = [f"{key} was {saved.get(key)!r} and is {own[key]!r}" for key in own if saved.get(key) != own[key]]
     if past != state["past"]:
         different.append(f"the first {int(state['step'])} batch sizes of the trace are not the same")
     if different:

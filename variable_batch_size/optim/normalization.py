@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from variable_batch_size._validation import type_error
+from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.data.dealer import Dealer
 from variable_batch_size.microbatching import cut
 
@@ -67,6 +67,8 @@ def check_batch_norm(model: torch.nn.Module, sampler: Dealer) -> None:
 
 def check_known(model: torch.nn.Module, sampler: Dealer) -> None:
     """Check a model as `check_batch_norm` does, and that the optimizer of the sampler has cut the steps for it."""
+    if sampler.batches.reproducible:
+        check_reproducible(model, [], measures_elements=False)
     if sampler.dealing.multiple_of > 1 and any(map(_normalizes, model.modules())):
         raise ValueError(
             "the optimizer of a model with batch normalization must know it, because the result depends on how steps "
@@ -107,14 +109,30 @@ def cut_for(
     model: torch.nn.Module | None, parameters: Sequence[Tensor], *, measured: bool, alone: bool
 ) -> dict[str, bool]:
     """Return how steps have to be cut for a training, see `CustomSampler.attach`."""
-    own = {*map(id, parameters)}
-    models = [seen for seen in _seen if not own.isdisjoint(map(id, seen.parameters()))]
-    parts = [part for one in (model, *models) if one is not None for part in one.modules()]
+    parts = _known_parts(model, parameters)
     together = any(isinstance(part, SyncBatchNorm) and part.training for part in parts)  # all ranks, by a collective
     return {
         "spread": alone or not (measured or any(map(_normalizes, parts))),
         "equal_rounds": together and not alone,
     }
+
+
+def check_reproducible(model: torch.nn.Module | None, parameters: Sequence[Tensor], *, measures_elements: bool) -> None:
+    """Raise ValueError if updates cannot be the same to the last bit in any world."""
+    requirement = "reproducible=True needs"
+    if any(isinstance(part, _BatchNorm) and part.training for part in _known_parts(model, parameters)):
+        remedy = "use GroupNorm, or freeze it in evaluation mode"
+        raise value_error(f"{requirement} layers that see each sample alone", "batch normalization", remedy)
+    if measures_elements:
+        remedy = "choose another rule"
+        raise value_error(f"{requirement} a rule without the squares of elements", "invariant-adam", remedy)
+
+
+def _known_parts(model: torch.nn.Module | None, parameters: Sequence[Tensor]) -> list[torch.nn.Module]:
+    """Return the modules of a model, and of others that are known to have some of the parameters."""
+    own = {*map(id, parameters)}
+    models = [seen for seen in _seen if not own.isdisjoint(map(id, seen.parameters()))]
+    return [part for one in (model, *models) if one is not None for part in one.modules()]
 
 
 def _normalizes(part: torch.nn.Module) -> bool:

@@ -29,7 +29,7 @@ from variable_batch_size.optim import consistency
 from variable_batch_size.optim.controller import ControllerRunner
 from variable_batch_size.optim.cursor import Cursor, Phase
 from variable_batch_size.optim.hooks import call_before_forward, uncompiled
-from variable_batch_size.optim.normalization import cut_for
+from variable_batch_size.optim.normalization import check_reproducible, cut_for
 from variable_batch_size.optim.observed import ObservedOptimizer
 from variable_batch_size.optim.options import Estimator, Reduction, UpdateOptions, check_objects
 from variable_batch_size.optim.replay import Replays
@@ -131,8 +131,11 @@ class CustomOptimizer(ObservedOptimizer):
             by_rows=reduction == "sum",
             measures=noise is not None or any(needs_noise(one) or needs_squares(one) for one in rules.rules),
             needs=lambda: (needs() or Needs)(),
+            reproducible=sampler.batches.reproducible,
         )
         self._updater = Updater(inner, self._backend, rules, options, total)
+        if sampler.batches.reproducible:
+            check_reproducible(module, parameters, measures_elements=self._updater.second_moment is not None)
         check_applies_lr(inner, rules.rules)
         kind = {"measured": self._updater.measures_microbatches, "alone": self._backend.alone}
         self._cursor = Cursor(sampler, self._backend, **total.dealing(**cut_for(module, parameters, **kind)))
@@ -322,6 +325,11 @@ class CustomOptimizer(ObservedOptimizer):
         if cursor.settled:  # an update that an exception has interrupted later was made
             self._settle()
         cursor.check_receiving()
+        if self.sampler.batches.reproducible and self.sampler.expected is None:
+            raise RuntimeError(
+                "reproducible=True needs random numbers that are seeded before the forward of each microbatch, but "
+                "step() was called outside of vbs.updates(loader, optimizer); loop over that"
+            )
         if closure is not None:
             run_closure(closure, scaled=getattr(self, "found_inf", None) is not None)
         self._adopt_groups()

@@ -13,6 +13,7 @@ from torch.amp.grad_scaler import GradScaler
 from variable_batch_size.backend import Backend
 from variable_batch_size.data.batches import Batch
 from variable_batch_size.microbatching import Microbatch
+from variable_batch_size.optim import limbs
 from variable_batch_size.optim.gradient_noise import GradientNoise
 from variable_batch_size.optim.means import StepMeans, TokenCount
 from variable_batch_size.optim.options import UpdateOptions
@@ -58,11 +59,15 @@ class StepGradient:
         self._scaled: bool | None = None  # whether the losses of this step are scaled; None: there was none
         self._scale: Tensor | None = None  # of the losses of this step under a GradScaler, 0-D
         self._overflows: Any = None  # number of non-finite microbatches under a GradScaler; 0-D on a static graph
+        self._by_microbatch: dict[int, Tensor] = {}  # what was measured of each, by number, if that stays apart
+        self._integers: Tensor | None = None  # its sums, (2, numbers), on devices that compile
+        self._widths: list[int] = []  # of its parts
 
     def clear(self) -> None:
         """Discard the accumulated microbatches, after an update or to start the step over."""
         self.sum.clear()
         self._scaled = self._scale = self._overflows = None
+        self._by_microbatch, self._integers = {}, None
         self.token_count.clear()
         self.step_means.clear()
         if self._second_moment is not None:
@@ -140,9 +145,51 @@ class StepGradient:
         self.token_count.add(count, microbatch, like)
         weight = microbatch.samples / microbatch.batch_size if count is None else self.token_count.weight
         self.step_means.add(weight, like)
+        if self.sum.by_microbatch:
+            self._keep_apart(microbatch, like)
         self.sum.add(microbatch, following)
         if found_inf is not None:
             self._note_overflow(found_inf * (microbatch.samples > 0))
+
+    def _keep_apart(self, microbatch: Microbatch, like: Tensor) -> None:
+        """Take what was measured of a microbatch out of the sums, so that no rounding depends on the world."""
+        self.step_means.names = self.step_means.names or self.step_means.names_of_step
+        parts = [one.to(torch.float64) for one in self._measured([like])]
+        self._widths = list(map(len, parts))
+        if parts and self._backend.static_graph:  # where a row of a table would be another graph for each number
+            row = torch.cat(parts)
+            self._integers = (
+                row.new_zeros((2, len(row)), dtype=torch.int64) if self._integers is None else self._integers
+            )
+            limbs.add(self._integers, row)
+        elif parts and microbatch.samples:
+            self._by_microbatch[microbatch.number] = torch.cat(parts)
+        self.token_count.clear()
+        self.step_means.clear()
+        if self._noise is not None:
+            self._noise.clear()
+
+    def _measured(self, like: Sequence[Tensor]) -> list[Tensor]:
+        """Return what the ranks sum of what was counted: squares, counts and means, each (n,)."""
+        squares = [] if self._noise is None else [self._noise.local_squares(like)]
+        return [*squares, *self.token_count.message(like[0]), *self.step_means.message(like[0])]
+
+    def _table(self, microbatches: int, like: Tensor) -> list[Tensor]:
+        """Return what was kept apart, (microbatches, numbers), as bits, so that adding others' zeros is exact."""
+        if not self._widths or self._integers is not None:
+            return [] if self._integers is None else [self._integers]
+        table = like.new_zeros((microbatches, sum(self._widths)), dtype=torch.float64)
+        for number, row in self._by_microbatch.items():
+            table[number] = row
+        return [table.view(torch.int64)]
+
+    def _sums_of(self, table: Sequence[Tensor]) -> list[Tensor]:
+        """Return the sums over the microbatches, in their order."""
+        if self._integers is not None:
+            sums = [limbs.value(one, 1.0, torch.empty_like(one[0], dtype=torch.float64)) for one in table]
+        else:
+            sums = [bits.view(torch.float64).sum(0) for bits in table]
+        return [part for total in sums for part in torch.split(total, self._widths)]
 
     def _note_overflow(self, found_inf: Tensor) -> None:
         if self._backend.static_graph:
@@ -169,26 +216,28 @@ class StepGradient:
         if self.sum.ranks > 1 and self._backend.reads(like[0]) and self._backend.job is self._backend:
             number = zlib.crc32(repr(facts()).encode()) % _NUMBERS
             check = [torch.tensor([number, number**2], dtype=scalar_dtype(like))]
-        found_inf, counts, means = list[Tensor](), list[Tensor](), list[Tensor]()
+        found_inf, measured, apart = list[Tensor](), list[Tensor](), self.sum.by_microbatch
 
         def message() -> list[Tensor]:  # not in the graph of a microbatch, of which a step may have any number
-            counts.extend(self.token_count.message(like[0]))
-            means.extend(self.step_means.message(like[0]))
+            measured.extend(self._table(step.num_microbatches, like[0]) if apart else self._measured(like))
             sums = list[Tensor]()
             if self._overflows is not None:
                 overflows = torch.as_tensor(self._overflows, dtype=torch.float32, device=like[0].device)
                 found_inf.append(overflows.view(1))
-            if squares is not None and self._noise is not None:
-                squares.append(self._noise.local_squares(like))
             if self._second_moment is not None:
                 sums = self._second_moment.message([one for one in self.parameters if one.grad is not None])
-            return [*(squares or ()), *sums, *found_inf, *counts, *means, *check]
+            return [*measured, *sums, *found_inf, *check]
 
         gradients = self.sum.finish(step.batch_size, factor, message)
         for found in check:  # the same number x on all ranks: sum x^2 = (sum x)^2 / W
             total, square = found.tolist()
             if self.sum.ranks * square != total**2:
                 raise RanksDifferError(facts())
+        summed = iter(self._sums_of(measured) if apart else measured)
+        if squares is not None:
+            squares.append(next(summed))
+        counts = [next(summed)] if self.token_count.used else []
+        means = [*summed]
         self.step_means.settle(means, self.token_count.total(counts))
         counted = self.token_count.settle(counts, gradients, step.batch_size)
         if not counted or any(self._backend.host(found).item() for found in found_inf):

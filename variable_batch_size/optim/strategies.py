@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -12,13 +14,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from variable_batch_size._validation import type_error
+from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.backend import Backend, DistributedBackend, ElasticBackend, LocalBackend, detect
 from variable_batch_size.backend.detection import numbers_for
 from variable_batch_size.data.dealer import Dealer
 from variable_batch_size.optim.squares import Needs
 from variable_batch_size.optim.sums import Plain, Sum, Widened
 from variable_batch_size.optim.sums_ddp import DDP
+from variable_batch_size.optim.sums_reproducible import Reproducible
 from variable_batch_size.optim.sums_sharded import Sharded, data_parallel_group
 from variable_batch_size.optim.tensors import is_narrow
 
@@ -83,8 +86,12 @@ def sum_for(
     by_rows: bool,
     measures: bool,
     needs: Callable[[], Needs],
+    reproducible: bool,
 ) -> Sum:
     """Return what sums the gradients of a model."""
+    if reproducible:
+        _check_reproducible(module, parameters, backend)
+        return Reproducible(backend, find_unused=find_unused, by_rows=by_rows, needs=needs if measures else None)
     sharded: object = module
     how: dict[str, Any] = {"by_rows": by_rows, "needs": needs if measures else None}
     inside, between = backend, None
@@ -102,6 +109,24 @@ def sum_for(
         return DDP(backend, module, **how)
     kind = Widened if any(map(is_narrow, parameters)) else Plain
     return kind(backend, find_unused=find_unused, **how)
+
+
+def _check_reproducible(module: Module | None, parameters: Sequence[Tensor], backend: Backend) -> None:
+    requirement = "reproducible=True needs"
+    if isinstance(module, (DistributedDataParallel, FSDPModule)):
+        remedy = "pass the bare model, after vbs.broadcast_parameters(model)"
+        raise type_error(f"{requirement} gradients that the backend sums", module, remedy)
+    if isinstance(backend, ElasticBackend):
+        raise value_error(f"{requirement} ranks that stay", "an elastic backend", "restart from checkpoints instead")
+    device = parameters[0].device.type
+    if device == "xla" and os.environ.get("PJRT_DEVICE") != "CPU":
+        remedy = "train on CPUs or GPUs, or omit it"
+        raise value_error(f"{requirement} sums of 64-bit integers, which TPUs have not", "parameters on XLA", remedy)
+    if device == "cuda" and not (
+        torch.are_deterministic_algorithms_enabled() and "CUBLAS_WORKSPACE_CONFIG" in os.environ
+    ):
+        remedy = "call torch.use_deterministic_algorithms(True) and set CUBLAS_WORKSPACE_CONFIG=:4096:8 before"
+        raise RuntimeError(f"{requirement} deterministic algorithms, but CUDA may use others; {remedy}")
 
 
 def _check_elastic(module: object, backend: ElasticBackend) -> None:

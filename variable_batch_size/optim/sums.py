@@ -77,6 +77,7 @@ class Sum(ABC):
 
     module: Module | None = None  # before whose forward `prepare` has to be called, if there is one
     _sums_alone = False  # whether nothing else may sum the gradients over several ranks
+    by_microbatch = False  # whether what is measured of a microbatch stays apart until the ranks have summed it
     _clears: bool | None = None  # whether other gradients come within a step; None: it is not known yet
 
     def __init__(self, backend: Backend, *, by_rows: bool, needs: Callable[[], Needs] | None) -> None:

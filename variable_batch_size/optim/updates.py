@@ -19,6 +19,7 @@ from variable_batch_size.optim.consistency import common_facts
 from variable_batch_size.optim.handed import Update, incomplete, stale
 from variable_batch_size.optim.lr_scheduler import ProgressScheduler
 from variable_batch_size.optim.optimizer import CustomOptimizer
+from variable_batch_size.optim.seeding import Seeding
 
 T = TypeVar("T")
 
@@ -37,6 +38,9 @@ class Updates(Generic[T]):
         self._ahead = check_int(ahead, "ahead", 0, remedy="pass the number of updates that a framework reads ahead")
         if self._ahead and optimizer.backend.elastic:
             raise value_error("where the world may change, ahead must be 0", ahead, "read no update before its turn")
+        if self._ahead and optimizer.sampler.batches.reproducible:
+            requirement = "reproducible=True needs microbatches that are read in their turn, with ahead=0"
+            raise value_error(requirement, f"ahead={ahead}, as a trainer has", "train by a loop over vbs.updates()")
         self._epoch: int | None = None  # that of the iteration under way
 
     def __len__(self) -> int:
@@ -91,7 +95,7 @@ class Updates(Generic[T]):
                 return True
             batch = sampler.batches.batch(Position(number, step))
             sampler.expected, sampler.handed_out = batch if self._ahead == 0 else None, 0
-            update = self._hand_out(microbatches, batch)
+            update = self._seeded(self._hand_out(microbatches, batch), batch)
             yield Update(iter(list(update)) if self._ahead else update, len(batch.microbatches))
         sampler.expected = None
         for _ in microbatches:  # lets the loader end as in a loop
@@ -102,6 +106,17 @@ class Updates(Generic[T]):
         if optimizer.done and isinstance(optimizer.backend, ElasticBackend):
             optimizer.backend.part(optimizer.updates)
         return False
+
+    def _seeded(self, update: Iterator[T], batch: Batch) -> Iterator[T]:
+        """Yield the microbatches of an update; if it is reproducible, with random numbers that are seeded for each."""
+        if not self._optimizer.sampler.batches.reproducible:
+            yield from update
+            return
+        seed, like = self._optimizer.sampler.batches.seed, self._optimizer.param_groups[0]["params"][0]
+        with Seeding(seed, like, threads=self._optimizer.backend.threads) as seeding:
+            for microbatch, known in zip(batch.microbatches, update, strict=True):
+                seeding.seed(microbatch)
+                yield known
 
     def _hand_out(self, microbatches: Iterator[tuple[int, T]], batch: Batch) -> Iterator[T]:
         """Yield the microbatches of an update, of all that the loader yields, with their numbers."""

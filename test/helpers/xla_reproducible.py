@@ -1,0 +1,44 @@
+"""A reproducible training on each core of XLA."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch_xla
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+from torch_xla.distributed.parallel_loader import MpDeviceLoader
+
+import variable_batch_size as vbs
+
+SIZES = [13, 7, 1, 29, 11, 64, 33, 5]
+
+
+def train(folder: Path, rule: str) -> None:
+    """Train with dropout and clipping, and write the hash of the weights; ranks are threads that share generators."""
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(200, 20, generator=generator), torch.randint(5, (200,), generator=generator)
+    dataset = TensorDataset(*data)
+    net = nn.Sequential(nn.Linear(20, 32), nn.GELU(), nn.Dropout(0.2), nn.Linear(32, 5))
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    net = net.to(torch_xla.device())
+    options = {"minibatch_size": 4, "on_end": "cycle", "reproducible": True, "max_updates": 20}
+    sampler = vbs.CustomSampler(dataset, SIZES, **options)  # type: ignore[arg-type]
+    loader = MpDeviceLoader(DataLoader(dataset, batch_sampler=sampler), torch_xla.device())
+    inner = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    optimizer = vbs.CustomOptimizer(inner, sampler, 16, rule=rule, max_grad_norm=1.0)
+    for _ in vbs.remaining_epochs(sampler, optimizer):
+        for update in vbs.updates(loader, optimizer):
+            for x, y in update:
+                loss = cross_entropy(net(x), y)
+                optimizer.backward(loss)
+                optimizer.log(loss=loss)
+                optimizer.step()
+    told = vbs.weights_hash(net), optimizer.logged["loss"].item().hex(), float(optimizer.progress).hex()
+    backend = vbs.backend.XlaBackend()
+    backend.barrier()
+    (folder / f"{rule}-{backend.world.size}-{backend.world.rank}").write_text(" ".join(told))

@@ -1,0 +1,291 @@
+"""Updates that are the same to the last bit in any world: `CustomSampler(reproducible=True)`."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+import math
+import random
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import variable_batch_size as vbs
+from helpers.properties import examples
+from helpers.reference import OPTIMIZERS, SIZES, Training, assert_equal, training, twin
+from variable_batch_size.optim import limbs
+from variable_batch_size.testing import run_ranks
+
+EXACT = {"reproducible": True}
+KINDS = [kind for name, kind in OPTIMIZERS.items() if name != "invariant-adam"]
+
+
+# --------------------------------------------------------------------------------------------------- sums of integers
+
+
+def summed(groups: Sequence[Sequence[float]], weight: float = 1.0) -> tuple[int, int]:
+    """The pair of integers of all numbers, of which each group was added somewhere else."""
+    totals = []
+    for group in groups:
+        total = torch.zeros(2, 1, dtype=torch.int64)
+        for number, x in enumerate(group):
+            limbs.add(total, torch.tensor([x], dtype=torch.float64), weight)
+            if number % limbs.CARRIED == limbs.CARRIED - 1:
+                limbs.carry(total)
+        limbs.carry(total)
+        totals.append(total)
+    total = torch.stack(totals).sum(0)
+    limbs.carry(total)
+    high, low = total.flatten().tolist()
+    return high, low
+
+
+numbers = st.lists(st.floats(-1e6, 1e6) | st.floats(-1e-12, 1e-12), min_size=1, max_size=40)
+
+
+@given(numbers, st.data())
+@examples(200)
+def test_a_sum_of_integers_has_no_order(values: list[float], data: st.DataObject) -> None:
+    shuffled = data.draw(st.permutations(values))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(values)), max_size=5)))
+    groups = [shuffled[begin:end] for begin, end in itertools.pairwise([0, *cuts, len(values)])]
+    high, low = summed([values])
+    assert summed(groups) == (high, low)
+    assert -(2**53) <= low < 2**53
+    exact = sum(map(Fraction, values))
+    assert abs(Fraction(high, 2**20) + Fraction(low, 2**74) - exact) <= Fraction(len(values), 2**75)
+    mean = limbs.value(torch.tensor([[high], [low]]), 1 / len(values), torch.empty(1, dtype=torch.float64)).item()
+    assert mean == pytest.approx(float(exact / len(values)), rel=1e-15, abs=2.0**-70)
+
+
+def test_many_equal_numbers_do_not_wrap() -> None:
+    x = 1 / 3
+    pairs = {
+        summed([[x] * part for part in parts]) for parts in ([5000], [1, 4999], [1667, 1667, 1666], [715] * 6 + [710])
+    }
+    assert len(pairs) == 1
+    ((high, low),) = pairs
+    assert Fraction(high, 2**20) + Fraction(low, 2**74) == 5000 * Fraction(round(Fraction(x) * 2**74), 2**74)
+
+
+def test_long_tensors_are_added_in_pieces() -> None:
+    x = torch.randn(3 * limbs._CHUNK + 5, generator=torch.Generator().manual_seed(3))
+    whole, pieces = (torch.zeros(2, len(x), dtype=torch.int64) for _ in range(2))
+    largest = limbs.add(whole, x, 3.0)
+    for begin in range(0, len(x), 7001):
+        limbs.add(pieces[:, begin : begin + 7001], x[begin : begin + 7001], 3.0)
+    assert torch.equal(whole, pieces)
+    assert largest.item() == (3.0 * x.double()).abs().max().item()
+
+
+# ------------------------------------------------------------------------------------------------------------ updates
+
+
+def train(run: Training, updates: int) -> str:
+    """Train, and return the hash of the weights, and of what was logged and measured."""
+    optimizer = run.optimizer
+    while optimizer.updates < updates:
+        for update in vbs.updates(run.sampler, optimizer):
+            for indices in update:
+                loss = run.loss(indices)
+                optimizer.backward(loss)
+                optimizer.log(loss=loss)
+                optimizer.step()
+            if optimizer.updates == updates:
+                break
+    told = float(optimizer.progress), {name: value.item() for name, value in optimizer.logged.items()}
+    content = b"".join(one.detach().numpy().tobytes() for one in run.model.parameters())
+    return hashlib.sha256(content + repr(told).encode()).hexdigest()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_any_world_makes_the_same_updates_to_the_last_bit(kind: type[vbs.CustomOptimizer]) -> None:
+    def hash_of(backend: vbs.backend.Backend) -> str:
+        run = training(kind, SIZES * 3, backend=backend, sampling=EXACT, dtype=torch.float32, max_grad_norm=0.5)
+        return train(run, 15)
+
+    hashes = {one for world in (1, 2, 3, 5) for one in run_ranks(hash_of, world)}
+    assert len(hashes) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_the_update_is_that_of_one_big_batch(kind: type[vbs.CustomOptimizer]) -> None:
+    def weights(backend: vbs.backend.Backend) -> list[Any]:
+        run = training(kind, backend=backend, sampling=EXACT)
+        train(run, len(SIZES))
+        return run.weights()
+
+    for own in run_ranks(weights, 3):
+        assert_equal(own, twin(kind, SIZES))
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 6), st.booleans(), st.booleans())
+@examples(12)
+def test_random_traces_and_cuts(sizes: list[int], rows: int, fixed_shape: bool, by_sum: bool) -> None:
+    def hash_of(backend: vbs.backend.Backend) -> str:
+        sampling = {**EXACT, "fixed_shape": fixed_shape}
+        options = {"reduction": "sum"} if by_sum else {}
+        kind = vbs.AdaScaleOptimizer
+        run = training(kind, sizes, minibatch_size=rows, backend=backend, sampling=sampling, **options)
+        return train(run, len(sizes))
+
+    assert len({one for world in (1, 2, 4) for one in run_ranks(hash_of, world)}) == 1
+
+
+@given(st.integers(1, 11), st.integers(1, 5), st.integers(1, 5))
+@examples(8)
+def test_a_resumed_run_ends_with_the_same_bits(stop: int, before: int, after: int) -> None:
+    kind, sizes = vbs.AdamScaleOptimizer, SIZES * 2
+
+    def begin(backend: vbs.backend.Backend) -> tuple[str, Any]:
+        run = training(kind, sizes, backend=backend, sampling=EXACT)
+        train(run, stop)
+        return "", ({name: one.clone() for name, one in run.model.state_dict().items()}, run.optimizer.state_dict())
+
+    _, (weights, state) = run_ranks(begin, before)[0]
+
+    def go_on(backend: vbs.backend.Backend) -> str:
+        run = training(kind, sizes, backend=backend, sampling=EXACT)
+        run.model.load_state_dict(weights)
+        run.optimizer.load_state_dict(copy.deepcopy(state))  # ranks that are threads would share its tensors
+        return train(run, 12)
+
+    (whole,) = run_ranks(lambda backend: train(training(kind, sizes, backend=backend, sampling=EXACT), 12), 1)
+    assert set(run_ranks(go_on, after)) == {whole}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
+def test_a_number_out_of_range_makes_the_whole_gradient_nan(value: float) -> None:
+    def gradients(backend: vbs.backend.Backend) -> bool:
+        run = training(vbs.ConstantOptimizer, (12,), backend=backend, sampling=EXACT)
+        seen: list[Tensor] = []
+        run.optimizer.register_step_pre_hook(lambda *_: seen.extend(one.grad for one in run.model.parameters()))
+        with torch.no_grad():
+            run.target[int(run.sampler.batches.order(0)(np.array([11]))[0])] = value  # in the last microbatch
+        train(run, 1)
+        return all(gradient.isnan().all() for gradient in seen)
+
+    for world in (1, 2, 3, 5, 7):
+        assert all(run_ranks(gradients, world))
+
+
+def test_subnormals_are_zero() -> None:
+    assert summed([[5e-324, -5e-324, 1e-310] * 700]) == (0, 0)
+
+
+# ------------------------------------------------------------------------------------------------------ random numbers
+
+
+class Noisy(Dataset[Tensor]):
+    """Draws from all generators for each sample."""
+
+    def __len__(self) -> int:
+        return 30
+
+    def __getitem__(self, index: int) -> Tensor:
+        drawn = [torch.rand(()).item(), np.random.rand(), random.random()]
+        return torch.tensor([index, *drawn], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow("starts workers"))])
+def test_random_numbers_go_by_sample_and_by_microbatch(workers: int) -> None:
+    """In any world and worker, in later epochs of persistent workers, too; those between updates are the user's."""
+
+    def drawn(world: int, rank: int) -> tuple[dict[Any, Any], dict[Any, Any], list[float]]:
+        dataset = vbs.Seeded[Tensor](Noisy())
+        sampler = vbs.CustomSampler(dataset, [7, 12, 3], world, rank, 4, on_end="cycle", reproducible=True)
+        persists = {"persistent_workers": True, "multiprocessing_context": "fork"} if workers else {}
+        loader: Any = DataLoader(dataset, batch_sampler=sampler, num_workers=workers, **persists)
+        weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
+        backend = vbs.backend.LocalBackend()
+        samples, forwards, between = {}, {}, []
+        torch.manual_seed(1)
+        np.random.seed(1)
+        random.seed(1)
+        if world > 1:  # one rank of several, whose optimizer is not needed
+            for epoch in range(2):
+                sampler.set_epoch(epoch)
+                for rows in loader:
+                    samples |= {(epoch, int(row[0])): tuple(row[1:].tolist()) for row in rows}
+                while not sampler.batches.ends_epoch(sampler.position) or sampler.position.epoch < epoch:
+                    sampler.advance()
+            return samples, {}, []
+        optimizer = vbs.ConstantOptimizer(torch.optim.SGD([weight], lr=0.1), sampler, backend=backend)
+        for _ in range(2):
+            epoch = optimizer.epoch
+            for update in vbs.updates(loader, optimizer):
+                for rows in update:
+                    numbers = (torch.rand(()).item(), np.random.rand(), random.random())
+                    forwards[epoch, int(rows[0, 0])] = numbers
+                    samples |= {(epoch, int(row[0])): tuple(row[1:].tolist()) for row in rows}
+                    optimizer.backward(weight * rows[:, 1].mean())
+                    optimizer.step()
+                between.append(random.random())
+        return samples, forwards, between
+
+    samples, forwards, between = drawn(1, 0)
+    again, same, _ = drawn(1, 0)
+    assert (samples, forwards) == (again, same)
+    assert len(samples) == 60
+    assert len({*samples.values()}) == 60
+    assert len({*forwards.values()}) == len(forwards)
+    generator = random.Random(1)
+    assert between == [generator.random() for _ in between]
+    others = drawn(2, 0)[0] | drawn(2, 1)[0]
+    assert others == samples
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+def test_what_must_be_the_same_is_compared_at_a_restore() -> None:
+    run = training(sampling=EXACT)
+    train(run, 3)
+    state = run.optimizer.state_dict()
+    with pytest.raises(
+        ValueError, match=r"reproducible was 'minibatch_size=4, torch\.set_num_threads\(\d+\)' and is ''"
+    ):
+        training().optimizer.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"and is 'minibatch_size=5, torch\.set_num_threads"):
+        training(sampling=EXACT, minibatch_size=5).optimizer.load_state_dict(state)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        with pytest.raises(ValueError, match=rf"and is 'minibatch_size=4, torch\.set_num_threads\({threads + 1}\)'"):
+            training(sampling=EXACT).optimizer.load_state_dict(state)
+    finally:
+        torch.set_num_threads(threads)
+    training(sampling=EXACT).optimizer.load_state_dict(state)
+
+
+def test_what_cannot_be_reproduced_is_refused() -> None:
+    run = training(sampling=EXACT)
+    for indices in run.sampler:
+        run.optimizer.backward(run.loss(indices))
+        with pytest.raises(RuntimeError, match=r"step\(\) was called outside of vbs\.updates"):
+            run.optimizer.step()
+        break
+    with pytest.raises(ValueError, match=r"with ahead=0, got ahead=1, as a trainer has"):
+        vbs.updates(run.sampler, training(sampling=EXACT).optimizer, ahead=1)
+    normalized = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)).double()
+    with pytest.raises(ValueError, match="needs layers that see each sample alone, got batch normalization"):
+        training(sampling=EXACT, model=normalized)
+    with pytest.raises(ValueError, match="needs a rule without the squares of elements, got invariant-adam"):
+        training(vbs.InvariantAdamRuleOptimizer, sampling=EXACT)
+    run = training(sampling=EXACT)
+    indices = next(iter(next(iter(vbs.updates(run.sampler, run.optimizer)))))
+    with pytest.raises(ValueError, match="got a GradScaler; train in bfloat16"):
+        run.optimizer.backward(run.loss(indices), scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(TypeError, match=r"vbs\.Seeded must be read by a loader with batch_sampler=CustomSampler"):
+        vbs.Seeded(Noisy())[3]
+    with pytest.raises(TypeError, match="dataset must have a length"):
+        vbs.Seeded(iter(()))

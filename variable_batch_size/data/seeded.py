@@ -1,0 +1,114 @@
+"""Random numbers that a training draws for a sample or a microbatch: the same in any world, in any worker."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar, final
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from variable_batch_size._validation import type_error
+
+T = TypeVar("T")
+
+
+@final
+class Indices(list[int]):
+    """The indices of a microbatch, with what the random numbers of its samples depend on.
+
+    Attributes:
+        seed: of the sampler.
+        epoch: the epoch.
+    """
+
+    def __init__(self, indices: Iterable[int] = (), seed: int = 0, epoch: int = 0) -> None:
+        super().__init__(indices)
+        self.seed, self.epoch = seed, epoch
+
+
+def seed_of(*numbers: int) -> int:
+    """Return a seed below 2^63, a hash of numbers."""
+    return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "little") >> 1
+
+
+def seed_host(seed: int) -> None:
+    """Seed torch, on the CPU and on CUDA, NumPy and `random`."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+class HostStates:
+    """The states that the generators of this process have now: of torch on the CPU and on CUDA, NumPy and `random`."""
+
+    def __init__(self) -> None:
+        self._torch, self._numpy, self._python = torch.get_rng_state(), np.random.get_state(), random.getstate()
+        self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+
+    def restore(self) -> None:
+        """Let the generators go on from there."""
+        torch.set_rng_state(self._torch)
+        np.random.set_state(self._numpy)
+        random.setstate(self._python)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda)
+
+
+@contextmanager
+def kept_states() -> Iterator[None]:
+    """Let the generators of this process go on afterwards as if the block had drawn nothing."""
+    states = HostStates()
+    try:
+        yield
+    finally:
+        states.restore()
+
+
+@final
+class Seeded(Dataset[T], Generic[T]):
+    """A dataset whose random numbers, as those of an augmentation, depend on seed, epoch and index of a sample alone.
+
+    The generators of torch, NumPy and `random` are seeded before each sample, and go on afterwards as they were. It is
+    read by a loader with `batch_sampler=CustomSampler(..., reproducible=True)`, with any number of workers, persistent
+    ones too.
+
+    Args:
+        dataset: has a length, and `dataset[index]` for each index below it.
+
+    Raises:
+        TypeError: if the dataset has none of these, or is read by another sampler.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise type_error("dataset must have a length and dataset[index]", dataset, "pass a map-style dataset")
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self.dataset)
+
+    def __getitems__(self, indices: Sequence[int]) -> list[T]:
+        """Return the samples of a microbatch."""
+        if not isinstance(indices, Indices):
+            requirement = "vbs.Seeded must be read by a loader with batch_sampler=CustomSampler(..., reproducible=True)"
+            raise type_error(requirement, indices, "read another sampler's samples from the dataset within")
+        samples = list[T]()
+        with kept_states():
+            for index in indices:
+                seed_host(seed_of(indices.seed, indices.epoch, index))
+                samples.append(self.dataset[index])
+        return samples
+
+    def __getitem__(self, index: int) -> T:
+        """Refuse to return a sample, whose epoch is unknown.
+
+        Raises:
+            TypeError: always.
+        """
+        return self.__getitems__([index])[0]

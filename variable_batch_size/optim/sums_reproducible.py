@@ -1,0 +1,120 @@
+"""Gradients whose sum is the same to the last bit in any world: `CustomSampler(reproducible=True)`.
+
+The gradient of the sum of the losses of each microbatch becomes integers, see `limbs.py`, which are added over
+microbatches and ranks; the cut into microbatches does not depend on the world. What else is measured of a microbatch
+travels in a slot of its own, see `StepGradient`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from variable_batch_size._validation import type_error, value_error
+from variable_batch_size.backend import Backend
+from variable_batch_size.microbatching import Microbatch
+from variable_batch_size.optim import limbs
+from variable_batch_size.optim.sums import Others, Plain
+from variable_batch_size.optim.tensors import collect_gradients
+
+RANKS = 1000  # at most, so that the sums of lo do not wrap
+
+
+@final
+class Reproducible(Plain):
+    """Adds each microbatch to integers, which the backend sums over the ranks by one collective."""
+
+    _widens = True
+    by_microbatch = True
+
+    def __init__(self, backend: Backend, **options: Any) -> None:
+        if backend.world.size > RANKS:
+            raise value_error(f"reproducible=True needs at most {RANKS} ranks", backend.world.size, "train on fewer")
+        super().__init__(backend, **options)
+
+    def use(self, parameters: Sequence[Tensor], *, keep: bool = False) -> None:
+        """Sum the gradients of these parameters from now on."""
+        if any(isinstance(parameter, DTensor) for parameter in parameters):
+            requirement = "reproducible=True needs a model that every rank has whole"
+            raise type_error(requirement, parameters[0], "train the bare model, or omit reproducible=True")
+        self._sums: dict[Tensor, Tensor] = {}  # (2, elements) of each parameter, int64; memory that steps share
+        super().use(parameters, keep=keep)
+
+    def _begin_step(self) -> None:
+        super()._begin_step()
+        self._summed: dict[Tensor, None] = {}  # parameters whose sums are those of this step; in one order on all ranks
+        self._added = 0  # microbatches since the last carry
+        self._largest: Tensor | None = None  # absolute value of an element of any microbatch, 0-D
+
+    def _loss_factor(self, microbatch: Microbatch) -> float:
+        """Return what makes the loss a sum over the samples of the microbatch."""
+        return float(microbatch.samples or 1)
+
+    def _accumulate(self, microbatch: Microbatch, following: Microbatch | None) -> None:
+        present = [parameter for parameter in self.parameters if parameter.grad is not None]
+        gradients = collect_gradients(present)
+        self._set(None)
+        if not gradients or not (microbatch.samples or self._backend.static_graph):  # a replay may be non-finite
+            return
+        weight = self._backend.scalar(microbatch.samples / self._present_factor(microbatch), gradients[0], "microbatch")
+        if self._added == limbs.CARRIED:
+            self._carry()
+        self._added += 1
+        largest = [] if self._largest is None else [self._largest]
+        for parameter, gradient in zip(present, gradients, strict=True):
+            if parameter not in self._sums:
+                self._sums[parameter] = parameter.new_empty((2, parameter.numel()), dtype=torch.int64)
+            first = parameter not in self._summed
+            largest.append(limbs.add(self._sums[parameter], gradient.reshape(-1), weight, first=first))
+        self._summed.update(dict.fromkeys(present))
+        self._largest = torch.stack(largest).max()
+
+    def _carry(self) -> None:
+        for parameter in self._summed:
+            limbs.carry(self._sums[parameter])
+        self._added = 0
+
+    def finish(self, batch_size: int, factor: float | None, others: Others) -> list[Tensor]:
+        """Leave `factor` times the mean gradient in `.grad`; all of it is nan if a number was out of range."""
+        members = self._participation.select(self._used)
+        taking = [parameter for parameter, member in zip(self.parameters, members, strict=True) if member]
+        for parameter in [one for one in taking if one not in self._summed]:
+            self._sums[parameter] = parameter.new_zeros((2, parameter.numel()), dtype=torch.int64)
+        self._carry()
+        like = self.parameters[0].new_zeros((), dtype=torch.float64)
+        limit = self._backend.scalar(limbs.LARGEST / batch_size, like, "range")
+        out_of_range = (~((like if self._largest is None else self._largest) < limit)).long().view(1)
+        sums = [self._sums[parameter] for parameter in taking]
+        self._backend.mark_step()
+        message = self._participation.message(self._used, replay=not any(self._used))
+        flags = [one.long() for one in message]  # one dtype, one collective: XLA:CPU may run several in any order
+        self._all_reduce([*sums, out_of_range, *flags, *others()])
+        weight = like + self._backend.scalar(float(self._end(factor)) / batch_size, like, "update")
+        weight = torch.where(out_of_range == 0, weight, torch.nan)
+        for parameter, total in zip(taking, sums, strict=True):
+            limbs.carry(total)
+            mean = limbs.value(total, weight, parameter.new_empty(parameter.numel()))
+            parameter.grad = mean.view_as(parameter)
+        message = [flag.to(one.dtype) for flag, one in zip(flags, message, strict=True)]
+        self._exclude(self._participation.settle(message) or members)
+        return collect_gradients(self.parameters)
+
+    def common_scale(self, scale: Tensor) -> Tensor:
+        """Refuse a `GradScaler`.
+
+        Raises:
+            ValueError: always.
+        """
+        requirement = "reproducible=True needs gradients that nothing scales by what single microbatches overflow"
+        raise value_error(requirement, "a GradScaler", "train in bfloat16, by torch.autocast, without a scaler")
+
+    def flush(self) -> None:
+        """Do nothing: no `GradScaler` finds an overflow."""
+
+    def zero_grad(self) -> None:
+        """Clear the gradients that have come since the last `add`."""
+        self._drop()

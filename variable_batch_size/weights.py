@@ -1,0 +1,32 @@
+"""A model's weights as sixty-four characters."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+
+def weights_hash(model: Module | Mapping[str, Any]) -> str:
+    """Return the SHA-256 of the tensors of a model, in hexadecimal: two models with one hash are equal to the last bit.
+
+    It is that of the names, in their order, each with dtype, shape and bytes, which does not depend on the device.
+
+    Args:
+        model: a model that this process has whole; or its state dict, as that of `vbs.read_checkpoint`.
+
+    >>> model = torch.nn.Linear(2, 1)
+    >>> weights_hash(model) == weights_hash(model.state_dict())
+    True
+    """
+    state, total = model.state_dict() if isinstance(model, Module) else model, hashlib.sha256()
+    for name, one in sorted(state.items()):
+        if isinstance(one, Tensor):
+            total.update(f"{name} {one.dtype} {[*one.shape]}\n".encode())
+            whole = one.detach().resolve_conj().resolve_neg().cpu().contiguous()
+            total.update(whole.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
