@@ -298,6 +298,8 @@ def processes(
     where, counts = f"{machine}, {world} process{'es' if world > 1 else ''}", [1, 4, 16]
     compare(chosen(MODELS), pairs, where, COUNTS, counts[:2], barrier=barrier, device=torch.device(device))
     if only_counts:
+        if world > 1:
+            dist.destroy_process_group()
         return
     if world == 1:
         sides["linear rule / accumulation by hand"] = (linear, by_hand)

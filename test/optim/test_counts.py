@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -21,9 +22,11 @@ from helpers.arrivals import Arriving, whole
 from helpers.denominators import Divided, plain, terms
 from helpers.elastic_threads import ElasticThreads, Script
 from helpers.mistakes import Mistake, check
+from helpers.processes import run_job
 from helpers.properties import examples
 from helpers.reference import Array, assert_equal, network, training
 from helpers.tokens import DATASET, batches_of
+from helpers.worlds import Layout, Place, load, state_of
 from variable_batch_size.backend.sent_numbers import SentNumbers
 from variable_batch_size.testing import run_ranks
 
@@ -98,6 +101,48 @@ def test_an_update_is_that_of_the_sum_of_means_over_all_that_each_term_counts(
     for made, weights in run_ranks(resume, other):
         assert made == [any(number[batch].sum() > 0 for number in numbers.values()) for batch in batches]
         assert_equal(weights, expected, 1e-11)
+
+
+def drawn(seed: int) -> tuple[dict[str, Tensor], list[int], dict[str, Any]]:
+    """The numbers of the samples, a trace, and the arguments of a training."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    numbers = {"tokens": torch.randint(0, 9, (DATASET,), generator=generator).double()}
+    numbers["marked"] = (torch.rand(DATASET, generator=generator).double() - 0.8).clamp(min=0)
+    numbers |= {"rows": ROWS} if rng.random() < 0.5 else {}
+    sizes = [rng.choice([1, 2, rng.randint(1, 12), rng.randint(1, 40)]) for _ in range(6)]
+    options: dict[str, Any] = {"max_grad_norm": rng.choice([None, 0.5]), "minibatch_size": rng.randint(1, 9)}
+    options |= {"reduction": rng.choice(["mean", "sum"]), "sampling": {"fixed_shape": rng.random() < 0.5}}
+    return numbers, sizes, options
+
+
+def train_drawn(backend: vbs.backend.Backend, layout: Layout) -> list[list[Array]]:
+    """The weights of trainings that each resume once."""
+    found, place = [], Place.of(layout, backend)
+    for seed in range(12):
+        numbers, sizes, options = drawn(seed)
+
+        def begin() -> Divided:
+            run = place.training(vbs.ConstantOptimizer, sizes, ref_batchsize=None, **options)  # noqa: B023
+            return Divided(run, numbers)  # noqa: B023
+
+        begun, resumed = begin(), begin()
+        begun.train(seed % len(sizes))
+        load(resumed.run, state_of(begun.run))
+        resumed.train(len(sizes))
+        found.append([weight.numpy() for weight in state_of(resumed.run)[0].values()])
+    return found
+
+
+@pytest.mark.slow("starts processes")
+@pytest.mark.torch
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("by", ["plain", "ddp", "fsdp"])
+def test_processes_divide_the_terms_of_random_traces(by: Any, ranks: int) -> None:
+    layout = Layout(shards=ranks) if by == "fsdp" else Layout(ranks, by=by)
+    for found in run_job("gloo", train_drawn, layout, ranks=ranks):
+        for seed, weights in enumerate(found):
+            numbers, sizes, options = drawn(seed)
+            assert_equal(weights, plain(numbers, batches_of(sizes), options["max_grad_norm"]))
 
 
 def test_means_of_microbatches_are_another_gradient() -> None:
