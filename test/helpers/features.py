@@ -187,23 +187,32 @@ def _count(run: Run, indices: list[int], *, rows: bool = True) -> dict[str, Any]
     return counts | ({"rows": len(indices)} if rows else {})
 
 
-def _dividing(run: Run, indices: list[int]) -> bool:
+def _dividing(run: Run, indices: list[int], *, scaled: bool = False) -> bool:
     own, (lengths, marks) = run.training, (of[indices].to(run.place.device) for of in (LENGTHS, MARKS))
     output, counts = own.model(own.x[indices]), run.update.counts
     of_token = (output - own.target[indices]).square().sum(dim=1)
     loss = (of_token * lengths).sum() / counts["tokens"] + (output.exp().sum(dim=1) * marks).sum() / counts["marked"]
     if "rows" in counts:
         loss = loss + output.square().sum() / counts["rows"]
+    if scaled:
+        return _step_scaled(run, loss, weighted=True)
     run.optimizer.backward(loss, weighted=True)
     return run.optimizer.step()
 
 
+def _dividing_scaled(run: Run, indices: list[int]) -> bool:
+    return _dividing(run, indices, scaled=True)
+
+
 def _scaled(run: Run, indices: list[int]) -> bool:
-    loss = run.loss(indices)
+    return _step_scaled(run, run.loss(indices))
+
+
+def _step_scaled(run: Run, loss: Tensor, **options: Any) -> bool:
     if run.optimizer.updates in run.overflows:
         run.overflows.discard(run.optimizer.updates)
         loss = loss * torch.inf
-    run.optimizer.backward(loss, scaler=run.scaler)
+    run.optimizer.backward(loss, scaler=run.scaler, **options)
     made = run.scaler.step(run.optimizer)
     run.scaler.update()
     return bool(made)
@@ -386,6 +395,7 @@ def _features() -> dict[str, Feature]:
     divided = Feature(options={"max_grad_norm": 0.5}, microbatch=_dividing, by_updates=True, counts=_count)
     found["denominators"] = divided
     found["denominators of sums"] = replace(divided, options={"reduction": "sum"})
+    found["denominators, scaled"] = replace(divided, microbatch=_dividing_scaled, unlike=("cores",))
     without = partial(_count, rows=False)  # an update may have none at all
     found["denominators, no counts"] = replace(divided, counts=without, unlike=("cores",))
     found["settings of FSDP2"] = Feature(microbatch=_with_settings_of_fsdp2)
