@@ -37,7 +37,7 @@ class Divided:
         return {name: number[indices].sum() for name, number in self.numbers.items()}
 
     def loss(self, indices: list[int], totals: Mapping[str, Any]) -> Tensor:
-        own = {name: number[indices] for name, number in self.numbers.items()}
+        own = {name: number[indices].to(self.run.x) for name, number in self.numbers.items()}
         sums = terms(self.run.model(self.run.x[indices]), self.run.target[indices], own)
         return torch.stack([total / totals[name] for name, total in sums.items()]).sum()
 

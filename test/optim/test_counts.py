@@ -63,7 +63,7 @@ some_sizes = st.lists(st.integers(1, 30), min_size=1, max_size=6)
     max_grad_norm=st.sampled_from([None, 0.5]),
     reduction=st.sampled_from(["mean", "sum"]),
 )
-@examples(120)
+@examples(80)
 def test_an_update_is_that_of_the_sum_of_means_over_all_that_each_term_counts(
     tokens: list[int],
     marked: list[float],
