@@ -4,7 +4,8 @@ In one process the alternative is gradient accumulation written by hand; in two 
 with `no_sync`, which both the linear rule and AdaScale are compared with, for models of three sizes; and FSDP2, for the
 larger two, which scatters the sum of each microbatch on both sides. AdaScale is also compared with the linear rule, two
 rules of AdamW with one that measures nothing; and so is the linear rule with logging: the loss, the norm of the
-gradient, and a row in `scalars.csv` and TensorBoard's events every 10 updates. Both sides use the same tensors; the
+gradient, and a row in `scalars.csv` and TensorBoard's events every 10 updates. A loop over `vbs.updates` with two
+counts is compared with one without, in two processes in DistributedDataParallel. Both sides use the same tensors; the
 library also draws indices from its sampler. Blocks of updates of the two sides are interleaved, and each pair of blocks
 gives one ratio. Memory is the peak of a new process. `--keep-memory` sets two variables with which glibc keeps freed
 memory instead of returning it to the kernel. `--device cuda` compares times on a GPU, in one process. step_xla.py
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import resource
 import subprocess
@@ -110,6 +112,36 @@ def with_library(
     return update
 
 
+def by_updates(make: Make, batches: Batches, *, counted: bool) -> Callable[[], None]:
+    """Return a function that makes one update of `vbs.updates`, of a loss with two denominators if it is `counted`."""
+    model, world = make().to(batches[0][0].device), current_world()
+    model = DistributedDataParallel(model) if world.size > 1 else model
+    size = ROWS * len(batches) * world.size
+    sampler = vbs.CustomSampler(size * 1_000_000, size, world.size, world.rank, ROWS)
+    inner = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.5)
+    optimizer = vbs.LinearRuleOptimizer(inner, sampler, 128, model=model)
+    numbers = itertools.cycle(range(len(batches)))
+
+    def counts(_: list[int]) -> dict[str, Tensor | float]:
+        labels = batches[next(numbers)][1]
+        return {"rows": len(labels), "labels": (labels != 9).sum()}
+
+    updates = iter(vbs.updates(sampler, optimizer, counts=counts if counted else None))
+
+    def update() -> None:
+        due = next(updates)
+        for (images, labels), _ in zip(batches, due, strict=True):
+            losses = nn.functional.cross_entropy(model(images), labels, reduction="none")
+            if counted:
+                kept = (losses * (labels != 9)).sum() / due.counts["labels"]
+                optimizer.backward(kept + losses.sum() / due.counts["rows"], weighted=True)
+            else:
+                optimizer.backward((losses * (labels != 9)).mean() + losses.mean())
+            optimizer.step()
+
+    return update
+
+
 def sharded(model: nn.Module) -> nn.Module:
     """Shard each layer, and the rest."""
     for layer in model.children():
@@ -166,6 +198,8 @@ WITH_ADAM = {
     "invariant Adam / sqrt-SDE rule, AdamW": (invariant_adam, sqrt_sde),
 }
 LOGGING = {"linear rule with / without logging": (partial(with_library, "linear", logs=True), linear)}
+
+COUNTS = {"updates with / without counts=": (partial(by_updates, counted=True), partial(by_updates, counted=False))}
 
 
 def data(microbatches: int, device: torch.device | None = None) -> Batches:
@@ -243,6 +277,7 @@ def processes(
     *,
     only_fsdp: bool = False,
     only_adam: bool = False,
+    only_counts: bool = False,
 ) -> None:
     """Compare in this process, which is one of `world`, for models of these sizes; on a GPU it is the only one."""
 
@@ -261,6 +296,11 @@ def processes(
     barrier = torch.cuda.synchronize if on_gpu else dist.barrier if world > 1 else (lambda: None)
     machine = torch.cuda.get_device_name() if on_gpu else "CPU"
     where, counts = f"{machine}, {world} process{'es' if world > 1 else ''}", [1, 4, 16]
+    compare(chosen(MODELS), pairs, where, COUNTS, counts[:2], barrier=barrier, device=torch.device(device))
+    if only_counts:
+        if world > 1:
+            dist.destroy_process_group()
+        return
     if world == 1:
         sides["linear rule / accumulation by hand"] = (linear, by_hand)
     else:
@@ -339,6 +379,7 @@ if __name__ == "__main__":
     parser.add_argument("--sizes", nargs="*", default=["small", "1M", "10M", "100M"], help="models to compare")
     parser.add_argument("--only-fsdp", action="store_true", help="in two processes, compare in FSDP2 only")
     parser.add_argument("--only-adam", action="store_true", help="in one process, compare the rules of Adam only")
+    parser.add_argument("--only-counts", action="store_true", help="compare updates with counts= and without only")
     parser.add_argument("--keep-memory", action="store_true", help="measure with glibc keeping the memory it has")
     parser.add_argument("--on-xla", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--memory-of", choices=["linear", "adascale"], help=argparse.SUPPRESS)
@@ -353,11 +394,13 @@ if __name__ == "__main__":
         raise SystemExit
     for world in flags.worlds:
         if world == 1:
-            processes(0, 1, "", flags.pairs, flags.sizes, only_adam=flags.only_adam)
+            processes(0, 1, "", flags.pairs, flags.sizes, only_adam=flags.only_adam, only_counts=flags.only_counts)
         else:
             with tempfile.TemporaryDirectory() as folder:
                 own = world, f"{folder}/store", flags.pairs, flags.sizes, flags.device
-                mp.spawn(partial(processes, only_fsdp=flags.only_fsdp), own, nprocs=world)
-            memory_in_fsdp([name for name in ("10M parameters", "100M parameters") if name.split()[0] in flags.sizes])
-    if not (flags.only_fsdp or flags.only_adam):
+                only = {"only_fsdp": flags.only_fsdp, "only_counts": flags.only_counts}
+                mp.spawn(partial(processes, **only), own, nprocs=world)
+            large = [name for name in ("10M parameters", "100M parameters") if name.split()[0] in flags.sizes]
+            memory_in_fsdp([] if flags.only_counts else large)
+    if not (flags.only_fsdp or flags.only_adam or flags.only_counts):
         memory(xla=False)

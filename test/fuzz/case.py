@@ -65,7 +65,7 @@ FEATURES = {
     "interrupt": 0.1,  # KeyboardInterrupt at a line of step()
     "closure": 0.15,  # step(closure)
     "log": 0.4,  # optimizer.log
-    "counts": 0.2,  # step(count=)
+    "counts": 0.2,  # step(count=), or vbs.updates(counts=)
     "average": 0.3,  # WeightAverage
     "checkpoint": 0.35,  # segments and rollbacks go through a Checkpoint
 }
@@ -186,6 +186,11 @@ class Case:
             max_updates=self.max_updates,
             max_samples=self.max_samples,
         )
+
+    @property
+    def divides(self) -> bool:
+        """Whether the counts are those of vbs.updates(counts=), by which the loop divides."""
+        return self.counts and self.by_update and self.backward and self.seed % 2 == 1
 
     @property
     def measures_noise(self) -> bool:

@@ -119,7 +119,7 @@ def difference(case: Case, records: list[list[Record]], wanted: list[Expected], 
             ("samples", record.samples, update.samples),
             ("rows", record.rows, rows_of_rank(update, *record.world)),
             ("step() returned", record.updated, update.updated),
-            ("counted", record.count is not None, case.counts),
+            ("counted", record.count is not None, case.counts and not case.divides),
             ("logged", set(record.logged), {"one", "value"} if case.logs else set()),
             ("done", record.done, is_done(case, record.update, update.samples)),
         ]
@@ -149,9 +149,9 @@ def difference(case: Case, records: list[list[Record]], wanted: list[Expected], 
 
 
 def mean_of(case: Case, number: int) -> float:
-    """What the loop logs: the mean of the numbers of the samples; with counts, weighed by them."""
+    """What the loop logs: the mean of the numbers of the samples; with step(count=), weighed by the counts."""
     samples = case.updates[number].samples
-    if not case.counts:
+    if not case.counts or case.divides:
         return sum(samples) / len(samples)
     total = sum(map(tokens, samples))
     return sum(i * tokens(i) for i in samples) / total if total else math.nan

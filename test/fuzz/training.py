@@ -76,6 +76,7 @@ class Rank:
         self.fault: Event | None = None
         self.final: State = {}  # after the last update
         self.misuse = False  # whether a RuntimeError of step() is the answer to a wrong loop
+        self.totals: Any = {}  # of the counts of the update, if the loop divides by them
         self.wrong = ""  # what the loop does wrong with the microbatch at hand
         self.skipped = False  # whether the next update must be refused
         self.interrupt: Interrupt | None = None  # of the next step()
@@ -166,8 +167,12 @@ class Rank:
         if not self.case.by_update:
             yield from self.loader
             return
-        for update in vbs.updates(self.loader, self.optimizer):
+        for update in vbs.updates(self.loader, self.optimizer, counts=self.tokens if self.case.divides else None):
+            self.totals = update.counts if self.case.divides else {}
             yield from update
+
+    def tokens(self, batch: Sequence[int] | Tensor) -> dict[str, int]:
+        return {"tokens": sum(map(tokens, batch.tolist() if isinstance(batch, Tensor) else batch))}
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -227,7 +232,8 @@ class Rank:
             self.optimizer.zero_grad()
         self.model.update = update
         if self.case.logs:
-            weights = torch.tensor([tokens(row) if self.case.counts else 1.0 for row in rows], dtype=torch.float64)
+            counted = self.case.counts and not self.case.divides
+            weights = torch.tensor([tokens(row) if counted else 1.0 for row in rows], dtype=torch.float64)
             self.optimizer.log(value=(torch.tensor(rows) * weights).sum() / weights.sum(), one=1)
         if self.case.closure:
             return self.optimizer.step(lambda: self.gradients(rows, update), **self.count(rows))
@@ -245,13 +251,16 @@ class Rank:
 
     def count(self, rows: list[int]) -> dict[str, Any]:
         number = sum(map(tokens, rows))
-        return {"count": number if number % 2 else torch.tensor(number)} if self.case.counts else {}
+        counted = self.case.counts and not self.case.divides
+        return {"count": number if number % 2 else torch.tensor(number)} if counted else {}
 
     def backward(self, rows: list[int]) -> None:
         loss = self.data.loss(self.model, rows, self.case.reduction, of_tokens=self.case.counts)
         if self.case.clears:
             self.optimizer.zero_grad()
-        if self.case.backward:
+        if self.case.divides:
+            self.optimizer.backward(loss / self.totals["tokens"] * self.case.loss_scale, weighted=True)
+        elif self.case.backward:
             self.optimizer.backward(loss * self.case.loss_scale)
         else:
             (loss * self.case.loss_scale).backward()  # type: ignore[no-untyped-call]

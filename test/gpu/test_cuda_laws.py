@@ -12,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import variable_batch_size as vbs
-from helpers.gpu import MARKS, TOLERANCES, deviation, difference, on_device
+from helpers.denominators import Divided, plain
+from helpers.gpu import DEVICE, MARKS, TOLERANCES, deviation, difference, on_device
 from helpers.properties import examples
 from helpers.reference import EQUATIONS, HYPERPARAMETERS, OPTIMIZERS, SIZES, Training, twin
+from helpers.tokens import DATASET, batches_of
 from variable_batch_size.backend import Backend
 from variable_batch_size.testing import run_ranks
 
@@ -50,6 +52,18 @@ def test_the_world_does_not_matter_on_a_gpu(kind: Kind, dtype: torch.dtype) -> N
 
     for run in run_ranks(train, 3):
         assert difference(run, twin(kind, SIZES, dtype=dtype)) <= TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("counted_on", ["cpu", DEVICE])
+def test_denominators_on_a_gpu_are_those_of_all_ranks(counted_on: str) -> None:
+    def train(backend: Backend) -> Training:
+        run = on_device(vbs.ConstantOptimizer, SIZES, dataset_size=DATASET, ref_batchsize=None, backend=backend)
+        Divided(run, {name: number.to(counted_on) for name, number in numbers.items()}).train(len(SIZES))
+        return run
+
+    numbers = {"tokens": torch.arange(DATASET).remainder(7).double(), "rows": torch.ones(DATASET).double()}
+    for run in run_ranks(train, 3):
+        assert difference(run, plain(numbers, batches_of([*SIZES]))) <= 1e-12
 
 
 IMPLEMENTED = {torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW}

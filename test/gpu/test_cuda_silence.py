@@ -11,7 +11,18 @@ import pytest
 import torch
 
 import variable_batch_size as vbs
-from helpers.gpu import MARKS, ON_GPU, PARAMETERS, ROWS, VARYING, launches, make, updates, updates_by_hand
+from helpers.gpu import (
+    MARKS,
+    ON_GPU,
+    PARAMETERS,
+    ROWS,
+    VARYING,
+    divided_updates,
+    launches,
+    make,
+    updates,
+    updates_by_hand,
+)
 from helpers.reference import OPTIMIZERS
 
 pytestmark = [*MARKS, pytest.mark.skipif(not ON_GPU, reason="a CPU neither synchronizes nor launches kernels")]
@@ -48,6 +59,13 @@ def test_a_read_of_the_gpu_raises_in_this_mode() -> None:
 def test_the_host_does_not_wait_within_an_update(kind: type[vbs.CustomOptimizer], options: dict[str, Any]) -> None:
     """Also if the noise is measured: only `noise()`, `progress`, a tracker's rows, a controller and a state read it."""
     each = updates(kind, VARYING, **options)
+    make(each, WARM_UP)
+    with synchronizing_raises():
+        make(each, 2 * len(VARYING))
+
+
+def test_the_host_does_not_wait_for_denominators() -> None:
+    each = divided_updates(VARYING)
     make(each, WARM_UP)
     with synchronizing_raises():
         make(each, 2 * len(VARYING))

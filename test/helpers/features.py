@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -22,6 +22,7 @@ from helpers.worlds import ODD, Layout, Place, load, state_of
 
 LENGTHS = torch.tensor([3.0, 1, 4, 1, 5, 0, 0, 2, 6, 5]).double().repeat(5)  # tokens of the samples
 SOME = LENGTHS + 1
+MARKS = (torch.arange(50) % 7 == 0).double() / 3  # weights of samples
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Feature:
         model: what creates the model.
         microbatch: what the loop does with a microbatch; it returns what `step()` has returned.
         by_updates: whether the loop is over `vbs.updates`.
+        counts: what that counts of a microbatch.
         sizes: batch sizes.
         tolerance: relative to the largest weight.
         unlike: where it cannot be: "ddp", "sharded", "tensors", "threads", "cores".
@@ -46,6 +48,7 @@ class Feature:
     model: Callable[[], nn.Module] | None = None
     microbatch: Callable[[Run, list[int]], bool] | None = None
     by_updates: bool = False
+    counts: Callable[[Run, list[int]], dict[str, Any]] | None = None
     sizes: Sequence[int] = ODD
     tolerance: float = 1e-12
     unlike: tuple[str, ...] = ()
@@ -95,15 +98,20 @@ class Run:
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
         self.overflows = {1, 4} if place.world.rank == 0 else set[int]()
         self.logged: list[float] = []
+        self.update: Any = None  # under way, of `vbs.updates`
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Call the one `backward()` or the other."""
         loss.backward(**options) if self.raw else self.optimizer.backward(loss, **options)  # type: ignore[no-untyped-call]
 
     def _microbatches(self) -> Iterable[list[int]]:
-        if not self.feature.by_updates:
-            return self.training.sampler  # type: ignore[return-value]
-        return (indices for update in vbs.updates(self.training.sampler, self.optimizer) for indices in update)  # type: ignore[arg-type]
+        return self._of_updates() if self.feature.by_updates else self.training.sampler  # type: ignore[return-value]
+
+    def _of_updates(self) -> Iterator[list[int]]:
+        counts = None if self.feature.counts is None else partial(self.feature.counts, self)
+        for update in vbs.updates(self.training.sampler, self.optimizer, counts=counts):  # type: ignore[arg-type]
+            self.update = update
+            yield from update
 
     def until(self, updates: int) -> Run:
         """Train until this update, over any number of epochs."""
@@ -172,12 +180,39 @@ def _counting(run: Run, indices: list[int], of: Tensor = LENGTHS) -> bool:
     return run.optimizer.step(count=int(tokens) if run.raw else tokens)
 
 
+def _count(run: Run, indices: list[int], *, rows: bool = True) -> dict[str, Any]:
+    """Tokens, of which some samples have none; marked samples, of which most updates have none; and rows."""
+    tokens = LENGTHS[indices].sum().to(run.place.device or "cpu")
+    counts = {"tokens": tokens, "marked": MARKS[indices].sum().item()}
+    return counts | ({"rows": len(indices)} if rows else {})
+
+
+def _dividing(run: Run, indices: list[int], *, scaled: bool = False) -> bool:
+    own, (lengths, marks) = run.training, (of[indices].to(run.place.device) for of in (LENGTHS, MARKS))
+    output, counts = own.model(own.x[indices]), run.update.counts
+    of_token = (output - own.target[indices]).square().sum(dim=1)
+    loss = (of_token * lengths).sum() / counts["tokens"] + (output.exp().sum(dim=1) * marks).sum() / counts["marked"]
+    if "rows" in counts:
+        loss = loss + output.square().sum() / counts["rows"]
+    if scaled:
+        return _step_scaled(run, loss, weighted=True)
+    run.optimizer.backward(loss, weighted=True)
+    return run.optimizer.step()
+
+
+def _dividing_scaled(run: Run, indices: list[int]) -> bool:
+    return _dividing(run, indices, scaled=True)
+
+
 def _scaled(run: Run, indices: list[int]) -> bool:
-    loss = run.loss(indices)
+    return _step_scaled(run, run.loss(indices))
+
+
+def _step_scaled(run: Run, loss: Tensor, **options: Any) -> bool:
     if run.optimizer.updates in run.overflows:
         run.overflows.discard(run.optimizer.updates)
         loss = loss * torch.inf
-    run.optimizer.backward(loss, scaler=run.scaler)
+    run.optimizer.backward(loss, scaler=run.scaler, **options)
     made = run.scaler.step(run.optimizer)
     run.scaler.update()
     return bool(made)
@@ -357,6 +392,12 @@ def _features() -> dict[str, Feature]:
     found["closure"] = Feature(microbatch=_by_closure)
     found["zero_grad"] = Feature(microbatch=_clearing, unlike=("ddp", "sharded", "cores"))
     found["updates"] = Feature(by_updates=True)
+    divided = Feature(options={"max_grad_norm": 0.5}, microbatch=_dividing, by_updates=True, counts=_count)
+    found["denominators"] = divided
+    found["denominators of sums"] = replace(divided, options={"reduction": "sum"})
+    found["denominators, scaled"] = replace(divided, microbatch=_dividing_scaled, unlike=("cores",))
+    without = partial(_count, rows=False)  # an update may have none at all
+    found["denominators, no counts"] = replace(divided, counts=without, unlike=("cores",))
     found["settings of FSDP2"] = Feature(microbatch=_with_settings_of_fsdp2)
     for noise in (None, "microbatches", "differenced"):
         options = {"noise": noise, "find_unused_parameters": True}

@@ -91,6 +91,25 @@ def updates(
             yield
 
 
+def divided_updates(sizes: Sequence[int], device: str = DEVICE) -> Iterator[None]:
+    """Make one update with two denominators each time; one is counted on the host, the other on the device."""
+    model, x, target = network_and_samples(device)
+    sampler = vbs.CustomSampler(1_000_000, vbs.BatchTrace.from_sizes(sizes, on_end="cycle"), 1, 0, ROWS)
+    optimizer = vbs.LinearRuleOptimizer(torch.optim.SGD(model.parameters(), lr=1e-4), sampler, 64)
+
+    def counts(indices: list[int]) -> dict[str, Tensor | float]:
+        return {"rows": len(indices), "positive": (target[: len(indices)] > 0).sum()}
+
+    for update in vbs.updates(sampler, optimizer, counts=counts):  # type: ignore[arg-type]
+        for indices in update:
+            rows, totals = len(indices), update.counts
+            squares = (model(x[:rows]) - target[:rows]).square()
+            positive = (squares * (target[:rows] > 0)).sum() / totals["positive"]
+            optimizer.backward(squares.sum() / totals["rows"] + positive, weighted=True)
+            optimizer.step()
+        yield
+
+
 def updates_by_hand(sizes: Sequence[int]) -> Iterator[None]:
     """Make one update of SGD without the library each time; the sizes are multiples of ROWS."""
     model, x, target = network_and_samples(DEVICE)

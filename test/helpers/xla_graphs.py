@@ -34,7 +34,8 @@ class Training:
     schedule: tuple[float, ...] = (1.0,)  # factors on lr, which follow one another in a cycle
     options: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
-    loop: str = ""  # "zero_grad" or "log" at each microbatch, "reads" after each update, "resumes" after each epoch
+    # "zero_grad" or "log" at each microbatch, "reads" after each update, "resumes" after each epoch; "counts"
+    loop: str = ""
     controlled: bool = False  # whether a controller chooses the sizes from update 4 on
 
 
@@ -105,12 +106,14 @@ def rounds_of(
     rounds = updates = 0
     resumed = False
     while updates < len(training.sizes):
-        for indices in sampler:
+        for indices, totals in _read(training, sampler, optimizer):
             loss = (forward(x[indices].to(device)) - target[indices].to(device)).square().sum(dim=1)
             if training.loop == "zero_grad":
                 optimizer.zero_grad()
             loss_of_rows = loss.sum() if optimizer.reduction == "sum" else loss.mean()
-            if wrapped is None:
+            if totals is not None:
+                optimizer.backward(loss.sum() / totals["rows"] + loss.square().sum() / totals["odd"], weighted=True)
+            elif wrapped is None:
                 loss_of_rows.backward()
             else:
                 optimizer.backward(loss_of_rows)
@@ -135,6 +138,23 @@ def rounds_of(
             optimizer.set_epoch(optimizer.epoch)
     sizes = (*4 * training.sizes[:1], *training.sizes[4:]) if training.controlled else training.sizes
     assert sampler.trace.batch_sizes(range(len(sizes))).tolist() == list(sizes)
+
+
+def _read(
+    training: Training, sampler: vbs.CustomSampler, optimizer: vbs.CustomOptimizer
+) -> Iterator[tuple[list[int], Any]]:
+    """Yield the microbatches of an epoch, and the totals of their update, if they are counted."""
+    if training.loop != "counts":
+        for indices in sampler:
+            yield indices, None
+        return
+
+    def counts(indices: list[int]) -> dict[str, float]:
+        return {"rows": len(indices), "odd": sum(index % 2 for index in indices)}
+
+    for update in vbs.updates(sampler, optimizer, counts=counts):  # type: ignore[arg-type]
+        for indices in update:
+            yield indices, update.counts
 
 
 def _compiled(backend: vbs.backend.XlaBackend) -> int:

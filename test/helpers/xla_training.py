@@ -50,6 +50,7 @@ class Case:
     minibatch_size: int
     dtype: torch.dtype = torch.float64
     every: int | None = None  # updates between two questions to a controller, which chooses the sizes
+    counted: bool = False  # whether the terms of the loss are divided by counts, one on the host, one on the device
     width: int = 4  # hidden units; one that no other job of the process has where compilations count: graphs are cached
 
 
@@ -71,11 +72,16 @@ class Replica:
         inner: Any = kind(self.model.parameters(), **HYPERPARAMETERS[kind])
         self.optimizer = wrap(case.kind, inner, self.sampler, **options)
         self.x, self.target = (tensor.to(case.dtype) for tensor in data(SAMPLES))
+        self.counted = case.counted
         self.overflows: Callable[[], bool] = lambda: False  # whether to make the next gradient infinite
         self.before_step: Callable[[Tensor, Tensor], None] = lambda loss, x: None
 
     def steps(self) -> Iterator[bool]:
         """Train without end; yield the result of each `step()`."""
+        while self.counted:
+            for update in vbs.updates(self.sampler, self.optimizer, counts=self._count):  # type: ignore[arg-type]
+                for indices in update:
+                    yield self._step_counted(indices, update.counts)
         while True:
             for indices in self.sampler:
                 x, target = self.x[indices].to(self.device), self.target[indices].to(self.device)
@@ -85,6 +91,17 @@ class Replica:
                 yield self.optimizer.step()
             self.sampler.set_epoch(self.sampler.epoch)
             self.optimizer.set_epoch(self.optimizer.epoch)
+
+    def _count(self, indices: list[int]) -> dict[str, Any]:
+        return {"rows": len(indices), "positive": (self.x[indices, 0] > 0).sum().to(self.device)}
+
+    def _step_counted(self, indices: list[int], totals: Any) -> bool:
+        x, target = self.x[indices].to(self.device), self.target[indices].to(self.device)
+        output = self.model(x)
+        squares = (output - target).square().sum(dim=1)
+        loss = squares.sum() / totals["rows"] + (output.sum(dim=1) * (x[:, 0] > 0)).sum() / totals["positive"]
+        self.optimizer.backward(loss, weighted=True)
+        return self.optimizer.step()
 
     def weights(self) -> list[Tensor]:
         return [self.backend.host(parameter) for parameter in self.model.parameters()]

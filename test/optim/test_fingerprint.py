@@ -43,6 +43,7 @@ SIZES = (20, 17, 30, 9, 2, 3, REF, 33, 2 * REF, 25, 41, REF // 2, 12, REF, 9, 20
         Training(SIZES, options={"reduction": "sum"}),
         Training(SIZES, loop="zero_grad"),
         Training(SIZES, loop="reads"),
+        Training(SIZES, loop="counts"),
         Training(SIZES, controlled=True),
         Training(SIZES, "adascale", loop="resumes"),
         # Not RAdam, whose rectification begins by a branch on the host.
@@ -97,6 +98,7 @@ def test_ranks_issue_the_same_however_their_sums_are_made() -> None:
         "clipping": Training(SIZES, options={"max_grad_norm": 0.5}, kind="AdamW"),
         "adascale": Training(SIZES, "adascale"),
         "log": Training(SIZES, "root", loop="log"),
+        "counts": Training(SIZES, loop="counts"),
     }
     cases = {
         f"{name}, {kind}": (training, kind) for name, training in variants.items() for kind in ("bare", "ddp", "fsdp2")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import variable_batch_size as vbs
-from helpers.gpu import VARYING, make, updates
+from helpers.gpu import VARYING, divided_updates, make, updates
 from helpers.reference import OPTIMIZERS
 
 
@@ -18,6 +18,10 @@ from helpers.reference import OPTIMIZERS
 )
 def test_an_update_reads_nothing_from_the_device(kind: type[vbs.CustomOptimizer], options: dict[str, Any]) -> None:
     make(updates(kind, VARYING, "meta", **options), 10)
+
+
+def test_denominators_are_not_read_from_the_device() -> None:
+    make(divided_updates(VARYING, "meta"), 10)
 
 
 def test_a_read_of_this_device_raises() -> None:

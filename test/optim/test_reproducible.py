@@ -141,6 +141,24 @@ def test_random_traces_and_cuts(sizes: list[int], rows: int, fixed_shape: bool, 
     assert len({one for world in (1, 2, 4) for one in run_ranks(hash_of, world)}) == 1
 
 
+def test_terms_with_counts_of_whole_numbers() -> None:
+    def hash_of(backend: vbs.backend.Backend) -> str:
+        run = training(vbs.LinearRuleOptimizer, SIZES * 2, backend=backend, sampling=EXACT, reduction="sum")
+        optimizer = run.optimizer
+        while optimizer.updates < 9:
+            for update in vbs.updates(
+                run.sampler, optimizer, counts=lambda rows: {"rows": len(rows), "odd": sum(rows) % 7}
+            ):
+                for indices in update:
+                    loss = run.loss(indices)
+                    total = loss / update.counts["rows"] + loss.square() / update.counts["odd"]
+                    optimizer.backward(total, weighted=True)
+                    optimizer.step()
+        return vbs.weights_hash(run.model)
+
+    assert len({one for world in (1, 2, 3) for one in run_ranks(hash_of, world)}) == 1
+
+
 @given(st.integers(1, 11), st.integers(1, 5), st.integers(1, 5))
 @examples(8)
 def test_a_resumed_run_ends_with_the_same_bits(stop: int, before: int, after: int) -> None:

@@ -28,7 +28,7 @@ SLOW, TORCH = pytest.mark.slow("starts processes"), pytest.mark.torch
 TWO = Layout(shards=2)
 
 
-def context_parallel(backend: Backend) -> tuple[str, str, list[Array]]:
+def context_parallel(backend: Backend, by_updates: bool) -> tuple[str, str, list[Array]]:
     """Two ranks compute the two parts of each sample's loss; two others have other samples. All four have shards."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
     data, context = (mesh[name] for name in ("data", "context"))
@@ -36,7 +36,8 @@ def context_parallel(backend: Backend) -> tuple[str, str, list[Array]]:
     options: dict[str, Any] = {"reduction": "sum", "process_group": data.get_group()}
     run = training(sizes=ODD, model=model, world=World(data.get_local_rank(), 2), **options)
     errors = parts(run, context.get_local_rank(), counted=False)
-    return errors, parts(run, context.get_local_rank(), counted=True), run.weights()
+    train = divided_parts if by_updates else parts
+    return errors, train(run, context.get_local_rank()), run.weights()
 
 
 def parts(run: Training, *columns: int, counted: bool = True) -> str:
@@ -54,12 +55,26 @@ def parts(run: Training, *columns: int, counted: bool = True) -> str:
     return ""
 
 
+def divided_parts(run: Training, column: int) -> str:
+    """Train on the losses of one output, divided by the number of all that the ranks have computed."""
+    while run.optimizer.updates < len(ODD):
+        for update in vbs.updates(run.sampler, run.optimizer, counts=lambda indices: {"outputs": len(indices)}):  # type: ignore[arg-type]
+            for indices in update:
+                squares = (run.model(run.x[indices]) - run.target[indices]).square()
+                run.optimizer.backward(squares[:, column].sum() / update.counts["outputs"], weighted=True)
+                run.optimizer.step()
+            if run.optimizer.updates == len(ODD):
+                break
+    return ""
+
+
 @SLOW
 @TORCH
-def test_ranks_that_compute_parts_of_the_same_samples_need_counts() -> None:
+@pytest.mark.parametrize("by_updates", [False, True])
+def test_ranks_that_compute_parts_of_the_same_samples_need_counts(by_updates: bool) -> None:
     expected = training(sizes=ODD, reduction="sum")
     assert parts(expected, 0, 1) == ""
-    for without, error, weights in run_job("gloo", context_parallel, ranks=4):
+    for without, error, weights in run_job("gloo", context_parallel, by_updates, ranks=4):
         assert "as in context parallelism, a step needs counts, but there is none; pass reduction" in without
         assert error == ""
         assert_equal(weights, expected.weights())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,8 +42,8 @@ EVERY = 5  # updates between two questions to a controller
 WIDTHS = iter(range(5, 100))  # hidden units of the trainings whose compilations count
 
 
-def watched(kind: type[vbs.CustomOptimizer], seed: int, cores: int, *options: bool, every: int | None = None) -> Job:
-    return Job(cores, watch, (Case(kind, MANY[seed], 8, every=every, width=next(WIDTHS)), WARM, *options))
+def watched(kind: type[vbs.CustomOptimizer], seed: int, cores: int, *options: bool, **more: Any) -> Job:
+    return Job(cores, watch, (Case(kind, MANY[seed], 8, width=next(WIDTHS), **more), WARM, *options))
 
 
 def measured(dtype: torch.dtype, cores: int) -> Job:
@@ -61,6 +62,8 @@ JOBS = {
     "progress of AdamScale 2": watched(vbs.AdamScaleOptimizer, 1, 2, True),
     "progress of Surge 2": watched(vbs.SurgeRuleOptimizer, 1, 2, True),
     **{f"controller {cores}": watched(vbs.AdaScaleOptimizer, 4, cores, True, every=EVERY) for cores in (1, 2)},
+    "counts 1": watched(vbs.ConstantOptimizer, 2, 1, counted=True),
+    "counts 2": watched(vbs.ConstantOptimizer, 2, 2, counted=True),
     "overflow 2": Job(2, overflow, (Case(vbs.AdaScaleOptimizer, (20, 7, 33, 12, 50, 3), 4), 3)),
     "means 1": measured(torch.float32, 1),
     "means 2": measured(torch.float64, 2),
@@ -112,12 +115,19 @@ def test_a_loader_for_a_device_must_read_the_optimizers_sampler() -> None:
     vbs.updates(MpDeviceLoader(DataLoader(range(50), batch_sampler=run.sampler), torch.device("cpu")), run.optimizer)
 
 
-def delta_of(job: str, folder_of: Launched) -> dict[str, int]:
-    """Return what was counted, after the check that an update takes one collective a rank, if there are several."""
+def delta_of(job: str, folder_of: Launched, collectives: int = 1) -> dict[str, int]:
+    """Return what was counted, after the check of the collectives of an update on a rank, if there are several."""
     delta: dict[str, int] = torch.load(folder_of(job) / "delta.pt")
     cores = JOBS[job].cores
-    assert delta.pop("all_reduce") == ((len(MANY[0]) - WARM) * cores if cores > 1 else 0)
+    assert delta.pop("all_reduce") == (collectives * (len(MANY[0]) - WARM) * cores if cores > 1 else 0)
     return delta
+
+
+@jobs("counts")
+def test_denominators_compile_nothing_and_take_one_collective_more(job: str, folder_of: Launched) -> None:
+    delta, cores = delta_of(job, folder_of, collectives=2), JOBS[job].cores
+    assert delta.pop("to host") == (cores if cores > 1 else 0)
+    assert delta == dict.fromkeys(delta, 0)
 
 
 @jobs("silent")

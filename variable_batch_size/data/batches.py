@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, final
@@ -54,6 +54,7 @@ class Batch(NamedTuple):
         start: position of the first one in the order of the epoch.
         num_microbatches: of all ranks, without replays.
         microbatches: those of this rank, replays first.
+        totals: what all ranks have counted for the terms of the loss, by name; None without `updates(counts=)`.
     """
 
     step: int
@@ -61,6 +62,7 @@ class Batch(NamedTuple):
     start: int
     num_microbatches: int
     microbatches: tuple[Microbatch, ...]
+    totals: Mapping[str, Any] | None = None
 
 
 @final

@@ -18,6 +18,7 @@ from variable_batch_size.data.arrival import Brought
 from variable_batch_size.data.arriving import Arrived, ArrivingBatches, Own
 from variable_batch_size.data.batches import Batch
 from variable_batch_size.data.stream import Stream, shares
+from variable_batch_size.optim.counts import Count
 from variable_batch_size.optim.cursor import Phase
 from variable_batch_size.optim.handed import Update, incomplete, stale
 from variable_batch_size.optim.optimizer import CustomOptimizer
@@ -38,10 +39,16 @@ class Arrivals(Generic[T]):
     With a trace its state, which can be a part of a `Checkpoint`, is that of the streams of all ranks.
     """
 
-    def __init__(self, batches: Iterable[T], optimizer: CustomOptimizer, source: ArrivingBatches) -> None:
+    def __init__(
+        self,
+        batches: Iterable[T],
+        optimizer: CustomOptimizer,
+        source: ArrivingBatches,
+        counts: Count | None = None,
+    ) -> None:
         if not isinstance(batches, Iterable):
             raise type_error("batches must be iterable", batches, "pass this rank's part of each batch, in their order")
-        self._batches, self._optimizer, self._source = batches, optimizer, source
+        self._batches, self._optimizer, self._source, self._counts = batches, optimizer, source, counts
         source.streams_have_state |= source.has_trace and callable(getattr(batches, "state_dict", None))
         self._items: Iterator[T] | None = None  # that are read
         self._handed_out: Any = None  # the last microbatch
@@ -73,11 +80,17 @@ class Arrivals(Generic[T]):
                     continue
                 due, parts = source.arrange(own, brought)
                 replay = self._replay_of(due, own, parts, brought)
+                if self._counts is not None:
+                    microbatches = self._microbatches(due, own, parts, replay)
+                    how = {"compares": False, "may_repeat": False}
+                    totals = optimizer._counts.total(self._counts, microbatches, due, optimizer.agreement, **how)
+                    due = due._replace(totals=totals)
                 source.arrived = Arrived(items, own, due, parts, replay)
             assert source.arrived is not None
             _, own, due, parts, replay = source.arrived
             source.expected, source.handed_out = due, 0
-            yield Update(self._hand_out(due, own, parts, replay), len(due.microbatches))
+            microbatches = self._microbatches(due, own, parts, replay)
+            yield Update(self._hand_out(due, microbatches), len(due.microbatches), due.totals)
             if cursor.restarts != restarts:
                 raise stale()
             if optimizer.updates == due.step:
@@ -171,17 +184,21 @@ class Arrivals(Generic[T]):
                 "than tensors, numbers and strings in it; bring a row on every rank in the first update"
             ) from error
 
-    def _hand_out(self, due: Batch, own: Own, parts: Sequence[IntArray], replay: Any) -> Iterator[T]:
-        """Yield the microbatches of an update, replays first."""
-        replays = len(due.microbatches) - len(parts)
+    def _microbatches(self, due: Batch, own: Own, parts: Sequence[IntArray], replay: Any) -> Iterator[T]:
+        """Make the microbatches of an update, replays first."""
+        yield from [replay] * (len(due.microbatches) - len(parts))
+        for part in parts:
+            yield self._source.microbatch(own.batch, part)
+
+    def _hand_out(self, due: Batch, microbatches: Iterator[T]) -> Iterator[T]:
+        """Yield the microbatches of an update, and say so."""
         for number in range(len(due.microbatches)):
             if self._optimizer.updates != due.step:
                 raise RuntimeError(
                     f"an update yields its microbatches until it is made, but update {due.step} is read when "
                     f"{self._optimizer.updates} updates are made; read it within its turn of the loop"
                 )
-            is_own = number >= replays
-            microbatch = self._source.microbatch(own.batch, parts[number - replays]) if is_own else replay
+            microbatch = next(microbatches)
             self._source.handed_out, self._handed_out = number + 1, microbatch
             yield microbatch
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Generic, TypeVar, final
+from collections.abc import Iterator, Mapping
+from typing import Any, Generic, TypeVar, final
 
 T = TypeVar("T")
 
@@ -12,8 +12,24 @@ T = TypeVar("T")
 class Update(Generic[T]):
     """This rank's microbatches of one update, read as they are asked for, once; its `len` is their number."""
 
-    def __init__(self, microbatches: Iterator[T], number: int) -> None:
-        self._microbatches, self._number = microbatches, number
+    def __init__(self, microbatches: Iterator[T], number: int, totals: Mapping[str, Any] | None = None) -> None:
+        self._microbatches, self._number, self._totals = microbatches, number, totals
+
+    @property
+    def counts(self) -> Mapping[str, Any]:
+        """What all microbatches of the update count, over all ranks, by name: divide the terms of the loss by it.
+
+        They are floats if the parameters are on the CPU, otherwise 0-D tensors on their device; inf in the place of 0.
+
+        Raises:
+            RuntimeError: without `updates(counts=)`.
+        """
+        if self._totals is None:
+            raise RuntimeError(
+                "update.counts needs counts, but vbs.updates() has none; pass counts=, a function of a microbatch that "
+                "returns a dict"
+            )
+        return self._totals
 
     def __len__(self) -> int:
         return self._number

@@ -27,6 +27,7 @@ from variable_batch_size.data.passes import Pass
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim import consistency
 from variable_batch_size.optim.controller import ControllerRunner
+from variable_batch_size.optim.counts import Counts
 from variable_batch_size.optim.cursor import Cursor, Phase
 from variable_batch_size.optim.hooks import call_before_forward, uncompiled
 from variable_batch_size.optim.normalization import check_reproducible, cut_for
@@ -37,7 +38,7 @@ from variable_batch_size.optim.report import Reporter
 from variable_batch_size.optim.rule_check import check_applies_lr, choose_rules
 from variable_batch_size.optim.scaling import LearningRateCheck
 from variable_batch_size.optim.squares import Needs
-from variable_batch_size.optim.step_gradient import RanksDifferError
+from variable_batch_size.optim.step_gradient import NOT_WEIGHTED, RanksDifferError
 from variable_batch_size.optim.strategies import backend_for, sum_for, unwrap
 from variable_batch_size.optim.update import Updater
 from variable_batch_size.optim.wrapper import (
@@ -139,7 +140,7 @@ class CustomOptimizer(ObservedOptimizer):
         check_applies_lr(inner, rules.rules)
         kind = {"measured": self._updater.measures_microbatches, "alone": self._backend.alone}
         self._cursor = Cursor(sampler, self._backend, **total.dealing(**cut_for(module, parameters, **kind)))
-        self._replays = Replays(module, self._backend)
+        self._replays, self._counts = Replays(module, self._backend), Counts(self._backend, total)
         call_before_forward(total.module, self._announce)
         call_before_forward(self._replays.module, self._keep)
         total.meet(lambda: self.agreement)  # while every rank is here
@@ -243,6 +244,7 @@ class CustomOptimizer(ObservedOptimizer):
         create_graph: bool = False,
         inputs: Sequence[Tensor] | None = None,
         *,
+        weighted: bool = False,
         scaler: GradScaler | None = None,
         others: Sequence[CustomOptimizer] = (),
     ) -> None:
@@ -258,6 +260,9 @@ class CustomOptimizer(ObservedOptimizer):
             retain_graph: whether the graph is kept.
             create_graph: whether the graph of the gradients is built.
             inputs: the tensors that get gradients.
+            weighted: whether the loss is a part of that of the update, whose terms are divided by `update.counts` of
+                `vbs.updates(counts=)`; it is needed there, and only there. It then adds its gradient as it is, but for
+                repeated rows, which count once, and replays, which do not.
             scaler: scales the loss; its scale at the first microbatch holds for the step. Call `scaler.step(optimizer)`
                 and `scaler.update()` after each microbatch, without `scaler.unscale_`.
             others: other optimizers of this sampler whose parameters the loss has, too; each of them makes its
@@ -266,15 +271,23 @@ class CustomOptimizer(ObservedOptimizer):
         Raises:
             RuntimeError: if something else has changed the gradients since the last `step()` or `backward()`, or an
                 exception has interrupted the step.
-            ValueError: if another optimizer has a loss of another reduction, or is at another microbatch.
+            ValueError: if another optimizer has a loss of another reduction, or is at another microbatch; or if a loss
+                is weighted in an update without counts, or is not in one with counts.
         """
         microbatch, *of_others = [one._begin_backward() for one in (self, *others)]
+        if weighted and self._cursor.batch.totals is None:
+            raise ValueError(
+                "backward(weighted=True) needs a loss whose terms are divided by update.counts, but this update has "
+                "none; loop over vbs.updates(loader, optimizer, counts=function)"
+            )
+        if not weighted and self._cursor.batch.totals is not None:
+            raise ValueError(NOT_WEIGHTED.format("backward() came without weighted=True"))
         for one, other in zip(others, of_others, strict=True):
             if (one.reduction, other) != (self.reduction, microbatch):
                 requirement = "all optimizers of a loss must be at the same microbatch, and have the same reduction"
                 found = f"{one.reduction} at {other}" if one.reduction != self.reduction else f"{other}"
                 raise value_error(requirement, found, "pass one sampler to them, and call step() of each")
-        options = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
+        options = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs, "weighted": weighted}
         gradients = [one._updater.gradient for one in others]
         with self._watched(others):
             self._updater.gradient.backward(loss, microbatch, scaler, gradients, gradient=gradient, **options)
@@ -312,7 +325,7 @@ class CustomOptimizer(ObservedOptimizer):
                 with repeated rows once. It needs `reduction="sum"`, a rule without noise, and counts in every step.
 
         Returns:
-            Whether the weights changed: False in the middle of a step, if the counts of a step sum to 0, and if a
+            Whether the weights changed: False in the middle of a step, if all counts of a step sum to 0, and if a
             `GradScaler`, or the measurement of the noise on the CPU, found a non-finite gradient. On other devices
             neither is read by the host, and the result is True: without a count the gradient is 0; with a non-finite
             gradient weights, noise and progress stay, `lr_factor()` is 0, and the averages of the inner optimizer decay
@@ -399,6 +412,7 @@ class CustomOptimizer(ObservedOptimizer):
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "vbs"})
         self._mark_stepped()
         self._updater.gradient.sum.restart()
+        self._counts.forget()
         self._clear()
         place: Place | None = None
         if position is not None and batches is not None:
@@ -418,7 +432,9 @@ class CustomOptimizer(ObservedOptimizer):
         cursor = self._cursor
         following = None if microbatch.ends_step else cursor.microbatch(ahead=1)
         scale = {name: getattr(self, name, None) for name in ("found_inf", "grad_scale")}  # set by a GradScaler
-        self._updater.gradient.add(microbatch, following, inside_step=cursor.begun, **scale, count=count)
+        weighted = cursor.batch.totals is not None
+        gradient = self._updater.gradient
+        gradient.add(microbatch, following, inside_step=cursor.begun, **scale, count=count, weighted=weighted)
         self._replays.undo()
         if not microbatch.ends_step:
             cursor.next_round()

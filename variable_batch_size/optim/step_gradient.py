@@ -14,6 +14,7 @@ from variable_batch_size.backend import Backend
 from variable_batch_size.data.batches import Batch
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim import limbs
+from variable_batch_size.optim.counts import counts_nothing
 from variable_batch_size.optim.gradient_noise import GradientNoise
 from variable_batch_size.optim.means import StepMeans, TokenCount
 from variable_batch_size.optim.options import UpdateOptions
@@ -22,6 +23,10 @@ from variable_batch_size.optim.sums import Sum
 from variable_batch_size.optim.tensors import check_dense, local, scalar_dtype
 
 Facts = dict[str, Any]
+NOT_WEIGHTED = (
+    "in an update of vbs.updates(counts=) each loss is divided by update.counts, and must not be weighed by samples, "
+    "but {}; call optimizer.backward(loss, weighted=True) for all losses"
+)
 _NUMBERS = 64  # so that float32 holds the sum of the squares of up to 4,096 of them
 
 
@@ -81,7 +86,10 @@ class StepGradient:
         others: Sequence[StepGradient],
         **options: Any,
     ) -> None:
-        """Call `loss.backward()`, of a loss that carries its weight, and a scale if there is a `GradScaler`."""
+        """Call `loss.backward()`, of a loss that carries its weight, and a scale if there is a `GradScaler`.
+
+        `options` are those of `Sum.backward`.
+        """
         scale, scaled = None, scaler is not None and scaler.is_enabled()
         for one in (self, *others):
             if one._scaled not in (None, scaled):
@@ -107,6 +115,7 @@ class StepGradient:
         found_inf: Tensor | None,
         grad_scale: Tensor | None,
         count: Any = None,
+        weighted: bool = False,
     ) -> None:
         """Count a microbatch, whose `backward()` has run.
 
@@ -117,10 +126,18 @@ class StepGradient:
             found_inf: under a `GradScaler`, whether the gradient is non-finite, 0-D.
             grad_scale: the scale of the loss under a `GradScaler` that has not yet divided by it, 0-D.
             count: of the microbatch, if its loss counts something else than samples; see `TokenCount`.
+            weighted: whether the losses of the step are divided by totals of the update, see `Counts`.
         """
         if not (self.agreed or inside_step):
             check_dense(self.parameters)
         measures = self._noise is not None or self._second_moment is not None
+        if weighted and microbatch.samples and not self.sum.carries_weight:
+            raise RuntimeError(NOT_WEIGHTED.format("step() came without optimizer.backward()"))
+        if weighted and count is not None:
+            raise RuntimeError(
+                "a loss has one way to its denominators, but step() has count= in an update of vbs.updates(counts=); "
+                "omit count=, and divide by update.counts"
+            )
         self.token_count.check(count, self._options.reduction, noise=measures)
         if found_inf is not None and (self._scale is None or grad_scale is None):
             raise RuntimeError(
@@ -135,7 +152,7 @@ class StepGradient:
             )
         if self._second_moment is not None:
             self._second_moment.batch_size = microbatch.batch_size
-        norm, elements, factor = self.sum.measure(microbatch, counted=count is not None)
+        norm, elements, factor = self.sum.measure(microbatch, counted=weighted or count is not None)
         if self._noise is not None and norm is not None:
             self._noise.add_square(norm, factor, self._scale)
         if self._second_moment is not None:
@@ -240,7 +257,7 @@ class StepGradient:
         means = [*summed]
         self.step_means.settle(means, self.token_count.total(counts))
         counted = self.token_count.settle(counts, gradients, step.batch_size)
-        if not counted or any(self._backend.host(found).item() for found in found_inf):
+        if not counted or counts_nothing(step) or any(self._backend.host(found).item() for found in found_inf):
             return None
         if not gradients:
             raise RuntimeError(

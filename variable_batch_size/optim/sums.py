@@ -99,6 +99,7 @@ class Sum(ABC):
 
     def _begin_step(self) -> None:
         self._inside = False  # whether a microbatch of the step was added
+        self._weighted = False  # whether the losses of the step are divided by all that they must be
         self._zeroed = self._tried = False  # whether `zero_grad` was called since `add`; and, in this step, before one
         self._apart: list[Tensor | None] | None = None  # the gradients that were accumulated
 
@@ -131,19 +132,44 @@ class Sum(ABC):
     def _loss_factor(self, microbatch: Microbatch) -> float:
         """Return the factor on the loss, if that is the mean over the rows of a microbatch."""
 
+    def _divisor(self, microbatch: Microbatch) -> int:
+        """Return B; 1 if the losses of the step are weighted."""
+        return 1 if self._weighted else microbatch.batch_size
+
+    @property
+    def _is_sum(self) -> bool:
+        """Whether the loss of a microbatch is a sum over its rows."""
+        return self._by_rows or self._weighted
+
     def _weight_of(self, microbatch: Microbatch) -> float:
         """Return the factor on the loss as it is."""
         factor = self._loss_factor(microbatch)
-        return factor / microbatch.rows if self._by_rows else factor
+        return factor / microbatch.rows if self._is_sum else factor
+
+    @property
+    def carries_weight(self) -> bool:
+        """Whether `backward` has run since the last `add`."""
+        return self._factor is not None
 
     def backward(
-        self, loss: Tensor, microbatch: Microbatch, scale: Tensor | None, others: Sequence[Sum], **options: Any
+        self,
+        loss: Tensor,
+        microbatch: Microbatch,
+        scale: Tensor | None,
+        others: Sequence[Sum],
+        *,
+        weighted: bool = False,
+        **options: Any,
     ) -> None:
         """Call `backward()` of a loss of a microbatch, with its weight and the scale of a `GradScaler`, 0-D.
 
-        `others` are those of optimizers whose parameters the loss has, too; `options` those of `Tensor.backward`.
+        `others` are those of optimizers whose parameters the loss has, too; `options` those of `Tensor.backward`. A
+        `weighted` loss is a part of that of the update: its weight is 1, but for repeated rows.
         """
-        every, factor = (self, *others), self._loss_factor(microbatch)
+        every = (self, *others)
+        for one in every:
+            one._weighted = weighted
+        factor = self._loss_factor(microbatch)
         for one in every:
             one._check_factor(microbatch, factor)
             one._before_backward(microbatch)
@@ -292,7 +318,8 @@ class Sum(ABC):
         """Agree with the other ranks on the parameters that have gradients; every rank has to call it."""
 
     @final
-    def _all_reduce(self, tensors: Sequence[Tensor]) -> None:
+    def all_reduce(self, tensors: Sequence[Tensor]) -> None:
+        """Sum tensors over the ranks whose gradients are summed, in place; every rank has to call it."""
         self._begun = self._backend.world.size > 1
         try:
             self._backend.all_reduce_sum(tensors)
@@ -334,7 +361,7 @@ class Plain(Sum):
 
     def _loss_factor(self, microbatch: Microbatch) -> float:
         """Return n_j / B."""
-        return microbatch.samples / microbatch.batch_size
+        return microbatch.samples / self._divisor(microbatch)
 
     def measure(self, microbatch: Microbatch, *, counted: bool) -> Measured:
         """Check that the backward of a microbatch has run, and nothing else, and return its squares."""
@@ -354,7 +381,7 @@ class Plain(Sum):
 
     def _present_factor(self, microbatch: Microbatch) -> float:
         """Return by what the gradients of the microbatch are larger than that of the mean loss."""
-        raw = float(microbatch.rows) if self._by_rows else 1.0
+        raw = float(microbatch.rows) if self._is_sum else 1.0
         return raw if self._factor is None else self._factor
 
     def add(self, microbatch: Microbatch, following: Microbatch | None) -> None:
@@ -404,7 +431,7 @@ class Plain(Sum):
         self._exclude(members)
         self._backend.mark_step()
         message = self._participation.message(self._used, replay=not any(self._used))
-        self._all_reduce([*local(collect_gradients(self.parameters)), *message, *others()])
+        self.all_reduce([*local(collect_gradients(self.parameters)), *message, *others()])
         self._exclude(self._participation.settle(message) or members)
         return collect_gradients(self.parameters)
 
@@ -447,7 +474,7 @@ class Widened(Plain):
 
     def _loss_factor(self, microbatch: Microbatch) -> float:
         """Return what leaves the loss as it is: half precision may not hold another weight."""
-        return float(microbatch.rows) if self._by_rows else 1.0
+        return float(microbatch.rows) if self._is_sum else 1.0
 
     def _check_factor(self, microbatch: Microbatch, factor: float) -> None:
         """Do nothing: gradients of any factor are weighed here."""
@@ -458,7 +485,7 @@ class Widened(Plain):
         self._set(None)
         if not new or not (microbatch.samples or self._backend.static_graph):  # a replay may be non-finite
             return
-        weight = microbatch.samples / microbatch.batch_size / (self._present_factor(microbatch) or 1.0)
+        weight = microbatch.samples / self._divisor(microbatch) / (self._present_factor(microbatch) or 1.0)
         torch._foreach_mul_(local(new), self._backend.scalar(weight, new[0], "microbatch"))
         add_to(self._buffer, dict(zip(present, new, strict=True)))
 
@@ -538,7 +565,7 @@ class InBackward(Sum):
         gradients = collect_gradients(self.parameters)
         multiply(gradients, self._end(factor), self._backend)
         if message := others():
-            self._all_reduce(message)
+            self.all_reduce(message)
         return gradients, message
 
     def common_scale(self, scale: Tensor) -> Tensor:

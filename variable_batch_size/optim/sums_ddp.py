@@ -77,7 +77,7 @@ class DDP(InBackward):
 
     def _loss_factor(self, microbatch: Microbatch) -> float:
         """Return W n_j / B."""
-        return self._backend.world.size * microbatch.samples / microbatch.batch_size
+        return self._backend.world.size * microbatch.samples / self._divisor(microbatch)
 
     def _before_backward(self, microbatch: Microbatch) -> None:
         super()._before_backward(microbatch)

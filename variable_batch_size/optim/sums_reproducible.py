@@ -92,8 +92,9 @@ class Reproducible(Plain):
         self._backend.mark_step()
         message = self._participation.message(self._used, replay=not any(self._used))
         flags = [one.long() for one in message]  # one dtype, one collective: XLA:CPU may run several in any order
-        self._all_reduce([*sums, out_of_range, *flags, *others()])
-        weight = like + self._backend.scalar(float(self._end(factor)) / batch_size, like, "update")
+        self.all_reduce([*sums, out_of_range, *flags, *others()])
+        divisor = 1 if self._weighted else batch_size
+        weight = like + self._backend.scalar(float(self._end(factor)) / divisor, like, "update")
         weight = torch.where(out_of_range == 0, weight, torch.nan)
         for parameter, total in zip(taking, sums, strict=True):
             limbs.carry(total)

@@ -172,7 +172,8 @@ class Sharded(InBackward):
 
     def finish(self, batch_size: int, factor: float | None, others: Others) -> list[Tensor]:
         """Sum what travels with the gradients, which `backward()` has summed; both over replicas that come and go."""
-        gradients, message = self._finished((1.0 if factor is None else factor) / batch_size, others)
+        divisor = 1 if self._weighted else batch_size
+        gradients, message = self._finished((1.0 if factor is None else factor) / divisor, others)
         if self._between is not None:
             self._between.all_reduce_sum([*local(gradients), *message])
         return gradients

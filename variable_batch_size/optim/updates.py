@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Generic, Literal, TypeVar, final, get_args
 
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from variable_batch_size._validation import check_int, check_number, type_error, value_error
@@ -16,6 +17,7 @@ from variable_batch_size.data.batches import Batch, Position
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.optim.arriving import Arrivals
 from variable_batch_size.optim.consistency import common_facts
+from variable_batch_size.optim.counts import Count, check_counts
 from variable_batch_size.optim.handed import Update, incomplete, stale
 from variable_batch_size.optim.lr_scheduler import ProgressScheduler
 from variable_batch_size.optim.optimizer import CustomOptimizer
@@ -28,7 +30,9 @@ T = TypeVar("T")
 class Updates(Generic[T]):
     """The updates of an epoch; see `updates`."""
 
-    def __init__(self, loader: Iterable[T], optimizer: CustomOptimizer, ahead: int = 0) -> None:
+    def __init__(
+        self, loader: Iterable[T], optimizer: CustomOptimizer, ahead: int = 0, counts: Count | None = None
+    ) -> None:
         if not isinstance(optimizer, CustomOptimizer):
             raise type_error("optimizer must be a vbs.CustomOptimizer", optimizer, "pass the loader, then the wrapper")
         if not isinstance(loader, Iterable):
@@ -41,6 +45,9 @@ class Updates(Generic[T]):
         if self._ahead and optimizer.sampler.batches.reproducible:
             requirement = "reproducible=True needs microbatches that are read in their turn, with ahead=0"
             raise value_error(requirement, f"ahead={ahead}, as a trainer has", "train by a loop over vbs.updates()")
+        if counts is not None and self._ahead:
+            raise value_error("with counts= ahead must be 0", ahead, "read no update before its turn")
+        self._counts = counts
         self._epoch: int | None = None  # that of the iteration under way
 
     def __len__(self) -> int:
@@ -95,8 +102,13 @@ class Updates(Generic[T]):
                 return True
             batch = sampler.batches.batch(Position(number, step))
             sampler.expected, sampler.handed_out = batch if self._ahead == 0 else None, 0
-            update = self._seeded(self._hand_out(microbatches, batch), batch)
-            yield Update(iter(list(update)) if self._ahead else update, len(batch.microbatches))
+            read = self._receive(microbatches, batch)
+            if self._counts is not None:
+                begins = step == batches.plan.epoch(number).first_step
+                batch, read = self._count(self._counts, [*read], batch, compares=begins)
+                sampler.expected = batch
+            update = self._seeded(self._hand_out(read, batch), batch)
+            yield Update(iter(list(update)) if self._ahead else update, len(batch.microbatches), batch.totals)
         sampler.expected = None
         for _ in microbatches:  # lets the loader end as in a loop
             raise RuntimeError(
@@ -106,6 +118,13 @@ class Updates(Generic[T]):
         if optimizer.done and isinstance(optimizer.backend, ElasticBackend):
             optimizer.backend.part(optimizer.updates)
         return False
+
+    def _count(self, counts: Count, read: list[T], batch: Batch, *, compares: bool) -> tuple[Batch, Iterator[T]]:
+        """Return an update with the totals of all ranks, and its microbatches."""
+        optimizer = self._optimizer
+        how = {"compares": compares, "may_repeat": True}
+        totals = optimizer._counts.total(counts, read, batch, optimizer.agreement, **how)
+        return batch._replace(totals=totals), iter(read)
 
     def _seeded(self, update: Iterator[T], batch: Batch) -> Iterator[T]:
         """Yield the microbatches of an update; if it is reproducible, with random numbers that are seeded for each."""
@@ -118,8 +137,8 @@ class Updates(Generic[T]):
                 seeding.seed(microbatch)
                 yield known
 
-    def _hand_out(self, microbatches: Iterator[tuple[int, T]], batch: Batch) -> Iterator[T]:
-        """Yield the microbatches of an update, of all that the loader yields, with their numbers."""
+    def _hand_out(self, microbatches: Iterator[T], batch: Batch) -> Iterator[T]:
+        """Yield the microbatches of an update, and say so."""
         sampler = self._optimizer.sampler
         for number in range(len(batch.microbatches)):
             if self._ahead == 0 and batch.step != self._optimizer.updates:
@@ -127,6 +146,15 @@ class Updates(Generic[T]):
                     f"an update yields its microbatches until it is made, but update {batch.step} is read when "
                     f"{self._optimizer.updates} updates are made; read it within its turn of the loop"
                 )
+            microbatch = next(microbatches)
+            if self._ahead == 0:  # the first read of the epoch has forgotten what an earlier loop has said
+                sampler.expected, sampler.handed_out = batch, number + 1
+            yield microbatch
+
+    def _receive(self, microbatches: Iterator[tuple[int, T]], batch: Batch) -> Iterator[T]:
+        """Read the microbatches of an update, of all that the loader yields, with their numbers."""
+        sampler = self._optimizer.sampler
+        for number in range(len(batch.microbatches)):
             try:
                 received, microbatch = next(microbatches)
             except StopIteration:
@@ -144,8 +172,6 @@ class Updates(Generic[T]):
                         f"{batch.step} was read, {what}; create it with batch_sampler=sampler, and filter or repeat "
                         f"samples in the dataset"
                     )
-            if self._ahead == 0:  # the first read of the epoch has forgotten what an earlier loop has said
-                sampler.expected, sampler.handed_out = batch, number + 1
             yield microbatch
 
 
@@ -182,7 +208,13 @@ def _check_reads_batches(loader: object, sampler: object) -> None:
         )
 
 
-def updates(loader: Iterable[T], optimizer: CustomOptimizer, ahead: int = 0) -> Updates[T] | Arrivals[T]:
+def updates(
+    loader: Iterable[T],
+    optimizer: CustomOptimizer,
+    ahead: int = 0,
+    *,
+    counts: Callable[[T], Mapping[str, Tensor | float]] | None = None,
+) -> Updates[T] | Arrivals[T]:
     """Return an iterable over the updates of an epoch, each of which yields this rank's microbatches.
 
     Each iteration sets the epoch of the next update on the sampler and on the optimizer, so that a loop needs no
@@ -193,22 +225,33 @@ def updates(loader: Iterable[T], optimizer: CustomOptimizer, ahead: int = 0) -> 
 
     With `ArrivingBatches` the loader is any iterable of batches, and an update is made of each; there is no epoch.
 
+    With `counts` a loss may have several denominators: G = sum_t (1 / C_t) sum_j grad S_tj, over the terms t and the
+    microbatches j of all ranks. This rank's microbatches of an update are read first, and one more sum over the ranks,
+    of a number for each name, makes the totals C_t = sum_j c_tj, `update.counts`. Divide each term by its total, and
+    call `optimizer.backward(loss, weighted=True)`. Repeated rows count once, replays not at all. A term whose total
+    is 0 is left out, because its total is given as inf; an update in which all are 0 is skipped.
+
     Args:
         loader: the loader, created with `batch_sampler=optimizer.sampler`; or this rank's part of each batch.
         optimizer: the optimizer.
         ahead: number of updates that a framework asks for before it trains on them; their microbatches are then read
             at once.
+        counts: function of a microbatch, which returns what its rows count, by name: finite numbers >= 0, or tensors
+            with one element; the same names for every microbatch and on all ranks.
 
     Raises:
-        TypeError: if `loader` is not iterable, or `optimizer` is not a `CustomOptimizer`.
+        TypeError: if `loader` is not iterable, `optimizer` is not a `CustomOptimizer`, or `counts` not a function.
         ValueError: if `loader` is a `DataLoader` that was created with `sampler=` instead of `batch_sampler=`, or with
-            another sampler than that of the optimizer.
+            another sampler than that of the optimizer; or if there are `counts`, and the noise or squares of
+            microbatches are measured, the world may change, or updates are read ahead.
     """
+    if counts is not None and isinstance(optimizer, CustomOptimizer):
+        check_counts(counts, optimizer.backend, measures=optimizer._updater.measures_microbatches)
     if isinstance(optimizer, CustomOptimizer) and isinstance(optimizer.sampler, ArrivingBatches):
         if ahead:
             raise value_error("ahead must be 0 with batches that arrive", ahead, "read each when its turn comes")
-        return Arrivals(loader, optimizer, optimizer.sampler)
-    return Updates(loader, optimizer, ahead)
+        return Arrivals(loader, optimizer, optimizer.sampler, counts)
+    return Updates(loader, optimizer, ahead, counts)
 
 
 Unit = Literal["epochs", "progress", "samples", "updates"]

@@ -1,0 +1,189 @@
+"""What the terms of a loss are divided by: counts of all microbatches of an update, which the ranks sum before it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias, final
+
+import torch
+from torch import Tensor
+
+from variable_batch_size._validation import check_number, type_error, value_error
+from variable_batch_size.backend import Backend
+from variable_batch_size.backend.agreement import Agreement
+from variable_batch_size.data.batches import Batch
+from variable_batch_size.optim.sums import Sum
+from variable_batch_size.optim.tensors import local, scalar_dtype
+
+Count: TypeAlias = "Callable[[Any], Mapping[str, Tensor | float]]"
+Totals: TypeAlias = "Mapping[str, Tensor | float]"
+
+_CALL = "the next update of vbs.updates(counts=)"
+_REMEDY = 'return a dict such as {"tokens": (labels != -100).sum(), "rows": len(labels)}'
+
+
+def check_counts(count: object, backend: Backend, *, measures: bool) -> None:
+    """Raise TypeError or ValueError unless the updates of an optimizer can be counted; `measures`: its microbatches."""
+    if not callable(count):
+        raise type_error("counts must be a function of a microbatch", count, f"pass one, which must {_REMEDY}")
+    if measures:
+        raise ValueError(
+            "counts= needs gradients that nothing compares, but the rule, the controller or noise= compares those of "
+            "microbatches, by their samples; choose another rule or controller, or omit noise="
+        )
+    if backend.elastic:
+        requirement, remedy = "counts= needs ranks that stay", 'divide by one count: reduction="sum" and step(count=)'
+        raise value_error(requirement, "an elastic backend", remedy)
+
+
+@final
+class Counts:
+    """Sums what the microbatches of an update count, before the first forward of it.
+
+    C_t = sum_j d_j c_tj over the microbatches j of all ranks, by name t: d_j is the number of distinct samples of a
+    microbatch divided by that of its rows, so that repeated rows count once and replays not at all. A total of 0 is
+    given as inf: a term that is divided by it is 0, and so is its gradient, where 0 / 0 would be nan.
+
+    The totals are floats where the host reads the gradients, and 0-D tensors on other devices.
+    """
+
+    def __init__(self, backend: Backend, total: Sum) -> None:
+        self._backend, self._sum = backend, total
+        self.forget()
+
+    def forget(self) -> None:
+        """Agree on the names again, and sum again: every rank loads a state."""
+        self._names: list[str] = []  # on which the ranks have agreed
+        self._last: tuple[Batch, dict[str, Any], Totals] | None = None  # what this rank has counted, and the totals
+
+    @torch.no_grad()
+    def total(
+        self,
+        count: Count,
+        microbatches: Iterable[Any],
+        batch: Batch,
+        agreement: Agreement,
+        *,
+        compares: bool,
+        may_repeat: bool,
+    ) -> Totals:
+        """Return the totals of an update over all ranks, by name; every rank has to call it.
+
+        Args:
+            count: returns what a microbatch counts.
+            microbatches: those of this rank.
+            batch: the update.
+            agreement: by which ranks compare the names.
+            compares: whether they do so in any case, and not only if the names of this rank have changed.
+            may_repeat: whether a rank may read an update again that it has discarded alone: the totals stay.
+
+        Raises:
+            TypeError, ValueError: if `count` returns anything but finite numbers >= 0 by name.
+            RuntimeError: on every rank, if the names differ; or if this rank counts something else when it reads an
+                update again.
+        """
+        own = self._count(count, microbatches, batch)
+        if may_repeat and self._last is not None and self._last[0] == batch:
+            _, known, totals = self._last
+            if not any(isinstance(number, Tensor) for number in own.values()) and own != known:
+                raise RuntimeError(
+                    f"an update that is read again must count the same, because the other ranks have its totals, but "
+                    f"update {batch.step} has counted {known} on this rank and now counts {own}; let the counts depend "
+                    f"on the samples alone, or load a state on every rank"
+                )
+            return totals
+        if compares or [*own] != self._names:
+            self._agree([*own], agreement)
+        totals = self._over_ranks(own)
+        if self._sum.ranks > 1:
+            self._last = batch, own, totals
+        return totals
+
+    def _count(self, count: Count, microbatches: Iterable[Any], batch: Batch) -> dict[str, Any]:
+        """Return what this rank counts, by name in alphabetical order: floats, or 0-D tensors on a device."""
+        own = dict[str, Any]()
+        for read, microbatch in zip(microbatches, batch.microbatches, strict=True):
+            counts = _check(count(read))
+            if own and own.keys() != counts.keys():
+                requirement = "counts= must return the same names for every microbatch"
+                raise value_error(requirement, f"{_words(own)}, then {_words(counts)}", "return 0 for what has none")
+            for name in sorted(counts):
+                number = self._number(name, counts[name])
+                if isinstance(number, Tensor):
+                    share = self._backend.scalar(microbatch.samples / microbatch.rows, number)
+                    own[name] = number * share + own.get(name, 0.0)
+                else:
+                    own[name] = number * microbatch.samples / microbatch.rows + own.get(name, 0.0)
+            if any(isinstance(number, Tensor) for number in own.values()):
+                self._backend.mark_step()  # there may be any number of microbatches: each is a graph of its own
+        return own
+
+    def _number(self, name: str, value: object) -> Tensor | float:
+        if isinstance(value, Tensor):
+            if value.numel() != 1 or value.is_complex():
+                raise TypeError(
+                    f"the count {name!r} of a microbatch must be a number or a tensor with one element, got a tensor "
+                    f"of shape {tuple(value.shape)}; pass its .sum()"
+                )
+            value, like = value.detach().reshape(()), self._like
+            if not (value.device.type == "cpu" or self._backend.reads(like)):
+                return value.to(like.device, like.dtype)
+            value = value.item()
+        return check_number(value, f"the count {name!r} of a microbatch", "count its tokens, rows or weights")
+
+    def _agree(self, names: list[str], agreement: Agreement) -> None:
+        by_rank = [json.loads(text) for text in agreement.gather(_CALL, json.dumps(names))]
+        for rank, other in enumerate(by_rank):
+            if other != by_rank[0]:
+                raise RuntimeError(
+                    f"counts= must return the same names on every rank, but rank 0 has {_words(by_rank[0])} and rank "
+                    f"{rank} has {_words(other)}; pass the same function on all ranks"
+                )
+        self._names = names
+
+    def _over_ranks(self, own: Mapping[str, Any]) -> Totals:
+        like = self._like
+        if self._backend.reads(like):
+            message = torch.tensor([*own.values()], dtype=torch.float64)  # (names,)
+            self._sum.all_reduce([message])
+            return {name: total or math.inf for name, total in zip(own, message.tolist(), strict=True)}
+        floats = [0.0 if isinstance(number, Tensor) else number for number in own.values()]
+        (sent,) = self._backend.vectors([floats], like, "counts")
+        pairs = zip(own.values(), sent.unbind(), strict=True)
+        message = torch.stack([number if isinstance(number, Tensor) else one for number, one in pairs])  # (names,)
+        self._backend.mark_step()  # what ranks compute in different graphs
+        self._sum.all_reduce([message])
+        totals = torch.where(message > 0, message, math.inf)
+        self._backend.mark_step()
+        return dict(zip(own, totals.unbind(), strict=True))
+
+    @property
+    def _like(self) -> Tensor:
+        """A tensor of the device of the parameters, in the dtype of a sum there, which is not read."""
+        (like,) = local(self._sum.parameters[:1])
+        return like.new_empty((), dtype=scalar_dtype([like]))
+
+
+def counts_nothing(batch: Batch) -> bool:
+    """Return whether the host knows that all totals of an update are 0."""
+    totals = () if batch.totals is None else batch.totals.values()
+    return batch.totals is not None and all(not isinstance(one, Tensor) and one == math.inf for one in totals)
+
+
+def _check(counts: object) -> Mapping[str, Any]:
+    """Return what a user's function has returned for a microbatch."""
+    requirement = "counts= must return a dict from names to numbers"
+    if not isinstance(counts, Mapping):
+        raise type_error(requirement, counts, _REMEDY)
+    if not counts:
+        raise value_error(requirement, "an empty one", _REMEDY)
+    for name in counts:
+        if not isinstance(name, str):
+            raise type_error(f"{requirement}, whose keys are strings", name, _REMEDY)
+    return counts
+
+
+def _words(names: Iterable[str]) -> str:
+    return ", ".join(names)
