@@ -6,6 +6,7 @@ from . import testing as testing
 from .adaptive.adaptive_trace import AdaptiveTrace as AdaptiveTrace
 from .checkpoint.checkpoint import Checkpoint as Checkpoint
 from .checkpoint.reading import read_checkpoint as read_checkpoint
+from .checkpoint.weights import weights_hash as weights_hash
 from .data.arriving import ArrivingBatches as ArrivingBatches
 from .data.evaluation_sampler import EvaluationSampler as EvaluationSampler
 from .data.fit import elastic as elastic
@@ -36,6 +37,5 @@ from .optim.weight_average import WeightAverage as WeightAverage
 from .preemption import Preemption as Preemption
 from .trace.batch_trace import BatchTrace as BatchTrace
 from .tracker import Tracker as Tracker
-from .weights import weights_hash as weights_hash
 
 __version__: str

@@ -49,8 +49,9 @@ class Accumulator:
 
     In a training call `add` before the `step()` of the microbatch. Values of a step that is discarded, by
     `discard_step()`, `set_epoch()` or `load_state_dict()` of the optimizer, are discarded too, and so are those of an
-    update that was skipped because the host found a non-finite gradient, although `optimizer.samples` counts it; on a
-    device that the host does not read (AdaScale on XLA) such an update is not known, and its values count.
+    update that was skipped because the host found a non-finite or too large gradient, although `optimizer.samples`
+    counts it; on a device that the host does not read (AdaScale on XLA) such an update is not known, and its values
+    count.
 
     In an evaluation the i-th value of a name is that of batch i of the sampler. Every pass over the loader starts
     again with no samples, and its values count when every name has one for every batch. On XLA `add` runs the graph of

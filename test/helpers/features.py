@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field, replace
@@ -149,8 +150,13 @@ class Run:
 
 
 def results(run: Training) -> list[Array]:
-    """The weights, the progress and, if it is measured, the noise, which an error may not reach the weights through."""
-    numbers = np.array([run.optimizer.progress])
+    """The weights, the progress, the skipped updates and, if it is measured, the noise.
+
+    An error of the noise may not reach the weights.
+    """
+    large = run.optimizer._updater.large
+    skipped = [] if large is None else large.state_dict()["skipped"].values()
+    numbers = np.array([run.optimizer.progress, *skipped])
     if run.optimizer._updater.gradient_noise is not None:
         numbers = np.append(numbers, np.nan_to_num(np.array(astuple(run.optimizer.noise())), posinf=0))
     return [*run.weights(), numbers]
@@ -366,6 +372,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )
 ADASCALE = Feature(vbs.AdaScaleOptimizer)
 UNUSED = Feature(options={"find_unused_parameters": True}, model=lambda: filled(Experts()), unlike=("sharded",))
+LARGE_LAST = (*ODD, 40)  # for `largest_norm`: the last update is made
 PAIR = {"rule": (vbs.rules.LinearRule(), vbs.rules.RootRule()), **_inner(torch.optim.AdamW)}
 
 
@@ -434,7 +441,23 @@ def _features() -> dict[str, Feature]:
     found["speeds, noise"] = replace(ADASCALE, sampling=_speeds, unlike=("cores", "tensors"))
     sizes = (24, 26, 36, 14, 40, 10, 24, 26)
     found["equal rounds"] = Feature(sampling=lambda size: {"equal_rounds": True}, sizes=sizes, unlike=("cores",))
+    for options in ({}, {"max_grad_norm": 0.5}, {"noise": "microbatches"}, {"noise": "differenced"}):
+        found[f"skipping {options}"] = Feature(options={"skip_grad_norm": largest_norm, **options}, sizes=LARGE_LAST)
+    limited = {"skip_grad_norm": largest_norm}
+    found["skipping, AdaScale"] = Feature(vbs.AdaScaleOptimizer, limited, sizes=LARGE_LAST)
+    adamw = {**limited, **_inner(torch.optim.AdamW)}
+    found["skipping, AdamW"] = Feature(vbs.RootRuleOptimizer, adamw, sizes=LARGE_LAST)
+    found["skipping, betas"] = Feature(vbs.SqrtSDERuleOptimizer, adamw, sizes=LARGE_LAST)
+    squares = {"ref_batchsize": 4, **limited}
+    found["second moment, skipping"] = Feature(
+        vbs.InvariantAdamRuleOptimizer, squares, sizes=LARGE_LAST, unlike=("sharded",)
+    )
     return found
+
+
+def largest_norm(batch_size: int) -> float:
+    """A `skip_grad_norm` that skips some updates, and none of a large batch."""
+    return math.inf if batch_size >= 40 else 1.8 + 1.2 / batch_size**0.5
 
 
 def _speeds(size: int) -> dict[str, Any]:

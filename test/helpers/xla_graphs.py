@@ -59,6 +59,16 @@ class Update:
     compiled: int  # graphs, since the previous update
 
 
+def late(updates: list[Update]) -> dict[int, int]:
+    """The numbers of the updates that compiled against the law, with how many graphs: the first update is 1."""
+    first = next((number for number, update in enumerate(updates, 1) if update.rounds > 1), len(updates))
+    return {
+        number: update.compiled
+        for number, update in enumerate(updates, 1)
+        if update.compiled and (3 < number < first or number > first + 3)
+    }
+
+
 def count(folder: Path, trainings: Sequence[Training]) -> None:
     """Run each training; rank 0 writes the list of its updates, for each of them, to `updates.pt`."""
     found = [_updates(training, 3 + number) for number, training in enumerate(trainings)]

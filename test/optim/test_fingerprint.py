@@ -46,6 +46,16 @@ SIZES = (20, 17, 30, 9, 2, 3, REF, 33, 2 * REF, 25, 41, REF // 2, 12, REF, 9, 20
         Training(SIZES, loop="counts"),
         Training(SIZES, controlled=True),
         Training(SIZES, "adascale", loop="resumes"),
+        *(
+            Training(SIZES, kind=kind, hyperparameters=own, options={"skip_grad_norm": 1.0})
+            for kind, own in (("SGD", {"momentum": 0.9}), ("AdamW", {}), ("NAdam", {}), ("Adagrad", {"lr_decay": 0.1}))
+        ),
+        Training(SIZES, "adascale", options={"skip_grad_norm": 1.0, "max_grad_norm": 0.5}, loop="log"),
+        Training(SIZES, "root", "AdamW", options={"skip_grad_norm": 1.0}, loop="reads"),
+        Training(SIZES, "sqrt-sde", "AdamW", (0.01, 0.01), options={"skip_grad_norm": 1.0}),
+        Training(SIZES, "sqrt-sde", "AdamW", (torch.tensor(0.01), torch.tensor(0.02)), options={"skip_grad_norm": 1.0}),
+        Training(SIZES, ("invariant-adam", "root"), "Adam", (0.01, 0.02), options={"skip_grad_norm": 1.0}),
+        Training((REF, REF, *SIZES), "root-half-life", "AdamW", (0.01, 0.01), options={"skip_grad_norm": 1.0}),
         # Not RAdam, whose rectification begins by a branch on the host.
         *(Training(SIZES, kind=kind) for kind in ("NAdam", "Adagrad", "Adadelta", "Adamax")),
     ],
@@ -86,7 +96,7 @@ def test_it_is_so_under_any_trace(sizes: list[int], kind_and_rule: tuple[str, st
 
 def test_a_python_number_is_found() -> None:
     """As a learning rate is where nothing replaces it: these tests can fail."""
-    with compile_on_the_cpu(), patch.object(Backend, "numbers_as_inputs", lambda *_: nullcontext()):
+    with compile_on_the_cpu(), patch.object(Backend, "numbers_as_inputs", lambda *_, **__: nullcontext()):
         found = differences(fingerprints(Training(SIZES, "linear")))
     assert any("'alpha', -" in first for pairs in found.values() for first, _ in pairs)
 

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("torch_xla")
 pytestmark = pytest.mark.xla
 
-from helpers.xla_graphs import MINIBATCH_SIZE, REF, Training, Update, count  # noqa: E402
+from helpers.xla_graphs import MINIBATCH_SIZE, REF, Training, Update, count, late  # noqa: E402
 from variable_batch_size.backend.xla import launch  # noqa: E402
 
 
@@ -20,16 +20,6 @@ def run(trainings: list[Training], cores: int, folder: Path) -> list[list[Update
     launch(count, (folder, trainings), cores=cores)
     found: list[list[Update]] = torch.load(folder / "updates.pt", weights_only=False)
     return found
-
-
-def late(updates: list[Update]) -> dict[int, int]:
-    """The numbers of the updates that compiled against the law, with how many graphs: the first update is 1."""
-    first = next((number for number, update in enumerate(updates, 1) if update.rounds > 1), len(updates))
-    return {
-        number: update.compiled
-        for number, update in enumerate(updates, 1)
-        if update.compiled and (3 < number < first or number > first + 3)
-    }
 
 
 def trace(seed: int, cores: int) -> tuple[int, ...]:

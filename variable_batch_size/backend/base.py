@@ -158,12 +158,20 @@ class Backend(ABC):
         """Return the value to give to the inner optimizer, so that it does not become a constant of a graph."""
         return value
 
-    def numbers_as_inputs(self, inner: Optimizer) -> AbstractContextManager[object]:
-        """Return a context for steps of `inner`, in which its numbers are data of the graph, each for itself."""
-        return nullcontext() if self._sent is None else NumbersAsInputs(inner, self.scalar, self._sent.device_type)
+    def numbers_as_inputs(self, inner: Optimizer, *, unread: bool = False) -> AbstractContextManager[object]:
+        """Return a context for steps of `inner`, in which its numbers are data of the graph, each for itself.
+
+        `unread`: those that are on the device already stay there, see `NumbersAsInputs`.
+        """
+        if self._sent is None:
+            return nullcontext()
+        return NumbersAsInputs(inner, self.scalar, self._sent.device_type, unread=unread)
 
     def mark_step(self) -> None:  # noqa: B027 (a no-op on devices that execute eagerly)
         """End the current graph and run it. A no-op on devices that execute eagerly."""
+
+    def seed(self, seed: int) -> None:  # noqa: B027 (torch seeds all devices but those that compile graphs)
+        """Seed the generator of this rank's device, if torch.manual_seed does not."""
 
     def host(self, tensor: Tensor) -> Tensor:
         """Return `tensor` in host memory, detached; waits for the device. On the CPU it shares memory with `tensor`."""

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 # The names of torch's functions, without underscores: "add" is also add_ and __add__, "iadd" is __iadd__.
 _BINARY = frozenset(prefix + name for name in ("add", "sub", "mul", "div", "truediv") for prefix in ("", "i", "r"))
+_POWERS = frozenset({"pow", "rpow"})
 _IN_PLACE = frozenset(f"{name}_" for name in ("add", "sub", "mul", "div", "addcmul", "addcdiv", "lerp"))
 
 
@@ -29,10 +30,16 @@ class NumbersAsInputs(TorchFunctionMode):
 
     These are the numbers in sums, products and quotients, and in `addcmul`, `addcdiv` and `lerp`: all that change from
     one step to the next in the optimizers of torch, except in their `foreach` implementations.
+
+    `unread`: a number of the device that a step reads by `item()`, as the count of the updates, stays a tensor. An
+    optimizer whose counts are on the device then computes with them there, such as 1 - beta^t.
     """
 
-    def __init__(self, inner: Optimizer, send: Callable[[float, Tensor], Tensor], device_type: str) -> None:
+    def __init__(
+        self, inner: Optimizer, send: Callable[[float, Tensor], Tensor], device_type: str, *, unread: bool = False
+    ) -> None:
         super().__init__()
+        self._unread, self._binary = unread, _BINARY | _POWERS if unread else _BINARY
         self._inner, self._send, self._device_type = inner, send, device_type
         self._owners: dict[int, tuple[int, int]] = {}  # id of a tensor -> group and parameter to which it belongs
         self._owner = (0, 0)  # of the last tensor that belongs to one
@@ -55,10 +62,12 @@ class NumbersAsInputs(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch, with tensors instead of numbers."""
         kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if self._unread and name == "item" and self._compiles(args[0]):
+            return args[0]
         if len(args) in (2, 3) and self._compiles(args[0]):
-            name = getattr(func, "__name__", "")
             plain = name.strip("_")
-            if plain in _BINARY and len(args) == 2 and not kwargs:
+            if plain in self._binary and len(args) == 2 and not kwargs:
                 args = args[0], self._input(args[1], args)
             elif (increment := self._increment(plain, args, kwargs)) is not None:
                 name, args, kwargs = "add_" if name.endswith("_") else "add", (args[0], increment), {}

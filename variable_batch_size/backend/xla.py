@@ -132,6 +132,10 @@ class XlaBackend(Backend):
         """Execute the operations that this replica has recorded since its last step marker."""
         _torch_xla().sync()
 
+    def seed(self, seed: int) -> None:
+        """Seed the generator of this rank's device."""
+        _torch_xla("torch_xla.core.xla_model").set_rng_state(seed)
+
     def host(self, tensor: Tensor) -> Tensor:
         """Return `tensor` in host memory, detached. Ends the current graph.
 

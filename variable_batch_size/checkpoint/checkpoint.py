@@ -123,6 +123,7 @@ class Checkpoint:
         self._last_update, self._saved_time = optimizer.updates, time.monotonic()
         self._events = Events(self._folder.place, world)
         self._events.add("start", optimizer.updates)
+        self._events.large = optimizer.skipped
         optimizer._watch(self._events)
 
     @property
@@ -188,7 +189,7 @@ class Checkpoint:
         if updates == self._last_update or self._optimizer.inside_step:
             return False
         before, self._last_update = self._last_update, updates
-        self._events.progress(updates)
+        self._events.progress(updates, self._optimizer.skipped)
         in_loop = updates == before + 1  # and not once an epoch, after what the loop does at its end
         if not self._updated:  # an update may have added to the state what no checkpoint can hold
             self._updated = True
@@ -310,6 +311,7 @@ class Checkpoint:
         at = updates, optimizer.epoch, optimizer.samples
         left = notices.of_ranks(stored.of_ranks) + notices.incomplete(self._folder.incomplete(updates))
         log(notices.restored(name, worlds, sizes, at, told, newer) + left, rank=0, update=updates)
+        self._events.large = self._optimizer.skipped
         self._events.add("restore", updates, lost=lost, seconds=seconds, damaged=", ".join(damaged))
 
     def close(self) -> None:

@@ -3,8 +3,10 @@
 `events.jsonl` is written by rank 0, beside the checkpoints; in an object store, to whose objects nothing can be added,
 each run has a file of its own. Each line has `version`, `event`, `time` (seconds since 1970), `update` and `world`,
 and: `restore`: `lost`, the updates that were made and are made again, and `seconds`; `save`: `seconds` for which
-updates waited; `skip`: the gradient of the update was not finite; `notice`: a signal that asks to stop; `end`: `error`,
-the exception with which the training ended, or "". Between them, `progress` at most once a minute.
+updates waited; `skip`: the gradient of the update was not finite, or, with `large`, that many updates since the last
+such line were skipped because of `skip_grad_norm` (a device that compiles graphs tells it later); `notice`: a signal
+that asks to stop; `end`: `error`, the exception with which the training ended, or "". Between them, `progress` at most
+once a minute.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ class Events:
     Attributes:
         reached: the last update of the run before this one, of which the file tells; 0 if there was none.
         ended: whether that run has told its end; otherwise it may have made more updates.
+        large: how many updates of the training were skipped because of `skip_grad_norm`, as far as was told.
     """
 
     def __init__(self, folder: Place, world: World) -> None:
@@ -40,7 +43,7 @@ class Events:
             earlier = [] if world.rank else read(folder)
             if earlier:
                 self.reached, self.ended = earlier[-1]["update"], earlier[-1]["event"] == "end"
-        self._last, self._skipped = time.monotonic(), False
+        self._last, self._skipped, self.large = time.monotonic(), False, 0
 
     def add(self, event: str, update: int, **facts: float | str) -> None:
         """Add an event; without a word, if that cannot be written."""
@@ -70,11 +73,12 @@ class Events:
     def discard(self) -> None:
         """See `Watcher`."""
 
-    def progress(self, update: int) -> None:
-        """Add that an update was made, at most once a minute, or that it was skipped."""
-        if self._skipped:
-            self._skipped = False
-            self.add("skip", update)
+    def progress(self, update: int, large: int) -> None:
+        """Add that an update was made, at most once a minute, or that it was skipped; see `large`."""
+        skipped, new = self._skipped, large - self.large
+        self._skipped, self.large = False, large
+        if skipped or new > 0:
+            self.add("skip", update, **({"large": new} if new > 0 else {}))
         elif time.monotonic() - self._last >= _PROGRESS_SECONDS:
             self.add("progress", update)
 

@@ -37,7 +37,7 @@ def show(folder: Source, json: output.Json = False) -> None:
     - `vbs checkpoint show runs/a/update-00001234-0001-7-2`
     """
     from variable_batch_size.checkpoint.reading import facts_of, read_verified
-    from variable_batch_size.weights import weights_hash
+    from variable_batch_size.checkpoint.weights import weights_hash
 
     place, found, is_one = _manifests(folder)
     if is_one:

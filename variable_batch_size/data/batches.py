@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, final
-
-import torch
 
 from variable_batch_size._validation import MAX_INT, IntArray, check_int
 from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace
@@ -238,9 +237,11 @@ class Batches:
         """Return what the samplers of all ranks have in common, besides the cut into microbatches."""
         plan = self.plan
         own = {"seed": self.seed, "shuffle": self.shuffle, "drop_last": plan.drop_last}
-        bits = f"minibatch_size={plan.minibatch_size}, torch.set_num_threads({torch.get_num_threads()})"
-        exact = {"reproducible": bits if self.reproducible else ""}
-        return {"dataset_size": plan.dataset_size, **own, "trace": plan.trace.fingerprint, **exact}
+        bits = ""
+        if self.reproducible:
+            threads = importlib.import_module("torch").get_num_threads()  # a plan needs no torch
+            bits = f"minibatch_size={plan.minibatch_size}, torch.set_num_threads({threads})"
+        return {"dataset_size": plan.dataset_size, **own, "trace": plan.trace.fingerprint, "reproducible": bits}
 
     def past_at(self, step: int) -> str:
         """Return the fingerprint of the batch sizes before a step."""

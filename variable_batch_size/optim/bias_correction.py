@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.optim import Adam, Optimizer
 
 from variable_batch_size.backend import Backend
+from variable_batch_size.optim.tensors import local, scalar_dtype
 from variable_batch_size.rules import Scaling
 
 Group = dict[str, Any]
@@ -29,11 +30,11 @@ Group = dict[str, Any]
 
 @final
 class BiasTerms(NamedTuple):
-    """The state of one parameter group."""
+    """The state of one parameter group: numbers, or 0-D tensors where a device decides which updates are made."""
 
-    updates: int  # number of updates in the averages m and v
-    c1: float
-    c2: float
+    updates: Any  # number of updates in the averages m and v
+    c1: Any
+    c2: Any
 
 
 @final
@@ -43,10 +44,15 @@ class BiasCorrection:
     C <- beta C + (1 - beta) is the recursion of the average itself: a sum of positive numbers. It stays exact if beta
     is so close to 1 that 1 - (product) would cancel, and beta = 0 is no special case, as it is for a sum of logarithms.
     Before that update, and with any other optimizer, scalings are returned unchanged.
+
+    `on_device`: the terms are tensors, because the host does not know which updates were made.
+    `always`: groups have terms from the first update on, since a graph must not change when a rule begins to scale.
     """
 
-    def __init__(self, inner: Optimizer, backend: Backend) -> None:
-        self._inner, self._backend = inner, backend
+    def __init__(
+        self, inner: Optimizer, backend: Backend, *, on_device: bool = False, always: Sequence[bool] = ()
+    ) -> None:
+        self._inner, self._backend, self._on_device, self._always = inner, backend, on_device, always
         self._terms: dict[int, BiasTerms] = {}  # index of the group -> terms
         self._uncommitted: dict[int, BiasTerms] = {}
         self._checked: set[int] = set()  # groups whose parameters have all made the same number of updates
@@ -61,14 +67,18 @@ class BiasCorrection:
             for index, (group, scaling) in enumerate(groups)
         ]
 
-    def commit(self) -> None:
-        """Count the update of the last `correct`."""
-        self._terms.update(self._uncommitted)
+    def commit(self, skips: Tensor | None = None) -> None:
+        """Count the update of the last `correct`, unless the device skips it."""
+        for index, new in self._uncommitted.items():
+            old = self._terms[index]
+            pairs = zip(old, new, strict=True)
+            self._terms[index] = new if skips is None else BiasTerms(*(torch.where(skips, *pair) for pair in pairs))
         self._uncommitted = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return [updates, C_1, C_2] for each group, [] for a group without terms; an empty dict if none has any."""
-        groups = [list(self._terms.get(index, ())) for index in range(len(self._inner.param_groups))]
+        terms = (self._terms.get(index, ()) for index in range(len(self._inner.param_groups)))
+        groups = [[one.cpu().item() if isinstance(one, Tensor) else one for one in own] for own in terms]
         return {"bias_correction": groups} if self._terms else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -82,7 +92,8 @@ class BiasCorrection:
         terms = {}
         for index, (group, scaling) in enumerate(zip(self._inner.param_groups, scalings, strict=True)):
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if parameters and (index in self._terms or scaling.scales_betas):
+            begins = scaling.scales_betas or any(self._always[index : index + 1])
+            if parameters and (index in self._terms or begins):
                 if not _same(parameters, self._members.get(index, [])):
                     self._checked.discard(index)  # those that took no part have made fewer updates
                     self._members[index] = parameters
@@ -93,7 +104,7 @@ class BiasCorrection:
 
     def _present_terms(self, index: int, betas: Sequence[float], parameters: Sequence[Tensor]) -> BiasTerms:
         """Return the terms of a group before this update; at first, those that torch has used so far."""
-        if index in self._checked:
+        if index in self._checked or (index in self._terms and isinstance(self._terms[index].updates, Tensor)):
             return self._terms[index]
         counts = self._update_counts(parameters) | ({self._terms[index].updates} if index in self._terms else set())
         if len(counts) > 1:
@@ -104,7 +115,14 @@ class BiasCorrection:
             )
         self._checked.add(index)
         updates = counts.pop()
-        return self._terms.setdefault(index, BiasTerms(updates, *(1 - float(beta) ** updates for beta in betas)))
+        terms = self._terms.get(index, BiasTerms(updates, *(1 - float(beta) ** updates for beta in betas)))
+        if self._on_device:
+            (part,) = local(parameters[:1])
+            like = part.new_empty(0, dtype=scalar_dtype([part]))
+            (row,) = self._backend.vectors([list(map(float, terms))], like, f"bias terms of group {index}")
+            terms = BiasTerms(*row.unbind())
+        self._terms[index] = terms
+        return terms
 
     def _update_counts(self, parameters: Sequence[Tensor]) -> set[int]:
         """Return the numbers of updates that the inner optimizer has made of the parameters, with one host sync."""
@@ -128,5 +146,7 @@ def _correct(group: Group, scaling: Scaling, terms: BiasTerms) -> Scaling:
     torch_c1, torch_c2 = (1 - beta**terms.updates for beta in _scaled_betas(group, scaling))
     on_eps = (terms.c2 / torch_c2) ** 0.5
     on_lr = on_eps * torch_c1 / terms.c1
-    decay = scaling.weight_decay / on_lr if group.get("decoupled_weight_decay") else scaling.weight_decay
-    return replace(scaling, lr=scaling.lr * on_lr, eps=scaling.eps * on_eps, weight_decay=decay)
+    corrected = replace(scaling, lr=scaling.lr * on_lr, eps=scaling.eps * on_eps)
+    if not group.get("decoupled_weight_decay") or isinstance(on_lr, Tensor):  # see `HyperparameterScaling`
+        return corrected
+    return replace(corrected, weight_decay=scaling.weight_decay / on_lr)

@@ -193,6 +193,7 @@ def _facts_of_update(updater: Updater, inner: Optimizer, backend: Backend) -> di
         "ref_batchsize": updater.ref_batchsize,
         "rule": without_addresses(repr(updater.rules)),
         **updater.options._asdict(),
+        "skip_grad_norm": without_addresses(repr(updater.options.skip_grad_norm)),
         "inner optimizer": type(inner).__name__,
         "number of parameter groups": len(inner.param_groups),
         **_hyperparameters(inner, backend),

@@ -25,7 +25,7 @@ class Watcher(Protocol):
     """An object that also counts microbatches, and must know which of them are committed."""
 
     def commit(self, *, updated: bool) -> None:
-        """Handle the commit of the accumulated step; not `updated`: its update was skipped as non-finite.
+        """Handle the commit of the accumulated step; not `updated`: its update was skipped.
 
         It may be called again after an interrupt, until it has returned.
         """
@@ -328,7 +328,7 @@ class Cursor:
         self._at = self._at._replace(round=self._at.round + 1, phase=Phase.INSIDE_STEP)
 
     def commit(self, *, updated: bool) -> None:
-        """Commit the step, at one moment: not `updated`, it was skipped as non-finite."""
+        """Commit the step, at one moment: not `updated`, it was skipped."""
         self.made, self.updated = self.batch, updated
         after = self.sampler.batches.after(self.place, self.made)
         self._at = _At(after, self.commits + 1, phase=Phase.UNSETTLED)

@@ -126,8 +126,9 @@ class GradientNoise:
         new = update_averages(old, decay, constant, zip(factors, measurements, strict=True))
         averages = select(counts, new, old)
         own_gain = gain(averages, size, reference)
-        packed = torch.cat([averages, torch.as_tensor(own_gain).view(1)]) if self.on_device else None
-        self._uncommitted = NoiseState(averages, own_gain, packed)
+        last = select(statistics.finite, own_gain, self._state.gain)
+        packed = torch.cat([averages, torch.as_tensor(last).view(1)]) if self.on_device else None
+        self._uncommitted = NoiseState(averages, last, packed)
         return debias(averages, own_gain)
 
     def _vectors(self, rows: Sequence[Sequence[float]], like: Tensor, place: str) -> Sequence[Any]:

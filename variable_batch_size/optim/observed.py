@@ -150,8 +150,21 @@ class ObservedOptimizer(OptimizerWrapper):
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """The norm of the last gradient before clipping, 0-D, with `grad_norm` or `max_grad_norm`; nan if skipped."""
+        """The norm of the last gradient before clipping, 0-D, if an option measures it; nan if there was none.
+
+        These are `grad_norm`, `max_grad_norm` and `skip_grad_norm`.
+        """
         return self._updater.grad_norm
+
+    @property
+    def skipped(self) -> int:
+        """The number of updates of the training that were skipped because of `skip_grad_norm`.
+
+        On a device that compiles graphs, as the host knows it: it reads every 16 updates a number that is as old, and
+        the present one for a `state_dict()`.
+        """
+        large = self._updater.large
+        return 0 if large is None else large.skipped
 
     def __repr__(self) -> str:
         """Return the rule, how far the training is, and the inner optimizer with its learning rate before scaling."""

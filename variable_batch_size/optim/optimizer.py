@@ -32,7 +32,7 @@ from variable_batch_size.optim.cursor import Cursor, Phase
 from variable_batch_size.optim.hooks import call_before_forward, uncompiled
 from variable_batch_size.optim.normalization import check_reproducible, cut_for
 from variable_batch_size.optim.observed import ObservedOptimizer
-from variable_batch_size.optim.options import Estimator, Reduction, UpdateOptions, check_objects
+from variable_batch_size.optim.options import Estimator, NormLimit, Reduction, UpdateOptions, check_objects
 from variable_batch_size.optim.replay import Replays
 from variable_batch_size.optim.report import Reporter
 from variable_batch_size.optim.rule_check import check_applies_lr, choose_rules
@@ -75,6 +75,9 @@ class CustomOptimizer(ObservedOptimizer):
             gradients. Default: "microbatches" if a rule or a controller needs the noise, otherwise it is not measured.
         reduction: reduction of the user's loss over the rows of a microbatch, "mean" or "sum".
         max_grad_norm: maximum norm to which the gradient of an update is clipped.
+        skip_grad_norm: norm of the gradient, before clipping, above which an update is skipped: a number, or a function
+            of the batch size, since |G|^2 is mu^2 + sigma^2 / B. See `skipped`; on a GPU the host reads one number an
+            update for it.
         find_unused_parameters: whether each update of several ranks finds out which parameters have gradients on
             any; the host then waits for the device. Otherwise the first update settles it, and a later change raises.
         grad_norm: whether to measure the norm of the gradient of each update, before clipping: `optimizer.grad_norm`.
@@ -105,6 +108,7 @@ class CustomOptimizer(ObservedOptimizer):
         noise: Estimator | None = None,
         reduction: Reduction = "mean",
         max_grad_norm: float | None = None,
+        skip_grad_norm: NormLimit | None = None,
         find_unused_parameters: bool = False,
         grad_norm: bool = False,
         log_steps: int | None = None,
@@ -121,7 +125,7 @@ class CustomOptimizer(ObservedOptimizer):
         module, self._agreement = unwrap(model), None
         self._backend = backend or backend_for(module, parameters, sampler, process_group)
         noise = "microbatches" if noise is None and _decides_by_noise(sampler) else noise
-        options = UpdateOptions(noise, reduction, max_grad_norm, find_unused_parameters, grad_norm)
+        options = UpdateOptions(noise, reduction, max_grad_norm, find_unused_parameters, grad_norm, skip_grad_norm)
         needs = WeakMethod(self._needs)  # hooks of the parameters must not keep the optimizer alive
         total = sum_for(
             module,
@@ -325,7 +329,8 @@ class CustomOptimizer(ObservedOptimizer):
                 with repeated rows once. It needs `reduction="sum"`, a rule without noise, and counts in every step.
 
         Returns:
-            Whether the weights changed: False in the middle of a step, if all counts of a step sum to 0, and if a
+            Whether the weights changed: False in the middle of a step, if all counts of a step sum to 0, if the
+            gradient is larger than `skip_grad_norm` (on XLA the device decides, and the result is True), and if a
             `GradScaler`, or the measurement of the noise on the CPU, found a non-finite gradient. On other devices
             neither is read by the host, and the result is True: without a count the gradient is 0; with a non-finite
             gradient weights, noise and progress stay, `lr_factor()` is 0, and the averages of the inner optimizer decay
@@ -467,6 +472,7 @@ class CustomOptimizer(ObservedOptimizer):
 
     def _settle_gradients(self) -> None:
         if not self._cursor.settled:
+            self._updater.commit()
             self._updater.clear()
             self._updater.gradient.sum.begin(several=self._cursor.several_rounds)
             self._cursor.settle()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Literal, NamedTuple, TypedDict, get_args
 
 from torch.distributed import ProcessGroup
@@ -14,6 +15,7 @@ from variable_batch_size.tracker import Tracker
 
 Reduction = Literal["mean", "sum"]
 Estimator = Literal["microbatches", "differenced"]
+NormLimit = float | Callable[[int], float]  # a norm, or a function from the batch size to one
 
 
 class Options(TypedDict, total=False):
@@ -23,6 +25,7 @@ class Options(TypedDict, total=False):
     noise: Estimator | None
     reduction: Reduction
     max_grad_norm: float | None
+    skip_grad_norm: NormLimit | None
     find_unused_parameters: bool
     grad_norm: bool
     log_steps: int | None
@@ -41,6 +44,7 @@ class UpdateOptions(NamedTuple):
     max_grad_norm: float | None = None
     find_unused_parameters: bool = False
     grad_norm: bool = False
+    skip_grad_norm: NormLimit | None = None
 
     def validate(self) -> UpdateOptions:
         """Return the options with checked numbers; raise ValueError or TypeError for others."""
@@ -49,7 +53,15 @@ class UpdateOptions(NamedTuple):
         if self.noise is not None and self.noise not in get_args(Estimator):
             requirement = 'noise must be "microbatches" or "differenced"'
             raise value_error(requirement, f"{self.noise!r:.60}", "pass one, or omit it")
-        return self._replace(max_grad_norm=_check_max_grad_norm(self.max_grad_norm))
+        skip_grad_norm = self.skip_grad_norm
+        if skip_grad_norm is not None and not callable(skip_grad_norm):
+            skip_grad_norm = check_norm(skip_grad_norm, "skip_grad_norm", "pass one, or a function of the batch size")
+        return self._replace(
+            max_grad_norm=None
+            if self.max_grad_norm is None
+            else check_norm(self.max_grad_norm, "max_grad_norm", "omit it for no clipping"),
+            skip_grad_norm=skip_grad_norm,
+        )
 
 
 def check_objects(tracker: object, backend: object) -> None:
@@ -60,13 +72,11 @@ def check_objects(tracker: object, backend: object) -> None:
             raise TypeError(f"{name} must be a vbs.{kind.__name__}, got {value!r:.60}; pass one, or omit it")
 
 
-def _check_max_grad_norm(max_grad_norm: float | None) -> float | None:
-    if max_grad_norm is None:
-        return None
-    if isinstance(max_grad_norm, float) and max_grad_norm == math.inf:  # the common idiom for no clipping
-        return max_grad_norm
-    remedy = "omit it for no clipping"
-    number = check_number(max_grad_norm, "max_grad_norm", remedy)
+def check_norm(value: object, name: str, remedy: str) -> float:
+    """Return a norm, > 0, which may be infinite: the common idiom for no limit."""
+    if isinstance(value, float) and value == math.inf:
+        return value
+    number = check_number(value, name, remedy)
     if number == 0:
-        raise value_error("max_grad_norm must be a finite number > 0", number, remedy)
+        raise value_error(f"{name} must be a finite number > 0", number, remedy)
     return number

@@ -68,7 +68,8 @@ class Reporter:
         updater = self._updater
         norm = ("grad_norm",) if updater.options.grad_norm else ()
         noise = () if updater.gradient_noise is None else _NOISE_TAGS
-        return [f"vbs/{name}" for name in (*_TAGS, *norm, *noise)]
+        skipped = () if updater.large is None else ("skipped",)
+        return [f"vbs/{name}" for name in (*_TAGS, *skipped, *norm, *noise)]
 
     def after_update(self, step: Batch) -> None:
         """Move the progress bar, and log a row if one is due."""
@@ -120,11 +121,12 @@ class Reporter:
         sizes = (step.batch_size, step.num_microbatches, sampler.world.size)
         scaling, lr, norm = updater.last_scaling, updater.reference_lr, updater.grad_norm
         noise = None if updater.gradient_noise is None else updater.gradient_noise.later()
+        skipped = () if updater.large is None else (updater.large.skipped,)
         progress, means = updater.progress.later(), updater.gradient.step_means.later()
 
         def read() -> dict[str, float]:
             factor = _number(scaling.lr) * _number(scaling.gradient)
-            values = [*known, *sizes, _number(lr) * factor, factor]
+            values = [*known, *sizes, _number(lr) * factor, factor, *skipped]
             if updater.options.grad_norm:
                 values.append(_number(norm))
             if noise is not None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, final
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -13,8 +13,19 @@ from torch.optim import Optimizer
 from variable_batch_size._validation import value_error
 from variable_batch_size.backend import Backend
 from variable_batch_size.optim.bias_correction import BiasCorrection, Group
+from variable_batch_size.optim.skipping import CAPTURABLE
 from variable_batch_size.optim.tensors import local
+from variable_batch_size.optim.wrapper import lr_of
 from variable_batch_size.rules import Scaling
+
+
+class _Decay(NamedTuple):
+    """A decoupled weight decay of one step: parameters <- (1 - lr * factor) parameters."""
+
+    parameters: list[Tensor]
+    lr: Any
+    factor: Any
+    place: str = ""
 
 
 @final
@@ -24,49 +35,92 @@ class HyperparameterScaling:
     Around an Adam, lr, eps and a decoupled weight decay are also multiplied by what the bias correction needs if betas
     change, see `BiasCorrection`. A factor on lr that is a 0-D tensor is left to `DeferredLrFactor`
     where lr cannot be one itself.
+
+    `selects`: a device decides which updates are skipped. Then what the bias correction needs are 0-D tensors, and a
+    hook makes the decoupled weight decay, which torch compares with 0 on the host. `scale_betas`: whether the rule of
+    each group may scale betas.
     """
 
-    def __init__(self, inner: Optimizer, backend: Backend, *, deferred_lr: bool = False) -> None:
+    def __init__(
+        self,
+        inner: Optimizer,
+        backend: Backend,
+        *,
+        deferred_lr: bool = False,
+        selects: bool = False,
+        scale_betas: Sequence[bool] = (),
+    ) -> None:
         self._inner, self._backend = inner, backend
-        self._bias_correction = BiasCorrection(inner, backend)
-        self._numbers_as_inputs = backend.numbers_as_inputs(inner)
-        self._lr_on_device = deferred_lr and backend.static_graph and _takes_lr_on_device(inner)
+        self._bias_correction = BiasCorrection(inner, backend, on_device=selects, always=scale_betas)
+        self._numbers_as_inputs = backend.numbers_as_inputs(inner, unread=selects)
+        self._numbers_of_terms = backend.numbers_as_inputs(inner, unread=True)
+        self._capturable = {"capturable": True} if selects and type(inner) in CAPTURABLE else {}
+        self._lr_on_device = (deferred_lr or selects) and backend.static_graph and _takes_lr_on_device(inner)
+        self._decays: list[_Decay] = []
+        if selects:
+            inner.register_step_pre_hook(self._decay)
         self._deferred_lr = DeferredLrFactor(inner, backend) if deferred_lr and not self._lr_on_device else None
 
     @contextmanager
-    def apply(self, scalings: Sequence[Scaling]) -> Iterator[None]:
-        """Scale each parameter group within a block that calls `inner.step()`."""
+    def apply(self, scalings: Sequence[Scaling], skips: Tensor | None = None) -> Iterator[None]:
+        """Scale each parameter group within a block that calls `inner.step()`; `skips`: whether a device skips that."""
         groups = self._inner.param_groups
         _check_betas(groups, scalings)
-        scalings = self._bias_correction.correct(scalings)
-        pairs = enumerate(zip(groups, scalings, strict=True))
-        changes = [
-            self._plain(group) | self._scale_lr(index, group, scaling) | _changes(group, scaling)
-            for index, (group, scaling) in pairs
-        ]
-        _check_all_scaled(changes, scalings)
+        with nullcontext() if skips is None else self._numbers_of_terms:
+            corrected = self._bias_correction.correct(scalings)
+            pairs = enumerate(zip(groups, corrected, strict=True))
+            changes = [
+                self._plain(group) | self._scale_lr(index, group, scaling) | _changes(group, scaling)
+                for index, (group, scaling) in pairs
+            ]
+        of_groups = enumerate(zip(groups, scalings, corrected, changes, strict=True))
+        self._decays = [self._take_decay(index, *own) for index, own in of_groups]
+        _check_all_scaled(changes, corrected)
         saved = [{name: group[name] for name in change} for group, change in zip(groups, changes, strict=True)]
         try:
             _update(groups, changes)
             if self._deferred_lr is not None:
-                self._deferred_lr.save(groups, scalings)
+                self._deferred_lr.save(groups, corrected)
             with self._numbers_as_inputs:
                 yield
             _check_unchanged(groups, changes)
         finally:
             _update(groups, saved)
+            self._decays = []
             if self._deferred_lr is not None:
                 self._deferred_lr.clear()
-        self._bias_correction.commit()
+        self._bias_correction.commit(skips)
+
+    def _take_decay(self, index: int, group: Group, scaling: Scaling, corrected: Scaling, change: Group) -> _Decay:
+        """Return the decay of a group whose lr was corrected on the device, and leave none to the optimizer."""
+        eps: Any = corrected.eps
+        if not (isinstance(eps, Tensor) and group.get("decoupled_weight_decay") and group["weight_decay"]):
+            return _Decay([], 0.0, 0.0)
+        change["weight_decay"] = 0.0
+        parameters = [one for one in dict.fromkeys(group["params"]) if one.grad is not None]
+        factor = scaling.lr * group["weight_decay"] * scaling.weight_decay
+        return _Decay(local(parameters), lr_of(group), factor, f"decay of group {index}")
+
+    @torch.no_grad()
+    def _decay(self, *_: object) -> None:
+        for parameters, lr, factor, place in (decay for decay in self._decays if decay.parameters):
+            like = parameters[0]
+            if isinstance(lr, Tensor) and lr.device == like.device:
+                left = 1 - lr * self._backend.scalar(factor, like, place)
+            else:
+                left = self._backend.scalar(1 - float(lr) * factor, like, place)
+            for parameter in parameters:
+                parameter.mul_(left)
 
     def _plain(self, group: Group) -> Group:
         """Return what makes an optimizer of torch step parameter by parameter, where its numbers are tensors."""
-        return {name: False for name in ("foreach", "fused") if self._backend.static_graph and name in group}
+        plain = {name: False for name in ("foreach", "fused") if self._backend.static_graph and name in group}
+        return plain | self._capturable
 
     def _scale_lr(self, index: int, group: Group, scaling: Scaling) -> Group:
         """Return the lr of a group for the step, if it has one; without a factor that `DeferredLrFactor` applies."""
         if group.get("lr") is None:
-            if "lr" in group and (isinstance(scaling.lr, Tensor) or scaling.lr != 1):  # an Adafactor that finds its own
+            if "lr" in group and _scales(scaling.lr):  # an Adafactor that finds its own
                 requirement = "a rule that scales the learning rate needs one in each parameter group"
                 raise value_error(requirement, f"None in group {index}", "pass a number, or use the constant rule")
             return {}
@@ -158,9 +212,13 @@ def _update(groups: Sequence[Group], values: Sequence[Group]) -> None:
 def _changes(group: Group, scaling: Scaling) -> Group:
     changes: Group = {}
     for name, factor in (("weight_decay", scaling.weight_decay), ("eps", scaling.eps)):
-        if factor != 1 and isinstance(group.get(name), (int, float, Tensor)):  # the eps of Adafactor is a pair
+        if _scales(factor) and isinstance(group.get(name), (int, float, Tensor)):  # the eps of Adafactor is a pair
             changes[name] = group[name] * factor
     return changes | _scaled_betas(group, scaling)
+
+
+def _scales(factor: Any) -> bool:
+    return isinstance(factor, Tensor) or factor != 1
 
 
 def _scaled_betas(group: Group, scaling: Scaling) -> Group:
@@ -193,9 +251,7 @@ def _outside(beta: float, scaled: float, scaling: Scaling) -> str:
 
 def _check_all_scaled(changes: Sequence[Group], scalings: Sequence[Scaling]) -> None:
     requested = {
-        "lr": any(isinstance(scaling.lr, Tensor) or scaling.lr != 1 for scaling in scalings),
-        "weight_decay": any(scaling.weight_decay != 1 for scaling in scalings),
-        "eps": any(scaling.eps != 1 for scaling in scalings),
+        **{name: any(_scales(getattr(one, name)) for one in scalings) for name in ("lr", "weight_decay", "eps")},
         "betas": any(scaling.scales_betas for scaling in scalings),
     }
     found = {"betas" if name == "alpha" else name for change in changes for name in change}

@@ -222,7 +222,7 @@ class StepGradient:
     ) -> list[Tensor] | None:
         """Return `factor` (None: there is none in any update) times the gradient, summed over the ranks.
 
-        It is None if the update is skipped: a `GradScaler` found it non-finite, or nothing was counted. The list
+        It is None if the update is skipped here: a `GradScaler` found it non-finite, or nothing was counted. The list
         `squares` gets the sum of the weighted squares over all ranks, (1,).
 
         Raises:

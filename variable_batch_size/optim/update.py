@@ -3,6 +3,7 @@
 The stages of `Updater.apply`, in their order:
 
     reduce      this rank's share of the gradient, summed over the ranks
+    skip        the update, if the norm of the reduced gradient is too large; only if that is asked for
     measure     the noise, from the reduced gradient; only if it is measured
     clip        the reduced gradient, to the maximum norm
     scale       the gradient and the hyperparameters, by the factors of the rules
@@ -15,6 +16,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from operator import is_
@@ -33,12 +35,13 @@ from variable_batch_size.optim.options import UpdateOptions
 from variable_batch_size.optim.rule_check import Chosen, scalings_of_groups
 from variable_batch_size.optim.scaling import HyperparameterScaling
 from variable_batch_size.optim.second_moment import create_second_moment
+from variable_batch_size.optim.skipping import LargeGradients
 from variable_batch_size.optim.squares import Needs
 from variable_batch_size.optim.step_gradient import StepGradient
 from variable_batch_size.optim.sums import Sum
 from variable_batch_size.optim.tensors import collect_gradients, local, multiply, scalar_dtype, squared_norm
 from variable_batch_size.optim.wrapper import list_parameters, lr_of, stepping
-from variable_batch_size.rules import Rule, RuleInput, Scaling
+from variable_batch_size.rules import InvariantAdamRule, RootHalfLifeRule, Rule, RuleInput, Scaling, SqrtSDERule
 from variable_batch_size.rules.selection import rules_for_groups
 
 
@@ -72,6 +75,7 @@ class Progress:
         return self.later()()
 
 
+_SCALE_BETAS = (SqrtSDERule, RootHalfLifeRule, InvariantAdamRule)
 _SKIPPED = "Skipped an update: non-finite gradient; check the loss if this persists"
 
 
@@ -89,7 +93,7 @@ class Updater:
         self.progress = Progress()
         self.last_scaling = Scaling()  # of the first parameter group in the last update
         self.reference_lr: Any = lr_of(inner.param_groups[0])  # its lr then, before scaling
-        self.grad_norm: Tensor | None = None  # of the last update before clipping, 0-D, if it is asked for
+        self.grad_norm: Tensor | None = None  # of the last update before clipping, 0-D, if it is asked for or limited
         self._inner, self._backend = inner, backend
         self._known = [list(group["params"]) for group in inner.param_groups]  # as they were used last
         self.gradient_noise = create_gradient_noise(inner, self.rules, self.ref_batchsize, self.options.noise, backend)
@@ -97,7 +101,12 @@ class Updater:
         measured = self.gradient_noise, self.second_moment
         self.gradient = StepGradient(self.parameters, backend, self.options, *measured, total)
         deferred_lr = self.gradient_noise is not None and self.gradient_noise.on_device
-        self._scaling = HyperparameterScaling(inner, backend, deferred_lr=deferred_lr)
+        limit = self.options.skip_grad_norm
+        selects = limit is not None and backend.static_graph
+        scale_betas = [isinstance(getattr(rule, "rule", rule), _SCALE_BETAS) for rule in self.rules] if selects else []
+        how = {"deferred_lr": deferred_lr, "selects": selects}
+        self._scaling = HyperparameterScaling(inner, backend, **how, scale_betas=scale_betas)
+        self.large = None if limit is None else LargeGradients(limit, inner, backend, self.parameters)
         self._numbers_of_rules = backend.numbers_as_inputs(inner)
         self._unmeasured = UnmeasuredWarning()
 
@@ -146,12 +155,19 @@ class Updater:
         self.gradient.clear()
         if self.gradient_noise is not None:
             self.gradient_noise.clear()
+        if self.large is not None:
+            self.large.discard()
+
+    def commit(self) -> None:
+        """Count the update that was just committed; it may be called again after an interrupt."""
+        if self.large is not None:
+            self.large.commit()
 
     def apply(self, step: Batch, updates: int, samples: int, begin: Callable[[], None]) -> bool:
         """Sum the gradients over the ranks, and step the inner optimizer; return False if the update was skipped.
 
-        It is skipped if the host has read that a gradient is non-finite. `updates` and `samples` are those before this
-        update; `begin` is called right before the inner optimizer's step, which changes the weights.
+        It is skipped if the host has read that the gradient is non-finite or too large. `updates` and `samples` are
+        those before this update; `begin` is called right before the inner optimizer's step, which changes the weights.
         """
         reference = step.batch_size if self.ref_batchsize is None else self.ref_batchsize
         update = RuleInput(step.batch_size, reference, updates, samples)
@@ -160,11 +176,11 @@ class Updater:
         else:
             scalings = self._apply_measured_rules(self.gradient_noise, update, step)
         if scalings is None:
-            if self.options.grad_norm or self.options.max_grad_norm is not None:
-                self.grad_norm = torch.full((), math.nan, device=self.parameters[0].device)
             return False
         self._step_inner(scalings, step, begin)
         self.last_scaling = scalings[0]
+        if self.large is not None and self.large.skips is not None and self.gradient_noise is None:
+            self.last_scaling = self._zero_if_not(~self.large.skips, scalings[0], "made")
         self.progress.add(self.last_scaling.progress)
         if self.gradient_noise is not None:
             self.gradient_noise.commit()
@@ -177,7 +193,10 @@ class Updater:
         if self.gradient_noise is not None:
             noise = {"noise": self.gradient_noise.state_dict()}
         rates = {key: float(getattr(self.last_scaling, key)) for key in ("lr", "gradient")}
-        own = {"progress": float(self.progress), "last_rates": {**rates, "reference_lr": float(self.reference_lr)}}
+        rates["reference_lr"] = float(self.reference_lr)
+        own: dict[str, Any] = {"progress": float(self.progress), "last_rates": rates}
+        if self.large is not None:
+            own |= self.large.state_dict()
         return {**self._reference(), **own, **self.gradient.state_dict(), **noise, **self._scaling.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any], minibatch_size: int) -> None:
@@ -200,6 +219,8 @@ class Updater:
         self._scaling.load_state_dict(state)
         if self.gradient_noise is not None:
             self.gradient_noise.load_state_dict(state.get("noise"))
+        if self.large is not None:
+            self.large.load_state_dict(state)
 
     # The stages. -------------------------------------------------------------------------------------------------
 
@@ -211,8 +232,12 @@ class Updater:
         factor = float(scalings[0].gradient) if self._shares_factor else None
         reduced = self.gradient.reduce(step, factor, partial(self._facts, update))
         if reduced is None:
+            self._forget_norm()
             return None
-        self._clip(reduced, step)
+        norm = None if self.large is None else squared_norm(reduced).sqrt()
+        if self._is_too_large(norm, update) is True:
+            return None
+        self._clip(reduced, step, norm=norm)
         if not self._shares_factor:
             self._scale_gradients(scalings)
         return scalings
@@ -222,11 +247,21 @@ class Updater:
         squares: list[Tensor] = []
         reduced = self.gradient.reduce(step, None, partial(self._facts, update), squares)
         if reduced is None:
+            self._forget_norm()
             return None
         statistics = noise.statistics(squares[0], reduced)
+        norm, square = None, statistics.squared_norm
+        if self.large is not None:
+            norm = torch.as_tensor(square, dtype=None if isinstance(square, Tensor) else torch.float64).sqrt()
+        skips = self._is_too_large(norm, update)
+        if skips is True:
+            return None
         if statistics.finite is False:
             warnings.warn(_SKIPPED, RuntimeWarning, stacklevel=stacklevel_of_user())
+            self._forget_norm()
             return None
+        if isinstance(skips, Tensor):  # as if the gradient were not finite: noise and progress stay
+            statistics = statistics._replace(finite=statistics.finite & ~skips)
         if isinstance(statistics.finite, Tensor):
             parts = local(reduced)
             zeros = {
@@ -246,8 +281,21 @@ class Updater:
         if self.second_moment is not None:
             self.second_moment.check(step, self.rules, scalings)
         self._clip(reduced, step, statistics.finite)
+        self.grad_norm = self.grad_norm if norm is None else norm
         self._scale_gradients(scalings)
         return scalings
+
+    def _forget_norm(self) -> None:
+        """Note that an update has no gradient whose norm is known."""
+        if self.large is not None or self.options.grad_norm or self.options.max_grad_norm is not None:
+            self.grad_norm = torch.full((), math.nan, device=self.parameters[0].device)
+
+    def _is_too_large(self, norm: Tensor | None, update: RuleInput) -> bool | Tensor:
+        """Return whether an update is skipped because of its norm; 0-D where the device decides."""
+        if self.large is None or norm is None:
+            return False
+        self.grad_norm = norm
+        return self.large.judge(norm, update.batch_size, first=update.samples == 0)
 
     def _facts(self, update: RuleInput) -> dict[str, Any]:
         """Return what all ranks must have in common in an update, by name."""
@@ -258,19 +306,22 @@ class Updater:
             "batch_size": update.batch_size,
             "samples": update.samples,
             **{name: rate for name, rate in rates.items() if not isinstance(rate, Tensor)},
+            **({} if self.large is None else {"skip_grad_norm": self.large.limit(update.batch_size)}),
             "parameters that require gradients": [
                 number for number, one in enumerate(self.parameters) if one.requires_grad
             ],
         }
 
-    def _clip(self, gradients: Sequence[Tensor], step: Batch, finite: bool | Tensor = True) -> None:
-        """Multiply the gradients by min(1, max_grad_norm / |G|); keep |G| if it is asked for."""
+    def _clip(
+        self, gradients: Sequence[Tensor], step: Batch, finite: bool | Tensor = True, norm: Tensor | None = None
+    ) -> None:
+        """Multiply the gradients by min(1, max_grad_norm / |G|), if |G| is known by `norm`; keep |G| if asked for."""
         if self.second_moment is not None:
             self.second_moment.settle(step, finite)
         max_norm = self.options.max_grad_norm
         if (max_norm is None and not self.options.grad_norm) or not gradients:
             return
-        self.grad_norm = squared_norm(gradients).sqrt()
+        self.grad_norm = squared_norm(gradients).sqrt() if norm is None else norm
         if max_norm is not None:
             factor = torch.clamp(max_norm / (self.grad_norm + 1e-6), max=1.0)  # as torch.nn.utils.clip_grad_norm_
             for device in dict.fromkeys(gradient.device for gradient in gradients):
@@ -290,7 +341,10 @@ class Updater:
     def _step_inner(self, scalings: Sequence[Scaling], step: Batch, begin: Callable[[], None]) -> None:
         lr = lr_of(self._inner.param_groups[0])
         self.reference_lr = lr.clone() if isinstance(lr, Tensor) else lr
-        with self._scaling.apply(scalings), stepping(self._inner):
+        # First: it sends the counts of the optimizer to the device, whose tensors `numbers_as_inputs` must know.
+        selecting = nullcontext() if self.large is None else self.large.selecting()
+        skips = None if self.large is None else self.large.skips
+        with selecting, self._scaling.apply(scalings, skips), stepping(self._inner):
             begin()
             if self.second_moment is not None:
                 self.second_moment.apply(step, self.rules)
@@ -309,10 +363,11 @@ class Updater:
 
         It is multiplied together with the weight, which saves a pass over the gradients.
         """
-        noise, options = self.gradient_noise, self.options
-        return noise is None and not (self.rule_per_group or options.max_grad_norm is not None or options.grad_norm)
+        options = self.options
+        norm = self.large is not None or options.max_grad_norm is not None or options.grad_norm
+        return self.gradient_noise is None and not (self.rule_per_group or norm)
 
-    def _zero_if_not(self, finite: Tensor, scaling: Scaling, group: int) -> Scaling:
+    def _zero_if_not(self, finite: Tensor, scaling: Scaling, group: object) -> Scaling:
         """Multiply the factor on lr and the progress of a group by `finite`, 0-D, which is 0 or 1."""
         like = finite.to(scalar_dtype(self.parameters))
         factors = {"lr": scaling.lr, "progress": scaling.progress}

@@ -131,8 +131,7 @@ class Updates(Generic[T]):
         if not self._optimizer.sampler.batches.reproducible:
             yield from update
             return
-        seed, like = self._optimizer.sampler.batches.seed, self._optimizer.param_groups[0]["params"][0]
-        with Seeding(seed, like, threads=self._optimizer.backend.threads) as seeding:
+        with Seeding(self._optimizer.sampler.batches.seed, self._optimizer.backend) as seeding:
             for microbatch, known in zip(batch.microbatches, update, strict=True):
                 seeding.seed(microbatch)
                 yield known

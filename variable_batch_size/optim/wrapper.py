@@ -249,6 +249,7 @@ OPTIONAL: Final[Kinds] = {
     "stopwatch": (dict,),
     "noise": (dict,),
     "minibatch_size": (int,),
+    "skipped": (dict,),
 }
 
 
@@ -271,6 +272,8 @@ def check_state(state: Mapping[str, Any]) -> None:
         check_items(group + [None] * (len(group) not in (0, 3)), NUMBER, "bias_correction.")
     if "stopwatch" in state:
         check_entries(state["stopwatch"], {"seconds": (list,)}, "stopwatch.")
+    if "skipped" in state:
+        check_entries(state["skipped"], {"updates": (int,), "in_a_row": (int,)}, "skipped.")
     noise = state.get("noise", {})
     if noise:
         check_entries(noise, dict.fromkeys((*AVERAGES, "gain"), NUMBER), "noise.")

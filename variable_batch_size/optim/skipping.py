@@ -1,0 +1,237 @@
+"""Skip updates whose gradient is too large: the decision, its books, and the selection on devices that compile graphs.
+
+Where the host may read a number, it reads the norm of the gradient, and nothing that would follow runs. On a device
+that compiles graphs every update issues the same operations: the update is made, and `torch.where` then selects each
+parameter, and each tensor of the optimizer's state, from before it or after it. There the number of updates t in
+1 - beta^t has to be on the device, because the host does not know how many were skipped.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    Muon,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
+
+from variable_batch_size._log import stacklevel_of_user
+from variable_batch_size._validation import value_error
+from variable_batch_size.backend import Backend
+from variable_batch_size.optim.options import NormLimit, check_norm
+from variable_batch_size.optim.participation import READ_EVERY
+from variable_batch_size.optim.tensors import local
+
+_IN_A_ROW = 20  # skipped updates, after which the user is warned
+CAPTURABLE = (RAdam, ASGD, Rprop)  # optimizers that compute on the device without a branch on the host if they are so
+_SELECTABLE = (SGD, Adam, AdamW, NAdam, Adamax, Adagrad, Adadelta, RMSprop, Muon, *CAPTURABLE)
+
+
+class _Books(NamedTuple):
+    """What the host knows, as one value: an interrupt finds the old one or the new one."""
+
+    skipped: int = 0
+    in_a_row: int = 0
+    skips: bool | Tensor | None = None  # whether the update under way is skipped, 0-D on a device; None: not decided
+    on_device: Tensor | None = None  # what the device has counted: skipped, in a row, and the longest row so far, (3,)
+
+
+@final
+class LargeGradients:
+    """Decides which updates are skipped, and counts them.
+
+    An update of B samples is skipped unless |G| <= limit(B). The first update of a training is made; so is, on a device
+    that compiles graphs, one with which the optimizer begins to keep a state of a parameter.
+
+    The calls of an update: `judge`, then `selecting` around the inner step where the host does not read, `commit` when
+    the update is committed, and `discard` otherwise.
+    """
+
+    def __init__(self, limit: NormLimit, inner: Optimizer, backend: Backend, parameters: Sequence[Tensor]) -> None:
+        _check(inner, backend, parameters)
+        self._limit, self._inner, self._backend = limit, inner, backend
+        self.selects = backend.static_graph
+        self._books = _Books()
+        self._warned = False
+        self._due: Tensor | None = None  # what the device had counted some updates ago, which is read next
+        self._updates = 0  # since the last read
+        self._saved: list[tuple[Tensor, Tensor]] = []  # tensors and their values before the update
+        if self.selects:
+            inner.register_step_post_hook(self._select)  # hooks that are registered later see what was selected
+
+    @property
+    def skipped(self) -> int:
+        """The number of updates that were skipped, as far as the host knows."""
+        return self._books.skipped
+
+    @property
+    def skips(self) -> Tensor | None:
+        """Whether the update under way is skipped, 0-D, where the device decides."""
+        skips = self._books.skips
+        return skips if isinstance(skips, Tensor) else None
+
+    def limit(self, batch_size: int) -> float:
+        """Return the largest norm with which an update of a batch size is made."""
+        if not callable(self._limit):
+            return self._limit
+        return check_norm(self._limit(batch_size), f"skip_grad_norm({batch_size})", "return a number > 0, or math.inf")
+
+    def judge(self, norm: Tensor | float, batch_size: int, *, first: bool) -> bool | Tensor:
+        """Return whether an update is skipped, alike on all ranks: 0-D on a device that compiles graphs.
+
+        A norm that is not a number is too large.
+        """
+        limit = self.limit(batch_size)
+        if self.selects:
+            assert isinstance(norm, Tensor)
+            numbers = [limit, float(not (first or self._begins()))]
+            largest, may = self._backend.scalars(numbers, norm, "skip_grad_norm")
+            skips: bool | Tensor = ~(norm <= largest) & may.bool()
+        else:
+            number = self._backend.host(norm).item() if isinstance(norm, Tensor) else norm
+            skips = self._as_rank_0(not (first or number <= limit))
+        self._books = self._books._replace(skips=skips)
+        return skips
+
+    def _as_rank_0(self, skips: bool) -> bool:
+        """Return what rank 0 has decided: the last bit of a norm may differ between ranks of different processors."""
+        job = self._backend.job
+        if job.world.size == 1:
+            return skips
+        decision = torch.full((1,), float(skips and job.world.rank == 0), device=job.device)
+        job.all_reduce_sum([decision])
+        return bool(decision.item())
+
+    # The books. --------------------------------------------------------------------------------------------------
+
+    def commit(self) -> None:
+        """Count the update that was decided last; it may be called again after an interrupt."""
+        books = self._books
+        if isinstance(books.skips, Tensor):
+            self._commit_on_device(books, books.skips)
+        elif books.skips is not None:
+            self._books = _Books(books.skipped + books.skips, (books.in_a_row + 1) * books.skips)
+            self._warn_of(self._books.in_a_row)
+
+    def _commit_on_device(self, books: _Books, skips: Tensor) -> None:
+        skip = skips.to(torch.float32)
+        counts = books.on_device
+        if counts is None:
+            (counts,) = self._backend.vectors([[books.skipped, *2 * [books.in_a_row]]], skip, "skipped updates")
+        total, row, longest = counts.unbind()
+        row = row * skip + skip
+        counts = torch.stack([total + skip, row, torch.maximum(longest, row)])
+        self._books = books._replace(skips=None, on_device=counts)
+        self._updates += 1
+        if self._updates == READ_EVERY:  # a value that the device has computed that many updates ago
+            due, self._due, self._updates = self._due, counts, 0
+            if due is not None:
+                self._read(due)
+
+    def _read(self, counts: Tensor) -> None:
+        skipped, in_a_row, longest = map(int, counts.cpu().tolist())  # without a step marker, which would cut the graph
+        self._books = self._books._replace(skipped=skipped, in_a_row=in_a_row)
+        self._warn_of(longest)
+
+    def _warn_of(self, in_a_row: int) -> None:
+        if in_a_row < _IN_A_ROW or self._warned:
+            return
+        self._warned = True
+        if self._backend.leads:
+            warnings.warn(
+                f"Skipped {in_a_row} updates in a row, because the norm of their gradients was above skip_grad_norm or "
+                f"not a number; pass a larger one, or restore an earlier checkpoint",
+                RuntimeWarning,
+                stacklevel=stacklevel_of_user(),
+            )
+
+    def discard(self) -> None:
+        """Forget the decision about an update that is not committed."""
+        self._books = self._books._replace(skips=None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the books as plain numbers; reads them from a device."""
+        if self._books.on_device is not None:
+            self._read(self._books.on_device)
+        return {"skipped": {"updates": self._books.skipped, "in_a_row": self._books.in_a_row}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a state; one without books begins them."""
+        known = state.get("skipped", {})
+        self._books = _Books(known.get("updates", 0), known.get("in_a_row", 0))
+        self._due, self._updates = None, 0
+
+    # The selection. ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def selecting(self) -> Iterator[None]:
+        """Select, within a block that calls `inner.step()`, what a skipped update leaves as it was."""
+        if self.selects:
+            self._save()
+        try:
+            yield
+        finally:
+            self._saved.clear()
+
+    def _save(self) -> None:
+        """Copy what the step may change. A number that the optimizer keeps on the host is sent to the device before."""
+        for parameter in (one for group in self._inner.param_groups for one in group["params"]):
+            if parameter.grad is None:
+                continue
+            own = self._inner.state.get(parameter, {})
+            (part,) = local([parameter])
+            for name, value in own.items():
+                if isinstance(value, Tensor) and value.device != part.device:
+                    own[name] = self._backend.scalar(value.item(), part)
+            tensors = local([parameter, *(value for value in own.values() if isinstance(value, Tensor))])
+            self._saved += [(one, one.detach().clone()) for one in tensors]
+
+    def _select(self, *_: object) -> None:
+        skips = self.skips
+        if skips is None:
+            return
+        with torch.no_grad():
+            for tensor, before in self._saved:
+                tensor.copy_(torch.where(skips, before, tensor))
+
+    def _begins(self) -> bool:
+        """Whether the optimizer has no state yet of a parameter that has a gradient."""
+        for group in self._inner.param_groups:
+            if type(self._inner) is SGD and group["momentum"] == 0:
+                continue
+            if any(one.grad is not None and not self._inner.state.get(one) for one in group["params"]):
+                return True
+        return False
+
+
+def _check(inner: Optimizer, backend: Backend, parameters: Sequence[Tensor]) -> None:
+    if backend.elastic:
+        raise value_error(
+            "skip_grad_norm needs a fixed world, whose ranks take one decision in a sum of its own",
+            f"a {type(backend).__name__}, which has one sum an update",
+            "clip with max_grad_norm=",
+        )
+    device = parameters[0].device.type
+    kinds = [one for one in _SELECTABLE if device == "xla" or one not in CAPTURABLE]
+    if backend.static_graph and type(inner) not in kinds:
+        raise TypeError(
+            f"on {device} skip_grad_norm needs an optimizer whose state it can select on the device, "
+            f"{', '.join(one.__name__ for one in kinds)}, but {type(inner).__name__} is another one; use one of these, "
+            f"or clip with max_grad_norm="
+        )
