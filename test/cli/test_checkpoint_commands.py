@@ -43,7 +43,7 @@ def trained(tmp_path: Path) -> tuple[Training, Path]:
 
 
 def test_show_and_verify(trained: tuple[Training, Path]) -> None:
-    _, folder = trained
+    run, folder = trained
     shown = execute("vbs", "checkpoint", "show", str(folder))
     lines = shown.stdout.splitlines()
     assert [line.split()[:2] for line in lines[1:]] == [[path_of(folder, n).name, str(n)] for n in (3, 2, 1)]
@@ -54,6 +54,8 @@ def test_show_and_verify(trained: tuple[Training, Path]) -> None:
     assert "AdamScaleRule" in one
     rates = json.loads(execute("vbs", "checkpoint", "show", str(path_of(folder, 3)), "--json").stdout)
     assert (rates["reference_lr"], "lr" in rates["last_rates"]) == ([ADAM["lr"]], True)
+    assert rates["weights"] == vbs.weights_hash(run.model)
+    assert rates["weights"] in one
     facts = json.loads(execute("vbs", "checkpoint", "show", str(folder), "--json").stdout)
     assert facts[path_of(folder, 1).name]["metrics"] == {"loss": 0.5}
     assert execute("vbs", "checkpoint", "verify", str(folder)).returncode == 0

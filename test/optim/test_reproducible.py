@@ -117,6 +117,16 @@ def test_any_world_makes_the_same_updates_to_the_last_bit(kind: type[vbs.CustomO
     assert len(hashes) == 1
 
 
+def test_skipped_updates_are_the_same_ones() -> None:
+    def hash_of(backend: vbs.backend.Backend) -> tuple[str, int]:
+        run = training(vbs.AdaScaleOptimizer, SIZES * 3, backend=backend, sampling=EXACT, skip_grad_norm=2.0)
+        return train(run, 15), run.optimizer.skipped
+
+    ((_, skipped),) = told = {one for world in (1, 2, 3) for one in run_ranks(hash_of, world)}
+    assert len(told) == 1
+    assert 0 < skipped < 14
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_the_update_is_that_of_one_big_batch(kind: type[vbs.CustomOptimizer]) -> None:
     def weights(backend: vbs.backend.Backend) -> list[Any]:

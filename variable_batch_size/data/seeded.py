@@ -38,7 +38,9 @@ def seed_of(*numbers: int) -> int:
 
 def seed_host(seed: int) -> None:
     """Seed torch, on the CPU and on CUDA, NumPy and `random`."""
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed() takes 20 times as long
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
 

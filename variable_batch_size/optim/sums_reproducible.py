@@ -41,14 +41,13 @@ class Reproducible(Plain):
         if any(isinstance(parameter, DTensor) for parameter in parameters):
             requirement = "reproducible=True needs a model that every rank has whole"
             raise type_error(requirement, parameters[0], "train the bare model, or omit reproducible=True")
-        self._sums: dict[Tensor, Tensor] = {}  # (2, elements) of each parameter, int64; memory that steps share
+        self._sums: Tensor | None = None  # (2, elements) of all trained parameters, int64; memory that steps share
         super().use(parameters, keep=keep)
 
     def _begin_step(self) -> None:
         super()._begin_step()
-        self._summed: dict[Tensor, None] = {}  # parameters whose sums are those of this step; in one order on all ranks
-        self._added = 0  # microbatches since the last carry
-        self._largest: Tensor | None = None  # absolute value of an element of any microbatch, 0-D
+        self._added = 0  # microbatches of this rank
+        self._largest: Tensor | None = None  # absolute value of an element of any of them, 0-D
 
     def _loss_factor(self, microbatch: Microbatch) -> float:
         """Return what makes the loss a sum over the samples of the microbatch."""
@@ -56,48 +55,51 @@ class Reproducible(Plain):
 
     def _accumulate(self, microbatch: Microbatch, following: Microbatch | None) -> None:
         present = [parameter for parameter in self.parameters if parameter.grad is not None]
-        gradients = collect_gradients(present)
+        known = dict(zip(present, collect_gradients(present), strict=True))
         self._set(None)
-        if not gradients or not (microbatch.samples or self._backend.static_graph):  # a replay may be non-finite
+        if not known or not (microbatch.samples or self._backend.static_graph):  # a replay may be non-finite
             return
-        weight = self._backend.scalar(microbatch.samples / self._present_factor(microbatch), gradients[0], "microbatch")
-        if self._added == limbs.CARRIED:
-            self._carry()
+        gradients = [known[one] if one in known else torch.zeros_like(one) for one in self._trained]
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        weight = self._backend.scalar(microbatch.samples / self._present_factor(microbatch), flat, "microbatch")
+        if self._added % limbs.CARRIED == limbs.CARRIED - 1:
+            limbs.carry(self._memory)
+        largest = limbs.add(self._memory, flat, weight, first=self._added == 0)
+        self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
         self._added += 1
-        largest = [] if self._largest is None else [self._largest]
-        for parameter, gradient in zip(present, gradients, strict=True):
-            if parameter not in self._sums:
-                self._sums[parameter] = parameter.new_empty((2, parameter.numel()), dtype=torch.int64)
-            first = parameter not in self._summed
-            largest.append(limbs.add(self._sums[parameter], gradient.reshape(-1), weight, first=first))
-        self._summed.update(dict.fromkeys(present))
-        self._largest = torch.stack(largest).max()
 
-    def _carry(self) -> None:
-        for parameter in self._summed:
-            limbs.carry(self._sums[parameter])
-        self._added = 0
+    @property
+    def _trained(self) -> list[Tensor]:
+        return [parameter for parameter in self.parameters if parameter.requires_grad]
+
+    @property
+    def _memory(self) -> Tensor:
+        size = sum(parameter.numel() for parameter in self._trained)
+        if self._sums is None or self._sums.shape[1] != size:
+            self._sums = self.parameters[0].new_empty((2, size), dtype=torch.int64)
+        return self._sums
 
     def finish(self, batch_size: int, factor: float | None, others: Others) -> list[Tensor]:
         """Leave `factor` times the mean gradient in `.grad`; all of it is nan if a number was out of range."""
         members = self._participation.select(self._used)
-        taking = [parameter for parameter, member in zip(self.parameters, members, strict=True) if member]
-        for parameter in [one for one in taking if one not in self._summed]:
-            self._sums[parameter] = parameter.new_zeros((2, parameter.numel()), dtype=torch.int64)
-        self._carry()
-        like = self.parameters[0].new_zeros((), dtype=torch.float64)
+        sums = self._memory
+        if self._added == 0:
+            sums.zero_()
+        if self.ranks > 1:
+            limbs.carry(sums)
+        like = sums.new_zeros((), dtype=torch.float64)
         limit = self._backend.scalar(limbs.LARGEST / batch_size, like, "range")
         out_of_range = (~((like if self._largest is None else self._largest) < limit)).long().view(1)
-        sums = [self._sums[parameter] for parameter in taking]
         self._backend.mark_step()
         message = self._participation.message(self._used, replay=not any(self._used))
         flags = [one.long() for one in message]  # one dtype, one collective: XLA:CPU may run several in any order
-        self.all_reduce([*sums, out_of_range, *flags, *others()])
+        self.all_reduce([sums, out_of_range, *flags, *others()])
+        limbs.carry(sums)
         divisor = 1 if self._weighted else batch_size
         weight = like + self._backend.scalar(float(self._end(factor)) / divisor, like, "update")
         weight = torch.where(out_of_range == 0, weight, torch.nan)
-        for parameter, total in zip(taking, sums, strict=True):
-            limbs.carry(total)
+        trained = self._trained
+        for parameter, total in zip(trained, torch.split(sums, [one.numel() for one in trained], 1), strict=True):
             mean = limbs.value(total, weight, parameter.new_empty(parameter.numel()))
             parameter.grad = mean.view_as(parameter)
         message = [flag.to(one.dtype) for flag, one in zip(flags, message, strict=True)]
