@@ -89,6 +89,15 @@ def test_numbers_that_do_not_agree_are_refused(name: str, value: float) -> None:
     assert run.optimizer.updates == 1
 
 
+def test_averages_whose_bias_is_corrected_cannot_be_lost() -> None:
+    options = {"kind": vbs.SqrtSDERuleOptimizer}
+    state, run = of(options).run(3).optimizer.state_dict(), of(options).run(1)
+    state["state"] = {}
+    with pytest.raises(ValueError, match="must hold the averages whose bias a rule corrects, but it has none of param"):
+        run.optimizer.load_state_dict(state)
+    assert run.optimizer.updates == 1
+
+
 @pytest.mark.parametrize("name", ["noise", "minibatch_size"])
 def test_a_measured_noise_cannot_be_lost(name: str) -> None:
     state, run = of({"noise": "differenced"}).run(3).optimizer.state_dict(), of({"noise": "differenced"})

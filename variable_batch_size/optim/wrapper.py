@@ -206,6 +206,13 @@ def check_hyperparameters(inner: Optimizer, state_dict: dict[str, Any]) -> None:
                 f"a state must be that of an optimizer of the same kind, but its parameter group {number} has no "
                 f"{' and no '.join(missing)}, which {type(inner).__name__} needs; create the optimizer that was saved"
             )
+    terms = state_dict.get("vbs", {}).get("bias_correction", ())
+    for number, (group, own) in enumerate(zip(state_dict["param_groups"], terms, strict=False)):
+        if own and not any(parameter in state_dict["state"] for parameter in group.get("params", ())):
+            raise ValueError(
+                f"a state must hold the averages whose bias a rule corrects, but it has none of parameter group "
+                f"{number}; restore one as it was saved"
+            )
 
 
 def _same_parameters(groups: list[dict[str, Any]], others: list[dict[str, Any]]) -> bool:
