@@ -4,12 +4,12 @@ In one process the alternative is gradient accumulation written by hand; in two 
 with `no_sync`, which both the linear rule and AdaScale are compared with, for models of three sizes; and FSDP2, for the
 larger two, which scatters the sum of each microbatch on both sides. AdaScale is also compared with the linear rule, two
 rules of AdamW with one that measures nothing; and so is the linear rule with logging: the loss, the norm of the
-gradient, and a row in `scalars.csv` and TensorBoard's events every 10 updates. A loop over `vbs.updates` with two
-counts is compared with one without, in two processes in DistributedDataParallel. Both sides use the same tensors; the
-library also draws indices from its sampler. Blocks of updates of the two sides are interleaved, and each pair of blocks
-gives one ratio. Memory is the peak of a new process. `--keep-memory` sets two variables with which glibc keeps freed
-memory instead of returning it to the kernel. `--device cuda` compares times on a GPU, in one process. step_xla.py
-compares on PyTorch/XLA.
+gradient, and a row in `scalars.csv` and TensorBoard's events every 10 updates. Loops over `vbs.updates` with two
+counts, a limit of the norm, or the same bits in any world, are compared with loops without. Both sides use the same
+tensors; the library also draws indices from its sampler. Blocks of updates of the two sides are interleaved, and each
+pair of blocks gives one ratio. Memory is the peak of a new process. `--keep-memory` sets two variables with which glibc
+keeps freed memory instead of returning it to the kernel. `--device cuda` compares times on a GPU, in one process.
+step_xla.py compares on PyTorch/XLA.
 """
 
 from __future__ import annotations
@@ -112,14 +112,31 @@ def with_library(
     return update
 
 
-def by_updates(make: Make, batches: Batches, *, counted: bool) -> Callable[[], None]:
-    """Return a function that makes one update of `vbs.updates`, of a loss with two denominators if it is `counted`."""
+def by_updates(
+    make: Make,
+    batches: Batches,
+    *,
+    counted: bool = False,
+    bare: bool = False,
+    reproducible: bool = False,
+    limit: float | None = None,
+) -> Callable[[], None]:
+    """Return a function that makes one update of `vbs.updates`.
+
+    Args:
+        make: creates the model.
+        batches: a microbatch each.
+        counted: whether the loss has two denominators.
+        bare: whether several processes train a bare model, and not a DistributedDataParallel.
+        reproducible: see `CustomSampler`.
+        limit: `skip_grad_norm`.
+    """
     model, world = make().to(batches[0][0].device), current_world()
-    model = DistributedDataParallel(model) if world.size > 1 else model
+    model = DistributedDataParallel(model) if world.size > 1 and not bare else model
     size = ROWS * len(batches) * world.size
-    sampler = vbs.CustomSampler(size * 1_000_000, size, world.size, world.rank, ROWS)
+    sampler = vbs.CustomSampler(size * 1_000_000, size, world.size, world.rank, ROWS, reproducible=reproducible)
     inner = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.5)
-    optimizer = vbs.LinearRuleOptimizer(inner, sampler, 128, model=model)
+    optimizer = vbs.LinearRuleOptimizer(inner, sampler, 128, model=model, skip_grad_norm=limit)
     numbers = itertools.cycle(range(len(batches)))
 
     def counts(_: list[int]) -> dict[str, Tensor | float]:
@@ -199,7 +216,14 @@ WITH_ADAM = {
 }
 LOGGING = {"linear rule with / without logging": (partial(with_library, "linear", logs=True), linear)}
 
-COUNTS = {"updates with / without counts=": (partial(by_updates, counted=True), partial(by_updates, counted=False))}
+UPDATES = {
+    "updates with / without counts=": (partial(by_updates, counted=True), by_updates),
+    "updates with / without skip_grad_norm=": (partial(by_updates, limit=1e9), by_updates),
+    "updates with / without reproducible=True": (
+        partial(by_updates, bare=True, reproducible=True),
+        partial(by_updates, bare=True),
+    ),
+}
 
 
 def data(microbatches: int, device: torch.device | None = None) -> Batches:
@@ -277,7 +301,7 @@ def processes(
     *,
     only_fsdp: bool = False,
     only_adam: bool = False,
-    only_counts: bool = False,
+    only_updates: bool = False,
 ) -> None:
     """Compare in this process, which is one of `world`, for models of these sizes; on a GPU it is the only one."""
 
@@ -296,8 +320,8 @@ def processes(
     barrier = torch.cuda.synchronize if on_gpu else dist.barrier if world > 1 else (lambda: None)
     machine = torch.cuda.get_device_name() if on_gpu else "CPU"
     where, counts = f"{machine}, {world} process{'es' if world > 1 else ''}", [1, 4, 16]
-    compare(chosen(MODELS), pairs, where, COUNTS, counts[:2], barrier=barrier, device=torch.device(device))
-    if only_counts:
+    compare(chosen(MODELS), pairs, where, UPDATES, counts[:2], barrier=barrier, device=torch.device(device))
+    if only_updates:
         if world > 1:
             dist.destroy_process_group()
         return
@@ -379,7 +403,7 @@ if __name__ == "__main__":
     parser.add_argument("--sizes", nargs="*", default=["small", "1M", "10M", "100M"], help="models to compare")
     parser.add_argument("--only-fsdp", action="store_true", help="in two processes, compare in FSDP2 only")
     parser.add_argument("--only-adam", action="store_true", help="in one process, compare the rules of Adam only")
-    parser.add_argument("--only-counts", action="store_true", help="compare updates with counts= and without only")
+    parser.add_argument("--only-updates", action="store_true", help="compare options of loops over vbs.updates only")
     parser.add_argument("--keep-memory", action="store_true", help="measure with glibc keeping the memory it has")
     parser.add_argument("--on-xla", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--memory-of", choices=["linear", "adascale"], help=argparse.SUPPRESS)
@@ -394,13 +418,13 @@ if __name__ == "__main__":
         raise SystemExit
     for world in flags.worlds:
         if world == 1:
-            processes(0, 1, "", flags.pairs, flags.sizes, only_adam=flags.only_adam, only_counts=flags.only_counts)
+            processes(0, 1, "", flags.pairs, flags.sizes, only_adam=flags.only_adam, only_updates=flags.only_updates)
         else:
             with tempfile.TemporaryDirectory() as folder:
                 own = world, f"{folder}/store", flags.pairs, flags.sizes, flags.device
-                only = {"only_fsdp": flags.only_fsdp, "only_counts": flags.only_counts}
+                only = {"only_fsdp": flags.only_fsdp, "only_updates": flags.only_updates}
                 mp.spawn(partial(processes, **only), own, nprocs=world)
             large = [name for name in ("10M parameters", "100M parameters") if name.split()[0] in flags.sizes]
-            memory_in_fsdp([] if flags.only_counts else large)
-    if not (flags.only_fsdp or flags.only_adam or flags.only_counts):
+            memory_in_fsdp([] if flags.only_updates else large)
+    if not (flags.only_fsdp or flags.only_adam or flags.only_updates):
         memory(xla=False)

@@ -1,4 +1,4 @@
-"""The commands of docs/evaluation.md run, with few samples and a small task in the place of MNIST."""
+"""The commands of docs/evaluation.md and evaluations.md, with few samples and a small task in the place of MNIST."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from helpers.pages import DOCS, ROOT, blocks, commands
 from variable_batch_size.lab.evaluation import load_task, read
 
 PAGE = DOCS / "evaluation.md"
-LINES = [line for line in commands(PAGE) if line.startswith("vbs ")]
+LINES = [line for page in (PAGE, DOCS / "evaluations.md") for line in commands(page) if line.startswith("vbs ")]
 
 
 def small(words: list[str]) -> list[str]:

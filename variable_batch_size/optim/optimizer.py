@@ -76,8 +76,8 @@ class CustomOptimizer(ObservedOptimizer):
         reduction: reduction of the user's loss over the rows of a microbatch, "mean" or "sum".
         max_grad_norm: maximum norm to which the gradient of an update is clipped.
         skip_grad_norm: norm of the gradient, before clipping, above which an update is skipped: a number, or a function
-            of the batch size, since |G|^2 is mu^2 + sigma^2 / B. See `skipped`; on a GPU the host reads one number an
-            update for it.
+            of the batch size, since its square is mu^2 + sigma^2 / B. See `skipped`; on a GPU the host reads one number
+            an update for it.
         find_unused_parameters: whether each update of several ranks finds out which parameters have gradients on
             any; the host then waits for the device. Otherwise the first update settles it, and a later change raises.
         grad_norm: whether to measure the norm of the gradient of each update, before clipping: `optimizer.grad_norm`.

@@ -253,7 +253,7 @@ def test_ends_are_compared_apart() -> None:
 
 @pytest.mark.parametrize("name", ["evaluation_adam", "evaluation_large", "evaluation_gpt", "late_switch"])
 def test_the_pages_say_what_the_committed_evaluations_say(name: str) -> None:
-    page = " ".join((DOCS / "evaluation.md").read_text().split())
+    page = " ".join((DOCS / "evaluations.md").read_text().split())
     for judgement in judge(read(ROOT / "benchmarks" / f"{name}.csv.gz")):
         assert judgement.reference.answer == "tuned"
         for trace in judgement.traces:
