@@ -50,7 +50,9 @@ def test_the_python_blocks_run_one_after_another(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize("line", tours())
 def test_the_tour_trains(line: str) -> None:
     words = shlex.split(line.replace("PJRT_DEVICE=TPU", ""))  # the same code, on the devices of this machine
-    if "--cores" not in words and words[0] != "torchrun":
+    if words[0] == "torchrun":
+        words.insert(1, "--standalone")  # by a port that is free
+    elif "--cores" not in words:
         words += ["--cores", "2"]
     done = run(*words, *SHORT, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr

@@ -34,7 +34,9 @@ def train(backend: Backend, layout: Layout) -> dict[str, Any]:
     found, place = {}, Place.of(layout, backend)
     for number, (name, feature) in enumerate(FEATURES.items()):
         if feature.fits(layout):
-            own = replace(layout, wrapper=_wrapper(feature, number + layout.size)) if layout.by == "ddp" else layout
+            own = (
+                replace(layout, wrapper=_wrapper(name, feature, number + layout.size)) if layout.by == "ddp" else layout
+            )
             try:
                 found[name] = _whole_and_resumed(feature, place._replace(layout=own), raw=number % 2 > 0)
             except Exception as error:
@@ -43,8 +45,10 @@ def train(backend: Backend, layout: Layout) -> dict[str, Any]:
     return found
 
 
-def _wrapper(feature: Feature, number: int) -> dict[str, Any]:
+def _wrapper(name: str, feature: Feature, number: int) -> dict[str, Any]:
     own = WRAPPERS[number % len(WRAPPERS)]
+    if name.startswith("compiled"):  # torch's compiler wants no bucket that is smaller than the first one
+        own = {option: value for option, value in own.items() if option != "bucket_cap_mb"}
     return {**own, "find_unused_parameters": True} if "find_unused_parameters" in feature.options else own
 
 

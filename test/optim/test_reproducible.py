@@ -280,7 +280,8 @@ def test_what_must_be_the_same_is_compared_at_a_restore() -> None:
     train(run, 3)
     state = run.optimizer.state_dict()
     with pytest.raises(
-        ValueError, match=r"reproducible was 'minibatch_size=4, torch\.set_num_threads\(\d+\)' and is ''"
+        ValueError,
+        match=r"saved, but reproducible was 'minibatch_size=4, torch\.set_num_threads\(\d+\)' and is ''",
     ):
         training().optimizer.load_state_dict(state)
     with pytest.raises(ValueError, match=r"and is 'minibatch_size=5, torch\.set_num_threads"):
@@ -295,6 +296,68 @@ def test_what_must_be_the_same_is_compared_at_a_restore() -> None:
     training(sampling=EXACT).optimizer.load_state_dict(state)
 
 
+def test_what_requires_gradients_may_change_within_an_update() -> None:
+    def weights(reproducible: bool) -> list[Any]:
+        run = training(vbs.ConstantOptimizer, (12,), sampling={"reproducible": reproducible})
+        layers = run.model[0], run.model[2]
+        for update in vbs.updates(run.sampler, run.optimizer):
+            for number, indices in enumerate(update):
+                layers[0].requires_grad_(number != 1)
+                layers[1].requires_grad_(number != 0)
+                run.optimizer.backward(run.loss(indices))
+                layers[1].weight.requires_grad_(False)
+                run.optimizer.step()
+            break
+        return run.weights()
+
+    assert_equal(weights(True), weights(False))
+
+
+def test_the_generators_are_the_users_between_updates_whatever_ends_a_loop() -> None:
+    run, expected = training(sampling=EXACT), random.Random(4)
+    random.seed(4)
+    for _ in range(2):
+        for update in vbs.updates(run.sampler, run.optimizer):
+            for indices in update:
+                assert random.random() != expected.random()
+                expected.seed(4)
+                run.optimizer.backward(run.loss(indices))
+                run.optimizer.step()
+            break
+        assert random.getstate() == expected.getstate()
+    kept = next(iter(vbs.updates(run.sampler, run.optimizer)))
+    next(iter(kept))
+    run.optimizer.discard_step()
+    assert random.getstate() == expected.getstate()
+    expected.random(), random.random()
+    del kept  # which must not turn them back
+    assert random.getstate() == expected.getstate()
+
+
+def test_a_loader_reads_with_the_users_generators() -> None:
+    dataset = Noisy()
+    sampler = vbs.CustomSampler(dataset, 8, 1, 0, 4, reproducible=True)
+    weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
+    optimizer = vbs.ConstantOptimizer(torch.optim.SGD([weight], lr=0.1), sampler)
+    drawn = []
+    for update in vbs.updates(DataLoader(dataset, batch_sampler=sampler), optimizer):
+        for rows in update:
+            drawn += rows[:, 1].tolist()
+            optimizer.backward(weight * rows[:, 1].mean())
+            optimizer.step()
+    assert len({*drawn}) == len(drawn) == 30
+
+
+def test_microbatches_are_read_in_their_turn() -> None:
+    run = training(sampling=EXACT)
+    update = next(iter(vbs.updates(run.sampler, run.optimizer)))
+    for indices in list(update):
+        run.optimizer.backward(run.loss(indices))
+        with pytest.raises(RuntimeError, match=r"or after a later microbatch was read, as by list\(update\)"):
+            run.optimizer.step()
+        break
+
+
 def test_what_cannot_be_reproduced_is_refused() -> None:
     run = training(sampling=EXACT)
     for indices in run.sampler:
@@ -305,7 +368,7 @@ def test_what_cannot_be_reproduced_is_refused() -> None:
     with pytest.raises(ValueError, match=r"with ahead=0, got ahead=1, as a trainer has"):
         vbs.updates(run.sampler, training(sampling=EXACT).optimizer, ahead=1)
     normalized = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)).double()
-    with pytest.raises(ValueError, match="needs layers that see each sample alone, got batch normalization"):
+    with pytest.raises(ValueError, match="see each sample alone, and keep nothing, got batch normalization"):
         training(sampling=EXACT, model=normalized)
     with pytest.raises(ValueError, match="needs a rule without the squares of elements, got invariant-adam"):
         training(vbs.InvariantAdamRuleOptimizer, sampling=EXACT)
@@ -317,3 +380,13 @@ def test_what_cannot_be_reproduced_is_refused() -> None:
         vbs.Seeded(Noisy())[3]
     with pytest.raises(TypeError, match="dataset must have a length"):
         vbs.Seeded(iter(()))
+    linear = nn.Linear(3, 2, dtype=torch.complex128)
+    with pytest.raises(ValueError, match="needs real parameters, got complex ones"):
+        training(sampling=EXACT, model=linear)
+    normed = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(3, 2).double()))
+    vbs.broadcast_parameters(normed)
+    with pytest.raises(ValueError, match="see each sample alone, and keep nothing, got _SpectralNorm"):
+        training(sampling=EXACT, model=normed)
+    run = training(sampling=EXACT, reduction="sum")
+    with pytest.raises(ValueError, match=r"the count 'rows' must be a whole number, whose sum has no order, got 0\.5"):
+        next(iter(vbs.updates(run.sampler, run.optimizer, counts=lambda _: {"rows": 0.5})))

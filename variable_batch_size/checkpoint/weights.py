@@ -11,6 +11,12 @@ from torch import Tensor
 from torch.nn import Module
 
 
+def bare(model: Module) -> Module:
+    """Return a model as it was before `torch.compile`."""
+    inner: Module = getattr(model, "_orig_mod", model)
+    return inner
+
+
 def weights_hash(model: Module | Mapping[str, Any]) -> str:
     """Return the SHA-256 of the tensors of a model, in hexadecimal: two models with one hash are equal to the last bit.
 
@@ -23,10 +29,11 @@ def weights_hash(model: Module | Mapping[str, Any]) -> str:
     >>> weights_hash(model) == weights_hash(model.state_dict())
     True
     """
-    state, total = model.state_dict() if isinstance(model, Module) else model, hashlib.sha256()
+    state: Mapping[str, Any] = model if isinstance(model, Mapping) else bare(model).state_dict()
+    total = hashlib.sha256()
     for name, one in sorted(state.items()):
         if isinstance(one, Tensor):
             total.update(f"{name} {one.dtype} {[*one.shape]}\n".encode())
-            whole = one.detach().resolve_conj().resolve_neg().cpu().contiguous()
-            total.update(whole.reshape(-1).view(torch.uint8).numpy().tobytes())
+            plain = one.detach().resolve_conj().resolve_neg().cpu().contiguous()
+            total.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
     return total.hexdigest()

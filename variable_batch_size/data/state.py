@@ -69,6 +69,11 @@ def check_same_samples(state: Mapping[str, Any], own: Mapping[str, Any], past: s
     """
     saved = {**_ADDED, **state}
     different = [f"{key} was {saved.get(key)!r} and is {own[key]!r}" for key in own if saved.get(key) != own[key]]
+    if different and all(text.startswith("reproducible ") for text in different):
+        raise ValueError(
+            f"a state can be restored to the last bit only as it was saved, but {different[0]}; pass and set the same, "
+            f"or {REGARDLESS}"
+        )
     if past != state["past"]:
         different.append(f"the first {int(state['step'])} batch sizes of the trace are not the same")
     if different:

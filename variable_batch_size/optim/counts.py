@@ -30,8 +30,8 @@ def check_counts(count: object, backend: Backend, *, measures: bool) -> None:
         raise type_error("counts must be a function of a microbatch", count, f"pass one, which must {_REMEDY}")
     if measures:
         raise ValueError(
-            "counts= needs gradients that nothing compares, but the rule, the controller or noise= compares those of "
-            "microbatches, by their samples; choose another rule or controller, or omit noise="
+            "counts= needs a rule that does not measure the gradients of microbatches, but this one does, as AdaScale, "
+            "or a controller or noise= does; choose another rule or controller, or omit noise="
         )
     if backend.elastic:
         requirement, remedy = "counts= needs ranks that stay", 'divide by one count: reduction="sum" and step(count=)'
@@ -131,7 +131,11 @@ class Counts:
             if not (value.device.type == "cpu" or self._backend.reads(like)):
                 return value.to(like.device, like.dtype)
             value = value.item()
-        return check_number(value, f"the count {name!r} of a microbatch", "count its tokens, rows or weights")
+        number = check_number(value, f"the count {name!r} of a microbatch", "count its tokens, rows or weights")
+        if self._sum.by_microbatch and number % 1:
+            requirement = f"with reproducible=True the count {name!r} must be a whole number, whose sum has no order"
+            raise value_error(requirement, number, "count tokens or rows")
+        return number
 
     def _agree(self, names: list[str], agreement: Agreement) -> None:
         by_rank = [json.loads(text) for text in agreement.gather(_CALL, json.dumps(names))]

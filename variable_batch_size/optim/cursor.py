@@ -162,11 +162,16 @@ class Cursor:
             return expected
         return self._planned(position)
 
+    @property
+    def is_handed_out_last(self) -> bool:
+        """Whether the next microbatch is the one that `vbs.updates` has yielded last."""
+        return self.sampler.expected is not None and self._at.round + 1 == self.sampler.handed_out
+
     def _not_handed_out(self, number: int) -> RuntimeError:
         return RuntimeError(
             f"step() must be called once for each microbatch that vbs.updates has yielded, but update "
             f"{self.position.step} has yielded {number or 'none'} yet; loop over vbs.updates(loader, optimizer), and "
-            f"over the microbatches of each update, and call step() once for each"
+            f"over the microbatches of each update, call step() once for each, and read optimizer.batch before the last"
         )
 
     def _planned(self, position: Position) -> Batch:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import SyncBatchNorm
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.data.dealer import Dealer
@@ -120,9 +120,13 @@ def cut_for(
 def check_reproducible(model: torch.nn.Module | None, parameters: Sequence[Tensor], *, measures_elements: bool) -> None:
     """Raise ValueError if updates cannot be the same to the last bit in any world."""
     requirement = "reproducible=True needs"
-    if any(isinstance(part, _BatchNorm) and part.training for part in _known_parts(model, parameters)):
-        remedy = "use GroupNorm, or freeze it in evaluation mode"
-        raise value_error(f"{requirement} layers that see each sample alone", "batch normalization", remedy)
+    for part in _known_parts(model, parameters):
+        batch = isinstance(part, _BatchNorm)
+        tracks = isinstance(part, _NormBase) and part.track_running_stats
+        if part.training and (batch or tracks or type(part).__name__ in ("SpectralNorm", "_SpectralNorm")):
+            found = "batch normalization" if batch else type(part).__name__
+            remedy = "use GroupNorm, or freeze it in evaluation mode"
+            raise value_error(f"{requirement} layers that see each sample alone, and keep nothing", found, remedy)
     if measures_elements:
         remedy = "choose another rule"
         raise value_error(f"{requirement} a rule without the squares of elements", "invariant-adam", remedy)

@@ -37,6 +37,7 @@ from variable_batch_size.optim.replay import Replays
 from variable_batch_size.optim.report import Reporter
 from variable_batch_size.optim.rule_check import check_applies_lr, choose_rules
 from variable_batch_size.optim.scaling import LearningRateCheck
+from variable_batch_size.optim.seeding import Seeding
 from variable_batch_size.optim.squares import Needs
 from variable_batch_size.optim.step_gradient import NOT_WEIGHTED, RanksDifferError
 from variable_batch_size.optim.strategies import backend_for, sum_for, unwrap
@@ -148,7 +149,7 @@ class CustomOptimizer(ObservedOptimizer):
         call_before_forward(total.module, self._announce)
         call_before_forward(self._replays.module, self._keep)
         total.meet(lambda: self.agreement)  # while every rank is here
-        self._lr_check = LearningRateCheck()
+        self._lr_check, self._seeding = LearningRateCheck(), Seeding(self._backend)
         self._backward_of: Pass | None = None  # during which backward() was called last
         self._left: Sequence[Tensor] = ()  # the gradients that there were when an iteration began
         sampler.listeners.add(self)
@@ -221,6 +222,7 @@ class CustomOptimizer(ObservedOptimizer):
         """
         self._settle()
         self._cursor.check_phase("discard_step()", Phase.BETWEEN_STEPS, Phase.INSIDE_STEP, Phase.INTERRUPTED)
+        self._seeding.end()
         self._updater.gradient.sum.discard(lambda: self.agreement, timeout)
         self._clear()
         self._cursor.restart()
@@ -343,10 +345,11 @@ class CustomOptimizer(ObservedOptimizer):
         if cursor.settled:  # an update that an exception has interrupted later was made
             self._settle()
         cursor.check_receiving()
-        if self.sampler.batches.reproducible and self.sampler.expected is None:
+        if self.sampler.batches.reproducible and not cursor.is_handed_out_last:
             raise RuntimeError(
                 "reproducible=True needs random numbers that are seeded before the forward of each microbatch, but "
-                "step() was called outside of vbs.updates(loader, optimizer); loop over that"
+                "step() was called outside of vbs.updates(loader, optimizer), or after a later microbatch was read, as "
+                "by list(update); loop over the microbatches of each update, and call step() for each"
             )
         if closure is not None:
             run_closure(closure, scaled=getattr(self, "found_inf", None) is not None)
@@ -364,6 +367,8 @@ class CustomOptimizer(ObservedOptimizer):
             return False
         finally:
             cursor.running = False
+            if not cursor.begun and len(self.sampler.listeners) == 1:  # else others make their forward
+                self._seeding.end()
         self._settle_gradients()  # before the graph ends: they would be its results
         self._backend.mark_step()
         self._settle()
@@ -414,6 +419,7 @@ class CustomOptimizer(ObservedOptimizer):
                 "of a plain optimizer; pass strict=False to load the inner optimizer's state only"
             )
         check_hyperparameters(self.inner, state_dict)
+        self._seeding.end()
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "vbs"})
         self._mark_stepped()
         self._updater.gradient.sum.restart()

@@ -11,27 +11,29 @@ from variable_batch_size.microbatching import Microbatch
 
 @final
 class Seeding:
-    """Seeds the generators before the forward of each microbatch; after the block they have the user's states again.
+    """Seeds the generators for a microbatch that is handed out; `end` lets them go on as they were before.
 
-    Args:
-        seed: that of the sampler.
-        backend: that of the optimizer. Ranks that are threads share the generators of the host: these stay as they are.
+    Ranks that are threads share the generators of the host: these stay as they are.
     """
 
-    def __init__(self, seed: int, backend: Backend) -> None:
-        self._seed, self._backend = seed, backend
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._states: HostStates | None = None  # of the user, while a microbatch is out
+        self._begun = 0
 
-    def __enter__(self) -> Seeding:
-        self._states = HostStates()
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def begin(self, seed: int, microbatch: Microbatch) -> int:
+        """Seed by the seed of the sampler and a microbatch, after it was read; return a number for `end`."""
+        self.end()
+        of_microbatch = seed_of(seed, microbatch.step, microbatch.number)
         if not self._backend.threads:
-            self._states.restore()
+            self._states = HostStates()
+            seed_host(of_microbatch)
+        self._backend.seed(of_microbatch)
+        self._begun += 1
+        return self._begun
 
-    def seed(self, microbatch: Microbatch) -> None:
-        """Seed for the forward of a microbatch that is handed out."""
-        seed = seed_of(self._seed, microbatch.step, microbatch.number)
-        if not self._backend.threads:
-            seed_host(seed)
-        self._backend.seed(seed)
+    def end(self, number: int | None = None) -> None:
+        """Give the generators back, unless another microbatch than that of `number` is out."""
+        if self._states is not None and number in (None, self._begun):
+            states, self._states = self._states, None
+            states.restore()

@@ -8,6 +8,7 @@ parameter, and each tensor of the optimizer's state, from before it or after it.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -56,8 +57,9 @@ class _Books(NamedTuple):
 class LargeGradients:
     """Decides which updates are skipped, and counts them.
 
-    An update of B samples is skipped unless |G| <= limit(B). The first update of a training is made; so is, on a device
-    that compiles graphs, one with which the optimizer begins to keep a state of a parameter.
+    An update of B samples is skipped unless |G| <= limit(B). The first update of a training is made if its
+    gradient is finite; so is, on a device that compiles graphs, one with which the optimizer begins to keep a state of
+    a parameter.
 
     The calls of an update: `judge`, then `selecting` around the inner step where the host does not read, `commit` when
     the update is committed, and `discard` otherwise.
@@ -105,7 +107,7 @@ class LargeGradients:
             skips: bool | Tensor = ~(norm <= largest) & may.bool()
         else:
             number = self._backend.host(norm).item() if isinstance(norm, Tensor) else norm
-            skips = self._as_rank_0(not (first or number <= limit))
+            skips = self._as_rank_0(not ((first and math.isfinite(number)) or number <= limit))
         self._books = self._books._replace(skips=skips)
         return skips
 

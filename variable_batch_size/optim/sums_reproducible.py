@@ -41,7 +41,11 @@ class Reproducible(Plain):
         if any(isinstance(parameter, DTensor) for parameter in parameters):
             requirement = "reproducible=True needs a model that every rank has whole"
             raise type_error(requirement, parameters[0], "train the bare model, or omit reproducible=True")
-        self._sums: Tensor | None = None  # (2, elements) of all trained parameters, int64; memory that steps share
+        if any(parameter.is_complex() for parameter in parameters):
+            requirement, remedy = "reproducible=True needs real parameters", "use torch.view_as_real, or omit it"
+            raise value_error(requirement, "complex ones", remedy)
+        size = sum(parameter.numel() for parameter in parameters)
+        self._sums = parameters[0].new_empty((2, size), dtype=torch.int64)  # memory that steps share
         super().use(parameters, keep=keep)
 
     def _begin_step(self) -> None:
@@ -59,30 +63,19 @@ class Reproducible(Plain):
         self._set(None)
         if not known or not (microbatch.samples or self._backend.static_graph):  # a replay may be non-finite
             return
-        gradients = [known[one] if one in known else torch.zeros_like(one) for one in self._trained]
+        gradients = [known[one] if one in known else torch.zeros_like(one) for one in self.parameters]
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         weight = self._backend.scalar(microbatch.samples / self._present_factor(microbatch), flat, "microbatch")
         if self._added % limbs.CARRIED == limbs.CARRIED - 1:
-            limbs.carry(self._memory)
-        largest = limbs.add(self._memory, flat, weight, first=self._added == 0)
+            limbs.carry(self._sums)
+        largest = limbs.add(self._sums, flat, weight, first=self._added == 0)
         self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
         self._added += 1
-
-    @property
-    def _trained(self) -> list[Tensor]:
-        return [parameter for parameter in self.parameters if parameter.requires_grad]
-
-    @property
-    def _memory(self) -> Tensor:
-        size = sum(parameter.numel() for parameter in self._trained)
-        if self._sums is None or self._sums.shape[1] != size:
-            self._sums = self.parameters[0].new_empty((2, size), dtype=torch.int64)
-        return self._sums
 
     def finish(self, batch_size: int, factor: float | None, others: Others) -> list[Tensor]:
         """Leave `factor` times the mean gradient in `.grad`; all of it is nan if a number was out of range."""
         members = self._participation.select(self._used)
-        sums = self._memory
+        sums = self._sums
         if self._added == 0:
             sums.zero_()
         if self.ranks > 1:
@@ -98,8 +91,8 @@ class Reproducible(Plain):
         divisor = 1 if self._weighted else batch_size
         weight = like + self._backend.scalar(float(self._end(factor)) / divisor, like, "update")
         weight = torch.where(out_of_range == 0, weight, torch.nan)
-        trained = self._trained
-        for parameter, total in zip(trained, torch.split(sums, [one.numel() for one in trained], 1), strict=True):
+        sizes = [parameter.numel() for parameter in self.parameters]
+        for parameter, total in zip(self.parameters, torch.split(sums, sizes, 1), strict=True):
             mean = limbs.value(total, weight, parameter.new_empty(parameter.numel()))
             parameter.grad = mean.view_as(parameter)
         message = [flag.to(one.dtype) for flag, one in zip(flags, message, strict=True)]

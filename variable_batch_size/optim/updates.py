@@ -21,7 +21,6 @@ from variable_batch_size.optim.counts import Count, check_counts
 from variable_batch_size.optim.handed import Update, incomplete, stale
 from variable_batch_size.optim.lr_scheduler import ProgressScheduler
 from variable_batch_size.optim.optimizer import CustomOptimizer
-from variable_batch_size.optim.seeding import Seeding
 
 T = TypeVar("T")
 
@@ -72,6 +71,7 @@ class Updates(Generic[T]):
     def _begin(self) -> int:
         """Set the epoch of the next update, whose ranks are known then, and return it."""
         optimizer, sampler = self._optimizer, self._optimizer.sampler
+        optimizer._seeding.end()  # of a loop that was left
         while True:
             self._epoch = optimizer.epoch
             sampler.set_epoch(self._epoch)
@@ -131,10 +131,13 @@ class Updates(Generic[T]):
         if not self._optimizer.sampler.batches.reproducible:
             yield from update
             return
-        with Seeding(self._optimizer.sampler.batches.seed, self._optimizer.backend) as seeding:
-            for microbatch, known in zip(batch.microbatches, update, strict=True):
-                seeding.seed(microbatch)
+        seeding, seed = self._optimizer._seeding, self._optimizer.sampler.batches.seed
+        for microbatch, known in zip(batch.microbatches, update, strict=True):  # read with the user's numbers
+            number = seeding.begin(seed, microbatch)
+            try:
                 yield known
+            finally:
+                seeding.end(number)
 
     def _hand_out(self, microbatches: Iterator[T], batch: Batch) -> Iterator[T]:
         """Yield the microbatches of an update, and say so."""
