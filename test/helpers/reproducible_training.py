@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -32,6 +33,21 @@ class Augmented(Dataset[tuple[Tensor, int]]):
         return self.x[index] + 0.1 * torch.randn(20) + 0.1 * float(np.random.randn()), int(self.y[index])
 
 
+def updates_of(
+    net: nn.Module, loader: Iterable[tuple[Tensor, Tensor]], optimizer: vbs.CustomOptimizer
+) -> Iterator[int]:
+    """Train to the end, and yield the number of updates after each."""
+    assert isinstance(optimizer.sampler, vbs.CustomSampler)
+    for _ in vbs.remaining_epochs(optimizer.sampler, optimizer):
+        for update in vbs.updates(loader, optimizer):
+            for x, y in update:
+                loss = cross_entropy(net(x), y)
+                optimizer.backward(loss)
+                optimizer.log(loss=loss)
+                optimizer.step()
+            yield optimizer.updates
+
+
 def main(folder: str, rule: str, updates: int, killed_after: int, workers: int) -> None:
     """Train until this many updates."""
     if dist.is_torchelastic_launched():
@@ -53,16 +69,10 @@ def main(folder: str, rule: str, updates: int, killed_after: int, workers: int) 
     optimizer = vbs.CustomOptimizer(inner, sampler, 16, rule=rule, max_grad_norm=1.0)
     with vbs.Checkpoint(folder, model=net, optimizer=optimizer, every=1) as checkpoint:
         checkpoint.restore()
-        for _ in vbs.remaining_epochs(sampler, optimizer):
-            for update in vbs.updates(loader, optimizer):
-                for x, y in update:
-                    loss = cross_entropy(net(x), y)
-                    optimizer.backward(loss)
-                    optimizer.log(loss=loss)
-                    optimizer.step()
-                checkpoint.step()
-                if optimizer.updates == killed_after:
-                    os.kill(os.getpid(), signal.SIGKILL)
+        for made in updates_of(net, loader, optimizer):
+            checkpoint.step()
+            if made == killed_after:
+                os.kill(os.getpid(), signal.SIGKILL)
         path = checkpoint.save()
     if sampler.rank == 0:
         print(f"hash {vbs.weights_hash(net)} {optimizer.logged['loss'].item().hex()} {path}", flush=True)

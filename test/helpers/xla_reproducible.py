@@ -7,13 +7,11 @@ from pathlib import Path
 import torch
 import torch_xla
 from torch import nn
-from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 from torch_xla.distributed.parallel_loader import MpDeviceLoader
 
 import variable_batch_size as vbs
-
-SIZES = [13, 7, 1, 29, 11, 64, 33, 5]
+from helpers.reproducible_training import SIZES, updates_of
 
 
 def train(folder: Path, rule: str) -> None:
@@ -31,13 +29,8 @@ def train(folder: Path, rule: str) -> None:
     loader = MpDeviceLoader(DataLoader(dataset, batch_sampler=sampler), torch_xla.device())
     inner = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     optimizer = vbs.CustomOptimizer(inner, sampler, 16, rule=rule, max_grad_norm=1.0)
-    for _ in vbs.remaining_epochs(sampler, optimizer):
-        for update in vbs.updates(loader, optimizer):
-            for x, y in update:
-                loss = cross_entropy(net(x), y)
-                optimizer.backward(loss)
-                optimizer.log(loss=loss)
-                optimizer.step()
+    for _ in updates_of(net, loader, optimizer):
+        pass
     told = vbs.weights_hash(net), optimizer.logged["loss"].item().hex(), float(optimizer.progress).hex()
     backend = vbs.backend.XlaBackend()
     backend.barrier()

@@ -107,7 +107,9 @@ class Updates(Generic[T]):
                 begins = step == batches.plan.epoch(number).first_step
                 batch, read = self._count(self._counts, [*read], batch, compares=begins)
                 sampler.expected = batch
-            update = self._seeded(self._hand_out(read, batch), batch)
+            update = self._hand_out(read, batch)
+            if sampler.batches.reproducible:
+                update = self._seeded(update, batch)
             yield Update(iter(list(update)) if self._ahead else update, len(batch.microbatches), batch.totals)
         sampler.expected = None
         for _ in microbatches:  # lets the loader end as in a loop
@@ -127,10 +129,7 @@ class Updates(Generic[T]):
         return batch._replace(totals=totals), iter(read)
 
     def _seeded(self, update: Iterator[T], batch: Batch) -> Iterator[T]:
-        """Yield the microbatches of an update; if it is reproducible, with random numbers that are seeded for each."""
-        if not self._optimizer.sampler.batches.reproducible:
-            yield from update
-            return
+        """Yield the microbatches of an update that is reproducible, with random numbers that are seeded for each."""
         seeding, seed = self._optimizer._seeding, self._optimizer.sampler.batches.seed
         for microbatch, known in zip(batch.microbatches, update, strict=True):  # read with the user's numbers
             number = seeding.begin(seed, microbatch)
