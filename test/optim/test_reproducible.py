@@ -348,6 +348,11 @@ def test_a_loader_reads_with_the_users_generators() -> None:
     assert len({*drawn}) == len(drawn) == 30
 
 
+def test_a_compiled_model_has_the_hash_of_the_model() -> None:
+    model = nn.Linear(2, 3)
+    assert vbs.weights_hash(torch.compile(model)) == vbs.weights_hash(model)  # type: ignore[arg-type]
+
+
 def test_microbatches_are_read_in_their_turn() -> None:
     run = training(sampling=EXACT)
     update = next(iter(vbs.updates(run.sampler, run.optimizer)))

@@ -29,7 +29,7 @@ class Names:
     """The names in a checkpoint of what one model and its optimizers have."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = _unwrapped(model)
+        self.model = unwrapped(model)
         self._parameters = {id(one): _clean(name) for name, one in self.model.named_parameters(remove_duplicate=False)}
 
     def of_model(self) -> State:
@@ -88,7 +88,8 @@ class Names:
                 )
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return a model as it was before `torch.compile` and what sums its gradients."""
     while isinstance(model, _PARALLEL) or hasattr(model, "_orig_mod"):
         model = model.module if isinstance(model, _PARALLEL) else model._orig_mod  # type: ignore[assignment]
     return model

@@ -10,11 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-
-def bare(model: Module) -> Module:
-    """Return a model as it was before `torch.compile`."""
-    inner: Module = getattr(model, "_orig_mod", model)
-    return inner
+from variable_batch_size.checkpoint.names import unwrapped
 
 
 def weights_hash(model: Module | Mapping[str, Any]) -> str:
@@ -23,13 +19,14 @@ def weights_hash(model: Module | Mapping[str, Any]) -> str:
     It is that of the names, in their order, each with dtype, shape and bytes, which does not depend on the device.
 
     Args:
-        model: a model that this process has whole; or its state dict, as that of `vbs.read_checkpoint`.
+        model: a model that this process has whole, compiled or in a DistributedDataParallel, too; or its state dict, as
+            that of `vbs.read_checkpoint`.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> weights_hash(model) == weights_hash(model.state_dict())
     True
     """
-    state: Mapping[str, Any] = model if isinstance(model, Mapping) else bare(model).state_dict()
+    state: Mapping[str, Any] = model if isinstance(model, Mapping) else unwrapped(model).state_dict()
     total = hashlib.sha256()
     for name, one in sorted(state.items()):
         if isinstance(one, Tensor):
