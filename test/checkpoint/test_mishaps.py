@@ -20,7 +20,7 @@ from helpers.checkpoints import checkpoint, start, updates
 from helpers.reference import training
 from variable_batch_size.checkpoint import writer
 from variable_batch_size.checkpoint.background import Background
-from variable_batch_size.checkpoint.place import Place
+from variable_batch_size.checkpoint.storage import Storage
 
 
 def test_an_interrupt_after_the_json_leaves_no_checkpoint_without_tensors(
@@ -162,16 +162,16 @@ def test_the_best_checkpoint_stays_where_it_cannot_be_read_now(tmp_path: Path, m
         saves.report(loss=1.0)
         run.run(1)
         saves.save()
-    read = Place.read
+    read = Storage.read
 
-    def stale(place: Place, *names: str) -> bytes:
+    def stale(storage: Storage, *names: str) -> bytes:
         if names[0].startswith("update-00000001"):
             raise OSError(116, "Stale file handle")
-        return read(place, *names)
+        return read(storage, *names)
 
     run.run(1)
     with checkpoint(tmp_path, run, keep=1, best="min:loss") as saves, monkeypatch.context() as patch:
-        patch.setattr(Place, "read", stale)
+        patch.setattr(Storage, "read", stale)
         saves.save()
     assert updates(tmp_path) == [1, 3]
 

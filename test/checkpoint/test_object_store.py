@@ -19,7 +19,7 @@ from variable_batch_size.backend import Backend
 from variable_batch_size.checkpoint import writer
 from variable_batch_size.checkpoint.events import read
 from variable_batch_size.checkpoint.folder import Folder
-from variable_batch_size.checkpoint.place import Place
+from variable_batch_size.checkpoint.storage import Storage
 from variable_batch_size.testing import run_ranks
 
 __all__ = ["always_sharded"]
@@ -62,7 +62,7 @@ def test_a_training_is_saved_and_goes_on(wait: bool, folder: str, caplog: pytest
     assert_equal(later.weights(), training().run(len(SIZES)).weights())
     assert vbs.read_checkpoint(folder, best=True)["facts"]["metrics"] == {"loss": 0.1}
     assert "restored: batch size" in told(caplog)[1]
-    assert [event["event"] for event in read(Place(folder))].count("start") == 2
+    assert [event["event"] for event in read(Storage(folder))].count("start") == 2
 
 
 @pytest.mark.nightly("starts commands that import torch")
@@ -88,7 +88,7 @@ def test_ranks_write_together(folder: str, always_sharded: None) -> None:
     for ranks in (3, 2):
         found = run_ranks(train, ranks)
     name, _ = Folder(folder).names()
-    assert {f"tensors-{rank}.safetensors" for rank in range(2)} < {*Place(f"{folder}/{name}").names()}
+    assert {f"tensors-{rank}.safetensors" for rank in range(2)} < {*Storage(f"{folder}/{name}").names()}
     assert_equal(found[0].weights(), wide().run(4).weights())
 
 
@@ -119,7 +119,7 @@ def test_a_restart_of_the_job_takes_over_and_what_the_earlier_writer_adds_does_n
     assert new.restore()
     with pytest.raises(RuntimeError, match=r"was taken over by process .* writes no checkpoint; end it"):
         old.save()
-    place = Place(folder)
+    place = Storage(folder)
     for file in ("tensors-0.safetensors", "rank-0.json"):  # as if it had been on its way
         text = place.read("update-00000001-0001-1-1", file).decode(errors="replace")
         place.put(text, "update-00000009-0001-7-1", file)
@@ -137,7 +137,7 @@ def test_a_restart_of_the_job_takes_over_and_what_the_earlier_writer_adds_does_n
 
 
 def test_files_without_the_json_of_each_rank_are_no_checkpoint_and_are_deleted(folder: str) -> None:
-    run, place = training().run(1), Place(folder)
+    run, place = training().run(1), Storage(folder)
     place.put("half", "update-00000009-0001-1-1", "tensors-0.safetensors")
     place.put("of the user", "notes.txt")
     with checkpoint(folder, run) as saves:
@@ -166,7 +166,7 @@ def test_a_write_that_fails_leaves_the_earlier_checkpoints(
         saves.save()
         run.run(1)
         with monkeypatch.context() as patch:
-            patch.setattr(Place, what, fail)
+            patch.setattr(Storage, what, fail)
             with pytest.raises(RuntimeError, match="connection reset"):
                 saves.save()
         assert updates(folder) == [1]

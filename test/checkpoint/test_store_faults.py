@@ -91,7 +91,7 @@ def test_what_was_saved_is_restored(
             saves.save()  # deletes what is left
             assert len(saves._folder.names()) <= 3
             assert not [
-                name for name in saves._folder.place.listed().keys() - saves._folder.names() if "update-" in name
+                name for name in saves._folder.storage.listed().keys() - saves._folder.names() if "update-" in name
             ]
             if saves.best:
                 facts = vbs.read_checkpoint(saves.best)["facts"]

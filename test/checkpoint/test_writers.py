@@ -189,7 +189,7 @@ def test_a_writer_lives_between_its_saves(tmp_path: Path, no_locks: None, monkey
     saves = checkpoint(tmp_path, training())
     make_old(tmp_path, 2 * writer.SECONDS)
     deadline = time.monotonic() + 30
-    while Folder(tmp_path).place.age(".writer-0001") > writer.SECONDS:
+    while Folder(tmp_path).storage.age(".writer-0001") > writer.SECONDS:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     as_another_process()

@@ -126,7 +126,7 @@ def train(folder: Path, run: Run, attempt: Attempt) -> None:
     resumed = run.start(attempt.minibatch_size, backend, device if attempt.cores else None, attempt.by)
     stamp = Stamp(resumed.optimizer, run.numbers)
     with vbs.Checkpoint(
-        run.folder(folder).place.location,
+        run.folder(folder).storage.location,
         model=resumed.model,
         optimizer=resumed.optimizer,
         every=run.every,

@@ -338,7 +338,7 @@ class Campaign:
     def _saving(self) -> bool:
         """Return whether a save was interrupted; the next save deletes what is left of it."""
         folder = self.run.folder(self.folder)
-        return any(name.startswith("update-") for name in folder.place.listed().keys() - folder.names())
+        return any(name.startswith("update-") for name in folder.storage.listed().keys() - folder.names())
 
     def _newest(self) -> int:
         """Return the update of the newest checkpoint, and check that all checkpoints are intact."""

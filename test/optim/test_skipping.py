@@ -23,7 +23,7 @@ from helpers.properties import examples
 from helpers.reference import ADAM, REF, SGD, Array, Training, assert_equal, batches, training
 from variable_batch_size.backend import Backend
 from variable_batch_size.checkpoint import events
-from variable_batch_size.checkpoint.place import Place
+from variable_batch_size.checkpoint.storage import Storage
 from variable_batch_size.testing import run_ranks
 from variable_batch_size.world import World
 
@@ -222,7 +222,7 @@ def test_it_is_an_event_and_a_scalar(tmp_path: Path) -> None:
             saves.step()
         saves.save()
     tracker.close()
-    rows = [line for line in events.read(Place(tmp_path / "saved")) if line["event"] == "skip"]
+    rows = [line for line in events.read(Storage(tmp_path / "saved")) if line["event"] == "skip"]
     assert [(row["update"], row["large"]) for row in rows] == [(update + 1, 1) for update in skipped]
     header, *lines = (tmp_path / "log" / "scalars.csv").read_text().splitlines()
     column = header.split(",").index("vbs/skipped")
@@ -233,7 +233,7 @@ def test_it_is_an_event_and_a_scalar(tmp_path: Path) -> None:
         assert again.optimizer.skipped == len(skipped)
         again.optimizer._updater.large.judge(0.0, 1, first=False)  # type: ignore[union-attr]
         saves.step()
-    rows = [line for line in events.read(Place(tmp_path / "saved")) if line["event"] == "skip"]
+    rows = [line for line in events.read(Storage(tmp_path / "saved")) if line["event"] == "skip"]
     assert len(rows) == len(skipped)
 
 

@@ -72,8 +72,8 @@ class Criterion(NamedTuple):
             ValueError: if the metric of the criterion is missing.
         """
         if self.name not in metrics:
-            found = " and ".join(metrics) or "no metric"
-            raise value_error(f'report() must get {self.name}, by which best="{self}"', found, f"pass {self.name}=")
+            reported = " and ".join(metrics) or "no metric"
+            raise value_error(f'report() must get {self.name}, by which best="{self}"', reported, f"pass {self.name}=")
         for name, value in metrics.items():
             if not _is_real(value) and (decides or value is not None):
                 raise type_error(f"{name} must be a number or a tensor with one", value, "pass its value")

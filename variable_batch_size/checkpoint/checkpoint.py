@@ -18,7 +18,7 @@ from torch import Tensor
 
 from variable_batch_size._log import log
 from variable_batch_size._validation import check_int, check_interval, value_error
-from variable_batch_size.checkpoint import notices
+from variable_batch_size.checkpoint import messages
 from variable_batch_size.checkpoint.best import Criterion
 from variable_batch_size.checkpoint.events import Events
 from variable_batch_size.checkpoint.folder import Folder, update_of
@@ -121,7 +121,7 @@ class Checkpoint:
         self._due = f"save {token}"  # what rank 0 wishes when the interval of time has passed
         self._saver = Saver(self._backend, agreement, self._parts, self._folder, keep, together=together)
         self._last_update, self._saved_time = optimizer.updates, time.monotonic()
-        self._events = Events(self._folder.place, world)
+        self._events = Events(self._folder.storage, world)
         self._events.add("start", optimizer.updates)
         self._events.large = optimizer.skipped
         optimizer._watch(self._events)
@@ -129,9 +129,9 @@ class Checkpoint:
     @property
     def latest(self) -> str | None:
         """The path or URL of the newest intact checkpoint, as this rank reads the folder; None if there is none."""
-        folder = Folder(self._folder.place.location)
+        folder = Folder(self._folder.storage.location)
         name = folder.newest()
-        return None if name is None else folder.place.at(name)
+        return None if name is None else folder.storage.at(name)
 
     @property
     def best(self) -> str | None:
@@ -139,9 +139,9 @@ class Checkpoint:
 
         Without `best=` it is the best by the criterion with which the newest of them was reported.
         """
-        folder = Folder(self._folder.place.location)
+        folder = Folder(self._folder.storage.location)
         name = folder.best(self._criterion)
-        return None if name is None else folder.place.at(name)
+        return None if name is None else folder.storage.at(name)
 
     def save(self, wait: bool = True) -> str:
         """Save the state after the last update.
@@ -167,7 +167,7 @@ class Checkpoint:
         with self._events.timed("save", updates):
             name = self._saver.save(updates, wait, in_loop=in_loop, reported=reported or {})
         self._mark_saved()
-        return self._folder.place.at(name)
+        return self._folder.storage.at(name)
 
     @uncompiled
     def step(self) -> bool:
@@ -281,16 +281,16 @@ class Checkpoint:
         name, stored, damaged = read_first(folder, names, self._parts.likes(), self._agreement, _RESTORE)
         which = " with a reported value" if best else ""
         if stored is None:
-            absent = f"No checkpoint{which} in {folder.place.location}: nothing is restored."
+            absent = f"No checkpoint{which} in {folder.storage.location}: nothing is restored."
             if rank == 0:
-                absent += notices.incomplete(folder.incomplete())
+                absent += messages.incomplete(folder.incomplete())
             if damaged or required:
-                raise RuntimeError(notices.unreadable(folder.place.location, damaged, which) if damaged else absent)
+                raise RuntimeError(messages.unreadable(folder.storage.location, damaged, which) if damaged else absent)
             if rank == 0:
                 log(absent, rank=0, update=self._optimizer.updates)
             return False
         if damaged and rank == 0:
-            warnings.warn(notices.damaged(folder.place.location, damaged, name), RuntimeWarning, stacklevel=2)
+            warnings.warn(messages.damaged(folder.storage.location, damaged, name), RuntimeWarning, stacklevel=2)
         folder.trust(name)
         self._agreement.run_on_all(_RESTORE, partial(self._load, stored, strict))
         self._mark_saved()
@@ -309,8 +309,8 @@ class Checkpoint:
             told = f"at least {lost}" if lost else "an unknown number of updates"
         sizes, worlds = (stored.batch_size, parts.batch_size(updates)), (stored.world, self._agreement.world.size)
         at = updates, optimizer.epoch, optimizer.samples
-        left = notices.of_ranks(stored.of_ranks) + notices.incomplete(self._folder.incomplete(updates))
-        log(notices.restored(name, worlds, sizes, at, told, newer) + left, rank=0, update=updates)
+        left = messages.of_ranks(stored.of_ranks) + messages.incomplete(self._folder.incomplete(updates))
+        log(messages.restored(name, worlds, sizes, at, told, newer) + left, rank=0, update=updates)
         self._events.large = self._optimizer.skipped
         self._events.add("restore", updates, lost=lost, seconds=seconds, damaged=", ".join(damaged))
 
@@ -343,7 +343,7 @@ class Checkpoint:
                 self._agreement.compare("Checkpoint.close()")
                 missed = self._every is not None and not self._stepped and self._optimizer.updates > self._last_update
                 if missed and self._agreement.world.rank == 0:
-                    warnings.warn(notices.UNCALLED_STEP, RuntimeWarning, stacklevel=3)
+                    warnings.warn(messages.UNCALLED_STEP, RuntimeWarning, stacklevel=3)
             else:
                 self._saver.warn_of_error()
             if isinstance(error, (Exception, KeyboardInterrupt)) and self._folder.writer.writes:
@@ -369,7 +369,7 @@ class Checkpoint:
             return
         lost = updates - (self._first_update if best else update_of(newest) if newest else 0)
         if updates != self._first_update and lost >= 0:  # else the folder is that of another training
-            message = notices.interrupted(self._folder.place.location, best or newest, lost, best != "")
+            message = messages.interrupted(self._folder.storage.location, best or newest, lost, best != "")
             log(message, level=logging.WARNING if lost else logging.INFO, rank=0, update=updates)
         self._first_update = updates
 

@@ -64,20 +64,24 @@ def from_torch(file: Path, folder: str | os.PathLike[str]) -> str:
         raise value_error(requirement, ", ".join(map(repr, states)) or "an empty one", remedy)
     if all(name.startswith("module.") for name in states["model"]):  # of a DistributedDataParallel
         consume_prefix_in_state_dict_if_present(states["model"], "module.")
-    place, tensors = Folder(folder), dict[str, torch.Tensor]()
-    place.lock()
+    checkpoints, tensors = Folder(folder), dict[str, torch.Tensor]()
+    checkpoints.lock()
     try:
-        if place.names():
+        if checkpoints.names():
             raise value_error("the folder must have no checkpoints", folder, "choose another one")
-        state = {name: encode(own, name, tensors, {}) for name, own in states.items() if name != SAMPLER}
-        known = {"updates": 0, "world": 1, "epoch": 0, "step": 0, "samples": 0, "random": []}
-        contents = {"state": state, "tensors": {name: described(one) for name, one in tensors.items()}}
-        path = place.begin(0, ranks=1)
-        parts = {name: Part.whole(one.shape) for name, one in tensors.items()}
-        place.write(path, 0, tensors, parts, {**versions(), **known, **contents})
+        state = {
+            name: encode(contents_of_part, name, tensors, {})
+            for name, contents_of_part in states.items()
+            if name != SAMPLER
+        }
+        position = {"updates": 0, "world": 1, "epoch": 0, "step": 0, "samples": 0, "random": []}
+        contents = {"state": state, "tensors": {name: described(tensor) for name, tensor in tensors.items()}}
+        path = checkpoints.begin(0, ranks=1)
+        parts = {name: Part.whole(tensor.shape) for name, tensor in tensors.items()}
+        checkpoints.write(path, 0, tensors, parts, {**versions(), **position, **contents})
     finally:
-        place.writer.release()
-    return place.place.at(path)
+        checkpoints.writer.release()
+    return checkpoints.storage.at(path)
 
 
 def _numbered(state: Any) -> Any:
@@ -87,7 +91,7 @@ def _numbered(state: Any) -> Any:
     names = [name for group in state["param_groups"] for name in group["params"]]
     numbers = {name: number for number, name in reversed([*enumerate(names)])}
     return {
-        "state": {numbers.get(name, name): own for name, own in state["state"].items()},
+        "state": {numbers.get(name, name): of_parameter for name, of_parameter in state["state"].items()},
         "param_groups": [
             {**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]
         ],

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, Final, final
 
-from variable_batch_size.checkpoint.place import Place
+from variable_batch_size.checkpoint.storage import Storage
 from variable_batch_size.world import World
 
 VERSION: Final = 1
@@ -35,7 +35,7 @@ class Events:
         large: how many updates of the training were skipped because of `skip_grad_norm`, as far as was told.
     """
 
-    def __init__(self, folder: Place, world: World) -> None:
+    def __init__(self, folder: Storage, world: World) -> None:
         self._folder, self._world, self._lines = folder, world, list[str]()
         self._name = FILE if folder.on_disk else f"events-{time.time():.6f}.jsonl"
         self.reached, self.ended = 0, True
@@ -50,8 +50,8 @@ class Events:
         self._last = time.monotonic()
         if self._world.rank:
             return
-        known = {"version": VERSION, "event": event, "time": time.time(), "update": update, "world": self._world.size}
-        self._lines.append(json.dumps({**known, **facts}) + "\n")
+        entry = {"version": VERSION, "event": event, "time": time.time(), "update": update, "world": self._world.size}
+        self._lines.append(json.dumps({**entry, **facts}) + "\n")
         with suppress(Exception):
             if self._folder.on_disk:
                 with open(self._folder.at(self._name), "a", encoding="utf-8", newline="\n") as file:  # noqa: PTH123
@@ -83,9 +83,9 @@ class Events:
             self.add("progress", update)
 
 
-def read(folder: Place) -> list[dict[str, Any]]:
+def read(folder: Storage) -> list[dict[str, Any]]:
     """Return the events of a folder, the oldest first, without lines that were cut off or are of another version."""
-    found = []
+    events = []
     with suppress(OSError):
         names = [name for name in folder.names() if name.startswith("events") and name.endswith(".jsonl")]
         for name in sorted(names):
@@ -93,13 +93,13 @@ def read(folder: Place) -> list[dict[str, Any]]:
                 with suppress(ValueError, RecursionError):
                     event = json.loads(line)
                     if isinstance(event, dict) and event.get("version") == VERSION and _is_event(event):
-                        found.append(event)
-    return found
+                        events.append(event)
+    return events
 
 
 def _is_event(event: Mapping[str, Any]) -> bool:
     """Return whether all numbers are there, and finite."""
     timed = event.get("event") in ("save", "restore")
     numbers = [event.get(name) for name in ("time", "update", *["seconds"] * timed)]
-    known = [number for number in numbers if isinstance(number, (int, float)) and abs(number) < 1e12]
-    return isinstance(event.get("event"), str) and len(known) == len(numbers)
+    finite = [number for number in numbers if isinstance(number, (int, float)) and abs(number) < 1e12]
+    return isinstance(event.get("event"), str) and len(finite) == len(numbers)

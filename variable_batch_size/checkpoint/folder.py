@@ -19,9 +19,9 @@ from torch import Tensor
 
 from variable_batch_size.checkpoint import seal, tensor_file
 from variable_batch_size.checkpoint.best import Criterion
-from variable_batch_size.checkpoint.own_state import tensors_of
-from variable_batch_size.checkpoint.place import DAMAGE, Place
+from variable_batch_size.checkpoint.rank_state import tensors_of
 from variable_batch_size.checkpoint.shards import Part
+from variable_batch_size.checkpoint.storage import DAMAGE, Storage
 from variable_batch_size.checkpoint.writer import Writer
 
 FORMAT: Final = "vbs-checkpoint"
@@ -59,8 +59,8 @@ class Folder:
     """
 
     def __init__(self, location: str | os.PathLike[str], run: str | None = None) -> None:
-        self.place = Place(location)
-        self.writer, self._saves = Writer(self.place, run), 0
+        self.storage = Storage(location)
+        self.writer, self._saves = Writer(self.storage, run), 0
         self._intact: set[str] = set()  # names of checkpoints that are not read again to find out
         self._reported: dict[str, dict[str, Any]] = {}  # on the writer, which alone changes it: see `reported`
 
@@ -79,21 +79,21 @@ class Folder:
         names, others = self._listed()
         if not names and (earlier := sorted(filter(_EARLIER.fullmatch, others))):
             raise VersionError(
-                f"Checkpoint {self.place.at(earlier[-1])} must have version {VERSION} of the format {FORMAT}, got "
+                f"Checkpoint {self.storage.at(earlier[-1])} must have version {VERSION} of the format {FORMAT}, got "
                 f"version 1; finish that training with the release that saved it, or choose another folder"
             )
         return self.ranked(criterion) if best else names
 
     def _listed(self) -> tuple[list[str], dict[str, set[str]]]:
         """Return the checkpoints, the newest first; and all other names in the folder with the files in them."""
-        listed = self.place.listed()
+        listed = self.storage.listed()
         whole = [
             name
             for name, files in listed.items()
             if (match := _NAME.fullmatch(name)) and files >= {f"rank-{rank}.json" for rank in range(int(match[4]))}
         ]
-        first, known = self.writer.rule([_order(name)[1] for name in whole])
-        names = [name for name in whole if _order(name)[1] >= first or name in known]
+        first, earlier = self.writer.rule([_order(name)[1] for name in whole])
+        names = [name for name in whole if _order(name)[1] >= first or name in earlier]
         return sorted(names, key=_order, reverse=True), {name: listed[name] for name in listed.keys() - names}
 
     def incomplete(self, after: int = -1) -> list[str]:
@@ -133,7 +133,7 @@ class Folder:
         if name in self._reported:
             return self._reported[name]
         try:
-            manifest = unsealed(self.place.read(name, MANIFEST).decode())
+            manifest = unsealed(self.storage.read(name, MANIFEST).decode())
         except DAMAGE as error:
             self._check_damage(error, name)
             return None
@@ -150,8 +150,8 @@ class Folder:
         Raises:
             one of `DAMAGE`: if one is not there.
         """
-        first = self.place.read(name, MANIFEST).decode()
-        return [first, *(self.place.read(name, f"rank-{rank}.json").decode() for rank in range(1, _ranks_of(first)))]
+        first = self.storage.read(name, MANIFEST).decode()
+        return [first, *(self.storage.read(name, f"rank-{rank}.json").decode() for rank in range(1, _ranks_of(first)))]
 
     def read(
         self,
@@ -168,7 +168,7 @@ class Folder:
             one of `DAMAGE`: if the file is not intact.
         """
         chunks = file["chunks"]
-        with self.place.open(name, f"tensors-{rank}.safetensors") as stream:
+        with self.storage.open(name, f"tensors-{rank}.safetensors") as stream:
             tensor_file.check(stream, file)
             for key in sorted(wanted, key=lambda key: int(chunks[key]["begin"])):
                 part = Part(tuple(chunks[key]["offset"]), tuple(chunks[key]["shape"]))
@@ -185,9 +185,9 @@ class Folder:
         try:
             ranks = manifests(self.texts(name), name)
             dtypes = {key: facts["dtype"] for key, facts in tensors_of(ranks).items()}
-            for rank, one in enumerate(ranks):
-                if one["file"]:
-                    self.read(name, rank, one["file"], dtypes, one["file"]["chunks"], lambda *_: None)
+            for rank, manifest in enumerate(ranks):
+                if manifest["file"]:
+                    self.read(name, rank, manifest["file"], dtypes, manifest["file"]["chunks"], lambda *_: None)
         except DAMAGE as error:
             self._check_damage(error, name)
             return None if isinstance(error, OSError) and not isinstance(error, FileNotFoundError) else False
@@ -197,8 +197,8 @@ class Folder:
     def _check_damage(self, error: BaseException, name: str) -> None:
         """Raise an error again that is none of damage: of another version, or of a store that cannot be reached."""
         if isinstance(error, VersionError):
-            raise VersionError(f"Checkpoint {self.place.at(name)} cannot be read: {error}") from None
-        if not self.place.is_damage(error):
+            raise VersionError(f"Checkpoint {self.storage.at(name)} cannot be read: {error}") from None
+        if not self.storage.is_damage(error):
             raise error
 
     def trust(self, name: str, reported: Mapping[str, Any] | None = None) -> None:
@@ -216,13 +216,13 @@ class Folder:
             OSError: if the folder cannot be created or is itself a checkpoint, or another process writes there.
         """
         try:
-            self.place.make()
-            if MANIFEST in self.place.names():
+            self.storage.make()
+            if MANIFEST in self.storage.names():
                 raise OSError(
-                    f"dir must be the folder of a training, got the checkpoint {self.place.location}; pass the folder "
-                    f"that it is in"
+                    f"dir must be the folder of a training, got the checkpoint {self.storage.location}; pass the "
+                    "folder that it is in"
                 )
-            orders = [_order(name) for name in self.place.names() if _NAME.fullmatch(name)]
+            orders = [_order(name) for name in self.storage.names() if _NAME.fullmatch(name)]
             self.writer.acquire(max((writer for _, writer, _, _ in orders), default=0))
             try:
                 self.writer.know(self.names())
@@ -233,8 +233,8 @@ class Folder:
             if error.errno is None:  # the error names another writer, and is not the operating system's
                 raise
             raise OSError(
-                f"dir must be a writable folder, got {self.place.location} ({error.strerror or error}); choose another "
-                f"folder"
+                f"dir must be a writable folder, got {self.storage.location} ({error.strerror or error}); choose "
+                "another folder"
             ) from error
         return self.writer.token
 
@@ -243,7 +243,7 @@ class Folder:
 
         It may see another folder of this name, as on a disk of its own.
         """
-        writable = not self.place.on_disk or os.access(self.place.location, os.W_OK)
+        writable = not self.storage.on_disk or os.access(self.storage.location, os.W_OK)
         return writable and self.writer.is_known(token)
 
     def begin(self, update: int, ranks: int, restored_best: str = "") -> str:
@@ -262,7 +262,7 @@ class Folder:
         later = next((name for name in names if update_of(name) > update and self.is_intact(name)), None)
         if later:
             raise ValueError(
-                f"Checkpoint {self.place.at(later)} is ahead of this training, which has made {update} updates; "
+                f"Checkpoint {self.storage.at(later)} is ahead of this training, which has made {update} updates; "
                 f"restore() it first; another folder begins another training"
             )
         for name in filter(_NAME.fullmatch, others):
@@ -282,13 +282,13 @@ class Folder:
         file = None
         try:
             if tensors:
-                with self.place.create(name, f"tensors-{rank}.safetensors") as stream:
+                with self.storage.create(name, f"tensors-{rank}.safetensors") as stream:
                     file = tensor_file.write(stream, tensors, parts)
             self._put(name, rank, {"name": name, "ranks": _order(name)[3], **facts, "file": file})
         except BaseException:
             with suppress(Exception):
                 for written in (f"rank-{rank}.json", f"tensors-{rank}.safetensors"):  # the next save deletes the rest
-                    self.place.remove(name, written)
+                    self.storage.remove(name, written)
             raise
 
     def tidy(self, keep: int) -> None:
@@ -307,7 +307,7 @@ class Folder:
         Raises:
             OSError: if it cannot be written; the checkpoint is unchanged.
         """
-        facts = unsealed(self.place.read(name, MANIFEST).decode())
+        facts = unsealed(self.storage.read(name, MANIFEST).decode())
         self._put(name, 0, {**{key: facts[key] for key in facts if key != "seal"}, **reported})
         self._reported[name] = dict(reported)
 
@@ -318,7 +318,7 @@ class Folder:
         be read now. A damaged one stays until `keep` newer updates, or a newer save of the same update, are intact, and
         one of another version stays.
         """
-        reported, kept = list[tuple[str, dict[str, Any] | None]](), set[int]()
+        reported, kept_updates = list[tuple[str, dict[str, Any] | None]](), set[int]()
         for name in self.names():
             with suppress(VersionError):
                 reported.append((name, self.reported(name)))
@@ -326,14 +326,14 @@ class Folder:
         best = {name for name, facts in reported if facts is None and self._look(name) is None}
         for criterion in criteria:
             for name in _ranked(criterion, reported):
-                known = self._look(name)
-                best.update([name] * (known is not False))
-                if known:
+                intact = self._look(name)
+                best.update([name] * (intact is not False))
+                if intact:
                     break
         for name, _ in reported:
             update = update_of(name)
-            if update not in kept and len(kept) < keep:
-                kept.update([update] * self.is_intact(name))
+            if update not in kept_updates and len(kept_updates) < keep:
+                kept_updates.update([update] * self.is_intact(name))
             elif name not in best:
                 self.discard(name)
 
@@ -342,16 +342,16 @@ class Folder:
         self._intact.discard(name)
         self._reported.pop(name, None)
         with suppress(*DAMAGE):
-            for file in sorted(self.place.names(name)):  # that of rank 0 is first
+            for file in sorted(self.storage.names(name)):  # that of rank 0 is first
                 if _FILE.fullmatch(file):
-                    self.place.remove(name, file)
-            if self.place.on_disk:
-                self.place.remove(name)
+                    self.storage.remove(name, file)
+            if self.storage.on_disk:
+                self.storage.remove(name)
 
     def _put(self, name: str, rank: int, facts: Mapping[str, Any]) -> None:
         if not rank:
             self.writer.check()
-        self.place.put(sealed(facts), name, f"rank-{rank}.json")
+        self.storage.put(sealed(facts), name, f"rank-{rank}.json")
 
 
 def update_of(name: str) -> int:
@@ -378,15 +378,15 @@ def unsealed(text: str) -> dict[str, Any]:
         VersionError: if it has another version.
         ValueError: if it is not intact.
     """
-    found = seal.unsealed(text)
-    if found.get("format") != FORMAT or type(found.get("version")) is not int:
+    facts = seal.unsealed(text)
+    if facts.get("format") != FORMAT or type(facts.get("version")) is not int:
         raise ValueError(f"it is no JSON of {FORMAT}")
-    if found["version"] != VERSION:
+    if facts["version"] != VERSION:
         raise VersionError(
-            f"a checkpoint must have version {VERSION} of the format {FORMAT}, got version {found['version']}; install "
+            f"a checkpoint must have version {VERSION} of the format {FORMAT}, got version {facts['version']}; install "
             f"the release of variable_batch_size that wrote it"
         )
-    return found
+    return facts
 
 
 def manifests(texts: Iterable[str], name: str) -> list[dict[str, Any]]:
@@ -395,10 +395,10 @@ def manifests(texts: Iterable[str], name: str) -> list[dict[str, Any]]:
     Raises:
         ValueError: if one is not intact, or that of another checkpoint.
     """
-    found = [unsealed(text) for text in texts]
-    if any((one["name"], one["ranks"]) != (name, len(found)) for one in found):
+    by_rank = [unsealed(text) for text in texts]
+    if any((manifest["name"], manifest["ranks"]) != (name, len(by_rank)) for manifest in by_rank):
         raise ValueError("the JSON of a rank is that of another checkpoint")
-    return found
+    return by_rank
 
 
 def _ranks_of(text: str) -> int:

@@ -30,7 +30,9 @@ class Names:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = unwrapped(model)
-        self._parameters = {id(one): _clean(name) for name, one in self.model.named_parameters(remove_duplicate=False)}
+        self._parameters = {
+            id(parameter): _clean(name) for name, parameter in self.model.named_parameters(remove_duplicate=False)
+        }
 
     def of_model(self) -> State:
         """Return the state of the model by the names of a checkpoint."""
@@ -42,10 +44,10 @@ class Names:
 
     def load_model(self, saved: Mapping[str, Any]) -> None:
         """Load a state that `of_model` returned."""
-        own = self.model.state_dict()
-        state = OrderedDict((name, saved[_clean(name)]) for name in own)
+        present = self.model.state_dict()
+        state = OrderedDict((name, saved[_clean(name)]) for name in present)
         if metadata := getattr(saved, "_metadata", None):
-            named = {name: metadata.get(_clean(name)) for name in getattr(own, "_metadata", {})}
+            named = {name: metadata.get(_clean(name)) for name in getattr(present, "_metadata", {})}
             state._metadata = OrderedDict((name, of) for name, of in named.items() if of is not None)  # type: ignore[attr-defined]
         self.model.load_state_dict(state)
 
@@ -60,13 +62,13 @@ class Names:
         state, named = optimizer.state_dict(), self.of_parameters(optimizer)
         names = [name for name, _ in named]
         groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
-        found = {}
-        for key, own in state["state"].items():
+        named_state = {}
+        for key, entry in state["state"].items():
             if isinstance(key, int):
-                found[names[key]] = {name: _as_parameter(value, named[key][1]) for name, value in own.items()}
+                named_state[names[key]] = {name: _as_parameter(value, named[key][1]) for name, value in entry.items()}
             else:  # of the optimizer itself
-                found[key] = own
-        return {**state, "state": found, "param_groups": groups}
+                named_state[key] = entry
+        return {**state, "state": named_state, "param_groups": groups}
 
     def check_groups(self, saved: Mapping[str, Any], optimizer: Any) -> None:
         """Check that an optimizer has the parameters of a state that `of_optimizer` returned.
@@ -80,11 +82,12 @@ class Names:
         names, begin = [name for name, _ in self.of_parameters(optimizer)], 0
         for number, group in enumerate(saved["param_groups"]):
             end = begin + len(group["params"])
-            own, begin, numbers = names[begin:end], end, [*range(begin, end)]
-            if group["params"] not in (own, numbers):
+            present, begin, numbers = names[begin:end], end, [*range(begin, end)]
+            if group["params"] not in (present, numbers):
                 raise ValueError(
                     f"the optimizer must have the parameters that were saved, in the same order, but group {number} "
-                    f"has {_listed(own)} in the place of {_listed(group['params'])}; create the groups that were saved"
+                    f"has {_listed(present)} in the place of {_listed(group['params'])}; create the groups that were "
+                    "saved"
                 )
 
 

@@ -97,9 +97,11 @@ class Parts:
         Other parameters may differ, because the first update compares those of the optimizers only.
         """
         optimizers = {name: part for name, part in self._by_name.items() if isinstance(part, CustomOptimizer)}
-        updated = {identity(one) for part in optimizers.values() for one in list_parameters(part.param_groups)}
-        kept = tuple(f"{name}/state/" for name in optimizers)
-        return {name for name, tensor in tensors.items() if name.startswith(kept) or identity(tensor) in updated}
+        updated = {
+            identity(parameter) for part in optimizers.values() for parameter in list_parameters(part.param_groups)
+        }
+        states = tuple(f"{name}/state/" for name in optimizers)
+        return {name for name, tensor in tensors.items() if name.startswith(states) or identity(tensor) in updated}
 
     def compared(self, tensors: Mapping[str, Tensor]) -> tuple[set[str], set[str]]:
         """Return the names of the tensors and parts that a rank may change alone at any time: all but what updates do.
@@ -108,13 +110,13 @@ class Parts:
         """
         parts = self._by_name.items()
         made = {name for name, part in parts if isinstance(part, (CustomOptimizer, WeightAverage))}
-        frozen = {identity(one) for one in self._names.model.parameters()}
-        own = {
+        frozen = {identity(tensor) for tensor in self._names.model.parameters()}
+        changing = {
             key
-            for key, one in tensors.items()
-            if (name := key.split("/")[0]) not in made and not (name == "model" and identity(one) in frozen)
+            for key, tensor in tensors.items()
+            if (name := key.split("/")[0]) not in made and not (name == "model" and identity(tensor) in frozen)
         }
-        return own, self._by_name.keys() - made
+        return changing, self._by_name.keys() - made
 
     def check_storable(self, *, updated: bool) -> None:
         """Collect the states and drop them, so that what cannot be saved raises before there is anything to lose.
@@ -136,14 +138,14 @@ class Parts:
 
     def likes(self) -> dict[str, DTensor]:
         """Return the sharded tensors of this rank by the names that they, or their states, have in a checkpoint."""
-        found = dict[str, Any]()
+        tensors = dict[str, Any]()
         for name, part in self._by_name.items():
             if isinstance(part, torch.nn.Module):
-                found |= {f"{name}/{key}": value for key, value in self._state_of(name).items()}
+                tensors |= {f"{name}/{key}": value for key, value in self._state_of(name).items()}
             elif isinstance(part, OPTIMIZERS):
                 for number, (key, parameter) in enumerate(self._names.of_parameters(part)):
-                    found |= {f"{name}/state/{key}": parameter, f"{name}/{PREVIOUS}/{number}": parameter}
-        return {name: value for name, value in found.items() if isinstance(value, DTensor)}
+                    tensors |= {f"{name}/state/{key}": parameter, f"{name}/{PREVIOUS}/{number}": parameter}
+        return {name: value for name, value in tensors.items() if isinstance(value, DTensor)}
 
     def described(self, tensor: str) -> str:
         """Return a tensor in words, by its name in a checkpoint: its place, and the class of the part that has it."""
@@ -232,7 +234,7 @@ def _check_scheduler(parts: Collection[object], optimizer: CustomOptimizer) -> N
                     "pass the ProgressScheduler",
                 )
     # Every scheduler of torch wraps the method step() of its optimizer, to warn if it is not called.
-    scheduled = any(hasattr(one.step, "_wrapped_by_lr_sched") for one in (optimizer, optimizer.inner))
+    scheduled = any(hasattr(wrapper.step, "_wrapped_by_lr_sched") for wrapper in (optimizer, optimizer.inner))
     if scheduled and not any(hasattr(part, "get_last_lr") for part in parts) and optimizer.agreement.world.rank == 0:
         warnings.warn(
             "The checkpoint has no scheduler, but one was created for the optimizer: a restored training would begin "

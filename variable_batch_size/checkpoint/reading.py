@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 from variable_batch_size._validation import value_error
 from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.checkpoint.folder import MANIFEST, Folder, VersionError, manifests
-from variable_batch_size.checkpoint.own_state import name_on, tensors_of
-from variable_batch_size.checkpoint.place import DAMAGE
+from variable_batch_size.checkpoint.rank_state import name_on, tensors_of
 from variable_batch_size.checkpoint.shards import Part, placed
+from variable_batch_size.checkpoint.storage import DAMAGE
 from variable_batch_size.checkpoint.stored import StoredState
 from variable_batch_size.checkpoint.values import DTYPES, decode
 from variable_batch_size.world import World
@@ -84,14 +84,14 @@ def read_checkpoint(path: str | os.PathLike[str], *, best: bool = False) -> dict
         ValueError: if there is no intact checkpoint, with what is wrong; or `best` is True and no value was reported.
     """
     folder = Folder(path)
-    if not (inside := folder.place.names()):
+    if not (inside := folder.storage.names()):
         raise value_error("path must be the folder of a checkpoint or of a training", path, "nothing is there")
     names = folder.candidates(best=best)
     if best and not names:
         requirement = "best=True needs the folder of a training with a reported value"
         raise value_error(requirement, path, 'pass best="min:loss" to its Checkpoint, and call report(loss=...)')
-    one = not names and MANIFEST in inside
-    if one:
+    is_checkpoint = not names and MANIFEST in inside
+    if is_checkpoint:
         folder, names = alone(folder)
     damaged, tried = dict[str, str](), set[str]()
     while new := [name for name in names if name not in tried]:
@@ -100,20 +100,23 @@ def read_checkpoint(path: str | os.PathLike[str], *, best: bool = False) -> dict
             try:
                 contents = read_verified(folder, name)
             except DamagedError as error:
-                damaged[name] = f"{folder.place.at(name)} ({error})"
+                damaged[name] = f"{folder.storage.at(name)} ({error})"
                 continue
             if damaged := {name: text for name, text in damaged.items() if name in folder.names()}:  # not deleted since
-                message = f"Skipped damaged checkpoints: {', '.join(damaged.values())}; reading {folder.place.at(name)}"
+                message = (
+                    f"Skipped damaged checkpoints: {', '.join(damaged.values())}; reading {folder.storage.at(name)}"
+                )
                 warnings.warn(message, RuntimeWarning, stacklevel=2)
             return {"parts": contents.parts, "rng": contents.rng, "facts": contents.facts}
-        names = names if one else folder.candidates(best=best)  # of a training that goes on and deletes earlier ones
+        if not is_checkpoint:  # a training that goes on deletes earlier ones
+            names = folder.candidates(best=best)
     requirement = "path must be the folder of an intact checkpoint, or of a training that has one"
     raise value_error(requirement, ", ".join(damaged.values()) or path, "pass another one")
 
 
 def alone(folder: Folder) -> tuple[Folder, list[str]]:
     """Return the folder in which a checkpoint is, and its name there."""
-    parent, _, name = folder.place.location.rpartition("/")
+    parent, _, name = folder.storage.location.rpartition("/")
     return Folder(parent or "/"), [name]
 
 
@@ -146,29 +149,30 @@ def read_verified(
     seal, what = "", "the JSON of a rank"
     try:
         ranks = manifests(folder.texts(name) if texts is None else texts, name)
-        seal = hashlib.sha256("".join(one["seal"] for one in ranks).encode()).hexdigest()
-        states, described, mine = ranks[0]["state"], tensors_of(ranks), dict[str, str]()
-        owns = {rank: one["own"] for rank, one in enumerate(ranks) if "own" in one}
+        seal = hashlib.sha256("".join(manifest["seal"] for manifest in ranks).encode()).hexdigest()
+        states, described, name_here = ranks[0]["state"], tensors_of(ranks), dict[str, str]()
+        owns = {rank: manifest["own"] for rank, manifest in enumerate(ranks) if "own" in manifest}
         resumes = world is not None and world.size == len(ranks[0]["random"])
-        if resumes and world is not None and (own := owns.get(world.rank)):
-            mine, states = {key: name_on(world.rank, key) for key in own["tensors"]}, {**states, **own["state"]}
-        needed = {key for key in ranks[0]["tensors"] if key not in mine} | {*mine.values()}
+        if resumes and world is not None and (own_state := owns.get(world.rank)):
+            name_here = {key: name_on(world.rank, key) for key in own_state["tensors"]}
+            states = {**states, **own_state["state"]}
+        needed = {key for key in ranks[0]["tensors"] if key not in name_here} | {*name_here.values()}
         tensors = _Tensors({key: facts for key, facts in described.items() if key in needed}, likes or {})
         dtypes = {key: facts["dtype"] for key, facts in described.items()}
-        for rank, file in enumerate(one["file"] for one in ranks):
+        for rank, file in enumerate(manifest["file"] for manifest in ranks):
             if file and (wanted := tensors.wanted(file["chunks"])):
                 what = f"tensors-{rank}.safetensors"
                 folder.read(name, rank, file, dtypes, wanted, tensors.add)
         what = "the JSON of a rank"
         whole = tensors.whole()
-        parts = {key: decode(state, lambda name: whole[mine.get(name, name)]) for key, state in states.items()}
-        of_ranks = {key for own in owns.values() for kind in own.values() for key in kind if not resumes}
+        parts = {key: decode(state, lambda name: whole[name_here.get(name, name)]) for key, state in states.items()}
+        of_ranks = {key for own_state in owns.values() for kind in own_state.values() for key in kind if not resumes}
         random = [str(text) for text in ranks[0]["random"]]
         return Contents(parts, random, facts_of(ranks[0]), seal, sorted(of_ranks))
     except VersionError as error:
-        raise VersionError(f"Checkpoint {folder.place.at(name)} cannot be read: {error}") from None
+        raise VersionError(f"Checkpoint {folder.storage.at(name)} cannot be read: {error}") from None
     except DAMAGE as error:
-        if not folder.place.is_damage(error):
+        if not folder.storage.is_damage(error):
             raise
         if isinstance(error, FileNotFoundError):
             raise DamagedError(f"{what} is missing", seal) from None
@@ -188,11 +192,13 @@ class _Tensors:
     def __init__(self, facts: Mapping[str, Any], likes: Mapping[str, DTensor]) -> None:
         self._facts, self._read = facts, dict[str, Tensor]()
         self._likes, self._parts = dict[str, DTensor](), dict[str, Part]()
-        for name, own in facts.items():
+        for name, described in facts.items():
             like = likes.get(name, likes.get(name.rpartition("/")[0]))
-            if like is not None and [*like.shape] == own["shape"]:
+            if like is not None and [*like.shape] == described["shape"]:
                 self._likes[name] = like
-            self._parts[name] = Part.of(like) if name in self._likes and like is not None else Part.whole(own["shape"])
+            self._parts[name] = (
+                Part.of(like) if name in self._likes and like is not None else Part.whole(described["shape"])
+            )
         self._missing = {name: math.prod(part.shape) for name, part in self._parts.items()}
 
     def wanted(self, chunks: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -202,17 +208,17 @@ class _Tensors:
 
     def add(self, name: str, part: Part, tensor: Tensor) -> None:
         """Take a part of a tensor."""
-        own = self._parts[name]
-        common = part.overlap(own)
+        wanted = self._parts[name]
+        common = part.overlap(wanted)
         if common is None:
             return
         self._missing[name] -= math.prod(common.shape)
-        if part == own:
+        if part == wanted:
             self._read[name] = tensor
             return
         if name not in self._read:
-            self._read[name] = torch.empty(own.shape, dtype=tensor.dtype)
-        self._read[name][common.slices(own)] = tensor[common.slices(part)]
+            self._read[name] = torch.empty(wanted.shape, dtype=tensor.dtype)
+        self._read[name][common.slices(wanted)] = tensor[common.slices(part)]
 
     def whole(self) -> dict[str, Tensor]:
         """Return the tensors, sharded where they are to be.
@@ -222,7 +228,7 @@ class _Tensors:
         """
         if any(self._missing.values()):
             raise ValueError("a part of a tensor is in no file")
-        found = dict[str, Tensor]()
+        tensors = dict[str, Tensor]()
         for name, facts in self._facts.items():
             tensor = self._read.get(name)
             if tensor is None:  # it has no elements
@@ -231,8 +237,8 @@ class _Tensors:
                 tensor = placed(tensor, self._likes[name])
             elif "stride" in facts:
                 tensor = torch.empty_strided(facts["shape"], facts["stride"], dtype=tensor.dtype).copy_(tensor)
-            found[name] = tensor
-        return found
+            tensors[name] = tensor
+        return tensors
 
 
 # Ranks that restore together. ----------------------------------------------------------------------------------------
@@ -248,11 +254,12 @@ def read_first(
     """
     damaged = dict[str, str]()
     for name in names:
-        found = _read_same(folder, name, likes, agreement, what)
-        if isinstance(found, Contents):
-            known = {key: found.facts[key] for key in ("batch_size", "reads_epoch") if key in found.facts}
-            return name, StoredState(folder.place.at(name), found.parts, found.rng, found.of_ranks, **known), damaged
-        damaged[name] = str(found)
+        outcome = _read_same(folder, name, likes, agreement, what)
+        if isinstance(outcome, Contents):
+            facts = {key: outcome.facts[key] for key in ("batch_size", "reads_epoch") if key in outcome.facts}
+            stored = StoredState(folder.storage.at(name), outcome.parts, outcome.rng, outcome.of_ranks, **facts)
+            return name, stored, damaged
+        damaged[name] = str(outcome)
     return "", None, damaged
 
 
@@ -273,10 +280,10 @@ def _read_same(
         return f"{contents.seal} "
 
     seals, reasons = zip(*(text.split(" ", 1) for text in agreement.run_on_all(what, seal)), strict=True)
-    for rank, found in enumerate(seals):
-        if found != seals[0]:
+    for rank, seal_of_rank in enumerate(seals):
+        if seal_of_rank != seals[0]:
             raise RuntimeError(
-                f"Checkpoint {folder.place.at(name)} on rank {rank} differs from the one on rank 0, or is damaged on "
+                f"Checkpoint {folder.storage.at(name)} on rank {rank} differs from the one on rank 0, or is damaged on "
                 f"one of them; pass a folder that all ranks share"
             )
     reason = next(filter(None, reasons), "")  # a rank reads only what it has of sharded tensors
@@ -288,6 +295,6 @@ def _texts(folder: Folder, name: str) -> str:
     try:
         return json.dumps(folder.texts(name))
     except DAMAGE as error:
-        if not folder.place.is_damage(error):
+        if not folder.storage.is_damage(error):
             raise
         return json.dumps([""])

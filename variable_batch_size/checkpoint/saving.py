@@ -24,12 +24,12 @@ from torch.distributed.tensor import DTensor
 from variable_batch_size._log import log, stacklevel_of_user
 from variable_batch_size.backend import Backend
 from variable_batch_size.backend.agreement import Agreement
-from variable_batch_size.checkpoint import notices, own_state, rng_states, shared_state
+from variable_batch_size.checkpoint import messages, rank_state, rng_states, shared_state
 from variable_batch_size.checkpoint.background import Background
 from variable_batch_size.checkpoint.best import Criterion
 from variable_batch_size.checkpoint.folder import Folder, update_of
-from variable_batch_size.checkpoint.own_state import Compared, Own
 from variable_batch_size.checkpoint.parts import Parts
+from variable_batch_size.checkpoint.rank_state import Compared, PerRank
 from variable_batch_size.checkpoint.shards import Part, assign, is_writer
 from variable_batch_size.checkpoint.shared_state import Summary, digest
 from variable_batch_size.checkpoint.values import Json, encode
@@ -55,7 +55,7 @@ class Saver:
         self._keep, self._together = keep, together
         self._copies, self._saves, self.restored_best = Copies(backend), 0, ""
         self._pending: Background | None = None  # the write of this rank, in a thread
-        self._own = Own()  # what each rank has of its own
+        self._per_rank = PerRank()  # what each rank has of its own
         self._told = False  # whether it was told that ranks differ by rounding
         self._unfinished: tuple[str, dict[str, Any]] | None = None  # what ranks write or have written, as reported
         self._tidies = False  # whether rank 0 has to delete what is not kept
@@ -67,7 +67,7 @@ class Saver:
             RuntimeError: on every rank, if the state cannot be saved on one of them, or the ranks differ in what they
                 share.
         """
-        world, collected = self._agreement.world, list[_State]()
+        world, collected = self._agreement.world, list[_Collected]()
         compares = world.size > 1 and self._saves % COMPARED_EVERY == 0
 
         def collect() -> str:
@@ -86,14 +86,18 @@ class Saver:
         if not shared_state.agree(summaries):
             self._tell_difference(state.shared)
         self._compare(state, [message[1] for message in messages], anew=compares, updates=updates)
-        ranks, number, own = self._shares(state, others=messages[0][2])
+        ranks, number, to_write = self._shares(state, others=messages[0][2])
         copies = dict[str, Tensor]()
 
         def bring() -> str:
             self._conclude()
-            local = {name: one.to_local() if isinstance(one, DTensor) else one for name, one in own.items()}
+            local = {
+                name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in to_write.items()
+            }
             to_host = self._backend.host
-            copies.update({name: to_host(one) for name, one in local.items()} if wait else self._copies.take(local))
+            copies.update(
+                {name: to_host(tensor) for name, tensor in local.items()} if wait else self._copies.take(local)
+            )
             if world.rank:
                 return ""
             with named_errors(self._folder, updates):
@@ -104,8 +108,8 @@ class Saver:
         self._unfinished = name, reported
         if number is not None:
             random = [message[3] for message in messages]
-            facts = self._own_facts(state) if world.rank else self._facts(updates, state, reported, random)
-            parts = {key: Part.of(one) for key, one in own.items()}
+            facts = self._facts_of_rank(state) if world.rank else self._facts(updates, state, reported, random)
+            parts = {key: Part.of(tensor) for key, tensor in to_write.items()}
             write = partial(self._write, updates, name, number, copies, parts, facts)
             if wait:
                 self._run(_SAVE, write)
@@ -197,47 +201,51 @@ class Saver:
 
     # What is saved, and by whom. --------------------------------------------------------------------------------------
 
-    def _collect(self, in_loop: bool, compare: bool) -> _State:
+    def _collect(self, in_loop: bool, compare: bool) -> _Collected:
         parts = self._parts.state_dicts(in_loop=in_loop)
         tensors = dict[str, Tensor]()
         state = {name: encode(part, name, tensors, {}) for name, part in parts.items()}
         self._backend.mark_step()  # all ranks compute what is pending, so that rank 0 does not do it alone
         sampler = parts["optimizer"]["vbs"]["sampler"]
         if self._agreement.world.size == 1:
-            return _State(state, tensors, {}, 0, Summary("", {}), Compared({}, {}), sampler)
-        whole = {name: one.nbytes for name, one in tensors.items() if not isinstance(one, DTensor)}
+            return _Collected(state, tensors, {}, 0, Summary("", {}), Compared({}, {}), sampler)
+        whole = {name: tensor.nbytes for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
         if len(whole) < len(tensors) and not self._together:
             raise RuntimeError(
                 f"every rank must write its part of a sharded model, but not all of them share the folder "
-                f"{self._folder.place.location}; choose a folder that all ranks share"
+                f"{self._folder.storage.location}; choose a folder that all ranks share"
             )
         equal = self._parts.equal_on_ranks(tensors)
-        shared = {name: one for name, one in tensors.items() if name in equal and one.device.type in ("cpu", "cuda")}
+        shared = {
+            name: tensor for name, tensor in tensors.items() if name in equal and tensor.device.type in ("cpu", "cuda")
+        }
         others = sum(whole.values()) - sum(whole.get(name, 0) for name in shared)
         changing, changing_parts = self._parts.compared(tensors)
         compared = {
-            name: self._backend.host(one) if one.device.type == "xla" else one
-            for name, one in tensors.items()
+            name: self._backend.host(tensor) if tensor.device.type == "xla" else tensor
+            for name, tensor in tensors.items()
             if name in whole and name not in equal and (compare or name in changing)
         }
-        own = Compared.of(compared, {name: part for name, part in state.items() if compare or name in changing_parts})
-        return _State(state, tensors, shared, others, Summary.of(shared, compare=compare), own, sampler)
+        of_rank = Compared.of(
+            compared, {name: part for name, part in state.items() if compare or name in changing_parts}
+        )
+        return _Collected(state, tensors, shared, others, Summary.of(shared, compare=compare), of_rank, sampler)
 
-    def _compare(self, state: _State, digests: list[str], *, anew: bool, updates: int) -> None:
+    def _compare(self, state: _Collected, digests: list[str], *, anew: bool, updates: int) -> None:
         """Find what ranks have of their own: in buffers and parts at each save, in all that is not shared at some."""
-        known, self._own = self._own, Own() if anew else self._own
+        before, self._per_rank = self._per_rank, PerRank() if anew else self._per_rank
         if len({*digests}) > 1:
             ranks = self._agreement.gather(_SAVE, json.dumps(state.compared))
-            self._own |= own_state.differing([Compared(*json.loads(text)) for text in ranks])
-        new = sorted((self._own.tensors - known.tensors) | (self._own.parts - known.parts))
+            self._per_rank |= rank_state.differing([Compared(*json.loads(text)) for text in ranks])
+        new = sorted((self._per_rank.tensors - before.tensors) | (self._per_rank.parts - before.parts))
         if new and self._agreement.world.rank == 0:
-            size = sum(state.tensors[name].nbytes for name in self._own.tensors & state.tensors.keys())
+            size = sum(state.tensors[name].nbytes for name in self._per_rank.tensors & state.tensors.keys())
             if self._together:
-                log(notices.saved_for_each(new, size), rank=0, update=updates)
+                log(messages.saved_for_each(new, size), rank=0, update=updates)
             else:
-                warnings.warn(notices.kept_of_first(new), UserWarning, stacklevel=stacklevel_of_user())
+                warnings.warn(messages.kept_of_first(new), UserWarning, stacklevel=stacklevel_of_user())
 
-    def _shares(self, state: _State, others: int) -> tuple[int, int | None, dict[str, Tensor]]:
+    def _shares(self, state: _Collected, others: int) -> tuple[int, int | None, dict[str, Tensor]]:
         """Return how many ranks write, the number of this one among them, if it does, and what it writes.
 
         `others` are the bytes that only rank 0 can write.
@@ -245,35 +253,37 @@ class Saver:
         rank, size = self._agreement.world.rank, self._agreement.world.size
         if not self._together:
             return 1, None if rank else 0, {} if rank else state.tensors
-        whole = {name: one for name, one in state.tensors.items() if not isinstance(one, DTensor)}
-        sharded = {name: one for name, one in state.tensors.items() if isinstance(one, DTensor)}
+        whole = {name: tensor for name, tensor in state.tensors.items() if not isinstance(tensor, DTensor)}
+        sharded = {name: tensor for name, tensor in state.tensors.items() if isinstance(tensor, DTensor)}
         ranks = assign({name: whole[name].nbytes for name in whole if name in state.shared}, size, others)
-        writers = [*range(size)] if sharded or any(self._own) else sorted({0, *ranks.values()})
-        own = {name: one for name, one in whole.items() if ranks.get(name, 0) == rank}
-        own |= {name: one for name, one in sharded.items() if is_writer(name, one)}
-        own |= {own_state.name_on(rank, name): whole[name] for name in sorted(self._own.tensors & whole.keys())}
-        return len(writers), writers.index(rank) if rank in writers else None, own
+        writers = [*range(size)] if sharded or any(self._per_rank) else sorted({0, *ranks.values()})
+        to_write = {name: tensor for name, tensor in whole.items() if ranks.get(name, 0) == rank}
+        to_write |= {name: tensor for name, tensor in sharded.items() if is_writer(name, tensor)}
+        to_write |= {
+            rank_state.name_on(rank, name): whole[name] for name in sorted(self._per_rank.tensors & whole.keys())
+        }
+        return len(writers), writers.index(rank) if rank in writers else None, to_write
 
-    def _facts(self, updates: int, state: _State, reported: dict[str, Any], random: list[str]) -> dict[str, Any]:
+    def _facts(self, updates: int, state: _Collected, reported: dict[str, Any], random: list[str]) -> dict[str, Any]:
         """Return what the JSON of rank 0 has besides its file."""
-        known = {"updates": updates, "world": len(random), "batch_size": self._parts.batch_size(updates - 1)}
-        known |= {key: state.sampler[key] for key in _KNOWN} | {"reads_epoch": self._parts.reads_epoch}
-        tensors = {name: described(one) for name, one in state.tensors.items()}
-        return {**versions(), **known, **reported, "state": state.json, "random": random, "tensors": tensors}
+        position = {"updates": updates, "world": len(random), "batch_size": self._parts.batch_size(updates - 1)}
+        position |= {key: state.sampler[key] for key in _KNOWN} | {"reads_epoch": self._parts.reads_epoch}
+        tensors = {name: described(tensor) for name, tensor in state.tensors.items()}
+        return {**versions(), **position, **reported, "state": state.json, "random": random, "tensors": tensors}
 
-    def _own_facts(self, state: _State) -> dict[str, Any]:
+    def _facts_of_rank(self, state: _Collected) -> dict[str, Any]:
         """Return what the JSON of another rank has besides its file."""
-        if not any(self._own):
+        if not any(self._per_rank):
             return {}
-        tensors = {name: described(one) for name, one in state.tensors.items() if name in self._own.tensors}
-        return {"own": {"state": {name: state.json[name] for name in sorted(self._own.parts)}, "tensors": tensors}}
+        tensors = {name: described(tensor) for name, tensor in state.tensors.items() if name in self._per_rank.tensors}
+        return {"own": {"state": {name: state.json[name] for name in sorted(self._per_rank.parts)}, "tensors": tensors}}
 
-    def _write(self, updates: int, name: str, *own: Any) -> str:
+    def _write(self, updates: int, name: str, *contents: Any) -> str:
         with named_errors(self._folder, updates):
             if self._tidies:  # here, because the training does not wait for this thread
                 self._tidies = False
                 self._folder.tidy(self._keep)
-            self._folder.write(name, *own)
+            self._folder.write(name, *contents)
         return ""
 
     def _tell_difference(self, shared: Mapping[str, Tensor]) -> None:
@@ -287,13 +297,13 @@ class Saver:
                 f"vbs.broadcast_parameters(model) or one seed"
             )
         if not self._told and self._agreement.world.rank == 0:
-            message = notices.differences(self._parts.described(name), rank)
+            message = messages.differences(self._parts.described(name), rank)
             warnings.warn(message, UserWarning, stacklevel=stacklevel_of_user())
         self._told = True
 
 
 @final
-class _State(NamedTuple):
+class _Collected(NamedTuple):
     """The state of a training, as a rank has it.
 
     Attributes:
@@ -339,9 +349,9 @@ def named_errors(folder: Folder, updates: int) -> Iterator[None]:
     except (ValueError, RuntimeError):  # of this package
         raise
     except Exception as error:  # which class it has depends on the store
-        remedy = "free disk space" if folder.place.on_disk else "restore the connection"  # and the next save succeeds
+        remedy = "free disk space" if folder.storage.on_disk else "restore the connection"  # and the next save succeeds
         raise OSError(
-            f"Checkpoint update-{updates:08d} could not be written to {folder.place.location} "
+            f"Checkpoint update-{updates:08d} could not be written to {folder.storage.location} "
             f"({getattr(error, 'strerror', None) or error}); {remedy}, or copy the newest checkpoint to another folder "
             f"and go on there (earlier checkpoints are unchanged)"
         ) from error

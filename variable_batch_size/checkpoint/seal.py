@@ -25,5 +25,5 @@ def unsealed(text: str) -> dict[str, Any]:
     body, _, seal = text.rpartition(_SEAL)
     if seal != hashlib.sha256(f"{body}}}".encode()).hexdigest() + '"}\n':
         raise ValueError("its checksum is another one")
-    found: dict[str, Any] = json.loads(text)
-    return found
+    facts: dict[str, Any] = json.loads(text)
+    return facts

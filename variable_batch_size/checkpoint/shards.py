@@ -2,7 +2,7 @@
 
 Of a sharded tensor (a DTensor) each rank writes the part that it has; of ranks that have the same part, one. Otherwise
 ranks hold equal optimized parameters and equal states of optimizers, so any of them can write any of these tensors.
-Rank 0 writes all else that is equal: buffers, frozen parameters, further objects; see `own_state` for what is not.
+Rank 0 writes all else that is equal: buffers, frozen parameters, further objects; see `rank_state` for what is not.
 All of it follows from names and shapes alone, which every rank has: none waits for another one to know what to write.
 """
 
@@ -79,10 +79,10 @@ class Part(NamedTuple):
                     size = -(-shape[cut] // mesh.size(dim))
                     begin = min(coordinate[dim] * size, shape[cut])
                     offset[cut], shape[cut] = offset[cut] + begin, min(size, shape[cut] - begin)
-            if tuple(shape) != (found := tuple(tensor.to_local().shape)):
+            if tuple(shape) != (actual := tuple(tensor.to_local().shape)):
                 raise ValueError(
                     f"a checkpoint must know which part of a tensor a rank has, but of one of shape "
-                    f"{tuple(tensor.shape)}, with placements {tensor.placements}, this rank has {found} in the place "
+                    f"{tuple(tensor.shape)}, with placements {tensor.placements}, this rank has {actual} in the place "
                     f"of {tuple(shape)}; shard it with fully_shard() and parallelize_module()"
                 )
         return Part(tuple(offset), tuple(shape))
@@ -96,7 +96,7 @@ class Part(NamedTuple):
 
     def slices(self, within: Part) -> tuple[slice, ...]:
         """Return where this part is in the memory of another one."""
-        firsts = [own - other for own, other in zip(self.offset, within.offset, strict=True)]
+        firsts = [begin - other for begin, other in zip(self.offset, within.offset, strict=True)]
         return tuple(slice(first, first + length) for first, length in zip(firsts, self.shape, strict=True))
 
 

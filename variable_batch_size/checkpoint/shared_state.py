@@ -39,30 +39,34 @@ class Summary(NamedTuple):
     @staticmethod
     def of(tensors: Mapping[str, Tensor], *, compare: bool) -> Summary:
         """Return the summary of tensors by name; `compare` tells whether to read their contents."""
-        known = _described(tensors, with_sums=compare)
-        layout = digest([[name, *facts[1:3]] for name, facts in known.items() if facts[0]])
+        described = _described(tensors, with_sums=compare)
+        layout = digest([[name, *facts[1:3]] for name, facts in described.items() if facts[0]])
         if not compare:
             return Summary(layout, {})
         contents = dict[str, str]()
         for whole in (True, False):
-            own = {name: facts[1:] for name, facts in known.items() if facts[0] is whole}
-            contents[digest([[name, *facts[:3]] for name, facts in own.items()])] = digest(
-                [own[name][3] for name in own]
+            of_kind = {name: facts[1:] for name, facts in described.items() if facts[0] is whole}
+            contents[digest([[name, *facts[:3]] for name, facts in of_kind.items()])] = digest(
+                [of_kind[name][3] for name in of_kind]
             )
         return Summary(layout, contents)
 
 
 def agree(summaries: Sequence[Summary]) -> bool:
     """Return whether no rank differs from another one in what they share."""
-    known = dict[str, str]()
-    same = all(known.setdefault(what, own) == own for one in summaries for what, own in one.contents.items())
-    return same and len({one.layout for one in summaries}) == 1
+    first = dict[str, str]()
+    same = all(
+        first.setdefault(what, contents) == contents
+        for summary in summaries
+        for what, contents in summary.contents.items()
+    )
+    return same and len({summary.layout for summary in summaries}) == 1
 
 
 def details(tensors: Mapping[str, Tensor]) -> str:
     """Return what one rank has of each tensor, for `difference`."""
-    known = _described(tensors, with_sums=True)
-    return json.dumps({name: [*facts, _sketch(tensors[name])] for name, facts in known.items()})
+    described = _described(tensors, with_sums=True)
+    return json.dumps({name: [*facts, _sketch(tensors[name])] for name, facts in described.items()})
 
 
 def difference(texts: Sequence[str]) -> tuple[str, int, bool]:
@@ -74,11 +78,11 @@ def difference(texts: Sequence[str]) -> tuple[str, int, bool]:
     ranks: list[dict[str, Any]] = [json.loads(text) for text in texts]
     rounded: tuple[str, int, bool] | None = None
     for name in dict.fromkeys(name for rank in ranks for name in rank):
-        known = dict[str, Any]()
+        first_facts = dict[str, Any]()
         for number, facts in enumerate(rank.get(name) for rank in ranks):
             whole = facts[0] if facts else any(rank.get(name, [False])[0] for rank in ranks)
             what = json.dumps(None if whole else facts and facts[3])  # of a sharded one, the part
-            first = known.setdefault(what, facts)
+            first = first_facts.setdefault(what, facts)
             if (facts or whole) and first != facts:
                 if not (first and facts and first[:4] == facts[:4] and _are_close(first[5], facts[5])):
                     return name, number, False
@@ -93,7 +97,7 @@ def _sketch(tensor: Tensor) -> list[list[float]]:
         return []
     flat = local.detach().reshape(-1)
     kinds = [flat[first::8].double() for first in range(8)]
-    return [[float(one.norm()) for one in kinds], [float(one.sum()) for one in kinds]]
+    return [[float(elements.norm()) for elements in kinds], [float(elements.sum()) for elements in kinds]]
 
 
 def _are_close(first: list[list[float]], other: list[list[float]]) -> bool:
@@ -111,11 +115,13 @@ def _described(tensors: Mapping[str, Tensor], *, with_sums: bool) -> dict[str, l
 
     Without the sharded ones of which this rank has no element.
     """
-    own = {name: one for name, one in tensors.items() if not isinstance(one, DTensor) or one.to_local().numel()}
-    sums = byte_digests(own) if with_sums else {}
+    present = {
+        name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor) or tensor.to_local().numel()
+    }
+    sums = byte_digests(present) if with_sums else {}
     return {
-        name: [not isinstance(one, DTensor), str(one.dtype), [*one.shape], Part.of(one), sums.get(name)]
-        for name, one in own.items()
+        name: [not isinstance(tensor, DTensor), str(tensor.dtype), [*tensor.shape], Part.of(tensor), sums.get(name)]
+        for name, tensor in present.items()
     }
 
 
@@ -137,13 +143,15 @@ def byte_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
         sums = words[: rows * _COLUMNS].view(rows, _COLUMNS).sum(0) if rows > 1 else words[: rows * _COLUMNS]
         rest = torch.nn.functional.pad(flat[len(words) * 8 :], (0, -len(flat) % 8)).view(torch.int64)
         by_device[local.device][name] = [sums, words[rows * _COLUMNS :], rest]
-    found = dict[str, str]()
+    digests = dict[str, str]()
     for parts in by_device.values():
-        host = torch.cat([one for own in parts.values() for one in own]).cpu().numpy()  # one wait for a device
-        for name, own in parts.items():
-            size = sum(map(len, own))
-            found[name], host = hashlib.sha256(host[:size].tobytes()).hexdigest()[:16], host[size:]
-    return found
+        host = (
+            torch.cat([one for sums_of_tensor in parts.values() for one in sums_of_tensor]).cpu().numpy()
+        )  # one wait for a device
+        for name, sums_of_tensor in parts.items():
+            size = sum(map(len, sums_of_tensor))
+            digests[name], host = hashlib.sha256(host[:size].tobytes()).hexdigest()[:16], host[size:]
+    return digests
 
 
 def digest(value: Any) -> str:

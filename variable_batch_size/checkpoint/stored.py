@@ -53,12 +53,14 @@ class StoredState(NamedTuple):
         Raises:
             ValueError: if it had others, or of other shapes.
         """
-        saved = {number: tuple(one.shape) for number, one in self.parts[optimizer].get("outside", {}).items()}
-        own = {number: tuple(one.shape) for number, one in parameters.items()}
-        if saved != own:
+        saved = {
+            number: tuple(parameter.shape) for number, parameter in self.parts[optimizer].get("outside", {}).items()
+        }
+        here = {number: tuple(parameter.shape) for number, parameter in parameters.items()}
+        if saved != here:
             raise ValueError(
                 f"Checkpoint {self.path} must have the parameters of the {optimizer} that no module among its parts "
-                f"has, but it has those with the shapes {saved} by their numbers, and here they are {own}; pass the "
+                f"has, but it has those with the shapes {saved} by their numbers, and here they are {here}; pass the "
                 f"modules that were passed when it was saved"
             )
 
@@ -68,21 +70,21 @@ class StoredState(NamedTuple):
         Raises:
             ValueError: if a tensor is missing or has another shape or name.
         """
-        saved, own = _shapes(self.parts["model"]), _shapes(state)
-        for name in {**own, **saved}:
-            if saved.get(name) != own.get(name):
+        saved, here = _shapes(self.parts["model"]), _shapes(state)
+        for name in {**here, **saved}:
+            if saved.get(name) != here.get(name):
                 raise ValueError(
                     f"Checkpoint {self.path} is of another model: the shape of {name} is {saved.get(name, 'missing')} "
-                    f"in it and {own.get(name, 'missing')} here; create the model that was saved"
+                    f"in it and {here.get(name, 'missing')} here; create the model that was saved"
                 )
-        saved_dtypes, own_dtypes = _dtypes(self.parts["model"]), _dtypes(state)
-        different = [name for name in own if saved_dtypes[name] != own_dtypes[name]]
+        saved_dtypes, dtypes_here = _dtypes(self.parts["model"]), _dtypes(state)
+        different = [name for name in here if saved_dtypes[name] != dtypes_here[name]]
         if different and warn:
             name, others = different[0], f" (and {len(different) - 1} others)" if len(different) > 1 else ""
             warnings.warn(
                 f"Checkpoint {self.path} is converted to other dtypes: {name}{others} is {saved_dtypes[name]} in it "
-                f"and {own_dtypes[name]} here, so that the training does not resume exactly; create the model with the "
-                f"saved dtypes before the optimizer, for example by model.to({saved_dtypes[name]})",
+                f"and {dtypes_here[name]} here, so that the training does not resume exactly; create the model with "
+                f"the saved dtypes before the optimizer, for example by model.to({saved_dtypes[name]})",
                 UserWarning,
                 stacklevel=6,  # at restore()
             )

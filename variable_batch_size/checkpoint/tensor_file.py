@@ -70,8 +70,8 @@ def write(file: IO[bytes], tensors: Mapping[str, Tensor], parts: Mapping[str, Pa
         first, end = (len(header) + offset for offset in entries[name]["data_offsets"])
         digest = hashlib.sha256(contents).hexdigest()
         chunks[name] = {"begin": first, "end": end, "sha256": digest, **parts[name]._asdict()}
-    known = {"bytes": len(header) + begin, "header": len(header), "sha256": hashlib.sha256(header).hexdigest()}
-    return {**known, "chunks": chunks}
+    facts = {"bytes": len(header) + begin, "header": len(header), "sha256": hashlib.sha256(header).hexdigest()}
+    return {**facts, "chunks": chunks}
 
 
 def check(file: IO[bytes], facts: Mapping[str, Any]) -> None:

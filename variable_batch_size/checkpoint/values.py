@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 Json: TypeAlias = Any
-DTYPES: Final = {str(one).removeprefix("torch."): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+DTYPES: Final = {
+    str(kind).removeprefix("torch."): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)
+}
 
 _TAG, _OF = "$", "of"
 _MAPS: Final[dict[str, type]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
@@ -62,8 +64,8 @@ def _encode(value: Any, name: str, tensors: dict[str, Tensor], names: dict[objec
     if isinstance(value, Tensor) and (isinstance(value, DTensor) or _is_plain(value)):
         if value.layout is torch.sparse_coo:
             parts = value.detach()._indices(), value.detach()._values()
-            own = [_encode(part, f"{name}/{index}", tensors, {}) for index, part in enumerate(parts)]
-            return {_TAG: "sparse_coo", _OF: [*own, [*value.shape], value.is_coalesced()]}
+            of_parts = [_encode(part, f"{name}/{index}", tensors, {}) for index, part in enumerate(parts)]
+            return {_TAG: "sparse_coo", _OF: [*of_parts, [*value.shape], value.is_coalesced()]}
         view = identity(value)
         if view not in names:
             names[view] = _free(name, tensors)
@@ -79,15 +81,15 @@ def _encode(value: Any, name: str, tensors: dict[str, Tensor], names: dict[objec
         if kind is map_kind:
             keys = of(value)
             items = [_encode(item, f"{name}/{key}", tensors, names) for key, item in value.items()]
-            found: dict[str, Json] = {_TAG: tag, _OF: [list(pair) for pair in zip(keys, items, strict=True)]}
+            encoded: dict[str, Json] = {_TAG: tag, _OF: [list(pair) for pair in zip(keys, items, strict=True)]}
             if kind is OrderedDict and vars(value):  # `_metadata`: the versions of a model's modules
-                found["attributes"] = _encode(vars(value), f"{name}/attributes", tensors, names)
-            return found
+                encoded["attributes"] = _encode(vars(value), f"{name}/attributes", tensors, names)
+            return encoded
     for tag, list_kind in _LISTS.items():
         if kind is list_kind:
             return {_TAG: tag, _OF: of(value)}
-    for tag, (known, to_json, _) in _SCALARS.items():
-        if kind is known:
+    for tag, (scalar_kind, to_json, _) in _SCALARS.items():
+        if kind is scalar_kind:
             return {_TAG: tag, _OF: to_json(value)}
     other = f"a {kind.__module__}.{kind.__qualname__}"
     if isinstance(value, Tensor):
@@ -145,8 +147,8 @@ def identity(tensor: Tensor) -> object:
 
 def _is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor is strided or of coordinates, and of no subclass but parameters and buffers."""
-    known = (tensor.layout is torch.strided and not tensor.is_nested) or tensor.layout is torch.sparse_coo
-    return known and not tensor.is_meta and not tensor.is_quantized and type(tensor.detach()) is Tensor
+    has_layout = (tensor.layout is torch.strided and not tensor.is_nested) or tensor.layout is torch.sparse_coo
+    return has_layout and not tensor.is_meta and not tensor.is_quantized and type(tensor.detach()) is Tensor
 
 
 def _free(name: str, taken: dict[str, Tensor]) -> str:

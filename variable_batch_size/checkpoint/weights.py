@@ -28,9 +28,9 @@ def weights_hash(model: Module | Mapping[str, Any]) -> str:
     """
     state: Mapping[str, Any] = model if isinstance(model, Mapping) else unwrapped(model).state_dict()
     total = hashlib.sha256()
-    for name, one in sorted(state.items()):
-        if isinstance(one, Tensor):
-            total.update(f"{name} {one.dtype} {[*one.shape]}\n".encode())
-            plain = one.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    for name, tensor in sorted(state.items()):
+        if isinstance(tensor, Tensor):
+            total.update(f"{name} {tensor.dtype} {[*tensor.shape]}\n".encode())
+            plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
             total.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
     return total.hexdigest()

@@ -18,8 +18,8 @@ from contextlib import suppress
 from typing import Final, NamedTuple, final
 from uuid import uuid4
 
-from variable_batch_size.checkpoint.place import DAMAGE, Place
 from variable_batch_size.checkpoint.seal import sealed, unsealed
+from variable_batch_size.checkpoint.storage import DAMAGE, Storage
 
 SECONDS: Final = 600.0  # after it was written last, until when a folder is its writer's own
 RENEWAL: Final = 60.0  # seconds from one time that it is written to the next
@@ -60,17 +60,17 @@ class Writer:
     """The right of this process to write in a folder.
 
     Args:
-        place: the folder.
+        storage: the folder.
         run: name of the job. Default: `TORCHELASTIC_RUN_ID` or `SLURM_JOB_ID` of the environment.
 
     Attributes:
         number: of this writer; 0: it does not write.
     """
 
-    def __init__(self, place: Place, run: str | None) -> None:
+    def __init__(self, storage: Storage, run: str | None) -> None:
         jobs = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")]
-        self._key = os.path.realpath(place.location) if place.on_disk else place.location
-        self._place, self._run = place, run or next((job for job in jobs if job not in ("", "none")), "")
+        self._key = os.path.realpath(storage.location) if storage.on_disk else storage.location
+        self._storage, self._run = storage, run or next((job for job in jobs if job not in ("", "none")), "")
         self.number, self._record, self._pid = 0, _UNREADABLE, os.getpid()  # a forked process does not write
         self._file: int | None = None  # descriptor of the locked one
         self._ended, self._writing = threading.Event(), threading.Lock()  # of the thread that writes the file again
@@ -83,12 +83,12 @@ class Writer:
         """
         records = self._records()
         number, last = max(records.items(), default=(0, None))
-        own = _open.get(self._key)
-        own = own if own is not None and own._pid == os.getpid() else None
-        if own is not None:  # as when a notebook's cell runs again
-            own._stop()
+        of_process = _open.get(self._key)
+        of_process = of_process if of_process is not None and of_process._pid == os.getpid() else None
+        if of_process is not None:  # as when a notebook's cell runs again
+            of_process._stop()
         locked = self._lock_file(last)
-        if last is not None and (own is None or own._record.token != last.token):
+        if last is not None and (of_process is None or of_process._record.token != last.token):
             self._check_free(last, number, locked)
         host, self.number = socket.gethostname(), max(number, highest) + 1
         process = f"process {os.getpid()} on {host}"
@@ -98,7 +98,7 @@ class Writer:
         except FileExistsError:
             self._stop()
             raise OSError(
-                f"Checkpoint folder {self._place.location} is in use by a writer that has begun at the same time; "
+                f"Checkpoint folder {self._storage.location} is in use by a writer that has begun at the same time; "
                 f"choose another folder"
             ) from None
         except BaseException:
@@ -112,7 +112,7 @@ class Writer:
         self._put(self._record._replace(known=names))
         for number in self._numbers():
             if number < self.number:
-                self._place.remove(_name(number))
+                self._storage.remove(_name(number))
 
     @property
     def token(self) -> str:
@@ -131,8 +131,8 @@ class Writer:
             return self.number, self._record.known
         if max(self._numbers(), default=0) <= min(numbers, default=0):
             return 0, []
-        known = [(number, record.known) for number, record in self._records().items() if record.known is not None]
-        return max(known, default=(0, []))
+        listed = [(number, record.known) for number, record in self._records().items() if record.known is not None]
+        return max(listed, default=(0, []))
 
     def check(self) -> None:
         """Check that this process is the writer.
@@ -143,20 +143,21 @@ class Writer:
         if not self.number or self._pid != os.getpid():
             later = _open.get(self._key)
             raise RuntimeError(
-                f"Checkpoint folder {self._place.location} is not written by this Checkpoint, which was closed, is in "
-                f"a forked process, or was followed by another one; {'use' if later else 'create'} another Checkpoint"
+                f"Checkpoint folder {self._storage.location} is not written by this Checkpoint, which was closed, is "
+                f"in a forked process, or was followed by another one; {'use' if later else 'create'} another "
+                "Checkpoint"
             )
         records = self._records()
-        own = records.get(self.number, self._record)
-        if own.token not in ("", self._record.token):
+        record = records.get(self.number, self._record)
+        if record.token not in ("", self._record.token):
             raise RuntimeError(
-                f"Checkpoint folder {self._place.location} was deleted, and created again by {own.process}, so that "
-                f"this process writes no checkpoint; end it"
+                f"Checkpoint folder {self._storage.location} was deleted, and created again by {record.process}, so "
+                "that this process writes no checkpoint; end it"
             )
-        last, other = max(records.items(), default=(0, own))
+        last, other = max(records.items(), default=(0, record))
         if last > self.number:
             raise RuntimeError(
-                f"Checkpoint folder {self._place.location} was taken over by {other.process}, so that this process "
+                f"Checkpoint folder {self._storage.location} was taken over by {other.process}, so that this process "
                 f"writes no checkpoint; end it"
             )
 
@@ -208,13 +209,13 @@ class Writer:
         Raises:
             OSError: if another process of this host has locked it.
         """
-        if not self._place.on_disk:
+        if not self._storage.on_disk:
             return False
         try:
             import fcntl  # not on Windows
         except ImportError:
             return False
-        file = os.open(self._place.at(_LOCK), os.O_RDWR | os.O_CREAT, 0o666)
+        file = os.open(self._storage.at(_LOCK), os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -233,7 +234,7 @@ class Writer:
     def _check_free(self, last: Record, number: int, locked: bool) -> None:
         if last.ended or (locked and last.locked) or self._continues(last):
             return
-        left = SECONDS - self._place.age(_name(number))
+        left = SECONDS - self._storage.age(_name(number))
         if left > 0:
             self._stop()
             raise OSError(self._refusal(last, f", wait for {left:.0f} s if it has ended"))
@@ -242,43 +243,43 @@ class Writer:
         of = f' of the job "{other.run}"' if other.run else ""
         take_over = f', pass run="{other.run}" to take over from an earlier process of that job' if other.run else ""
         return (
-            f"Checkpoint folder {self._place.location} is in use by {other.process}{of}; close() that "
+            f"Checkpoint folder {self._storage.location} is in use by {other.process}{of}; close() that "
             f"Checkpoint{take_over}{wait}; another folder begins another training"
         )
 
     def _numbers(self) -> list[int]:
-        return [int(found[1]) for name in self._place.names() if (found := _NAME.fullmatch(name))]
+        return [int(match[1]) for name in self._storage.names() if (match := _NAME.fullmatch(name))]
 
     def _records(self) -> dict[int, Record]:
-        found = dict[int, Record]()
+        records = dict[int, Record]()
         for number in self._numbers():
             with suppress(FileNotFoundError):  # a later writer has deleted it
                 try:
-                    found[number] = _read(self._place.read(_name(number)).decode())
+                    records[number] = _read(self._storage.read(_name(number)).decode())
                 except (ValueError, TypeError, LookupError, AttributeError):
-                    found[number] = _UNREADABLE
-        return found
+                    records[number] = _UNREADABLE
+        return records
 
     def _put(self, record: Record | None, *, create: bool = False) -> None:
         """Write a record, or the last one again, if the folder was not released meanwhile."""
         with self._writing:
             self._record = record or self._record
             if self.number:
-                self._place.put(sealed(self._record._asdict()), _name(self.number), create=create)
+                self._storage.put(sealed(self._record._asdict()), _name(self.number), create=create)
 
 
 def _renew(writer: weakref.ref[Writer], ended: threading.Event) -> None:
     while not ended.wait(RENEWAL):
-        if (own := writer()) is None:
+        if (alive := writer()) is None:
             return
-        own.renew()
-        del own
+        alive.renew()
+        del alive
 
 
 def _read(text: str) -> Record:
-    own = unsealed(text)
-    del own["seal"]
-    return Record(**own)
+    entries = unsealed(text)
+    del entries["seal"]
+    return Record(**entries)
 
 
 def _name(number: int) -> str:

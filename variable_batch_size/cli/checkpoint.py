@@ -39,11 +39,11 @@ def show(folder: Source, json: output.Json = False) -> None:
     from variable_batch_size.checkpoint.reading import facts_of, read_verified
     from variable_batch_size.checkpoint.weights import weights_hash
 
-    place, found, is_one = _manifests(folder)
+    checkpoints, found, is_one = _manifests(folder)
     if is_one:
         name, *ranks = found[0]
         facts = facts_of(ranks[0]) | _rates(ranks[0])
-        facts["weights"] = weights_hash(read_verified(place, name).parts["model"])
+        facts["weights"] = weights_hash(read_verified(checkpoints, name).parts["model"])
         if json:
             output.print_json(facts)
         else:
@@ -53,7 +53,7 @@ def show(folder: Source, json: output.Json = False) -> None:
     if json:
         output.print_json({name: None if first is None else facts_of(first) for name, first in whole.items()})
         return
-    rows, best = [], place.ranked()[:1]
+    rows, best = [], checkpoints.ranked()[:1]
     for name, *ranks in found:
         if not ranks:
             rows.append([name, *["?"] * 5, "", "damaged"])
@@ -61,9 +61,9 @@ def show(folder: Source, json: output.Json = False) -> None:
         numbers = [output.number(ranks[0].get(key, 0)) for key in ("updates", "samples", "epoch", "world")]
         metrics = ", ".join(f"{key} {value}" for key, value in ranks[0].get("metrics", {}).items())
         size = _size(sum(one["file"]["bytes"] for one in ranks if one["file"]))
-        remark = "" if _has_all_bytes(place, name, ranks) else "damaged"
+        remark = "" if _has_all_bytes(checkpoints, name, ranks) else "damaged"
         rows.append([name, *numbers, size, metrics, remark or "best" * (name in best)])
-    rows += [[name, *["?"] * 5, "", "incomplete"] for name in place.incomplete()]
+    rows += [[name, *["?"] * 5, "", "incomplete"] for name in checkpoints.incomplete()]
     output.print_table(["checkpoint", "updates", "samples", "epoch", "ranks", "size", "reported", ""], rows)
 
 
@@ -86,11 +86,11 @@ def _rates(manifest: dict[str, Any]) -> dict[str, Any]:
     return {"reference_lr": [group.get("lr") for group in state.get("param_groups", ())], **own}
 
 
-def _has_all_bytes(place: Folder, name: str, ranks: list[dict[str, Any]]) -> bool:
+def _has_all_bytes(checkpoints: Folder, name: str, ranks: list[dict[str, Any]]) -> bool:
     """Return whether the files are as large as they were; `verify` reads them."""
     try:
         files = [(f"tensors-{rank}.safetensors", one["file"]) for rank, one in enumerate(ranks) if one["file"]]
-        return all(place.place.size(name, file) == facts["bytes"] for file, facts in files)
+        return all(checkpoints.storage.size(name, file) == facts["bytes"] for file, facts in files)
     except OSError:
         return False
 
@@ -104,19 +104,19 @@ def verify(folder: Source, json: output.Json = False) -> None:
     """
     from variable_batch_size.checkpoint.reading import read_verified
 
-    place, found, is_one = _manifests(folder)
+    checkpoints, found, is_one = _manifests(folder)
     damages: dict[str, str | None] = {}
     for name, *_ in found:
-        path = place.place.at(name)
+        path = checkpoints.storage.at(name)
         try:
-            read_verified(place, name)
+            read_verified(checkpoints, name)
             damages[path] = None
         except ValueError as error:
             damages[path] = str(error)
         if not json:
             typer.echo(f"{path}: {damages[path] or 'intact'}")
-    for name in [] if is_one or json else place.incomplete():  # as a killed process leaves one
-        typer.echo(f"{place.place.at(name)}: incomplete")
+    for name in [] if is_one or json else checkpoints.incomplete():  # as a killed process leaves one
+        typer.echo(f"{checkpoints.storage.at(name)}: incomplete")
     if json:
         output.print_json(damages)
     if any(damages.values()):
@@ -168,10 +168,10 @@ def goodput(
     Example: `vbs goodput runs/a`
     """
     from variable_batch_size.checkpoint.events import FILE, read
-    from variable_batch_size.checkpoint.place import Place
+    from variable_batch_size.checkpoint.storage import Storage
     from variable_batch_size.lab.simulation.goodput import Goodput
 
-    if not (events := read(Place(folder))):
+    if not (events := read(Storage(folder))):
         raise value_error(f"FOLDER must have the {FILE} of a vbs.Checkpoint", folder, "pass its folder")
     spent = Goodput.of(events)
     if json:
@@ -193,25 +193,25 @@ def _manifests(folder: str) -> tuple[Folder, list[tuple[Any, ...]], bool]:
     Each is its name with the JSON of each of its ranks, if these are intact.
     """
     from variable_batch_size.checkpoint.folder import MANIFEST, Folder, manifests
-    from variable_batch_size.checkpoint.place import DAMAGE
     from variable_batch_size.checkpoint.reading import alone
+    from variable_batch_size.checkpoint.storage import DAMAGE
 
-    place, found = Folder(folder), list[tuple[Any, ...]]()
-    names = place.candidates(best=False)
-    is_one = not names and MANIFEST in place.place.names()
+    checkpoints, found = Folder(folder), list[tuple[Any, ...]]()
+    names = checkpoints.candidates(best=False)
+    is_one = not names and MANIFEST in checkpoints.storage.names()
     if is_one:
-        place, names = alone(place)
+        checkpoints, names = alone(checkpoints)
     requirement = "FOLDER must be the folder of a training with checkpoints, or a checkpoint"
     if not names:
         raise value_error(requirement, f"{folder}, which has none", "pass another one")
     for name in names:
         try:
-            found.append((name, *manifests(place.texts(name), name)))
+            found.append((name, *manifests(checkpoints.texts(name), name)))
         except DAMAGE as error:
             if is_one:
                 raise value_error(requirement, f"{folder}, which is damaged: {error}", "pass another one") from None
             found.append((name,))
-    return place, found, is_one
+    return checkpoints, found, is_one
 
 
 def _size(count: int) -> str:

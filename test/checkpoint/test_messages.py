@@ -17,7 +17,8 @@ import variable_batch_size as vbs
 from helpers.checkpoints import checkpoint, messages, start, told, updates
 from helpers.reference import SIZES, training
 from variable_batch_size.backend import Backend
-from variable_batch_size.checkpoint import notices, tensor_file
+from variable_batch_size.checkpoint import tensor_file
+from variable_batch_size.checkpoint.messages import UNCALLED_STEP
 from variable_batch_size.testing import run_ranks
 
 RESTORED = (
@@ -221,7 +222,7 @@ def test_an_interval_without_step_is_told(every: int | timedelta | None, steps: 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run_ranks(train, 2)
-    assert [str(warning.message) for warning in caught] == [notices.UNCALLED_STEP] * (every is not None and not steps)
+    assert [str(warning.message) for warning in caught] == [UNCALLED_STEP] * (every is not None and not steps)
 
 
 def test_saves_of_the_loop_need_no_step(tmp_path: Path) -> None:

@@ -17,14 +17,14 @@ from variable_batch_size.checkpoint.values import Json
 
 
 @final
-class Own(NamedTuple):
+class PerRank(NamedTuple):
     """The names of the tensors and of the parts of which each rank has its own."""
 
     tensors: Set[str] = frozenset()
     parts: Set[str] = frozenset()
 
-    def __or__(self, other: Own) -> Own:
-        return Own(self.tensors | other.tensors, self.parts | other.parts)
+    def __or__(self, other: PerRank) -> PerRank:
+        return PerRank(self.tensors | other.tensors, self.parts | other.parts)
 
 
 @final
@@ -43,11 +43,13 @@ class Compared(NamedTuple):
     def of(tensors: Mapping[str, Tensor], parts: Mapping[str, Json]) -> Compared:
         """Compare these tensors, of the host or a GPU, and parts."""
         digests = byte_digests(tensors)
-        known = {name: f"{digests[name]} {one.dtype} {tuple(one.shape)}" for name, one in tensors.items()}
-        return Compared(known, {name: digest(part) for name, part in parts.items()})
+        digests_with_shapes = {
+            name: f"{digests[name]} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in tensors.items()
+        }
+        return Compared(digests_with_shapes, {name: digest(part) for name, part in parts.items()})
 
 
-def differing(ranks: Sequence[Compared]) -> Own:
+def differing(ranks: Sequence[Compared]) -> PerRank:
     """Return what is not the same on all ranks.
 
     Raises:
@@ -63,7 +65,7 @@ def differing(ranks: Sequence[Compared]) -> Own:
         frozenset(name for one in by_rank for name in one if len({other.get(name) for other in by_rank}) > 1)
         for by_rank in zip(*ranks, strict=True)
     )
-    return Own(tensors, parts)
+    return PerRank(tensors, parts)
 
 
 def name_on(rank: int, name: str) -> str:
@@ -73,7 +75,7 @@ def name_on(rank: int, name: str) -> str:
 
 def tensors_of(ranks: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return what the JSON of all ranks says of tensors, by their names in the checkpoint."""
-    found: dict[str, dict[str, Any]] = dict(ranks[0]["tensors"])
-    for rank, one in enumerate(ranks[1:], start=1):
-        found |= {name_on(rank, name): facts for name, facts in one.get("own", {}).get("tensors", {}).items()}
-    return found
+    described: dict[str, dict[str, Any]] = dict(ranks[0]["tensors"])
+    for rank, manifest in enumerate(ranks[1:], start=1):
+        described |= {name_on(rank, name): facts for name, facts in manifest.get("own", {}).get("tensors", {}).items()}
+    return described

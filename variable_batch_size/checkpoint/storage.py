@@ -16,7 +16,7 @@ DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, Recursion
 
 
 @final
-class Place:
+class Storage:
     """A folder.
 
     Args:
@@ -67,11 +67,11 @@ class Place:
         """Return the names in the folder, with those in folders; of a store it is one request."""
         if self.on_disk:  # `find` reads the facts of all files, and raises where one is deleted meanwhile
             return {name: {*self.names(name)} for name in self.names()}
-        found: dict[str, set[str]] = {}
+        by_name: dict[str, set[str]] = {}
         for path in self._fs.find(self._path):
             name, _, inside = path.removeprefix(self._path + "/").partition("/")
-            found.setdefault(name, set()).add(inside)
-        return found
+            by_name.setdefault(name, set()).add(inside)
+        return by_name
 
     def read(self, *names: str) -> bytes:
         """Return the contents of a small file."""
@@ -141,7 +141,7 @@ class Place:
         probe = f".probe-{uuid4().hex}"
         self.put("", probe, create=True)
         try:
-            now, then = (self._fs.modified(self._in([one])) for one in (probe, name))
+            now, then = (self._fs.modified(self._in([file])) for file in (probe, name))
             return float((now - then).total_seconds())
         finally:
             self.remove(probe)

@@ -12,15 +12,15 @@ UNCALLED_STEP = (
 
 def damaged(folder: str, reasons: Mapping[str, str], restored: str) -> str:
     """Return the warning that these checkpoints are damaged, and what is restored instead."""
-    each = ", ".join(f"{name} ({reason})" for name, reason in reasons.items())
-    return f"Damaged checkpoints in {folder}: {each}; restoring {restored} instead"
+    listed = ", ".join(f"{name} ({reason})" for name, reason in reasons.items())
+    return f"Damaged checkpoints in {folder}: {listed}; restoring {restored} instead"
 
 
 def unreadable(folder: str, reasons: Mapping[str, str], which: str) -> str:
     """Return the error that all checkpoints, or all with a reported value, are damaged."""
-    each = ", ".join(f"{name} ({reason})" for name, reason in reasons.items())
+    listed = ", ".join(f"{name} ({reason})" for name, reason in reasons.items())
     other = " restore() takes the newest one," if which else ""
-    return f"no checkpoint{which} in {folder} can be read: {each};{other} copy an intact one to another folder"
+    return f"no checkpoint{which} in {folder} can be read: {listed};{other} copy an intact one to another folder"
 
 
 def restored(
