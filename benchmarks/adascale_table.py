@@ -37,7 +37,7 @@ from records import Measured
 from results import record
 from variable_batch_size.lab.evaluation import Cell, Experiment, load_task, run
 from variable_batch_size.lab.evaluation.records import REFERENCE as TRACE
-from variable_batch_size.lab.evaluation.statistics import Interval, mean_interval
+from variable_batch_size.lab.evaluation.statistics import ConfidenceInterval, mean_interval
 from variable_batch_size.lab.evaluation.task import FUNCTIONS
 
 TASKS = {"mnist-cnn": "mnist-cnn", "fashion-cnn": "fashion:FashionCnn"}
@@ -159,7 +159,7 @@ def report(found: dict[tuple[str, int], pd.DataFrame], flags: argparse.Namespace
                 put(f"{column}, {TABLE}", kind, Measured(float(np.mean(ends)), n=len(ends)), column, **own)
 
 
-def points(interval: Interval, n: int) -> Measured:
+def points(interval: ConfidenceInterval, n: int) -> Measured:
     """Return an estimate in points, without an interval if there is none."""
     value, low, high = (100 * bound for bound in interval)
     return Measured(value, n=n) if math.isnan(low) else Measured(value, low, high, n=n)

@@ -65,8 +65,8 @@ def published_mnist() -> Path:
 def forgotten_stores() -> Iterator[None]:
     """Forget the stores that a test has joined: their servers end with it, and torch would print a trace at exit."""
     yield
-    if parting := sys.modules.get("variable_batch_size.backend.parting"):
-        for party in list(parting._open_parties):
+    if departure := sys.modules.get("variable_batch_size.backend.departure"):
+        for party in list(departure._open_parties):
             party.leave.detach()
-        parting._open_parties.clear()
-        parting._last_joined.clear()
+        departure._open_parties.clear()
+        departure._last_joined.clear()

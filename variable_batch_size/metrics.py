@@ -178,8 +178,8 @@ class Accumulator:
         """Return name -> number of samples and sum of the value, over all ranks, with those of the checkpoint."""
         self._source.settle()
         committed = dict(sorted(self._committed.items()))
-        own = [(name, sums.samples, self._to_float(sums.parts)) for name, sums in committed.items()]
-        message = json.dumps([self._source.missing(), own])
+        of_rank = [(name, sums.samples, self._to_float(sums.parts)) for name, sums in committed.items()]
+        message = json.dumps([self._source.missing(), of_rank])
         by_rank = [json.loads(text) for text in self._source.agreement.gather("Accumulator.read()", message)]
         for rank, (missing, _) in enumerate(by_rank):
             if missing:

@@ -131,19 +131,19 @@ def microbatch_counts(batch_size: int, max_minibatch_size: int, *, fixed_shape: 
     if not fixed_shape:
         return -(-batch_size // np.arange(1, max_minibatch_size + 1))
     left = np.full(max_minibatch_size + 1, batch_size)  # (sizes,): samples not yet in a microbatch, by minibatch_size
-    found = np.zeros(max_minibatch_size + 1, dtype=np.int64)  # (sizes,): microbatches
+    counts = np.zeros(max_minibatch_size + 1, dtype=np.int64)  # (sizes,): microbatches
 
     def take(sizes: slice, divisor: IntArray | int) -> None:
         times, left[sizes] = np.divmod(left[sizes], divisor)
-        found[sizes] += times
+        counts[sizes] += times
 
     last = math.isqrt(max_minibatch_size)
     for quotient in range(1, last + 1):
         take(slice(quotient, None, quotient), np.arange(1, max_minibatch_size // quotient + 1))
     for divisor in range(max_minibatch_size // (last + 1), 0, -1):
         take(slice(divisor * (last + 1), None, divisor), divisor)
-    found.flags.writeable = False
-    return found[1:]
+    counts.flags.writeable = False
+    return counts[1:]
 
 
 def count_microbatches(
@@ -159,11 +159,11 @@ def count_microbatches(
     if not fixed_shape:
         necessary = -(-batch_sizes // minibatch_size)
         return np.minimum(batch_sizes, -(-necessary // multiple_of) * multiple_of)
-    left, found = batch_sizes, np.zeros_like(batch_sizes)
+    left, counts = batch_sizes, np.zeros_like(batch_sizes)
     for divisor in divisors(minibatch_size):
         times, left = np.divmod(left, divisor)
-        found = found + times
-    return found
+        counts = counts + times
+    return counts
 
 
 @lru_cache(maxsize=64)

@@ -192,9 +192,9 @@ class Interrupts:
 
     def end(self) -> None:
         """Let Ctrl-C do again what it did before."""
-        own, self._own = self._own, None
-        if own is not None:
-            own.__exit__(None, None, None)
+        preemption, self._own = self._own, None
+        if preemption is not None:
+            preemption.__exit__(None, None, None)
         if Interrupts._last is self:
             Interrupts._last = None
 

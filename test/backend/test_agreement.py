@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from helpers.agreements import OfStore, agreements, in_threads, message_of
 from helpers.properties import examples
-from variable_batch_size.backend import Backend, parting
+from variable_batch_size.backend import Backend, departure
 from variable_batch_size.backend.agreement import AbsentRankError, Agreement
-from variable_batch_size.backend.parting import has_ended, identity
+from variable_batch_size.backend.departure import has_ended, identity
 from variable_batch_size.testing import run_ranks
 from variable_batch_size.world import World
 
@@ -229,7 +229,7 @@ def test_a_call_of_all_ranks_compares_where_they_are(values: list[int], which: s
 
     def run(rank: int) -> Any:
         step, epoch, lr = (value + values[rank] * (name == which) for name, value in last.items())
-        ranks[rank]._course.add(1, int(step), int(epoch), ((("lr", lr),),))
+        ranks[rank]._history.add(1, int(step), int(epoch), ((("lr", lr),),))
         ranks[rank]._updates = 1
         return message_of(lambda: ranks[rank].compare("save()"))
 
@@ -260,7 +260,7 @@ def test_ranks_learn_what_rank_0_tells_whenever_they_ask(told: list[str]) -> Non
 
 
 def identity_of(process: subprocess.Popen[bytes]) -> str:
-    return f"{parting._machine()} {process.pid} {parting._state_and_start(process.pid)[1]}"
+    return f"{departure._machine()} {process.pid} {departure._state_and_start(process.pid)[1]}"
 
 
 def killed() -> str:
@@ -295,7 +295,7 @@ def test_ranks_do_not_wait_for_a_process_that_was_killed(victim: int, came: bool
         agreement = ranks[rank]
         agreement._processes[victim] = killed()
         if rank == victim:
-            return came and agreement._store.set(f"1/{rank}", json.dumps(["read()", "", agreement._course.after(0)]))
+            return came and agreement._store.set(f"1/{rank}", json.dumps(["read()", "", agreement._history.after(0)]))
         return message_of(lambda: agreement.gather("read()", f"of {rank}"))
 
     found = in_threads(run, 3)

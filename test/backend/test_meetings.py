@@ -18,9 +18,9 @@ import pytest
 import torch.distributed as dist
 
 from helpers.agreements import agreements, in_threads, message_of
-from variable_batch_size.backend import parting
+from variable_batch_size.backend import departure
 from variable_batch_size.backend.agreement import AbsentRankError, Agreement
-from variable_batch_size.backend.course import Groups
+from variable_batch_size.backend.update_history import Groups
 from variable_batch_size.world import World
 
 Result = TypeVar("Result")
@@ -231,7 +231,7 @@ def test_ranks_make_their_last_updates_although_the_process_with_the_store_has_e
 def join(path: str) -> None:
     store = dist.FileStore(path, 9)
     joined.append(Member())
-    joined[-1].leave = parting.register_leave(joined[-1], World(0, 1), store, in_memory=False)
+    joined[-1].leave = departure.register_leave(joined[-1], World(0, 1), store, in_memory=False)
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")  # of Python 3.12 and later
@@ -243,12 +243,12 @@ def test_a_fork_leaves_at_its_end_also_if_its_parent_has_joined(before: bool, tm
     child.start()
     child.join()
     assert child.exitcode == 0
-    assert dist.FileStore(str(tmp_path / "child"), 9).check([f"{parting.LEFT}/0"])
-    assert not before or not dist.FileStore(str(tmp_path / "parent"), 9).check([f"{parting.LEFT}/0"])
+    assert dist.FileStore(str(tmp_path / "child"), 9).check([f"{departure.LEFT}/0"])
+    assert not before or not dist.FileStore(str(tmp_path / "parent"), 9).check([f"{departure.LEFT}/0"])
     for member in joined:
         member.leave()
     joined.clear()
-    parting._last_joined.clear()
+    departure._last_joined.clear()
 
 
 # ----------------------------------------------------------------------------------------- ranks that differ hear of it

@@ -95,8 +95,8 @@ class DecidedTrace:
         saved = tuple(map(Decision.from_plain, state["decisions"]))
         decisions = decide_again(adaptive, saved, devices, step, changed=changed)
         trace = _join([(first, size) for first, size in state["runs"]], decisions, step)
-        known = ({**found, "devices": devices or found["devices"]} for found in state["questions"])
-        unanswered = tuple(Measurements(found["updates"], partial(dict, found)) for found in known)
+        known = ({**question, "devices": devices or question["devices"]} for question in state["questions"])
+        unanswered = tuple(Measurements(question["updates"], partial(dict, question)) for question in known)
         return cls(adaptive, trace, decisions, unanswered, asked=updates)
 
     @classmethod
@@ -177,7 +177,7 @@ class DecidedTrace:
 
     def copy(self) -> DecidedTrace:
         """Return what is decided, with measurements that wait for no device and can be pickled."""
-        known = tuple(Measurements(one.updates, partial(dict, one.read())) for one in self.unanswered)
+        known = tuple(Measurements(question.updates, partial(dict, question.read())) for question in self.unanswered)
         return replace(self, unanswered=known)
 
     @property
@@ -221,18 +221,18 @@ def warn_if_changed(adaptive: AdaptiveTrace, state: dict[str, Any]) -> None:
 def decision_scalars(decision: Decision) -> dict[str, float]:
     """Return a decision and what it was made from, by name."""
     input = decision.input
-    found: dict[str, float] = {"batch_size": decision.batch_size, "begins": decision.begins}
+    scalars: dict[str, float] = {"batch_size": decision.batch_size, "begins": decision.begins}
     if input is None:
-        return found
-    found |= {name: getattr(input, name) for name in ("devices", "updates", "samples", "progress")}
+        return scalars
+    scalars |= {name: getattr(input, name) for name in ("devices", "updates", "samples", "progress")}
     if input.noise is not None:
-        found |= {name: float(getattr(input.noise, name)) for name in ("sigma2", "mu2", "noise_scale", "gain")}
-        found["estimates"] = input.noise.updates
+        scalars |= {name: float(getattr(input.noise, name)) for name in ("sigma2", "mu2", "noise_scale", "gain")}
+        scalars["estimates"] = input.noise.updates
     if input.throughput is not None:
         parts = decision.batch_size, input.devices, input.minibatch_size
         cut = {"spread": input.noise is None, "fixed_shape": input.fixed_shape}
-        found |= {"seconds": input.throughput.seconds(*parts, **cut), **asdict(input.throughput)}
-    return found
+        scalars |= {"seconds": input.throughput.seconds(*parts, **cut), **asdict(input.throughput)}
+    return scalars
 
 
 def _describe(adaptive: AdaptiveTrace) -> tuple[str, str]:

@@ -42,11 +42,11 @@ class Decision:
     @classmethod
     def from_plain(cls, plain: list[Any]) -> Decision:
         """Return the decision whose `to_plain` this is."""
-        begins, batch_size, found = plain
-        if found is None:
+        begins, batch_size, numbers = plain
+        if numbers is None:
             return cls(begins, batch_size)
-        values = {name: kind(*found[name]) for name, kind in _VALUES.items() if name in found}
-        return cls(begins, batch_size, ControlInput(**{n: found[n] for n in _NUMBERS if n in found}, **values))
+        values = {name: kind(*numbers[name]) for name, kind in _VALUES.items() if name in numbers}
+        return cls(begins, batch_size, ControlInput(**{n: numbers[n] for n in _NUMBERS if n in numbers}, **values))
 
 
 Decisions: TypeAlias = tuple[Decision, ...]  # the one in effect, then those that begin later
@@ -97,7 +97,7 @@ def decide_again(
         step: the first step whose batch size may change.
         changed: whether another controller, or another one of its limits, decides from now on.
     """
-    found: list[Decision] = []
+    decided: list[Decision] = []
     for decision in in_effect(decisions, step):
         asked = None if decision.input is None else with_noise(trace, decision.input)
         if asked is None:
@@ -108,11 +108,11 @@ def decide_again(
             changed = changed or trace.next(asked) != decision.batch_size
             decision = replace(decision, input=asked)
             if changed:
-                present = found[-1].batch_size if found else decision.batch_size
+                present = decided[-1].batch_size if decided else decision.batch_size
                 asked = replace(asked, batch_size=present)
                 decision = Decision(max(decision.begins, step), trace.next(asked), asked)
-        found.append(decision)
-    return tuple(found)
+        decided.append(decision)
+    return tuple(decided)
 
 
 def with_noise(trace: AdaptiveTrace, input: ControlInput) -> ControlInput:

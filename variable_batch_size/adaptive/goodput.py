@@ -75,8 +75,8 @@ class Goodput:
         largest = max(sigma2, mu2)
         known = math.isfinite(sigma2) and math.isfinite(mu2) and largest > 0
         if model is None or not known:
-            kept = keep_batch_size(self, input)
-            return self._within(self._explored(kept) if known else kept)
+            present_size = keep_batch_size(self, input)
+            return self._within(self._explored(present_size) if known else present_size)
 
         sizes = self.candidates(input)
         gains = adascale_gain(sigma2 / largest, mu2 / largest, sizes, 1)  # of their ratio; no division overflows

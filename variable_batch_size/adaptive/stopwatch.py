@@ -42,9 +42,9 @@ class UpdateStopwatch:
         now = self._clock()
         if self._last is not None:
             kind = devices, rows, rounds
-            kept = self._seconds.pop(kind, None) or deque(maxlen=_KEPT)
-            kept.append(now - self._last)
-            self._seconds[kind] = kept  # as the last one
+            of_kind = self._seconds.pop(kind, None) or deque(maxlen=_KEPT)
+            of_kind.append(now - self._last)
+            self._seconds[kind] = of_kind  # as the last one
             if len(self._seconds) > _KINDS:
                 del self._seconds[next(iter(self._seconds))]
         self._last = now

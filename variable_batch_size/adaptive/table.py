@@ -53,7 +53,7 @@ def parse_policy(text: str) -> Controller:
         ValueError: if it is not the name of a controller, a colon and its argument.
     """
     name, _, given = text.partition(":")
-    found = re.fullmatch(POLICIES[name].pattern, given) if name in POLICIES else None
-    if found is None:
+    match = re.fullmatch(POLICIES[name].pattern, given) if name in POLICIES else None
+    if match is None:
         raise value_error(f"a policy must be {FORMS}", f"{text!r:.60}", "pass per-device:64")
-    return POLICIES[name].make(*found.groups())
+    return POLICIES[name].make(*match.groups())

@@ -178,12 +178,12 @@ class Throughput:
                 whole, or the seconds do not depend on the rows.
         """
         updates = measured_updates(measured)
-        found = _fit_parameters(updates)
-        computation = updates.rounds * (found[0] + found[1] * updates.rows)  # (updates,), seconds
+        fitted = _fit_parameters(updates)
+        computation = updates.rounds * (fitted[0] + fitted[1] * updates.rows)  # (updates,), seconds
         if (computation < 1e-6 * updates.seconds).all():  # where it is 0, least squares are that close
             requirement = "the measurements must show how long a microbatch takes"
             raise value_error(requirement, "seconds that are all communication", "measure updates on one device, too")
-        return cls(*found.tolist())
+        return cls(*fitted.tolist())
 
     @classmethod
     def from_csv(cls, path: str | os.PathLike[str], minibatch_size: int | None = None) -> Throughput:

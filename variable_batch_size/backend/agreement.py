@@ -28,8 +28,8 @@ from weakref import WeakMethod
 import torch.distributed as dist
 
 from variable_batch_size.backend.base import Backend
-from variable_batch_size.backend.course import Course, Groups, difference
-from variable_batch_size.backend.parting import LEFT, AskedOnce, has_ended, identity, register_leave
+from variable_batch_size.backend.departure import LEFT, AskedOnce, has_ended, identity, register_leave
+from variable_batch_size.backend.update_history import Groups, UpdateHistory, difference
 
 _MAX_SHARE = 0.005  # largest share of an update's time to spend on looks into the store
 _MAX_INTERVAL = 0.5  # seconds between two looks, unless one update takes longer
@@ -39,7 +39,7 @@ _KEPT = 64  # texts that stay; hosts of devices that execute later may be some u
 
 _BASE = "variable_batch_size"
 _WAITS, _PASSED = "waits", "passed"  # keys: a call in which a rank waits; an error
-_REQUESTED, _LAST, _COURSE = "requested", "last", "course"  # keys of a meeting, beside the ranks; where rank 0 is
+_REQUESTED, _LAST, _HISTORY = "requested", "last", "history"  # keys of a meeting, beside the ranks; where rank 0 is
 
 
 @final
@@ -73,10 +73,10 @@ class Agreement:
             self._patience = store.timeout.total_seconds()  # type: ignore[attr-defined]
             # The only collective: a launcher may keep a store in which earlier ranks have left keys, so that the name
             # must be new; and it does not wait for a rank that was killed.
-            own = json.dumps([uuid4().hex, identity()])
-            found = [json.loads(text) for text in backend._gather_bytes(own.encode())]
-            self._store = AskedOnce(dist.PrefixStore(f"{_BASE}/{found[0][0]}", store))
-            self._processes = [process for _, process in found]  # by rank
+            identity_here = json.dumps([uuid4().hex, identity()])
+            identities = [json.loads(text) for text in backend._gather_bytes(identity_here.encode())]
+            self._store = AskedOnce(dist.PrefixStore(f"{_BASE}/{identities[0][0]}", store))
+            self._processes = [process for _, process in identities]  # by rank
             self.leave = register_leave(self, self.world, self._store, in_memory=isinstance(store, dist.HashStore))
             look = WeakMethod(self._look_while_waiting)
             backend.while_waiting = lambda *waits: (alive := look()) and alive(*waits)
@@ -86,7 +86,7 @@ class Agreement:
         self._meetings, self._held = 0, 0  # meetings so far, and the update after which the last one was held
         self._reserved = 1  # a rank that has written nothing has reserved one update after the previous meeting
         self._next: int | None = None  # update after which all ranks meet, once it is agreed
-        self._course = Course()
+        self._history = UpdateHistory()
         self._posted = ""  # by rank 0, which this one has read last
         self._compared_at = math.inf  # update after which this rank compares itself with it
         self._difference = ""  # the error for what this rank has found
@@ -113,7 +113,7 @@ class Agreement:
         number, self._compared = self._gathered, self._updates
         keys, all_of_them = {rank: f"{number}/{rank}" for rank in range(self.world.size)}, f"{number}/all"
         with _store_needed(what):
-            self._store.set(keys[self.world.rank], json.dumps([what, message, self._course.after(self._updates)]))
+            self._store.set(keys[self.world.rank], json.dumps([what, message, self._history.after(self._updates)]))
             if self.world.rank == 0:
                 self._wait(what, keys, patience=patience, within=within)
                 texts = [text.decode() for text in self._store.multi_get([*keys.values()])]
@@ -123,14 +123,14 @@ class Agreement:
             else:
                 self._wait(what, keys, ready=all_of_them, patience=patience, within=within)
             calls = json.loads(self._store.get(all_of_them))
-        first, _, course = calls[0]
+        first, _, history = calls[0]
         for rank, (call, _, other) in enumerate(calls):
             if call != first:
                 raise RuntimeError(
                     f"all ranks must make the same calls in the same order, but rank 0 is in {first} and rank {rank} "
                     f"in {call}; call both on every rank, after the same updates"
                 )
-            if sentence := difference(course, other, rank):
+            if sentence := difference(history, other, rank):
                 raise RuntimeError(sentence)
         return [text for _, text, _ in calls]
 
@@ -219,7 +219,7 @@ class Agreement:
         if self.world.size == 1:
             return
         self._updates += 1
-        self._course.add(self._updates, step, epoch, groups)
+        self._history.add(self._updates, step, epoch, groups)
         if self._updates >= self._compared_at:
             self._compare()
         wanted = bool(self._wishes or self._difference)
@@ -234,9 +234,9 @@ class Agreement:
         began = time.perf_counter()
         self._check_passed(self._updates)
         if self.world.rank == 0:
-            self._store.set(self._key(_COURSE), self._course.after(self._updates))
+            self._store.set(self._key(_HISTORY), self._history.after(self._updates))
         elif self._compared_at == math.inf:
-            self._read_course()
+            self._read_history()
         wanted = wanted or bool(self._difference)
         if wanted:
             self._store.set(self._key(_REQUESTED), "")
@@ -255,14 +255,14 @@ class Agreement:
 
     def _meet(self) -> None:
         message = json.dumps([sorted(self._wishes), self._difference])
-        keys = [self._key(name) for name in (_REQUESTED, _LAST, _COURSE, *range(self.world.size))]
+        keys = [self._key(name) for name in (_REQUESTED, _LAST, _HISTORY, *range(self.world.size))]
         self._meetings, self._held, self._reserved = self._meetings + 1, self._updates, self._updates + 1
         self._wishes, self._difference, self._next = set(), "", None
-        found = [json.loads(text) for text in self.gather("optimizer.step()", message)]
+        messages = [json.loads(text) for text in self.gather("optimizer.step()", message)]
         if self.world.rank == 0:
             for key in keys:
                 self._store.delete_key(key)
-        for wishes, sentence in found:
+        for wishes, sentence in messages:
             if sentence:
                 raise RuntimeError(sentence)
             self._granted.update(wishes)
@@ -285,18 +285,18 @@ class Agreement:
 
     # Do ranks differ? Rank 0 posts where it is, and the others compare themselves when they are there. -------------
 
-    def _read_course(self) -> None:
+    def _read_history(self) -> None:
         """Read what rank 0 has posted last, and compare it with this rank as soon as that has made the same update."""
-        key = self._key(_COURSE)
+        key = self._key(_HISTORY)
         posted = self._store.get(key).decode() if self._store.check([key]) else self._posted
         if posted != self._posted:
-            self._posted, self._compared_at = posted, Course.update_of(posted)
+            self._posted, self._compared_at = posted, UpdateHistory.update_of(posted)
         if self._updates >= self._compared_at:
             self._compare()
 
     def _compare(self) -> None:
         update, self._compared_at = int(self._compared_at), math.inf
-        self._difference = difference(self._posted, self._course.after(update), self.world.rank)
+        self._difference = difference(self._posted, self._history.after(update), self.world.rank)
 
     def drop_store(self) -> None:
         """Let go of the store, and of its threads."""

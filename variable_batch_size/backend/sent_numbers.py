@@ -39,8 +39,8 @@ class SentNumbers:
         keys = [(place, index, dtype, value) for index, value in enumerate(values)]
         missing = [key for key in keys if key not in self._sent]
         new = dict(zip(missing, self._send([key[-1] for key in missing], dtype, device), strict=True))
-        found = {key: new[key] if key in new else self._sent.pop(key) for key in keys}
-        self._sent |= found
+        sent = {key: new[key] if key in new else self._sent.pop(key) for key in keys}
+        self._sent |= sent
         while len(self._sent) > _KEPT:
             del self._sent[next(iter(self._sent))]  # the one that was not used for the longest time
-        return list(found.values())
+        return list(sent.values())

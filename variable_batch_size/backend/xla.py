@@ -287,10 +287,10 @@ def _serialize_step_markers(xlac: Any) -> None:
     def serialized_mark_step(
         device: str = "", devices: Sequence[str] = (), wait: bool = False, reset_scope: bool = True
     ) -> None:
-        own = xlac._xla_real_devices([device or xlac._xla_get_default_device()])
-        xlac._xla_wait_device_ops(devices=own)  # without `devices` it would wait for all of them: a deadlock
+        own_devices = xlac._xla_real_devices([device or xlac._xla_get_default_device()])
+        xlac._xla_wait_device_ops(devices=own_devices)  # without `devices` it would wait for all of them: a deadlock
         with lock:
             mark_step(device, list(devices), wait=False, reset_scope=reset_scope)
-        xlac._xla_wait_device_ops(devices=own)
+        xlac._xla_wait_device_ops(devices=own_devices)
 
     xlac._xla_step_marker = serialized_mark_step

@@ -54,8 +54,8 @@ class Names:
     def of_parameters(self, optimizer: Any) -> list[tuple[str | int, Tensor]]:
         """Return the parameters of an optimizer with their names, in the order of its groups."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        first = {id(one): number for number, one in reversed([*enumerate(parameters)])}
-        return [(self._parameters.get(id(one), first[id(one)]), one) for one in parameters]
+        first = {id(tensor): number for number, tensor in reversed([*enumerate(parameters)])}
+        return [(self._parameters.get(id(tensor), first[id(tensor)]), tensor) for tensor in parameters]
 
     def of_optimizer(self, optimizer: Any) -> State:
         """Return the state of an optimizer by the names of its parameters."""

@@ -182,7 +182,7 @@ class Parts:
         modules = [part for part in self._by_name.values() if isinstance(part, torch.nn.Module)]
         within = {id(parameter) for module in modules for parameter in module.parameters()}
         named = self._names.of_parameters(optimizer)
-        return {name: one for name, one in named if isinstance(name, int) and id(one) not in within}
+        return {name: tensor for name, tensor in named if isinstance(name, int) and id(tensor) not in within}
 
     def load(self, stored: StoredState, strict: bool) -> None:
         """Restore all parts and the RNG states of this rank.

@@ -146,7 +146,7 @@ def byte_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     digests = dict[str, str]()
     for parts in by_device.values():
         host = (
-            torch.cat([one for sums_of_tensor in parts.values() for one in sums_of_tensor]).cpu().numpy()
+            torch.cat([part for sums_of_tensor in parts.values() for part in sums_of_tensor]).cpu().numpy()
         )  # one wait for a device
         for name, sums_of_tensor in parts.items():
             size = sum(map(len, sums_of_tensor))

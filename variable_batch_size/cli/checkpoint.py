@@ -39,9 +39,9 @@ def show(folder: Source, json: output.Json = False) -> None:
     from variable_batch_size.checkpoint.reading import facts_of, read_verified
     from variable_batch_size.checkpoint.weights import weights_hash
 
-    checkpoints, found, is_one = _manifests(folder)
+    checkpoints, listed, is_one = _manifests(folder)
     if is_one:
-        name, *ranks = found[0]
+        name, *ranks = listed[0]
         facts = facts_of(ranks[0]) | _rates(ranks[0])
         facts["weights"] = weights_hash(read_verified(checkpoints, name).parts["model"])
         if json:
@@ -49,18 +49,18 @@ def show(folder: Source, json: output.Json = False) -> None:
         else:
             _show_states(facts, ranks)
         return
-    whole = {name: ranks[0] if ranks else None for name, *ranks in found}
+    whole = {name: ranks[0] if ranks else None for name, *ranks in listed}
     if json:
         output.print_json({name: None if first is None else facts_of(first) for name, first in whole.items()})
         return
     rows, best = [], checkpoints.ranked()[:1]
-    for name, *ranks in found:
+    for name, *ranks in listed:
         if not ranks:
             rows.append([name, *["?"] * 5, "", "damaged"])
             continue
         numbers = [output.number(ranks[0].get(key, 0)) for key in ("updates", "samples", "epoch", "world")]
         metrics = ", ".join(f"{key} {value}" for key, value in ranks[0].get("metrics", {}).items())
-        size = _size(sum(one["file"]["bytes"] for one in ranks if one["file"]))
+        size = _size(sum(manifest["file"]["bytes"] for manifest in ranks if manifest["file"]))
         remark = "" if _has_all_bytes(checkpoints, name, ranks) else "damaged"
         rows.append([name, *numbers, size, metrics, remark or "best" * (name in best)])
     rows += [[name, *["?"] * 5, "", "incomplete"] for name in checkpoints.incomplete()]
@@ -70,7 +70,9 @@ def show(folder: Source, json: output.Json = False) -> None:
 def _show_states(facts: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
     first = ranks[0]
     output.print_facts({name: str(value) for name, value in facts.items()})
-    chunks = [(name, chunk) for one in ranks if one["file"] for name, chunk in one["file"]["chunks"].items()]
+    chunks = [
+        (name, chunk) for manifest in ranks if manifest["file"] for name, chunk in manifest["file"]["chunks"].items()
+    ]
     rows = []
     for part in first["state"]:
         size = sum(chunk["end"] - chunk["begin"] for name, chunk in chunks if name.split("/", 1)[0] == part)
@@ -82,14 +84,16 @@ def _show_states(facts: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
 def _rates(manifest: dict[str, Any]) -> dict[str, Any]:
     """Return the learning rates of a checkpoint, and what they follow from."""
     state = manifest["state"].get("optimizer", {})
-    own = {name: value for name, value in state.get("vbs", {}).items() if name in _OF_RATES}
-    return {"reference_lr": [group.get("lr") for group in state.get("param_groups", ())], **own}
+    rates = {name: value for name, value in state.get("vbs", {}).items() if name in _OF_RATES}
+    return {"reference_lr": [group.get("lr") for group in state.get("param_groups", ())], **rates}
 
 
 def _has_all_bytes(checkpoints: Folder, name: str, ranks: list[dict[str, Any]]) -> bool:
     """Return whether the files are as large as they were; `verify` reads them."""
     try:
-        files = [(f"tensors-{rank}.safetensors", one["file"]) for rank, one in enumerate(ranks) if one["file"]]
+        files = [
+            (f"tensors-{rank}.safetensors", manifest["file"]) for rank, manifest in enumerate(ranks) if manifest["file"]
+        ]
         return all(checkpoints.storage.size(name, file) == facts["bytes"] for file, facts in files)
     except OSError:
         return False
@@ -104,9 +108,9 @@ def verify(folder: Source, json: output.Json = False) -> None:
     """
     from variable_batch_size.checkpoint.reading import read_verified
 
-    checkpoints, found, is_one = _manifests(folder)
+    checkpoints, listed, is_one = _manifests(folder)
     damages: dict[str, str | None] = {}
-    for name, *_ in found:
+    for name, *_ in listed:
         path = checkpoints.storage.at(name)
         try:
             read_verified(checkpoints, name)
@@ -169,11 +173,11 @@ def goodput(
     """
     from variable_batch_size.checkpoint.events import FILE, read
     from variable_batch_size.checkpoint.storage import Storage
-    from variable_batch_size.lab.simulation.goodput import Goodput
+    from variable_batch_size.lab.simulation.goodput import TimeSpent
 
     if not (events := read(Storage(folder))):
         raise value_error(f"FOLDER must have the {FILE} of a vbs.Checkpoint", folder, "pass its folder")
-    spent = Goodput.of(events)
+    spent = TimeSpent.of(events)
     if json:
         output.print_json({**spent._asdict(), "total": spent.total, "restart": spent.restart, "save": spent.save})
         return
@@ -196,7 +200,7 @@ def _manifests(folder: str) -> tuple[Folder, list[tuple[Any, ...]], bool]:
     from variable_batch_size.checkpoint.reading import alone
     from variable_batch_size.checkpoint.storage import DAMAGE
 
-    checkpoints, found = Folder(folder), list[tuple[Any, ...]]()
+    checkpoints, listed = Folder(folder), list[tuple[Any, ...]]()
     names = checkpoints.candidates(best=False)
     is_one = not names and MANIFEST in checkpoints.storage.names()
     if is_one:
@@ -206,12 +210,12 @@ def _manifests(folder: str) -> tuple[Folder, list[tuple[Any, ...]], bool]:
         raise value_error(requirement, f"{folder}, which has none", "pass another one")
     for name in names:
         try:
-            found.append((name, *manifests(checkpoints.texts(name), name)))
+            listed.append((name, *manifests(checkpoints.texts(name), name)))
         except DAMAGE as error:
             if is_one:
                 raise value_error(requirement, f"{folder}, which is damaged: {error}", "pass another one") from None
-            found.append((name,))
-    return checkpoints, found, is_one
+            listed.append((name,))
+    return checkpoints, listed, is_one
 
 
 def _size(count: int) -> str:

@@ -75,20 +75,20 @@ def notes(
     several: bool,
 ) -> list[str]:
     """Return remarks on the numbers: what is fitted, extrapolated or assumed."""
-    found = []
+    remarks = []
     curve, model = arguments["noise"], arguments["throughput"]
     if measured is not None:
         most = arguments["devices_per_node"] * max(int(capacity.nodes.max()) for capacity in traces.values())
         least, known = int(measured[:, 0].min()), int(measured[:, 0].max())
         devices = f"{least} to {known} devices" if least < known else f"{known} device" + "s" * (known > 1)
         devices += f"; the simulation has up to {most}" * (most > known)
-        found.append(f"--throughput: the seconds are fitted to {model.error(measured):.1%} (rms), on {devices}.")
+        remarks.append(f"--throughput: the seconds are fitted to {model.error(measured):.1%} (rms), on {devices}.")
         if arguments["minibatch_size"] is None:
             rows = int(measured[:, 1].max())
-            found.append(f"No --microbatch: a device computes its share at once, not the {rows} rows measured.")
+            remarks.append(f"No --microbatch: a device computes its share at once, not the {rows} rows measured.")
     if curve is not None and len(curve.progress) > 1 and farthest > curve.progress[-1]:
         last = f"{curve.progress[-1]:.6g} updates"
-        found.append(f"--noise ends at a progress of {last}; its last row holds up to {farthest:.6g}.")
+        remarks.append(f"--noise ends at a progress of {last}; its last row holds up to {farthest:.6g}.")
     if not farthest:
         most, least = (
             max(int(capacity.nodes.max()) for capacity in traces.values()),
@@ -97,22 +97,22 @@ def notes(
         reason = (
             f"it has at most {most} of {least} nodes" if most < least else "none ends before a loss or the log does"
         )
-        found.append(f"The training makes no update: {reason}.")
+        remarks.append(f"The training makes no update: {reason}.")
     if overheads is None:
-        found.append("No overheads such as --restart: changes of the nodes lose no update and cost no time.")
+        remarks.append("No overheads such as --restart: changes of the nodes lose no update and cost no time.")
     elif overheads.save_every is None and not overheads.notice:
-        found.append("No --save-every and no --notice: a preemption loses everything since the last stop.")
+        remarks.append("No --save-every and no --notice: a preemption loses everything since the last stop.")
     if curve is None and several:
         rule = arguments["rule"]
-        found.append(f"Progress by the rule {rule}, whatever the noise; --noise FILE takes AdaScale's gain.")
-    return found
+        remarks.append(f"Progress by the rule {rule}, whatever the noise; --noise FILE takes AdaScale's gain.")
+    return remarks
 
 
 def _as_json(table: pd.DataFrame) -> dict[str, object]:
     runs = {trace: _nested(rows.droplevel("trace")) for trace, rows in table.groupby("trace", sort=False)}
     aggregates = {
-        name: {policy: _nested(rows.droplevel("policy")) for policy, rows in found.groupby("policy", sort=False)}
-        for name, found in (("means", means(table)), ("differences", compare(table)))
+        name: {policy: _nested(rows.droplevel("policy")) for policy, rows in frame.groupby("policy", sort=False)}
+        for name, frame in (("means", means(table)), ("differences", compare(table)))
     }
     return {"runs": runs, **aggregates}
 

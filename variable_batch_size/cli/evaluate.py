@@ -143,10 +143,10 @@ def evaluate(
     - `vbs evaluate mnist-cnn --trace per-device:16@traces/spot_example.json --samples-per-second 2 --rule linear`
     - `vbs evaluate own:Task --from runs/a --trace 512 --rule linear --rule root`
     """
-    from variable_batch_size.lab.evaluation.courses import TraceOptions, UnderCapacity
     from variable_batch_size.lab.evaluation.engine import run, without_line
     from variable_batch_size.lab.evaluation.experiment import Experiment, check
     from variable_batch_size.lab.evaluation.simulated_time import ModelTime
+    from variable_batch_size.lab.evaluation.timed_trace import TraceOptions, UnderCapacity
     from variable_batch_size.lab.simulation import NoiseCurve
 
     model, under = time.throughput(), None
@@ -174,7 +174,7 @@ def evaluate(
         left = without_line(cells, folder)
         if dry_run:
             check(left.values())
-            most = sum(cell.course.end.most(cell.samples) for cell in left.values())
+            most = sum(cell.timed.end.most(cell.samples) for cell in left.values())
             up_to = "up to " * any(cell.end != "samples" for cell in left.values())
             typer.echo(f"{folder}: {len(cells):,} trainings, {len(left):,} to make, of {up_to}{most:,} samples in all")
             return

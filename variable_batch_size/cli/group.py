@@ -18,9 +18,9 @@ class Commands(TyperGroup):
 
     def get_command(self, context: Any, name: str) -> Any:
         """Return the command of a name."""
-        found = super().get_command(context, name)
-        _without_types(found.get_params(context) if found else [])
-        return found
+        command = super().get_command(context, name)
+        _without_types(command.get_params(context) if command else [])
+        return command
 
     def resolve_command(self, context: Any, args: list[str]) -> Any:
         """Return the command that the first word names; of one in a group say which."""
@@ -33,9 +33,9 @@ class Commands(TyperGroup):
 
 def _without_types(parameters: list[Any]) -> list[Any]:
     """Let flags show no <bool> and arguments no <str>, which typer prints since it has its own copy of click."""
-    for one in parameters:
-        if isinstance(one, TyperArgument):
-            one.display_type_rich = lambda ctx: None  # type: ignore[method-assign]
-        elif getattr(one, "is_flag", False):
-            one.metavar = " "
+    for parameter in parameters:
+        if isinstance(parameter, TyperArgument):
+            parameter.display_type_rich = lambda ctx: None  # type: ignore[method-assign]
+        elif getattr(parameter, "is_flag", False):
+            parameter.metavar = " "
     return parameters

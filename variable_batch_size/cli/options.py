@@ -88,7 +88,7 @@ def list_option(help: str, *names: str, of: Callable[[str], Any] = str, metavar:
         return [of(part.strip()) for part in text.split(",")]
 
     def join(option: typer.CallbackParam, values: list[Any] | None) -> list[Any] | None:
-        joined = values and [one for part in values for one in part]
+        joined = values and [value for part in values for value in part]
         return callback(option, joined) if callback else joined
 
     callback = settings.pop("callback", None)
@@ -341,9 +341,13 @@ class Costs:
         given = {name: value for name, value in vars(self).items() if value is not None and name != "save_every"}
         times = {name: value if name == "least_nodes" else scale_time * value for name, value in given.items()}
         intervals: Sequence[float | None] = self.save_every or [None]
-        each = [times if interval is None else {**times, "save_every": scale_time * interval} for interval in intervals]
+        by_interval = [
+            times if interval is None else {**times, "save_every": scale_time * interval} for interval in intervals
+        ]
         labels = [f" --save-every {interval:g}" for interval in intervals] if len(intervals) > 1 else [""]
-        return {label: Overheads(**values) if values else None for label, values in zip(labels, each, strict=True)}
+        return {
+            label: Overheads(**values) if values else None for label, values in zip(labels, by_interval, strict=True)
+        }
 
 
 of_task: dict[str, Any] = {"rich_help_panel": TRAINING}

@@ -140,16 +140,16 @@ def _print(run: DryRun, loads: list[Load], model: Throughput | None) -> None:
     typer.echo()
     columns = ["ranks", "micro\nbatches", "rounds", "idle\nranks", "busy", "repeated\nrows", "shapes\n(rows)"]
     rows = []
-    for found in (_facts(run, load, model) for load in loads):
-        rounds, shapes = found["rounds"], found["shapes"]
+    for of_load in (_facts(run, load, model) for load in loads):
+        rounds, shapes = of_load["rounds"], of_load["shapes"]
         row = [
-            f"{found['ranks']:,}",
-            f"{found['microbatches']:,}",
+            f"{of_load['ranks']:,}",
+            f"{of_load['microbatches']:,}",
             f"{rounds['min']:,}" + f" to {rounds['max']:,}" * (rounds["max"] > rounds["min"]),
-            f"{found['idle_ranks']['mean']:,.1f}",
-            f"{found['busy']:.1%}",
-            f"{found['repeated_rows']:,}",
+            f"{of_load['idle_ranks']['mean']:,.1f}",
+            f"{of_load['busy']:.1%}",
+            f"{of_load['repeated_rows']:,}",
             str(shapes[0]) if len(shapes) == 1 else f"{len(shapes)} ({shapes[0]} to {shapes[-1]})",
         ]
-        rows.append([*row, output.duration(found["seconds"])] if "seconds" in found else row)
+        rows.append([*row, output.duration(of_load["seconds"])] if "seconds" in of_load else row)
     output.print_table(columns + ["time"] * (model is not None), rows)

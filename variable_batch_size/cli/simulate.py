@@ -117,7 +117,7 @@ def simulate(
     - `vbs simulate --nodes 16 --mean-up 7200 --mean-down 900 --duration 86400 --seeds 20 --policy per-device:64
       --policy constant:1024 --samples-per-second 150 --ref-batchsize 256 --restart 90`
     """
-    traces = {name: window.cut(found) for name, found in _traces(logs or [], reading, machines, seeds).items()}
+    traces = {name: window.cut(trace) for name, trace in _traces(logs or [], reading, machines, seeds).items()}
     policies = {name: options.read_policy(name) for name in policy}
     runs = {
         f"{name}{label}": (controller, overheads)

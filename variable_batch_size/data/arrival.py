@@ -26,11 +26,11 @@ def arrange(
         replays: number of replays before these.
     """
     sizes = [*[(0, 1)] * replays, *zip(samples, rows, strict=True)]
-    own = (
+    microbatches = (
         Microbatch(step, batch_size, *size, start=number, number=number, ends_step=number == len(sizes) - 1)
         for number, size in enumerate(sizes)
     )
-    return Batch(step, batch_size, 0, num_microbatches, tuple(own))
+    return Batch(step, batch_size, 0, num_microbatches, tuple(microbatches))
 
 
 @final
@@ -116,5 +116,5 @@ def rounds_of_all(brought: Sequence[Brought], *, fixed: bool, equal: bool) -> li
     >>> rounds_of_all([Brought(9, 9, 3), Brought(2, 2, 1), Brought()], fixed=False, equal=True)
     [3, 2, 0]
     """
-    most = max(one.necessary for one in brought)
-    return [one.necessary if fixed or not equal else min(one.rows, most) for one in brought]
+    most = max(of_rank.necessary for of_rank in brought)
+    return [of_rank.necessary if fixed or not equal else min(of_rank.rows, most) for of_rank in brought]

@@ -29,7 +29,7 @@ Measure = Callable[[Any], "Sequence[int] | IntArray | Tensor"]
 
 
 @final
-class Own(NamedTuple):
+class RankRows(NamedTuple):
     """The rows of this rank in a step; `ArrivingBatches` cuts them."""
 
     batch: Any
@@ -44,7 +44,7 @@ class Arrived(NamedTuple):
     """An update that the ranks have agreed on, until it is made."""
 
     items: Iterator[Any]  # from which this rank has read its rows
-    own: Own
+    own: RankRows
     due: Batch
     parts: list[IntArray]  # the rows of each microbatch of this rank
     replay: Any  # the microbatch that it repeats, if it does
@@ -206,7 +206,7 @@ class ArrivingBatches(Dealer):
             return np.ones(number, dtype=np.int64)
         return _numbers("counts", self._counts(batch), number)
 
-    def bring(self, batch: Any, *, ended: bool, can_replay: bool) -> Own:
+    def bring(self, batch: Any, *, ended: bool, can_replay: bool) -> RankRows:
         """Return the rows of this rank in the next step."""
         if self._max_tokens is not None and self.plan.fixed_shape:
             found = "a device that compiles shapes"
@@ -225,15 +225,15 @@ class ArrivingBatches(Dealer):
             packed = first_fit_decreasing(lengths, self._max_tokens)
             necessary = np.array(len(packed))
         brought = Brought(len(index), int(counts.sum()), int(necessary), ended, can_replay or len(index) > 0, number)
-        return Own(batch, index, counts, packed, brought)
+        return RankRows(batch, index, counts, packed, brought)
 
-    def arrange(self, own: Own, brought: Sequence[Brought]) -> tuple[Batch, list[IntArray]]:
+    def arrange(self, rows_here: RankRows, brought: Sequence[Brought]) -> tuple[Batch, list[IntArray]]:
         """Return the next update, and the rows of each microbatch of this rank; `brought`: by all ranks."""
         plan, step = self.plan, self.position.step
         equal = self.dealing.padded
-        fixed = plan.fixed_shape or own.packed is not None
+        fixed = plan.fixed_shape or rows_here.packed is not None
         by_rank = rounds_of_all(brought, fixed=fixed, equal=equal)
-        mine, most = by_rank[self.world.rank], max(by_rank)
+        needed, most = by_rank[self.world.rank], max(by_rank)
         if self.batches.split.equal_rounds and min(by_rank) < most:
             rank = by_rank.index(min(by_rank))
             raise value_error(
@@ -242,15 +242,17 @@ class ArrivingBatches(Dealer):
                 f"{brought[rank].rows} rows on rank {rank}",
                 "bring at least as many rows on every rank, or leave the update out on all of them",
             )
-        how = {"fixed_shape": plan.fixed_shape, "rounds": max(1, mine)}
-        parts = in_order(len(own.chosen), plan.minibatch_size, **how) if own.packed is None else own.packed  # type: ignore[arg-type]
+        parts = rows_here.packed
+        if parts is None:
+            rounds, fixed_shape = max(1, needed), plan.fixed_shape
+            parts = in_order(len(rows_here.chosen), plan.minibatch_size, fixed_shape=fixed_shape, rounds=rounds)
         distinct = [np.unique(part) for part in parts] if plan.fixed_shape else parts
-        samples = [int(own.counts[part].sum()) for part in distinct]
+        samples = [int(rows_here.counts[part].sum()) for part in distinct]
         repeats = [len(part) // len(once) for part, once in zip(parts, distinct, strict=True)]
         rows = [n * times for n, times in zip(samples, repeats, strict=True)]
-        replays = max(most if equal else 1, mine) - mine
-        batch = arrange(step, sum(one.samples for one in brought), sum(by_rank), samples, rows, replays)
-        return batch, [own.chosen[part] for part in parts]
+        replays = max(most if equal else 1, needed) - needed
+        batch = arrange(step, sum(of_rank.samples for of_rank in brought), sum(by_rank), samples, rows, replays)
+        return batch, [rows_here.chosen[part] for part in parts]
 
     def microbatch(self, batch: Any, index: IntArray) -> Any:
         """Return these rows of an item as a microbatch."""
@@ -259,9 +261,9 @@ class ArrivingBatches(Dealer):
         return rows.take(batch, index)
 
 
-def _numbers(name: str, found: Any, number: int) -> IntArray:
+def _numbers(name: str, returned: Any, number: int) -> IntArray:
     """Return what a user's function has returned for each row, (rows,)."""
-    values = np.asarray(found.cpu() if isinstance(found, Tensor) else found)
+    values = np.asarray(returned.cpu() if isinstance(returned, Tensor) else returned)
     if values.shape != (number,) or values.dtype.kind not in "iub" or (values < 0).any():
         what = f"{values.dtype} of shape {values.shape}" if values.shape != (number,) else f"{values.min()}"
         raise value_error(f"{name}= must return an integer >= 0 for each of {number} rows", what, "count its tokens")

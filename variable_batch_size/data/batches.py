@@ -164,8 +164,8 @@ class Batches:
     def batch(self, position: Position) -> Batch:
         """Return the update at a position as this rank computes it."""
         step, world = self.step(position), self.world
-        own = tuple(step.microbatch(number, world) for number in range(step.rounds(world)))
-        return Batch(step.number, step.batch_size, step.start, step.num_microbatches, own)
+        microbatches = tuple(step.microbatch(number, world) for number in range(step.rounds(world)))
+        return Batch(step.number, step.batch_size, step.start, step.num_microbatches, microbatches)
 
     def count(self, position: Position) -> int:
         """Return how many microbatches this rank computes from a position to the end of its epoch."""
@@ -236,12 +236,12 @@ class Batches:
     def fingerprint(self) -> dict[str, Any]:
         """Return what the samplers of all ranks have in common, besides the cut into microbatches."""
         plan = self.plan
-        own = {"seed": self.seed, "shuffle": self.shuffle, "drop_last": plan.drop_last}
+        order = {"seed": self.seed, "shuffle": self.shuffle, "drop_last": plan.drop_last}
         bits = ""
         if self.reproducible:
             threads = importlib.import_module("torch").get_num_threads()  # a plan needs no torch
             bits = f"minibatch_size={plan.minibatch_size}, torch.set_num_threads({threads})"
-        return {"dataset_size": plan.dataset_size, **own, "trace": plan.trace.fingerprint, "reproducible": bits}
+        return {"dataset_size": plan.dataset_size, **order, "trace": plan.trace.fingerprint, "reproducible": bits}
 
     def past_at(self, step: int) -> str:
         """Return the fingerprint of the batch sizes before a step."""
@@ -276,8 +276,8 @@ class Batches:
         plan = self.plan
         past = {"past": self.past_at(place.position.step), "fixed_shape": plan.fixed_shape}
         growth = {} if self.decided is None else {"growth": self.decided.state_dict()}
-        own = {**self.where(place.position), "samples": place.samples, "end_pending": end_pending}
-        return {"version": VERSION, **own, **self.fingerprint(), **past, **growth}
+        position = {**self.where(place.position), "samples": place.samples, "end_pending": end_pending}
+        return {"version": VERSION, **position, **self.fingerprint(), **past, **growth}
 
     def resume(self, state: dict[str, Any], devices: int | None) -> Batches:
         """Return the batches of a training that goes on at a saved position.

@@ -179,8 +179,8 @@ class Step:
     def rounds(self, world: World) -> int:
         """Return how many microbatches this rank computes: its share, or one replay if it has none; see `Dealing`."""
         if self.dealing.shares_samples:
-            own, _ = self._part(world)
-            return int(own.microbatches + own.replays)
+            share, _ = self._part(world)
+            return int(share.microbatches + share.replays)
         return max(1, int(self.dealing.dealt(self.cut.microbatches, world)) + self._replays(world))
 
     def _part(self, world: World) -> tuple[Share, Cut]:
@@ -192,8 +192,8 @@ class Step:
     def microbatch(self, round_index: int, world: World) -> Microbatch:
         """Return this rank's microbatch of a round; replays come first."""
         if self.dealing.shares_samples:
-            own, sizes = self._part(world)
-            first, number, count = self.start + own.start, round_index - own.replays, own.microbatches
+            share, sizes = self._part(world)
+            first, number, count = self.start + share.start, round_index - share.replays, share.microbatches
         else:
             first, sizes, count = self.start, self.cut, self.cut.microbatches
             number = int(self.dealing.number(round_index - self._replays(world), world))
@@ -212,6 +212,6 @@ class Step:
 @lru_cache(maxsize=1024)  # a loop asks for each microbatch
 def _part(dealing: Dealing, batch_size: int, minibatch_size: int, world: World) -> tuple[Share, Cut]:
     """Return the share of a rank in a step, and its cut; that of one sample, which it replays, if it has none."""
-    own = Share(*map(int, dealing.share(batch_size, minibatch_size, world)))
-    samples, count = max(1, own.samples), max(1, own.microbatches)
-    return own, cut(samples, minibatch_size, fixed_shape=False, multiple_of=count)
+    rank_share = Share(*map(int, dealing.share(batch_size, minibatch_size, world)))
+    samples, count = max(1, rank_share.samples), max(1, rank_share.microbatches)
+    return rank_share, cut(samples, minibatch_size, fixed_shape=False, multiple_of=count)

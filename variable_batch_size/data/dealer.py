@@ -82,8 +82,8 @@ class Dealer:
         return copy.deepcopy(self)  # what is read of one must not move the other
 
     def __getstate__(self) -> dict[str, Any]:  # of a copy, which no optimizer feeds from
-        own = {**vars(self), "_place": self.committed, "_counter": None, "iteration": None}
-        return {name: one for name, one in own.items() if name != "listeners"}
+        attributes = {**vars(self), "_place": self.committed, "_counter": None, "iteration": None}
+        return {name: value for name, value in attributes.items() if name != "listeners"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, listeners=WeakSet())
@@ -340,8 +340,8 @@ class Dealer:
     @property
     def reads_epoch(self) -> bool:
         """Whether a loop has begun to read the epoch of the position, or had when that was saved."""
-        here, last = self.position, self.iteration
-        return self.before_reading.waits_at(here) or (last is not None and last.start.epoch == here.epoch)
+        position, last = self.position, self.iteration
+        return self.before_reading.waits_at(position) or (last is not None and last.start.epoch == position.epoch)
 
     def check_left_over(self, *, ended: bool = False) -> None:
         """Raise RuntimeError if a microbatch of the last loop, which has ended, did not reach `optimizer.step()`.
@@ -399,9 +399,9 @@ class Dealer:
             ValueError: if not, naming each difference.
         """
         batches = self.batches
-        own = batches.fingerprint()
-        trace = own.pop("trace")
-        check_same_samples(state, own, batches.past(state))
+        fingerprint = batches.fingerprint()
+        trace = fingerprint.pop("trace")
+        check_same_samples(state, fingerprint, batches.past(state))
         if batches.decided is None and trace != state["trace"] and self.world.rank == 0:
             warnings.warn(
                 f"The batch trace differs from that of the saved run after update {state['step']} (allowed)",

@@ -206,5 +206,5 @@ def elastic(global_batch_size: int, max_gpu_batch_size: int, gpus: int | None = 
     world = current_world()
     if gpus is None:
         gpus = world.size if world.size > 1 else max(1, torch.accelerator.device_count())
-    found = fit_batch(global_batch_size, max_gpu_batch_size, gpus, fixed_shape=False)
-    return Elastic(found.rounds, found.minibatch_size, int(global_batch_size), int(gpus), world.rank == 0)
+    fit = fit_batch(global_batch_size, max_gpu_batch_size, gpus, fixed_shape=False)
+    return Elastic(fit.rounds, fit.minibatch_size, int(global_batch_size), int(gpus), world.rank == 0)

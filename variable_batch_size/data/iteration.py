@@ -139,15 +139,15 @@ class Iteration(Pass):
             ValueError: if the position is within a step that is split differently here, or before what the resumed
                 training knows.
         """
-        own, batches = self._split(), self._dealer.batches
-        saved = {key: state_dict[key] for key in own}
-        if state_dict["round"] and saved != own:
+        split, batches = self._split(), self._dealer.batches
+        saved = {key: state_dict[key] for key in split}
+        if state_dict["round"] and saved != split:
             raise ValueError(
                 f"a loader saved within a step can resume only with the same split, but it was {saved} and is "
-                f"{own}; restore these arguments, or save when optimizer.step() has returned True, with "
+                f"{split}; restore these arguments, or save when optimizer.step() has returned True, with "
                 f"snapshot_every_n_steps=1"
             )
-        self.resumed = saved == own
+        self.resumed = saved == split
         position, due = Position(state_dict["epoch"], state_dict["step"]), self._dealer.due
         first = batches.plan.first_epoch
         if self.resumed and position == (first - 1, due.step) and not state_dict["round"]:

@@ -384,8 +384,8 @@ class Plan:
             counts = self.microbatches(sizes, dealing.multiple_of)
             replays = dealing.replays(counts, world)
             rounds = np.maximum(1, dealing.dealt(counts, world) + replays)
-        ends, how = np.cumsum(rounds), (self.minibatch_size, self.fixed_shape, dealing)
-        return Deal(first_step, ends, counts, starts, sizes, replays, world, *how)
+        ends, cut_by = np.cumsum(rounds), (self.minibatch_size, self.fixed_shape, dealing)
+        return Deal(first_step, ends, counts, starts, sizes, replays, world, *cut_by)
 
     def deals(
         self, epoch: Epoch, first_step: int, world: World, dealing: Dealing, end_step: int = MAX_INT

@@ -100,7 +100,7 @@ def owners(speeds: Speeds) -> IntArray:
 def turns(speeds: Speeds, rank: int) -> Turns:
     """Return the turns of a rank."""
     owner = owners(speeds)  # (period,)
-    counts, lower = (np.concatenate(([0], np.cumsum(mine)[:-1])) for mine in (owner == rank, owner < rank))
+    counts, lower = (np.concatenate(([0], np.cumsum(owned)[:-1])) for owned in (owner == rank, owner < rank))
     return Turns(np.flatnonzero(owner == rank), counts, lower, sum(speeds[:rank]))
 
 
@@ -128,8 +128,8 @@ def share(speeds: Speeds, rank: int, batch_sizes: Any, minibatch_size: int, *, p
     >>> tuple(map(int, share((3, 1), 1, 100, 32, padded=True)))
     (75, 25, 3, 0)
     """
-    own = turns(speeds, rank)
-    samples, start = own.count(batch_sizes), np.minimum(own.first(batch_sizes), batch_sizes - 1)
+    of_rank = turns(speeds, rank)
+    samples, start = of_rank.count(batch_sizes), np.minimum(of_rank.first(batch_sizes), batch_sizes - 1)
     most = turns(speeds, speeds.index(max(speeds))).count(batch_sizes)  # samples of the fastest rank
     rounds = -(-most // minibatch_size) if padded else 1
     microbatches = count_microbatches(samples, minibatch_size, fixed_shape=False, multiple_of=rounds)

@@ -56,7 +56,7 @@ def check_position(state: Mapping[str, Any]) -> None:
         check_entries(state["growth"], GROWTH, "growth.")
 
 
-def check_same_samples(state: Mapping[str, Any], own: Mapping[str, Any], past: str) -> None:
+def check_same_samples(state: Mapping[str, Any], here: Mapping[str, Any], past: str) -> None:
     """Check that a state was saved with the same samples up to its position.
 
     Args:
@@ -68,7 +68,7 @@ def check_same_samples(state: Mapping[str, Any], own: Mapping[str, Any], past: s
         ValueError: if not, naming each difference.
     """
     saved = {**_ADDED, **state}
-    different = [f"{key} was {saved.get(key)!r} and is {own[key]!r}" for key in own if saved.get(key) != own[key]]
+    different = [f"{key} was {saved.get(key)!r} and is {here[key]!r}" for key in here if saved.get(key) != here[key]]
     if different and all(text.startswith("reproducible ") for text in different):
         raise ValueError(
             f"a state can be restored to the last bit only as it was saved, but {different[0]}; pass and set the same, "

@@ -20,11 +20,11 @@ def shares(size: int, capacities: Sequence[float]) -> list[int]:
     >>> shares(10, [2, 10, 10]), shares(10, [10, 10, 10]), shares(10, [1, 2, 3])
     ([2, 4, 4], [4, 3, 3], [1, 2, 3])
     """
-    found, left = [0] * len(capacities), size
+    by_rank, left = [0] * len(capacities), size
     for number, rank in enumerate(sorted(range(len(capacities)), key=lambda rank: (capacities[rank], -rank))):
-        found[rank] = int(min(capacities[rank], left // (len(capacities) - number)))
-        left -= found[rank]
-    return found
+        by_rank[rank] = int(min(capacities[rank], left // (len(capacities) - number)))
+        left -= by_rank[rank]
+    return by_rank
 
 
 @final
@@ -115,9 +115,9 @@ class Stream:
         """Return these rows of all that are here, in one chunk; None for none."""
         parts, begin = [], 0
         for item, stop in zip(self._read.items, self._ends().tolist(), strict=True):
-            own = max(first, begin) - begin, min(end, stop) - begin
-            if own[0] < own[1]:
-                parts.append(item if own == (0, stop - begin) else self._part(item, *own))
+            bounds = max(first, begin) - begin, min(end, stop) - begin
+            if bounds[0] < bounds[1]:
+                parts.append(item if bounds == (0, stop - begin) else self._part(item, *bounds))
             begin = stop
         if not parts:
             return None

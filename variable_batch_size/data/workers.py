@@ -57,9 +57,9 @@ def digest(item: Any) -> str:
 def warn_of_ranks(digests: Mapping[int, str]) -> None:
     """Warn if two ranks begin with the same rows; `digests`: of their first items, by rank."""
     ranks = dict[str, int]()
-    for rank, own in digests.items():
-        first = ranks.setdefault(own, rank)
-        if own and first != rank:
+    for rank, digest_of_rank in digests.items():
+        first = ranks.setdefault(digest_of_rank, rank)
+        if digest_of_rank and first != rank:
             warnings.warn(
                 f"Ranks {first} and {rank} begin with the same rows, so that each row is used once by both; let each "
                 f"read its own part, by rank and num_replicas of the ArrivingBatches, or pass shared=True",
@@ -76,5 +76,5 @@ def _plain(item: Any) -> Any:
             raise TypeError("it is not read from a device")
         return str(item.dtype), tuple(item.shape), item.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     if isinstance(item, Mapping):
-        return [(name, _plain(one)) for name, one in item.items()]
+        return [(name, _plain(value)) for name, value in item.items()]
     return [*map(_plain, item)] if isinstance(item, (tuple, list)) else item

@@ -48,8 +48,8 @@ def create_supervised_trainer(
         **options: settings of `variable_batch`; `prepare_batch`, `output_transform`, `model_transform`, `model_fn` and
             `non_blocking` of Ignite's function.
     """
-    own = Settings.taken_from(options)
-    wrapped = own.optimizer(optimizer, sampler_for(loader, own), model=model)
+    settings = Settings.taken_from(options)
+    wrapped = settings.optimizer(optimizer, sampler_for(loader, settings), model=model)
     broadcast_parameters(model, wrapped.backend)
     return VariableBatchEngine(_supervised_step(model, wrapped, loss_fn, device, **options), wrapped)
 
@@ -94,8 +94,8 @@ def variable_batch(optimizer: Optimizer, loader: DataLoader[Any], **settings: An
     `settings` are `trace` and `sampler_options`, see `CustomSampler`; `rule`, `ref_batchsize` and `optimizer_options`,
     see `CustomOptimizer`, whose errors it raises. With DistributedDataParallel, `optimizer_options={"model": model}`.
     """
-    own = Settings(**{name: value for name, value in settings.items() if value is not None})
-    return own.optimizer(optimizer, sampler_for(loader, own))
+    given = Settings(**{name: value for name, value in settings.items() if value is not None})
+    return given.optimizer(optimizer, sampler_for(loader, given))
 
 
 class VariableBatchEngine(Engine):
@@ -135,9 +135,9 @@ class VariableBatchEngine(Engine):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the state of the engine and the position in the training, on any number of ranks."""
-        optimizer, kept = self.optimizer, {name: state_dict[name] for name in state_dict if name != "iteration"}
-        optimizer.load_state_dict({**optimizer.inner.state_dict(), "vbs": kept.pop("vbs", None)})
-        super().load_state_dict({**kept, "epoch": optimizer.epoch, "epoch_length": 1})  # not iteration // epoch_length
+        optimizer, state = self.optimizer, {name: state_dict[name] for name in state_dict if name != "iteration"}
+        optimizer.load_state_dict({**optimizer.inner.state_dict(), "vbs": state.pop("vbs", None)})
+        super().load_state_dict({**state, "epoch": optimizer.epoch, "epoch_length": 1})  # not iteration // epoch_length
         self.state.iteration, self.state.epoch_length = optimizer.updates, None
 
     @property
@@ -161,8 +161,8 @@ class VariableBatchEngine(Engine):
             parts = [self._combined([(weight, output[i]) for weight, output in outputs]) for i in range(len(first))]
             return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
         if isinstance(first, Tensor) and first.dim():
-            own = [output for weight, output in outputs if weight]
-            return torch.cat(own) if own else []  # a metric of Ignite leaves an empty list out
+            weighted = [output for weight, output in outputs if weight]
+            return torch.cat(weighted) if weighted else []  # a metric of Ignite leaves an empty list out
         if not isinstance(first, (Tensor, Real)):
             return outputs[-1][1]
         mean = torch.as_tensor(sum(weight * output for weight, output in outputs if weight), dtype=torch.float64)

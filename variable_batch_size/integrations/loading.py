@@ -69,7 +69,7 @@ def with_sampler(loader: DataLoader[T], sampler: CustomSampler) -> DataLoader[T]
     if len(dataset) != (size := sampler.plan.dataset_size):
         remedy = "pass the loader of the training, or begin another one"
         raise value_error(f"a training continues with its {size} samples", len(dataset), remedy)
-    names = {name for one in kind.__mro__ if "__init__" in vars(one) for name in inspect.signature(one).parameters}
+    names = {name for base in kind.__mro__ if "__init__" in vars(base) for name in inspect.signature(base).parameters}
     settings = {name: getattr(loader, name) for name in names - _REPLACED if hasattr(loader, name)}
     if settings.get("generator") is None:
         kind = _seeded(kind)

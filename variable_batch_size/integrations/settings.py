@@ -44,7 +44,7 @@ class Settings:
     @classmethod
     def taken_from(cls, options: dict[str, Any]) -> Settings:
         """Take them out of the arguments of a trainer, where None is the default."""
-        given = {each.name: options.pop(each.name, None) for each in fields(cls)}
+        given = {field.name: options.pop(field.name, None) for field in fields(cls)}
         return cls(**{name: value for name, value in given.items() if value is not None})
 
     def optimizer(self, inner: Optimizer, sampler: Dealer, **others: Any) -> CustomOptimizer:

@@ -22,6 +22,6 @@ class Setting(NamedTuple):
 def check(settings: Iterable[Setting], trainer: Any, page: str) -> None:
     """Raise ValueError if a setting of a trainer is not supported, which names the `page` in docs/trainers."""
     for name, supported, value, allowed, remedy in settings:
-        found = value(trainer)
-        if not (allowed(found) if callable(allowed) else found in allowed):
-            raise value_error(f"{name} must be {supported}", found, f"{remedy} (see docs/trainers/{page}.md)")
+        present = value(trainer)
+        if not (allowed(present) if callable(allowed) else present in allowed):
+            raise value_error(f"{name} must be {supported}", present, f"{remedy} (see docs/trainers/{page}.md)")

@@ -10,9 +10,15 @@ from torch.torch_version import TorchVersion
 def require_version(library: str, at_least: str, extra: str, *, below: str | None = None) -> None:
     """Raise ImportError, with the command that mends it, if a library is missing, too old, or as new as `below`."""
     try:
-        found = metadata.version(library)
+        installed = metadata.version(library)
     except metadata.PackageNotFoundError:
-        found = "none"
-    if found == "none" or TorchVersion(found) < at_least or (below is not None and TorchVersion(found) >= below):
+        installed = "none"
+    if (
+        installed == "none"
+        or TorchVersion(installed) < at_least
+        or (below is not None and TorchVersion(installed) >= below)
+    ):
         what = f"{library} {at_least} or newer" + ("" if below is None else f", but older than {below}")
-        raise ImportError(f"this needs {what}, got {found}; run: pip install --upgrade 'variable_batch_size[{extra}]'")
+        raise ImportError(
+            f"this needs {what}, got {installed}; run: pip install --upgrade 'variable_batch_size[{extra}]'"
+        )

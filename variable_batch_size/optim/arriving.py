@@ -15,7 +15,7 @@ from torch import Tensor
 from variable_batch_size._validation import IntArray, type_error, value_error
 from variable_batch_size.data import workers
 from variable_batch_size.data.arrival import Brought
-from variable_batch_size.data.arriving import Arrived, ArrivingBatches, Own
+from variable_batch_size.data.arriving import Arrived, ArrivingBatches, RankRows
 from variable_batch_size.data.batches import Batch
 from variable_batch_size.data.stream import Stream, shares
 from variable_batch_size.optim.counts import Count
@@ -72,24 +72,24 @@ class Arrivals(Generic[T]):
             if not source.is_due(items):  # else its step was discarded, perhaps on this rank alone
                 batch = self._next(items) if not ended else _NONE
                 ended = batch is _NONE
-                own = source.bring(None if ended else batch, ended=ended, can_replay=source.last is not None)
-                brought = self._exchange(own)
-                if all(one.ended for one in brought):
+                rows_here = source.bring(None if ended else batch, ended=ended, can_replay=source.last is not None)
+                brought = self._exchange(rows_here)
+                if all(of_rank.ended for of_rank in brought):
                     return
-                if not any(one.samples for one in brought):
+                if not any(of_rank.samples for of_rank in brought):
                     continue
-                due, parts = source.arrange(own, brought)
-                replay = self._replay_of(due, own, parts, brought)
+                due, parts = source.arrange(rows_here, brought)
+                replay = self._replay_of(due, rows_here, parts, brought)
                 if self._counts is not None:
-                    microbatches = self._microbatches(due, own, parts, replay)
-                    how = {"compares": False, "may_repeat": False}
-                    totals = optimizer._counts.total(self._counts, microbatches, due, optimizer.agreement, **how)
+                    microbatches = self._microbatches(due, rows_here, parts, replay)
+                    options = {"compares": False, "may_repeat": False}
+                    totals = optimizer._counts.total(self._counts, microbatches, due, optimizer.agreement, **options)
                     due = due._replace(totals=totals)
-                source.arrived = Arrived(items, own, due, parts, replay)
+                source.arrived = Arrived(items, rows_here, due, parts, replay)
             assert source.arrived is not None
-            _, own, due, parts, replay = source.arrived
+            _, rows_here, due, parts, replay = source.arrived
             source.expected, source.handed_out = due, 0
-            microbatches = self._microbatches(due, own, parts, replay)
+            microbatches = self._microbatches(due, rows_here, parts, replay)
             yield Update(self._hand_out(due, microbatches), len(due.microbatches), due.totals)
             if cursor.restarts != restarts:
                 raise stale()
@@ -110,10 +110,10 @@ class Arrivals(Generic[T]):
             size = self._source.trace.batch_size(self._optimizer.updates)
         except TraceEndError as error:  # unless the streams have ended, too
             size, too_short = 1, error
-        own = self._share_of(stream, size)
-        if too_short is not None and own is not None:
+        share = self._share_of(stream, size)
+        if too_short is not None and share is not None:
             raise too_short
-        return _NONE if own is None else stream.take(own, self._optimizer.updates)
+        return _NONE if share is None else stream.take(share, self._optimizer.updates)
 
     def _share_of(self, stream: Stream, size: int) -> int | None:
         """Return what this rank takes of a step of this size, from its stream, which has it; None if all have ended."""
@@ -124,38 +124,38 @@ class Arrivals(Generic[T]):
         wanted, read = shares(size, [size] * world.size), False
         while not read:  # once, unless a stream ends
             stream.fill(wanted[world.rank], updates)
-            found = self._gather(_SHARES, [stream.available(updates), stream.ended, size])
-            if {said[2] for said in found} != {size}:
-                sizes = ", ".join(str(said[2]) for said in found)
+            by_rank = self._gather(_SHARES, [stream.available(updates), stream.ended, size])
+            if {said[2] for said in by_rank} != {size}:
+                sizes = ", ".join(str(said[2]) for said in by_rank)
                 raise value_error(
                     "all ranks must have the same trace", f"sizes {sizes} of an update", "pass one trace on all ranks"
                 )
-            wanted = shares(size, [available if ended else size for available, ended, _ in found])
-            read = all(share <= available for share, (available, *_) in zip(wanted, found, strict=True))
+            wanted = shares(size, [available if ended else size for available, ended, _ in by_rank])
+            read = all(share <= available for share, (available, *_) in zip(wanted, by_rank, strict=True))
         return wanted[world.rank] if any(wanted) else None
 
-    def _gather(self, call: str, own: Sequence[Any]) -> list[Any]:
+    def _gather(self, call: str, message: Sequence[Any]) -> list[Any]:
         """Return what each rank says, by rank; with tensor parallelism several have one, and must say the same."""
-        world, found = self._source.world, dict[int, Any]()
-        for text in self._optimizer.agreement.gather(call, json.dumps([world.rank, own])):
+        world, by_rank = self._source.world, dict[int, Any]()
+        for text in self._optimizer.agreement.gather(call, json.dumps([world.rank, message])):
             rank, said = json.loads(text)
-            if found.setdefault(rank, said) != said:
+            if by_rank.setdefault(rank, said) != said:
                 raise RuntimeError(
                     f"ranks that compute parts of the same samples must bring the same rows, but of rank {rank} one "
-                    f"has {found[rank][0]} and another {said[0]}; read the same batches on them"
+                    f"has {by_rank[rank][0]} and another {said[0]}; read the same batches on them"
                 )
-        return [found[rank] for rank in range(world.size)]
+        return [by_rank[rank] for rank in range(world.size)]
 
-    def _exchange(self, own: Own) -> list[Brought]:
+    def _exchange(self, rows_here: RankRows) -> list[Brought]:
         """Return what each rank has brought, by rank; at the first time, warn if two ranks have the same rows."""
         source, begun = self._source, self._source.last is not None
-        alone = source.world.size == 1 or source.shared or not own.brought.rows
-        first = "" if alone or begun else workers.digest(own.batch)
-        found = self._gather(_CALL, [*own.brought, first])
-        brought = [Brought(*numbers) for *numbers, _ in found]
+        alone = source.world.size == 1 or source.shared or not rows_here.brought.rows
+        first = "" if alone or begun else workers.digest(rows_here.batch)
+        by_rank = self._gather(_CALL, [*rows_here.brought, first])
+        brought = [Brought(*numbers) for *numbers, _ in by_rank]
         if source.world.rank == 0:
-            workers.warn_of_ranks(dict(enumerate(text for *_, text in found)))
-        totals = [one.total for one in brought]
+            workers.warn_of_ranks(dict(enumerate(text for *_, text in by_rank)))
+        totals = [of_rank.total for of_rank in brought]
         if self._source.shared and len(set(totals)) > 1:
             raise value_error(
                 "with shared=True each rank must be given the whole batch",
@@ -164,13 +164,13 @@ class Arrivals(Generic[T]):
             )
         return brought
 
-    def _replay_of(self, due: Batch, own: Own, parts: Sequence[IntArray], brought: Sequence[Brought]) -> Any:
+    def _replay_of(self, due: Batch, rows_here: RankRows, parts: Sequence[IntArray], brought: Sequence[Brought]) -> Any:
         """Return the microbatch that this rank repeats in an update; another rank sends one to those without."""
         source, last = self._source, self._source.last
-        known = all(one.can_replay for one in brought)
-        sends = not known and source.world.rank == next(rank for rank, one in enumerate(brought) if one.rows)
+        known = all(of_rank.can_replay for of_rank in brought)
+        sends = not known and source.world.rank == next(rank for rank, of_rank in enumerate(brought) if of_rank.rows)
         if last is None and parts and (sends or len(due.microbatches) > len(parts)):
-            last = source.microbatch(own.batch, parts[0])
+            last = source.microbatch(rows_here.batch, parts[0])
         if known:
             return last
         text = max(self._optimizer.agreement.gather(_CALL, _as_text(last) if sends else ""), key=len)
@@ -184,11 +184,11 @@ class Arrivals(Generic[T]):
                 "than tensors, numbers and strings in it; bring a row on every rank in the first update"
             ) from error
 
-    def _microbatches(self, due: Batch, own: Own, parts: Sequence[IntArray], replay: Any) -> Iterator[T]:
+    def _microbatches(self, due: Batch, rows_here: RankRows, parts: Sequence[IntArray], replay: Any) -> Iterator[T]:
         """Make the microbatches of an update, replays first."""
         yield from [replay] * (len(due.microbatches) - len(parts))
         for part in parts:
-            yield self._source.microbatch(own.batch, part)
+            yield self._source.microbatch(rows_here.batch, part)
 
     def _hand_out(self, due: Batch, microbatches: Iterator[T]) -> Iterator[T]:
         """Yield the microbatches of an update, and say so."""
@@ -218,15 +218,15 @@ class Arrivals(Generic[T]):
                 "makes them on this rank, and that of the optimizer"
             )
         self._optimizer._cursor.check_phase(_STATE, Phase.BETWEEN_STEPS)
-        own: dict[str, Any] = {"ended": self._ended, "rows": self._kept}
+        state: dict[str, Any] = {"ended": self._ended, "rows": self._kept}
         stream = self._source.stream
         if stream is not None and stream.items is self._items:
-            own = {"ended": stream.ended, "rows": stream.kept(self._optimizer.updates)}
+            state = {"ended": stream.ended, "rows": stream.kept(self._optimizer.updates)}
         if callable(state_of := getattr(self._batches, "state_dict", None)):
-            own["source"] = state_of()
+            state["source"] = state_of()
         else:
-            own["rows"] = None  # which come again
-        return {"version": 1, "ranks": self._optimizer.agreement.gather(_STATE, _checked(own))}
+            state["rows"] = None  # which come again
+        return {"version": 1, "ranks": self._optimizer.agreement.gather(_STATE, _checked(state))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where the streams were saved, from the next iteration on.
@@ -244,10 +244,10 @@ class Arrivals(Generic[T]):
                 f"{agreement.world.size} ranks",
                 "resume on as many, or read one stream on all ranks, with shared=True",
             )
-        own = _from_text(ranks[0 if self._source.shared else agreement.world.rank])
-        if "source" in own and not own["ended"]:
-            self._batches.load_state_dict(own["source"])  # type: ignore[attr-defined]
-        self._source.stream, self._kept, self._ended = None, own["rows"], own["ended"] and "source" in own
+        state = _from_text(ranks[0 if self._source.shared else agreement.world.rank])
+        if "source" in state and not state["ended"]:
+            self._batches.load_state_dict(state["source"])  # type: ignore[attr-defined]
+        self._source.stream, self._kept, self._ended = None, state["rows"], state["ended"] and "source" in state
 
 
 def check_stream_is_saved(optimizer: CustomOptimizer, parts: Iterable[object]) -> None:
@@ -268,7 +268,7 @@ def _compact(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, Mapping):
-        return {name: _compact(one) for name, one in value.items()}
+        return {name: _compact(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
         return type(value)(map(_compact, value))
     return value

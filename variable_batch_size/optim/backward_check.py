@@ -40,11 +40,14 @@ def versions(parameters: Sequence[Tensor]) -> list[int]:
 
 
 def _versions(gradients: Sequence[Tensor | None]) -> list[int]:
-    found = [-1 if one is None else one._version for one in gradients]
+    versions = [-1 if gradient is None else gradient._version for gradient in gradients]
     if DTensor in set(map(type, gradients)):  # FSDP2 adds to the part of this rank
-        pairs = zip(found, gradients, strict=True)
-        found = [one + (own._local_tensor._version if isinstance(own, DTensor) else 0) for one, own in pairs]
-    return found
+        pairs = zip(versions, gradients, strict=True)
+        versions = [
+            version + (gradient._local_tensor._version if isinstance(gradient, DTensor) else 0)
+            for version, gradient in pairs
+        ]
+    return versions
 
 
 class _Gradients(NamedTuple):
@@ -56,12 +59,12 @@ class _Gradients(NamedTuple):
 
     @classmethod
     def of(cls, parameters: Sequence[Tensor], *, norms: bool = False) -> _Gradients:
-        own = [parameter.grad for parameter in parameters]
+        gradients = [parameter.grad for parameter in parameters]
         if not norms:
-            return cls(own, _versions(own))
+            return cls(gradients, _versions(gradients))
         none = torch.zeros(())
-        found = [none if one is None else one for one in own]
-        return cls(own, _versions(own), list(torch._foreach_norm(local(found))))
+        tensors = [none if gradient is None else gradient for gradient in gradients]
+        return cls(gradients, _versions(gradients), list(torch._foreach_norm(local(tensors))))
 
     def change(self, other: _Gradients) -> int | None:
         """Return the first parameter whose gradient is another one or was changed; None if there is none."""
@@ -216,7 +219,9 @@ class BackwardCheck:
 
     def _count_from_here(self) -> None:
         known, self._changed = self._seen, False
-        self._counted = {i: (one, known.versions[i]) for i in self._hooks if (one := known.tensors[i]) is not None}
+        self._counted = {
+            i: (gradient, known.versions[i]) for i in self._hooks if (gradient := known.tensors[i]) is not None
+        }
 
     def count(self, index: int, gradient: Tensor) -> None:
         """Count one accumulation of autograd in the gradient of a parameter."""

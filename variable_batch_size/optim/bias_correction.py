@@ -78,7 +78,7 @@ class BiasCorrection:
     def state_dict(self) -> dict[str, Any]:
         """Return [updates, C_1, C_2] for each group, [] for a group without terms; an empty dict if none has any."""
         terms = (self._terms.get(index, ()) for index in range(len(self._inner.param_groups)))
-        groups = [[one.cpu().item() if isinstance(one, Tensor) else one for one in own] for own in terms]
+        groups = [[term.cpu().item() if isinstance(term, Tensor) else term for term in of_group] for of_group in terms]
         return {"bias_correction": groups} if self._terms else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from variable_batch_size._validation import without_addresses
 from variable_batch_size.adaptive.decided_trace import describe
 from variable_batch_size.backend import Backend, detect
 from variable_batch_size.backend.agreement import Agreement
-from variable_batch_size.backend.course import differing
+from variable_batch_size.backend.update_history import differing
 from variable_batch_size.data.dealer import Dealer
 from variable_batch_size.optim.cursor import Cursor
 from variable_batch_size.optim.normalization import check_seen, remember
@@ -80,8 +80,8 @@ def compare_ranks(updater: Updater, cursor: Cursor, inner: Optimizer, backend: B
     if agreement.world.size > 1:
         of_update = update_facts(updater, inner, backend)  # before the sampler's, which noise has changed
         sampler, place = cursor.sampler, cursor.place
-        here = {**sampler.batches.where(place.position), "samples": place.samples}
-        facts = {**here, **of_update, **sampler_facts(sampler)}
+        position = {**sampler.batches.where(place.position), "samples": place.samples}
+        facts = {**position, **of_update, **sampler_facts(sampler)}
         check_same(FIRST_UPDATE, facts, agreement)
         names = json.dumps(updater.gradient.step_means.names_of_step)
         check_names("log()", [*map(json.loads, agreement.gather(FIRST_UPDATE, names, within=True))])
@@ -134,8 +134,8 @@ def _check_replicas(parameters: Sequence[Tensor], backend: Backend, agreement: A
         return
     part = json.dumps([shard_coordinates(parameter) for parameter in sharded])
     known: dict[str, tuple[int, int]] = {}  # part -> the first rank that has it, and its checksum
-    found = agreement.gather(FIRST_UPDATE, json.dumps([part, checksum(local(sharded), backend)]), within=True)
-    for rank, (other, crc) in enumerate(map(json.loads, found)):
+    by_rank = agreement.gather(FIRST_UPDATE, json.dumps([part, checksum(local(sharded), backend)]), within=True)
+    for rank, (other, crc) in enumerate(map(json.loads, by_rank)):
         first, expected = known.setdefault(other, (rank, crc))
         if crc != expected:
             raise RuntimeError(
@@ -184,7 +184,7 @@ def sampler_facts(sampler: Dealer) -> dict[str, Any]:
 
 def update_facts(updater: Updater, inner: Optimizer, backend: Backend) -> dict[str, Any]:
     """Return what optimizers must have in common, by name."""
-    whole = (one for one in updater.parameters if not isinstance(one, DTensor))
+    whole = (parameter for parameter in updater.parameters if not isinstance(parameter, DTensor))
     return {**_facts_of_update(updater, inner, backend), "parameters": checksum(whole, backend)}
 
 
@@ -229,8 +229,8 @@ def _excerpts(first: str, other: str) -> tuple[str, str]:
     same = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))
     begin = max(0, same - _SHOWN // 2)
     begin = begin if max(len(first), len(other)) > _SHOWN else 0
-    found = [("..." if begin else "") + text[begin : begin + _SHOWN] for text in (first, other)]
-    return found[0] + "..." * (len(first) > begin + _SHOWN), found[1] + "..." * (len(other) > begin + _SHOWN)
+    excerpts = [("..." if begin else "") + text[begin : begin + _SHOWN] for text in (first, other)]
+    return excerpts[0] + "..." * (len(first) > begin + _SHOWN), excerpts[1] + "..." * (len(other) > begin + _SHOWN)
 
 
 def _summable(tensor: Tensor) -> Tensor:

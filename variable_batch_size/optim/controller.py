@@ -117,8 +117,10 @@ class ControllerRunner:
         reference = updater.ref_batchsize
 
         def read() -> dict[str, Any]:
-            found = None if noise is None else noise()
-            estimates = None if found is None else [float(found.sigma2), float(found.mu2), int(found.updates)]
+            measured = None if noise is None else noise()
+            estimates = (
+                None if measured is None else [float(measured.sigma2), float(measured.mu2), int(measured.updates)]
+            )
             return {**known, "progress": float(known_later()), "noise": estimates, "ref_batchsize": reference}
 
         return read

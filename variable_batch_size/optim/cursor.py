@@ -302,23 +302,23 @@ class Cursor:
                 f"an optimizer is created, but this iteration was begun before the optimizer moved to "
                 f"{self.position}; start a new loop over the loader"
             )
-        here, start = batches.next_update(self.position), iteration.start
+        due, start = batches.next_update(self.position), iteration.start
         if self.begun:
             raise RuntimeError(
-                f"a step must get all its microbatches from one iteration, but step {here.step} had {self._at.round} "
+                f"a step must get all its microbatches from one iteration, but step {due.step} had {self._at.round} "
                 f"of {len(self.batch.microbatches)} when the loader was iterated again; call "
                 f"optimizer.discard_step() first to start the step over, or set_epoch on both"
             )
-        begins_here = start == here and iteration.first_round == 0
+        begins_here = start == due and iteration.first_round == 0
         # A loader that restores its iterator may have read on from an older snapshot, up to this position.
-        leads_here = iteration.resumed and start.epoch == here.epoch and start.step < here.step
+        leads_here = iteration.resumed and start.epoch == due.epoch and start.step < due.step
         if not (begins_here or leads_here):
             self._leave()
             raise RuntimeError(
                 f"sampler and optimizer must be at the same update, but the sampler's iteration began at {start} and "
-                f"the optimizer is at {here}; call set_epoch with the same epoch on both, or restore both"
+                f"the optimizer is at {due}; call set_epoch with the same epoch on both, or restore both"
             )
-        earlier = (batches.step(Position(here.epoch, number)) for number in range(start.step, here.step))
+        earlier = (batches.step(Position(due.epoch, number)) for number in range(start.step, due.step))
         self._received = sum(step.rounds(batches.world) for step in earlier) - iteration.first_round
         self._iteration = iteration
 

@@ -51,15 +51,15 @@ class DifferencedEstimator:
             batch_size = batch_size * torch.ones_like(torch.as_tensor(square))  # a tensor, of the same dtype
         if not self.has_previous(gradient):
             is_finite = finite.to(torch.as_tensor(square).dtype) if isinstance(finite, Tensor) else 1.0
-            copies = [None if own is None else own.clone() for own in gradient]
+            copies = [None if part is None else part.clone() for part in gradient]
             self._previous = _Previous(copies, select(finite, square, 0.0), batch_size, is_finite)
             return Estimate(0.0, 0.0), 0.0
         assert self._previous is not None
-        kept, previous_square, previous_size, counts = self._previous
-        difference, kept = self._difference(kept, gradient, finite)
+        previous, previous_square, previous_size, counts = self._previous
+        difference, previous = self._difference(previous, gradient, finite)
         now = square, batch_size, select(finite, 1.0, counts)
         numbers = (select(finite, *values) for values in zip(now, self._previous[1:], strict=True))
-        self._previous = _Previous(kept, *numbers)
+        self._previous = _Previous(previous, *numbers)
         return estimate_from_pair(square, batch_size, previous_square, previous_size, difference), counts
 
     def forget(self) -> None:
@@ -72,7 +72,7 @@ class DifferencedEstimator:
             return {}
         gradients, *numbers = self._previous
         copy = self._backend.host if self._on_device else torch.clone  # a clone on the device would add a graph
-        values = [None if own is None else copy(own) for own in gradients], *map(float, numbers)
+        values = [None if part is None else copy(part) for part in gradients], *map(float, numbers)
         return {"earlier": dict(zip(KEYS, values, strict=True))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -84,22 +84,24 @@ class DifferencedEstimator:
         self, previous: Gradient, gradient: Gradient, finite: bool | Tensor
     ) -> tuple[Number, list[Tensor | None]]:
         """Return |G - G'|^2, and what to keep as the previous gradient, in the memory of `previous`."""
-        here = next(one.device for one in gradient if one is not None)  # a state may have been on another device
-        moved = [None if old is None else old.to(here) for old in previous]
+        device = next(part.device for part in gradient if part is not None)  # not that of a state, perhaps
+        moved = [None if old is None else old.to(device) for old in previous]
         pairs = list(zip(moved, gradient, strict=True))
-        kept = [_or_zeros(old, like=new) for old, new in pairs]
+        stored = [_or_zeros(old, like=new) for old, new in pairs]
         now = [_or_zeros(new, like=old) for old, new in pairs]
-        whole = [one.to(other) for one, other in zip(kept, now, strict=True) if one is not None and other is not None]
-        own, new = local(whole), local(one for one in now if one is not None)
-        torch._foreach_sub_(own, new)
+        both = zip(stored, now, strict=True)
+        whole = [old.to(new) for old, new in both if old is not None and new is not None]
+        old_parts, new = local(whole), local(tensor for tensor in now if tensor is not None)
+        torch._foreach_sub_(old_parts, new)
         square = squared_norm(whole)
         if isinstance(finite, Tensor):  # a non-finite gradient was zeroed, so that the difference is the previous one
-            torch._foreach_mul_(own, (~finite).to(scalar_dtype(own)))
-            torch._foreach_add_(own, new)
+            torch._foreach_mul_(old_parts, (~finite).to(scalar_dtype(old_parts)))
+            torch._foreach_add_(old_parts, new)
         else:
-            torch._foreach_copy_(own, new)
+            torch._foreach_copy_(old_parts, new)
         remaining = iter(whole)
-        return square if self._on_device else square.item(), [one if one is None else next(remaining) for one in kept]
+        stored = [old if old is None else next(remaining) for old in stored]
+        return square if self._on_device else square.item(), stored
 
 
 def _or_zeros(gradient: Tensor | None, *, like: Tensor | None) -> Tensor | None:

@@ -151,11 +151,11 @@ class ProgressScheduler:
         Raises:
             ValueError: if the state was saved with another `by`; then nothing has changed.
         """
-        found = state_dict.get("by")
-        if found != self._by:
+        saved = state_dict.get("by")
+        if saved != self._by:
             raise value_error(
                 f"the state must be that of a ProgressScheduler with by={self._by!r}",
-                f"by={found!r}",
+                f"by={saved!r}",
                 "create this ProgressScheduler with the by of the saved one",
             )
         self._scheduler.load_state_dict(state_dict["scheduler"])

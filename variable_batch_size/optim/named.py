@@ -12,7 +12,7 @@ from variable_batch_size.data.arriving import ArrivingBatches
 from variable_batch_size.data.dealer import Dealer
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.optim.optimizer import CustomOptimizer
-from variable_batch_size.optim.options import Options
+from variable_batch_size.optim.options import OptimizerOptions
 from variable_batch_size.rules import LEGWRule, PowerRule
 from variable_batch_size.rules.base import check_reference
 
@@ -28,7 +28,7 @@ class NamedOptimizer(CustomOptimizer):
 
     @suggests
     def __init__(
-        self, inner: Optimizer, sampler: Dealer, ref_batchsize: int | None = None, **options: Unpack[Options]
+        self, inner: Optimizer, sampler: Dealer, ref_batchsize: int | None = None, **options: Unpack[OptimizerOptions]
     ) -> None:
         super().__init__(inner, sampler, ref_batchsize, rule=self.rule_name, **options)
 
@@ -80,7 +80,7 @@ class PowerRuleOptimizer(CustomOptimizer):
         ref_batchsize: int,
         *,
         exponent: float,
-        **options: Unpack[Options],
+        **options: Unpack[OptimizerOptions],
     ) -> None:
         super().__init__(inner, sampler, ref_batchsize, rule=PowerRule(exponent), **options)
 
@@ -172,7 +172,7 @@ class LEGWRuleOptimizer(CustomOptimizer):
         ref_batchsize: int,
         *,
         warmup_epochs: float,
-        **options: Unpack[Options],
+        **options: Unpack[OptimizerOptions],
     ) -> None:
         epochs = check_number(warmup_epochs, "warmup_epochs", "pass the length of the warm-up at ref_batchsize, or 0")
         reference = check_reference(LEGWRule(0), ref_batchsize)

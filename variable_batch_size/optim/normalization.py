@@ -98,9 +98,9 @@ def remember(model: torch.nn.Module) -> None:
 
 def check_seen(parameters: Sequence[Tensor], sampler: Dealer) -> None:
     """Check the remembered models that have one of these parameters."""
-    own = {*map(id, parameters)} if _seen else set()
+    identities = {*map(id, parameters)} if _seen else set()
     for model in list(_seen):
-        if not own.isdisjoint(map(id, model.parameters())):
+        if not identities.isdisjoint(map(id, model.parameters())):
             _seen.discard(model)
             check_known(model, sampler)
 
@@ -134,9 +134,9 @@ def check_reproducible(model: torch.nn.Module | None, parameters: Sequence[Tenso
 
 def _known_parts(model: torch.nn.Module | None, parameters: Sequence[Tensor]) -> list[torch.nn.Module]:
     """Return the modules of a model, and of others that are known to have some of the parameters."""
-    own = {*map(id, parameters)}
-    models = [seen for seen in _seen if not own.isdisjoint(map(id, seen.parameters()))]
-    return [part for one in (model, *models) if one is not None for part in one.modules()]
+    identities = {*map(id, parameters)}
+    models = [seen for seen in _seen if not identities.isdisjoint(map(id, seen.parameters()))]
+    return [part for known_model in (model, *models) if known_model is not None for part in known_model.modules()]
 
 
 def _normalizes(part: torch.nn.Module) -> bool:
@@ -148,6 +148,6 @@ def _smallest(sampler: Dealer) -> _Smallest:
     plan, epoch, dealing = sampler.plan, sampler.batches.epoch(sampler.position), sampler.dealing
     deals = plan.deals(epoch, epoch.first_step, sampler.world, dealing._replace(speeds=()))
     batch_sizes = np.unique(np.concatenate([deal.sizes for deal in deals])).tolist()
-    how: dict[str, Any] = {"fixed_shape": plan.fixed_shape, "multiple_of": dealing.multiple_of}
-    cuts = ((cut(size, plan.minibatch_size, **how), size) for size in batch_sizes)
-    return min(_Smallest(found.locate(0)[1], size) for found, size in cuts)
+    options: dict[str, Any] = {"fixed_shape": plan.fixed_shape, "multiple_of": dealing.multiple_of}
+    cuts = ((cut(size, plan.minibatch_size, **options), size) for size in batch_sizes)
+    return min(_Smallest(cut_of_step.locate(0)[1], size) for cut_of_step, size in cuts)

@@ -18,7 +18,7 @@ Estimator = Literal["microbatches", "differenced"]
 NormLimit = float | Callable[[int], float]  # a norm, or a function from the batch size to one
 
 
-class Options(TypedDict, total=False):
+class OptimizerOptions(TypedDict, total=False):
     """The keyword arguments of `CustomOptimizer` other than `rule`."""
 
     model: Module | None

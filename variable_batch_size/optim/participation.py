@@ -85,8 +85,8 @@ class Participation:
         like = next(compress(self.parameters, self._members or ()), self.parameters[0])  # of a dtype that is sent
         if self._constants is None:
             values = self._backend.scalars([0.0, 1.0], like)
-            zero, one = (torch.as_tensor(value, device=like.device).to(like.dtype).view(1) for value in values)
-            self._constants = zero, one
+            zero, flag = (torch.as_tensor(value, device=like.device).to(like.dtype).view(1) for value in values)
+            self._constants = zero, flag
         return [self._constants[differs].clone()]
 
     def settle(self, message: Sequence[Tensor]) -> Sequence[bool] | None:

@@ -130,8 +130,10 @@ class Reporter:
             if updater.options.grad_norm:
                 values.append(_number(norm))
             if noise is not None:
-                found = noise()
-                values += [_number(n) for n in (found.gain, progress(), found.noise_scale, found.sigma2, found.mu2)]
+                measured = noise()
+                values += [
+                    _number(n) for n in (measured.gain, progress(), measured.noise_scale, measured.sigma2, measured.mu2)
+                ]
             return dict(zip(self.tags, values, strict=True)) | means()
 
         return read

@@ -34,7 +34,7 @@ def choose_rules(rule: Any, inner: Optimizer, ref_batchsize: int | None, sampler
     """Return the rules that a user has chosen, see `CustomOptimizer`, after a check that they can be used."""
     rule = "constant" if rule is None else rule
     rules = rules_for_groups(rule, len(inner.param_groups))
-    reference = [check_reference(one, ref_batchsize) for one in rules][0]  # noqa: RUF015 (checks all of them)
+    reference = [check_reference(chosen, ref_batchsize) for chosen in rules][0]  # noqa: RUF015 (checks all of them)
     per_group = isinstance(rule, Sequence) and not isinstance(rule, str)
     check_sampler(sampler)
     check_microbatches(rules, reference, sampler)
@@ -45,13 +45,13 @@ def choose_rules(rule: Any, inner: Optimizer, ref_batchsize: int | None, sampler
 def check_applies_lr(inner: Optimizer, rules: Sequence[Rule]) -> None:
     """Check that a factor on lr in an update has its effect in this update."""
     reads = {Rprop: "reads it in its first step only", ASGD: "applies it in the next step"}
-    found = [when for kind, when in reads.items() if isinstance(inner, kind)]
+    reasons = [when for kind, when in reads.items() if isinstance(inner, kind)]
     if any({"lr_max", "weight_sum"} <= group.keys() for group in inner.param_groups):  # schedule-free
-        found.append("weighs all later ones by the largest that it has seen")
-    if found and not all(isinstance(rule, ConstantRule) for rule in rules):
+        reasons.append("weighs all later ones by the largest that it has seen")
+    if reasons and not all(isinstance(rule, ConstantRule) for rule in rules):
         raise TypeError(
             f"a rule that scales the learning rate needs an optimizer that applies it in the same step, but "
-            f"{type(inner).__name__} {found[0]}; use the constant rule, or another optimizer"
+            f"{type(inner).__name__} {reasons[0]}; use the constant rule, or another optimizer"
         )
 
 
@@ -68,7 +68,9 @@ def _check_rules(
     for rule in {id(rule): rule for rule, name in zip(rules, names, strict=True) if isinstance(name, str)}.values():
         check: Any = getattr(rule, "check", None)
         if callable(check):
-            groups = [group for group, own in zip(inner.param_groups, rules, strict=True) if own is rule]
+            groups = [
+                group for group, rule_of_group in zip(inner.param_groups, rules, strict=True) if rule_of_group is rule
+            ]
             context = RuleContext(
                 optimizer=tuple(base.__name__ for base in type(inner).__mro__),
                 groups=tuple({name: value for name, value in group.items() if name != "params"} for group in groups),

@@ -74,7 +74,7 @@ class HyperparameterScaling:
                 for index, (group, scaling) in pairs
             ]
         of_groups = enumerate(zip(groups, scalings, corrected, changes, strict=True))
-        self._decays = [self._take_decay(index, *own) for index, own in of_groups]
+        self._decays = [self._take_decay(index, *of_group) for index, of_group in of_groups]
         _check_all_scaled(changes, corrected)
         saved = [{name: group[name] for name in change} for group, change in zip(groups, changes, strict=True)]
         try:
@@ -97,7 +97,7 @@ class HyperparameterScaling:
         if not (isinstance(eps, Tensor) and group.get("decoupled_weight_decay") and group["weight_decay"]):
             return _Decay([], 0.0, 0.0)
         change["weight_decay"] = 0.0
-        parameters = [one for one in dict.fromkeys(group["params"]) if one.grad is not None]
+        parameters = [parameter for parameter in dict.fromkeys(group["params"]) if parameter.grad is not None]
         factor = scaling.lr * group["weight_decay"] * scaling.weight_decay
         return _Decay(local(parameters), lr_of(group), factor, f"decay of group {index}")
 
@@ -127,7 +127,9 @@ class HyperparameterScaling:
         lr, factor = group["lr"], scaling.lr
         if not (self._lr_on_device and isinstance(factor, Tensor)):
             factor = 1 if isinstance(factor, Tensor) else factor
-            if isinstance(lr, Tensor) and any(one.device == lr.device for one in group.get("params", ())[:1]):
+            if isinstance(lr, Tensor) and any(
+                parameter.device == lr.device for parameter in group.get("params", ())[:1]
+            ):
                 return {"lr": lr * self._backend.scalar(factor, lr, f"factor on lr of group {index}")}
             return {"lr": self._backend.hyperparameter(lr * factor)}
         known = isinstance(lr, Tensor)
@@ -254,8 +256,8 @@ def _check_all_scaled(changes: Sequence[Group], scalings: Sequence[Scaling]) -> 
         **{name: any(_scales(getattr(one, name)) for one in scalings) for name in ("lr", "weight_decay", "eps")},
         "betas": any(scaling.scales_betas for scaling in scalings),
     }
-    found = {"betas" if name == "alpha" else name for change in changes for name in change}
-    if missing := [name for name, wanted in requested.items() if wanted and name not in found]:
+    scaled = {"betas" if name == "alpha" else name for change in changes for name in change}
+    if missing := [name for name, wanted in requested.items() if wanted and name not in scaled]:
         raise ValueError(
             f"a rule can scale only hyperparameters that the optimizer has, but no parameter group has "
             f"{' or '.join(missing)}; use another rule with this optimizer"

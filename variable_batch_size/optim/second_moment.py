@@ -77,10 +77,10 @@ class SecondMoment:
         """Add `factor / scale^2 g^2` for squares g^2, by parameter, of a microbatch, see `GradientNoise.add_square`."""
         if not (self.wanted and squares and (factor or self._backend.static_graph)):
             return
-        own = list(squares.values())
-        multiply(own, factor, self._backend)
+        tensors = list(squares.values())
+        multiply(tensors, factor, self._backend)
         if scale is not None:
-            torch._foreach_div_(own, scale.to(own[0].dtype).square())
+            torch._foreach_div_(tensors, scale.to(tensors[0].dtype).square())
         add_to(self._sums, squares)
 
     def message(self, parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -94,7 +94,7 @@ class SecondMoment:
 
     def settle(self, step: Batch, finite: Any = True) -> None:
         """Turn the sums over all ranks into A - G^2; into 0 if the tensor `finite` is false."""
-        self._sums = {one: own for one, own in self._sums.items() if one.grad is not None}
+        self._sums = {tensor: total for tensor, total in self._sums.items() if tensor.grad is not None}
         if not self._sums:
             return
         gradients = [widen(parameter.grad) for parameter in self._sums]  # type: ignore[arg-type]
@@ -103,7 +103,8 @@ class SecondMoment:
         torch._foreach_addcmul_(sums, gradients, gradients, value=-1)
         torch._foreach_clamp_min_(sums, 0)  # by rounding alone it may be negative
         if isinstance(finite, Tensor):
-            self._sums = {one: torch.where(finite, own, torch.zeros_like(own)) for one, own in self._sums.items()}
+            pairs = self._sums.items()
+            self._sums = {tensor: torch.where(finite, total, torch.zeros_like(total)) for tensor, total in pairs}
 
     def clip(self, factor: Tensor) -> None:
         """Clip the gradient of each microbatch by the factor on that of the update, 0-D."""
@@ -113,7 +114,7 @@ class SecondMoment:
         """Add to the second moments of the groups whose rule needs it, with the betas that they have for the update."""
         weight = max(0.0, step.batch_size / self._reference - 1) / max(1, step.num_microbatches - 1)
         for group, rule in zip(self._inner.param_groups, rules, strict=True):
-            parameters = [one for one in dict.fromkeys(group["params"]) if one in self._sums]
+            parameters = [tensor for tensor in dict.fromkeys(group["params"]) if tensor in self._sums]
             if not (parameters and needs_squares(rule)):
                 continue
             self._inner._init_group(group, [], [], [], [], [], [])  # creates the state that a first step finds
@@ -121,7 +122,9 @@ class SecondMoment:
             sums = [self._sums[parameter] for parameter in parameters]
             multiply(sums, weight * (1 - beta) / beta, self._backend)
             moments = [self._inner.state[parameter]["exp_avg_sq"] for parameter in parameters]
-            torch._foreach_add_(moments, [one.to(own.dtype) for one, own in zip(sums, moments, strict=True)])
+            torch._foreach_add_(
+                moments, [tensor.to(moment.dtype) for tensor, moment in zip(sums, moments, strict=True)]
+            )
         self._watch_hooks()
 
     def _watch_hooks(self) -> None:
@@ -131,10 +134,14 @@ class SecondMoment:
             self._watch = None
         if not self._inner._optimizer_step_pre_hooks:
             return
-        before = [(one, one.grad, one.grad._version) for one in self._sums if one.grad is not None]
+        before = [
+            (parameter, parameter.grad, parameter.grad._version)
+            for parameter in self._sums
+            if parameter.grad is not None
+        ]
 
         def check(*_: object) -> None:
-            if any(one.grad is not grad or grad._version != version for one, grad, version in before):
+            if any(parameter.grad is not grad or grad._version != version for parameter, grad, version in before):
                 raise RuntimeError(
                     "with a rule of Adam's second moment no step_pre_hook may change gradients, because their squares "
                     "stay as they were, but one did; clip with max_grad_norm=, or choose another rule"
@@ -163,14 +170,14 @@ def create_second_moment(
         "no ref_batchsize": reference is None,
         " and ".join(devices): len(devices) > 1,
         "a world that changes": backend.elastic,
-        "complex parameters": any(one.is_complex() for one in parameters),
-        "float16, in which squares overflow": any(one.dtype == torch.float16 for one in parameters),
+        "complex parameters": any(tensor.is_complex() for tensor in parameters),
+        "float16, in which squares overflow": any(tensor.dtype == torch.float16 for tensor in parameters),
     }
     if reference is None or any(refused.values()):
         raise value_error(
             "a rule of Adam's second moment needs a ref_batchsize, a fixed world, and real parameters on one device, "
             "in float32, say",
-            ", ".join(found for found, wrong in refused.items() if wrong),
+            ", ".join(words for words, wrong in refused.items() if wrong),
             "change that, or choose another rule",
         )
     return SecondMoment(inner, backend, reference)

@@ -196,13 +196,13 @@ class LargeGradients:
         for parameter in (one for group in self._inner.param_groups for one in group["params"]):
             if parameter.grad is None:
                 continue
-            own = self._inner.state.get(parameter, {})
+            state = self._inner.state.get(parameter, {})
             (part,) = local([parameter])
-            for name, value in own.items():
+            for name, value in state.items():
                 if isinstance(value, Tensor) and value.device != part.device:
-                    own[name] = self._backend.scalar(value.item(), part)
-            tensors = local([parameter, *(value for value in own.values() if isinstance(value, Tensor))])
-            self._saved += [(one, one.detach().clone()) for one in tensors]
+                    state[name] = self._backend.scalar(value.item(), part)
+            tensors = local([parameter, *(value for value in state.values() if isinstance(value, Tensor))])
+            self._saved += [(tensor, tensor.detach().clone()) for tensor in tensors]
 
     def _select(self, *_: object) -> None:
         skips = self.skips
@@ -217,7 +217,9 @@ class LargeGradients:
         for group in self._inner.param_groups:
             if type(self._inner) is SGD and group["momentum"] == 0:
                 continue
-            if any(one.grad is not None and not self._inner.state.get(one) for one in group["params"]):
+            if any(
+                parameter.grad is not None and not self._inner.state.get(parameter) for parameter in group["params"]
+            ):
                 return True
         return False
 
@@ -230,10 +232,10 @@ def _check(inner: Optimizer, backend: Backend, parameters: Sequence[Tensor]) -> 
             "clip with max_grad_norm=",
         )
     device = parameters[0].device.type
-    kinds = [one for one in _SELECTABLE if device == "xla" or one not in CAPTURABLE]
+    kinds = [kind for kind in _SELECTABLE if device == "xla" or kind not in CAPTURABLE]
     if backend.static_graph and type(inner) not in kinds:
         raise TypeError(
             f"on {device} skip_grad_norm needs an optimizer whose state it can select on the device, "
-            f"{', '.join(one.__name__ for one in kinds)}, but {type(inner).__name__} is another one; use one of these, "
-            f"or clip with max_grad_norm="
+            f"{', '.join(kind.__name__ for kind in kinds)}, but {type(inner).__name__} is another one; use one of "
+            "these, or clip with max_grad_norm="
         )

@@ -115,8 +115,8 @@ class Squares:
                     f"not seen; call the model as it was passed to the optimizer, and set no gradient by hand"
                 )
         by_ranks: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
-        for _, (found, groups) in sorted(self._found.items()):
-            by_ranks.setdefault(groups, []).append(found)
+        for _, (part_norm, groups) in sorted(self._found.items()):
+            by_ranks.setdefault(groups, []).append(part_norm)
         totals = []
         for ranks, norms in by_ranks.items():
             totals.append(sum_of_squares(norms))

@@ -91,19 +91,19 @@ class StepGradient:
         `options` are those of `Sum.backward`.
         """
         scale, scaled = None, scaler is not None and scaler.is_enabled()
-        for one in (self, *others):
-            if one._scaled not in (None, scaled):
+        for step_gradient in (self, *others):
+            if step_gradient._scaled not in (None, scaled):
                 raise RuntimeError(
                     "all losses of a step must be scaled, or none, but some have a scaler= and others have not; pass "
                     "it to each backward() of the step, and call discard_step() first"
                 )
-            one._scaled = scaled
+            step_gradient._scaled = scaled
         if scaler is not None and scaled:
             scale = self._scale
             if scale is None:
                 scale = self.sum.common_scale(scaler.scale(torch.ones((), device=loss.device)))
-            for one in (self, *others):
-                one._scale = scale
+            for step_gradient in (self, *others):
+                step_gradient._scale = scale
         self.sum.backward(loss, microbatch, scale, [other.sum for other in others], **options)
 
     def add(
@@ -171,7 +171,7 @@ class StepGradient:
     def _keep_apart(self, microbatch: Microbatch, like: Tensor) -> None:
         """Take what was measured of a microbatch out of the sums, so that no rounding depends on the world."""
         self.step_means.names = self.step_means.names or self.step_means.names_of_step
-        parts = [one.to(torch.float64) for one in self._measured([like])]
+        parts = [part.to(torch.float64) for part in self._measured([like])]
         self._widths = list(map(len, parts))
         if parts and self._backend.static_graph:  # where a row of a table would be another graph for each number
             row = torch.cat(parts)
@@ -203,7 +203,9 @@ class StepGradient:
     def _sums_of(self, table: Sequence[Tensor]) -> list[Tensor]:
         """Return the sums over the microbatches, in their order."""
         if self._integers is not None:
-            sums = [limbs.value(one, 1.0, torch.empty_like(one[0], dtype=torch.float64)) for one in table]
+            sums = [
+                limbs.value(integers, 1.0, torch.empty_like(integers[0], dtype=torch.float64)) for integers in table
+            ]
         else:
             sums = [bits.view(torch.float64).sum(0) for bits in table]
         return [part for total in sums for part in torch.split(total, self._widths)]

@@ -38,7 +38,7 @@ def unwrap(model: Module | None) -> Module | None:
     parts = [*model.modules()] if isinstance(model, Module) else [model]
     names = {kind.__name__ for part in parts for kind in type(part).__mro__}
     for name, remedy in _REFUSED.items():
-        if any(found.startswith(name) for found in names):
+        if any(class_name.startswith(name) for class_name in names):
             requirement = f"model must be bare, or in DistributedDataParallel or FSDP2, not in {name}"
             raise type_error(requirement, model, remedy)
     if model is not None and not isinstance(model, Module):
@@ -93,7 +93,7 @@ def sum_for(
         _check_reproducible(module, parameters, backend)
         return Reproducible(backend, find_unused=find_unused, by_rows=by_rows, needs=needs if measures else None)
     sharded: object = module
-    how: dict[str, Any] = {"by_rows": by_rows, "needs": needs if measures else None}
+    options: dict[str, Any] = {"by_rows": by_rows, "needs": needs if measures else None}
     inside, between = backend, None
     if isinstance(backend, ElasticBackend):
         _check_elastic(module, backend)
@@ -104,11 +104,11 @@ def sum_for(
                 "a rule or a controller that reads the gradient noise needs the gradients of single microbatches, but "
                 "sharded_accumulation=False adds them up before they are seen; omit it"
             )
-        return Sharded(inside, sharded, accumulates_shards=sharded_accumulation, between=between, **how)
+        return Sharded(inside, sharded, accumulates_shards=sharded_accumulation, between=between, **options)
     if isinstance(module, DistributedDataParallel):
-        return DDP(backend, module, **how)
+        return DDP(backend, module, **options)
     kind = Widened if any(map(is_narrow, parameters)) else Plain
-    return kind(backend, find_unused=find_unused, **how)
+    return kind(backend, find_unused=find_unused, **options)
 
 
 def _check_reproducible(module: Module | None, parameters: Sequence[Tensor], backend: Backend) -> None:

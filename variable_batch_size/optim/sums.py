@@ -49,7 +49,7 @@ def absent(error: Exception) -> RuntimeError:
 Others = Callable[[], Sequence[Tensor]]  # returns what the ranks have to sum besides gradients, in place
 
 
-class Measured(NamedTuple):
+class MeasuredSquares(NamedTuple):
     """The squares of a microbatch's gradient g, of any scale.
 
     Attributes:
@@ -167,18 +167,18 @@ class Sum(ABC):
         `weighted` loss is a part of that of the update: its weight is 1, but for repeated rows.
         """
         every = (self, *others)
-        for one in every:
-            one._weighted = weighted
+        for total in every:
+            total._weighted = weighted
         factor = self._loss_factor(microbatch)
-        for one in every:
-            one._check_factor(microbatch, factor)
-            one._before_backward(microbatch)
+        for total in every:
+            total._check_factor(microbatch, factor)
+            total._before_backward(microbatch)
         weight = self._weight_of(microbatch)
         if weight != 1 or self._backend.static_graph:
             loss = loss * self._backend.scalar(weight, loss, "loss")
         (loss if scale is None else loss * scale).backward(**options)  # type: ignore[no-untyped-call]
-        for one in every:
-            one._after_backward(microbatch, factor, scale)
+        for total in every:
+            total._after_backward(microbatch, factor, scale)
 
     def during_another(self) -> AbstractContextManager[None]:
         """Note whether the `backward()` of an optimizer that does not know this one adds to its gradients."""
@@ -203,17 +203,17 @@ class Sum(ABC):
         self._factor, self._scale = factor, scale
 
     @abstractmethod
-    def measure(self, microbatch: Microbatch, *, counted: bool) -> Measured:
+    def measure(self, microbatch: Microbatch, *, counted: bool) -> MeasuredSquares:
         """Check that the backward of a microbatch has run, and nothing else, and return its squares."""
 
-    def _measured(self, microbatch: Microbatch, fresh: Sequence[bool], factor: float) -> Measured:
+    def _measured(self, microbatch: Microbatch, fresh: Sequence[bool], factor: float) -> MeasuredSquares:
         if self._squares is None:
-            return Measured(None, {}, 0.0)
+            return MeasuredSquares(None, {}, 0.0)
         norm, elements, n = self._squares.total(fresh), self._squares.elements, microbatch.samples
         self._squares.clear()
         if n == 0 and not self._backend.static_graph:  # a replay, whose squares may be non-finite: 0 * inf is nan
-            return Measured(None, {}, 0.0)
-        return Measured(norm, elements, n / factor**2 if n else 0.0)
+            return MeasuredSquares(None, {}, 0.0)
+        return MeasuredSquares(norm, elements, n / factor**2 if n else 0.0)
 
     def add(self, microbatch: Microbatch, following: Microbatch | None) -> None:
         """Count a microbatch that was measured; `following` is the next one of this rank in the step, if any."""
@@ -241,7 +241,7 @@ class Sum(ABC):
     def flush(self) -> None:
         """Let later microbatches find no overflow of this step, which is skipped."""
         known = [*(self._apart or ()), *(parameter.grad for parameter in self.parameters)]
-        if gradients := local(one for one in known if one is not None):
+        if gradients := local(gradient for gradient in known if gradient is not None):
             torch._foreach_zero_(gradients)
         self._check.remember()
 
@@ -283,8 +283,8 @@ class Sum(ABC):
         if self._clears is None and self._tried:  # a loop that clears, but has nothing to clear
             self._clears = False
         self._check.forget()
-        own = 1.0 if factor is None else factor
-        return own if self._scale is None else own / self._scale.to(scalar_dtype(self.parameters))
+        scaled_by = 1.0 if factor is None else factor
+        return scaled_by if self._scale is None else scaled_by / self._scale.to(scalar_dtype(self.parameters))
 
     def common_scale(self, scale: Tensor) -> Tensor:
         """Return the scale of a `GradScaler` for the step, 0-D, which the ranks whose gradients are summed share."""
@@ -363,7 +363,7 @@ class Plain(Sum):
         """Return n_j / B."""
         return microbatch.samples / self._divisor(microbatch)
 
-    def measure(self, microbatch: Microbatch, *, counted: bool) -> Measured:
+    def measure(self, microbatch: Microbatch, *, counted: bool) -> MeasuredSquares:
         """Check that the backward of a microbatch has run, and nothing else, and return its squares."""
         fresh, ours, replay = self._check.fresh(), self._check.ours, microbatch.samples == 0
         accumulating = self._inside and self._apart is None and not self._widens
@@ -387,16 +387,19 @@ class Plain(Sum):
     def add(self, microbatch: Microbatch, following: Microbatch | None) -> None:
         """Count a microbatch; one of `loss.backward()` gets its weight now, by Horner's scheme."""
         if self._partial:
-            self._set([one.grad if one.grad is None else sum_over_parts(one.grad, one) for one in self.parameters])
+            gradients = [(parameter.grad, parameter) for parameter in self.parameters]
+            self._set([grad if grad is None else sum_over_parts(grad, parameter) for grad, parameter in gradients])
         self._accumulate(microbatch, following)
         super().add(microbatch, None if self._widens else following)
 
     def _accumulate(self, microbatch: Microbatch, following: Microbatch | None) -> None:
         if (apart := self._apart) is not None:  # loss.backward() without zero_grad()
-            self._apart, own = None, {one: one.grad for one in self.parameters if one.grad is not None}
-            sums = {one: known for one, known in zip(self.parameters, apart, strict=True) if known is not None}
-            add_to(sums, own)
-            self._set([sums.get(one) for one in self.parameters])
+            self._apart = None
+            new = {parameter: parameter.grad for parameter in self.parameters if parameter.grad is not None}
+            pairs = zip(self.parameters, apart, strict=True)
+            sums = {parameter: total for parameter, total in pairs if total is not None}
+            add_to(sums, new)
+            self._set([sums.get(parameter) for parameter in self.parameters])
         if microbatch.samples == 0 and not self._backend.static_graph:
             self._set(None)  # only replays come first: they may be non-finite, and 0 * inf is nan
         elif self._raw:
@@ -517,9 +520,9 @@ class InBackward(Sum):
         self._watch = Watch(backend)
 
     @staticmethod
-    def _check_members(parameters: Sequence[Tensor], own: Iterable[Tensor], words: str) -> None:
+    def _check_members(parameters: Sequence[Tensor], members: Iterable[Tensor], words: str) -> None:
         """Raise ValueError if a parameter of the optimizer is not in what sums, in these words."""
-        known = set(map(id, own))
+        known = set(map(id, members))
         for number, parameter in enumerate(parameters):
             if id(parameter) not in known:
                 raise ValueError(words.format(f"parameter {number}, of shape {tuple(parameter.shape)},"))

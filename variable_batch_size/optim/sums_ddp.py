@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from variable_batch_size.backend import Backend, DistributedBackend
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.backward_check import versions
-from variable_batch_size.optim.sums import InBackward, Measured, Others
+from variable_batch_size.optim.sums import InBackward, MeasuredSquares, Others
 from variable_batch_size.optim.tensors import is_narrow
 
 _ELSEWHERE = "call model.module for another optimizer's loss"
@@ -111,7 +111,7 @@ class DDP(InBackward):
                     "step, but it got only some; create it with find_unused_parameters=True"
                 ) from error
 
-    def measure(self, microbatch: Microbatch, *, counted: bool) -> Measured:
+    def measure(self, microbatch: Microbatch, *, counted: bool) -> MeasuredSquares:
         """Check that the loss of a microbatch has carried its weight, and return its squares."""
         fresh = self._check.fresh()
         factor = self._check_carried(fresh, needed=microbatch.samples > 0)
@@ -156,9 +156,9 @@ class DDP(InBackward):
 def _check_ranks(module: DistributedDataParallel, backend: Backend) -> None:
     """Raise ValueError unless a module sums over the ranks of a backend."""
     ranks = dist.get_process_group_ranks(module.process_group)
-    own = backend.ranks if isinstance(backend, DistributedBackend) else [*range(backend.world.size)]
-    if ranks != own:
+    expected = backend.ranks if isinstance(backend, DistributedBackend) else [*range(backend.world.size)]
+    if ranks != expected:
         raise ValueError(
             f"model= must be a DistributedDataParallel over the ranks that share a batch, but it has ranks {ranks} and "
-            f"the optimizer {own}; pass the same process_group to both"
+            f"the optimizer {expected}; pass the same process_group to both"
         )

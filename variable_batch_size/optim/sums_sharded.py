@@ -27,7 +27,7 @@ from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.hooks import call_before_forward
 from variable_batch_size.optim.squares import Squares
-from variable_batch_size.optim.sums import InBackward, Measured, Others, Sum
+from variable_batch_size.optim.sums import InBackward, MeasuredSquares, Others, Sum
 from variable_batch_size.optim.tensors import is_narrow, local
 
 
@@ -47,9 +47,9 @@ class Sharded(InBackward):
         between: Backend | None = None,
         **options: Any,
     ) -> None:
-        own = DistributedBackend(data_parallel_group(module))
-        self._needs_counts = _ranks(backend) != own.ranks  # ranks compute parts of the same samples
-        super().__init__(own if self._needs_counts else backend, **options)
+        sharded_over = DistributedBackend(data_parallel_group(module))
+        self._needs_counts = _ranks(backend) != sharded_over.ranks  # ranks compute parts of the same samples
+        super().__init__(sharded_over if self._needs_counts else backend, **options)
         self.module: Any = module
         self._between = between
         self._accumulates_shards = accumulates_shards
@@ -79,7 +79,7 @@ class Sharded(InBackward):
             "the model that is passed as model= must shard all parameters of the optimizer, but {} is not sharded by "
             "it; call fully_shard() on the root module, without ignored_params, and create the optimizer after that"
         )
-        sharded = (one.sharded_param for group in self._groups for one in group.fsdp_params)
+        sharded = (fsdp_parameter.sharded_param for group in self._groups for fsdp_parameter in group.fsdp_params)
         self._check_members(parameters, sharded, words)
         self._number_of = {id(parameter): number for number, parameter in enumerate(parameters)}
         self._watched.clear()
@@ -97,13 +97,13 @@ class Sharded(InBackward):
         """Add hooks to the parameters that were gathered for a forward, the first time."""
         if self._squares is None:
             return
-        for one in (one for group in groups for one in group.fsdp_params):
-            number = self._number_of.get(id(one.sharded_param))
-            if number is None or number in self._watched or not one.sharded_param.requires_grad:
+        for fsdp_parameter in (fsdp_parameter for group in groups for fsdp_parameter in group.fsdp_params):
+            number = self._number_of.get(id(fsdp_parameter.sharded_param))
+            if number is None or number in self._watched or not fsdp_parameter.sharded_param.requires_grad:
                 continue
             self._watched.add(number)
             hook = _AfterAccumulation(ref(self._squares), number)
-            handle = one.unsharded_param.register_post_accumulate_grad_hook(hook)
+            handle = fsdp_parameter.unsharded_param.register_post_accumulate_grad_hook(hook)
             finalize(self._squares, handle.remove).atexit = False
 
     def prepare(self, microbatch: Microbatch | None) -> None:
@@ -156,7 +156,7 @@ class Sharded(InBackward):
         super()._before_backward(microbatch)
         self._summed = True
 
-    def measure(self, microbatch: Microbatch, *, counted: bool) -> Measured:
+    def measure(self, microbatch: Microbatch, *, counted: bool) -> MeasuredSquares:
         """Check that the loss of a microbatch has carried its samples, and return its squares."""
         if not counted and self._needs_counts:
             raise RuntimeError(
@@ -237,8 +237,8 @@ def _ranks(backend: Backend) -> list[int]:
 def _narrow_dtype(groups: Sequence[Any]) -> torch.dtype | None:
     """Return a dtype of fewer than 32 bits in which gradients would be added, if there is one."""
     for group in groups:
-        for one in group.fsdp_params:
-            policy, parameter = one.mp_policy, one.sharded_param
+        for fsdp_parameter in group.fsdp_params:
+            policy, parameter = fsdp_parameter.mp_policy, fsdp_parameter.sharded_param
             reduced = policy.reduce_dtype or policy.param_dtype or parameter.dtype
             for dtype in (reduced, parameter.dtype):
                 if parameter.requires_grad and is_narrow(torch.empty((), dtype=dtype)):
@@ -251,7 +251,7 @@ def _reset(module: FSDPModule, groups: Sequence[Any]) -> None:
     state = module._get_fsdp_state()
     if state._is_root is None:  # no forward has begun
         return
-    for parameter in (one for group in groups for one in group.fsdp_params):
+    for parameter in (part for group in groups for part in group.fsdp_params):
         parameter.unsharded_accumulated_grad = None  # which reset_iter_state() of torch 2.14 leaves
         if hasattr(parameter, "_unsharded_param"):
             parameter._unsharded_param.grad = None
@@ -259,9 +259,9 @@ def _reset(module: FSDPModule, groups: Sequence[Any]) -> None:
         module.reset_iter_state()
         return
     context = state._state_ctx  # what reset_iter_state() does in later versions of torch
-    for one in context.all_states:
-        one._training_state = type(one._training_state).IDLE
-        one._modules_to_run_forward.clear()
+    for part in context.all_states:
+        part._training_state = type(part._training_state).IDLE
+        part._modules_to_run_forward.clear()
     for group in groups:
         group._training_state = type(group._training_state).IDLE
         group.finalize_backward()

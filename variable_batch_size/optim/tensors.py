@@ -78,8 +78,8 @@ def sum_over_parts(tensor: Tensor, like: Tensor | None = None) -> Tensor:
     """
     if not isinstance(tensor, DTensor) or not any(placement.is_partial() for placement in tensor.placements):
         return tensor
-    own = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
-    return tensor.redistribute(placements=like.placements if isinstance(like, DTensor) else own)
+    placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+    return tensor.redistribute(placements=like.placements if isinstance(like, DTensor) else placements)
 
 
 def groups_of_parts(tensors: Iterable[Tensor]) -> list[tuple[list[Tensor], list[ProcessGroup]]]:
@@ -87,7 +87,7 @@ def groups_of_parts(tensors: Iterable[Tensor]) -> list[tuple[list[Tensor], list[
 
     A tensor that is the same on several ranks is counted once by a sum over these groups.
     """
-    found: dict[tuple[object, ...], tuple[list[Tensor], list[ProcessGroup]]] = {}
+    by_groups: dict[tuple[object, ...], tuple[list[Tensor], list[ProcessGroup]]] = {}
     for tensor in tensors:
         whole, groups = sum_over_parts(tensor), list[ProcessGroup]()
         key: tuple[object, ...] = ()
@@ -95,8 +95,8 @@ def groups_of_parts(tensors: Iterable[Tensor]) -> list[tuple[list[Tensor], list[
             mesh = whole.device_mesh
             split = [dim for dim, placement in enumerate(whole.placements) if not placement.is_replicate()]
             key, groups = (mesh, *split), [mesh.get_group(dim) for dim in split]
-        found.setdefault(key, ([], groups))[0].extend(local([whole]))
-    return [*found.values()]
+        by_groups.setdefault(key, ([], groups))[0].extend(local([whole]))
+    return [*by_groups.values()]
 
 
 def shard_coordinates(tensor: DTensor) -> list[int]:
@@ -155,9 +155,9 @@ def norm(tensor: Tensor) -> Tensor:
 
 def sum_of_squares(norms: Sequence[Tensor]) -> Tensor:
     """Return the sum of the squares of norms, 0-D each: float64 on the CPU."""
-    dtypes = dict.fromkeys(one.dtype for one in norms)
+    dtypes = dict.fromkeys(norm.dtype for norm in norms)
     if len(dtypes) > 1:
-        norms = [one.to(torch.float64) for one in norms]
+        norms = [norm.to(torch.float64) for norm in norms]
     joined: Tensor = torch.stack(list(norms))
     return (joined.double() if joined.device.type == "cpu" else joined).square().sum()
 

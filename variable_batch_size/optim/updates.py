@@ -124,8 +124,8 @@ class Updates(Generic[T]):
     def _count(self, counts: Count, read: list[T], batch: Batch, *, compares: bool) -> tuple[Batch, Iterator[T]]:
         """Return an update with the totals of all ranks, and its microbatches."""
         optimizer = self._optimizer
-        how = {"compares": compares, "may_repeat": True}
-        totals = optimizer._counts.total(counts, read, batch, optimizer.agreement, **how)
+        options = {"compares": compares, "may_repeat": True}
+        totals = optimizer._counts.total(counts, read, batch, optimizer.agreement, **options)
         return batch._replace(totals=totals), iter(read)
 
     def _seeded(self, update: Iterator[T], batch: Batch) -> Iterator[T]:

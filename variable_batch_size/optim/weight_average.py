@@ -67,8 +67,8 @@ class WeightAverage:
         updated = list_parameters(optimizer.param_groups)
         _check_not_gathered(self._parameters, updated)
         self._by, self._optimizer, self._given = by, optimizer, len(self._parameters)
-        self._known = {id(one) for one in (*self._parameters, *updated)}
-        self.averages = [_copy(one) for one in self._parameters]
+        self._known = {id(weight) for weight in (*self._parameters, *updated)}
+        self.averages = [_copy(weight) for weight in self._parameters]
         self._averaged = self._commits
         optimizer._watch(self)
         add_new = WeakMethod(self._add_new)  # before an update, after which the first weights are not known any more
@@ -103,7 +103,9 @@ class WeightAverage:
 
     def _add_new(self) -> None:
         """Begin averages of the parameters that the optimizer has got."""
-        new = [one for one in list_parameters(self._optimizer.param_groups) if id(one) not in self._known]
+        new = [
+            parameter for parameter in list_parameters(self._optimizer.param_groups) if id(parameter) not in self._known
+        ]
         self._known |= set(map(id, new))
         self._parameters += new
         self.averages += map(_copy, new)
@@ -133,7 +135,10 @@ class WeightAverage:
                 parameters later, whose place in a module is not known.
         """
         self._add_new()
-        own, remedy = {id(one) for one in self._parameters}, "pass parameters in the order of `averages`"
+        trained, remedy = (
+            {id(parameter) for parameter in self._parameters},
+            "pass parameters in the order of `averages`",
+        )
         if isinstance(module, nn.Module):
             if self._given < len(self.averages):
                 got = f"a module, but the optimizer got {len(self.averages) - self._given} of them later"
@@ -143,7 +148,7 @@ class WeightAverage:
                     part.reshard()  # the root stays gathered after a forward without a backward
             module, remedy = module.parameters(), "pass a module that was built in the same way"
         targets = list(module)
-        if any(id(one) in own for one in targets):
+        if any(id(parameter) in trained for parameter in targets):
             requirement = "the averages must be written to another module than the one that is trained"
             raise value_error(requirement, "its own parameters", "pass copy.deepcopy(model), or build a second one")
         _check_shapes("parameters to write to", targets, self.averages, remedy)
@@ -161,8 +166,8 @@ class WeightAverage:
     def state_dict(self) -> dict[str, Any]:
         """Return the averages, whole, by the numbers of the parameters; all ranks of a sharded model call it."""
         self._add_new()
-        whole = [one.full_tensor() if isinstance(one, DTensor) else one for one in self.averages]
-        return {"version": 1, "averages": {str(number): one for number, one in enumerate(whole)}}
+        whole = [average.full_tensor() if isinstance(average, DTensor) else average for average in self.averages]
+        return {"version": 1, "averages": {str(number): average for number, average in enumerate(whole)}}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -174,15 +179,17 @@ class WeightAverage:
         self._add_new()
         saved = list(state_dict["averages"].values()) if state_dict.get("version") == 1 else []
         _check_shapes("averages of a state", saved, self.averages, "restore one of the same model")
-        for average, one in zip(self.averages, saved, strict=True):
-            average.copy_(_placed_as(average, one))
+        for average, saved_average in zip(self.averages, saved, strict=True):
+            average.copy_(_placed_as(average, saved_average))
         self._averaged = self._commits
 
 
 def _check_not_gathered(parameters: list[Tensor], updated: list[Tensor]) -> None:
     """Check that a parameter is not what FSDP2 puts in its place from a forward on, which no optimizer updates."""
-    known = {id(one) for one in updated}
-    if are_parts(updated) and any(not isinstance(one, DTensor) and id(one) not in known for one in parameters):
+    known = {id(parameter) for parameter in updated}
+    if are_parts(updated) and any(
+        not isinstance(parameter, DTensor) and id(parameter) not in known for parameter in parameters
+    ):
         raise value_error(
             "parameters must be those that the optimizer updates",
             "one of a module that FSDP2 has gathered in a forward",
@@ -190,10 +197,10 @@ def _check_not_gathered(parameters: list[Tensor], updated: list[Tensor]) -> None
         )
 
 
-def _check_shapes(what: str, found: list[Tensor], averages: list[Tensor], remedy: str) -> None:
-    if [one.shape for one in found] != [one.shape for one in averages]:
+def _check_shapes(what: str, tensors: list[Tensor], averages: list[Tensor], remedy: str) -> None:
+    if [tensor.shape for tensor in tensors] != [tensor.shape for tensor in averages]:
         requirement = f"{what} must have the shapes of the {len(averages)} parameters that are averaged"
-        raise value_error(requirement, f"{len(found)}, or other shapes", remedy)
+        raise value_error(requirement, f"{len(tensors)}, or other shapes", remedy)
 
 
 def _copy(parameter: Tensor) -> Tensor:

@@ -51,11 +51,11 @@ def _add_param_group(
     wrapper: weakref.ref[OptimizerWrapper], inner: weakref.ref[Optimizer], param_group: dict[str, Any]
 ) -> None:
     """Add a parameter group through the wrapper of an optimizer, as long as there is one."""
-    own, alive = inner(), wrapper()
+    optimizer, alive = inner(), wrapper()
     if alive is not None:
         alive.add_param_group(param_group)
-    elif own is not None:
-        type(own).add_param_group(own, param_group)
+    elif optimizer is not None:
+        type(optimizer).add_param_group(optimizer, param_group)
 
 
 class OptimizerWrapper(Optimizer):
@@ -189,14 +189,14 @@ def check_hyperparameters(inner: Optimizer, state_dict: dict[str, Any]) -> None:
     check_entries(state_dict, {"state": (dict,), "param_groups": (list,)})
     check_items(state_dict["param_groups"], (dict,), "param_groups")
     if type(inner).load_state_dict is Optimizer.load_state_dict:
-        saved, here = (
+        saved, present = (
             [len(group.get("params", ())) for group in groups]
             for groups in (state_dict["param_groups"], inner.param_groups)
         )
-        if saved != here:
+        if saved != present:
             raise ValueError(
                 f"a state must have as many parameters in each group as the optimizer, but it has {saved} and the "
-                f"optimizer {here}; create the same groups before it is loaded, as those of unfrozen parameters"
+                f"optimizer {present}; create the same groups before it is loaded, as those of unfrozen parameters"
             )
     needed = {name for name, value in inner.defaults.items() if isinstance(value, (float, int, tuple, Tensor))}
     needed -= {name for name, value in inner.defaults.items() if isinstance(value, bool)}
@@ -207,8 +207,8 @@ def check_hyperparameters(inner: Optimizer, state_dict: dict[str, Any]) -> None:
                 f"{' and no '.join(missing)}, which {type(inner).__name__} needs; create the optimizer that was saved"
             )
     terms = state_dict.get("vbs", {}).get("bias_correction", ())
-    for number, (group, own) in enumerate(zip(state_dict["param_groups"], terms, strict=False)):
-        if own and not any(parameter in state_dict["state"] for parameter in group.get("params", ())):
+    for number, (group, terms_of_group) in enumerate(zip(state_dict["param_groups"], terms, strict=False)):
+        if terms_of_group and not any(parameter in state_dict["state"] for parameter in group.get("params", ())):
             raise ValueError(
                 f"a state must hold the averages whose bias a rule corrects, but it has none of parameter group "
                 f"{number}; restore one as it was saved"
@@ -216,8 +216,8 @@ def check_hyperparameters(inner: Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def _same_parameters(groups: list[dict[str, Any]], others: list[dict[str, Any]]) -> bool:
-    own, found = ([[*map(id, group["params"])] for group in each] for each in (groups, others))
-    return own == found
+    ids, ids_of_others = ([[*map(id, group["params"])] for group in listed] for listed in (groups, others))
+    return ids == ids_of_others
 
 
 def _check_inner(inner: Optimizer) -> Optimizer:

@@ -122,7 +122,11 @@ def check_gradient(
             by_row[row] = _random_sums(
                 update_gradients.of_model(reference, lambda name, _: name in reached), 4 * number
             )
-    resolution = 3 * max(torch.finfo(one.dtype).eps for one in trained.parameters() if one.is_floating_point()) ** 0.5
+    resolution = (
+        3
+        * max(torch.finfo(parameter.dtype).eps for parameter in trained.parameters() if parameter.is_floating_point())
+        ** 0.5
+    )
     by_group, error, residual = _fit(np.stack([required[group] @ by_row[group] for group in groups]), gradient)
     if error >= max(1e-3, resolution / 5) and residual <= resolution:
         remedy = "pass parts=, such as the rows of each rank, other rows, or a larger model"

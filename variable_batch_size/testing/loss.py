@@ -71,16 +71,18 @@ def check_loss(
         again, expected, *losses = (float(loss_fn(model, rows.take(batch, part))) for part in parts)
     if number < 2 or again != expected or not all(map(math.isfinite, (expected, *losses))):
         return
-    found = float(np.dot(_shares(weights[order], cut, reduction), losses))
+    by_parts = float(np.dot(_shares(weights[order], cut, reduction), losses))
     if tolerance is None:
-        kinds = {one.dtype for one in model.parameters() if one.is_floating_point()}
+        kinds = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
         tolerance = max((_TOLERANCES.get(kind, _NARROW) for kind in kinds), default=_NARROW)
-    if abs(found - expected) > tolerance * max(map(abs, (expected, *losses))):  # False for nan: a part counts nothing
+    if abs(by_parts - expected) > tolerance * max(
+        map(abs, (expected, *losses))
+    ):  # False for nan: a part counts nothing
         what = "mean" if reduction == "mean" else "sum"
         over = "rows" if counts is None else "what the rows count"
         warnings.warn(
             f"the loss of a microbatch must be a {what} over {over}, but that of {number} rows is {expected:.6g} and "
-            f"the {what} of those of two parts of them {found:.6g}: updates depend on how they are cut into "
+            f"the {what} of those of two parts of them {by_parts:.6g}: updates depend on how they are cut into "
             f"microbatches; {remedy}",
             UserWarning,
             stacklevel=stacklevel_of_user(),
@@ -109,8 +111,11 @@ def _shares(weights: FloatArray, cut: int, reduction: str) -> FloatArray:
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
     """Restore, after a block in evaluation mode, what forwards change: modes, buffers and random numbers."""
-    modes, buffers = [(one, one.training) for one in model.modules()], [(one, one.clone()) for one in model.buffers()]
-    devices = {one.device for one in model.parameters() if one.device.type in ("cuda", "xpu")}
+    modes, buffers = (
+        [(part, part.training) for part in model.modules()],
+        [(part, part.clone()) for part in model.buffers()],
+    )
+    devices = {part.device for part in model.parameters() if part.device.type in ("cuda", "xpu")}
     states = random.getstate(), np.random.get_state()
     model.eval()
     try:

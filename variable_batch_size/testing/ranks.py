@@ -79,12 +79,12 @@ class _Rendezvous:
 
 def _check_same(inputs: Sequence[Sequence[Tensor]]) -> None:
     """Raise RuntimeError unless all ranks sum tensors of the same shapes and dtypes; `inputs`: by rank."""
-    described = [[(tuple(tensor.shape), tensor.dtype) for tensor in own] for own in inputs]
-    for rank, own in enumerate(described):
-        if own != described[0]:
+    described = [[(tuple(tensor.shape), tensor.dtype) for tensor in of_rank] for of_rank in inputs]
+    for rank, of_rank in enumerate(described):
+        if of_rank != described[0]:
             raise RuntimeError(
                 f"all ranks must sum tensors of the same shapes and dtypes, but rank 0 has {described[0]} and rank "
-                f"{rank} {own}; train the same parameters on all ranks"
+                f"{rank} {of_rank}; train the same parameters on all ranks"
             )
 
 

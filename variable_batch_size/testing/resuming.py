@@ -59,9 +59,9 @@ def assert_resumes_identically(
     uninterrupted, resumed = train(updates, 1, None), None
     for end, world in parts:
         resumed = train(end, world, resumed)
-    found = dict(_tensors(resumed))
+    tensors = dict(_tensors(resumed))
     for name, expected in _tensors(uninterrupted):
-        if not _close(found[name], expected, rtol):
+        if not _close(tensors[name], expected, rtol):
             raise AssertionError(
                 f"a resumed training must equal an uninterrupted one, but {name} differs after {updates} updates in "
                 f"parts of (last update, ranks) {parts}, seed {seed}; save everything that an update reads in "
@@ -105,12 +105,12 @@ def _tensors(state: Any, name: str = "") -> list[tuple[str, Tensor]]:
     if isinstance(state, _State):
         state = state._asdict()
     items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, (list, tuple)) else ()
-    return [found for key, value in items for found in _tensors(value, f"{name}[{key!r}]" if name else str(key))]
+    return [pair for key, value in items for pair in _tensors(value, f"{name}[{key!r}]" if name else str(key))]
 
 
-def _close(found: Tensor, expected: Tensor, rtol: float) -> bool:
+def _close(tensor: Tensor, expected: Tensor, rtol: float) -> bool:
     """Return whether the shapes agree, and the values up to `rtol` times the largest expected one."""
-    if found.shape != expected.shape or not found.numel():
-        return found.shape == expected.shape
+    if tensor.shape != expected.shape or not tensor.numel():
+        return tensor.shape == expected.shape
     largest = expected.abs().nan_to_num().max().item()
-    return torch.allclose(found, expected, rtol=0, atol=rtol * largest, equal_nan=True)
+    return torch.allclose(tensor, expected, rtol=0, atol=rtol * largest, equal_nan=True)

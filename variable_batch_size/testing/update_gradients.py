@@ -23,7 +23,7 @@ def of_step(step: Callable[[], object], trained: nn.Module) -> tuple[dict[str, F
     """
     with _uncleared(trained) as (look, left):
         reached = _reaching(step, trained, look)
-    return reached, not any(one.grad is not None and one.grad.to_dense().any() for one in left)
+    return reached, not any(parameter.grad is not None and parameter.grad.to_dense().any() for parameter in left)
 
 
 @contextmanager

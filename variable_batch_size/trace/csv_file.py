@@ -159,27 +159,27 @@ def _read_rows(
     every: Every,
 ) -> list[tuple[int, int]]:
     """Return step and batch size of each row; warn if each step has a row, and they are numbered from 0 again."""
-    found: list[tuple[int, int]] = []
+    rows: list[tuple[int, int]] = []
     begun = 0  # row at which the numbering of the steps has begun
     for line, cells in lines:
         try:
             if len(cells) != len(header):
                 raise value_error(f"it must have {len(header)} cells, like the header", len(cells), "fix the row")
-            step = len(found)
+            step = len(rows)
             if step_column is not None and every == "change":
-                least = found[-1][0] + 1 if found else 0
-                name = "step" if found else "the first step"
-                step = check_int(_parse(cells[step_column]), name, least, MAX_INT if found else 0, _ORDER)
+                least = rows[-1][0] + 1 if rows else 0
+                name = "step" if rows else "the first step"
+                step = check_int(_parse(cells[step_column]), name, least, MAX_INT if rows else 0, _ORDER)
             elif step_column is not None:
                 if step - begun > 1 and _parse(cells[step_column]) == 0:  # not a row that is there twice
                     if not begun:
                         _warn_of_restart(step + 1, f"{path}:{line}")
                     begun = step
-                _check_step(cells[step_column], cells[size_column], found, begun)
-            found.append((step, _checked_size(cells[size_column], header[size_column])))
+                _check_step(cells[step_column], cells[size_column], rows, begun)
+            rows.append((step, _checked_size(cells[size_column], header[size_column])))
         except (TypeError, ValueError) as error:
-            raise ValueError(f"trace row {len(found) + 1} ({path}:{line}): {error}") from None
-    return found
+            raise ValueError(f"trace row {len(rows) + 1} ({path}:{line}): {error}") from None
+    return rows
 
 
 def _warn_of_restart(row: int, where: str) -> None:
@@ -191,9 +191,9 @@ def _warn_of_restart(row: int, where: str) -> None:
     )
 
 
-def _check_step(cell: str, size: str, found: list[tuple[int, int]], begun: int) -> None:
+def _check_step(cell: str, size: str, rows: list[tuple[int, int]], begun: int) -> None:
     """Check that a step, of a batch size, follows the rows that were found, numbered from 0 from row `begun` on."""
-    step, expected = _parse(cell), len(found) - begun
+    step, expected = _parse(cell), len(rows) - begun
     if step == expected:
         return
     requirement = f"step must be {expected}, because each update has a row and they are numbered 0, 1, 2, ..."
@@ -201,7 +201,9 @@ def _check_step(cell: str, size: str, found: list[tuple[int, int]], begun: int) 
     if isinstance(step, int) and step > expected > 0:
         remedy += '; if a row is where the batch size changes, pass every="change" instead'
         if 0 < expected < 3:  # not a row that is missing far from the first
-            points = [f"{number}:{each}" for number, each in [*found[begun:], (step, f"{_parse(size)!s:.20}")]]
+            points = [
+                f"{number}:{batch_size}" for number, batch_size in [*rows[begun:], (step, f"{_parse(size)!s:.20}")]
+            ]
             remedy += f', or the schedule "{" ".join(points)} ..."'
     raise value_error(requirement, f"{step!r:.60}", remedy)
 

@@ -16,7 +16,7 @@ import pytest
 from helpers.evaluations import Kind, trainings
 from variable_batch_size.lab.evaluation.figures import draw
 from variable_batch_size.lab.evaluation.judgement import Judgement, judge
-from variable_batch_size.lab.evaluation.records import REFERENCE, Evaluation, Plan
+from variable_batch_size.lab.evaluation.records import REFERENCE, Evaluation, EvaluationPlan
 from variable_batch_size.lab.evaluation.report import render, write_report
 from variable_batch_size.lab.evaluation.wording import failures, reference, verdict
 
@@ -39,7 +39,7 @@ def frame(**columns: object) -> pd.DataFrame:
     return trainings(found, **columns)
 
 
-def judged(rows: pd.DataFrame, *plans: Plan) -> tuple[Evaluation, list[Judgement]]:
+def judged(rows: pd.DataFrame, *plans: EvaluationPlan) -> tuple[Evaluation, list[Judgement]]:
     evaluation = Evaluation(rows, plans)
     return evaluation, judge(evaluation)
 
@@ -74,7 +74,7 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module")
 def page() -> str:
     rows = frame()
-    return render(*judged(rows, Plan("vbs evaluate 'a & b' <c>", tuple(rows["key"]))))
+    return render(*judged(rows, EvaluationPlan("vbs evaluate 'a & b' <c>", tuple(rows["key"]))))
 
 
 def test_the_verdict_of_each_trace() -> None:
@@ -210,7 +210,10 @@ def test_notes_name_what_is_missing() -> None:
     rows = frame(start="runs/a, after 64 updates")
     rows["environment"] = [{"source of the task": f"{seed % 2}"} for seed in rows["seed"]]
     rows.loc[rows["seed"] == 4, "status"] = "killed"
-    first, second = Plan("a", tuple(rows.loc[rows["seed"] < 2, "key"])), Plan("b", (*rows["key"], "0" * 16))
+    first, second = (
+        EvaluationPlan("a", tuple(rows.loc[rows["seed"] < 2, "key"])),
+        EvaluationPlan("b", (*rows["key"], "0" * 16)),
+    )
     text = unescape(Page(render(*judged(rows, first, second))).text)
     assert "1 trainings of the plan have not ended: nothing is claimed yet." in text
     assert "An earlier plan judged the seeds 0 and 1: they are left out here" in text

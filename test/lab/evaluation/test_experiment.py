@@ -20,9 +20,9 @@ from variable_batch_size.adaptive import NoiseScale, Throughput
 from variable_batch_size.lab.cluster import CapacityTrace
 from variable_batch_size.lab.evaluation import Experiment, ModelTime, UnderCapacity, load_task, run
 from variable_batch_size.lab.evaluation.cell import rule_of
-from variable_batch_size.lab.evaluation.courses import TraceOptions, TraceSource
 from variable_batch_size.lab.evaluation.records import REFERENCE
 from variable_batch_size.lab.evaluation.task import FUNCTIONS, TASKS
+from variable_batch_size.lab.evaluation.timed_trace import TraceOptions, TraceSource
 from variable_batch_size.rules import LEGWRule, PowerRule
 
 pytestmark = pytest.mark.filterwarnings("ignore:trace .*the batch size is")
@@ -41,7 +41,7 @@ def test_cells_are_the_product_with_the_baseline_and_factor_1() -> None:
     assert {cell.lr for cell in cells} == {0.05, 0.025, 0.1}
     assert len({cell.key for cell in cells}) == len(cells)
     assert [cell.seed for cell in cells] == sorted(cell.seed for cell in cells)  # so that what is not complete compares
-    assert {cell.course.trace.batch_size(9) for cell in cells if cell.trace == REFERENCE} == {8}
+    assert {cell.timed.trace.batch_size(9) for cell in cells if cell.trace == REFERENCE} == {8}
 
 
 def test_without_a_reference_batch_size_there_is_no_reference() -> None:
@@ -107,13 +107,13 @@ def test_traces_are_schedules_files_policies_objects_and_capacity_traces(tmp_pat
     }
     options = TraceOptions("hold", under=UnderCapacity("", "", MODEL))
     cells = {cell.trace: cell for cell in Experiment([TINY], traces, ["linear"], seeds=1, options=options).cells()}
-    courses = {name: cell.course for name, cell in cells.items()}
-    assert courses["file"].trace == BatchTrace.from_sizes([8, 16, 8], on_end="hold")
-    assert isinstance(courses["policy"].trace, AdaptiveTrace)
-    assert courses["policy"].trace.start == 8
-    assert courses["adaptive"].trace == traces["adaptive"]
-    assert courses["object"].fingerprint == courses["log"].fingerprint
-    sizes = courses["log"].trace
+    timed_traces = {name: cell.timed for name, cell in cells.items()}
+    assert timed_traces["file"].trace == BatchTrace.from_sizes([8, 16, 8], on_end="hold")
+    assert isinstance(timed_traces["policy"].trace, AdaptiveTrace)
+    assert timed_traces["policy"].trace.start == 8
+    assert timed_traces["adaptive"].trace == traces["adaptive"]
+    assert timed_traces["object"].fingerprint == timed_traces["log"].fingerprint
+    sizes = timed_traces["log"].trace
     assert isinstance(sizes, BatchTrace)
     assert set(np.unique(sizes.runs[1])) == {4, 8, 16}
 

@@ -13,7 +13,7 @@ from helpers.evaluations import START, trainings
 from helpers.pages import DOCS, ROOT
 from variable_batch_size.lab.evaluation.failures import constant_batchsize, limit_of
 from variable_batch_size.lab.evaluation.judgement import Judgement, Trace, judge
-from variable_batch_size.lab.evaluation.records import REFERENCE, Evaluation, Plan, read
+from variable_batch_size.lab.evaluation.records import REFERENCE, Evaluation, EvaluationPlan, read
 from variable_batch_size.lab.evaluation.wording import lost, verdict
 
 RAMP = "0:64 40:256"
@@ -32,7 +32,9 @@ def losses(seeds: int = 5, **means: float) -> dict[tuple[str, ...], list[float]]
     return {**found, **reference}
 
 
-def judged(found: dict[tuple[str, ...], list[float]] | pd.DataFrame, *plans: Plan, **arguments: str) -> Judgement:
+def judged(
+    found: dict[tuple[str, ...], list[float]] | pd.DataFrame, *plans: EvaluationPlan, **arguments: str
+) -> Judgement:
     frame = found if isinstance(found, pd.DataFrame) else trainings(found)
     (judgement,) = judge(Evaluation(frame, plans), **arguments)
     return judgement
@@ -168,7 +170,7 @@ def test_a_killed_training_is_named_and_counts_for_nothing() -> None:
 def test_nothing_is_claimed_before_the_plan_is_complete() -> None:
     frame = trainings(losses(constant=0.5, root=0.45))
     frame.loc[frame["rule"] == "root", "status"] = "diverged"
-    plan = Plan("vbs evaluate", tuple(frame["key"]))
+    plan = EvaluationPlan("vbs evaluate", tuple(frame["key"]))
     assert judged(frame, plan).failures["root"].claimed == 1
     part = judged(frame[:-1], plan)
     assert part.waiting == 1
@@ -179,8 +181,8 @@ def test_nothing_is_claimed_before_the_plan_is_complete() -> None:
 
 def test_more_seeds_later_claim_from_these_alone() -> None:
     frame = trainings(losses(10, constant=0.5, root=0.45))
-    first = Plan("first", tuple(frame.loc[frame["seed"] < 5, "key"]))
-    second = Plan("second", tuple(frame["key"]))
+    first = EvaluationPlan("first", tuple(frame.loc[frame["seed"] < 5, "key"]))
+    second = EvaluationPlan("second", tuple(frame["key"]))
     assert judged(frame, first).earlier_seeds == ()
     found = judged(frame, first, second)
     assert found.earlier_seeds == (0, 1, 2, 3, 4)
@@ -190,8 +192,8 @@ def test_more_seeds_later_claim_from_these_alone() -> None:
 
 def test_another_rule_of_the_same_seeds_is_judged_with_the_others() -> None:
     frame = trainings(losses(constant=0.5, root=0.45))
-    first = Plan("first", tuple(frame.loc[frame["rule"] != "root", "key"]))
-    found = judged(frame, first, Plan("second", tuple(frame["key"])))
+    first = EvaluationPlan("first", tuple(frame.loc[frame["rule"] != "root", "key"]))
+    found = judged(frame, first, EvaluationPlan("second", tuple(frame["key"])))
     assert found.earlier_seeds == ()
     assert answers(found.traces[0]) == {"constant": "baseline", "root": "better"}
 

@@ -12,7 +12,7 @@ import pytest
 from helpers.pages import ROOT
 from variable_batch_size.lab.cluster import CapacityTrace
 from variable_batch_size.lab.evaluation import read
-from variable_batch_size.lab.evaluation.courses import TraceOptions, Training, course_of
+from variable_batch_size.lab.evaluation.timed_trace import TraceOptions, Training, timed_trace
 
 
 @pytest.fixture
@@ -41,10 +41,10 @@ def test_a_training_takes_nine_tenths_of_the_window(large: Any, tmp_path: Path, 
     log(tmp_path)
     name, source = large.under(large.Log("a cloud", "log.csv", 2), tmp_path, 16, samples)
     assert name == "a cloud, hours 3 to 5"
-    course = course_of(source, Training(60_000, samples, 32, 16), TraceOptions())
-    assert course.time.end[-1] <= 7200
+    timed = timed_trace(source, Training(60_000, samples, 32, 16), TraceOptions())
+    assert timed.time.end[-1] <= 7200
     _, capacity = large.window(CapacityTrace.from_csv(tmp_path / "log.csv"), 2)
-    until = course.time.end[-1]
+    until = timed.time.end[-1]
     used = sum(
         nodes * max(0.0, min(until, end) - begin)
         for nodes, begin, end in zip(

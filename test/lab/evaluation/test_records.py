@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from helpers.pages import ROOT
 from helpers.properties import examples
-from variable_batch_size.lab.evaluation.records import NAME, Journal, Plan, read, tidy
+from variable_batch_size.lab.evaluation.records import NAME, EvaluationPlan, Journal, read, tidy
 
 CELL = {"task": "t", "task_version": "", "trace": "8", "rule": "root", "lr": 0.1, "lr_factor": 1.0, "seed": 0}
 CELL |= {"samples": 64, "ref_batchsize": 8, "minibatch_size": 4, "task_arguments": {}}
@@ -43,7 +43,7 @@ def test_a_training_has_a_row_in_the_order_of_the_plans(tmp_path: Path) -> None:
         tmp_path, line("c"), line("b"), line("x"), line("a", cell=CELL | {"end": "progress:3.0"}), plans=("a b", "b c")
     )
     found = read(tmp_path)
-    assert found.plans == (Plan("command 0", ("a", "b")), Plan("command 1", ("b", "c")))
+    assert found.plans == (EvaluationPlan("command 0", ("a", "b")), EvaluationPlan("command 1", ("b", "c")))
     rows = found.trainings
     assert list(zip(rows["key"], rows["plan"], rows["end"], strict=True)) == [
         ("a", 0, "progress:3.0"), ("b", 0, "samples"), ("c", 1, "samples"), ("x", 2, "samples"),

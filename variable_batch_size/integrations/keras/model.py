@@ -81,8 +81,8 @@ class VariableBatchMixin(Base):
             return super().fit(*args, **options)  # which raises
         bound = inspect.signature(keras.Model.fit).bind(self, *args, **options)
         bound.apply_defaults()
-        given, own = dict(bound.arguments), keras.tree.flatten(bound.arguments["callbacks"] or [])
-        backups = [one for one in own if isinstance(one, keras.callbacks.BackupAndRestore)]
+        given, callbacks = dict(bound.arguments), keras.tree.flatten(bound.arguments["callbacks"] or [])
+        backups = [callback for callback in callbacks if isinstance(callback, keras.callbacks.BackupAndRestore)]
         check(SETTINGS, {**given, "optimizer": self.optimizer, "backups": backups}, "keras")
         if self.settings is None or super().train_step.__func__ is not keras.Model.train_step:
             requirement = "the class of a model must get a trace, and have the train_step of Keras"
@@ -94,15 +94,15 @@ class VariableBatchMixin(Base):
         batches: Any = DataLoader(epochs, None, generator=torch.Generator())  # it draws, but not from torch's
         offset = given["initial_epoch"] - epochs.next_epoch()
         with ExitStack() as stack:
-            for one in own:
-                if isinstance(one, VariableBatchCheckpoint):
-                    stack.enter_context(one.restored(self))
+            for callback in callbacks:
+                if isinstance(callback, VariableBatchCheckpoint):
+                    stack.enter_context(callback.restored(self))
             optimizer.sampler.plan.check_trace(given["epochs"] - offset)
             check_schedule(self.optimizer._learning_rate, optimizer.sampler, len(loader))
             given["initial_epoch"] = given["epochs"] if optimizer.done else offset + epochs.next_epoch()
             params = {"verbose": given["verbose"], "epochs": given["epochs"], "add_progbar": given["verbose"] != 0}
             now = keras.callbacks.LambdaCallback(lambda *_: shown.set_params({**shown.params, "steps": epochs.steps}))
-            shown: Any = keras.callbacks.CallbackList([now, *own], True, model=self, steps=epochs.steps, **params)
+            shown: Any = keras.callbacks.CallbackList([now, *callbacks], True, model=self, steps=epochs.steps, **params)
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", "Your input ran out of data")  # at the end of an epoch
             return super().fit(batches, **{**given, "shuffle": False, "callbacks": shown})
@@ -129,7 +129,7 @@ class VariableBatchMixin(Base):
             raise RuntimeError("an update needs its microbatches, which only fit() reads; call fit()")
         self.zero_grad()  # of a backward in a callback
         optimizer.param_groups[0]["lr"] = float(self.optimizer.learning_rate)
-        size, found, to_check = optimizer.microbatch.batch_size, {}, optimizer.updates in CHECKED_UPDATES
+        size, metrics, to_check = optimizer.microbatch.batch_size, {}, optimizer.updates in CHECKED_UPDATES
         for microbatch in data:
             if to_check and of_tensors(microbatch):
                 self._check_loss(microbatch)
@@ -143,14 +143,14 @@ class VariableBatchMixin(Base):
                 distinct = itemgetter(slice(None, None, part.rows // part.samples))
                 *rows, weight = map_arrays(distinct, (x, y, y_pred, sample_weight))
                 with torch.no_grad():
-                    found = self.compute_metrics(*rows, sample_weight=weight)
+                    metrics = self.compute_metrics(*rows, sample_weight=weight)
             optimizer.step(count=count)
         for metric in self.metrics:
             if metric.name == "loss":  # the name that Keras' guides to train_step go by
                 metric.update_state(optimizer.logged["loss"], sample_weight=size)
         self.stop_training |= optimizer.done
         facts = {"batch_size": size, "effective_learning_rate": optimizer.current_lr(), **facts_of(optimizer)}
-        return {**found, **self.get_metrics_result(), **facts}
+        return {**metrics, **self.get_metrics_result(), **facts}
 
     def _check_loss(self, microbatch: Any) -> None:
         """Warn if the loss is no mean over rows, or over what `count` says."""
@@ -162,7 +162,7 @@ class VariableBatchMixin(Base):
 
         tolerance = 2e-3 if self.compute_dtype in {"float32", "float64"} else 1e-2  # Keras rounds float64 to float32
         options: Any = {"reduction": self.custom_optimizer.reduction, "tolerance": tolerance, "remedy": _REMEDY}
-        with keras.StatelessScope([(one, one.value) for one in self.variables], collect_losses=True):
+        with keras.StatelessScope([(variable, variable.value) for variable in self.variables], collect_losses=True):
             check_loss(self, loss_fn, microbatch, **options)  # metrics and seeds stay
 
 

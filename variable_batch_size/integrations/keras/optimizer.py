@@ -24,9 +24,9 @@ class KerasOptimizer(Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Apply the gradients, and leave the number or the schedule that the user has given as it was."""
-        scaled, own = self.param_groups[0]["lr"], self.wrapped._learning_rate  # private: the schedule itself
-        is_number = isinstance(own, keras.Variable)
-        reference = own.value.clone() if is_number else own
+        scaled, learning_rate = self.param_groups[0]["lr"], self.wrapped._learning_rate  # private: the schedule itself
+        is_number = isinstance(learning_rate, keras.Variable)
+        reference = learning_rate.value.clone() if is_number else learning_rate
         self.wrapped.learning_rate = scaled if is_number else lambda: scaled
         try:
             self.wrapped.apply([variable.value.grad for variable in self._own], self._own)

@@ -20,7 +20,7 @@ from variable_batch_size.optim.updates import Updates
 
 
 @final
-class UpdateLoader:
+class StrategyLoader:
     """Yields the updates that are left of an epoch, as lists of this rank's microbatches."""
 
     def __init__(self, loader: DataLoader[Any], wrapped: list[CustomOptimizer], trainer: Trainer, ahead: int) -> None:
@@ -43,10 +43,10 @@ class UpdateLoader:
 
 def training_sampler(loader: Any, settings: Settings, trainer: Trainer, world: Mapping[str, Any]) -> CustomSampler:
     """Return the sampler of a training; a trace that ends, and says not how, has to last until that does."""
-    own = {"seed": int(os.environ.get("PL_GLOBAL_SEED", "0")), **world}
-    sampler = sampler_for(loader, settings, **own)
+    arguments = {"seed": int(os.environ.get("PL_GLOBAL_SEED", "0")), **world}
+    sampler = sampler_for(loader, settings, **arguments)
     trace = sampler.plan.trace
     if sampler.plan.ends or trace.steps is None or trace.on_end != "error" or sampler.batches.decided is not None:
         return sampler
     ends = {"epochs": trainer.max_epochs or 0, "max_updates": trainer.max_steps}
-    return sampler_for(loader, settings, **own, **{name: end for name, end in ends.items() if end > 0})
+    return sampler_for(loader, settings, **arguments, **{name: end for name, end in ends.items() if end > 0})

@@ -28,7 +28,7 @@ from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.checkpoint.rng_states import get_rng_states, set_rng_states
 from variable_batch_size.data.sampler import CustomSampler, TraceLike
 from variable_batch_size.integrations.facts import facts_of
-from variable_batch_size.integrations.lightning.loader import UpdateLoader, training_sampler
+from variable_batch_size.integrations.lightning.loader import StrategyLoader, training_sampler
 from variable_batch_size.integrations.lightning.loss import MEAN_LOSS, Output, check_training_step
 from variable_batch_size.integrations.lightning.supported import SETTINGS
 from variable_batch_size.integrations.loading import with_sampler
@@ -106,7 +106,7 @@ class VariableBatch(ParallelStrategy):
                 drawing.generator = torch.Generator()
         return dataloader
 
-    def _updates_of(self, loader: Any) -> UpdateLoader:
+    def _updates_of(self, loader: Any) -> StrategyLoader:
         trainer = self._module.trainer
         if not self.optimizers:
             raise RuntimeError(
@@ -122,9 +122,11 @@ class VariableBatch(ParallelStrategy):
             new = training_sampler(loader, self.settings, trainer, self.distributed_sampler_kwargs)
             self._wrapped = [self._wrap(inner, new) for inner in self.optimizers]
             self._start = [optimizer.state_dict()["vbs"] for optimizer in self._wrapped]
-            for each in self.lr_scheduler_configs:
-                if each.interval == "step":
-                    check_schedule(each.scheduler, new, -(-len(loader.dataset) // loader.batch_size), trainer.max_steps)
+            for config in self.lr_scheduler_configs:
+                if config.interval == "step":
+                    check_schedule(
+                        config.scheduler, new, -(-len(loader.dataset) // loader.batch_size), trainer.max_steps
+                    )
         first = self._wrapped[0]
         sampler: Any = first.sampler
         dealt = with_sampler(loader, sampler)
@@ -135,7 +137,7 @@ class VariableBatch(ParallelStrategy):
             self._ahead = max(0, trainer.current_epoch - first.epoch)
             if trainer.fit_loop.max_epochs not in (None, -1):
                 trainer.fit_loop.max_epochs += self._ahead
-        return UpdateLoader(dealt, self._wrapped, trainer, self._ahead)
+        return StrategyLoader(dealt, self._wrapped, trainer, self._ahead)
 
     def _wrap(self, inner: Optimizer, sampler: CustomSampler) -> CustomOptimizer:
         clipping = {"max_grad_norm": float(clip)} if (clip := self._module.trainer.gradient_clip_val) else {}
@@ -146,7 +148,7 @@ class VariableBatch(ParallelStrategy):
 
     def on_train_start(self) -> None:
         """Check that Lightning reads updates; set the random numbers as they were saved."""
-        if not isinstance(loaders := self._module.trainer.train_dataloader, UpdateLoader):
+        if not isinstance(loaders := self._module.trainer.train_dataloader, StrategyLoader):
             raise type_error("the training's loader must be one DataLoader", loaders, "put all data into one dataset")
         states = self._saved.get("host_rng_states", [])
         if len(states) == self.world_size:
@@ -204,7 +206,7 @@ class VariableBatch(ParallelStrategy):
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run a backward by the optimizer, which weighs the loss where that is needed."""
-        if any(each.microbatch != self._microbatch for each in self._wrapped):
+        if any(other.microbatch != self._microbatch for other in self._wrapped):
             raise RuntimeError(
                 "all backwards of a training_step must run before its first step(), which changes weights only at the "
                 "end of an update, but one ran after a step(); call manual_backward() for every loss first"

@@ -20,14 +20,16 @@ _TRACE: Final = "let the trace have the larger batch sizes"
 
 
 def _callback(kind: type) -> Callable[[Any], str]:
-    return lambda trainer: next((kind.__name__ for each in trainer.callbacks if isinstance(each, kind)), "none")
+    return lambda trainer: next((kind.__name__ for callback in trainer.callbacks if isinstance(callback, kind)), "none")
 
 
 def _hook(name: str) -> Callable[[Any], str]:
     def found(trainer: Any) -> str:
         owners = (trainer.lightning_module, LightningModule), (trainer.datamodule, LightningDataModule)
-        own = [type(owner) for owner, kind in owners if hasattr(kind, name) and owner and is_overridden(name, owner)]
-        return f"that of {own[0].__name__}" if own else "none"
+        overriding = [
+            type(owner) for owner, kind in owners if hasattr(kind, name) and owner and is_overridden(name, owner)
+        ]
+        return f"that of {overriding[0].__name__}" if overriding else "none"
 
     return found
 

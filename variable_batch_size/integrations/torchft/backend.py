@@ -103,14 +103,14 @@ class TorchftBackend(ElasticBackend):
         self._ask(behind)
         while self._has_failed():  # a group was lost meanwhile
             self._ask(behind, again=True)
-        rank, size, own = self._manager.participating_rank(), self._manager.num_participants(), self.job.world
+        rank, size, group = self._manager.participating_rank(), self._manager.num_participants(), self.job.world
         if rank is None:
             raise RuntimeError(
                 "every group of a quorum must take part, but this one is a spare; pass "
                 "world_size_mode=WorldSizeMode.DYNAMIC to the Manager"
             )
         self._groups.world = World(rank, size)
-        self.world = World(rank * own.size + own.rank, size * own.size)
+        self.world = World(rank * group.size + group.rank, size * group.size)
         if self._differs and self._state is None:  # the others are gone
             self._count(updates)
         self._met, self._differs = True, False
@@ -212,22 +212,22 @@ class TorchftBackend(ElasticBackend):
 
         If any groups differ, report an error: all of them then make no sum.
         """
-        own = {name: zlib.crc32(str(value).encode()) for name, value in facts.items()}
-        said = [self._trains, self._taken, _hash(sorted(own.items())), self.posted]
+        digests = {name: zlib.crc32(str(value).encode()) for name, value in facts.items()}
+        said = [self._trains, self._taken, _hash(sorted(digests.items())), self.posted]
         votes, taken, hashes, texts = zip(*self._gather(said), strict=True)
         if len({*zip(taken, hashes, strict=True)}) == 1:
             return texts[0], []
-        usual = _majority(self._gather(own), votes)
+        usual = _majority(self._gather(digests), votes)
         self._manager.report_error(RuntimeError("replica groups have different models or settings"))
-        differing = sorted(name for name in {**own, **usual} if own.get(name) != usual.get(name))
+        differing = sorted(name for name in {**digests, **usual} if digests.get(name) != usual.get(name))
         self._differs = not differing and self._taken != _majority(taken, votes)
         if self._differs:
             log("This replica group has made an update alone; it takes over the model of the others", level=WARNING)
         return "", differing
 
-    def _gather(self, own: object) -> list[Any]:
+    def _gather(self, message: object) -> list[Any]:
         """Return what each group says."""
-        return [json.loads(text) for text in self._groups._gather_bytes(json.dumps(own).encode())]
+        return [json.loads(text) for text in self._groups._gather_bytes(json.dumps(message).encode())]
 
     # The state, of which torchft saves one in a thread while this one waits for the quorum. --------------------------
 
@@ -277,12 +277,12 @@ class _Groups(Backend):
 
 def _processes_of(manager: Manager) -> DistributedBackend:
     """Return the backend of the processes of a replica group."""
-    own = World(manager._group_rank, manager._group_world_size)
-    found = World(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
-    if found != own:
-        requirement = f"torch.distributed must have the processes of this replica group, {own}"
+    of_manager = World(manager._group_rank, manager._group_world_size)
+    of_torch = World(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
+    if of_torch != of_manager:
+        requirement = f"torch.distributed must have the processes of this replica group, {of_manager}"
         remedy = "call init_process_group() first, with the rank and world_size of the Manager"
-        raise value_error(requirement, found or "not initialized", remedy)
+        raise value_error(requirement, of_torch or "not initialized", remedy)
     if manager._init_sync:  # which would take each process's first state from another group
         requirement = "replica groups of several processes must begin with the same weights, which they compare"
         raise value_error(requirement, "init_sync=True", "pass init_sync=False to the Manager")

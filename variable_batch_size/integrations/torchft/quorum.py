@@ -54,9 +54,9 @@ class QuorumClient:
             size = int(store.get(_SIZE))
         except dist.DistError:
             return
-        if size != (own := self._manager._group_world_size):
+        if size != (processes := self._manager._group_world_size):
             requirement = f"a replica group must have as many processes as the others, {size}"
-            raise value_error(requirement, own, f"start this group with {size} processes")
+            raise value_error(requirement, processes, f"start this group with {size} processes")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)

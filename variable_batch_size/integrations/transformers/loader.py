@@ -19,7 +19,7 @@ from variable_batch_size.optim.updates import updates
 
 
 @final
-class UpdateLoader:
+class TrainerLoader:
     """The loader of a trainer, whose epochs end where the dataset does; the class below says how rows are read."""
 
     def __init__(self, trainer: Any, loader: Any) -> None:

@@ -28,7 +28,7 @@ from variable_batch_size.integrations.facts import facts_of
 from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.integrations.supported import check
 from variable_batch_size.integrations.transformers.labels import label_counter
-from variable_batch_size.integrations.transformers.loader import UpdateLoader
+from variable_batch_size.integrations.transformers.loader import TrainerLoader
 from variable_batch_size.integrations.transformers.supported import SETTINGS
 from variable_batch_size.metrics import WITHOUT_FLOAT64
 from variable_batch_size.microbatching import Microbatch
@@ -76,7 +76,7 @@ class VariableBatchMixin(Base):
         check(SETTINGS, self, "transformers")
         self.callback_handler.callbacks.insert(0, Follower(self))  # before all that read the state
         if self.train_dataset is not None:
-            UpdateLoader(self, DataLoader(self.train_dataset, self.args.per_device_train_batch_size))  # raises early
+            TrainerLoader(self, DataLoader(self.train_dataset, self.args.per_device_train_batch_size))  # raises early
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train as `Trainer.train`; a second call is a new training of the present weights, as it is there."""
@@ -88,11 +88,11 @@ class VariableBatchMixin(Base):
 
     def get_train_dataloader(self) -> Any:
         """Return the loader of the training, whose batches are updates: lists of this rank's microbatches."""
-        return UpdateLoader(self, super().get_train_dataloader())
+        return TrainerLoader(self, super().get_train_dataloader())
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
         """Return the numbers of epochs and updates of the training, of which no two epochs are alike."""
-        if not isinstance(dataloader, UpdateLoader):
+        if not isinstance(dataloader, TrainerLoader):
             remedy = "override it in a class below: class Mine(VariableBatchMixin, TrainerWithALoader)"
             raise type_error("the loader must be that of VariableBatchMixin", dataloader, remedy)
         sum_in_float32(self.accelerator)
@@ -141,10 +141,10 @@ class VariableBatchMixin(Base):
             factor = count * part.batch_size / (total * part.rows)  # the optimizer weighs by rows
             backward = {"backward": lambda loss, factor=factor, **_: optimizer.backward(scaled(loss, factor))}
             with replaced(self.args, average_tokens_across_devices=False), replaced(self.accelerator, **backward):
-                own = super().training_step(model, microbatch, told)
+                part_loss = super().training_step(model, microbatch, told)
             optimizer.step()
-            own = own if part.samples else torch.zeros_like(own)  # of a replay, whatever it is
-            loss = loss + scaled(own, factor * part.samples / part.batch_size)
+            part_loss = part_loss if part.samples else torch.zeros_like(part_loss)  # of a replay, whatever it is
+            loss = loss + scaled(part_loss, factor * part.samples / part.batch_size)
         self.accelerator.sync_gradients = False  # Trainer's own optimizer.step(), which follows, does nothing then
         return loss * self.args.world_size
 

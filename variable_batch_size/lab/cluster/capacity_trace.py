@@ -19,7 +19,7 @@ from variable_batch_size._validation import (
     type_error,
     value_error,
 )
-from variable_batch_size.lab.cluster.readers import own
+from variable_batch_size.lab.cluster.readers import csv_table
 from variable_batch_size.lab.cluster.readers.base import from_first_row
 
 if TYPE_CHECKING:
@@ -238,14 +238,14 @@ class CapacityTrace:
             OSError: if the file cannot be read.
             LogError: if it is not a trace; the message names file, line and value.
         """
-        return cls(*own.read_csv(path))
+        return cls(*csv_table.read_csv(path))
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write the trace atomically as a CSV file with the columns `seconds`, `nodes` and, if known, `price`.
 
         The last row is at the end of the trace, so that `from_csv` returns an equal trace.
         """
-        own.write_csv(path, np.append(self._seconds, self._end), self._nodes, self._prices)
+        csv_table.write_csv(path, np.append(self._seconds, self._end), self._nodes, self._prices)
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw the nodes over the hours, and return the axes.

@@ -9,10 +9,10 @@ from typing import Final
 from variable_batch_size._validation import MAX_INT, check_choice, check_int, check_number, value_error
 from variable_batch_size.lab.cluster.capacity_trace import CapacityTrace
 from variable_batch_size.lab.cluster.readers.bamboo import BambooCountsReader, BambooEventsReader
-from variable_batch_size.lab.cluster.readers.base import Options, Reader, Text, split
+from variable_batch_size.lab.cluster.readers.base import Reader, ReaderOptions, Text, split
+from variable_batch_size.lab.cluster.readers.csv_table import OwnReader
 from variable_batch_size.lab.cluster.readers.eth import EthReader
 from variable_batch_size.lab.cluster.readers.gcloud import GcloudReader
-from variable_batch_size.lab.cluster.readers.own import OwnReader
 from variable_batch_size.lab.cluster.readers.parcae import ParcaeReader
 from variable_batch_size.lab.cluster.readers.sacct import SacctReader
 from variable_batch_size.lab.cluster.readers.skypilot import SkyPilotReader
@@ -75,7 +75,7 @@ def read(
         check_choice(format, "format", tuple(READERS))
     text = Text.load(path)
     reader = READERS[format] if format is not None else _recognize(text)
-    for option, value, default in zip(Options._fields, options, Options(), strict=True):
+    for option, value, default in zip(ReaderOptions._fields, options, ReaderOptions(), strict=True):
         if value != default and option not in reader.options:
             able = ", ".join(name for name, other in READERS.items() if option in other.options)
             found = f"the format {reader.name} ({text.path})"
@@ -87,15 +87,15 @@ _FORMATS = "\n".join(f"    - `{name}`: `{reader.example}`" for name, reader in R
 read.__doc__ = read.__doc__ and read.__doc__.replace("    FORMATS", _FORMATS)
 
 
-def _check_options(inverted: bool | int, max_gap: float | None) -> Options:
+def _check_options(inverted: bool | int, max_gap: float | None) -> ReaderOptions:
     remedy = "pass True for a cluster of one node, or the number of its nodes"
     size = int(inverted) if isinstance(inverted, bool) else check_int(inverted, "inverted", 1, MAX_INT, remedy)
     if max_gap is None:
-        return Options(size)
+        return ReaderOptions(size)
     seconds = check_number(max_gap, "max_gap", "pass seconds > 0")
     if seconds == 0:
         raise value_error("max_gap must be > 0", max_gap, "pass seconds > 0, or None for gaps of any length")
-    return Options(size, seconds)
+    return ReaderOptions(size, seconds)
 
 
 def format_of(path: str | os.PathLike[str]) -> str | None:

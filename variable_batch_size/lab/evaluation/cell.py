@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any, final
 
 from variable_batch_size._validation import value_error
-from variable_batch_size.lab.evaluation.courses import Course
 from variable_batch_size.lab.evaluation.end import SAMPLES
 from variable_batch_size.lab.evaluation.start import Start
+from variable_batch_size.lab.evaluation.timed_trace import TimedTrace
 from variable_batch_size.rules import RULES
 from variable_batch_size.rules.base import Rule
 
@@ -35,7 +35,7 @@ class Cell:
         max_grad_norm: norm to which gradients are clipped; None: they are not.
         end: when the training ends, see `End`.
         start: the checkpoint from which it goes on; None: from the untrained model.
-        course: batch sizes and simulated time, for which the fingerprint stands.
+        timed: batch sizes and simulated time, for which the fingerprint stands.
         data_dir: folder of the files of the task, which are the same anywhere.
     """
 
@@ -53,14 +53,14 @@ class Cell:
     minibatch_size: int
     between: int
     max_grad_norm: float | None
-    course: Course = field(compare=False, repr=False)
+    timed: TimedTrace = field(compare=False, repr=False)
     data_dir: str | None = field(default=None, compare=False, repr=False)
     end: str = str(SAMPLES)
     start: Start | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return what determines the training, as values of JSON."""
-        values = {one.name: getattr(self, one.name) for one in fields(self) if one.compare}
+        values = {column.name: getattr(self, column.name) for column in fields(self) if column.compare}
         del values["start"]
         if self.end == str(SAMPLES):
             del values["end"]

@@ -50,7 +50,7 @@ class Curve:
     @property
     def limit(self) -> float:
         """The loss above which the training has diverged, in the larger of the scales of training and evaluation."""
-        first = max((one for one in (self.untrained, self.first) if one is not None), default=0.0)
+        first = max((loss for loss in (self.untrained, self.first) if loss is not None), default=0.0)
         return FACTOR * first if first > 0 else math.inf  # one that may be negative has no multiple
 
     def microbatch(self, loss: float, samples: int) -> bool:

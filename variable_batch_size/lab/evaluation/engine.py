@@ -232,8 +232,8 @@ def _on_ray(cells: Sequence[Cell], options: Mapping[str, Any], jobs: int | None,
                 except ray.exceptions.RayError:
                     yield _killed(cell)
         finally:
-            for one in running:  # the folders of their checkpoints are locked until they end
-                ray.cancel(one, force=True)
+            for handle in running:  # the folders of their checkpoints are locked until they end
+                ray.cancel(handle, force=True)
             ray.wait(list(running), num_returns=len(running), timeout=PATIENCE) if running else None
 
 

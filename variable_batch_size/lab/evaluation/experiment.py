@@ -13,20 +13,20 @@ from typing import Any, final
 from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size._validation import MAX_INT, check_int, check_positive, type_error, value_error
 from variable_batch_size.lab.evaluation.cell import Cell, rule_of
-from variable_batch_size.lab.evaluation.courses import (
-    Course,
-    TraceOptions,
-    TraceSource,
-    Training,
-    course_of,
-    depends_on_the_dataset,
-)
 from variable_batch_size.lab.evaluation.curve import Curve
 from variable_batch_size.lab.evaluation.end import SAMPLES, End
 from variable_batch_size.lab.evaluation.records import REFERENCE
 from variable_batch_size.lab.evaluation.simulated_time import SimulatedTime
 from variable_batch_size.lab.evaluation.start import Start
 from variable_batch_size.lab.evaluation.task import Defaults, Task, dataset_of, load_task
+from variable_batch_size.lab.evaluation.timed_trace import (
+    TimedTrace,
+    TraceOptions,
+    TraceSource,
+    Training,
+    depends_on_the_dataset,
+    timed_trace,
+)
 from variable_batch_size.trace import BatchTrace
 
 CONSTANT = "constant"
@@ -146,19 +146,19 @@ class Experiment:
         seeds = [check_int(seed, "each of seeds", 0) for seed in self._seeds]
         if start is not None:
             self._check_start(task, name, start, samples, len(seeds))
-        courses = self._courses(task, fixed)
-        for trace, course in courses.items():
-            if course.remark and trace != REFERENCE:
-                warnings.warn(f"trace {trace}: {course.remark}", UserWarning, stacklevel=stacklevel_of_user())
+        timed_traces = self._timed_traces(task, fixed)
+        for trace, timed in timed_traces.items():
+            if timed.remark and trace != REFERENCE:
+                warnings.warn(f"trace {trace}: {timed.remark}", UserWarning, stacklevel=stacklevel_of_user())
         rules = dict.fromkeys((self.baseline, *self.rules))
         factors = dict.fromkeys((1.0, *map(float, self.lr_factors)))
         for seed in seeds:
-            for trace, course in courses.items():
-                own = {"trace": trace, "trace_fingerprint": course.fingerprint, "course": course, "seed": seed}
+            for trace, timed in timed_traces.items():
+                of_trace = {"trace": trace, "trace_fingerprint": timed.fingerprint, "timed": timed, "seed": seed}
                 for rule in (CONSTANT,) if trace == REFERENCE else rules:
                     for factor in TUNED if trace == REFERENCE else factors:
                         scaled = {"rule": rule, "lr": lr * factor, "lr_factor": factor}
-                        yield Cell(**fixed | own | scaled, end=str(course.end))
+                        yield Cell(**fixed | of_trace | scaled, end=str(timed.end))
 
     @property
     def _seeds(self) -> Sequence[int]:
@@ -187,8 +187,8 @@ class Experiment:
             requirement = f"seeds change trainings from the next epoch on, but {where} has begun the last one"
             raise value_error(requirement, f"{seeds} seeds", "pass seeds=1, or an earlier checkpoint")
 
-    def _courses(self, task: Task, fixed: Mapping[str, Any]) -> dict[str, Course]:
-        """Return the courses by the names of their traces."""
+    def _timed_traces(self, task: Task, fixed: Mapping[str, Any]) -> dict[str, TimedTrace]:
+        """Return the timed_traces by the names of their traces."""
         traces: Mapping[str, TraceSource] = (
             self.traces if isinstance(self.traces, Mapping) else dict(zip(self.traces, self.traces, strict=True))
         )
@@ -197,7 +197,7 @@ class Experiment:
         plan = [(end.named(name), name, source, end) for end in ends for name, source in traces.items()]
         if reference is not None:
             plan.append((REFERENCE, REFERENCE, BatchTrace.constant(reference), SAMPLES))
-        courses: dict[str, Course] = {}
+        timed_traces: dict[str, TimedTrace] = {}
         for label, name, source, end in plan:
             needs_size = start is not None or depends_on_the_dataset(source)
             size = len(dataset_of(task)) if needs_size else MAX_INT  # type: ignore[arg-type]
@@ -205,10 +205,10 @@ class Experiment:
             training = Training(size, fixed["samples"], reference, fixed["minibatch_size"], before=before)
             try:
                 training = training._replace(end=end.resolved(fixed["samples"], reference))
-                courses[label] = course_of(source, training, self.options, self.time)
+                timed_traces[label] = timed_trace(source, training, self.options, self.time)
             except ValueError as error:
                 raise ValueError(f"trace {name} of the task {fixed['task']}: {error}") from error
-        return courses
+        return timed_traces
 
 
 def check(cells: Iterable[Cell]) -> None:
@@ -227,7 +227,7 @@ def check(cells: Iterable[Cell]) -> None:
         kinds.setdefault((*facts, cell.minibatch_size), cell)
     for cell in kinds.values():
         try:
-            parts = parts_of(cell, Curve(cell.course.time, cell.minibatch_size))
+            parts = parts_of(cell, Curve(cell.timed.time, cell.minibatch_size))
             rates = [
                 [float(group["lr"]) for group in parts.task.optimizer(parts.model, lr).param_groups]
                 for lr in (cell.lr, 2 * cell.lr)

@@ -47,8 +47,8 @@ def limit_of(trainings: pd.DataFrame) -> float:
     Args:
         trainings: those of a task, with a column `loss`, the final one.
     """
-    own = at_its_rate(trainings)
-    losses = own.loc[own["status"] == "finished", "loss"].dropna().to_numpy(np.float64)
+    at_reference = at_its_rate(trainings)
+    losses = at_reference.loc[at_reference["status"] == "finished", "loss"].dropna().to_numpy(np.float64)
     if not len(losses):
         return np.inf
     untrained, reference = float(trainings["untrained"].median()), float(np.median(losses))

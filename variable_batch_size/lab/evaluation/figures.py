@@ -50,7 +50,7 @@ def for_page(judgement: Judgement) -> str:
         text = _saved(draw(judgement), "svg", transparent=True).decode()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :].strip(), flags=re.DOTALL)
     used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', text))
-    text = re.sub(r' id="([^"]+)"', lambda found: found[0] if found[1] in used else "", text)
+    text = re.sub(r' id="([^"]+)"', lambda match: match[0] if match[1] in used else "", text)
     text = text.replace(INK, "currentColor").replace(FAINT, "var(--faint)")
     return re.sub(r"font: ([\d.]+px) [^;\"]*", r"font: \1 var(--font)", text)
 
@@ -76,16 +76,16 @@ def draw(judgement: Judgement) -> Figure:
     panels: Any = figure.subplots(len(heights), len(traces), squeeze=False, sharey="row", height_ratios=heights)
     looks = {rule: (COLORS[n % len(COLORS)], DASHES[n % len(DASHES)]) for n, rule in enumerate(judgement.rules)}
     for (batch, lr, curves, *response), trace in zip(panels.T, traces, strict=True):
-        own = rows[rows["label"] == trace.name]
-        for rule, of_rule in own[np.isclose(own["lr_factor"], 1)].groupby("rule"):
+        of_trace = rows[rows["label"] == trace.name]
+        for rule, of_rule in of_trace[np.isclose(of_trace["lr_factor"], 1)].groupby("rule"):
             style = dict(zip(("color", "linestyle"), looks[str(rule)], strict=True))
             _draw_updates(batch, lr, of_rule, style)
             _draw_curves(curves, of_rule, judgement.metric, str(rule), style)
         if response:
-            for rule, of_rule in own.groupby("rule"):
+            for rule, of_rule in of_trace.groupby("rule"):
                 _draw_response(response[0], of_rule, dict(zip(("color", "linestyle"), looks[str(rule)], strict=True)))
             response[0].set(xlabel="factor on the learning rate", xscale="log")
-            ticks = sorted(own["lr_factor"].unique())
+            ticks = sorted(of_trace["lr_factor"].unique())
             response[0].set_xticks(ticks, labels=[f"{factor:g}" for factor in ticks])
             response[0].minorticks_off()
         batch.set_title("\n".join(textwrap.wrap(trace.name, 30, max_lines=3)))

@@ -14,13 +14,13 @@ import numpy as np
 from variable_batch_size._validation import FloatArray, IntArray, value_error
 from variable_batch_size.lab.evaluation.failures import at_its_rate, constant_batchsize, failed, of_reference
 from variable_batch_size.lab.evaluation.metric import Mode, lower_is_better
-from variable_batch_size.lab.evaluation.records import REFERENCE, Evaluation, Plan
+from variable_batch_size.lab.evaluation.records import REFERENCE, Evaluation, EvaluationPlan
 from variable_batch_size.lab.evaluation.statistics import (
     DIFFERENCES,
     BoolArray,
     Claims,
     Comparison,
-    Interval,
+    ConfidenceInterval,
     claims,
     compare,
     mean_interval,
@@ -58,10 +58,10 @@ class Row:
     """
 
     rule: str
-    mean: Interval
+    mean: ConfidenceInterval
     trained: int
     failed: int
-    difference: Interval
+    difference: ConfidenceInterval
     answer: Answer
 
 
@@ -83,7 +83,7 @@ class Trace:
     name: str
     constant: bool
     rows: tuple[Row, ...]
-    lost: Mapping[str, Interval]
+    lost: Mapping[str, ConfidenceInterval]
     best: str | None
     outlook: tuple[int, float] | None
 
@@ -105,7 +105,7 @@ class Reference:
     answer: Tuned
     batchsize: float = np.nan
     lr: float = np.nan
-    gains: Mapping[float, Interval] = field(default_factory=dict)
+    gains: Mapping[float, ConfidenceInterval] = field(default_factory=dict)
     failing: tuple[float, ...] = ()
 
     @property
@@ -189,18 +189,21 @@ def judge(
     if baseline is not None and baseline not in rules:
         raise value_error(f"baseline must be {' or '.join(rules)}", repr(baseline), "choose a rule of the evaluation")
     baseline = baseline or (BASELINE if BASELINE in rules or not rules else rules[0])
-    tasks = [(str(name), own, _plans_of(own, evaluation)) for name, own in trainings.groupby(_task_names(trainings))]
+    tasks = [
+        (str(name), of_task, _plans_of(of_task, evaluation))
+        for name, of_task in trainings.groupby(_task_names(trainings))
+    ]
     ended, found_tasks = set(trainings["key"]), []
-    for name, own, plans in tasks:
+    for name, of_task, plans in tasks:
         keys = set(plans[-1].keys) if plans else ended
         earlier = {key for plan in plans[:-1] for key in plan.keys}
         parts = sum(others[-1:] == plans[-1:] for _, _, others in tasks)
-        planned = own[own["key"].isin(keys)]
+        planned = of_task[of_task["key"].isin(keys)]
         found_tasks.append(_judge(name, planned, metric, lower, baseline, len(keys - ended), earlier, parts))
     return found_tasks
 
 
-def _plans_of(trainings: pd.DataFrame, evaluation: Evaluation) -> list[Plan]:
+def _plans_of(trainings: pd.DataFrame, evaluation: Evaluation) -> list[EvaluationPlan]:
     """Return the plans that asked for trainings of a task, the last of which is judged."""
     keys = set(trainings["key"])
     return [plan for plan in evaluation.plans if not keys.isdisjoint(plan.keys)]
@@ -230,14 +233,21 @@ def _task_names(trainings: pd.DataFrame) -> pd.Series[str]:
 
 
 def _judge(
-    task: str, own: pd.DataFrame, metric: str, lower: bool, baseline: str, waiting: int, earlier: set[str], parts: int
+    task: str,
+    trainings: pd.DataFrame,
+    metric: str,
+    lower: bool,
+    baseline: str,
+    waiting: int,
+    earlier: set[str],
+    parts: int,
 ) -> Judgement:
-    final = {name: [_final(curve, name) for curve in own["curve"]] for name in ("loss", metric)}
-    own = own.assign(loss=final["loss"], value=final[metric], label=_labels(own))
-    own["failed"] = failed(own)
-    own["value"] = own["value"].where((own["status"] == "finished") & ~own["failed"])
-    used = _without_earlier_seeds(own, earlier)
-    killed = own[own["status"] == "killed"]
+    final = {name: [_final(curve, name) for curve in trainings["curve"]] for name in ("loss", metric)}
+    trainings = trainings.assign(loss=final["loss"], value=final[metric], label=_labels(trainings))
+    trainings["failed"] = failed(trainings)
+    trainings["value"] = trainings["value"].where((trainings["status"] == "finished") & ~trainings["failed"])
+    used = _without_earlier_seeds(trainings, earlier)
+    killed = trainings[trainings["status"] == "killed"]
     table = _Table.of(used[(used["trace"] != REFERENCE) & np.isclose(used["lr_factor"], 1)], baseline, lower)
     claimed = claims(table.values, table.failed, table.same, parts)
     fails = np.zeros_like(claimed.fails) if waiting else claimed.fails
@@ -254,7 +264,7 @@ def _judge(
             if counts[0] or counts[2]
         },
         waiting,
-        tuple(sorted(set(own["seed"]) - set(used["seed"]))),
+        tuple(sorted(set(trainings["seed"]) - set(used["seed"]))),
         tuple(f"{row.rule} at {row.lr_factor:g}x under {row.label}, seed {row.seed}" for row in killed.itertuples()),
         used,
     )
@@ -273,8 +283,8 @@ class _Table:
 
     @property
     def trained(self) -> IntArray:
-        found: IntArray = (self.failed | ~np.isnan(self.values)).sum(-1)
-        return found
+        counts: IntArray = (self.failed | ~np.isnan(self.values)).sum(-1)
+        return counts
 
     @classmethod
     def of(cls, trainings: pd.DataFrame, baseline: str, lower: bool) -> _Table:
@@ -301,13 +311,13 @@ def _traces(table: _Table, claimed: Claims, used: pd.DataFrame, waiting: int, pa
         rows = {number: _row(table, claimed, place, number, waiting) for number in numbers}
         candidates = [number for number in numbers if _may_be_best(rows[number], rows.get(0))]
         best = min(candidates, key=means[place].__getitem__, default=0)
-        own = used[(used["label"] == name) & np.isclose(used["lr_factor"], 1)]
-        beside = dict.fromkeys((0, best)) if (own["end"] == "samples").all() and len(at_reference) else ()
+        of_trace = used[(used["label"] == name) & np.isclose(used["lr_factor"], 1)]
+        beside = dict.fromkeys((0, best)) if (of_trace["end"] == "samples").all() and len(at_reference) else ()
         outlook = None
         if best and not waiting and all(row.answer != "better" for row in rows.values()):
             away = abs(float(means[place, best] - means[place, 0]))
             outlook = _outlook(away, variances[place, best], variances[place, 0], table.values.shape[-1], level)
-        longest = max(own["curve"], key=lambda curve: len(curve.get("samples", ())))
+        longest = max(of_trace["curve"], key=lambda curve: len(curve.get("samples", ())))
         yield Trace(
             name,
             bool(np.isfinite(constant_batchsize(longest))),
@@ -359,8 +369,8 @@ def _reference(trainings: pd.DataFrame, sign: float, parts: int) -> Reference:
     values, fails = values.reindex(factors), fails.reindex(factors).eq(True)
     if fails.loc[1.0].any() and values.loc[1.0].isna().all():
         return Reference("failed", *at)
-    found, answer = tuned(sign * values.to_numpy(np.float64), fails.to_numpy(), parts)
-    gains = {factor: Interval(*gain.tolist()) for factor, gain in zip(factors[1:], found, strict=True)}
+    intervals, answer = tuned(sign * values.to_numpy(np.float64), fails.to_numpy(), parts)
+    gains = {factor: ConfidenceInterval(*gain.tolist()) for factor, gain in zip(factors[1:], intervals, strict=True)}
     gains = {factor: gain for factor, gain in gains.items() if np.isfinite(gain.low)}
     rates = fails.sum(axis=1) / (fails | values.notna()).sum(axis=1)
     failing = tuple(sorted(rates[1:][rates[1:] > rates[1.0]].index))
@@ -390,5 +400,5 @@ def _final(curve: Mapping[str, Sequence[float | None]], name: str) -> float:
     return np.nan if value is None else float(value)
 
 
-def _turned(interval: Interval, sign: float) -> Interval:
-    return interval if sign > 0 else Interval(-interval.value, -interval.high, -interval.low)
+def _turned(interval: ConfidenceInterval, sign: float) -> ConfidenceInterval:
+    return interval if sign > 0 else ConfidenceInterval(-interval.value, -interval.high, -interval.low)

@@ -25,7 +25,7 @@ _FACTS = ("minibatch_size", "max_grad_norm", "between", "task_arguments")  # of 
 
 @final
 @dataclass(frozen=True)
-class Plan:
+class EvaluationPlan:
     """What one command wants, fixed before anything is trained.
 
     Attributes:
@@ -56,7 +56,7 @@ class Evaluation:
     """
 
     trainings: pd.DataFrame
-    plans: tuple[Plan, ...]
+    plans: tuple[EvaluationPlan, ...]
 
 
 def read(place: str | os.PathLike[str]) -> Evaluation:
@@ -74,7 +74,7 @@ def read(place: str | os.PathLike[str]) -> Evaluation:
         return Evaluation(_frame([(0, row) for row in _table(path)]), ())
     content = path.read_bytes()
     lines = _lines(gzip.decompress(content) if path.suffix == ".gz" else content, path)
-    plans = tuple(Plan(line["command"], tuple(line["keys"])) for line in lines if "keys" in line)
+    plans = tuple(EvaluationPlan(line["command"], tuple(line["keys"])) for line in lines if "keys" in line)
     order = {
         key: (number, place) for number, plan in reversed([*enumerate(plans)]) for place, key in enumerate(plan.keys)
     }
@@ -162,7 +162,7 @@ def _lock(file: Any, folder: Path) -> None:
 
 def _lines(content: bytes, path: Path) -> list[dict[str, Any]]:
     """Return the lines of a file, without a last one that has no end."""
-    found: list[dict[str, Any]] = []
+    lines: list[dict[str, Any]] = []
     for number, text in enumerate(content.split(b"\n")[:-1], 1):
         try:
             line = json.loads(text)
@@ -174,8 +174,8 @@ def _lines(content: bytes, path: Path) -> list[dict[str, Any]]:
         if (version := line.get("format", FORMAT)) != FORMAT:
             remedy = "read it with the version that has written it"
             raise value_error(f"{path}:{number} must be of format {FORMAT}", f"format {version}", remedy)
-        found.append(line)
-    return found
+        lines.append(line)
+    return lines
 
 
 def _table(path: Path) -> list[dict[str, Any]]:
@@ -211,12 +211,12 @@ def _frame(rows: Sequence[tuple[int, Mapping[str, Any]]]) -> pd.DataFrame:
         **dict.fromkeys(("curve", "environment"), object),
     }
     before = {"task_version": "", "end": "samples", "start": ""}  # what earlier versions, or defaults, leave out
-    found = []
+    records = []
     for plan, row in rows:
         cell = {**before, **row["cell"]}
         facts = {name: cell[name] for name in _FACTS if name in cell}
         curve = {name: values for name, values in row["curve"].items() if values is not None}
         values = {**cell, **row} | {"plan": plan, "curve": curve, "environment": {**row["environment"], **facts}}
-        found.append({name: values.get(name) for name in kinds})
-    frame = pd.DataFrame(found, columns=list(kinds))
+        records.append({name: values.get(name) for name in kinds})
+    frame = pd.DataFrame(records, columns=list(kinds))
     return frame.astype({name: kind for name, kind in kinds.items() if kind in (int, float)})

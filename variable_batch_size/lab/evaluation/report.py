@@ -81,7 +81,9 @@ def render(evaluation: Evaluation, judgements: Sequence[Judgement]) -> str:
 
 def _seeds(judgements: Sequence[Judgement]) -> str:
     """Return with how many seeds each rule was trained, in words."""
-    numbers = sorted({row.trained for one in judgements for trace in one.traces for row in trace.rows} - {0})
+    numbers = sorted(
+        {row.trained for judgement in judgements for trace in judgement.traces for row in trace.rows} - {0}
+    )
     return f"{numbers[0]} to {numbers[-1]} seeds" if len(numbers) > 1 else f"{(numbers or [0])[0]} seeds"
 
 
@@ -131,8 +133,8 @@ def _task(judgement: Judgement) -> dict[str, Any]:
 
 def _moments(rows: pd.DataFrame) -> tuple[float, float]:
     """Return mean and standard deviation of the metric of the reference at its own learning rate."""
-    own = at_its_rate(rows)["value"]  # nan of a training that failed
-    return float(own.mean()), float(own.std())
+    values = at_its_rate(rows)["value"]  # nan of a training that failed
+    return float(values.mean()), float(values.std())
 
 
 def _rows(trace: Trace) -> list[dict[str, str]]:
@@ -176,15 +178,17 @@ def _facts(evaluation: Evaluation, judgements: Sequence[Judgement]) -> dict[str,
     facts = {"trainings": f"{len(rows):,}, {rows['failed'].sum():,} of them failed; {seconds:,.0f} s in all"}
     if evaluation.plans:
         facts["command"] = evaluation.plans[-1].command
-    for task, own in rows.groupby("task"):
-        rates = _distinct(f"{rate:.6g}" for rate in own["lr"] / own["lr_factor"])
-        sizes = _distinct("unknown" if np.isnan(size) else f"{size:g}" for size in own["ref_batchsize"])
-        seeds = wording.listed([*map(str, sorted(own["seed"].unique()))])
-        samples = _distinct(f"{number:,}" for number in own["samples"])
+    for task, of_task in rows.groupby("task"):
+        rates = _distinct(f"{rate:.6g}" for rate in of_task["lr"] / of_task["lr_factor"])
+        sizes = _distinct("unknown" if np.isnan(size) else f"{size:g}" for size in of_task["ref_batchsize"])
+        seeds = wording.listed([*map(str, sorted(of_task["seed"].unique()))])
+        samples = _distinct(f"{number:,}" for number in of_task["samples"])
         facts[str(task)] = f"reference batch size {sizes}, learning rate {rates}, {samples} samples, seeds {seeds}"
-    found = list(rows["environment"])
-    names = dict.fromkeys(name for environment in found for name in environment if not name.startswith("seed of"))
-    facts |= {name: _distinct(str(environment.get(name, "unknown")) for environment in found) for name in names}
+    environments = list(rows["environment"])
+    names = dict.fromkeys(
+        name for environment in environments for name in environment if not name.startswith("seed of")
+    )
+    facts |= {name: _distinct(str(environment.get(name, "unknown")) for environment in environments) for name in names}
     if "-dirty" in facts.get("commit", ""):
         facts["commit"] += " (with changes that are in no commit)"
     return facts
@@ -196,8 +200,8 @@ def _table_of(judgements: Sequence[Judgement]) -> pd.DataFrame:
 
     rows = pd.concat([judgement.trainings for judgement in judgements], ignore_index=True)
     lasts = pd.DataFrame([{name: values[-1] for name, values in curve.items() if values} for curve in rows["curve"]])
-    own = rows.drop(columns=["curve", "environment", "loss", "value"])
-    return own.join(lasts.drop(columns=[name for name in lasts if name in own]))
+    facts = rows.drop(columns=["curve", "environment", "loss", "value"])
+    return facts.join(lasts.drop(columns=[name for name in lasts if name in facts]))
 
 
 def _distinct(values: Iterable[str]) -> str:

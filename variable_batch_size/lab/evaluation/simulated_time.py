@@ -69,9 +69,9 @@ class RunTime:
     def of(cls, run: Run) -> RunTime:
         """Return the time of a simulated training."""
         table = run.timeline
-        kept = table[(table["state"] == "productive") & (table["updates"] > 0)]
-        ends = kept["updates"].to_numpy(np.int64).cumsum()
-        return cls(kept["begin"].to_numpy(np.float64), kept["end"].to_numpy(np.float64), ends, run.capacity)
+        productive = table[(table["state"] == "productive") & (table["updates"] > 0)]
+        ends = productive["updates"].to_numpy(np.int64).cumsum()
+        return cls(productive["begin"].to_numpy(np.float64), productive["end"].to_numpy(np.float64), ends, run.capacity)
 
     def after(self, seconds: float, updates: int, batch_size: int, minibatch_size: int) -> float:
         """Return when an update ends, see `ModelTime`."""

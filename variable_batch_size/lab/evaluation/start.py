@@ -66,8 +66,8 @@ class Start:
             requirement = f"trainings can go on from a checkpoint with {', '.join(needed)}"
             remedy = "save them by vbs.Checkpoint, and pass its folder"
             raise value_error(requirement, f"no {missing} in {path}", remedy)
-        own, group = parts["optimizer"]["vbs"], parts["optimizer"]["param_groups"][0]
-        position = own["sampler"]
+        state, group = parts["optimizer"]["vbs"], parts["optimizer"]["param_groups"][0]
+        position = state["sampler"]
         return cls(
             name=f"{path.name}, {updates:,} updates",
             digits=content_hash(parts),
@@ -75,10 +75,10 @@ class Start:
             samples=position["samples"],
             epoch=position["epoch"] - (position["step"] == position["first_step"]),
             lr=float(group.get("initial_lr", group["lr"])),
-            ref_batchsize=own["ref_batchsize"],
+            ref_batchsize=state["ref_batchsize"],
             dataset_size=position["dataset_size"],
             order={name: position[name] for name in ("seed", "shuffle", "drop_last")},
-            has_noise=bool(own.get("noise")),
+            has_noise=bool(state.get("noise")),
             others=tuple(parts.keys() - {"model", "optimizer", "sampler", "scheduler"}),
             path=max(path.glob(f"update-{updates:08d}-*"), default=path),
         )

@@ -20,7 +20,7 @@ DIFFERENCES, FAILURES, TUNING = 0.03, 0.01, 0.01  # which reports of equal rules
 POWER = 0.8
 
 
-class Interval(NamedTuple):
+class ConfidenceInterval(NamedTuple):
     """An estimate and its interval; the bounds are nan where there are fewer than two values."""
 
     value: float
@@ -39,18 +39,18 @@ class Comparison(NamedTuple):
     def p(self) -> FloatArray:
         """Probability of so large a difference, (...), if the means are equal; nan where a sample has no two values."""
         with np.errstate(divide="ignore", invalid="ignore"):
-            found: FloatArray = 2 * _stats().t.sf(np.abs(self.value / self.error), self.freedom)
-        return found
+            p_values: FloatArray = 2 * _stats().t.sf(np.abs(self.value / self.error), self.freedom)
+        return p_values
 
     def half(self, confidence: float = CONFIDENCE) -> FloatArray:
         """Half the width of the interval, (...)."""
-        found: FloatArray = self.error * _stats().t.isf((1 - confidence) / 2, self.freedom)
-        return found
+        half_widths: FloatArray = self.error * _stats().t.isf((1 - confidence) / 2, self.freedom)
+        return half_widths
 
-    def interval(self, confidence: float = CONFIDENCE) -> Interval:
+    def interval(self, confidence: float = CONFIDENCE) -> ConfidenceInterval:
         """The interval of one comparison."""
         value, half = float(self.value), float(self.half(confidence))
-        return Interval(value, value - half, value + half)
+        return ConfidenceInterval(value, value - half, value + half)
 
 
 class Claims(NamedTuple):
@@ -86,8 +86,8 @@ def claims(values: FloatArray, failed: BoolArray, same: BoolArray | bool = False
         parts: number of tasks in the report, which share the levels.
     """
     difference = compare(values, values[..., :1, :], smallest_step(values)[..., None])
-    trained, own = (failed | ~np.isnan(values)).sum(-1), failed.sum(-1)  # (..., traces, rules)
-    counts = np.stack(np.broadcast_arrays(own, trained, own[..., :1], trained[..., :1]), -1)
+    trained, failures = (failed | ~np.isnan(values)).sum(-1), failed.sum(-1)  # (..., traces, rules)
+    counts = np.stack(np.broadcast_arrays(failures, trained, failures[..., :1], trained[..., :1]), -1)
     tested = (counts[..., 1] > 0) & (counts[..., 3] > 0) & ~np.broadcast_to(same, trained.shape)
     tested[..., 0] = False  # the baseline
     p = np.where(tested, np.nan_to_num(difference.p, nan=1.0), np.nan)
@@ -115,9 +115,9 @@ def tuned(values: FloatArray, failed: BoolArray, parts: int = 1) -> tuple[FloatA
         Gains with their bounds, (..., factors - 1, 3), and answers, (...).
     """
     gain = compare(values[..., :1, :], values, smallest_step(values)[..., None])
-    trained, own = (failed | ~np.isnan(values)).sum(-1), failed.sum(-1)
+    trained, failures = (failed | ~np.isnan(values)).sum(-1), failed.sum(-1)
     half = gain.half(1 - TUNING / parts / max(1, values.shape[-2] - 1))
-    half[own * trained[..., :1] > own[..., :1] * trained] = np.nan
+    half[failures * trained[..., :1] > failures[..., :1] * trained] = np.nan
     value = np.where(np.isnan(half), np.nan, gain.value)
     gains = np.stack([value, value - half, value + half], -1)[..., 1:, :]
     answers = np.where((gains[..., 1] > 0).any(-1), 1, np.where((gains[..., 0] > 0).any(-1), 0, -1))
@@ -164,7 +164,7 @@ def moments(values: FloatArray) -> tuple[IntArray, FloatArray, FloatArray]:
         return number, mean, (variance**2).sum(-1) / np.where(number > 1, number - 1, np.nan)
 
 
-def mean_interval(values: FloatArray, confidence: float = CONFIDENCE) -> Interval:
+def mean_interval(values: FloatArray, confidence: float = CONFIDENCE) -> ConfidenceInterval:
     """Return the mean of independent values, (seeds,), with Student's t interval."""
     number, mean, variance = moments(values)
     return Comparison(mean, np.sqrt(variance / np.maximum(number, 1)), np.maximum(number - 1, 1)).interval(confidence)
@@ -213,8 +213,10 @@ def seen(variance: float, other_variance: float, seeds: FloatArray, level: float
     freedom = (seeds - 1) * (1 - 1 / seeds) * total**2 / max(variance**2 + other_variance**2, 1e-300)
     freedom = np.maximum(freedom, seeds - 1)
     noncentral = import_extra("scipy.special", "evaluation").nctdtrinc
-    found: FloatArray = noncentral(freedom, 1 - POWER, _stats().t.isf(level / 2, freedom)) * np.sqrt(total / seeds)
-    return found
+    differences: FloatArray = noncentral(freedom, 1 - POWER, _stats().t.isf(level / 2, freedom)) * np.sqrt(
+        total / seeds
+    )
+    return differences
 
 
 @lru_cache(maxsize=2**14)

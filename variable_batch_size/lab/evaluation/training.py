@@ -35,7 +35,7 @@ from variable_batch_size.lab.evaluation.task import Defaults, Task, dataset_of, 
 SAVE_EVERY = timedelta(seconds=30)
 
 
-class Parts(NamedTuple):
+class TrainingParts(NamedTuple):
     """The objects of a training: the schedule of the task, and what steps it, which is itself if it goes by time."""
 
     task: Task
@@ -46,19 +46,19 @@ class Parts(NamedTuple):
     scheduler: ProgressScheduler | LambdaLR | None
 
 
-def parts_of(cell: Cell, curve: Curve) -> Parts:
+def parts_of(cell: Cell, curve: Curve) -> TrainingParts:
     """Create the objects of a training, of which `curve` tells the schedule the time, in the state of its start."""
     task = load_task(cell.task, cell.task_arguments, cell.data_dir)
     dataset: Any = dataset_of(task)
     order = {"seed": cell.seed} if cell.start is None else cell.start.order
     sampler = CustomSampler(
         dataset,
-        cell.course.trace,
+        cell.timed.trace,
         1,
         0,
         cell.minibatch_size,
         fixed_shape=False,
-        max_samples=cell.course.end.most(cell.samples),
+        max_samples=cell.timed.end.most(cell.samples),
         **order,
     )
     model = task.model(cell.seed)
@@ -70,7 +70,7 @@ def parts_of(cell: Cell, curve: Curve) -> Parts:
         max_grad_norm=cell.max_grad_norm,
         backend=LocalBackend(),
     )
-    parts = Parts(task, model, sampler, optimizer, *_schedule(cell, task, optimizer, curve))
+    parts = TrainingParts(task, model, sampler, optimizer, *_schedule(cell, task, optimizer, curve))
     if cell.start is not None:
         curve.untrained = checked(metrics_of(parts))["loss"]
         _go_on(parts, cell.start, cell.lr_factor)
@@ -81,7 +81,7 @@ def _schedule(
     cell: Cell, task: Task, optimizer: CustomOptimizer, curve: Curve
 ) -> tuple[LambdaLR | None, ProgressScheduler | LambdaLR | None]:
     """Return the schedule of the task, which every rule reads by samples, or by its share of another end."""
-    function, size, end = Defaults.of(task, cell.task).schedule, cell.ref_batchsize, cell.course.end
+    function, size, end = Defaults.of(task, cell.task).schedule, cell.ref_batchsize, cell.timed.end
     if function is None:
         return None, None
     if end.by != "samples":
@@ -109,7 +109,7 @@ class _Unused:
         """Leave it out."""
 
 
-def _go_on(parts: Parts, start: Start, lr_factor: float) -> None:
+def _go_on(parts: TrainingParts, start: Start, lr_factor: float) -> None:
     """Bring the objects of a training into the state of its start, of which a copy is restored, at another lr."""
     others: dict[str, Any] = {name: _Unused() for name in start.others}
     if parts.scheduler is not None:
@@ -169,9 +169,9 @@ def train(
 def _train(cell: Cell, checkpoints: Path | None, save_every: timedelta | int, driver: int | None) -> dict[str, Any]:
     began = time.perf_counter()
     seed_all(cell.seed)
-    curve = Curve(cell.course.time, cell.minibatch_size, 0 if cell.start is None else cell.start.updates)
+    curve = Curve(cell.timed.time, cell.minibatch_size, 0 if cell.start is None else cell.start.updates)
     parts = parts_of(cell, curve)
-    optimizer, end = parts.optimizer, cell.course.end
+    optimizer, end = parts.optimizer, cell.timed.end
     saved: dict[str, Any] = {"model": parts.model, "optimizer": optimizer, "scheduler": parts.scheduler, "curve": curve}
     checkpoint: Checkpoint | None = None
     with ExitStack() as stack:
@@ -215,7 +215,7 @@ def _is_due(every: timedelta | int, updates: int, seconds: float) -> bool:
     return seconds >= every.total_seconds() if isinstance(every, timedelta) else updates % every == 0
 
 
-def _facts(parts: Parts, cell: Cell) -> dict[str, Any]:
+def _facts(parts: TrainingParts, cell: Cell) -> dict[str, Any]:
     inner = parts.optimizer.inner
     options = {name: value for name, value in inner.defaults.items() if value is not None and name != "lr"}
     facts: dict[str, Any] = {"threads": torch.get_num_threads()}
@@ -233,7 +233,7 @@ def seed_all(*seeds: int) -> None:
     random.seed(seed)
 
 
-def updates_of(parts: Parts, curve: Curve, cell: Cell) -> Iterator[bool]:
+def updates_of(parts: TrainingParts, curve: Curve, cell: Cell) -> Iterator[bool]:
     """Train, and yield after each update whether it has changed the weights, until its samples or its divergence."""
     parts.model.train()
     for epoch in remaining_epochs(parts.sampler, parts.optimizer):
@@ -254,7 +254,7 @@ def updates_of(parts: Parts, curve: Curve, cell: Cell) -> Iterator[bool]:
                 yield updated
 
 
-def _loader(parts: Parts, cell: Cell, epoch: int) -> DataLoader[Any]:
+def _loader(parts: TrainingParts, cell: Cell, epoch: int) -> DataLoader[Any]:
     """Return the loader of an epoch.
 
     After a checkpoint the sampler has the seed of that training, so that the epoch which has begun keeps its order;
@@ -270,7 +270,7 @@ def _loader(parts: Parts, cell: Cell, epoch: int) -> DataLoader[Any]:
     return DataLoader(dataset, **options)
 
 
-def evaluate(parts: Parts, curve: Curve) -> None:
+def evaluate(parts: TrainingParts, curve: Curve) -> None:
     """Evaluate the model, and add a row to the curve; an error of a model that has diverged only says so."""
     metrics: Mapping[str, float] = {"loss": math.nan}
     try:
@@ -283,7 +283,7 @@ def evaluate(parts: Parts, curve: Curve) -> None:
 
 
 @torch.no_grad()
-def metrics_of(parts: Parts) -> Mapping[str, float]:
+def metrics_of(parts: TrainingParts) -> Mapping[str, float]:
     """Return what the task's evaluation says of a model, which trains on afterwards, without gradients of it."""
     parts.model.eval()
     metrics = parts.task.evaluate(parts.model)
@@ -307,7 +307,7 @@ def _failed_by_divergence(model: nn.Module, curve: Curve, error: Exception) -> b
     if curve.last is None:
         return False
     overflows = isinstance(error, (OverflowError, FloatingPointError)) or not curve.last <= curve.limit
-    return overflows or not all(bool(one.isfinite().all()) for one in model.parameters())
+    return overflows or not all(bool(parameter.isfinite().all()) for parameter in model.parameters())
 
 
 @contextmanager

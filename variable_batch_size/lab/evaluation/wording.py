@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from variable_batch_size.lab.evaluation.judgement import Judgement, Row, Trace
-from variable_batch_size.lab.evaluation.statistics import DIFFERENCES, Interval, seen
+from variable_batch_size.lab.evaluation.statistics import DIFFERENCES, ConfidenceInterval, seen
 
 BETTER, WORSE, SAME, OPEN, FAILS = "\u25b2", "\u25bc", "=", "?", "\u2715"  # told apart without a color
 
@@ -36,19 +36,19 @@ def verdict(judgement: Judgement, trace: Trace) -> list[Sentence]:
         return [Sentence(OPEN, "nothing is claimed before all trainings of the plan have ended")]
     size = {"better": -1, "worse": 1}
     claimed = sorted((row for row in others if row.answer in size), key=lambda row: -abs(row.difference.value))
-    found = [_claim(judgement, row) for answer in size for row in claimed if row.answer == answer]
+    sentences = [_claim(judgement, row) for answer in size for row in claimed if row.answer == answer]
     if not any(row.answer == "better" for row in claimed):
-        found.insert(0, _none_better(judgement, trace))
+        sentences.insert(0, _none_better(judgement, trace))
     same = [row.rule for row in others if row.answer == "same"]
     if same and len(same) < len(others):
-        found.append(Sentence(SAME, f"{listed(same)}: the same trainings as {judgement.baseline}, bit for bit"))
+        sentences.append(Sentence(SAME, f"{listed(same)}: the same trainings as {judgement.baseline}, bit for bit"))
     undecided = [row for row in others if row.answer == "open" and row.failed < row.trained]
     if claimed and undecided:
-        found.append(Sentence(OPEN, f"not decided: {listed([row.rule for row in undecided])}"))
-    found += _failing(trace)
+        sentences.append(Sentence(OPEN, f"not decided: {listed([row.rule for row in undecided])}"))
+    sentences += _failing(trace)
     if trace.constant and others:
-        found.append(Sentence(SAME, "the batch size is constant: a rule is a learning rate here"))
-    return found
+        sentences.append(Sentence(SAME, "the batch size is constant: a rule is a learning rate here"))
+    return sentences
 
 
 def _claim(judgement: Judgement, row: Row) -> Sentence:
@@ -70,9 +70,9 @@ def _none_better(judgement: Judgement, trace: Trace) -> Sentence:
     if all(row.answer in ("same", "worse") or row.failed == row.trained for row in others):
         return Sentence(SAME, f"{baseline}: no other rule is better")
     best = next((row for row in others if row.rule == trace.best), None)
-    own = trace.rows[0]
-    if best is not None and best.failed * own.trained < own.failed * best.trained:
-        counts = f"in {best.failed} of {best.trained}, {baseline} in {own.failed} of {own.trained}"
+    of_baseline = trace.rows[0]
+    if best is not None and best.failed * of_baseline.trained < of_baseline.failed * best.trained:
+        counts = f"in {best.failed} of {best.trained}, {baseline} in {of_baseline.failed} of {of_baseline.trained}"
         return Sentence(OPEN, f"not decided, use {best.rule}: it failed {counts}")
     text = f"not decided, use {baseline}: no rule is seen to be better"
     if best is not None and math.isfinite(best.difference.low):
@@ -93,47 +93,51 @@ def _failing(trace: Trace) -> Iterator[Sentence]:
 
 def failures(judgement: Judgement) -> list[Sentence]:
     """Return which rules are claimed to fail more or less often than the baseline, under all traces."""
-    found = []
-    for rule, own in judgement.failures.items():
-        if own.claimed:
-            word = "more" if own.claimed > 0 else "less"
-            counts = f"{own.failed} of {own.trained} against {own.baseline_failed} of {own.baseline_trained}"
+    sentences = []
+    for rule, counted in judgement.failures.items():
+        if counted.claimed:
+            word = "more" if counted.claimed > 0 else "less"
+            counts = (
+                f"{counted.failed} of {counted.trained} against {counted.baseline_failed} of {counted.baseline_trained}"
+            )
             text = f"{rule} fails {word} often than {judgement.baseline}: {counts} trainings under all traces"
-            found.append(Sentence(WORSE if own.claimed > 0 else BETTER, text))
-    return found
+            sentences.append(Sentence(WORSE if counted.claimed > 0 else BETTER, text))
+    return sentences
 
 
 def reference(judgement: Judgement) -> str:
     """Return whether the learning rate is tuned at the reference's batch size."""
-    found = judgement.reference
-    if found.answer == "waiting":
+    outcome = judgement.reference
+    if outcome.answer == "waiting":
         return "Whether the reference is tuned is said when all trainings of the plan have ended."
-    if found.answer == "missing":
+    if outcome.answer == "missing":
         return "The reference was not trained: whether the learning rate is tuned is not known."
-    at = f"at batch size {found.batchsize:g} and learning rate {found.lr:.4g}"
-    if found.answer == "failed":
+    at = f"at batch size {outcome.batchsize:g} and learning rate {outcome.lr:.4g}"
+    if outcome.answer == "failed":
         return f"The reference failed with all seeds, {at}. Tune it first."
-    if found.answer == "untried":
+    if outcome.answer == "untried":
         return f"Whether the reference is tuned is not known: {at}, no other rate was tried with two seeds or more."
-    best = max(found.gains, key=lambda factor: found.gains[factor].value, default=1.0)
-    tried = f"({', '.join(f'{factor:g}' for factor in sorted(found.gains))} times)"
-    failing = f"; {listed([f'{factor:g}' for factor in found.failing])} times it fails more often" * bool(found.failing)
-    if found.answer == "not tuned":
-        gain = f"{best:g} times the rate is better by {interval(*found.gains[best])}"
+    best = max(outcome.gains, key=lambda factor: outcome.gains[factor].value, default=1.0)
+    tried = f"({', '.join(f'{factor:g}' for factor in sorted(outcome.gains))} times)"
+    failing = f"; {listed([f'{factor:g}' for factor in outcome.failing])} times it fails more often" * bool(
+        outcome.failing
+    )
+    if outcome.answer == "not tuned":
+        gain = f"{best:g} times the rate is better by {interval(*outcome.gains[best])}"
         return f"The reference is not tuned: {at}, {gain}. What rules bring at this rate depends on that."
-    most = number(found.most, found.most)
-    if found.answer == "open":
+    most = number(outcome.most, outcome.most)
+    if outcome.answer == "open":
         best_rate = f"{best:g} times the rate may be better by up to {most}"
         return f"Whether the reference is tuned is not decided: {at}, {best_rate}{failing}."
-    if not found.gains:
+    if not outcome.gains:
         return f"The reference is tuned: {at}{failing}."
-    worse = f"no other rate {tried} is better by more than {most}" if found.most else f"other rates {tried} are worse"
+    worse = f"no other rate {tried} is better by more than {most}" if outcome.most else f"other rates {tried} are worse"
     return f"The reference is tuned: {at}, {worse}{failing}."
 
 
 def lost(judgement: Judgement, trace: Trace) -> str:
     """Return how much worse the baseline and the best other rule are than the reference after equal samples."""
-    return "; ".join(f"{rule} {interval(*own)}" for rule, own in trace.lost.items())
+    return "; ".join(f"{rule} {interval(*bounds)}" for rule, bounds in trace.lost.items())
 
 
 def power(seeds: int, comparisons: int) -> str:
@@ -176,7 +180,7 @@ def interval(value: float, low: float, high: float, sign: str = "") -> str:
     """
     if not math.isfinite(low):
         return number(value, sign=sign)
-    texts = [number(one, high - low, sign) for one in (value, low, high)]
+    texts = [number(end, high - low, sign) for end in (value, low, high)]
     return f"{texts[0]} ({texts[1]} to {texts[2]})"
 
 
@@ -189,5 +193,9 @@ def listed(names: Sequence[str], last: str = "and") -> str:
     return f" {last} ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-def _positive(found: Interval) -> Interval:
-    return found if found.value >= 0 else Interval(-found.value, -found.high, -found.low)
+def _positive(difference: ConfidenceInterval) -> ConfidenceInterval:
+    return (
+        difference
+        if difference.value >= 0
+        else ConfidenceInterval(-difference.value, -difference.high, -difference.low)
+    )

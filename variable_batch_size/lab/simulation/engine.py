@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, TypeAlias, final
 from variable_batch_size._validation import MAX_INT, check_int, check_number, check_positive, type_error
 from variable_batch_size.adaptive.base import ControlInput
 from variable_batch_size.lab.simulation.batch_sizes import BatchSizes
-from variable_batch_size.lab.simulation.model import Model, Position
+from variable_batch_size.lab.simulation.model import Model, SimulatedPosition
 from variable_batch_size.lab.simulation.nodes import ROUNDING, Nodes, reached, snap
 
 Cause: TypeAlias = Literal["start", "preemption", "growth"]
@@ -113,7 +113,7 @@ def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
 
 class _Saved(NamedTuple):
     complete: float  # time from which the checkpoint can be restored
-    position: Position
+    position: SimulatedPosition
     intervals: int  # their number when it was begun, as below
     runs: int
 
@@ -153,7 +153,7 @@ class Engine:
     restarts: int = 0
 
     def __post_init__(self) -> None:
-        self._position = Position(0, 0, 0.0, 0, ())
+        self._position = SimulatedPosition(0, 0, 0.0, 0, ())
         self._saved = _Saved(0.0, self._position, 0, 0)
         self._writing: _Saved | None = None
         self._cause: Cause = "start"
@@ -169,7 +169,7 @@ class Engine:
                 self._train(nodes)
 
     @property
-    def position(self) -> Position:
+    def position(self) -> SimulatedPosition:
         """How far the training is."""
         return self._position
 
@@ -233,24 +233,24 @@ class Engine:
         before, begin, devices = self._position, self.now, nodes * self.model.devices_per_node
         decisions = self.sizes.advance(before.decisions, partial(self._input, devices), restarted)
         size = decisions[0].batch_size
-        course = self.model.equal_updates(size, devices, before)
-        updates = course.ended_by(begin, limit * (1 + ROUNDING))
+        updates_alike = self.model.equal_updates(size, devices, before)
+        updates = updates_alike.ended_by(begin, limit * (1 + ROUNDING))
         if updates == 0:
             self._spend("idle" if limit == self.end else "redone", limit, nodes, size)
             return False
         unit, value = self.goal
         ends = min(self.sizes.end, self.sizes.next_change(decisions, before.updates))
         updates = int(min(updates, ends - before.updates))
-        updates = course.until(lambda n: begin + course.seconds(n), wanted * (1 - ROUNDING), updates)
-        updates = course.until(
-            lambda n: before.progress + course.progress(n), self.model.next_noise(before.progress), updates
+        updates = updates_alike.until(lambda n: begin + updates_alike.seconds(n), wanted * (1 - ROUNDING), updates)
+        updates = updates_alike.until(
+            lambda n: before.progress + updates_alike.progress(n), self.model.next_noise(before.progress), updates
         )
-        updates = course.until(lambda n: getattr(before, unit) + getattr(course, unit)(n), value, updates)
-        self.now = self._snap(begin + course.seconds(updates))
-        made = updates, course.samples(updates), course.progress(updates)
+        updates = updates_alike.until(lambda n: getattr(before, unit) + getattr(updates_alike, unit)(n), value, updates)
+        self.now = self._snap(begin + updates_alike.seconds(updates))
+        made = updates, updates_alike.samples(updates), updates_alike.progress(updates)
         self.intervals.append(Interval(begin, self.now, "productive", nodes, size, *made))
         self.runs.append((size, updates))
-        self._position = before.after(course, updates, decisions)
+        self._position = before.after(updates_alike, updates, decisions)
         return True
 
     def _input(self, devices: int, chosen: int | None) -> ControlInput:

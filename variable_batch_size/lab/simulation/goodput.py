@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, final
 
 
 @final
-class Goodput(NamedTuple):
+class TimeSpent(NamedTuple):
     """How the time between the first and the last event was spent, in seconds.
 
     Attributes:
@@ -44,7 +44,7 @@ class Goodput(NamedTuple):
         return self.saving / max(1, self.saves)
 
     @staticmethod
-    def of(events: Iterable[Mapping[str, Any]]) -> Goodput:
+    def of(events: Iterable[Mapping[str, Any]]) -> TimeSpent:
         """Return how the time was spent.
 
         Args:
@@ -71,7 +71,7 @@ class Goodput(NamedTuple):
                     redone += lost
                     spans.append(_Span(last["update"], event["update"], max(0.0, seconds - saved)))
             total, last = total + seconds, event
-        return Goodput(total - redone - saving - restoring - down, redone, saving, restoring, down, runs, saves)
+        return TimeSpent(total - redone - saving - restoring - down, redone, saving, restoring, down, runs, saves)
 
 
 @final
@@ -87,9 +87,9 @@ def _cut(spans: Iterable[_Span], update: int) -> tuple[float, list[_Span]]:
     """Return the seconds of what is after an update, which is made again, and what is left."""
     lost, left = 0.0, list[_Span]()
     for span in spans:
-        kept = min(span.end, max(span.begin, update))
-        share = (kept - span.begin) / (span.end - span.begin)
+        end = min(span.end, max(span.begin, update))
+        share = (end - span.begin) / (span.end - span.begin)
         lost += (1 - share) * span.seconds
         if share:
-            left.append(_Span(span.begin, kept, share * span.seconds))
+            left.append(_Span(span.begin, end, share * span.seconds))
     return lost, left

@@ -54,8 +54,8 @@ class EqualUpdates:
     def seconds(self, updates: int) -> float:
         """Return the seconds of the first `updates` updates."""
         full, tails, lasts = self._counts(updates)
-        each = self._seconds_of
-        return full * each[0] + tails * each[1] + lasts * each[2]
+        by_kind = self._seconds_of
+        return full * by_kind[0] + tails * by_kind[1] + lasts * by_kind[2]
 
     def updates(self, updates: int) -> int:
         """Return their number."""
@@ -64,14 +64,14 @@ class EqualUpdates:
     def samples(self, updates: int) -> int:
         """Return their samples."""
         full, tails, lasts = self._counts(updates)
-        each = self._sizes
-        return full * each[0] + tails * each[1] + lasts * each[2]
+        by_kind = self._sizes
+        return full * by_kind[0] + tails * by_kind[1] + lasts * by_kind[2]
 
     def progress(self, updates: int) -> float:
         """Return their progress."""
         full, tails, lasts = self._counts(updates)
-        each = self._progress_of
-        return full * each[0] + tails * each[1] + lasts * each[2]
+        by_kind = self._progress_of
+        return full * by_kind[0] + tails * by_kind[1] + lasts * by_kind[2]
 
     def used(self, updates: int) -> int:
         """Return the samples of the then current epoch that are used after them."""
@@ -95,7 +95,7 @@ class EqualUpdates:
 
 
 @final
-class Position(NamedTuple):
+class SimulatedPosition(NamedTuple):
     """How far a training is, as in a checkpoint."""
 
     updates: int
@@ -104,13 +104,13 @@ class Position(NamedTuple):
     used: int  # samples of the current epoch
     decisions: Decisions
 
-    def after(self, course: EqualUpdates, updates: int, decisions: Decisions) -> Position:
+    def after(self, updates_alike: EqualUpdates, updates: int, decisions: Decisions) -> SimulatedPosition:
         """Return the position after the first `updates` of equal updates."""
-        return Position(
+        return SimulatedPosition(
             self.updates + updates,
-            self.samples + course.samples(updates),
-            self.progress + course.progress(updates),
-            course.used(updates),
+            self.samples + updates_alike.samples(updates),
+            self.progress + updates_alike.progress(updates),
+            updates_alike.used(updates),
             decisions,
         )
 
@@ -143,7 +143,7 @@ class Model:
     fixed_shape: bool = False
     _seconds: dict[tuple[int, int], float] = field(default_factory=dict)  # (samples, devices) -> seconds
 
-    def equal_updates(self, size: int, devices: int, before: Position) -> EqualUpdates:
+    def equal_updates(self, size: int, devices: int, before: SimulatedPosition) -> EqualUpdates:
         """Return the next updates of `size` samples on a number of devices, from the position `before` on.
 
         Raises:

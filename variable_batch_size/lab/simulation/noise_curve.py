@@ -109,13 +109,13 @@ class NoiseCurve:
 
 def _estimates(rows: Iterable[Sequence[float]]) -> Iterable[tuple[float, float, float]]:
     """Return (progress, sigma2, mu2) of each change of the noise."""
-    found: dict[float, tuple[float, float]] = {}
+    by_progress: dict[float, tuple[float, float]] = {}
     for progress, sigma2, mu2 in rows:
         values = max(sigma2, 0.0), max(mu2, 0.0)
         if all(map(math.isfinite, (progress, sigma2, mu2))) and any(values):
-            found[progress] = values
+            by_progress[progress] = values
     last = None
-    for progress in sorted(found):
-        if found[progress] != last:
-            last = found[progress]
+    for progress in sorted(by_progress):
+        if by_progress[progress] != last:
+            last = by_progress[progress]
             yield progress, *last

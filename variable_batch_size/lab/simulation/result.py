@@ -207,8 +207,8 @@ def _hours(timeline: pd.DataFrame) -> FloatArray:
 
 def _entries(panels: Iterable[Axes]) -> dict[str, list[Any]]:
     """Return the entries of a legend: the first one of each label."""
-    found: dict[str, Any] = {}
+    by_label: dict[str, Any] = {}
     for axes in panels:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            found.setdefault(label, handle)
-    return {"handles": list(found.values()), "labels": list(found)}
+            by_label.setdefault(label, handle)
+    return {"handles": list(by_label.values()), "labels": list(by_label)}

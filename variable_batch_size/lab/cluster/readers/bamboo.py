@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import final
 
-from variable_batch_size.lab.cluster.readers.base import Membership, Options, Reader, Rows, Text, is_number, split
+from variable_batch_size.lab.cluster.readers.base import Membership, Reader, ReaderOptions, Rows, Text, is_number, split
 
 
 @final
@@ -26,7 +26,7 @@ class BambooCountsReader(Reader):
         cells = split(text.lines[0][1])
         return len(cells) == 2 and all(map(is_number, cells))
 
-    def read(self, text: Text, options: Options) -> Rows:
+    def read(self, text: Text, options: ReaderOptions) -> Rows:
         """Return the rows."""
         seconds: list[float] = []
         nodes: list[int] = []
@@ -56,7 +56,7 @@ class BambooEventsReader(Reader):
         cells = split(text.lines[0][1])
         return len(cells) == 3 and cells[1] in ("add", "remove") and is_number(cells[0])
 
-    def read(self, text: Text, options: Options) -> Rows:
+    def read(self, text: Text, options: ReaderOptions) -> Rows:
         """Return a row for each event."""
         seconds: list[float] = []
         nodes: list[int] = []

@@ -36,7 +36,7 @@ class Rows(NamedTuple):
 
 
 @final
-class Options(NamedTuple):
+class ReaderOptions(NamedTuple):
     """The keyword arguments of `cluster.read` that only some formats have; the defaults change nothing."""
 
     inverted: int = 0  # number of nodes of the cluster
@@ -162,7 +162,7 @@ class Reader(ABC):
         """Return whether a file has this format, judged by how it begins; the rest of it may be damaged."""
 
     @abstractmethod
-    def read(self, text: Text, options: Options) -> Rows:
+    def read(self, text: Text, options: ReaderOptions) -> Rows:
         """Return the rows of a file in ascending order of time, in seconds since the beginning or since 1970.
 
         Raises:
@@ -170,7 +170,7 @@ class Reader(ABC):
         """
 
     @final
-    def read_checked(self, text: Text, options: Options) -> Rows:
+    def read_checked(self, text: Text, options: ReaderOptions) -> Rows:
         """Return the rows of a file; raise as `read` does, and if the trace has no duration.
 
         Times of a clock begin at the first row.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, final
 
-from variable_batch_size.lab.cluster.readers.base import Options, Reader, Rows, Text, split
+from variable_batch_size.lab.cluster.readers.base import Reader, ReaderOptions, Rows, Text, split
 
 COUNTS: Final = ("GPUs", "TPU_cores")
 
@@ -29,7 +29,7 @@ class EthReader(Reader):
         header = split(text.lines[0][1])
         return header[:2] == ["", "Time"] and len(header) > 2 and set(header[2:]) <= set(COUNTS)
 
-    def read(self, text: Text, options: Options) -> Rows:
+    def read(self, text: Text, options: ReaderOptions) -> Rows:
         """Return the rows; their times have to be in ascending order."""
         line, header = text.lines[0]
         if not self.recognizes(text) or len(split(header)) != 3:

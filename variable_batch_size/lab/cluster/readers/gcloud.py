@@ -8,7 +8,7 @@ from datetime import datetime
 from itertools import pairwise
 from typing import Final, final
 
-from variable_batch_size.lab.cluster.readers.base import Options, Reader, Rows, Text, split
+from variable_batch_size.lab.cluster.readers.base import Reader, ReaderOptions, Rows, Text, split
 
 DATE: Final = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 TIME: Final = re.compile(r"[0-9]{2}:[0-9]{2}:[0-9]{2}")
@@ -37,7 +37,7 @@ class GcloudReader(Reader):
         cells = split(text.lines[0][1])
         return len(cells) == 3 and DATE.fullmatch(cells[0]) is not None and ":" in cells[1]
 
-    def read(self, text: Text, options: Options) -> Rows:
+    def read(self, text: Text, options: ReaderOptions) -> Rows:
         """Return the rows, sorted by time; warn if they were not."""
         rows: list[tuple[datetime, int]] = []
         for line, row in text.lines:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final, final
 
-from variable_batch_size.lab.cluster.readers.base import Membership, Options, Reader, Rows, Text, json_values
+from variable_batch_size.lab.cluster.readers.base import Membership, Reader, ReaderOptions, Rows, Text, json_values
 
 EVENTS: Final = ("add", "remove", "migration", "no-op")
 
@@ -29,7 +29,7 @@ class ParcaeReader(Reader):
         """Return whether the first text that is no comment begins a list with a number."""
         return re.match(r"\s*\[\s*[-0-9]", _without_comments(text)) is not None
 
-    def read(self, text: Text, options: Options) -> Rows:
+    def read(self, text: Text, options: ReaderOptions) -> Rows:
         """Return a row for each list."""
         seconds: list[float] = []
         nodes: list[int] = []
@@ -51,12 +51,12 @@ class ParcaeReader(Reader):
             raise text.error(text.lines[-1][0], "there must be at least one row", text.lines[-1][1], "add rows")
         return Rows(seconds, nodes, seconds[-1] + duration)
 
-    def _fields(self, text: Text, line: int, found: object) -> tuple[object, object, list[str], object]:
-        if not (isinstance(found, list) and len(found) == 3 and isinstance(found[2], dict)):
+    def _fields(self, text: Text, line: int, entry: object) -> tuple[object, object, list[str], object]:
+        if not (isinstance(entry, list) and len(entry) == 3 and isinstance(entry[2], dict)):
             raise text.error(
                 line, f"a row must have the form {self.example}", dict(text.lines)[line], "correct the row"
             )
-        milliseconds, event, details = found
+        milliseconds, event, details = entry
         if event not in EVENTS:
             raise text.error(line, f"the event must be one of {', '.join(EVENTS)}", event, "correct the row")
         names = details.get("nodes")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, final
 
-from variable_batch_size.lab.cluster.readers.base import Options, Reader, Rows, Text, split
+from variable_batch_size.lab.cluster.readers.base import Reader, ReaderOptions, Rows, Text, split
 
 COLUMNS: Final = ("JobID", "Start", "End", "NNodes")
 FORM: Final = "must be a time such as 2026-11-24T10:00:00"
@@ -31,7 +31,7 @@ class SacctReader(Reader):
         """Return whether the header has the four columns."""
         return set(COLUMNS) <= set(split(text.lines[0][1], "|"))
 
-    def read(self, text: Text, options: Options) -> Rows:
+    def read(self, text: Text, options: ReaderOptions) -> Rows:
         """Return a row for each time at which a job has begun or ended."""
         line, header = text.lines[0]
         if not self.recognizes(text):
@@ -53,7 +53,9 @@ class SacctReader(Reader):
         if not changes:
             raise text.error(line, "there must be a job that has started", header, "print those of another time")
         seconds, nodes_then, total = list[float](), list[int](), 0
-        for moment, change in sorted(changes, key=lambda one: (one[0], -one[1])):  # a job may end when it begins
+        for moment, change in sorted(
+            changes, key=lambda change_at: (change_at[0], -change_at[1])
+        ):  # a job may end when it begins
             total += change
             seconds.append(moment)
             nodes_then.append(total)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import final
 
-from variable_batch_size.lab.cluster.readers.base import Options, Reader, Rows, Text, json_values
+from variable_batch_size.lab.cluster.readers.base import Reader, ReaderOptions, Rows, Text, json_values
 
 
 @final
@@ -30,7 +30,7 @@ class SkyPilotReader(Reader):
         keys = r'"gap_seconds"|"data"\s*:\s*\['
         return text.lines[0][1].startswith("{") and re.search(keys, text.content) is not None
 
-    def read(self, text: Text, options: Options) -> Rows:
+    def read(self, text: Text, options: ReaderOptions) -> Rows:
         """Return a row for each tick."""
         line, first = text.lines[0]
         documents = [document for _, document in json_values(text, text.content)]

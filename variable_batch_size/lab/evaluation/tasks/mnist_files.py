@@ -84,9 +84,9 @@ def read(folder: Path, name: str) -> bytes:
 
 
 def _checked(content: bytes, name: str) -> bytes:
-    found = hashlib.md5(content, usedforsecurity=False).hexdigest()
-    if found != MD5[name]:
-        raise ValueError(f"{name} has the MD5 sum {found} instead of {MD5[name]}")
+    digest = hashlib.md5(content, usedforsecurity=False).hexdigest()
+    if digest != MD5[name]:
+        raise ValueError(f"{name} has the MD5 sum {digest} instead of {MD5[name]}")
     return content
 
 

@@ -13,7 +13,7 @@ _KEPT = 1024  # changes of position and hyperparameters, until they are compared
 
 
 @final
-class Course:
+class UpdateHistory:
     """The position and the hyperparameters of a rank after each of its last updates, as runs of equal ones."""
 
     def __init__(self) -> None:
@@ -41,13 +41,13 @@ class Course:
 def difference(first: str, other: str, rank: int) -> str:
     """Return the sentence for how another rank differs from rank 0; "" if it does not, or it is too long ago to know.
 
-    `first` and `other` are the results of `Course.after` on both ranks, for the same update.
+    `first` and `other` are the results of `UpdateHistory.after` on both ranks, for the same update.
     """
     if first == other or not (first and other):
         return ""
     values, others = _by_name(*json.loads(first)), _by_name(*json.loads(other))
     for name in {**values, **others}:
-        a, b = (found.get(name, "no number") for found in (values, others))
+        a, b = (named.get(name, "no number") for named in (values, others))
         if a != b and repr(a) != repr(b):  # nan equals nan
             remedy = "set it to one value on all ranks, and restore a checkpoint: the weights may differ, too"
             if name in ("epoch", "step"):

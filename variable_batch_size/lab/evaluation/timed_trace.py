@@ -97,7 +97,7 @@ class Training(NamedTuple):
 
 @final
 @dataclass(frozen=True, eq=False)
-class Course:
+class TimedTrace:
     """The batch sizes of a training, and the time that they take.
 
     Attributes:
@@ -135,10 +135,10 @@ def depends_on_the_dataset(source: TraceSource) -> bool:
     return isinstance(source, UnderCapacity) or (isinstance(source, str) and "@" in source)
 
 
-def course_of(
+def timed_trace(
     source: TraceSource, training: Training, options: TraceOptions, time: SimulatedTime | None = None
-) -> Course:
-    """Return the course of a training until its end; `time` is that of a trace that is not under a capacity trace.
+) -> TimedTrace:
+    """Return the timed of a training until its end; `time` is that of a trace that is not under a capacity trace.
 
     Raises:
         TypeError: if `source` has another type.
@@ -156,23 +156,23 @@ def course_of(
         first = None if training.ref_batchsize is None else min(max(training.ref_batchsize, low), high)
         source = AdaptiveTrace(parse_policy(source), first, options.bounds, every=options.every or EVERY)
     if isinstance(source, UnderCapacity):
-        course = _simulated(source, training, options)
+        timed = _simulated(source, training, options)
     elif isinstance(source, AdaptiveTrace):
-        course = Course(source, time, None, training.end)
+        timed = TimedTrace(source, time, None, training.end)
     elif callable(source):
         raise type_error("a trace must be a batch trace, or an AdaptiveTrace", source, "put AdaptiveTrace around it")
     else:
-        course = Course(_batch_trace(source, training, options), time, None, training.end)
-    _check_end(course)
-    trace = course.trace
+        timed = TimedTrace(_batch_trace(source, training, options), time, None, training.end)
+    _check_end(timed)
+    trace = timed.trace
     if not isinstance(trace, BatchTrace):
-        return course
+        return timed
     starts, sizes = trace.runs
     if len(starts) == 1 or trace.offset(int(starts[1])) >= training.end.most(training.rest):
         later = f"; its first change follows sample {trace.offset(int(starts[1])):,}" if len(starts) > 1 else ""
         remark = f"the batch size is {sizes[0]} throughout, so that rules are only learning rates here{later}"
-        course = replace(course, remark=remark)
-    return replace(course, trace=_after(trace, training))
+        timed = replace(timed, remark=remark)
+    return replace(timed, trace=_after(trace, training))
 
 
 def _batch_trace(source: Any, training: Training, options: TraceOptions) -> BatchTrace:
@@ -207,9 +207,9 @@ def _after(trace: BatchTrace, training: Training) -> BatchTrace:
     return BatchTrace(np.append(0, before + starts), np.append(1, sizes), steps, trace.on_end)
 
 
-def _check_end(course: Course) -> None:
+def _check_end(timed: TimedTrace) -> None:
     """Raise ValueError if the time or the cost with which a training ends is not known, or not reached."""
-    end, time = course.end, course.time
+    end, time = timed.end, timed.time
     if end.by not in ("seconds", "cost"):
         return
     remedy = "pass --samples-per-second, and --price for a cost; from Python time=ModelTime(...)"
@@ -219,14 +219,14 @@ def _check_end(course: Course) -> None:
         raise value_error(f"the end {end} needs a price", "none", remedy)
     if isinstance(time, RunTime):
         last = float(time.end[-1]) if len(time.end) else 0.0
-        found = last if end.by == "seconds" else time.cost(last) or 0.0
-        if not reached(found / (end.amount or math.inf)):
+        reached_amount = last if end.by == "seconds" else time.cost(last) or 0.0
+        if not reached(reached_amount / (end.amount or math.inf)):
             requirement = f"the updates under the capacity trace must reach the end {end}"
             remedy = f"pass a shorter end, another log, or more samples: {MOST} times as many are trained at most"
-            raise value_error(requirement, f"{end.by} {found:,.6g}", remedy)
+            raise value_error(requirement, f"{end.by} {reached_amount:,.6g}", remedy)
 
 
-def _simulated(source: UnderCapacity, training: Training, options: TraceOptions) -> Course:
+def _simulated(source: UnderCapacity, training: Training, options: TraceOptions) -> TimedTrace:
     capacity = source.capacity if isinstance(source.capacity, CapacityTrace) else cluster.read(source.capacity)
     policy = parse_policy(source.policy) if isinstance(source.policy, str) else source.policy
     arguments: dict[str, Any] = {}
@@ -264,4 +264,4 @@ def _simulated(source: UnderCapacity, training: Training, options: TraceOptions)
         requirement = f"a batch size must be at most the dataset's size of {training.dataset_size} samples"
         raise value_error(requirement, trace.max_batch_size, "limit it with bounds=")
     # Epochs end elsewhere after a checkpoint, so that the updates of the simulation may be a few too few.
-    return Course(trace.with_on_end("hold" if training.before[0] else "stop"), RunTime.of(run), None, training.end)
+    return TimedTrace(trace.with_on_end("hold" if training.before[0] else "stop"), RunTime.of(run), None, training.end)

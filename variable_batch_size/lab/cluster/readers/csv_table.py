@@ -11,7 +11,7 @@ import numpy as np
 
 from variable_batch_size._files import written
 from variable_batch_size._validation import FloatArray, IntArray
-from variable_batch_size.lab.cluster.readers.base import Options, Reader, Rows, Text, seconds_of, split
+from variable_batch_size.lab.cluster.readers.base import Reader, ReaderOptions, Rows, Text, seconds_of, split
 from variable_batch_size.trace.csv_file import separator_of
 
 COLUMNS = ("seconds", "nodes", "price")
@@ -40,7 +40,7 @@ class OwnReader(Reader):
         header, _ = _header(first)
         return first[0] not in "[{#" and "nodes" in header and any(name in header for name in TIMES)
 
-    def read(self, text: Text, options: Options) -> Rows:
+    def read(self, text: Text, options: ReaderOptions) -> Rows:
         """Return the rows; their times have to be in ascending order."""
         line, first = text.lines[0]
         header, separator = _header(first)
@@ -84,7 +84,7 @@ def read_csv(path: str | os.PathLike[str]) -> Rows:
         OSError: if it cannot be read.
         LogError: if it has another format or is damaged.
     """
-    return OwnReader().read_checked(Text.load(path), Options())
+    return OwnReader().read_checked(Text.load(path), ReaderOptions())
 
 
 def write_csv(
