@@ -147,6 +147,15 @@ def test_modules_import_each_other_in_no_circle() -> None:
     assert set(MODULES) - standing == set()
 
 
+def test_no_two_classes_share_a_name() -> None:
+    modules = dict[str, list[str]]()
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                modules.setdefault(node.name, []).append(str(file.relative_to(PACKAGE)))
+    assert {name: files for name, files in modules.items() if len(files) > 1} == {}
+
+
 def test_importing_a_module_without_torch_does_not_import_it_indirectly() -> None:
     modules = [module for module in MODULES if {module, room(module)} & WITHOUT_TORCH]
     script = f"""

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Subset
 from helpers.keras_backend import keras
 from helpers.trainings import EVALUATED, Case, Trained, note_rates
 from helpers.yardstick import MICROBATCH, REF
-from variable_batch_size.integrations.keras import VariableBatchCheckpoint, VariableBatchMixin, VariableBatchModel
+from variable_batch_size.integrations.keras import VariableBatchCheckpoint, VariableBatchModel, VariableBatchModelMixin
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def layers_of(case: Case) -> list[Any]:
     return [kinds.get(type(layer), OfTorch)(layer) for layer in case.model()]  # type: ignore[operator]
 
 
-class CaseModel(VariableBatchMixin, keras.Model):
+class CaseModel(VariableBatchModelMixin, keras.Model):
     """A class of the user's own, with a loss of its own."""
 
     def __init__(self, case: Case, **options: Any) -> None:

@@ -21,7 +21,7 @@ from helpers.keras_backend import keras
 from helpers.pages import ROOT
 from helpers.trainings import Case, Trained
 from helpers.yardstick import CLASSES, ENDS, FEATURES, MICROBATCH, SAMPLES, SIZES, TRACE, UPDATES, Samples, samples
-from variable_batch_size.integrations.keras import VariableBatchCheckpoint, VariableBatchMixin, VariableBatchModel
+from variable_batch_size.integrations.keras import VariableBatchCheckpoint, VariableBatchModel, VariableBatchModelMixin
 
 X, Y = (part.numpy().astype(kind) for part, kind in zip(samples(), ("float32", "int64"), strict=True))
 W = np.random.default_rng(0).uniform(0.5, 2.0, SAMPLES).astype("float32")
@@ -221,7 +221,7 @@ def test_bfloat16_layers() -> None:
 # Losses. ---------------------------------------------------------------------------------------------------------
 
 
-class Masked(VariableBatchMixin, keras.Model):
+class Masked(VariableBatchModelMixin, keras.Model):
     """A tagger that masks its padding, over whose other tokens Keras takes means."""
 
     def __init__(self, **options: Any) -> None:
@@ -273,7 +273,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     for call, kind, message in calls:
         with pytest.raises(kind, match=message):
             call()
-    below = type("Below", (VariableBatchMixin, own), {})(dense().layers, trace=8)
+    below = type("Below", (VariableBatchModelMixin, own), {})(dense().layers, trace=8)
     for model in below, Masked():
         model.compile("sgd", "mse")
         with pytest.raises(ValueError, match="must get a trace, and have the train_step of Keras"):

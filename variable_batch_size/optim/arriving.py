@@ -20,8 +20,8 @@ from variable_batch_size.data.batches import Batch
 from variable_batch_size.data.stream import Stream, shares
 from variable_batch_size.optim.counts import Count
 from variable_batch_size.optim.cursor import Phase
-from variable_batch_size.optim.handed import Update, incomplete, stale
 from variable_batch_size.optim.optimizer import CustomOptimizer
+from variable_batch_size.optim.yielded_update import Update, incomplete, stale
 from variable_batch_size.trace.runs import TraceEndError
 
 T = TypeVar("T")

@@ -31,8 +31,8 @@ from variable_batch_size.optim.counts import Counts
 from variable_batch_size.optim.cursor import Cursor, Phase
 from variable_batch_size.optim.hooks import call_before_forward, uncompiled
 from variable_batch_size.optim.normalization import check_reproducible, cut_for
-from variable_batch_size.optim.observed import ObservedOptimizer
 from variable_batch_size.optim.options import Estimator, NormLimit, Reduction, UpdateOptions, check_objects
+from variable_batch_size.optim.properties import ObservedOptimizer
 from variable_batch_size.optim.replay import Replays
 from variable_batch_size.optim.report import Reporter
 from variable_batch_size.optim.rule_check import check_applies_lr, choose_rules

@@ -18,9 +18,9 @@ from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.optim.arriving import Arrivals
 from variable_batch_size.optim.consistency import common_facts
 from variable_batch_size.optim.counts import Count, check_counts
-from variable_batch_size.optim.handed import Update, incomplete, stale
 from variable_batch_size.optim.lr_scheduler import ProgressScheduler
 from variable_batch_size.optim.optimizer import CustomOptimizer
+from variable_batch_size.optim.yielded_update import Update, incomplete, stale
 
 T = TypeVar("T")
 

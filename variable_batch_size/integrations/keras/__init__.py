@@ -15,6 +15,6 @@ if (found := keras.config.backend()) != "torch":
     )
 
 from variable_batch_size.integrations.keras.checkpoint import VariableBatchCheckpoint  # noqa: E402
-from variable_batch_size.integrations.keras.model import VariableBatchMixin, VariableBatchModel  # noqa: E402
+from variable_batch_size.integrations.keras.model import VariableBatchModel, VariableBatchModelMixin  # noqa: E402
 
-__all__ = ["VariableBatchCheckpoint", "VariableBatchMixin", "VariableBatchModel"]
+__all__ = ["VariableBatchCheckpoint", "VariableBatchModel", "VariableBatchModelMixin"]

@@ -23,7 +23,7 @@ from variable_batch_size.integrations.loading import sampler_for, with_sampler
 from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.integrations.supported import Setting, check
 from variable_batch_size.optim.consistency import broadcast_parameters
-from variable_batch_size.optim.handed import Update
+from variable_batch_size.optim.yielded_update import Update
 from variable_batch_size.testing.loss import CHECKED_UPDATES, check_loss
 from variable_batch_size.testing.schedules import check_schedule
 
@@ -49,8 +49,8 @@ _METHODS = "compile", "compute_loss", "compute_metrics", "fit", "make_train_func
 _REMEDY = "return a mean over rows, or pass count= with what it is a mean over, such as tokens"
 
 
-class VariableBatchMixin(Base):
-    """Makes the `fit` of a subclass follow a trace of batch sizes: `class Mine(VariableBatchMixin, keras.Model)`.
+class VariableBatchModelMixin(Base):
+    """Makes the `fit` of a subclass follow a trace of batch sizes: `class Mine(VariableBatchModelMixin, keras.Model)`.
 
     A batch of Keras is one update, and `batch_size` of `fit`, or of a DataLoader, are the rows of a microbatch. A later
     `fit` goes on with the trace and the microbatches of the first, and begins anew with another optimizer.
@@ -166,14 +166,14 @@ class VariableBatchMixin(Base):
             check_loss(self, loss_fn, microbatch, **options)  # metrics and seeds stay
 
 
-class VariableBatchModel(VariableBatchMixin, keras.Model):
+class VariableBatchModel(VariableBatchModelMixin, keras.Model):
     """A model whose `fit` follows a trace of batch sizes, around a functional or sequential one, which it trains.
 
     Its files are those of `inner`, compiled, which is what they are loaded as: without a trace.
 
     Args:
         inner: a `keras.Sequential`, or a model that was made of inputs and outputs, not compiled yet.
-        **options: `trace`, `rule` and the others of `VariableBatchMixin`.
+        **options: `trace`, `rule` and the others of `VariableBatchModelMixin`.
 
     Raises:
         TypeError: if `inner` is no such model, or compiled.
@@ -182,7 +182,9 @@ class VariableBatchModel(VariableBatchMixin, keras.Model):
     def __init__(self, inner: Any, **options: Any) -> None:
         as_keras = isinstance(inner, keras.Model) and not inner.compiled
         if not as_keras or any(getattr(type(inner), name) is not getattr(keras.Model, name) for name in _METHODS):
-            remedy = "call compile() afterwards; for a class of your own, class Mine(VariableBatchMixin, keras.Model)"
+            remedy = (
+                "call compile() afterwards; for a class of your own, class Mine(VariableBatchModelMixin, keras.Model)"
+            )
             raise type_error("inner must be a model with the methods of keras.Model, not compiled", inner, remedy)
         super().__init__(name=inner.name, dtype=inner.dtype_policy, **options)
         self.inner = inner
