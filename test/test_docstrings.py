@@ -1,9 +1,10 @@
-"""The examples in the package's docstrings run and print what they say."""
+"""The examples in the package's docstrings run and print what they say; messages name titles that there are."""
 
 from __future__ import annotations
 
 import doctest
 import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -23,3 +24,12 @@ def test_examples_run(module: str) -> None:
     results = doctest.testmod(importlib.import_module(module), optionflags=doctest.NORMALIZE_WHITESPACE)
     assert results.failed == 0
     assert results.attempted > 0
+
+
+def test_messages_name_titles_of_the_documentation() -> None:
+    source = "".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    named = re.findall(r"in_documentation\([\"'](.+?)[\"']\)", source)
+    named += re.findall(r"check\(SETTINGS, .*, \"(.+)\"\)", source)
+    pages = "".join(path.read_text() for path in (PACKAGE.parent / "docs").rglob("*.md"))
+    assert len(named) >= 6
+    assert {*named} <= {*re.findall(r"^#+ (.+)$", pages, re.MULTILINE)}

@@ -58,7 +58,7 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 
 def suggests(init: F) -> F:
-    """Let a constructor say of which class it is, and which argument is close to one that it does not have."""
+    """Let a constructor name its class, and the argument that is close to an unknown one."""
 
     @functools.wraps(init)
     def checked(self: object, *arguments: object, **named: object) -> None:
@@ -203,3 +203,8 @@ def check_interval(every: object, name: str, remedy: str) -> int | timedelta:
 def without_addresses(text: str) -> str:
     """Return the text of objects without memory addresses, which differ between ranks and runs."""
     return re.sub(r"(?i) at 0x[0-9a-f]+", "", text)
+
+
+def in_documentation(title: str) -> str:
+    """Return where a message sends its reader: the title of a page or of a section, because a wheel has no docs/."""
+    return f'see "{title}" in the documentation'

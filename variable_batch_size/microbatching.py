@@ -98,7 +98,7 @@ def cut(batch_size: int, minibatch_size: int, *, fixed_shape: bool, multiple_of:
         batch_size: B, samples of the step.
         minibatch_size: m, maximum number of rows of a microbatch.
         fixed_shape: whether every microbatch has `minibatch_size` rows.
-        multiple_of: c, of which the number of microbatches without a fixed shape is a multiple, if there are as many
+        multiple_of: c; without a fixed shape the number of microbatches is a multiple of c, if there are as many
             samples.
 
     >>> cut(33, 32, fixed_shape=False)

@@ -267,8 +267,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
         (lambda: fit(made(rule="x")), TypeError, "multiple values"),
         (lambda: fit(VariableBatchModel(dense(), trace=TRACE)), ValueError, r"You must call `compile\(\)`"),
         (lambda: VariableBatchModel(compiled, trace=8), TypeError, "not compiled, got .*; call compile"),
-        (lambda: VariableBatchModel(own(), trace=8), TypeError, "class Mine"),
-        (lambda: VariableBatchModel(CaseModel(Case()), trace=8), TypeError, "class Mine"),
+        (lambda: VariableBatchModel(own(), trace=8), TypeError, "a class of your own"),
+        (lambda: VariableBatchModel(CaseModel(Case()), trace=8), TypeError, "a class of your own"),
     ]
     for call, kind, message in calls:
         with pytest.raises(kind, match=message):

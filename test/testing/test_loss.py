@@ -104,7 +104,9 @@ def test_losses_that_are_right(loss: Any, options: dict[str, Any]) -> None:
 def test_losses_that_depend_on_the_microbatch(loss: Any, options: dict[str, Any]) -> None:
     words = said(loss, **options)
     assert words.startswith("the loss of a microbatch must be a ")
-    assert 'pass reduction="sum" to the optimizer and how many they are to step(count=), see docs/losses.md' in words
+    assert (
+        'pass reduction="sum" to the optimizer and how many they are to step(count=), see "Means over tokens"' in words
+    )
 
 
 def test_short_and_long_texts_are_set_apart() -> None:

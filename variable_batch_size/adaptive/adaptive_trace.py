@@ -35,7 +35,7 @@ class AdaptiveTrace:
         controller: chooses the batch size.
         start: batch size before the first answer, in samples; by default, the first answer counts at once.
         bounds: least and largest batch size, in samples; by default 1 and the size of the dataset.
-        multiple_of: number of samples of which each batch size is a multiple; a controller that moves by less than half
+        multiple_of: each batch size is a multiple of this number of samples; a controller that moves by less than half
             of it stays where it is.
         every: number of updates between two questions; None: the controller is asked only at the beginning, and in a
             world of another size.

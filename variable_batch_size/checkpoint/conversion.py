@@ -43,7 +43,7 @@ def from_torch(file: Path, folder: str | os.PathLike[str]) -> str:
     """Write a checkpoint of update 0, from which a training begins by `restore(strict=False)`; return its location.
 
     Args:
-        file: what `torch.save` has written: a dict of state dicts by name, of which "model" is one and "optimizer" may
+        file: what `torch.save` has written: a dict of state dicts by name; "model" is one and "optimizer" may
             be another one, with the state of torch's optimizer.
         folder: of the training that begins, without checkpoints.
 

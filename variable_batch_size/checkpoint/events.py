@@ -30,7 +30,7 @@ class Events:
     """Adds lines to the file of a folder, on rank 0.
 
     Attributes:
-        reached: the last update of the run before this one, of which the file tells; 0 if there was none.
+        reached: the last update in the file of the run before this one; 0 if there was none.
         ended: whether that run has told its end; otherwise it may have made more updates.
         large: how many updates of the training were skipped because of `skip_grad_norm`, as far as was told.
     """

@@ -36,7 +36,7 @@ KEYS: Final = {
     *("trace", "dataset_size", "seed", "shuffle", "drop_last"),  # what the samples follow from,
     *("best", "metrics"),  # what was reported,
     *("state", "random", "tensors"),  # states;
-    "own",  # in that of another rank: the states and tensors of which it has its own
+    "own",  # in that of another rank: the states and tensors that it has for itself
 }
 
 _NAME = re.compile(r"update-(\d{8,})-(\d{4,})-(\d+)-(\d+)")

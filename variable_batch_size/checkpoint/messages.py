@@ -52,7 +52,7 @@ def saved_for_each(names: Sequence[str], size: int) -> str:
 def kept_of_first(names: Sequence[str]) -> str:
     """Return the warning that ranks differ in these, and only rank 0 can save."""
     return (
-        f"ranks differ in {_few(names)}, of which only rank 0 saves its own, because not all of them share the folder; "
+        f"ranks differ in {_few(names)}, and only rank 0 saves its own, because not all of them share the folder; "
         f"choose a folder that all ranks share"
     )
 

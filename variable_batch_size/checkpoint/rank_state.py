@@ -18,7 +18,7 @@ from variable_batch_size.checkpoint.values import Json
 
 @final
 class PerRank(NamedTuple):
-    """The names of the tensors and of the parts of which each rank has its own."""
+    """The names of the tensors and of the parts that each rank has for itself."""
 
     tensors: Set[str] = frozenset()
     parts: Set[str] = frozenset()
@@ -69,7 +69,7 @@ def differing(ranks: Sequence[Compared]) -> PerRank:
 
 
 def name_on(rank: int, name: str) -> str:
-    """Return the name in a checkpoint of a tensor of which a rank has its own."""
+    """Return the name in a checkpoint of a tensor that a rank has for itself."""
     return f"/{rank}/{name}" if rank else name  # the name of a part has no "/"
 
 

@@ -54,7 +54,7 @@ class Contents(NamedTuple):
         rng: states of the hosts' random numbers, by rank.
         facts: what its JSON says of the training.
         seal: checksum of its small files.
-        of_ranks: names of what each rank had of its own, in the place of which is what rank 0 had.
+        of_ranks: names of what each rank had of its own and is replaced by what rank 0 had.
     """
 
     parts: dict[str, Any]
@@ -71,7 +71,7 @@ def read_checkpoint(path: str | os.PathLike[str], *, best: bool = False) -> dict
     ``read_checkpoint("runs/a")["parts"]["model"]``.
 
     Args:
-        path: the folder of the training, of which the newest intact checkpoint is read; or that of a checkpoint, such
+        path: the folder of the training, whose newest intact checkpoint is read; or that of a checkpoint, such
             as `checkpoint.latest`.
         best: whether to read the best checkpoint of the training, by the criterion with which the newest of them was
             reported. One that is damaged is skipped with a RuntimeWarning.
@@ -202,7 +202,7 @@ class _Tensors:
         self._missing = {name: math.prod(part.shape) for name, part in self._parts.items()}
 
     def wanted(self, chunks: Mapping[str, Mapping[str, Any]]) -> list[str]:
-        """Return the tensors of a file of which this rank needs something."""
+        """Return the tensors of a file that this rank needs, wholly or in part."""
         parts = {name: Part(tuple(chunk["offset"]), tuple(chunk["shape"])) for name, chunk in chunks.items()}
         return [name for name, part in parts.items() if name in self._parts and part.overlap(self._parts[name])]
 

@@ -110,6 +110,6 @@ def is_writer(name: str, tensor: DTensor) -> bool:
 
 
 def placed(part: Tensor, like: DTensor) -> DTensor:
-    """Return a sharded tensor of which this rank has `part`, sharded as another one."""
+    """Return a sharded tensor from the `part` on this rank, sharded as another one."""
     where = like.device_mesh, like.placements
     return DTensor.from_local(part.to(like.device), *where, shape=like.shape, stride=like.stride())

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from variable_batch_size.checkpoint.shards import Part
 
 ROUNDING = 1e-5  # of the norm of a tensor: what devices of different kinds may make of the same sums
-_COLUMNS = 4093  # a prime number, of which the widths of matrices are no multiples
+_COLUMNS = 4093  # a prime number: the widths of matrices are no multiples of it
 
 
 @final
@@ -29,7 +29,7 @@ class Summary(NamedTuple):
 
     Attributes:
         layout: digest of the names, dtypes and shapes of the tensors that all ranks have whole.
-        contents: digests of these, and of those of which a rank has a part; each by the digest of what these are. Empty
+        contents: digests of these, and of those that a rank has in part; each by the digest of what these are. Empty
             if contents are not compared.
     """
 
@@ -113,7 +113,7 @@ def _are_close(first: list[list[float]], other: list[list[float]]) -> bool:
 def _described(tensors: Mapping[str, Tensor], *, with_sums: bool) -> dict[str, list[Any]]:
     """Return of each tensor whether this rank has it whole, its dtype, shape and part, and the sum of its bytes.
 
-    Without the sharded ones of which this rank has no element.
+    Sharded tensors without an element on this rank are left out.
     """
     present = {
         name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor) or tensor.to_local().numel()

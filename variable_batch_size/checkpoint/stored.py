@@ -19,7 +19,7 @@ class StoredState(NamedTuple):
     path: str
     parts: dict[str, Any]  # state dicts by name
     rng_states: list[str]  # by rank
-    of_ranks: Sequence[str] = ()  # what each rank had of its own, in the place of which is what rank 0 had
+    of_ranks: Sequence[str] = ()  # what each rank had of its own, replaced by what rank 0 had
     batch_size: int = 0  # of the last update; 0: unknown
     reads_epoch: bool = True  # whether the loop had begun to read the epoch of the position
 

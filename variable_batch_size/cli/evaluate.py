@@ -135,7 +135,7 @@ def evaluate(
 
     Each training is written to the folder when it ends. Run the command again to continue after an interruption. What
     it wants is its plan, which the report judges when all of it has ended; with more seeds, traces or rules it is
-    another plan, of which only what is new is trained.
+    another plan, and only what is new in it is trained.
 
     Examples:
 

@@ -10,7 +10,7 @@ from variable_batch_size.cli.command import UsageError
 
 
 class Commands(TyperGroup):
-    """Commands whose help has no types of Python, and of which one may be in another group than one looks."""
+    """Commands whose help shows no types of Python; an unknown one is looked for in other groups."""
 
     def get_params(self, context: Any) -> Any:
         """Return the options of the group itself."""

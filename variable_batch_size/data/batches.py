@@ -313,7 +313,7 @@ def _resume(decided: DecidedTrace, state: dict[str, Any], devices: int | None, d
     updates = check_int(state["step"], "step")
     if "growth" not in state:  # that of a fixed trace
         return DecidedTrace.after_constant(decided.adaptive, updates)
-    # With drop_last, the size of the next step has ended an epoch of which a rest is left: it stays.
+    # With drop_last, the size of the next step has ended an epoch before its last samples: it stays.
     by_size = bool(state["ended"]) and check_int(state["epoch_samples"], "epoch_samples") < dataset_size
     try:
         return DecidedTrace.resume(decided.adaptive, state["growth"], devices, updates, updates + by_size)

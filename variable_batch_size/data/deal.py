@@ -18,7 +18,7 @@ class Dealing(NamedTuple):
     """What the split of steps into microbatches, and of these into rounds, depends on besides the plan.
 
     Attributes:
-        multiple_of: number of which that of a step's microbatches is a multiple, if there are as many samples.
+        multiple_of: the number of a step's microbatches is a multiple of it, if there are as many samples.
         padded: whether every rank computes equally many microbatches in a step: replays come first on those that have
             one fewer.
         speeds: speed of each rank, see `check_speeds`; empty if all are equal. Samples are dealt by them; or whole
@@ -122,7 +122,7 @@ class Deal:
         return number * small + after, small + (number >= self.counts[index] - larger)
 
     def _deal_fixed(self, index: IntArray, number: IntArray) -> tuple[IntArray, IntArray]:
-        """Return the first sample in the step and the size of microbatches, of which the partial ones come first."""
+        """Return the first sample in the step and the size of microbatches; partial ones come first."""
         in_partial = self.sizes[index] % self.minibatch_size
         remainders, which = np.unique(in_partial, return_inverse=True)  # (splits,), (microbatches,)
         splits = [partial_sizes(int(remainder), self.minibatch_size) for remainder in remainders]

@@ -55,7 +55,7 @@ class Dealer:
         end_pending: whether the epoch of the position has ended, but what the loop does at its end is to come: the
             state was saved in the loop, after the last update.
         iteration: the iteration that was read last.
-        expected: the update of which a loop has said that it comes; None in a loop that does not say it.
+        expected: the update that a loop has announced; None in a loop that announces none.
         handed_out: how many of its microbatches the loop has got.
         before_reading: the random states of a checkpoint that wait for the next read.
         listeners: whatever must know of the beginning of an iteration.

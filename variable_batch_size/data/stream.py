@@ -1,4 +1,4 @@
-"""A rank's stream of rows, of which each step takes its part."""
+"""A rank's stream of rows; each step takes its part."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Read(NamedTuple):
     """What was read of a stream, as one value: an interrupt finds the old one or the new one.
 
     Attributes:
-        items: chunks of rows, without earlier ones of which all rows are used.
+        items: chunks of rows, without those whose rows are all used.
         counts: what each row counts, (rows,), of each of the first chunks.
         lent: the update for which rows were taken last, the first of these among all rows here, and their end.
     """

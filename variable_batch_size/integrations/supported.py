@@ -1,11 +1,11 @@
-"""Which settings of a trainer are supported: one table, of which checks, messages and the page's table are made."""
+"""Which settings of a trainer are supported: one table for checks, messages and the page."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
 from typing import Any, NamedTuple, final
 
-from variable_batch_size._validation import value_error
+from variable_batch_size._validation import in_documentation, value_error
 
 
 @final
@@ -20,8 +20,8 @@ class Setting(NamedTuple):
 
 
 def check(settings: Iterable[Setting], trainer: Any, page: str) -> None:
-    """Raise ValueError if a setting of a trainer is not supported, which names the `page` in docs/trainers."""
+    """Raise ValueError if a setting of a trainer is not supported, which names the page with the title `page`."""
     for name, supported, value, allowed, remedy in settings:
         present = value(trainer)
         if not (allowed(present) if callable(allowed) else present in allowed):
-            raise value_error(f"{name} must be {supported}", present, f"{remedy} (see docs/trainers/{page}.md)")
+            raise value_error(f"{name} must be {supported}", present, f"{remedy} ({in_documentation(page)})")

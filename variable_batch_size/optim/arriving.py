@@ -240,7 +240,7 @@ class Arrivals(Generic[T]):
         ranks, agreement = state_dict["ranks"], self._optimizer.agreement
         if len(ranks) != agreement.world.size and not self._source.shared:
             raise value_error(
-                f"streams of which each rank reads its own go on with {len(ranks)} ranks, as they were saved",
+                f"streams that each rank reads for itself go on with {len(ranks)} ranks, as they were saved",
                 f"{agreement.world.size} ranks",
                 "resume on as many, or read one stream on all ranks, with shared=True",
             )

@@ -254,7 +254,7 @@ class CustomOptimizer(ObservedOptimizer):
         scaler: GradScaler | None = None,
         others: Sequence[CustomOptimizer] = (),
     ) -> None:
-        """Call `backward()` of a loss with its weight in the step, and see to it that nothing else changes gradients.
+        """Call `backward()` of a loss with its weight in the step, and check that nothing else changes gradients.
 
         Call it for each loss of a microbatch, before `step()`. With DistributedDataParallel and FSDP2 it is required;
         elsewhere a loop may call `loss.backward()` instead, for all microbatches of a step: then other changes of

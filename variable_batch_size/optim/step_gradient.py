@@ -237,7 +237,7 @@ class StepGradient:
             check = [torch.tensor([number, number**2], dtype=scalar_dtype(like))]
         found_inf, measured, apart = list[Tensor](), list[Tensor](), self.sum.by_microbatch
 
-        def message() -> list[Tensor]:  # not in the graph of a microbatch, of which a step may have any number
+        def message() -> list[Tensor]:  # not in the graph of a microbatch: a step may have any number of them
             measured.extend(self._table(step.num_microbatches, like[0]) if apart else self._measured(like))
             sums = list[Tensor]()
             if self._overflows is not None:

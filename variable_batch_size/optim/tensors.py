@@ -1,4 +1,4 @@
-"""Gradients as tensors: their squared norms, a factor on them, and those of which each rank holds a part (DTensors)."""
+"""Gradients as tensors: squared norms, factors, and DTensors, whose parts lie on several ranks."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ def updates(
     *,
     counts: Callable[[T], Mapping[str, Tensor | float]] | None = None,
 ) -> Updates[T] | Arrivals[T]:
-    """Return an iterable over the updates of an epoch, each of which yields this rank's microbatches.
+    """Return an iterable over the updates of an epoch; each update yields this rank's microbatches.
 
     Each iteration sets the epoch of the next update on the sampler and on the optimizer, so that a loop needs no
     `set_epoch`, and after a restore continues with the next update. The loader prefetches as usual. An update has a

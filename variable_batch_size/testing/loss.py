@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from variable_batch_size._log import stacklevel_of_user
-from variable_batch_size._validation import FloatArray, IntArray, value_error
+from variable_batch_size._validation import FloatArray, IntArray, in_documentation, value_error
 from variable_batch_size.data import rows
 
 CHECKED_UPDATES: Final = frozenset({0, 10})  # by trainers, if rows.of_tensors(batch): a KL term may be 0 in the first
@@ -22,7 +22,8 @@ _TOLERANCES: Final = {torch.float64: 1e-6, torch.float32: 2e-3}  # relative; of 
 _NARROW: Final = 1e-2
 _REMEDY: Final = (
     'return the sum of what it averages, such as tokens, pass reduction="sum" to the optimizer and how many they are '
-    "to step(count=), see docs/losses.md; a loss that compares rows with one another cannot be cut into microbatches"
+    f"to step(count=), {in_documentation('Means over tokens')}; a loss that compares rows with one another cannot be "
+    "cut into microbatches"
 )
 
 

@@ -11,7 +11,7 @@ from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size.data.sampler import CustomSampler
 
 _LENGTHS = "T_max", "total_steps", "num_training_steps", "decay_steps", "cycle_size"
-_FEW = 8  # batches of an epoch of which any number may be a multiple by chance
+_FEW = 8  # batches of an epoch: any number may be a multiple of fewer by chance
 
 
 def check_schedule(schedule: Any, sampler: CustomSampler, batches: int, updates: float | None = None) -> None:

@@ -15,7 +15,7 @@ class TraceEndError(IndexError, ValueError):
 
 @final
 class Runs(NamedTuple):
-    """Runs of which no two neighbors have the same batch size, so that equal traces have equal runs."""
+    """Runs of steps with equal batch sizes; neighbors differ, so that equal traces have equal runs."""
 
     first_step: IntArray  # (runs,), as all below
     size: IntArray  # samples per step

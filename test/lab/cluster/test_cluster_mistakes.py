@@ -77,7 +77,7 @@ PATHS = [
     )
 ]
 LAST = "a trace must end after a finite time > 0, got 0.0; correct the times, or add a row at its end"
-RECIPE = "pass time_column= .* and nodes_column= .* as in docs/capacity.md, Any other log$"
+RECIPE = 'pass time_column= .* and nodes_column= .*, see "Any other log" in the documentation$'
 UNKNOWN_FORMAT = rf"a file must begin like seconds,nodes \(csv\) or .* \(skypilot\) or .* \(sacct\), got .*; {RECIPE}"
 POLARITY = (
     r":1\): data\[2\] must be <= 1, the nodes of the cluster, with inverted=1, got 4; pass the number of nodes of "

@@ -44,7 +44,7 @@ class Epochs(IterableDataset[Any]):
         return iter(self._updates)
 
     def next_epoch(self) -> int:
-        """Return the epoch of the next update, after leaving one of which only the end was not seen."""
+        """Return the epoch of the next update, after leaving one whose end alone was not seen."""
         if self._optimizer.sampler.end_pending:
             for _ in self._updates:
                 pass

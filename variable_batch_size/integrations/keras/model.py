@@ -83,7 +83,7 @@ class VariableBatchModelMixin(Base):
         bound.apply_defaults()
         given, callbacks = dict(bound.arguments), keras.tree.flatten(bound.arguments["callbacks"] or [])
         backups = [callback for callback in callbacks if isinstance(callback, keras.callbacks.BackupAndRestore)]
-        check(SETTINGS, {**given, "optimizer": self.optimizer, "backups": backups}, "keras")
+        check(SETTINGS, {**given, "optimizer": self.optimizer, "backups": backups}, "Keras")
         if self.settings is None or super().train_step.__func__ is not keras.Model.train_step:
             requirement = "the class of a model must get a trace, and have the train_step of Keras"
             raise value_error(requirement, type(self).__name__, 'pass trace="0:128 10:256", or override compute_loss')

@@ -24,7 +24,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, RandomSampler
 
-from variable_batch_size._validation import type_error, value_error
+from variable_batch_size._validation import in_documentation, type_error, value_error
 from variable_batch_size.checkpoint.rng_states import get_rng_states, set_rng_states
 from variable_batch_size.data.sampler import CustomSampler, TraceLike
 from variable_batch_size.integrations.facts import facts_of
@@ -89,7 +89,7 @@ class VariableBatch(ParallelStrategy):
         super().connect(model)
         if self._module.trainer.state.fn == TrainerFn.FITTING:
             self._forget()
-            check(SETTINGS, self._module.trainer, "lightning")
+            check(SETTINGS, self._module.trainer, "Lightning")
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Call `configure_optimizers`; the gradients of several optimizers are summed without the model's wrapper."""
@@ -110,8 +110,8 @@ class VariableBatch(ParallelStrategy):
         trainer = self._module.trainer
         if not self.optimizers:
             raise RuntimeError(
-                "the number of updates must come from the plan, but trainer.estimated_stepping_batches was read, which "
-                "is not known; pass sampler.plan.epoch(epochs - 1).end_step, see docs/trainers/lightning.md"
+                f"the number of updates must come from the plan, but trainer.estimated_stepping_batches was read, "
+                f"which is not known; pass sampler.plan.epoch(epochs - 1).end_step, {in_documentation('Lightning')}"
             )
         if not self._wrapped:
             if trainer.global_step and not self._saved:

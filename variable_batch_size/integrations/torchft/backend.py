@@ -30,7 +30,7 @@ _SILENCE = 10.0  # seconds
 
 @final
 class TorchftBackend(ElasticBackend):
-    """The replica groups of a `torchft.Manager`, of which some may fail or join at any update.
+    """The replica groups of a `torchft.Manager`; some may fail or join at any update.
 
     The quorum of an update says which group computes which microbatches of its batch, which depends on (seed, epoch,
     trace, update) alone. Loop over `vbs.updates`, which asks for the quorum. The groups sum after their last

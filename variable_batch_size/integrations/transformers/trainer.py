@@ -91,7 +91,7 @@ class VariableBatchMixin(Base):
         return TrainerLoader(self, super().get_train_dataloader())
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        """Return the numbers of epochs and updates of the training, of which no two epochs are alike."""
+        """Return the numbers of epochs and updates of the training; no two epochs are alike."""
         if not isinstance(dataloader, TrainerLoader):
             remedy = "override it in a class below: class Mine(VariableBatchMixin, TrainerWithALoader)"
             raise type_error("the loader must be that of VariableBatchMixin", dataloader, remedy)

@@ -6,7 +6,14 @@ import os
 from collections.abc import Mapping
 from typing import Final
 
-from variable_batch_size._validation import MAX_INT, check_choice, check_int, check_number, value_error
+from variable_batch_size._validation import (
+    MAX_INT,
+    check_choice,
+    check_int,
+    check_number,
+    in_documentation,
+    value_error,
+)
 from variable_batch_size.lab.cluster.capacity_trace import CapacityTrace
 from variable_batch_size.lab.cluster.readers.bamboo import BambooCountsReader, BambooEventsReader
 from variable_batch_size.lab.cluster.readers.base import Reader, ReaderOptions, Text, split
@@ -28,7 +35,7 @@ READERS: Final[Mapping[str, Reader]] = {
     "eth": EthReader(),
     "sacct": SacctReader(),
 }
-"""The readers by the names of their formats, no two of which recognize the same file."""
+"""The readers by the names of their formats; no two recognize the same file."""
 
 
 def read(
@@ -117,6 +124,6 @@ def _recognize(text: Text) -> Reader:
     known = " or ".join(f"{reader.example} ({name})" for name, reader in READERS.items())
     remedy = (
         "pass time_column= (--time-column) and nodes_column= (--nodes-column) for another table, "
-        "or write it as in docs/capacity.md, Any other log"
+        f"{in_documentation('Any other log')}"
     )
     raise text.error(line, f"a file must begin like {known}", first, remedy)

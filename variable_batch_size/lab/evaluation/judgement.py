@@ -204,7 +204,7 @@ def judge(
 
 
 def _plans_of(trainings: pd.DataFrame, evaluation: Evaluation) -> list[EvaluationPlan]:
-    """Return the plans that asked for trainings of a task, the last of which is judged."""
+    """Return the plans that asked for trainings of a task; the last one is judged."""
     keys = set(trainings["key"])
     return [plan for plan in evaluation.plans if not keys.isdisjoint(plan.keys)]
 

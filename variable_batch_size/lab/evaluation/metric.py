@@ -41,7 +41,7 @@ def lower_is_better(metric: str, mode: Mode | None = None, remedy: str = ASK) ->
 
 
 def _words(metric: str) -> tuple[bool, bool]:
-    """Return whether a name has words of metrics of which less, and more, is better."""
+    """Return whether a name has words for metrics that are better when they are lower, and when they are higher."""
     name = metric.lower()
     parts = set(re.split(r"[^a-z0-9]+", name))
     if any(word in name for word in ALWAYS_LESS):  # also a dice_loss

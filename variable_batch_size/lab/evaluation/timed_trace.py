@@ -199,7 +199,7 @@ def _after(trace: BatchTrace, training: Training) -> BatchTrace:
             remedy = 'pass a longer trace, or on_end="stop", "hold" or "cycle"'
             raise value_error(requirement, f"{trace.total_samples:,}", remedy)
         trace = trace.with_on_end("hold")
-    if trace.steps is not None and trace.on_end == "cycle":  # of which the past must not be a part
+    if trace.steps is not None and trace.on_end == "cycle":  # without the past
         most = trace.step_at(training.rest) + 2 + training.rest // training.dataset_size  # epochs end with less
         trace = BatchTrace.from_sizes(trace.batch_sizes(np.arange(most)), on_end="hold")
     starts, sizes = trace.runs

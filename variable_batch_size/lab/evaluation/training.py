@@ -47,7 +47,7 @@ class TrainingParts(NamedTuple):
 
 
 def parts_of(cell: Cell, curve: Curve) -> TrainingParts:
-    """Create the objects of a training, of which `curve` tells the schedule the time, in the state of its start."""
+    """Create the objects of a training in the state of its start; `curve` tells the schedule the time."""
     task = load_task(cell.task, cell.task_arguments, cell.data_dir)
     dataset: Any = dataset_of(task)
     order = {"seed": cell.seed} if cell.start is None else cell.start.order
@@ -110,7 +110,7 @@ class _Unused:
 
 
 def _go_on(parts: TrainingParts, start: Start, lr_factor: float) -> None:
-    """Bring the objects of a training into the state of its start, of which a copy is restored, at another lr."""
+    """Restore a copy of the state of the start into the objects of a training, with another lr."""
     others: dict[str, Any] = {name: _Unused() for name in start.others}
     if parts.scheduler is not None:
         others["scheduler"] = parts.scheduler
