@@ -28,9 +28,11 @@ def stacklevel_of_user() -> int:
     How many frames lie in between varies: a scheduler of torch, a `GradScaler`, decorators and `torch.compile` add
     their own. (`skip_file_prefixes` of `warnings.warn` needs Python 3.12.)
     """
-    frame, level = sys._getframe(1), 1
+    frame = sys._getframe(1)
+    level = 1
     while str(frame.f_globals.get("__name__")).partition(".")[0] in _INSIDE and frame.f_back is not None:
-        frame, level = frame.f_back, level + 1
+        frame = frame.f_back
+        level += 1
     return level
 
 

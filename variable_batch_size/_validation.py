@@ -41,7 +41,8 @@ def type_error(requirement: str, found: object, remedy: str) -> TypeError:
     >>> type_error("rank must be an integer", 1.5, "pass an int")
     TypeError('rank must be an integer, got 1.5 (float); pass an int')
     """
-    shown, kind = repr(found), type(found).__name__
+    shown = repr(found)
+    kind = type(found).__name__
     shown = kind if "\n" in shown else f"{shown:.60} ({kind})"  # that of an optimizer or a model has lines
     return TypeError(f"{requirement}, got {shown}; {remedy}")
 

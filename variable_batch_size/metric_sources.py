@@ -49,7 +49,8 @@ class TrainingSource:
                 f"optimizer.discard_step()"
             )
         weights = {name: microbatch.samples for name in (*names, SAMPLES) if name not in known}
-        self._microbatch, self._names = microbatch, known.union(weights)
+        self._microbatch = microbatch
+        self._names = known.union(weights)
         return weights
 
     def end_add(self) -> bool:

@@ -159,7 +159,8 @@ def count_microbatches(
     if not fixed_shape:
         necessary = -(-batch_sizes // minibatch_size)
         return np.minimum(batch_sizes, -(-necessary // multiple_of) * multiple_of)
-    left, counts = batch_sizes, np.zeros_like(batch_sizes)
+    left = batch_sizes
+    counts = np.zeros_like(batch_sizes)
     for divisor in divisors(minibatch_size):
         times, left = np.divmod(left, divisor)
         counts = counts + times

@@ -153,7 +153,8 @@ class DecidedTrace:
 
     def adopt(self, decision: Decision, updates: int) -> DecidedTrace:
         """Return what is decided when, after this number of updates, the answer to the oldest question is known."""
-        last, trace = self.decisions[-1], self.trace
+        last = self.decisions[-1]
+        trace = self.trace
         earlier = tuple(known for known in self.decisions if known.begins < decision.begins)  # the newest one counts
         decisions = in_effect((*earlier, decision), updates)
         if decision.batch_size != last.batch_size or decision.begins <= last.begins:
@@ -208,7 +209,8 @@ def describe(adaptive: AdaptiveTrace) -> str:
 
 def warn_if_changed(adaptive: AdaptiveTrace, state: dict[str, Any]) -> None:
     """Warn if another controller decides than in the training whose state this is, or at other updates."""
-    before, now = (state["decides"], state["asked"]), _describe(adaptive)
+    before = (state["decides"], state["asked"])
+    now = _describe(adaptive)
     if before != now:
         warnings.warn(
             f"Resumed with another AdaptiveTrace: batch sizes were chosen by {', '.join(before)}, and are by "

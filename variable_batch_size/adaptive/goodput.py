@@ -70,7 +70,9 @@ class Goodput:
         Raises:
             ValueError: if the noise is not measured, or too little is known and there is no batch size to keep.
         """
-        noise, model, present = required_noise(self, input), input.throughput, input.batch_size
+        noise = required_noise(self, input)
+        model = input.throughput
+        present = input.batch_size
         sigma2, mu2 = max(noise.sigma2, 0.0), max(noise.mu2, 0.0)  # of nan it is nan
         largest = max(sigma2, mu2)
         known = math.isfinite(sigma2) and math.isfinite(mu2) and largest > 0

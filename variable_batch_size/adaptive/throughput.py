@@ -284,6 +284,7 @@ def _fit_parameters(updates: Measured) -> FloatArray:
     def errors(free: FloatArray) -> FloatArray:
         return _seconds(parameters(free), rounds * rows, rows, rounds, devices) / seconds - 1
 
-    bounds, scale = (lowest[known], highest[known]), start[known]
+    bounds = (lowest[known], highest[known])
+    scale = start[known]
     least_squares = import_extra("scipy.optimize", "evaluation").least_squares
     return parameters(least_squares(errors, scale, bounds=bounds, x_scale=scale, ftol=1e-12, xtol=1e-12, gtol=1e-12).x)

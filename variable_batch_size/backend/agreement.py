@@ -111,7 +111,8 @@ class Agreement:
             return [message]
         self._gathered += 1
         number, self._compared = self._gathered, self._updates
-        keys, all_of_them = {rank: f"{number}/{rank}" for rank in range(self.world.size)}, f"{number}/all"
+        keys = {rank: f"{number}/{rank}" for rank in range(self.world.size)}
+        all_of_them = f"{number}/all"
         with _store_needed(what):
             self._store.set(keys[self.world.rank], json.dumps([what, message, self._history.after(self._updates)]))
             if self.world.rank == 0:
@@ -158,7 +159,8 @@ class Agreement:
         try:
             message = "+" + work()
         except Exception as error:
-            failure, message = error, f"-{error}"
+            failure = error
+            message = f"-{error}"
         messages = self.gather(what, message)
         for message in messages:
             if not message.startswith("+"):
@@ -290,12 +292,14 @@ class Agreement:
         key = self._key(_HISTORY)
         posted = self._store.get(key).decode() if self._store.check([key]) else self._posted
         if posted != self._posted:
-            self._posted, self._compared_at = posted, UpdateHistory.update_of(posted)
+            self._posted = posted
+            self._compared_at = UpdateHistory.update_of(posted)
         if self._updates >= self._compared_at:
             self._compare()
 
     def _compare(self) -> None:
-        update, self._compared_at = int(self._compared_at), math.inf
+        update = int(self._compared_at)
+        self._compared_at = math.inf
         self._difference = difference(self._posted, self._history.after(update), self.world.rank)
 
     def drop_store(self) -> None:
@@ -311,8 +315,11 @@ class Agreement:
 
         Raise AbsentRankError if a rank has ended or does not come. The other arguments are those of `gather`.
         """
-        wanted, began, pause = [ready] if ready else [*keys.values()], time.monotonic(), 0.0
-        patience, looks = self._patience if patience is None else patience, began + _SECONDS_TO_LOOK
+        wanted = [ready] if ready else [*keys.values()]
+        began = time.monotonic()
+        pause = 0.0
+        patience = self._patience if patience is None else patience
+        looks = began + _SECONDS_TO_LOOK
         while not self._store.check(wanted):
             waited = time.monotonic() - began
             ended = self._backend.rank_has_ended or self._store.check([LEFT])

@@ -76,7 +76,8 @@ def _leave(store: AskedOnce, rank: int, pid: int) -> None:
 
 def _leave_all() -> None:
     """Leave; rank 0, whose process holds the store as a rule, waits for a moment until the others exit, too."""
-    ends, parties = time.monotonic() + _SECONDS_AT_EXIT, list(_open_parties)
+    ends = time.monotonic() + _SECONDS_AT_EXIT
+    parties = list(_open_parties)
     for party in parties:
         party.leave()
     for store, world, pid in _last_joined:

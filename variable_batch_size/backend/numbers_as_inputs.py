@@ -39,7 +39,8 @@ class NumbersAsInputs(TorchFunctionMode):
         self, inner: Optimizer, send: Callable[[float, Tensor], Tensor], device_type: str, *, unread: bool = False
     ) -> None:
         super().__init__()
-        self._unread, self._binary = unread, _BINARY | _POWERS if unread else _BINARY
+        self._unread = unread
+        self._binary = _BINARY | _POWERS if unread else _BINARY
         self._inner, self._send, self._device_type = inner, send, device_type
         self._owners: dict[int, tuple[int, int]] = {}  # id of a tensor -> group and parameter to which it belongs
         self._owner = (0, 0)  # of the last tensor that belongs to one
@@ -70,7 +71,9 @@ class NumbersAsInputs(TorchFunctionMode):
             if plain in self._binary and len(args) == 2 and not kwargs:
                 args = args[0], self._input(args[1], args)
             elif (increment := self._increment(plain, args, kwargs)) is not None:
-                name, args, kwargs = "add_" if name.endswith("_") else "add", (args[0], increment), {}
+                name = "add_" if name.endswith("_") else "add"
+                args = (args[0], increment)
+                kwargs = {}
                 func = getattr(Tensor, name)
             if name in _IN_PLACE:
                 return args[0].copy_(getattr(Tensor, name.rstrip("_"))(*args, **kwargs))

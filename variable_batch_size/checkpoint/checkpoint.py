@@ -294,7 +294,8 @@ class Checkpoint:
         folder.trust(name)
         self._agreement.run_on_all(_RESTORE, partial(self._load, stored, strict))
         self._mark_saved()
-        self._first_update, self._saver.restored_best = self._optimizer.updates, name if best else ""
+        self._first_update = self._optimizer.updates
+        self._saver.restored_best = name if best else ""
         if rank == 0:
             self._tell(name, stored, [*damaged], folder.newer_than(name) if best else [], time.monotonic() - began)
         return True

@@ -64,7 +64,8 @@ def from_torch(file: Path, folder: str | os.PathLike[str]) -> str:
         raise value_error(requirement, ", ".join(map(repr, states)) or "an empty one", remedy)
     if all(name.startswith("module.") for name in states["model"]):  # of a DistributedDataParallel
         consume_prefix_in_state_dict_if_present(states["model"], "module.")
-    checkpoints, tensors = Folder(folder), dict[str, torch.Tensor]()
+    checkpoints = Folder(folder)
+    tensors = dict[str, torch.Tensor]()
     checkpoints.lock()
     try:
         if checkpoints.names():

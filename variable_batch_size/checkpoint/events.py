@@ -42,7 +42,8 @@ class Events:
         with suppress(Exception):  # of a store any: a training does not end for its events
             earlier = [] if world.rank else read(folder)
             if earlier:
-                self.reached, self.ended = earlier[-1]["update"], earlier[-1]["event"] == "end"
+                self.reached = earlier[-1]["update"]
+                self.ended = earlier[-1]["event"] == "end"
         self._last, self._skipped, self.large = time.monotonic(), False, 0
 
     def add(self, event: str, update: int, **facts: float | str) -> None:
@@ -75,7 +76,8 @@ class Events:
 
     def progress(self, update: int, large: int) -> None:
         """Add that an update was made, at most once a minute, or that it was skipped; see `large`."""
-        skipped, new = self._skipped, large - self.large
+        skipped = self._skipped
+        new = large - self.large
         self._skipped, self.large = False, large
         if skipped or new > 0:
             self.add("skip", update, **({"large": new} if new > 0 else {}))

@@ -60,7 +60,8 @@ class Folder:
 
     def __init__(self, location: str | os.PathLike[str], run: str | None = None) -> None:
         self.storage = Storage(location)
-        self.writer, self._saves = Writer(self.storage, run), 0
+        self.writer = Writer(self.storage, run)
+        self._saves = 0
         self._intact: set[str] = set()  # names of checkpoints that are not read again to find out
         self._reported: dict[str, dict[str, Any]] = {}  # on the writer, which alone changes it: see `reported`
 

@@ -59,7 +59,8 @@ class Names:
 
     def of_optimizer(self, optimizer: Any) -> State:
         """Return the state of an optimizer by the names of its parameters."""
-        state, named = optimizer.state_dict(), self.of_parameters(optimizer)
+        state = optimizer.state_dict()
+        named = self.of_parameters(optimizer)
         names = [name for name, _ in named]
         groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
         named_state = {}
@@ -79,7 +80,8 @@ class Names:
         Raises:
             ValueError: if it has others, or in another order.
         """
-        names, begin = [name for name, _ in self.of_parameters(optimizer)], 0
+        names = [name for name, _ in self.of_parameters(optimizer)]
+        begin = 0
         for number, group in enumerate(saved["param_groups"]):
             end = begin + len(group["params"])
             present, begin, numbers = names[begin:end], end, [*range(begin, end)]

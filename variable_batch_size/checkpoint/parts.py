@@ -75,7 +75,8 @@ class Parts:
             if hasattr(inner, "consolidate_state_dict"):
                 requirement = f"{name} must have its state on each rank, or in parameters that are sharded"
                 raise type_error(requirement, inner, "shard the model by fully_shard() in its place, or save by hand")
-        self._names, self._optimizer = Names(model), optimizer
+        self._names = Names(model)
+        self._optimizer = optimizer
         _check_scheduler(list(self._by_name.values()), optimizer)
 
     def state_dicts(self, *, in_loop: bool) -> dict[str, Any]:

@@ -150,7 +150,9 @@ def read_verified(
     try:
         ranks = manifests(folder.texts(name) if texts is None else texts, name)
         seal = hashlib.sha256("".join(manifest["seal"] for manifest in ranks).encode()).hexdigest()
-        states, described, name_here = ranks[0]["state"], tensors_of(ranks), dict[str, str]()
+        states = ranks[0]["state"]
+        described = tensors_of(ranks)
+        name_here = dict[str, str]()
         owns = {rank: manifest["own"] for rank, manifest in enumerate(ranks) if "own" in manifest}
         resumes = world is not None and world.size == len(ranks[0]["random"])
         if resumes and world is not None and (own_state := owns.get(world.rank)):

@@ -53,7 +53,9 @@ class Saver:
     ) -> None:
         self._backend, self._agreement, self._parts, self._folder = backend, agreement, parts, folder
         self._keep, self._together = keep, together
-        self._copies, self._saves, self.restored_best = Copies(backend), 0, ""
+        self._copies = Copies(backend)
+        self._saves = 0
+        self.restored_best = ""
         self._pending: Background | None = None  # the write of this rank, in a thread
         self._per_rank = PerRank()  # what each rank has of its own
         self._told = False  # whether it was told that ranks differ by rounding
@@ -82,7 +84,8 @@ class Saver:
             return json.dumps([state.summary, digest(state.compared), state.others, rng_states.get_rng_states()])
 
         messages = [json.loads(text) for text in self._run(_SAVE, collect)]
-        (state,), summaries = collected, [Summary(*summary) for summary, *_ in messages]
+        (state,) = collected
+        summaries = [Summary(*summary) for summary, *_ in messages]
         if not shared_state.agree(summaries):
             self._tell_difference(state.shared)
         self._compare(state, [message[1] for message in messages], anew=compares, updates=updates)
@@ -104,7 +107,8 @@ class Saver:
                 return self._folder.begin(updates, ranks, self.restored_best)
 
         name = self._agreement.run_on_all(_SAVE, bring)[0]
-        self._saves, self.restored_best = self._saves + 1, ""
+        self._saves += 1
+        self.restored_best = ""
         self._unfinished = name, reported
         if number is not None:
             random = [message[3] for message in messages]
@@ -233,7 +237,8 @@ class Saver:
 
     def _compare(self, state: _Collected, digests: list[str], *, anew: bool, updates: int) -> None:
         """Find what ranks have of their own: in buffers and parts at each save, in all that is not shared at some."""
-        before, self._per_rank = self._per_rank, PerRank() if anew else self._per_rank
+        before = self._per_rank
+        self._per_rank = PerRank() if anew else self._per_rank
         if len({*digests}) > 1:
             ranks = self._agreement.gather(_SAVE, json.dumps(state.compared))
             self._per_rank |= rank_state.differing([Compared(*json.loads(text)) for text in ranks])

@@ -72,7 +72,8 @@ class Part(NamedTuple):
         """
         offset, shape = map(list, Part.whole(tensor.shape))
         if isinstance(tensor, DTensor):
-            mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate() or []
+            mesh = tensor.device_mesh
+            coordinate = tensor.device_mesh.get_coordinate() or []
             cuts = [(type(placement) is not Shard, dim) for dim, placement in enumerate(tensor.placements)]
             for _, dim in sorted(cuts):
                 if (cut := getattr(tensor.placements[dim], "dim", None)) is not None:

@@ -80,7 +80,8 @@ class StoredState(NamedTuple):
         saved_dtypes, dtypes_here = _dtypes(self.parts["model"]), _dtypes(state)
         different = [name for name in here if saved_dtypes[name] != dtypes_here[name]]
         if different and warn:
-            name, others = different[0], f" (and {len(different) - 1} others)" if len(different) > 1 else ""
+            name = different[0]
+            others = f" (and {len(different) - 1} others)" if len(different) > 1 else ""
             warnings.warn(
                 f"Checkpoint {self.path} is converted to other dtypes: {name}{others} is {saved_dtypes[name]} in it "
                 f"and {dtypes_here[name]} here, so that the training does not resume exactly; create the model with "

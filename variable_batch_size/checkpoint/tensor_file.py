@@ -57,7 +57,8 @@ def write(file: IO[bytes], tensors: Mapping[str, Tensor], parts: Mapping[str, Pa
     for name in order:
         tensor = tensors[name]
         last = [] if tensor.dtype in _NAMES else [2 if tensor.dtype in _PAIRS else tensor.element_size()]
-        kind, end = _NAMES.get(tensor.dtype) or _PAIRS.get(tensor.dtype, "U8"), begin + tensor.nbytes
+        kind = _NAMES.get(tensor.dtype) or _PAIRS.get(tensor.dtype, "U8")
+        end = begin + tensor.nbytes
         entries[name] = {"dtype": kind, "shape": [*tensor.shape, *last], "data_offsets": [begin, end]}
         begin = end
     header = json.dumps(entries).encode()
@@ -93,7 +94,8 @@ def read(file: IO[bytes], chunk: Mapping[str, Any], dtype: str) -> Tensor:
         ValueError: if the file has other bytes there.
     """
     tensor = torch.empty(chunk["shape"], dtype=DTYPES[dtype])
-    contents, count = _bytes_of(tensor), 0
+    contents = _bytes_of(tensor)
+    count = 0
     if len(contents) != chunk["end"] - chunk["begin"]:
         raise ValueError("a tensor has another size than its shape")
     file.seek(chunk["begin"])

@@ -70,7 +70,8 @@ class Writer:
     def __init__(self, storage: Storage, run: str | None) -> None:
         jobs = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")]
         self._key = os.path.realpath(storage.location) if storage.on_disk else storage.location
-        self._storage, self._run = storage, run or next((job for job in jobs if job not in ("", "none")), "")
+        self._storage = storage
+        self._run = run or next((job for job in jobs if job not in ("", "none")), "")
         self.number, self._record, self._pid = 0, _UNREADABLE, os.getpid()  # a forked process does not write
         self._file: int | None = None  # descriptor of the locked one
         self._ended, self._writing = threading.Event(), threading.Lock()  # of the thread that writes the file again
@@ -90,7 +91,8 @@ class Writer:
         locked = self._lock_file(last)
         if last is not None and (of_process is None or of_process._record.token != last.token):
             self._check_free(last, number, locked)
-        host, self.number = socket.gethostname(), max(number, highest) + 1
+        host = socket.gethostname()
+        self.number = max(number, highest) + 1
         process = f"process {os.getpid()} on {host}"
         self._record = Record(self._run, process, host, uuid4().hex, locked, ended=False, known=None)
         try:

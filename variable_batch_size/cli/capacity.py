@@ -41,7 +41,8 @@ def show(
     - `vbs capacity show spot.json --png spot.png`
     """
     capacity = reading.read(log)
-    nodes, facts = capacity.nodes, _facts(capacity)
+    nodes = capacity.nodes
+    facts = _facts(capacity)
     if json:
         output.print_json(facts)
     else:

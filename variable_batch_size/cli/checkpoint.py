@@ -53,7 +53,8 @@ def show(folder: Source, json: output.Json = False) -> None:
     if json:
         output.print_json({name: None if first is None else facts_of(first) for name, first in whole.items()})
         return
-    rows, best = [], checkpoints.ranked()[:1]
+    rows = []
+    best = checkpoints.ranked()[:1]
     for name, *ranks in listed:
         if not ranks:
             rows.append([name, *["?"] * 5, "", "damaged"])
@@ -200,7 +201,8 @@ def _manifests(folder: str) -> tuple[Folder, list[tuple[Any, ...]], bool]:
     from variable_batch_size.checkpoint.reading import alone
     from variable_batch_size.checkpoint.storage import DAMAGE
 
-    checkpoints, listed = Folder(folder), list[tuple[Any, ...]]()
+    checkpoints = Folder(folder)
+    listed = list[tuple[Any, ...]]()
     names = checkpoints.candidates(best=False)
     is_one = not names and MANIFEST in checkpoints.storage.names()
     if is_one:
@@ -224,8 +226,10 @@ def _size(count: int) -> str:
     >>> _size(1234567)
     '1.2 MB'
     """
-    size, units = float(count), iter(("bytes", "kB", "MB", "GB", "TB"))
+    size = float(count)
+    units = iter(("bytes", "kB", "MB", "GB", "TB"))
     unit = next(units)
     while size >= 1000:
-        size, unit = size / 1000, next(units)
+        size = size / 1000
+        unit = next(units)
     return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"

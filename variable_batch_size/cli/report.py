@@ -89,7 +89,8 @@ def publish(
         output or str(place).removesuffix(".gz").removesuffix(".csv").removesuffix(".jsonl"),
         parquet,
     )
-    number, waiting = sum(len(own.trainings) for own in judgements), judgements[0].waiting
+    number = sum(len(own.trainings) for own in judgements)
+    waiting = judgements[0].waiting
     typer.echo(f"report: {page} ({number:,} of {number + waiting:,} trainings)")
     for judgement in judgements:
         _print(judgement)

@@ -144,7 +144,9 @@ class ArrivingBatches(Dealer):
             if minibatch_size is not None or fixed_shape:
                 found = "minibatch_size=" if minibatch_size is not None else "fixed_shape=True"
                 raise value_error("max_tokens= bounds microbatches of any number of rows", found, "pass only one")
-        self._max_tokens, self._lengths, self._counts = max_tokens, lengths or counts, counts
+        self._max_tokens = max_tokens
+        self._lengths = lengths or counts
+        self._counts = counts
         self._collate, self.shared = collate_fn, shared
         if isinstance(trace, AdaptiveTrace):
             raise type_error("trace must be a batch trace", trace, "pass one; a controller needs a vbs.CustomSampler")
@@ -211,12 +213,14 @@ class ArrivingBatches(Dealer):
         if self._max_tokens is not None and self.plan.fixed_shape:
             found = "a device that compiles shapes"
             raise value_error("max_tokens= makes microbatches of any shape", found, "pass minibatch_size=")
-        counts, world = self._counts_of(batch), self.world
+        counts = self._counts_of(batch)
+        world = self.world
         number = len(counts)
         bounds = (number * world.rank // world.size, number * (world.rank + 1) // world.size)
         index = np.arange(*bounds) if self.shared else np.arange(number)  # (rows,)
         index = index[counts[index] > 0]
-        counts, packed = counts[index], None
+        counts = counts[index]
+        packed = None
         plan = self.plan
         necessary = count_microbatches(np.array(len(index)), plan.minibatch_size, fixed_shape=plan.fixed_shape)
         if self._max_tokens is not None:
@@ -233,7 +237,8 @@ class ArrivingBatches(Dealer):
         equal = self.dealing.padded
         fixed = plan.fixed_shape or rows_here.packed is not None
         by_rank = rounds_of_all(brought, fixed=fixed, equal=equal)
-        needed, most = by_rank[self.world.rank], max(by_rank)
+        needed = by_rank[self.world.rank]
+        most = max(by_rank)
         if self.batches.split.equal_rounds and min(by_rank) < most:
             rank = by_rank.index(min(by_rank))
             raise value_error(
@@ -244,7 +249,8 @@ class ArrivingBatches(Dealer):
             )
         parts = rows_here.packed
         if parts is None:
-            rounds, fixed_shape = max(1, needed), plan.fixed_shape
+            rounds = max(1, needed)
+            fixed_shape = plan.fixed_shape
             parts = in_order(len(rows_here.chosen), plan.minibatch_size, fixed_shape=fixed_shape, rounds=rounds)
         distinct = [np.unique(part) for part in parts] if plan.fixed_shape else parts
         samples = [int(rows_here.counts[part].sum()) for part in distinct]

@@ -163,7 +163,8 @@ class Batches:
 
     def batch(self, position: Position) -> Batch:
         """Return the update at a position as this rank computes it."""
-        step, world = self.step(position), self.world
+        step = self.step(position)
+        world = self.world
         microbatches = tuple(step.microbatch(number, world) for number in range(step.rounds(world)))
         return Batch(step.number, step.batch_size, step.start, step.num_microbatches, microbatches)
 
@@ -293,7 +294,8 @@ class Batches:
         if decided is not None:
             decided = _resume(decided, state, devices, plan.dataset_size)
             plan = replace(plan, trace=decided.trace)
-        plan, position = plan.resume(state), position_of(state)
+        plan = plan.resume(state)
+        position = position_of(state)
         epoch = plan.epoch(position.epoch)
         if not epoch.first_step <= position.step <= epoch.end_step:
             raise ValueError(

@@ -193,7 +193,9 @@ class Step:
         """Return this rank's microbatch of a round; replays come first."""
         if self.dealing.shares_samples:
             share, sizes = self._part(world)
-            first, number, count = self.start + share.start, round_index - share.replays, share.microbatches
+            first = self.start + share.start
+            number = round_index - share.replays
+            count = share.microbatches
         else:
             first, sizes, count = self.start, self.cut, self.cut.microbatches
             number = int(self.dealing.number(round_index - self._replays(world), world))

@@ -65,8 +65,11 @@ class Dealer:
         self, batches: Batches, *, epochs: int | None, cut_is_known: bool, facts: dict[str, Any] | None = None
     ) -> None:
         super().__init__()
-        self.growing, self.epochs, self.facts = Growing(batches), epochs, facts or {}
-        self._place, self.end_pending = Place(batches.first, 0), False
+        self.growing = Growing(batches)
+        self.epochs = epochs
+        self.facts = facts or {}
+        self._place = Place(batches.first, 0)
+        self.end_pending = False
         self._chosen: tuple[Place, DecidedTrace | None] | None = None  # by set_epoch, and what was decided before it
         self._counter: Counter | None = None  # the optimizer that has counted a microbatch last
         self._counted = False  # whether an optimizer has the place
@@ -205,7 +208,8 @@ class Dealer:
     def _choose(self, epoch: int) -> None:
         """Go on in a later epoch, which nothing else has chosen."""
         place, batches, decided = self.committed, self.batches, self.batches.decided
-        position, self.end_pending = batches.enter(batches.next_update(place.position), epoch), False
+        position = batches.enter(batches.next_update(place.position), epoch)
+        self.end_pending = False
         self._chosen = Place(position, place.samples), decided
         if decided is not None and position.step > place.position.step:
             self.growing.batches = batches.grow(decided.skip_to(position.step), place.position)
@@ -286,7 +290,9 @@ class Dealer:
         padded |= batches.arriving and self._attached
         split = Split(split.spread and spread, split.padded or padded, split.equal_rounds or equal_rounds, split.speeds)
         fixed = True if compiles_shapes and not self._cut_is_known else None
-        chosen, self._chosen, self.growing.batches = self._chosen, None, batches.with_split(split, fixed_shape=fixed)
+        chosen = self._chosen
+        self._chosen = None
+        self.growing.batches = batches.with_split(split, fixed_shape=fixed)
         if chosen is not None:  # in other batches
             self._choose(chosen[0].position.epoch)
         self._cut_is_known, self._attached, self._elastic = True, True, elastic

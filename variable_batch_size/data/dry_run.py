@@ -89,14 +89,18 @@ class DryRun:
             TypeError: if `world_size` is not an integer.
             ValueError: if it is not >= 1.
         """
-        world, most = check_int(world_size, "world_size", 1), self.plan.minibatch_size
+        world = check_int(world_size, "world_size", 1)
+        most = self.plan.minibatch_size
         counts = self.plan.microbatches(self.sizes, world if spread else 1)  # (sizes,), as all below
         if self.plan.fixed_shape:
-            rounds, idle = -(-counts // world), np.maximum(world - counts, 0)
-            rows, repeated = np.full_like(counts, most), (counts + idle) * most - self.sizes
+            rounds = -(-counts // world)
+            idle = np.maximum(world - counts, 0)
+            rows = np.full_like(counts, most)
+            repeated = (counts + idle) * most - self.sizes
             return Load(world, counts, rounds, rounds * most, rows, rows, idle, repeated)
         smallest, larger = np.divmod(self.sizes, counts)
-        rows, idle = smallest + (larger > 0), np.maximum(world - counts, 0)
+        rows = smallest + (larger > 0)
+        idle = np.maximum(world - counts, 0)
         # Rank r replays microbatch r mod counts. The smaller ones are the first, and the busiest rank has the last one.
         turns, rest = np.divmod(idle, counts)
         repeated = turns * self.sizes + rest * smallest + np.maximum(rest - (counts - larger), 0)

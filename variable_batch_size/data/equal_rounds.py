@@ -33,7 +33,8 @@ def next_equal(
             equal = np.flatnonzero((full + partial[rest:]) % world_size == 0)
             if len(equal):
                 return full * minibatch_size + rest + int(equal[0])
-            full, rest = full + 1, 0
+            full = full + 1
+            rest = 0
     necessary = -(-batch_size // minibatch_size)
     microbatches = -(-necessary // world_size) * world_size
     fewest = microbatches if multiple_of > 1 else (microbatches - 1) * minibatch_size + 1  # samples with so many
@@ -48,7 +49,8 @@ def check_equal_rounds(
     Raises:
         ValueError: if one has not; it names the first one.
     """
-    speeds, padded = dealing.speeds, dealing._replace(padded=True)
+    speeds = dealing.speeds
+    padded = dealing._replace(padded=True)
     least = max(rank for rank in range(world.size) if not speeds or speeds[rank] == min(speeds))  # whose share is least
     for deal in plan.deals(epoch, first_step, World(least, world.size), padded, end_step):
         unequal = np.flatnonzero(deal.replays)

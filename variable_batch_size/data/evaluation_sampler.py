@@ -88,7 +88,8 @@ class EvaluationSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the indices of each batch of this rank."""
         self.passes += 1
-        deal, chunk = self._deal, max(1, INDICES_PER_CHUNK // self._deal.minibatch_size)
+        deal = self._deal
+        chunk = max(1, INDICES_PER_CHUNK // self._deal.minibatch_size)
         for begin in range(0, len(self), chunk):
             start, size = self._locate(np.arange(begin, min(begin + chunk, len(self))))  # (batches,) each
             for row, rows in zip(deal.positions(start, size).tolist(), size.tolist(), strict=True):

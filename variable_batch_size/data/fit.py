@@ -118,7 +118,10 @@ def find_minibatch_size(
         requirement = "model_fn must be a function that creates the model of each trial"
         raise type_error(requirement, model_fn, "pass one, such as lambda: Model().to(device)")
     limit = check_int(limit, "limit", 1)
-    size, fits, too_large, message = min(check_int(start, "start", 1), limit), 0, limit + 1, ""
+    size = min(check_int(start, "start", 1), limit)
+    fits = 0
+    too_large = limit + 1
+    message = ""
     if (number := rows.count(example)) != 1:
         raise value_error("the example must be a batch of one row", f"{number} rows", "pass one, as data[:1]")
     accelerator = torch.accelerator.current_accelerator(check_available=True)

@@ -148,7 +148,8 @@ class Iteration(Pass):
                 f"snapshot_every_n_steps=1"
             )
         self.resumed = saved == split
-        position, due = Position(state_dict["epoch"], state_dict["step"]), self._dealer.due
+        position = Position(state_dict["epoch"], state_dict["step"])
+        due = self._dealer.due
         first = batches.plan.first_epoch
         if self.resumed and position == (first - 1, due.step) and not state_dict["round"]:
             position = due  # the loader was saved when the epoch before had ended
@@ -159,7 +160,9 @@ class Iteration(Pass):
             )
         if batches.ends_epoch(position) and due == batches.next_update(position) and not batches.done(position):
             position = due
-        self.start, self.first_round, self.loaded = position, state_dict["round"], True
+        self.start = position
+        self.first_round = state_dict["round"]
+        self.loaded = True
 
     def _split(self) -> dict[str, Any]:
         """Return what determines the microbatches of this rank within a step."""

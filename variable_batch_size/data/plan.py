@@ -134,10 +134,13 @@ class Plan:
             check_int(state[key], key, 0) for key in ("epoch", "step", "first_step", "samples_before", "epoch_samples")
         )
         self._check_trace_reaches(step)
-        complete, offset, known_from = bool(state["ended"]), self._held.offset(first_step), first_step
+        complete = bool(state["ended"])
+        offset = self._held.offset(first_step)
+        known_from = first_step
         shortened = self._held.offset(step) - offset - used
         if shortened and not complete and used >= step - first_step:  # by an earlier end of the training
-            offset, known_from = offset + shortened, step
+            offset = offset + shortened
+            known_from = step
         begin = Epoch(number, first_step, step, used, offset, before, complete)
         if not (complete or self._ends_at(step, before + used)):
             begin = self._next_epoch(number, first_step, before, offset, through=None if self.ends else number)
@@ -166,7 +169,8 @@ class Plan:
             last = self.begin or self._next_epoch(0, 0, 0, through=through)
         while last.number < number:
             if self.ends_with(last):
-                offset, before = self._held.offset(last.end_step), last.samples_before + last.samples
+                offset = self._held.offset(last.end_step)
+                before = last.samples_before + last.samples
                 last = Epoch(number, last.end_step, last.end_step, 0, offset, before, complete=False)
             else:
                 alike = self._alike(last, number - last.number)
@@ -244,7 +248,8 @@ class Plan:
     def updates_in(self, epochs: float) -> int:
         """Return how many updates a number of epochs > 0 has; of a fraction, those until it is reached, in samples."""
         epoch = self.epoch(math.ceil(epochs) - 1)
-        steps, wanted = range(epoch.first_step, epoch.end_step), round(epochs, 9)
+        steps = range(epoch.first_step, epoch.end_step)
+        wanted = round(epochs, 9)
         return epoch.first_step + bisect_left(steps, wanted, key=lambda step: self.epochs_before(epoch, step))
 
     def ends_whatever_follows(self, epoch: Epoch) -> bool:
@@ -322,7 +327,8 @@ class Plan:
         Args:
             offset: samples of the trace before the epoch.
         """
-        trace, end_sample = self._held, offset + self.dataset_size
+        trace = self._held
+        end_sample = offset + self.dataset_size
         end_step = trace.step_at(end_sample - 1) + 1
         if self.drop_last and trace.offset(end_step) > end_sample:
             end_step -= 1
@@ -377,14 +383,19 @@ class Plan:
         sizes = ends - starts
         if dealing.shares_samples:
             part = dealing.share(sizes, self.minibatch_size, world)
-            rounds, world, dealing = part.microbatches + part.replays, World(), _SIMPLE
-            starts, sizes, counts = starts + part.start, np.maximum(1, part.samples), np.maximum(1, part.microbatches)
+            rounds = part.microbatches + part.replays
+            world = World()
+            dealing = _SIMPLE
+            starts = starts + part.start
+            sizes = np.maximum(1, part.samples)
+            counts = np.maximum(1, part.microbatches)
             replays = part.replays
         else:
             counts = self.microbatches(sizes, dealing.multiple_of)
             replays = dealing.replays(counts, world)
             rounds = np.maximum(1, dealing.dealt(counts, world) + replays)
-        ends, cut_by = np.cumsum(rounds), (self.minibatch_size, self.fixed_shape, dealing)
+        ends = np.cumsum(rounds)
+        cut_by = (self.minibatch_size, self.fixed_shape, dealing)
         return Deal(first_step, ends, counts, starts, sizes, replays, world, *cut_by)
 
     def deals(

@@ -122,7 +122,8 @@ class CustomSampler(Dealer, Sampler[list[int]]):
     ) -> None:
         world = resolve_world(rank, num_replicas)
         samples = number_of_samples(dataset_size)
-        cut_is_known, fixed_shape = fixed_shape is not None, bool(fixed_shape)
+        cut_is_known = fixed_shape is not None
+        fixed_shape = bool(fixed_shape)
         decided = None
         if callable(trace):
             raise type_error(

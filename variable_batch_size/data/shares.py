@@ -44,7 +44,8 @@ def check_speeds(speeds: object, world_size: int) -> Speeds:
         raise value_error(f"speeds must have a number for each of {world_size} ranks", f"{len(speeds)} numbers", remedy)
     exact = [Fraction(check_positive(speed, f"speeds[{rank}]", remedy)) for rank, speed in enumerate(speeds)]
     common = math.lcm(*(speed.denominator for speed in exact))
-    whole, most = _reduced([int(speed * common) for speed in exact]), max(PERIOD, RESOLUTION * world_size)
+    whole = _reduced([int(speed * common) for speed in exact])
+    most = max(PERIOD, RESOLUTION * world_size)
     if (total := sum(whole)) > most:
         whole = _reduced([max(1, round(Fraction(speed * most, total))) for speed in whole])
     return () if len(set(whole)) == 1 else whole
@@ -129,7 +130,8 @@ def share(speeds: Speeds, rank: int, batch_sizes: Any, minibatch_size: int, *, p
     (75, 25, 3, 0)
     """
     of_rank = turns(speeds, rank)
-    samples, start = of_rank.count(batch_sizes), np.minimum(of_rank.first(batch_sizes), batch_sizes - 1)
+    samples = of_rank.count(batch_sizes)
+    start = np.minimum(of_rank.first(batch_sizes), batch_sizes - 1)
     most = turns(speeds, speeds.index(max(speeds))).count(batch_sizes)  # samples of the fastest rank
     rounds = -(-most // minibatch_size) if padded else 1
     microbatches = count_microbatches(samples, minibatch_size, fixed_shape=False, multiple_of=rounds)

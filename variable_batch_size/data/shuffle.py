@@ -129,7 +129,9 @@ class _Feistel:
         self.columns = _columns(n)
         sizes = -(-n // self.columns), self.columns
         self.sides = [(word(size), word(bits := (size - 1).bit_length()), word(width - bits)) for size in sizes]
-        self.n, self.word, self.half = n, word, word(width // 2)
+        self.n = n
+        self.word = word
+        self.half = word(width // 2)
 
     def __call__(self, positions: IntArray) -> IntArray:
         """Return the samples at positions, both int64, (positions,)."""

@@ -20,7 +20,8 @@ def shares(size: int, capacities: Sequence[float]) -> list[int]:
     >>> shares(10, [2, 10, 10]), shares(10, [10, 10, 10]), shares(10, [1, 2, 3])
     ([2, 4, 4], [4, 3, 3], [1, 2, 3])
     """
-    by_rank, left = [0] * len(capacities), size
+    by_rank = [0] * len(capacities)
+    left = size
     for number, rank in enumerate(sorted(range(len(capacities)), key=lambda rank: (capacities[rank], -rank))):
         by_rank[rank] = int(min(capacities[rank], left // (len(capacities) - number)))
         left -= by_rank[rank]
@@ -83,7 +84,8 @@ class Stream:
         """
         first, counts = self._left(update)
         number = min(len(counts), int(np.searchsorted(np.cumsum(counts), size)) + 1) if size > 0 else 0
-        taken, ends = self._rows(first, first + number), self._ends()
+        taken = self._rows(first, first + number)
+        ends = self._ends()
         used = int(np.searchsorted(ends, first, side="right"))  # chunks
         begin = first - (int(ends[used - 1]) if used else 0)
         items, known, _ = self._read

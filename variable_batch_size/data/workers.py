@@ -35,7 +35,8 @@ class _Watched:
         if self._number == 1:
             self._first = item
         elif self._number == 2:
-            first, self._first = digest(self._first), None
+            first = digest(self._first)
+            self._first = None
             if first and first == digest(item):
                 warnings.warn(
                     "The workers of the loader begin with the same rows, so that each row is used once by every "

@@ -135,7 +135,8 @@ class VariableBatchEngine(Engine):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the state of the engine and the position in the training, on any number of ranks."""
-        optimizer, state = self.optimizer, {name: state_dict[name] for name in state_dict if name != "iteration"}
+        optimizer = self.optimizer
+        state = {name: state_dict[name] for name in state_dict if name != "iteration"}
         optimizer.load_state_dict({**optimizer.inner.state_dict(), "vbs": state.pop("vbs", None)})
         super().load_state_dict({**state, "epoch": optimizer.epoch, "epoch_length": 1})  # not iteration // epoch_length
         self.state.iteration, self.state.epoch_length = optimizer.updates, None
@@ -178,7 +179,9 @@ class VariableBatchEngine(Engine):
     def _start_epoch(self) -> None:
         optimizer, state = self.optimizer, self.state
         epoch = optimizer.sampler.plan.epoch(optimizer.epoch)
-        state.iteration, state.epoch, state.epoch_length = optimizer.updates, optimizer.epoch + 1, epoch.updates
+        state.iteration = optimizer.updates
+        state.epoch = optimizer.epoch + 1
+        state.epoch_length = epoch.updates
         # Private: how many updates of the epoch were made before a restore. Ignite takes iteration % epoch_length.
         self._init_iter = optimizer.updates - epoch.first_step
         self._begun = optimizer.updates

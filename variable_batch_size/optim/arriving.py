@@ -61,7 +61,9 @@ class Arrivals(Generic[T]):
         if optimizer.inside_step:
             raise incomplete(optimizer.updates)
         source.note_iteration()
-        items, ended, restarts = workers.read(self._batches), False, cursor.restarts
+        items = workers.read(self._batches)
+        ended = False
+        restarts = cursor.restarts
         if source.has_trace:
             self._items = items
             source.read(items, self._kept)
@@ -121,7 +123,8 @@ class Arrivals(Generic[T]):
         if self._source.shared:
             stream.fill(size, updates)
             return min(size, stream.available(updates)) or None
-        wanted, read = shares(size, [size] * world.size), False
+        wanted = shares(size, [size] * world.size)
+        read = False
         while not read:  # once, unless a stream ends
             stream.fill(wanted[world.rank], updates)
             by_rank = self._gather(_SHARES, [stream.available(updates), stream.ended, size])
@@ -148,7 +151,8 @@ class Arrivals(Generic[T]):
 
     def _exchange(self, rows_here: RankRows) -> list[Brought]:
         """Return what each rank has brought, by rank; at the first time, warn if two ranks have the same rows."""
-        source, begun = self._source, self._source.last is not None
+        source = self._source
+        begun = self._source.last is not None
         alone = source.world.size == 1 or source.shared or not rows_here.brought.rows
         first = "" if alone or begun else workers.digest(rows_here.batch)
         by_rank = self._gather(_CALL, [*rows_here.brought, first])
@@ -199,7 +203,8 @@ class Arrivals(Generic[T]):
                     f"{self._optimizer.updates} updates are made; read it within its turn of the loop"
                 )
             microbatch = next(microbatches)
-            self._source.handed_out, self._handed_out = number + 1, microbatch
+            self._source.handed_out = number + 1
+            self._handed_out = microbatch
             yield microbatch
 
     # The state of streams. ---------------------------------------------------------------------------------------
@@ -237,7 +242,8 @@ class Arrivals(Generic[T]):
         """
         if not isinstance(state_dict, dict) or state_dict.get("version") != 1:
             raise value_error("a state of streams must be of version 1", f"{state_dict!r:.60}", "restore one as saved")
-        ranks, agreement = state_dict["ranks"], self._optimizer.agreement
+        ranks = state_dict["ranks"]
+        agreement = self._optimizer.agreement
         if len(ranks) != agreement.world.size and not self._source.shared:
             raise value_error(
                 f"streams that each rank reads for itself go on with {len(ranks)} ranks, as they were saved",
@@ -247,7 +253,9 @@ class Arrivals(Generic[T]):
         state = _from_text(ranks[0 if self._source.shared else agreement.world.rank])
         if "source" in state and not state["ended"]:
             self._batches.load_state_dict(state["source"])  # type: ignore[attr-defined]
-        self._source.stream, self._kept, self._ended = None, state["rows"], state["ended"] and "source" in state
+        self._source.stream = None
+        self._kept = state["rows"]
+        self._ended = state["ended"] and "source" in state
 
 
 def check_stream_is_saved(optimizer: CustomOptimizer, parts: Iterable[object]) -> None:

@@ -85,7 +85,8 @@ class BackwardCheck:
     """
 
     def __init__(self, parameters: Sequence[Tensor], *, sums: bool = False) -> None:
-        self._parameters, self._sums = list(parameters), sums
+        self._parameters = list(parameters)
+        self._sums = sums
         self._ours: _Gradients | None = None  # as the last `optimizer.backward()` left them, if it came later
         self._counted: dict[int, tuple[Tensor, int]] = {}  # those with hooks and their versions, when last accumulated
         self._changed = self._compiled = False  # whether a hook has seen a change; whether compiled autograd ran one

@@ -114,7 +114,8 @@ def check_same(what: str, facts: Mapping[str, Any], agreement: Agreement) -> Non
 
     `what` is the call in which ranks compare them, in words for the error.
     """
-    text, within = json.dumps(facts, default=str), what in (FIRST_UPDATE, UPDATE)
+    text = json.dumps(facts, default=str)
+    within = what in (FIRST_UPDATE, UPDATE)
     if len(set(agreement.gather(what, hashlib.sha256(text.encode()).hexdigest(), within=within))) == 1:
         return
     first, *others = map(json.loads, agreement.gather(what, text, within=within))

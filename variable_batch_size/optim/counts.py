@@ -127,7 +127,8 @@ class Counts:
                     f"the count {name!r} of a microbatch must be a number or a tensor with one element, got a tensor "
                     f"of shape {tuple(value.shape)}; pass its .sum()"
                 )
-            value, like = value.detach().reshape(()), self._like
+            value = value.detach().reshape(())
+            like = self._like
             if not (value.device.type == "cpu" or self._backend.reads(like)):
                 return value.to(like.device, like.dtype)
             value = value.item()

@@ -155,7 +155,8 @@ class Cursor:
             RuntimeError: if there is none, or it is not known.
             ValueError: if the trace has ended.
         """
-        expected, position = self.sampler.expected, self.sampler.batches.next_update(self.position)
+        expected = self.sampler.expected
+        position = self.sampler.batches.next_update(self.position)
         if expected is not None or self.sampler.batches.arriving:
             if expected is None or expected.step != position.step:
                 raise self._not_handed_out(0)
@@ -224,7 +225,8 @@ class Cursor:
             self._move(start)
 
     def _move(self, position: Position) -> None:
-        sampler, left_out = self.sampler, position.step - self.position.step
+        sampler = self.sampler
+        left_out = position.step - self.position.step
         if left_out > 0:
             samples = sampler.batches.samples_before(position) - sampler.batches.samples_before(self.position)
             other = "The loop of another optimizer of the sampler"
@@ -302,7 +304,8 @@ class Cursor:
                 f"an optimizer is created, but this iteration was begun before the optimizer moved to "
                 f"{self.position}; start a new loop over the loader"
             )
-        due, start = batches.next_update(self.position), iteration.start
+        due = batches.next_update(self.position)
+        start = iteration.start
         if self.begun:
             raise RuntimeError(
                 f"a step must get all its microbatches from one iteration, but step {due.step} had {self._at.round} "
@@ -369,7 +372,8 @@ class Cursor:
     def restart(self, place: Place | None = None) -> None:
         """Return to the first microbatch of a step, which must come from a new iteration; None: the present one."""
         self._leave()
-        self._at, self.running = _At(place or self.place, self.commits), False
+        self._at = _At(place or self.place, self.commits)
+        self.running = False
         self.restarts += 1
         self.sampler.expected = None
         for watcher in self.watchers:

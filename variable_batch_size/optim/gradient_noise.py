@@ -98,7 +98,8 @@ class GradientNoise:
         if not self.on_device:
             numbers = squares.item(), squared_norm(gradients).item()
             return Statistics(*numbers, all(map(math.isfinite, numbers)))
-        weighted_squares, square = squares[0], squared_norm(gradients)
+        weighted_squares = squares[0]
+        square = squared_norm(gradients)
         return Statistics(weighted_squares, square, torch.isfinite(weighted_squares + square))  # neither is negative
 
     def update(self, statistics: Statistics, gradient: Gradient, *, batch_size: int, groups: int, ref: int) -> Noise:
@@ -171,7 +172,8 @@ class GradientNoise:
         """Restore a state; None resets everything."""
         state = state or {}
         averages = np.array([float(state.get(name, 0)) for name in AVERAGES])
-        self._state, self._uncommitted = NoiseState(averages, float(state.get("gain", 1))), None
+        self._state = NoiseState(averages, float(state.get("gain", 1)))
+        self._uncommitted = None
         if self._differenced is not None:
             self._differenced.load_state_dict(state)
 

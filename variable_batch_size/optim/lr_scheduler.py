@@ -82,7 +82,9 @@ class ProgressScheduler:
             )
         _stepped.add(scheduler)
         self._one_cycles = [part for part in _parts(scheduler) if isinstance(part, OneCycleLR)]
-        self._optimizer, self._by, self._total = optimizer, by, _check_total(total)
+        self._optimizer = optimizer
+        self._by = by
+        self._total = _check_total(total)
         self._steps = 0  # number of steps of the scheduler
         self._updates = optimizer.updates  # at the last call of `step`
         self._progress = optimizer._progress_later()()  # as the schedule reads it, `DELAY` updates ago

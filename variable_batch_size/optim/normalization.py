@@ -51,7 +51,8 @@ def check_batch_norm(model: torch.nn.Module, sampler: Dealer) -> None:
         return
     if sampler.batches.arriving:
         return  # nobody knows how large the batches will be
-    plan, smallest = sampler.plan, _smallest(sampler)
+    plan = sampler.plan
+    smallest = _smallest(sampler)
     if smallest.samples >= (min(ENOUGH, plan.minibatch_size) if plan.fixed_shape else 2):
         return
     _warned.add(model)
@@ -145,7 +146,9 @@ def _normalizes(part: torch.nn.Module) -> bool:
 
 
 def _smallest(sampler: Dealer) -> _Smallest:
-    plan, epoch, dealing = sampler.plan, sampler.batches.epoch(sampler.position), sampler.dealing
+    plan = sampler.plan
+    epoch = sampler.batches.epoch(sampler.position)
+    dealing = sampler.dealing
     deals = plan.deals(epoch, epoch.first_step, sampler.world, dealing._replace(speeds=()))
     batch_sizes = np.unique(np.concatenate([deal.sizes for deal in deals])).tolist()
     options: dict[str, Any] = {"fixed_shape": plan.fixed_shape, "multiple_of": dealing.multiple_of}

@@ -123,7 +123,8 @@ class CustomOptimizer(ObservedOptimizer):
         check_objects(tracker, backend)
         rules = choose_rules(rule, inner, ref_batchsize, sampler)
         parameters = list_parameters(inner.param_groups)
-        module, self._agreement = unwrap(model), None
+        module = unwrap(model)
+        self._agreement = None
         self._backend = backend or backend_for(module, parameters, sampler, process_group)
         noise = "microbatches" if noise is None and _decides_by_noise(sampler) else noise
         options = UpdateOptions(noise, reduction, max_grad_norm, find_unused_parameters, grad_norm, skip_grad_norm)
@@ -406,7 +407,9 @@ class CustomOptimizer(ObservedOptimizer):
         """
         self._settle()
         self._cursor.check_phase("load_state_dict()", *Phase)
-        sampler, batches, position = self.sampler, None, state_dict.get("vbs")
+        sampler = self.sampler
+        batches = None
+        position = state_dict.get("vbs")
         if position is not None:
             check_state(position)
             if strict:
@@ -492,7 +495,8 @@ class CustomOptimizer(ObservedOptimizer):
         """Check that the gradients are new since an iteration began, at its first microbatch."""
         if not self._left:
             return
-        left_in, self._left = {id(gradient) for gradient in self._left}, ()
+        left_in = {id(gradient) for gradient in self._left}
+        self._left = ()
         if any(id(one.grad) in left_in for one in parameters if one.grad is not None):
             raise RuntimeError(
                 "the gradients must be those of the microbatches that step() counts, but a backward() that no step() "

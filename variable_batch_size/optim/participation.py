@@ -36,7 +36,8 @@ class Participation:
     """
 
     def __init__(self, parameters: Sequence[Tensor], backend: Backend, *, find_unused: bool) -> None:
-        self.parameters, self._backend = list(parameters), backend
+        self.parameters = list(parameters)
+        self._backend = backend
         self._counts = find_unused or backend.reads(parameters[0])
         self._members: tuple[bool, ...] | None = None  # on which the ranks have agreed
         self._constants: tuple[Tensor, Tensor] | None = None  # flags 0 and 1 on the device, (1,)
@@ -128,7 +129,8 @@ class Participation:
 
     def _raise_if(self, flags: Tensor | None) -> None:
         if flags is not None and flags.cpu().abs().item() != 0:  # without a step marker, which would cut the graph
-            change, self._first_change = self._first_change or "that has changed on another rank", ""
+            change = self._first_change or "that has changed on another rank"
+            self._first_change = ""
             self._flags = self._due = None
             raise RuntimeError(
                 f"the same parameters must have gradients in every update as in the first one, but {change}; "

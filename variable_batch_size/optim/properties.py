@@ -168,7 +168,8 @@ class ObservedOptimizer(OptimizerWrapper):
 
     def __repr__(self) -> str:
         """Return the rule, how far the training is, and the inner optimizer with its learning rate before scaling."""
-        rules, reference = ", ".join(dict.fromkeys(map(repr, self.rules))), self._updater.ref_batchsize
+        rules = ", ".join(dict.fromkeys(map(repr, self.rules)))
+        reference = self._updater.ref_batchsize
         made = f"updates={self.updates}, samples={self.samples}, last_lr={self.current_lr():g}"
         return f"{type(self).__name__}({rules}, ref_batchsize={reference}, {made}) around {self.inner!r}"
 

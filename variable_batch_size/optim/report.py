@@ -81,14 +81,16 @@ class Reporter:
         if self._begin is None or row_is_due:
             now = _Moment(time.monotonic(), updates, self._cursor.place.samples, self._fraction)
             if self._begin is None:
-                self._begin, self._earlier = now, tracker.last_before(updates, "vbs/seconds")
+                self._begin = now
+                self._earlier = tracker.last_before(updates, "vbs/seconds")
         if row_is_due:
             row = self._row(step, now)
             if self._reads_device:
                 tracker.log_later(updates, row)
             else:
                 tracker.log(updates, row())
-            self._seconds_left, self._last = _seconds_left(self._begin, now), now
+            self._seconds_left = _seconds_left(self._begin, now)
+            self._last = now
         tracker.write_pending(updates)
         tracker.show(epoch.number, step.start + step.batch_size, epoch.samples, self._seconds_left)
 

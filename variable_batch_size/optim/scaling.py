@@ -124,7 +124,8 @@ class HyperparameterScaling:
                 requirement = "a rule that scales the learning rate needs one in each parameter group"
                 raise value_error(requirement, f"None in group {index}", "pass a number, or use the constant rule")
             return {}
-        lr, factor = group["lr"], scaling.lr
+        lr = group["lr"]
+        factor = scaling.lr
         if not (self._lr_on_device and isinstance(factor, Tensor)):
             factor = 1 if isinstance(factor, Tensor) else factor
             if isinstance(lr, Tensor) and any(

@@ -42,7 +42,8 @@ class Squares:
     """
 
     def __init__(self, parameters: Sequence[Tensor], needs: Callable[[], Needs]) -> None:
-        self.parameters, self._ask = list(parameters), needs
+        self.parameters = list(parameters)
+        self._ask = needs
         self._hooks: list[RemovableHandle] = []
         finalize(self, _remove, self._hooks).atexit = False
         self.clear()
@@ -70,7 +71,8 @@ class Squares:
         """Measure what each backward gives to each parameter, before autograd adds it to `.grad`."""
         for number, parameter in enumerate(self.parameters):
             if parameter.is_leaf:
-                trains, hook = parameter.requires_grad, _hook(ref(self), number)
+                trains = parameter.requires_grad
+                hook = _hook(ref(self), number)
                 self._hooks.append(parameter.requires_grad_().register_hook(hook))  # type: ignore[no-untyped-call]
                 parameter.requires_grad_(trains)  # it may be unfrozen later
 

@@ -51,7 +51,8 @@ class StepGradient:
         second_moment: SecondMoment | None,
         total: Sum,
     ) -> None:
-        self.token_count, self.step_means = TokenCount(backend), StepMeans(backend)
+        self.token_count = TokenCount(backend)
+        self.step_means = StepMeans(backend)
         self.sum = total
         self._backend, self._options, self._noise, self._second_moment = backend, options, noise, second_moment
         self.refresh(parameters)
@@ -90,7 +91,8 @@ class StepGradient:
 
         `options` are those of `Sum.backward`.
         """
-        scale, scaled = None, scaler is not None and scaler.is_enabled()
+        scale = None
+        scaled = scaler is not None and scaler.is_enabled()
         for step_gradient in (self, *others):
             if step_gradient._scaled not in (None, scaled):
                 raise RuntimeError(

@@ -209,7 +209,9 @@ class Sum(ABC):
     def _measured(self, microbatch: Microbatch, fresh: Sequence[bool], factor: float) -> MeasuredSquares:
         if self._squares is None:
             return MeasuredSquares(None, {}, 0.0)
-        norm, elements, n = self._squares.total(fresh), self._squares.elements, microbatch.samples
+        norm = self._squares.total(fresh)
+        elements = self._squares.elements
+        n = microbatch.samples
         self._squares.clear()
         if n == 0 and not self._backend.static_graph:  # a replay, whose squares may be non-finite: 0 * inf is nan
             return MeasuredSquares(None, {}, 0.0)
@@ -218,7 +220,8 @@ class Sum(ABC):
     def add(self, microbatch: Microbatch, following: Microbatch | None) -> None:
         """Count a microbatch that was measured; `following` is the next one of this rank in the step, if any."""
         if following is not None and (self._clears or (self._clears is None and self._zeroed)):
-            self._apart, self._tried = [parameter.grad for parameter in self.parameters], True
+            self._apart = [parameter.grad for parameter in self.parameters]
+            self._tried = True
             self._set(None)
         self._inside, self._factor, self._zeroed = True, None, False
         self._check.remember()
@@ -365,7 +368,9 @@ class Plain(Sum):
 
     def measure(self, microbatch: Microbatch, *, counted: bool) -> MeasuredSquares:
         """Check that the backward of a microbatch has run, and nothing else, and return its squares."""
-        fresh, ours, replay = self._check.fresh(), self._check.ours, microbatch.samples == 0
+        fresh = self._check.fresh()
+        ours = self._check.ours
+        replay = microbatch.samples == 0
         accumulating = self._inside and self._apart is None and not self._widens
         self._check.check(fresh, needed=not replay, accumulating=accumulating)
         if ours or any(fresh):

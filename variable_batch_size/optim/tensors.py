@@ -89,12 +89,14 @@ def groups_of_parts(tensors: Iterable[Tensor]) -> list[tuple[list[Tensor], list[
     """
     by_groups: dict[tuple[object, ...], tuple[list[Tensor], list[ProcessGroup]]] = {}
     for tensor in tensors:
-        whole, groups = sum_over_parts(tensor), list[ProcessGroup]()
+        whole = sum_over_parts(tensor)
+        groups = list[ProcessGroup]()
         key: tuple[object, ...] = ()
         if isinstance(whole, DTensor):
             mesh = whole.device_mesh
             split = [dim for dim, placement in enumerate(whole.placements) if not placement.is_replicate()]
-            key, groups = (mesh, *split), [mesh.get_group(dim) for dim in split]
+            key = (mesh, *split)
+            groups = [mesh.get_group(dim) for dim in split]
         by_groups.setdefault(key, ([], groups))[0].extend(local([whole]))
     return [*by_groups.values()]
 

@@ -86,7 +86,8 @@ class Updates(Generic[T]):
         if isinstance(loader, DataLoader) and loader.persistent_workers and loader._iterator is None:
             # What starting the workers of a loader draws, the saved run had drawn before.
             sampler.before_reading.keep(sampler.due)
-        microbatches, restarts = enumerate(self._loader), cursor.restarts
+        microbatches = enumerate(self._loader)
+        restarts = cursor.restarts
         for step in count(sampler.position.step):
             waiting = step - optimizer.updates  # updates that were read, but not made
             if cursor.restarts != restarts:
@@ -101,7 +102,8 @@ class Updates(Generic[T]):
             if _meet(optimizer):
                 return True
             batch = sampler.batches.batch(Position(number, step))
-            sampler.expected, sampler.handed_out = batch if self._ahead == 0 else None, 0
+            sampler.expected = batch if self._ahead == 0 else None
+            sampler.handed_out = 0
             read = self._receive(microbatches, batch)
             if self._counts is not None:
                 begins = step == batches.plan.epoch(number).first_step
@@ -149,7 +151,8 @@ class Updates(Generic[T]):
                 )
             microbatch = next(microbatches)
             if self._ahead == 0:  # the first read of the epoch has forgotten what an earlier loop has said
-                sampler.expected, sampler.handed_out = batch, number + 1
+                sampler.expected = batch
+                sampler.handed_out = number + 1
             yield microbatch
 
     def _receive(self, microbatches: Iterator[tuple[int, T]], batch: Batch) -> Iterator[T]:
@@ -288,14 +291,16 @@ def remaining_epochs(
     optimizers = [optimizer] if isinstance(optimizer, CustomOptimizer) else optimizer
     _check(sampler, optimizers, until, by)
     if until is None:
-        until, by = sampler.epochs or math.inf, "epochs"
+        until = sampler.epochs or math.inf
+        by = "epochs"
     return _remaining(sampler, optimizers, until, by)
 
 
 def _remaining(
     sampler: CustomSampler, optimizers: Sequence[CustomOptimizer], until: float | ProgressScheduler, by: Unit
 ) -> Iterator[int]:
-    first, epoch = optimizers[0], -1
+    first = optimizers[0]
+    epoch = -1
     resumes = sampler.batches.is_within_epoch(sampler.position)
     while not first.done:
         epoch = max(first.epoch, epoch + 1)  # the loop may have left the last one before its end

@@ -106,7 +106,9 @@ def check_gradient(
       rows 0 to 5: 0.66667
       rows 6 to 7: 2
     """
-    number, trained, reference = rows.count(batch), model if trained is None else trained, copy.deepcopy(model)
+    number = rows.count(batch)
+    trained = model if trained is None else trained
+    reference = copy.deepcopy(model)
     required = np.ones(number) if counts is None else np.asarray(torch.as_tensor(counts).cpu(), dtype=np.float64)
     if required.shape != (number,) or (required < 0).any() or not required.sum() > 0:
         raise value_error("a batch must have rows that count something", f"counts {required}", "pass one for each row")
@@ -131,7 +133,8 @@ def check_gradient(
     if error >= max(1e-3, resolution / 5) and residual <= resolution:
         remedy = "pass parts=, such as the rows of each rank, other rows, or a larger model"
         raise value_error("rows (or parts) must be told apart by their gradients", "some that are alike, or 0", remedy)
-    weights, tolerance = np.full(number, np.nan), max(resolution, 5 * error)
+    weights = np.full(number, np.nan)
+    tolerance = max(resolution, 5 * error)
     for group, weight in zip(groups, by_group, strict=True):
         weights[group] = np.where(required[group] > 0, weight, np.nan)
     weights /= (factor := float(np.nansum(np.abs(weights) * required)) or 1.0)
@@ -162,7 +165,8 @@ def _fit(columns: FloatArray, gradient: FloatArray) -> tuple[FloatArray, float, 
     if not (np.isfinite(columns).all() and np.isfinite(gradient).all()):
         raise value_error("all gradients must be finite", "some that are not", "check the loss, and the scale of it")
     weights, _, rank, singular = np.linalg.lstsq(columns.T, gradient, rcond=1e-12)
-    rest, told = float(np.linalg.norm(gradient - weights @ columns)), rank == len(weights) < len(gradient)
+    rest = float(np.linalg.norm(gradient - weights @ columns))
+    told = rank == len(weights) < len(gradient)
     error = rest / (len(gradient) - rank) ** 0.5 / float(singular[-1]) if told else np.inf
     return np.asarray(weights, np.float64), error, rest / (float(np.linalg.norm(gradient)) or 1.0)
 

@@ -66,7 +66,9 @@ def check_loss(
     weights = np.ones(number) if counts is None else np.asarray(torch.as_tensor(counts).cpu(), dtype=np.float64)
     if weights.shape != (number,):
         raise value_error(f"counts must have a number for each of {number} rows", weights.shape, "pass one for each")
-    whole, order, cut = np.arange(number), _by_length(batch, number), max(1, number // 3)
+    whole = np.arange(number)
+    order = _by_length(batch, number)
+    cut = max(1, number // 3)
     parts = [whole, whole, order[:cut], order[cut:]] if number > 1 else [whole] * 4  # as many on each rank
     with torch.no_grad(), _undisturbed(model):
         again, expected, *losses = (float(loss_fn(model, rows.take(batch, part))) for part in parts)

@@ -56,7 +56,8 @@ def assert_resumes_identically(
     def train(end: int, world: int, state: _State | None) -> _State:
         return run_ranks(lambda backend: _train(build(backend), loss_fn, end, state), world)[0]
 
-    uninterrupted, resumed = train(updates, 1, None), None
+    uninterrupted = train(updates, 1, None)
+    resumed = None
     for end, world in parts:
         resumed = train(end, world, resumed)
     tensors = dict(_tensors(resumed))

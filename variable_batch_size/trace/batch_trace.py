@@ -142,7 +142,8 @@ class BatchTrace:
             TypeError, ValueError: as `from_sizes`, or if `lengths` has another length than `sizes`.
         """
         if not len(sizes) == len(lengths) > 0:
-            requirement, found = "a trace must have a length for each size", f"{len(sizes)} and {len(lengths)}"
+            requirement = "a trace must have a length for each size"
+            found = f"{len(sizes)} and {len(lengths)}"
             raise value_error(f"{requirement}, and at least one", found, "pass as many")
         first_step, runs = 0, []
         for run, (size, length) in enumerate(zip(sizes, lengths, strict=True)):

@@ -193,7 +193,8 @@ def _warn_of_restart(row: int, where: str) -> None:
 
 def _check_step(cell: str, size: str, rows: list[tuple[int, int]], begun: int) -> None:
     """Check that a step, of a batch size, follows the rows that were found, numbered from 0 from row `begun` on."""
-    step, expected = _parse(cell), len(rows) - begun
+    step = _parse(cell)
+    expected = len(rows) - begun
     if step == expected:
         return
     requirement = f"step must be {expected}, because each update has a row and they are numbered 0, 1, 2, ..."
@@ -209,7 +210,8 @@ def _check_step(cell: str, size: str, rows: list[tuple[int, int]], begun: int) -
 
 
 def _checked_size(cell: str, column: str) -> int:
-    size, remedy = _parse(cell), "fix the row, or drop it and renumber"
+    size = _parse(cell)
+    remedy = "fix the row, or drop it and renumber"
     if isinstance(size, str):  # the value of a cell is wrong, not its type
         why = ", which may be thousands" if re.search("[0-9][., '][0-9]{3}", size) else ""
         raise value_error(f"{column} must be an integer >= 1", f"{size!r:.60}{why}", remedy)

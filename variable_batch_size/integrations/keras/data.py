@@ -34,7 +34,8 @@ class Epochs(IterableDataset[Any]):
     """What Keras reads: each iteration yields the updates of an epoch."""
 
     def __init__(self, loader: DataLoader[Any], optimizer: Any) -> None:
-        self._updates, self._optimizer = updates(loader, optimizer), optimizer
+        self._updates = updates(loader, optimizer)
+        self._optimizer = optimizer
 
     def __len__(self) -> int:
         """Return more than an epoch can have: Keras wants a number, and ends where the updates do."""

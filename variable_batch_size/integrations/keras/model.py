@@ -81,7 +81,8 @@ class VariableBatchModelMixin(Base):
             return super().fit(*args, **options)  # which raises
         bound = inspect.signature(keras.Model.fit).bind(self, *args, **options)
         bound.apply_defaults()
-        given, callbacks = dict(bound.arguments), keras.tree.flatten(bound.arguments["callbacks"] or [])
+        given = dict(bound.arguments)
+        callbacks = keras.tree.flatten(bound.arguments["callbacks"] or [])
         backups = [callback for callback in callbacks if isinstance(callback, keras.callbacks.BackupAndRestore)]
         check(SETTINGS, {**given, "optimizer": self.optimizer, "backups": backups}, "Keras")
         if self.settings is None or super().train_step.__func__ is not keras.Model.train_step:
@@ -109,7 +110,8 @@ class VariableBatchModelMixin(Base):
 
     def _optimizer(self, loader: Any, settings: Settings) -> Any:
         """Return the optimizer of the training under way, or of a new one."""
-        optimizer, new = self.custom_optimizer, sampler_for(loader, settings)
+        optimizer = self.custom_optimizer
+        new = sampler_for(loader, settings)
         if optimizer is None or not optimizer.updates or optimizer.inner.wrapped is not self.optimizer:
             samples = range(min(len(loader.dataset), loader.batch_size))
             reads = getattr(loader.dataset, "__getitems__", lambda numbers: [loader.dataset[n] for n in numbers])
@@ -129,7 +131,9 @@ class VariableBatchModelMixin(Base):
             raise RuntimeError("an update needs its microbatches, which only fit() reads; call fit()")
         self.zero_grad()  # of a backward in a callback
         optimizer.param_groups[0]["lr"] = float(self.optimizer.learning_rate)
-        size, metrics, to_check = optimizer.microbatch.batch_size, {}, optimizer.updates in CHECKED_UPDATES
+        size = optimizer.microbatch.batch_size
+        metrics = {}
+        to_check = optimizer.updates in CHECKED_UPDATES
         for microbatch in data:
             if to_check and of_tensors(microbatch):
                 self._check_loss(microbatch)

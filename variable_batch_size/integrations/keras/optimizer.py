@@ -18,7 +18,8 @@ class KerasOptimizer(Optimizer):
     """
 
     def __init__(self, wrapped: Any, variables: Sequence[Any]) -> None:
-        self.wrapped, self._own = wrapped, list(variables)
+        self.wrapped = wrapped
+        self._own = list(variables)
         super().__init__([variable.value for variable in variables], {"lr": float(wrapped.learning_rate)})
 
     @torch.no_grad()

@@ -230,7 +230,8 @@ class VariableBatch(ParallelStrategy):
                     "that Lightning counts was called for a microbatch; pass use_pl_optimizer=False"
                 )
             return True  # made by the module: this one is counted
-        scaler, updated = getattr(self.precision_plugin, "scaler", None), None
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        updated = None
         for _ in self._each(optimizer):
             loss = closure()
             if scaler is None:

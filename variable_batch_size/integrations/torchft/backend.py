@@ -60,7 +60,8 @@ class TorchftBackend(ElasticBackend):
             requirement = "a group that comes back must take part at once"
             raise value_error(requirement, "use_async_quorum=True", "pass use_async_quorum=False to the Manager")
         super().__init__(_processes_of(manager) if manager._group_world_size > 1 else None)
-        self._manager, self._groups = manager, _Groups(manager)
+        self._manager = manager
+        self._groups = _Groups(manager)
         self._client = manager._client = QuorumClient(manager)
         self._parts: dict[str, Stateful] = {}
         self._met = False  # whether the quorum of the next sum is known

@@ -31,7 +31,8 @@ class TrainerLoader:
 
     def _new_sampler(self, loader: Any, settings: Settings, args: Any) -> Any:
         """Return what deals the samples, up to the end that the arguments say; all ranks read all rows of a stream."""
-        world, dataset = {"num_replicas": args.world_size, "rank": args.process_index}, self.trainer.train_dataset
+        world = {"num_replicas": args.world_size, "rank": args.process_index}
+        dataset = self.trainer.train_dataset
         if isinstance(dataset, IterableDataset) or args.train_sampling_strategy == "group_by_length":
             rows = {"minibatch_size": args.per_device_train_batch_size, "collate_fn": loader.collate_fn, "shared": True}
             return ArrivingBatches(trace=settings.trace, **rows, **world, **settings.sampler_options)

@@ -11,7 +11,8 @@ from variable_batch_size.integrations.supported import Setting
 
 def _distributed_type(accelerator: Any) -> str:
     """Return the `distributed_type` of an accelerator, with the version of FSDP, such as "FSDP2"."""
-    kind, plugin = accelerator.distributed_type.value, getattr(accelerator.state, "fsdp_plugin", None)
+    kind = accelerator.distributed_type.value
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
     return f"FSDP{plugin.fsdp_version}" if kind == "FSDP" and plugin is not None else str(kind)
 
 

@@ -71,7 +71,9 @@ class VariableBatchMixin(Base):
     variable_optimizer: CustomOptimizer
 
     def __init__(self, *args: Any, check_loss: bool = True, **kwargs: Any) -> None:
-        self.settings, self.check_loss, self._batch_size = Settings.taken_from(kwargs), check_loss, 0
+        self.settings = Settings.taken_from(kwargs)
+        self.check_loss = check_loss
+        self._batch_size = 0
         super().__init__(*args, **kwargs)
         check(SETTINGS, self, "transformers")
         self.callback_handler.callbacks.insert(0, Follower(self))  # before all that read the state
@@ -132,7 +134,8 @@ class VariableBatchMixin(Base):
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Make an update of the list of its microbatches; return its loss, whose mean over the ranks Trainer logs."""
-        optimizer, loss = self.variable_optimizer, torch.zeros((), device=self.args.device)
+        optimizer = self.variable_optimizer
+        loss = torch.zeros((), device=self.args.device)
         parts, self._batch_size = optimizer.batch.microbatches, optimizer.batch.batch_size
         if self.check_loss and optimizer.updates in CHECKED_UPDATES and not optimizer.sampler.batches.arriving:
             self._check_loss()
@@ -217,7 +220,8 @@ class Follower(TrainerCallback):
         if sampler.batches.arriving:  # which has none
             state.epoch = state.global_step / args.max_steps
         else:
-            epoch, step = sampler.batches.epoch(sampler.position), sampler.position.step
+            epoch = sampler.batches.epoch(sampler.position)
+            step = sampler.position.step
             state.epoch = sampler.plan.epochs_before(epoch, step)
 
 

@@ -79,7 +79,9 @@ class CapacityTrace:
             times, counts = np.insert(times, 0, 0.0), np.insert(counts, 0, 0)
             costs = None if costs is None else np.insert(costs, 0, costs[0])
         last = np.diff(times, append=np.inf) > 0  # of the rows at one time
-        times, counts, costs = times[last], counts[last], None if costs is None else costs[last]
+        times = times[last]
+        counts = counts[last]
+        costs = None if costs is None else costs[last]
         differs = np.diff(counts, prepend=-1) != 0
         if costs is not None:
             differs |= np.diff(costs, prepend=-1) != 0

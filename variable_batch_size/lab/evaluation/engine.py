@@ -170,7 +170,8 @@ def _on_this_machine(cells: Sequence[Cell], options: Mapping[str, Any], jobs: in
     The death of a process ends all of joblib's, without telling which cell it trained. Those under way are then trained
     one at a time, so that a second death tells.
     """
-    waiting, alone = iter(cells), list[Cell]()
+    waiting = iter(cells)
+    alone = list[Cell]()
     if min(jobs, len(cells)) <= 1:
         yield from (_line(cell, **options) for cell in waiting)
         return
@@ -209,14 +210,16 @@ def _on_ray(cells: Sequence[Cell], options: Mapping[str, Any], jobs: int | None,
 
     Tasks of Ray, because joblib's backend for it returns nothing before all is done, and ends with the first death.
     """
-    ray, threads = import_extra("ray", "ray"), options["threads"]
+    ray = import_extra("ray", "ray")
+    threads = options["threads"]
     with _connected(ray, address):
         most = max((int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]), default=0)
         if 0 < most < threads:  # the tasks would wait for ever; a cluster without any CPU may be one that grows
             requirement = f"threads must be at most the {most} CPUs of the largest machine of Ray"
             raise value_error(requirement, threads, "pass less")
         task = ray.remote(num_cpus=threads, max_retries=1, retry_exceptions=False)(_line)
-        waiting, running = iter(cells), dict[Any, Cell]()
+        waiting = iter(cells)
+        running = dict[Any, Cell]()
         limit = jobs or 2 * max(1, int(ray.cluster_resources().get("CPU", 0)) // threads)
         try:
             while True:

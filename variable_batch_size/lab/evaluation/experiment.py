@@ -181,14 +181,15 @@ class Experiment:
             found = f"{size:,} samples instead of {start.dataset_size:,}"
             raise value_error(f"the dataset of the task {name} must be that of {where}", found, "pass that task")
         if samples <= start.samples:
-            found, remedy = f"{start.samples:,} of {samples:,}", "pass an earlier one, or more --samples"
+            found = f"{start.samples:,} of {samples:,}"
+            remedy = "pass an earlier one, or more --samples"
             raise value_error(f"{where} must lie before the end of a training", found, remedy)
         if seeds > 1 and samples <= (start.epoch + 1) * size:
             requirement = f"seeds change trainings from the next epoch on, but {where} has begun the last one"
             raise value_error(requirement, f"{seeds} seeds", "pass seeds=1, or an earlier checkpoint")
 
     def _timed_traces(self, task: Task, fixed: Mapping[str, Any]) -> dict[str, TimedTrace]:
-        """Return the timed_traces by the names of their traces."""
+        """Return the batch sizes and times by the names of their traces."""
         traces: Mapping[str, TraceSource] = (
             self.traces if isinstance(self.traces, Mapping) else dict(zip(self.traces, self.traces, strict=True))
         )

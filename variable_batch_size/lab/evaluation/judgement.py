@@ -193,7 +193,8 @@ def judge(
         (str(name), of_task, _plans_of(of_task, evaluation))
         for name, of_task in trainings.groupby(_task_names(trainings))
     ]
-    ended, found_tasks = set(trainings["key"]), []
+    ended = set(trainings["key"])
+    found_tasks = []
     for name, of_task, plans in tasks:
         keys = set(plans[-1].keys) if plans else ended
         earlier = {key for plan in plans[:-1] for key in plan.keys}
@@ -290,11 +291,14 @@ class _Table:
     def of(cls, trainings: pd.DataFrame, baseline: str, lower: bool) -> _Table:
         names, seeds = sorted(trainings["label"].unique()), sorted(trainings["seed"].unique())
         rules = in_order({baseline, *trainings["rule"]}, baseline)
-        values, sign = np.full((len(names), len(rules), len(seeds)), np.nan), 1.0 if lower else -1.0
-        fails, losses = np.zeros(values.shape, bool), np.full(values.shape, None, object)
+        values = np.full((len(names), len(rules), len(seeds)), np.nan)
+        sign = 1.0 if lower else -1.0
+        fails = np.zeros(values.shape, bool)
+        losses = np.full(values.shape, None, object)
         for row in trainings.to_dict("records"):
             place = names.index(row["label"]), rules.index(row["rule"]), seeds.index(row["seed"])
-            values[place], fails[place] = sign * row["value"], row["failed"]
+            values[place] = sign * row["value"]
+            fails[place] = row["failed"]
             losses[place] = tuple(row["curve"].get("loss", ()))
         both = np.vectorize(lambda loss: loss is not None, otypes=[bool])(losses)
         both &= both[:, :1]
@@ -366,7 +370,8 @@ def _reference(trainings: pd.DataFrame, sign: float, parts: int) -> Reference:
     kinds = trainings.groupby([trainings["lr_factor"].round(9), "seed"])
     values, fails = (kinds[name].first().unstack() for name in ("value", "failed"))
     factors = [1.0, *(factor for factor in values.index if factor != 1)]
-    values, fails = values.reindex(factors), fails.reindex(factors).eq(True)
+    values = values.reindex(factors)
+    fails = fails.reindex(factors).eq(True)
     if fails.loc[1.0].any() and values.loc[1.0].isna().all():
         return Reference("failed", *at)
     intervals, answer = tuned(sign * values.to_numpy(np.float64), fails.to_numpy(), parts)

@@ -56,7 +56,8 @@ class Start:
         Raises:
             ValueError: if there is none, or it lacks a part.
         """
-        contents, path = read_checkpoint(folder), Path(folder).absolute()
+        contents = read_checkpoint(folder)
+        path = Path(folder).absolute()
         parts, updates = contents["parts"], contents["facts"]["updates"]
         needed = {"model": "model" in parts, "optimizer": "vbs" in parts.get("optimizer", {})}
         if scheduled:

@@ -115,7 +115,8 @@ def tuned(values: FloatArray, failed: BoolArray, parts: int = 1) -> tuple[FloatA
         Gains with their bounds, (..., factors - 1, 3), and answers, (...).
     """
     gain = compare(values[..., :1, :], values, smallest_step(values)[..., None])
-    trained, failures = (failed | ~np.isnan(values)).sum(-1), failed.sum(-1)
+    trained = (failed | ~np.isnan(values)).sum(-1)
+    failures = failed.sum(-1)
     half = gain.half(1 - TUNING / parts / max(1, values.shape[-2] - 1))
     half[failures * trained[..., :1] > failures[..., :1] * trained] = np.nan
     value = np.where(np.isnan(half), np.nan, gain.value)

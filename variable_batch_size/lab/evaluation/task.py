@@ -93,7 +93,8 @@ class Defaults:
         """Return those of a task; the errors call it `name`."""
         given: dict[str, Any] = {}
         for attribute in cls.__dataclass_fields__:
-            value, what = getattr(task, attribute, None), f"{attribute} of the task {name}"
+            value = getattr(task, attribute, None)
+            what = f"{attribute} of the task {name}"
             if value is None:
                 continue
             if attribute in ("lr", "max_grad_norm"):
@@ -149,7 +150,8 @@ def load_task(name: str, arguments: Mapping[str, Any] | None = None, data_dir: s
 
 @lru_cache(maxsize=8)
 def _loaded(name: str, text: str, data_dir: str | None) -> Task:
-    task, arguments = _find(name), json.loads(text)
+    task = _find(name)
+    arguments = json.loads(text)
     if callable(task):
         task = _create(task, name, arguments, data_dir)
     elif arguments:

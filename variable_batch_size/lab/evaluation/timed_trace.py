@@ -120,7 +120,8 @@ class TimedTrace:
             ValueError: if the name of a controller may be that of another one, too: trainings go by it.
         """
         if isinstance(self.trace, AdaptiveTrace):
-            sizes, name = describe(self.trace), repr(self.trace.controller)
+            sizes = describe(self.trace)
+            name = repr(self.trace.controller)
             if without_addresses(name) != name:
                 requirement = "the repr of a controller must tell its numbers, because it names the trainings"
                 remedy = "make it a frozen dataclass with a method __call__, or give it a __repr__"

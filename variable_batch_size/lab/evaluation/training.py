@@ -123,7 +123,8 @@ def _go_on(parts: TrainingParts, start: Start, lr_factor: float) -> None:
             raise FileNotFoundError(f"{message}; pass a copy of it") from None
         with _quiet(), Checkpoint(folder, model=parts.model, optimizer=parts.optimizer, **others) as checkpoint:
             checkpoint.restore(strict=False, required=True)
-    schedule, group = parts.schedule, parts.optimizer.param_groups[0]
+    schedule = parts.schedule
+    group = parts.optimizer.param_groups[0]
     if schedule is not None:
         expected = float(schedule.base_lrs[0] * schedule.lr_lambdas[0](schedule.last_epoch))
         if not math.isclose(float(group["lr"]), expected, rel_tol=1e-6):

@@ -54,7 +54,8 @@ def verdict(judgement: Judgement, trace: Trace) -> list[Sentence]:
 def _claim(judgement: Judgement, row: Row) -> Sentence:
     """Say by how much a rule is better or worse, and whether the learning rate alone might bring as much."""
     size = _positive(row.difference)
-    most, text = judgement.reference.most, f"{row.rule}: {row.answer} than {judgement.baseline} by {interval(*size)}"
+    most = judgement.reference.most
+    text = f"{row.rule}: {row.answer} than {judgement.baseline} by {interval(*size)}"
     if size.value <= most:
         text += f", which another learning rate may bring, too (up to {number(most, most)})"
     return Sentence(BETTER if row.answer == "better" else WORSE, text)

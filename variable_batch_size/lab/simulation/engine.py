@@ -183,7 +183,8 @@ class Engine:
         return snap(self.present.snap(self.staying.snap(time)), [self.end])
 
     def _spend(self, state: State, until: float, nodes: int = 0, batch_size: int = 0) -> None:
-        begin, self.now = self.now, min(until, self.end)
+        begin = self.now
+        self.now = min(until, self.end)
         if self.now > begin:
             self.intervals.append(Interval(begin, self.now, state, nodes, batch_size))
 
@@ -194,7 +195,8 @@ class Engine:
         self.restarts += self._cause != "start"
         self._spend("restarting", min(started, aborted), nodes)
         if aborted < min(started, self.end):
-            self.preemptions, self._cause = self.preemptions + 1, "preemption"
+            self.preemptions = self.preemptions + 1
+            self._cause = "preemption"
         return aborted >= started
 
     def _train(self, nodes: int) -> None:
@@ -206,7 +208,8 @@ class Engine:
             self._complete(now)
             if now >= kill and not overheads.notice:
                 return self._die()
-            staying, may_grow = self.staying.at(now), reached(now, restarted + overheads.grow_every)
+            staying = self.staying.at(now)
+            may_grow = reached(now, restarted + overheads.grow_every)
             if staying < nodes or (staying > nodes and may_grow):
                 return self._stop(nodes, kill)
             if notice <= now:  # the nodes are there again
@@ -230,7 +233,9 @@ class Engine:
         Returns:
             False if `limit` comes before the end of the first one: its nodes leave, or the simulation ends.
         """
-        before, begin, devices = self._position, self.now, nodes * self.model.devices_per_node
+        before = self._position
+        begin = self.now
+        devices = nodes * self.model.devices_per_node
         decisions = self.sizes.advance(before.decisions, partial(self._input, devices), restarted)
         size = decisions[0].batch_size
         updates_alike = self.model.equal_updates(size, devices, before)
@@ -278,7 +283,8 @@ class Engine:
         """Save what is not saved, and stop; the training restarts with other nodes."""
         if self._saved.position.updates == self._position.updates or self._save(nodes, kill, blocking=True):
             fewer = self.staying.at(self.now) < nodes
-            self.preemptions, self._cause = self.preemptions + fewer, "preemption" if fewer else "growth"
+            self.preemptions = self.preemptions + fewer
+            self._cause = "preemption" if fewer else "growth"
 
     def _complete(self, now: float) -> None:
         if self._writing and reached(now, self._writing.complete):
@@ -293,4 +299,5 @@ class Engine:
         del self.runs[self._saved.runs :]
         self._position = self._saved.position
         self._saved = self._saved._replace(intervals=len(self.intervals))
-        self.preemptions, self._cause = self.preemptions + 1, "preemption"
+        self.preemptions = self.preemptions + 1
+        self._cause = "preemption"

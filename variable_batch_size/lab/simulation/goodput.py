@@ -70,7 +70,8 @@ class TimeSpent(NamedTuple):
                     lost, spans = _cut(spans, last["update"])
                     redone += lost
                     spans.append(_Span(last["update"], event["update"], max(0.0, seconds - saved)))
-            total, last = total + seconds, event
+            total = total + seconds
+            last = event
         return TimeSpent(total - redone - saving - restoring - down, redone, saving, restoring, down, runs, saves)
 
 

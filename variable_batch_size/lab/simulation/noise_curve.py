@@ -48,7 +48,8 @@ class NoiseCurve:
             try:
                 values = enumerate(getattr(self, name))
             except TypeError:
-                requirement, remedy = f"{name} must be a sequence of numbers", "pass a number for each row, such as [0]"
+                requirement = f"{name} must be a sequence of numbers"
+                remedy = "pass a number for each row, such as [0]"
                 raise type_error(requirement, getattr(self, name), remedy) from None
             checked = (check_number(value, f"{name}[{row}]", "correct it") for row, value in values)
             object.__setattr__(self, name, tuple(checked))

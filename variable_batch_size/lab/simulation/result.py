@@ -110,7 +110,8 @@ def with_prices(capacity: CapacityTrace, prices: Prices | None) -> CapacityTrace
         if not (np.isfinite(costs) & (costs >= 0)).all():
             raise value_error("each price must be finite and >= 0", prices[1], "pass the prices of a node-hour")
     elif isinstance(prices, (int, float, np.number)):
-        times, costs = np.zeros(1), np.array([check_number(prices, "prices", "pass the price of a node-hour")])
+        times = np.zeros(1)
+        costs = np.array([check_number(prices, "prices", "pass the price of a node-hour")])
     else:
         raise type_error("prices must be a number, or (seconds, prices)", prices, "pass the price of a node-hour")
     seconds = np.unique(np.concatenate([capacity.seconds, times[times < capacity.end]]))  # (rows,), as all below

@@ -175,7 +175,8 @@ class Reader(ABC):
 
         Times of a clock begin at the first row.
         """
-        rows, line = self.read(text, options), text.lines[-1][0]
+        rows = self.read(text, options)
+        line = text.lines[-1][0]
         end = rows.seconds[-1] if rows.end is None else rows.end
         try:
             seconds, end = from_first_row(np.array(rows.seconds), end, clock=self.begins_at_first_row)
