@@ -14,6 +14,7 @@ import variable_batch_size as vbs
 from helpers.pages import DOCS, PAGES, ROOT, TOUR, blocks, commands
 
 CONTROLLERS = DOCS / "_static" / "controllers.svg"
+PACKAGE = ROOT / "variable_batch_size"
 MAKE = {"train", "evaluate", "lint", "test", "docs", "fuzz", "bench", "test-newest", "test-integrations", "dist"}
 LANGUAGE_MODEL = "examples/language_model/"  # test_language_model.py runs its lines
 ELSEWHERE = {
@@ -101,13 +102,23 @@ def test_the_commands_of_our_scripts_have_flags_that_exist() -> None:
                 assert not [flag for flag in flags if f'"{flag}"' not in sources], line
 
 
+def test_the_files_on_the_way_of_a_microbatch_exist() -> None:
+    way = (DOCS / "architecture.md").read_text().split("In ten lines")[1].split("\n## ")[0]
+    folder, files = "", list[Path]()
+    for name in re.findall(r"`([\w/]+\.py)`", way):
+        folder = name.rpartition("/")[0] or folder  # a name without a folder lies beside the one before
+        files += [PACKAGE / name, PACKAGE / folder / name]
+    assert len(files) > 20
+    assert not [pair for pair in zip(files[::2], files[1::2], strict=True) if not any(file.exists() for file in pair)]
+
+
 @pytest.mark.slow("starts a process")
 def test_what_a_page_says_that_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, object] = {}
     exec(blocks(DOCS / "quickstart.md", "python")[0], names)
-    exec(blocks(DOCS / "memory.md", "python")[0], names)
+    exec(blocks(DOCS / "performance.md", "python")[0], names)
     last = capsys.readouterr().out.splitlines()[-1]
-    assert f"It prints `{last}`" in (DOCS / "memory.md").read_text()
+    assert f"It prints `{last}`" in (DOCS / "performance.md").read_text()
 
 
 @pytest.mark.nightly("trains MNIST three times")

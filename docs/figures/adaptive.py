@@ -1,4 +1,4 @@
-"""Draw docs/_static/adaptive.svg, and print the tables of docs/controllers.md, of what benchmarks/adaptive.py found.
+"""Draw docs/_static/adaptive.svg, and print the tables of benchmarks/NOTEBOOK.md, of what benchmarks/adaptive.py found.
 
 python docs/figures/adaptive.py
 """

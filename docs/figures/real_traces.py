@@ -1,4 +1,4 @@
-"""Print the table of docs/real_traces.md, from what `vbs simulate LOG LOG ... --json` prints.
+"""Print the table of benchmarks/NOTEBOOK.md, from what `vbs simulate LOG LOG ... --json` prints.
 
 vbs simulate LOG LOG ... --json | python docs/figures/real_traces.py
 """

@@ -1,4 +1,4 @@
-"""docs/real_traces.md: its command prints its table, from real logs where they are, and from others everywhere."""
+"""The policies under real traces in benchmarks/NOTEBOOK.md: their command prints the table, also of other logs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import pytest
 from helpers.capacity_files import COLLECTION
 from helpers.commands import run
 from helpers.console import run_json
-from helpers.pages import DOCS, ROOT, commands
+from helpers.pages import ROOT, commands
 from variable_batch_size.lab import cluster
 
-PAGE = DOCS / "real_traces.md"
-(COMMAND,) = commands(PAGE)
+NOTEBOOK = ROOT / "benchmarks" / "NOTEBOOK.md"
+(COMMAND,) = commands(NOTEBOOK)
+SECTION = NOTEBOOK.read_text().split("## Policies under real capacity traces\n")[1].split("\n## ")[0]
 
 
 def rows(text: str) -> list[str]:
@@ -28,12 +29,12 @@ def printed(folder: Path) -> list[str]:
 
 
 def test_the_table_is_printed_by_the_command(tmp_path: Path) -> None:
-    names = [line.split("`")[1] for line in rows(PAGE.read_text()) if "`per-device:64`" in line]
+    names = [line.split("`")[1] for line in rows(SECTION) if "`per-device:64`" in line]
     if missing := [name for name in names if not (COLLECTION / name).exists()]:
         pytest.skip(f"{COLLECTION} has no {missing[0]}")
     for name in names:
         shutil.copy(COLLECTION / name, tmp_path)
-    assert printed(tmp_path) == rows(PAGE.read_text())
+    assert printed(tmp_path) == rows(SECTION)
 
 
 @pytest.mark.slow("simulates many trainings")
