@@ -26,12 +26,10 @@ def description(rule: type[Any]) -> dict[str, str]:
 
 def rule_table() -> str:
     """Return a table of all rules in Markdown, in the order of `vbs.rules.RULES`."""
-    rows = ["| rule | use it for | scales | progress | optimizer | source |", "|---|---|---|---|---|---|"]
-    named = optimizers()
+    rows = ["| rule | use it for | scales | source |", "|---|---|---|---|"]
     for name, rule in vbs.rules.RULES.items():
         about = description(rule)
-        optimizer, source = f"`{named[name]}`" if name in named else "", about.get("Source", "").split(", arXiv")[0]
-        cells = f"`{name}`", about["Use when"], about["Scales"], about["Progress"], optimizer, source
+        cells = f"`{name}`", about["Use when"], about["Scales"], about.get("Source", "").split(", arXiv")[0]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
