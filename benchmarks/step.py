@@ -23,10 +23,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,7 @@ import variable_batch_size as vbs
 from records import Measured, spread
 from results import record
 from variable_batch_size.adaptive import NoiseScale
-from variable_batch_size.backend import current_world
+from variable_batch_size.backend import DistributedBackend, current_world
 
 ROWS = 32
 Make = Callable[[], nn.Module]
@@ -216,13 +217,11 @@ WITH_ADAM = {
 }
 LOGGING = {"linear rule with / without logging": (partial(with_library, "linear", logs=True), linear)}
 
+bare = partial(by_updates, bare=True)
 UPDATES = {
-    "updates with / without counts=": (partial(by_updates, counted=True), by_updates),
-    "updates with / without skip_grad_norm=": (partial(by_updates, limit=1e9), by_updates),
-    "updates with / without reproducible=True": (
-        partial(by_updates, bare=True, reproducible=True),
-        partial(by_updates, bare=True),
-    ),
+    "counts=": (partial(by_updates, counted=True), by_updates),
+    "skip_grad_norm=": (partial(by_updates, limit=1e9), by_updates),
+    "reproducible=True": (partial(bare, reproducible=True), bare),
 }
 
 
@@ -291,6 +290,32 @@ def compare(
                     record("time of an update", ratio, found, **own)
 
 
+def compare_updates(models: dict[str, Make], pairs: int, where: str, names: list[str], **options) -> None:
+    """Record the ratios of loops over `vbs.updates` with and without options, and what ranks sum for the same bits."""
+    sides = {f"updates with / without {name}": UPDATES[name] for name in names}
+    compare(models, pairs, where, sides, [1, 4], **options)
+    if "reproducible=True" in names and (world := current_world()).size > 1:
+        for name, make in models.items():
+            found = [bytes_of_message(side, make) / 1e6 for side in UPDATES["reproducible=True"]]
+            for what, size in zip(("with", "without"), found, strict=True):
+                if world.rank == 0:
+                    record("bytes of a message", f"updates {what} reproducible=True", size, "MB", on=name, where=where)
+
+
+def bytes_of_message(side: Callable[..., Callable[[], None]], make: Make) -> int:
+    """Return how many bytes the backend sums in an update."""
+    update, sums, found = side(make, data(1)), DistributedBackend.all_reduce_sum, []
+    update()  # in which the ranks also compare themselves
+
+    def counted(backend: DistributedBackend, tensors: Sequence[Tensor]) -> None:
+        found.append(sum(one.nbytes for one in tensors))
+        sums(backend, tensors)
+
+    with patch.object(DistributedBackend, "all_reduce_sum", counted):
+        update()
+    return sum(found)
+
+
 def processes(
     rank: int,
     world: int,
@@ -301,7 +326,7 @@ def processes(
     *,
     only_fsdp: bool = False,
     only_adam: bool = False,
-    only_updates: bool = False,
+    only_updates: list[str] | None = None,
 ) -> None:
     """Compare in this process, which is one of `world`, for models of these sizes; on a GPU it is the only one."""
 
@@ -320,8 +345,9 @@ def processes(
     barrier = torch.cuda.synchronize if on_gpu else dist.barrier if world > 1 else (lambda: None)
     machine = torch.cuda.get_device_name() if on_gpu else "CPU"
     where, counts = f"{machine}, {world} process{'es' if world > 1 else ''}", [1, 4, 16]
-    compare(chosen(MODELS), pairs, where, UPDATES, counts[:2], barrier=barrier, device=torch.device(device))
-    if only_updates:
+    of_updates = chosen({**MODELS, "1M parameters": BY_SIZE["1M parameters"]})
+    compare_updates(of_updates, pairs, where, only_updates or [*UPDATES], barrier=barrier, device=torch.device(device))
+    if only_updates is not None:
         if world > 1:
             dist.destroy_process_group()
         return
@@ -403,7 +429,8 @@ if __name__ == "__main__":
     parser.add_argument("--sizes", nargs="*", default=["small", "1M", "10M", "100M"], help="models to compare")
     parser.add_argument("--only-fsdp", action="store_true", help="in two processes, compare in FSDP2 only")
     parser.add_argument("--only-adam", action="store_true", help="in one process, compare the rules of Adam only")
-    parser.add_argument("--only-updates", action="store_true", help="compare options of loops over vbs.updates only")
+    how = "compare only loops over vbs.updates, with and without these options, or all of them"
+    parser.add_argument("--only-updates", nargs="*", choices=UPDATES, help=how)
     parser.add_argument("--keep-memory", action="store_true", help="measure with glibc keeping the memory it has")
     parser.add_argument("--on-xla", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--memory-of", choices=["linear", "adascale"], help=argparse.SUPPRESS)
@@ -425,6 +452,6 @@ if __name__ == "__main__":
                 only = {"only_fsdp": flags.only_fsdp, "only_updates": flags.only_updates}
                 mp.spawn(partial(processes, **only), own, nprocs=world)
             large = [name for name in ("10M parameters", "100M parameters") if name.split()[0] in flags.sizes]
-            memory_in_fsdp([] if flags.only_updates else large)
-    if not (flags.only_fsdp or flags.only_adam or flags.only_updates):
+            memory_in_fsdp(large if flags.only_updates is None else [])
+    if not (flags.only_fsdp or flags.only_adam or flags.only_updates is not None):
         memory(xla=False)

@@ -44,6 +44,10 @@ class FailingRule:
     def needs_squares(self) -> bool:
         return bool(getattr(self.rule, "needs_squares", False))
 
+    @property
+    def scales_betas(self) -> bool:
+        return bool(getattr(self.rule, "scales_betas", False))
+
     def __call__(self, update: vbs.rules.RuleInput) -> vbs.rules.Scaling:
         if self.armed:
             self.armed = False

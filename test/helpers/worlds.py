@@ -44,6 +44,7 @@ class Layout:
         by: what sums; "fsdp" is FSDP2, or tensor parallelism alone.
         where: what the ranks are.
         wrapper: options of DistributedDataParallel; "hook": a communication hook of the user.
+        reproducible: whether updates are the same to the last bit in any world.
     """
 
     replicas: int = 1
@@ -52,6 +53,7 @@ class Layout:
     by: Literal["plain", "ddp", "fsdp"] = "fsdp"
     where: Where = "gloo"
     wrapper: dict[str, Any] = field(default_factory=dict, hash=False)
+    reproducible: bool = False
 
     @property
     def size(self) -> int:
@@ -63,7 +65,7 @@ class Layout:
         return self.replicas, self.shards, self.tensors
 
     def __str__(self) -> str:
-        return f"{self.where} {'x'.join(map(str, self.shape))} {self.by}"
+        return f"{self.where} {'x'.join(map(str, self.shape))} {self.by}{' reproducible' * self.reproducible}"
 
     @property
     def sharded(self) -> bool:

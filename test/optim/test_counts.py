@@ -432,6 +432,11 @@ def reading_counts(begun: Divided) -> None:
     next(iter(vbs.updates(begun.run.sampler, begun.run.optimizer))).counts  # type: ignore[arg-type]  # noqa: B018
 
 
+def reading_others(begun: Divided) -> None:
+    run = begun.run
+    next(iter(vbs.updates(run.sampler, run.optimizer, counts=lambda _: {"b": 1, "a": 2}))).counts["typo"]  # type: ignore[arg-type]
+
+
 def returning(*results: Any) -> Callable[[Divided], object]:
     """A function that returns something else for each microbatch."""
     found = iter(results)
@@ -456,6 +461,7 @@ MISTAKES: dict[str, tuple[Callable[[Divided], object], type[Exception], str]] = 
         RuntimeError,
         "update.counts needs counts, but vbs.updates.. has",
     ),
+    "another count is read": (reading_others, KeyError, "a name that counts= returns, got 'typo'; use a, b"),
     "no dict": (returning(3), TypeError, "must return a dict from names to numbers, got 3 .int.; return a dict such"),
     "no names": (returning({}), ValueError, "must return a dict from names to numbers, got an empty one; return"),
     "no string": (returning({1: 2}), TypeError, "whose keys are strings, got 1 .int.; return"),

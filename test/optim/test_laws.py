@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.features import FEATURES, Run
-from helpers.laws import check, features_of
+from helpers.laws import REFUSED, check, features_of, reproducible
 from helpers.properties import examples
 from helpers.reference import Array, assert_equal
 from helpers.worlds import ALONE, Layout, Place, alone
@@ -24,6 +24,8 @@ SLOW, NIGHTLY = pytest.mark.slow("starts processes"), pytest.mark.nightly("start
 LAYOUTS = {
     Layout(2, by="plain"): [],
     Layout(3, by="plain"): [SLOW, pytest.mark.torch],
+    Layout(2, by="plain", reproducible=True): [],
+    Layout(3, by="plain", reproducible=True): [SLOW],
     Layout(2, by="ddp"): [],
     Layout(3, by="ddp"): [SLOW],
     Layout(shards=2): [],
@@ -47,6 +49,12 @@ LAYOUTS = {
 )
 def test_processes_make_the_updates_of_one_from_any_state(layout: Layout, name: str) -> None:
     check(name, layout)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_reproducible_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"reproducible=True.*{REFUSED[name]}"):
+        Run(reproducible(name), alone()).until(3)
 
 
 worlds = st.integers(1, 4)

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import variable_batch_size as vbs
 from helpers.properties import examples
-from helpers.reference import OPTIMIZERS, SIZES, Training, assert_equal, training, twin
+from helpers.reference import OPTIMIZERS, SIZES, Training, assert_equal, data, filled, training, twin
 from variable_batch_size.optim import limbs
 from variable_batch_size.testing import run_ranks
 
@@ -208,6 +208,70 @@ def test_a_number_out_of_range_makes_the_whole_gradient_nan(value: float) -> Non
 
 def test_subnormals_are_zero() -> None:
     assert summed([[5e-324, -5e-324, 1e-310] * 700]) == (0, 0)
+
+
+# ------------------------------------------------------------------------------------------------- several optimizers
+
+
+def train_gan(backend: vbs.backend.Backend, form: str, rows: int) -> str:
+    """Train a generator and its critic in a form of loop, and return the hash of both."""
+    x, world = data(50)[0], backend.world
+    generator, critic = filled(nn.Linear(3, 3).double()), filled(nn.Linear(3, 1).double())
+
+    def optimizer(model: nn.Module, sampler: vbs.CustomSampler) -> vbs.CustomOptimizer:
+        return vbs.RootRuleOptimizer(torch.optim.Adam(model.parameters()), sampler, 16, backend=backend)
+
+    def sampler() -> vbs.CustomSampler:
+        return vbs.CustomSampler(50, SIZES, world.size, world.rank, rows, max_updates=9, on_end="cycle", **EXACT)
+
+    of_g = sampler()
+    of_d = sampler() if form == "samplers" else of_g
+    g, d = optimizer(generator, of_g), optimizer(critic, of_d)
+
+    def backward_g(indices: list[int]) -> None:
+        fake = torch.tanh(generator(x[indices].flip(1)))
+        g.backward(-critic(fake).sigmoid().mean(), inputs=list(generator.parameters()))
+
+    def backward_d(indices: list[int], *, raw: bool = False) -> None:
+        fake = torch.tanh(generator(x[indices].flip(1))).detach()
+        loss = (critic(fake).sigmoid() - critic(x[indices]).sigmoid()).mean()
+        loss.backward() if raw else d.backward(loss)  # type: ignore[no-untyped-call]
+
+    while not d.done:
+        if form == "samplers":
+            for critics, generators in zip(vbs.updates(of_d, d), vbs.updates(of_g, g), strict=True):
+                for indices in critics:
+                    backward_d(indices)
+                    d.step()
+                for indices in generators:
+                    backward_g(indices)
+                    g.step()
+        else:
+            for update in vbs.updates(of_g, g):
+                for indices in update:
+                    backward_g(indices)
+                    if form == "backwards first":
+                        backward_d(indices)
+                        g.step()
+                    else:
+                        g.step()
+                        backward_d(indices, raw=form == "raw")
+                    d.step()
+    return vbs.weights_hash(nn.ModuleList([generator, critic]))
+
+
+@pytest.mark.parametrize(("form", "rows"), [("backwards first", 4), ("samplers", 4), ("turns", 50), ("raw", 50)])
+def test_two_optimizers_make_the_same_updates_to_the_last_bit(form: str, rows: int) -> None:
+    hashes = {one for world in (1, 2, 3) for one in run_ranks(lambda own: train_gan(own, form, rows), world)}
+    assert len(hashes) == 1
+
+
+@pytest.mark.parametrize("form", ["turns", "raw"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_turns_within_an_update_of_several_microbatches_are_refused(form: str, world: int) -> None:
+    """The last microbatch of a rank would meet weights that those of other ranks have not met."""
+    with pytest.raises(RuntimeError, match=r"another optimizer of the sampler has made update 0 before"):
+        run_ranks(lambda backend: train_gan(backend, form, 4), world)
 
 
 # ------------------------------------------------------------------------------------------------------ random numbers

@@ -6,21 +6,19 @@ The text is JSON because every save waits for it: `torch.save` and `torch.load` 
 from __future__ import annotations
 
 import json
-import random
 from typing import final
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from variable_batch_size.backend.generators import HostStates
+
 
 def get_rng_states() -> str:
     """Return the states of the global RNGs of torch (CPU), NumPy and `random`."""
-    states = {
-        "torch": torch.get_rng_state().numpy().tobytes().hex(),
-        "numpy": np.random.get_state(legacy=False),
-        "python": random.getstate(),
-    }
+    now = HostStates.now()
+    states = {"torch": now.torch.numpy().tobytes().hex(), "numpy": now.numpy, "python": now.python}
     return json.dumps(states, default=np.ndarray.tolist)
 
 
@@ -37,10 +35,9 @@ def as_text(tensor: Tensor) -> str:
 def set_rng_states(text: str) -> None:
     """Restore the RNG states that `get_rng_states` returned."""
     states = json.loads(text)
-    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(states["torch"]), dtype=torch.uint8))
-    np.random.set_state(states["numpy"])
     version, numbers, gauss = states["python"]
-    random.setstate((version, tuple(numbers), gauss))
+    of_torch = torch.frombuffer(bytearray.fromhex(states["torch"]), dtype=torch.uint8)
+    HostStates(of_torch, states["numpy"], (version, tuple(numbers), gauss)).restore()
 
 
 @final

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import random
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Generic, TypeVar, final
+from collections.abc import Iterable, Sequence
+from typing import Any, Generic, Literal, TypeVar, final
 
-import numpy as np
-import torch
 from torch.utils.data import Dataset
 
 from variable_batch_size._validation import type_error
+from variable_batch_size.backend.generators import kept_states, seed_host
 
 T = TypeVar("T")
 
@@ -31,44 +28,9 @@ class Indices(list[int]):
         self.seed, self.epoch = seed, epoch
 
 
-def seed_of(*numbers: int) -> int:
-    """Return a seed below 2^63, a hash of numbers."""
-    return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "little") >> 1
-
-
-def seed_host(seed: int) -> None:
-    """Seed torch, on the CPU and on CUDA, NumPy and `random`."""
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed() takes 20 times as long
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.manual_seed_all(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
-
-
-class HostStates:
-    """The states that the generators of this process have now: of torch on the CPU and on CUDA, NumPy and `random`."""
-
-    def __init__(self) -> None:
-        self._torch, self._numpy, self._python = torch.get_rng_state(), np.random.get_state(), random.getstate()
-        self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-
-    def restore(self) -> None:
-        """Let the generators go on from there."""
-        torch.set_rng_state(self._torch)
-        np.random.set_state(self._numpy)
-        random.setstate(self._python)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda)
-
-
-@contextmanager
-def kept_states() -> Iterator[None]:
-    """Let the generators of this process go on afterwards as if the block had drawn nothing."""
-    states = HostStates()
-    try:
-        yield
-    finally:
-        states.restore()
+def seed_of(stream: Literal["sample", "microbatch"], *numbers: int) -> int:
+    """Return a seed below 2^63, a hash of a stream's name and numbers."""
+    return int.from_bytes(hashlib.sha256(repr((stream, *numbers)).encode()).digest()[:8], "little") >> 1
 
 
 @final
@@ -103,7 +65,7 @@ class Seeded(Dataset[T], Generic[T]):
         samples = list[T]()
         with kept_states():
             for index in indices:
-                seed_host(seed_of(indices.seed, indices.epoch, index))
+                seed_host(seed_of("sample", indices.seed, indices.epoch, index))
                 samples.append(self.dataset[index])
         return samples
 

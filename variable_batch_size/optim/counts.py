@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeAlias, final
+from typing import Any, NoReturn, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -36,6 +36,14 @@ def check_counts(count: object, backend: Backend, *, measures: bool) -> None:
     if backend.elastic:
         requirement, remedy = "counts= needs ranks that stay", 'divide by one count: reduction="sum" and step(count=)'
         raise value_error(requirement, "an elastic backend", remedy)
+
+
+@final
+class ByName(dict[str, Any]):
+    """The totals of an update, by name."""
+
+    def __missing__(self, name: object) -> NoReturn:
+        raise KeyError(f"update.counts must be asked for a name that counts= returns, got {name!r}; use {_words(self)}")
 
 
 @final
@@ -153,7 +161,7 @@ class Counts:
         if self._backend.reads(like):
             message = torch.tensor([*own.values()], dtype=torch.float64)  # (names,)
             self._sum.all_reduce([message])
-            return {name: total or math.inf for name, total in zip(own, message.tolist(), strict=True)}
+            return ByName({name: total or math.inf for name, total in zip(own, message.tolist(), strict=True)})
         floats = [0.0 if isinstance(number, Tensor) else number for number in own.values()]
         (sent,) = self._backend.vectors([floats], like, "counts")
         pairs = zip(own.values(), sent.unbind(), strict=True)
@@ -162,7 +170,7 @@ class Counts:
         self._sum.all_reduce([message])
         totals = torch.where(message > 0, message, math.inf)
         self._backend.mark_step()
-        return dict(zip(own, totals.unbind(), strict=True))
+        return ByName(zip(own, totals.unbind(), strict=True))
 
     @property
     def _like(self) -> Tensor:

@@ -313,12 +313,29 @@ class CustomOptimizer(ObservedOptimizer):
         """Return the microbatch that the next `step()` counts."""
         cursor = self._cursor
         cursor.check_phase("backward()", Phase.BETWEEN_STEPS, Phase.INSIDE_STEP)
+        self._check_meets_same_weights()
         self._adopt_groups()
         if (iteration := cursor.sampler.iteration) is not self._backward_of:
             self._backward_of = iteration
             if not cursor.begun:  # an earlier backward() was that of a loop that was left
                 self._updater.gradient.sum.zero_grad()
         return cursor.microbatch()
+
+    def _check_meets_same_weights(self) -> None:
+        """Check that no other optimizer has made the update: microbatches of other ranks would have met other weights.
+
+        If each update is one microbatch, that may meet the weights that another optimizer has left.
+        """
+        sampler, plan = self.sampler, self.sampler.plan
+        if not sampler.batches.reproducible or (sampler.max_batch_size <= plan.minibatch_size and not plan.fixed_shape):
+            return
+        if sampler.is_counted_by_other(self._cursor) and sampler.updates > self.updates:
+            raise RuntimeError(
+                f"reproducible=True needs microbatches that meet the same weights in any world, but another optimizer "
+                f"of the sampler has made update {self.updates} before the backward() of this one; call "
+                f"optimizer.backward(loss) of each before the step() of any, or give each a sampler and a loader of "
+                f"its own"
+            )
 
     @uncompiled
     @torch.no_grad()
@@ -354,6 +371,8 @@ class CustomOptimizer(ObservedOptimizer):
             )
         if closure is not None:
             run_closure(closure, scaled=getattr(self, "found_inf", None) is not None)
+        if not updater.gradient.sum.carries_weight:
+            self._check_meets_same_weights()
         self._adopt_groups()
         self._lr_check.check(self.param_groups, inside_step=cursor.begun)
         cursor.enter(Phase.INTERRUPTED)  # stays if an exception follows

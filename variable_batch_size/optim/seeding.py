@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import final
 
 from variable_batch_size.backend import Backend
-from variable_batch_size.data.seeded import HostStates, seed_host, seed_of
+from variable_batch_size.backend.generators import HostStates, seed_host
+from variable_batch_size.data.seeded import seed_of
 from variable_batch_size.microbatching import Microbatch
 
 
@@ -24,9 +25,9 @@ class Seeding:
     def begin(self, seed: int, microbatch: Microbatch) -> int:
         """Seed by the seed of the sampler and a microbatch, after it was read; return a number for `end`."""
         self.end()
-        of_microbatch = seed_of(seed, microbatch.step, microbatch.number)
+        of_microbatch = seed_of("microbatch", seed, microbatch.step, microbatch.number)
         if not self._backend.threads:
-            self._states = HostStates()
+            self._states = HostStates.now()
             seed_host(of_microbatch)
         self._backend.seed(of_microbatch)
         self._begun += 1

@@ -41,7 +41,8 @@ from variable_batch_size.optim.step_gradient import StepGradient
 from variable_batch_size.optim.sums import Sum
 from variable_batch_size.optim.tensors import collect_gradients, local, multiply, scalar_dtype, squared_norm
 from variable_batch_size.optim.wrapper import list_parameters, lr_of, stepping
-from variable_batch_size.rules import InvariantAdamRule, RootHalfLifeRule, Rule, RuleInput, Scaling, SqrtSDERule
+from variable_batch_size.rules import Rule, RuleInput, Scaling
+from variable_batch_size.rules.base import scales_betas
 from variable_batch_size.rules.selection import rules_for_groups
 
 
@@ -75,7 +76,6 @@ class Progress:
         return self.later()()
 
 
-_SCALE_BETAS = (SqrtSDERule, RootHalfLifeRule, InvariantAdamRule)
 _SKIPPED = "Skipped an update: non-finite gradient; check the loss if this persists"
 
 
@@ -103,7 +103,7 @@ class Updater:
         deferred_lr = self.gradient_noise is not None and self.gradient_noise.on_device
         limit = self.options.skip_grad_norm
         selects = limit is not None and backend.static_graph
-        scale_betas = [isinstance(getattr(rule, "rule", rule), _SCALE_BETAS) for rule in self.rules] if selects else []
+        scale_betas = [*map(scales_betas, self.rules)] if selects else []
         how = {"deferred_lr": deferred_lr, "selects": selects}
         self._scaling = HyperparameterScaling(inner, backend, **how, scale_betas=scale_betas)
         self.large = None if limit is None else LargeGradients(limit, inner, backend, self.parameters)

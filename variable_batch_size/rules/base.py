@@ -169,6 +169,7 @@ class Rule(Protocol):
     - `needs_noise: ClassVar[bool] = True`, if it uses `RuleInput.noise` (default: False);
     - `needs_squares: ClassVar[bool] = True`, if Adam's second moment is to be that at `ref_batchsize`, see
       `InvariantAdamRule` (default: False);
+    - `scales_betas: ClassVar[bool] = True`, if it changes betas (default: False); needed with `skip_grad_norm` on XLA;
     - `needs_reference: ClassVar[bool] = False`, if it works without a `ref_batchsize` (default: True);
     - `check(context: RuleContext) -> None`, which raises if the rule cannot be used in that training. It is called when
       the rule is chosen by its name, also by a named optimizer; a rule that is passed as an object is used as it is.
@@ -203,6 +204,11 @@ def needs_noise(rule: object) -> bool:
 def needs_squares(rule: object) -> bool:
     """Return whether a rule needs the squares of the gradients of microbatches."""
     return bool(getattr(rule, "needs_squares", False))
+
+
+def scales_betas(rule: object) -> bool:
+    """Return whether a rule says that it changes betas."""
+    return bool(getattr(rule, "scales_betas", False))
 
 
 def check_reference(rule: Rule, ref_batchsize: object) -> int | None:

@@ -6,7 +6,16 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 from variable_batch_size._validation import value_error
-from variable_batch_size.rules.base import Rule, RuleContext, RuleInput, Scaling, check_rule, needs_noise, needs_squares
+from variable_batch_size.rules.base import (
+    Rule,
+    RuleContext,
+    RuleInput,
+    Scaling,
+    check_rule,
+    needs_noise,
+    needs_squares,
+    scales_betas,
+)
 
 
 @final
@@ -44,6 +53,11 @@ class ConstantTimescale:
     def needs_squares(self) -> bool:
         """Whether the wrapped rule needs the squares of the gradients of microbatches."""
         return needs_squares(self.rule)
+
+    @property
+    def scales_betas(self) -> bool:
+        """Whether the wrapped rule changes betas."""
+        return scales_betas(self.rule)
 
     def check(self, context: RuleContext) -> None:
         """Check as the wrapped rule does."""

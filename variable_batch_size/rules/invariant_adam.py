@@ -37,6 +37,7 @@ class InvariantAdamRule:
     """
 
     needs_squares: ClassVar[bool] = True
+    scales_betas: ClassVar[bool] = True
 
     def __call__(self, update: RuleInput) -> Scaling:
         """Return the factor k on lr, or sqrt(k) below 1, and the power k of the betas."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 from variable_batch_size.rules.base import RuleContext, RuleInput, Scaling, check_second_moment
 
@@ -26,6 +26,8 @@ class RootHalfLifeRule:
     >>> RootHalfLifeRule()(RuleInput(batch_size=256, ref_batchsize=64)).scaled_betas((0.5, 0.5))
     (0.5, 0.0625)
     """
+
+    scales_betas: ClassVar[bool] = True
 
     def check(self, context: RuleContext) -> None:
         """Raise TypeError unless the inner optimizer is Adam, AdamW or RMSprop, or a subclass."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 from variable_batch_size.rules.base import RuleContext, RuleInput, Scaling, check_second_moment
 
@@ -23,6 +23,8 @@ class SqrtSDERule:
     Fails when: batches are so large that noise no longer dominates; k > 1/(1 - beta) raises.
     Source: Malladi et al. 2022, arXiv 2205.10287, section 5.
     """
+
+    scales_betas: ClassVar[bool] = True
 
     def check(self, context: RuleContext) -> None:
         """Check the inner optimizer and its betas.
