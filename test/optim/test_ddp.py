@@ -43,7 +43,7 @@ def two_optimizers(place: Place) -> list[Array]:
     given: dict[str, Any] = {"model": module} if place.layout.by == "ddp" else {}
     other = vbs.RootRuleOptimizer(torch.optim.AdamW(second, **ADAM), run.sampler, 20, backend=place.backend, **given)
     for indices in run.sampler:
-        run.optimizer.backward(run.loss(indices), others=[other])
+        run.optimizer.backward(run.loss(indices), others=other)
         run.optimizer.step()
         other.step()
         if other.updates == len(ODD):

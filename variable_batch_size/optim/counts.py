@@ -92,41 +92,43 @@ class Counts:
             RuntimeError: on every rank, if the names differ; or if this rank counts something else when it reads an
                 update again.
         """
-        own = self._count(count, microbatches, batch)
+        counted = self._count(count, microbatches, batch)
         if may_repeat and self._last is not None and self._last[0] == batch:
             _, known, totals = self._last
-            if not any(isinstance(number, Tensor) for number in own.values()) and own != known:
+            if not any(isinstance(number, Tensor) for number in counted.values()) and counted != known:
                 raise RuntimeError(
-                    f"an update that is read again must count the same, because the other ranks have its totals, but "
-                    f"update {batch.step} has counted {known} on this rank and now counts {own}; let the counts depend "
-                    f"on the samples alone, or load a state on every rank"
+                    "an update that is read again must count the same, because the other ranks have its totals, but "
+                    f"update {batch.step} has counted {known} on this rank and now counts {counted}; let the counts "
+                    "depend on the samples alone, or load a state on every rank"
                 )
             return totals
-        if compares or [*own] != self._names:
-            self._agree([*own], agreement)
-        totals = self._over_ranks(own)
+        if compares or [*counted] != self._names:
+            self._agree([*counted], agreement)
+        totals = self._over_ranks(counted)
         if self._sum.ranks > 1:
-            self._last = batch, own, totals
+            self._last = batch, counted, totals
         return totals
 
     def _count(self, count: Count, microbatches: Iterable[Any], batch: Batch) -> dict[str, Any]:
         """Return what this rank counts, by name in alphabetical order: floats, or 0-D tensors on a device."""
-        own = dict[str, Any]()
+        counted = dict[str, Any]()
         for read, microbatch in zip(microbatches, batch.microbatches, strict=True):
             counts = _check(count(read))
-            if own and own.keys() != counts.keys():
+            if counted and counted.keys() != counts.keys():
                 requirement = "counts= must return the same names for every microbatch"
-                raise value_error(requirement, f"{_words(own)}, then {_words(counts)}", "return 0 for what has none")
+                raise value_error(
+                    requirement, f"{_words(counted)}, then {_words(counts)}", "return 0 for what has none"
+                )
             for name in sorted(counts):
                 number = self._number(name, counts[name])
                 if isinstance(number, Tensor):
                     share = self._backend.scalar(microbatch.samples / microbatch.rows, number)
-                    own[name] = number * share + own.get(name, 0.0)
+                    counted[name] = number * share + counted.get(name, 0.0)
                 else:
-                    own[name] = number * microbatch.samples / microbatch.rows + own.get(name, 0.0)
-            if any(isinstance(number, Tensor) for number in own.values()):
+                    counted[name] = number * microbatch.samples / microbatch.rows + counted.get(name, 0.0)
+            if any(isinstance(number, Tensor) for number in counted.values()):
                 self._backend.mark_step()  # there may be any number of microbatches: each is a graph of its own
-        return own
+        return counted
 
     def _number(self, name: str, value: object) -> Tensor | float:
         if isinstance(value, Tensor):
@@ -156,21 +158,22 @@ class Counts:
                 )
         self._names = names
 
-    def _over_ranks(self, own: Mapping[str, Any]) -> Totals:
+    def _over_ranks(self, counted: Mapping[str, Any]) -> Totals:
         like = self._like
         if self._backend.reads(like):
-            message = torch.tensor([*own.values()], dtype=torch.float64)  # (names,)
+            message = torch.tensor([*counted.values()], dtype=torch.float64)  # (names,)
             self._sum.all_reduce([message])
-            return ByName({name: total or math.inf for name, total in zip(own, message.tolist(), strict=True)})
-        floats = [0.0 if isinstance(number, Tensor) else number for number in own.values()]
+            return ByName({name: total or math.inf for name, total in zip(counted, message.tolist(), strict=True)})
+        floats = [0.0 if isinstance(number, Tensor) else number for number in counted.values()]
         (sent,) = self._backend.vectors([floats], like, "counts")
-        pairs = zip(own.values(), sent.unbind(), strict=True)
-        message = torch.stack([number if isinstance(number, Tensor) else one for number, one in pairs])  # (names,)
+        pairs = zip(counted.values(), sent.unbind(), strict=True)
+        numbers = [number if isinstance(number, Tensor) else from_host for number, from_host in pairs]
+        message = torch.stack(numbers)  # (names,)
         self._backend.mark_step()  # what ranks compute in different graphs
         self._sum.all_reduce([message])
         totals = torch.where(message > 0, message, math.inf)
         self._backend.mark_step()
-        return ByName(zip(own, totals.unbind(), strict=True))
+        return ByName(zip(counted, totals.unbind(), strict=True))
 
     @property
     def _like(self) -> Tensor:
@@ -182,7 +185,7 @@ class Counts:
 def counts_nothing(batch: Batch) -> bool:
     """Return whether the host knows that all totals of an update are 0."""
     totals = () if batch.totals is None else batch.totals.values()
-    return batch.totals is not None and all(not isinstance(one, Tensor) and one == math.inf for one in totals)
+    return batch.totals is not None and all(not isinstance(total, Tensor) and total == math.inf for total in totals)
 
 
 def _check(counts: object) -> Mapping[str, Any]:

@@ -136,7 +136,7 @@ class CustomOptimizer(ObservedOptimizer):
             sharded_accumulation=sharded_accumulation,
             find_unused=find_unused_parameters,
             by_rows=reduction == "sum",
-            measures=noise is not None or any(needs_noise(one) or needs_squares(one) for one in rules.rules),
+            measures=noise is not None or any(needs_noise(rule) or needs_squares(rule) for rule in rules.rules),
             needs=lambda: (needs() or Needs)(),
             reproducible=sampler.batches.reproducible,
         )
@@ -156,9 +156,9 @@ class CustomOptimizer(ObservedOptimizer):
         sampler.listeners.add(self)
         self._followed_up = 0  # commits that the controller and the tracker have seen
         self.tracker = Tracker("runs") if tracker is None and (log_steps, log_samples) != (None, None) else tracker
-        each = self._updater, self._cursor, self._backend
-        self._reporter = Reporter(self.tracker, log_steps, log_samples, *each)
-        self._controller = ControllerRunner(*each, self.tracker)
+        core = self._updater, self._cursor, self._backend
+        self._reporter = Reporter(self.tracker, log_steps, log_samples, *core)
+        self._controller = ControllerRunner(*core, self.tracker)
 
     def _announce(self) -> None:
         self._updater.gradient.sum.prepare(self._cursor.upcoming())
@@ -253,7 +253,7 @@ class CustomOptimizer(ObservedOptimizer):
         *,
         weighted: bool = False,
         scaler: GradScaler | None = None,
-        others: Sequence[CustomOptimizer] = (),
+        others: CustomOptimizer | Sequence[CustomOptimizer] = (),
     ) -> None:
         """Call `backward()` of a loss with its weight in the step, and check that nothing else changes gradients.
 
@@ -272,8 +272,8 @@ class CustomOptimizer(ObservedOptimizer):
                 repeated rows, which count once, and replays, which do not.
             scaler: scales the loss; its scale at the first microbatch holds for the step. Call `scaler.step(optimizer)`
                 and `scaler.update()` after each microbatch, without `scaler.unscale_`.
-            others: other optimizers of this sampler whose parameters the loss has, too; each of them makes its
-                `step()`.
+            others: another optimizer of this sampler whose parameters the loss has, too, or several; each of them
+                makes its `step()`.
 
         Raises:
             RuntimeError: if something else has changed the gradients since the last `step()` or `backward()`, or an
@@ -281,7 +281,8 @@ class CustomOptimizer(ObservedOptimizer):
             ValueError: if another optimizer has a loss of another reduction, or is at another microbatch; or if a loss
                 is weighted in an update without counts, or is not in one with counts.
         """
-        microbatch, *of_others = [one._begin_backward() for one in (self, *others)]
+        others = (others,) if isinstance(others, CustomOptimizer) else others
+        microbatch, *of_others = [optimizer._begin_backward() for optimizer in (self, *others)]
         if weighted and self._cursor.batch.totals is None:
             raise ValueError(
                 "backward(weighted=True) needs a loss whose terms are divided by update.counts, but this update has "
@@ -289,13 +290,13 @@ class CustomOptimizer(ObservedOptimizer):
             )
         if not weighted and self._cursor.batch.totals is not None:
             raise ValueError(NOT_WEIGHTED.format("backward() came without weighted=True"))
-        for one, other in zip(others, of_others, strict=True):
-            if (one.reduction, other) != (self.reduction, microbatch):
+        for optimizer, other in zip(others, of_others, strict=True):
+            if (optimizer.reduction, other) != (self.reduction, microbatch):
                 requirement = "all optimizers of a loss must be at the same microbatch, and have the same reduction"
-                found = f"{one.reduction} at {other}" if one.reduction != self.reduction else f"{other}"
+                found = f"{optimizer.reduction} at {other}" if optimizer.reduction != self.reduction else f"{other}"
                 raise value_error(requirement, found, "pass one sampler to them, and call step() of each")
         options = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs, "weighted": weighted}
-        gradients = [one._updater.gradient for one in others]
+        gradients = [optimizer._updater.gradient for optimizer in others]
         with self._watched(others):
             self._updater.gradient.backward(loss, microbatch, scaler, gradients, gradient=gradient, **options)
 
@@ -305,8 +306,9 @@ class CustomOptimizer(ObservedOptimizer):
         if len(listeners) == 1 + len(others):
             return nullcontext()
         stack, named = ExitStack(), {self, *others}
-        for own in [one for one in listeners if isinstance(one, CustomOptimizer) and one not in named]:
-            stack.enter_context(own._updater.gradient.sum.during_another())
+        for listener in list(listeners):
+            if isinstance(listener, CustomOptimizer) and listener not in named:
+                stack.enter_context(listener._updater.gradient.sum.during_another())
         return stack
 
     def _begin_backward(self) -> Microbatch:
@@ -410,8 +412,8 @@ class CustomOptimizer(ObservedOptimizer):
         kind: dict[str, Any] = {"optimizer": type(self.inner).__name__}
         if self._updater.measures_microbatches:
             kind["minibatch_size"] = self.sampler.plan.minibatch_size
-        own = kind | self._updater.state_dict() | self._controller.state_dict()
-        return {**self.inner.state_dict(), "vbs": {"sampler": self.sampler.state_of(self._cursor.place), **own}}
+        state = kind | self._updater.state_dict() | self._controller.state_dict()
+        return {**self.inner.state_dict(), "vbs": {"sampler": self.sampler.state_of(self._cursor.place), **state}}
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Restore a state, in any world. The sampler moves to its position.
@@ -508,7 +510,8 @@ class CustomOptimizer(ObservedOptimizer):
     def note_iteration(self) -> None:
         """Note which gradients there are when an iteration begins: they are left from before."""
         if not self._cursor.begun:
-            self._left = [one.grad for one in self._updater.gradient.parameters if one.grad is not None]
+            gradients = (parameter.grad for parameter in self._updater.gradient.parameters)
+            self._left = [gradient for gradient in gradients if gradient is not None]
 
     def _check_left(self, parameters: Sequence[Tensor]) -> None:
         """Check that the gradients are new since an iteration began, at its first microbatch."""
@@ -516,7 +519,7 @@ class CustomOptimizer(ObservedOptimizer):
             return
         left_in = {id(gradient) for gradient in self._left}
         self._left = ()
-        if any(id(one.grad) in left_in for one in parameters if one.grad is not None):
+        if any(id(parameter.grad) in left_in for parameter in parameters if parameter.grad is not None):
             raise RuntimeError(
                 "the gradients must be those of the microbatches that step() counts, but a backward() that no step() "
                 "has counted had left some when the loader was iterated, as a loop does that an exception has ended; "

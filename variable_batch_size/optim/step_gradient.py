@@ -246,12 +246,13 @@ class StepGradient:
                 overflows = torch.as_tensor(self._overflows, dtype=torch.float32, device=like[0].device)
                 found_inf.append(overflows.view(1))
             if self._second_moment is not None:
-                sums = self._second_moment.message([one for one in self.parameters if one.grad is not None])
+                members = [parameter for parameter in self.parameters if parameter.grad is not None]
+                sums = self._second_moment.message(members)
             return [*measured, *sums, *found_inf, *check]
 
         gradients = self.sum.finish(step.batch_size, factor, message)
-        for found in check:  # the same number x on all ranks: sum x^2 = (sum x)^2 / W
-            total, square = found.tolist()
+        for sums_of_rank in check:  # the same number x on all ranks: sum x^2 = (sum x)^2 / W
+            total, square = sums_of_rank.tolist()
             if self.sum.ranks * square != total**2:
                 raise RanksDifferError(facts())
         summed = iter(self._sums_of(measured) if apart else measured)
@@ -261,7 +262,7 @@ class StepGradient:
         means = [*summed]
         self.step_means.settle(means, self.token_count.total(counts))
         counted = self.token_count.settle(counts, gradients, step.batch_size)
-        if not counted or counts_nothing(step) or any(self._backend.host(found).item() for found in found_inf):
+        if not counted or counts_nothing(step) or any(self._backend.host(number).item() for number in found_inf):
             return None
         if not gradients:
             raise RuntimeError(

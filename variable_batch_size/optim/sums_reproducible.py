@@ -85,7 +85,7 @@ class Reproducible(Plain):
         out_of_range = (~((like if self._largest is None else self._largest) < limit)).long().view(1)
         self._backend.mark_step()
         message = self._participation.message(self._used, replay=not any(self._used))
-        flags = [one.long() for one in message]  # one dtype, one collective: XLA:CPU may run several in any order
+        flags = [tensor.long() for tensor in message]  # one dtype, one collective: XLA:CPU may run several in any order
         self.all_reduce([sums, out_of_range, *flags, *others()])
         limbs.carry(sums)
         divisor = 1 if self._weighted else batch_size
@@ -95,7 +95,7 @@ class Reproducible(Plain):
         for parameter, total in zip(self.parameters, torch.split(sums, sizes, 1), strict=True):
             mean = limbs.value(total, weight, parameter.new_empty(parameter.numel()))
             parameter.grad = mean.view_as(parameter)
-        message = [flag.to(one.dtype) for flag, one in zip(flags, message, strict=True)]
+        message = [flag.to(tensor.dtype) for flag, tensor in zip(flags, message, strict=True)]
         self._exclude(self._participation.settle(message) or members)
         return collect_gradients(self.parameters)
 

@@ -120,8 +120,8 @@ class Updater:
         """Whether the groups of the inner optimizer have other parameters than those that are trained."""
         groups, known = self._inner.param_groups, self._known
         return len(groups) != len(known) or not all(
-            len(group["params"]) == len(own) and all(map(is_, group["params"], own))
-            for group, own in zip(groups, known, strict=True)
+            len(group["params"]) == len(parameters) and all(map(is_, group["params"], parameters))
+            for group, parameters in zip(groups, known, strict=True)
         )
 
     def rules_for(self, number: int) -> tuple[Rule, ...]:
@@ -194,18 +194,22 @@ class Updater:
             noise = {"noise": self.gradient_noise.state_dict()}
         rates = {key: float(getattr(self.last_scaling, key)) for key in ("lr", "gradient")}
         rates["reference_lr"] = float(self.reference_lr)
-        own: dict[str, Any] = {"progress": float(self.progress), "last_rates": rates}
+        state: dict[str, Any] = {"progress": float(self.progress), "last_rates": rates}
         if self.large is not None:
-            own |= self.large.state_dict()
-        return {**self._reference(), **own, **self.gradient.state_dict(), **noise, **self._scaling.state_dict()}
+            state |= self.large.state_dict()
+        return {**self._reference(), **state, **self.gradient.state_dict(), **noise, **self._scaling.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any], minibatch_size: int) -> None:
         """Restore a state; noise and bias correction are reset if it has none, and the progress stays.
 
         Warns by `OtherSettingsWarning` if it was saved with other rules, another reference, or other microbatches.
         """
-        own = self._reference() | ({"minibatch_size": minibatch_size} if self.measures_microbatches else {})
-        changed = [f"{key} was {state[key]} and is {own[key]}" for key in own if state.get(key, own[key]) != own[key]]
+        present = self._reference() | ({"minibatch_size": minibatch_size} if self.measures_microbatches else {})
+        changed = [
+            f"{key} was {state[key]} and is {present[key]}"
+            for key in present
+            if state.get(key, present[key]) != present[key]
+        ]
         if changed and self._backend.world.rank == 0:
             warnings.warn(
                 f"Resumed with other settings: {', '.join(changed)}", OtherSettingsWarning, stacklevel_of_user()
@@ -269,9 +273,9 @@ class Updater:
             }
             for gradient in parts:
                 gradient.copy_(torch.where(statistics.finite, gradient, zeros[gradient.dtype]))
-        own = [parameter.grad for parameter in self.parameters]
+        gradients = [parameter.grad for parameter in self.parameters]
         size, groups, ref = step.batch_size, step.num_microbatches, update.ref_batchsize
-        measured = noise.update(statistics, own, batch_size=size, groups=groups, ref=ref)
+        measured = noise.update(statistics, gradients, batch_size=size, groups=groups, ref=ref)
         device = reduced[0].device if noise.on_device else None
         with self._numbers_of_rules:
             scalings = scalings_of_groups(self.rules, replace(update, noise=measured), device)
@@ -308,7 +312,7 @@ class Updater:
             **{name: rate for name, rate in rates.items() if not isinstance(rate, Tensor)},
             **({} if self.large is None else {"skip_grad_norm": self.large.limit(update.batch_size)}),
             "parameters that require gradients": [
-                number for number, one in enumerate(self.parameters) if one.requires_grad
+                number for number, parameter in enumerate(self.parameters) if parameter.requires_grad
             ],
         }
 
@@ -325,8 +329,8 @@ class Updater:
         if max_norm is not None:
             factor = torch.clamp(max_norm / (self.grad_norm + 1e-6), max=1.0)  # as torch.nn.utils.clip_grad_norm_
             for device in dict.fromkeys(gradient.device for gradient in gradients):
-                own = [gradient for gradient in gradients if gradient.device == device]
-                multiply(own, factor.to(device), self._backend)
+                on_device = [gradient for gradient in gradients if gradient.device == device]
+                multiply(on_device, factor.to(device), self._backend)
             if self.second_moment is not None:
                 self.second_moment.clip(factor)
 
