@@ -79,6 +79,7 @@ class Side:
     half: bool = False  # whether the forward runs in bfloat16, by autocast
     logs: bool = False
     max_grad_norm: float | None = None
+    reproducible: bool = False
     before_step: Callable[..., None] | None = None  # a pre-hook of the inner optimizer's step
 
 
@@ -93,6 +94,7 @@ SIDES = {
     "invariant Adam": Side("invariant-adam"),
     "linear, clipping": Side("linear", max_grad_norm=1.0),
     "linear, logging": Side("linear", logs=True),
+    "linear, reproducible": Side("linear", reproducible=True),
     "by hand, bfloat16": Side(half=True),
     "linear, bfloat16": Side("linear", half=True),
 }
@@ -126,17 +128,16 @@ def make_update(model: Model, side: Side) -> Callable[[], None]:
     if not side.rule:
         return by_hand
     size = rows * MICROBATCHES * world.size
-    sampler = vbs.CustomSampler(1000 * size, size, world.size, world.rank, rows)
+    sampler = vbs.CustomSampler(1000 * size, size, world.size, world.rank, rows, reproducible=side.reproducible)
     rule = "adamscale" if side.rule == "adascale" and model.vocabulary else side.rule
     options: dict[str, Any] = {"tracker": vbs.Tracker(tempfile.mkdtemp()), "grad_norm": True} if side.logs else {}
     optimizer = vbs.CustomOptimizer(
         inner, sampler, ref_batchsize=rows, rule=rule, max_grad_norm=side.max_grad_norm, **options
     )
-    indices = iter(sampler)
+    updates = iter(vbs.updates(sampler, optimizer))
 
     def update() -> None:
-        for _ in range(MICROBATCHES):
-            next(indices)
+        for _ in next(updates):
             value = loss()
             value.backward()
             if side.logs:
