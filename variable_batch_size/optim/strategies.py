@@ -121,9 +121,7 @@ def _check_reproducible(module: Module | None, parameters: Sequence[Tensor], bac
     device = parameters[0].device.type
     if device == "xla" and os.environ.get("PJRT_DEVICE") != "CPU":
         remedy = "train on CPUs or GPUs, or omit it"
-        raise value_error(
-            f"{requirement} float64 as processors have it, which TPUs imitate", "parameters on XLA", remedy
-        )
+        raise value_error(f"{requirement} true float64, which TPUs imitate", "parameters on XLA", remedy)
     if device == "cuda" and not (
         torch.are_deterministic_algorithms_enabled() and "CUBLAS_WORKSPACE_CONFIG" in os.environ
     ):
