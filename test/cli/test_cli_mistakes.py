@@ -74,7 +74,7 @@ MISTAKES: list[tuple[tuple[Any, ...], int, str]] = [
     (
         ("capacity", "show", "other.csv"),
         1,
-        r"capacity .*; pass time_column= \(--time-column\) and nodes_column= \(--nodes-column\) for another table, or ",
+        r"capacity .*; pass time_column= \(--time-column\) and nodes_column= \(--nodes-column\) for another table, s",
     ),
     (
         ("capacity", "show", "other.csv", "--time-column", "a"),

@@ -39,17 +39,37 @@ class Summary(NamedTuple):
     @staticmethod
     def of(tensors: Mapping[str, Tensor], *, compare: bool) -> Summary:
         """Return the summary of tensors by name; `compare` tells whether to read their contents."""
-        described = _described(tensors, with_sums=compare)
-        layout = digest([[name, *facts[1:3]] for name, facts in described.items() if facts[0]])
+        described = _described(tensors, with_digests=compare)
+        layout = digest([[name, facts.dtype, facts.shape] for name, facts in described.items() if facts.whole])
         if not compare:
             return Summary(layout, {})
         contents = dict[str, str]()
-        for whole in (True, False):
-            of_kind = {name: facts[1:] for name, facts in described.items() if facts[0] is whole}
-            contents[digest([[name, *facts[:3]] for name, facts in of_kind.items()])] = digest(
-                [of_kind[name][3] for name in of_kind]
-            )
+        for whole in (True, False):  # of sharded ones other ranks may have other parts
+            of_kind = {name: facts for name, facts in described.items() if facts.whole is whole}
+            what = digest([[name, facts.dtype, facts.shape, facts.part] for name, facts in of_kind.items()])
+            contents[what] = digest([facts.digest for facts in of_kind.values()])
         return Summary(layout, contents)
+
+
+@final
+class _Facts(NamedTuple):
+    """What one rank has of a tensor.
+
+    Attributes:
+        whole: whether it has all of it.
+        dtype: in words.
+        shape: of the whole tensor.
+        part: which part it has.
+        digest: of the bytes of that; None if contents are not compared.
+        sketch: see `_sketch`.
+    """
+
+    whole: bool
+    dtype: str
+    shape: list[int]
+    part: Sequence[Any]
+    digest: str | None
+    sketch: list[list[float]] = []  # noqa: RUF012 (never changed)
 
 
 def agree(summaries: Sequence[Summary]) -> bool:
@@ -65,8 +85,8 @@ def agree(summaries: Sequence[Summary]) -> bool:
 
 def details(tensors: Mapping[str, Tensor]) -> str:
     """Return what one rank has of each tensor, for `difference`."""
-    described = _described(tensors, with_sums=True)
-    return json.dumps({name: [*facts, _sketch(tensors[name])] for name, facts in described.items()})
+    described = _described(tensors, with_digests=True)
+    return json.dumps({name: facts._replace(sketch=_sketch(tensors[name])) for name, facts in described.items()})
 
 
 def difference(texts: Sequence[str]) -> tuple[str, int, bool]:
@@ -75,16 +95,16 @@ def difference(texts: Sequence[str]) -> tuple[str, int, bool]:
     A tensor that differs by more than rounding comes first. The two are told apart by the norms and sums of some of
     their elements, relative to the norm.
     """
-    ranks: list[dict[str, Any]] = [json.loads(text) for text in texts]
+    ranks = [{name: _Facts(*row) for name, row in json.loads(text).items()} for text in texts]
     rounded: tuple[str, int, bool] | None = None
     for name in dict.fromkeys(name for rank in ranks for name in rank):
-        first_facts = dict[str, Any]()
+        by_part = dict[str, _Facts | None]()
+        is_whole = any(rank[name].whole for rank in ranks if name in rank)
         for number, facts in enumerate(rank.get(name) for rank in ranks):
-            whole = facts[0] if facts else any(rank.get(name, [False])[0] for rank in ranks)
-            what = json.dumps(None if whole else facts and facts[3])  # of a sharded one, the part
-            first = first_facts.setdefault(what, facts)
+            whole = facts.whole if facts else is_whole
+            first = by_part.setdefault("" if whole else json.dumps(facts and facts.part), facts)
             if (facts or whole) and first != facts:
-                if not (first and facts and first[:4] == facts[:4] and _are_close(first[5], facts[5])):
+                if not (first and facts and first[:4] == facts[:4] and _are_close(first.sketch, facts.sketch)):
                     return name, number, False
                 rounded = rounded or (name, number, True)
     return rounded or ("the order of the tensors", 1, False)
@@ -110,18 +130,18 @@ def _are_close(first: list[list[float]], other: list[list[float]]) -> bool:
     )
 
 
-def _described(tensors: Mapping[str, Tensor], *, with_sums: bool) -> dict[str, list[Any]]:
-    """Return of each tensor whether this rank has it whole, its dtype, shape and part, and the sum of its bytes.
-
-    Sharded tensors without an element on this rank are left out.
-    """
-    present = {
-        name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor) or tensor.to_local().numel()
-    }
-    sums = byte_digests(present) if with_sums else {}
+def _described(tensors: Mapping[str, Tensor], *, with_digests: bool) -> dict[str, _Facts]:
+    """Return what this rank has of each tensor; sharded ones without an element here are left out."""
+    here = {}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, DTensor) or tensor.to_local().numel():
+            here[name] = tensor
+    digests = byte_digests(here) if with_digests else {}
     return {
-        name: [not isinstance(tensor, DTensor), str(tensor.dtype), [*tensor.shape], Part.of(tensor), sums.get(name)]
-        for name, tensor in present.items()
+        name: _Facts(
+            not isinstance(tensor, DTensor), str(tensor.dtype), [*tensor.shape], Part.of(tensor), digests.get(name)
+        )
+        for name, tensor in here.items()
     }
 
 

@@ -111,32 +111,38 @@ class Reporter:
         return every is not None and samples // every > (samples - step.batch_size) // every
 
     def _row(self, step: Batch, now: _Moment) -> Callable[[], dict[str, float]]:
-        """Return a function that returns the scalars of the update that was just made."""
-        updater, sampler, known_epoch = self._updater, self._cursor.sampler, self._epoch
+        """Return a function that returns the scalars of the update that was just made.
+
+        It is called at once, or some updates later, when what a device has computed is there.
+        """
+        updater, epoch = self._updater, self._epoch
         last, begin = self._last or self._begin or now, self._begin or now
         seconds = now.seconds - last.seconds
-        rates = [
-            (n / seconds if seconds > 0 else math.nan) for n in (now.samples - last.samples, now.updates - last.updates)
-        ]
-        epoch = known_epoch.number + (step.start + step.batch_size) / sampler.plan.whole_samples(known_epoch)
-        known = (epoch, now.samples, self._earlier + (now.seconds - begin.seconds), *rates)
-        sizes = (step.batch_size, step.num_microbatches, sampler.world.size)
+        scalars: dict[str, float] = {
+            "epoch": epoch.number + (step.start + step.batch_size) / self._cursor.sampler.plan.whole_samples(epoch),
+            "samples": now.samples,
+            "seconds": self._earlier + (now.seconds - begin.seconds),
+            "samples_per_second": _rate(now.samples - last.samples, seconds),
+            "updates_per_second": _rate(now.updates - last.updates, seconds),
+            "global_batch_size": step.batch_size,
+            "num_microbatches": step.num_microbatches,
+            "world_size": self._cursor.sampler.world.size,
+        }
+        skipped = {} if updater.large is None else {"skipped": updater.large.skipped}
         scaling, lr, norm = updater.last_scaling, updater.reference_lr, updater.grad_norm
         noise = None if updater.gradient_noise is None else updater.gradient_noise.later()
-        skipped = () if updater.large is None else (updater.large.skipped,)
         progress, means = updater.progress.later(), updater.gradient.step_means.later()
 
         def read() -> dict[str, float]:
             factor = _number(scaling.lr) * _number(scaling.gradient)
-            values = [*known, *sizes, _number(lr) * factor, factor, *skipped]
+            row = {**scalars, "lr_effective": _number(lr) * factor, "lr_factor": factor, **skipped}
             if updater.options.grad_norm:
-                values.append(_number(norm))
+                row["grad_norm"] = _number(norm)
             if noise is not None:
                 measured = noise()
-                values += [
-                    _number(n) for n in (measured.gain, progress(), measured.noise_scale, measured.sigma2, measured.mu2)
-                ]
-            return dict(zip(self.tags, values, strict=True)) | means()
+                row |= {"gain": _number(measured.gain), "progress": progress()}
+                row |= {name: _number(getattr(measured, name)) for name in ("noise_scale", "sigma2", "mu2")}
+            return {f"vbs/{name}": value for name, value in row.items()} | means()
 
         return read
 
@@ -156,6 +162,10 @@ def _seconds_left(begin: _Moment, now: _Moment) -> float | None:
     if now.fraction <= begin.fraction:
         return None
     return (now.seconds - begin.seconds) * (1 - now.fraction) / (now.fraction - begin.fraction)
+
+
+def _rate(number: int, seconds: float) -> float:
+    return number / seconds if seconds > 0 else math.nan
 
 
 def _number(value: Any) -> float:
