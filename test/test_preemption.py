@@ -195,7 +195,7 @@ loader = DataLoader(
     worker_init_fn=vbs.Preemption.shield,
     persistent_workers=True,
 )
-with vbs.Preemption(), checkpoint(folder / "saved", run) as saves:
+with vbs.Preemption((signal.Signals(int(sys.argv[2])),)), checkpoint(folder / "saved", run) as saves:
     for epoch in range(10**9):
         run.sampler.set_epoch(epoch)
         run.optimizer.set_epoch(epoch)
@@ -243,14 +243,15 @@ def test_all_ranks_stop_after_the_same_update_when_one_gets_a_signal(
 
 
 @pytest.mark.slow("starts a process")
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_the_process_group_does_not_end_the_workers_of_a_loader(
-    tmp_path: Path, processes: list[subprocess.Popen[str]]
+    sent: signal.Signals, tmp_path: Path, processes: list[subprocess.Popen[str]]
 ) -> None:
-    process = start(LOADER, tmp_path, new_session=True)
+    process = start(LOADER, tmp_path, int(sent), new_session=True)
     processes.append(process)
     wait_for_line(process, "ready")
-    os.killpg(process.pid, signal.SIGTERM)
-    match = re.fullmatch(STOPPED, exit_lines(process, signal.SIGTERM)[-1])
+    os.killpg(process.pid, sent)
+    match = re.fullmatch(STOPPED, exit_lines(process, sent)[-1])
     assert match is not None
     assert intact(tmp_path / "saved" / match[1])
 

@@ -78,15 +78,15 @@ class Preemption:
 
     @staticmethod
     def shield(worker: int = 0) -> None:
-        """Make a `DataLoader` worker ignore SIGTERM and SIGUSR1 unless its parent sends them.
+        """Make a `DataLoader` worker ignore Ctrl-C, and SIGTERM and SIGUSR1 unless its parent sends them.
 
-        Pass it as `worker_init_fn` if signals are sent to every process of a job, with `persistent_workers=True`,
-        because a worker is not shielded while it starts.
+        Pass it as `worker_init_fn` if signals are sent to every process of a job, as a terminal sends Ctrl-C, with
+        `persistent_workers=True`, because a worker is not shielded while it starts.
 
         Args:
             worker: id of the worker, which `DataLoader` passes; unused.
         """
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, (*_SIGNALS, signal.SIGINT))
         if hasattr(signal, "sigwaitinfo"):  # not on macOS
             threading.Thread(target=_exit_on_signal_from_parent, name="shield", daemon=True).start()
 

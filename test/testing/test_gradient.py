@@ -109,6 +109,31 @@ def test_a_check_leaves_weights_and_gradients_as_the_step_does(name: str) -> Non
         assert one.grad is other.grad is None or torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("raw", [False, True])
+def test_each_update_of_the_library_is_exact(raw: bool) -> None:
+    inputs, targets = torch.randn(200, 6), torch.randn(200, 4)
+    model = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 4))
+    dataset = torch.utils.data.TensorDataset(inputs, targets)
+    sampler = vbs.CustomSampler(dataset, [40, 7, 33, 16], minibatch_size=16, max_updates=4)
+    optimizer = vbs.ConstantOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sampler)
+
+    def loss_of(net: nn.Module, batch: Any) -> torch.Tensor:
+        return (net(batch[0]) - batch[1]).square().sum(1).mean()
+
+    for update in vbs.updates(torch.utils.data.DataLoader(dataset, batch_sampler=sampler), optimizer):
+        microbatches = list(update)
+
+        def step(microbatches: Any = microbatches) -> None:
+            for microbatch in microbatches:
+                loss = loss_of(model, microbatch)
+                loss.backward() if raw else optimizer.backward(loss)
+                optimizer.step()
+
+        whole = [torch.cat(rows) for rows in zip(*microbatches, strict=True)]
+        assert check_gradient(model, loss_of, whole, step).exact
+    assert optimizer.updates == 4
+
+
 def test_token_means_of_ranks_are_not_those_of_all_tokens() -> None:
     report = report_of("token_means_of_ranks", counts=tokens(), parts=parts_of(RANKS))
     first, second = (int(part.sum()) for part in tokens().split(RANKS))

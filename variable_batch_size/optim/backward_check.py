@@ -34,6 +34,9 @@ _REMEDY = (
 )
 
 
+PROBES = set[int]()  # ids of gradients that `testing.check_gradient` puts where there is none: they count as None
+
+
 def versions(parameters: Sequence[Tensor]) -> list[int]:
     """Return the version of the gradient of each parameter, -1 where it has none."""
     return _versions([parameter.grad for parameter in parameters])
@@ -60,6 +63,8 @@ class _Gradients(NamedTuple):
     @classmethod
     def of(cls, parameters: Sequence[Tensor], *, norms: bool = False) -> _Gradients:
         gradients = [parameter.grad for parameter in parameters]
+        if PROBES:
+            gradients = [None if id(gradient) in PROBES else gradient for gradient in gradients]
         if not norms:
             return cls(gradients, _versions(gradients))
         none = torch.zeros(())

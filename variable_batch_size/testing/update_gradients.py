@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from variable_batch_size._validation import FloatArray
+from variable_batch_size.optim.backward_check import PROBES
 
 
 def of_step(step: Callable[[], object], trained: nn.Module) -> tuple[dict[str, FloatArray], bool]:
@@ -36,6 +37,7 @@ def _uncleared(trained: nn.Module) -> Iterator[tuple[Callable[[], None], list[Te
 
     def look(parameter: Tensor) -> None:
         mark = marks.pop(parameter, None)
+        PROBES.discard(id(mark))  # before another tensor gets the id
         if mark is not None and parameter.grad is mark:
             left.extend([parameter] if mark.to_dense().any() else [])
             parameter.grad = before[parameter]
@@ -49,11 +51,14 @@ def _uncleared(trained: nn.Module) -> Iterator[tuple[Callable[[], None], list[Te
             before[parameter] = gradient = parameter.grad
             empty = gradient is None or not gradient.to_dense().any()
             parameter.grad = marks[parameter] = torch.ones_like(parameter) if empty else gradient  # type: ignore[assignment]
+            if gradient is None:
+                PROBES.add(id(parameter.grad))
     handles = [one.register_hook(lambda _, one=one: look(one)) for one in before]  # type: ignore[no-untyped-call]
     try:
         yield look_at_all, left
     finally:
         look_at_all()
+        PROBES.clear()
         for handle in handles:
             handle.remove()
 
