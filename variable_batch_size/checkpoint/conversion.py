@@ -58,8 +58,11 @@ def from_torch(file: Path, folder: str | os.PathLike[str]) -> str:
         raise value_error(requirement, f"{file} ({type(error).__name__})", remedy) from error
     requirement = 'the file must have a dict of state dicts, with "model" and perhaps "optimizer"'
     remedy = 'write it by torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)'
-    if not isinstance(states, Mapping) or not all(isinstance(state, Mapping) for state in states.values()):
+    if not isinstance(states, Mapping):
         raise type_error(requirement, states, remedy)
+    if others := [name for name, state in states.items() if not isinstance(state, Mapping)]:
+        kinds = ", ".join(f"{name!r}, of type {type(states[name]).__name__}" for name in others)
+        raise TypeError(f"{requirement}, got {kinds}; {remedy}")
     if "model" not in states:
         raise value_error(requirement, ", ".join(map(repr, states)) or "an empty one", remedy)
     if all(name.startswith("module.") for name in states["model"]):  # of a DistributedDataParallel
