@@ -12,6 +12,8 @@ import os
 import pty
 import re
 import struct
+import subprocess
+import sys
 import tempfile
 import termios
 from contextlib import redirect_stderr
@@ -364,3 +366,27 @@ def test_values_of_update_0_drop_no_later_rows(tmp_path: Path) -> None:
     assert (tmp_path / "scalars.csv").read_text().splitlines() == [
         *("update,lr,loss", "0,1.1,", "10,,10", "20,,20", "30,,31", "50,,51")
     ]
+
+
+FULL = """
+import resource, sys, warnings
+import variable_batch_size as vbs
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+with warnings.catch_warnings(record=True) as caught, vbs.Tracker(sys.argv[1]) as tracker:
+    warnings.simplefilter("always")
+    for update in range(700):
+        tracker.log(update, {"loss": 1.5})
+print(*{str(warning.message).split(" end before")[0] for warning in caught if warning.category is RuntimeWarning})
+"""
+
+
+@pytest.mark.slow("starts a process")
+def test_a_full_disk_ends_the_events_and_not_the_training(tmp_path: Path) -> None:
+    """A file of 20 kB is all that there is room for."""
+    path = os.pathsep.join([str(Path(vbs.__file__).parents[1])])
+    environment = {**os.environ, "PYTHONPATH": path}
+    command = [sys.executable, "-c", FULL, str(tmp_path / "logs")]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout == f"The events of TensorBoard in {tmp_path / 'logs'}\n"
+    assert len((tmp_path / "logs" / "scalars.csv").read_text().splitlines()) == 701

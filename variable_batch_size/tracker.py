@@ -7,6 +7,7 @@ import io
 import math
 import numbers
 import os
+import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.util import Finalize
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO, final
 
 from tqdm import tqdm
 
+from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size._validation import check_int, type_error
 
 if TYPE_CHECKING:
@@ -149,6 +151,7 @@ class Tracker:
         self._bar: tqdm[Any] | None = None
         self._epoch = -1
         self._latest: dict[str, float] = {}  # tag -> the last value
+        self._told = False  # whether the user knows that the events have ended
         self._pending: deque[tuple[int, Callable[[], Mapping[str, float]]]] = deque()  # rows by update
 
     def mute(self) -> None:
@@ -194,6 +197,16 @@ class Tracker:
             self._close_files = Finalize(self, _close, self._files, exitpriority=_BEFORE_QUEUES)
         writer, table = self._files
         table.add(update, values)
+        if not _writes(writer):
+            if not self._told:
+                self._told = True
+                warnings.warn(
+                    f"The events of TensorBoard in {self.logdir} end before update {update}, because they could not be "
+                    f"written; free disk space, and resume the training ({SCALARS} goes on)",
+                    RuntimeWarning,
+                    stacklevel=stacklevel_of_user(),
+                )
+            return
         for tag, value in values.items():
             if math.isfinite(value):  # for others tensorboardX prints a warning
                 writer.add_scalar(tag, value, update)
@@ -261,7 +274,8 @@ class Tracker:
         logdir.mkdir(parents=True, exist_ok=True)
         resumed = update > 0 and (logdir / SCALARS).exists()
         table = ScalarsFile(logdir / SCALARS)
-        writer = SummaryWriter(str(logdir), purge_step=update if resumed else None)
+        # The queue of its thread has room for all: a training must not wait for a thread that a full disk has ended.
+        writer = SummaryWriter(str(logdir), purge_step=update if resumed else None, max_queue=2**30)
         writer.add_custom_scalars(_LAYOUT)
         return writer, table
 
@@ -282,6 +296,12 @@ def _number(tag: str, value: Any) -> float:
     return float(number)
 
 
+def _writes(writer: SummaryWriter) -> bool:
+    """Return whether the thread that writes events lives: an error of the disk ends it."""
+    return writer.file_writer.event_writer._worker.is_alive()  # type: ignore[no-any-return]
+
+
 def _close(writer: SummaryWriter, table: ScalarsFile) -> None:
-    writer.close()
+    if _writes(writer):
+        writer.close()
     table.close()

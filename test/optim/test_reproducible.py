@@ -206,6 +206,63 @@ def test_a_number_out_of_range_makes_the_whole_gradient_nan(value: float) -> Non
         assert all(run_ranks(gradients, world))
 
 
+@pytest.mark.parametrize("reproducible", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_loss_in_half_precision_keeps_its_weight(dtype: torch.dtype, reproducible: bool) -> None:
+    model = nn.Linear(1, 1, bias=False)
+    sampler = vbs.CustomSampler(301, 301, 1, 0, minibatch_size=512, reproducible=reproducible, max_updates=1)
+    optimizer = vbs.ConstantOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), sampler)
+    before = model.weight.detach().clone()
+    for update in vbs.updates(DataLoader(torch.ones(301, 1), batch_sampler=sampler), optimizer):  # type: ignore[arg-type]
+        for rows in update:
+            with torch.autocast("cpu", dtype):
+                loss = 256 * model(rows).mean()
+            optimizer.backward(loss)
+            optimizer.step()
+    assert (before - model.weight).item() == pytest.approx(256, rel=1e-6)
+
+
+def test_microbatches_of_two_samplers_in_turns_are_refused() -> None:
+    optimizers, losses = [], []
+    for _ in range(2):
+        model = nn.Sequential(nn.Dropout(), nn.Linear(2, 1))
+        sampler = vbs.CustomSampler(64, 12, 1, 0, minibatch_size=4, **EXACT)
+        optimizers.append(vbs.ConstantOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sampler))
+        losses.append(lambda rows, model=model: model(rows).square().mean())
+    rows = torch.ones(64, 2)
+    loops = [vbs.updates(DataLoader(rows, batch_sampler=one.sampler), one) for one in optimizers]  # type: ignore[arg-type]
+    for updates in zip(*loops, strict=True):
+        for optimizer, loss, update in zip(optimizers, losses, updates, strict=True):  # one after the other
+            for microbatch in update:
+                optimizer.backward(loss(microbatch))
+                optimizer.step()
+    turns = zip(*(next(iter(loop)) for loop in loops), strict=True)
+    first, _ = next(turns)
+    optimizers[0].backward(losses[0](first))
+    with pytest.raises(RuntimeError, match="or one of another sampler; loop over"):
+        optimizers[0].step()
+
+
+def test_a_value_that_one_rank_logs_is_named_on_all() -> None:
+    said = []
+
+    def work(backend: vbs.backend.Backend) -> None:
+        run = training(vbs.ConstantOptimizer, backend=backend, sampling=EXACT)
+        try:
+            for update in vbs.updates(run.sampler, run.optimizer):
+                for indices in update:
+                    run.optimizer.backward(run.loss(indices))
+                    if backend.world.rank == 0:
+                        run.optimizer.log(loss=1.0)
+                    run.optimizer.step()
+        except RuntimeError as error:
+            said.append(str(error))
+
+    run_ranks(work, 2)
+    assert len(said) == 2
+    assert all("rank 0 has loss and rank 1 has none" in words for words in said)
+
+
 def test_subnormals_are_zero() -> None:
     assert summed([[5e-324, -5e-324, 1e-310] * 700]) == (0, 0)
 

@@ -83,7 +83,8 @@ def compare_ranks(updater: Updater, cursor: Cursor, inner: Optimizer, backend: B
         position = {**sampler.batches.where(place.position), "samples": place.samples}
         facts = {**position, **of_update, **sampler_facts(sampler)}
         check_same(FIRST_UPDATE, facts, agreement)
-        names = json.dumps(updater.gradient.step_means.names_of_step)
+        means = updater.gradient.step_means
+        names = json.dumps(means.names_of_step or means.names or ())
         check_names("log()", [*map(json.loads, agreement.gather(FIRST_UPDATE, names, within=True))])
         _check_replicas(updater.parameters, backend, agreement)
         updater.gradient.sum.agree(agreement)

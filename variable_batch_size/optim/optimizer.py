@@ -334,9 +334,9 @@ class CustomOptimizer(ObservedOptimizer):
         if sampler.is_counted_by_other(self._cursor) and sampler.updates > self.updates:
             raise RuntimeError(
                 f"reproducible=True needs microbatches that meet the same weights in any world, but another optimizer "
-                f"of the sampler has made update {self.updates} before the backward() of this one; call "
-                f"optimizer.backward(loss) of each before the step() of any, or give each a sampler and a loader of "
-                f"its own"
+                f"of the sampler has made update {self.updates} before optimizer.backward() of this one was called; "
+                f"call optimizer.backward(loss) of each, not loss.backward(), before the step() of any, or give each a "
+                f"sampler and a loader of its own"
             )
 
     @uncompiled
@@ -365,11 +365,13 @@ class CustomOptimizer(ObservedOptimizer):
         if cursor.settled:  # an update that an exception has interrupted later was made
             self._settle()
         cursor.check_receiving()
-        if self.sampler.batches.reproducible and not cursor.is_handed_out_last:
+        in_turn = cursor.is_handed_out_last and self._seeding.is_of(self.sampler)
+        if self.sampler.batches.reproducible and not in_turn:
             raise RuntimeError(
                 "reproducible=True needs random numbers that are seeded before the forward of each microbatch, but "
                 "step() was called outside of vbs.updates(loader, optimizer), or after a later microbatch was read, as "
-                "by list(update); loop over the microbatches of each update, and call step() for each"
+                "by list(update), or one of another sampler; loop over the microbatches of each update, and call "
+                "step() for each"
             )
         if closure is not None:
             run_closure(closure, scaled=getattr(self, "found_inf", None) is not None)

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import final
+from weakref import ref
 
 from variable_batch_size.backend import Backend
 from variable_batch_size.backend.generators import HostStates, seed_host
+from variable_batch_size.data.dealer import Dealer
 from variable_batch_size.data.seeded import seed_of
 from variable_batch_size.microbatching import Microbatch
+
+
+class _Latest(threading.local):
+    """The sampler of the last microbatch that was seeded, in the thread of a rank."""
+
+    sampler: Callable[[], Dealer | None] = staticmethod(lambda: None)
+
+
+_latest = _Latest()
 
 
 @final
@@ -22,16 +35,21 @@ class Seeding:
         self._states: HostStates | None = None  # of the user, while a microbatch is out
         self._begun = 0
 
-    def begin(self, seed: int, microbatch: Microbatch) -> int:
+    def begin(self, sampler: Dealer, microbatch: Microbatch) -> int:
         """Seed by the seed of the sampler and a microbatch, after it was read; return a number for `end`."""
         self.end()
-        of_microbatch = seed_of("microbatch", seed, microbatch.step, microbatch.number)
+        of_microbatch = seed_of("microbatch", sampler.batches.seed, microbatch.step, microbatch.number)
+        _latest.sampler = ref(sampler)
         if not self._backend.threads:
             self._states = HostStates.now()
             seed_host(of_microbatch)
         self._backend.seed(of_microbatch)
         self._begun += 1
         return self._begun
+
+    def is_of(self, sampler: Dealer) -> bool:
+        """Return whether the last microbatch that was seeded in this thread is one of a sampler."""
+        return _latest.sampler() is sampler
 
     def end(self, number: int | None = None) -> None:
         """Give the generators back, unless another microbatch than that of `number` is out."""

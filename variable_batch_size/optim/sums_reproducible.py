@@ -54,8 +54,8 @@ class Reproducible(Plain):
         self._largest: Tensor | None = None  # absolute value of an element of any of them, 0-D
 
     def _loss_factor(self, microbatch: Microbatch) -> float:
-        """Return what makes the loss a sum over the samples of the microbatch."""
-        return float(microbatch.samples or 1)
+        """Return what leaves the loss as it is: half precision may not hold another weight."""
+        return float(microbatch.rows) if self._is_sum else 1.0
 
     def _accumulate(self, microbatch: Microbatch, following: Microbatch | None) -> None:
         present = [parameter for parameter in self.parameters if parameter.grad is not None]

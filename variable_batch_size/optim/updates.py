@@ -132,9 +132,9 @@ class Updates(Generic[T]):
 
     def _seeded(self, update: Iterator[T], batch: Batch) -> Iterator[T]:
         """Yield the microbatches of an update that is reproducible, with random numbers that are seeded for each."""
-        seeding, seed = self._optimizer._seeding, self._optimizer.sampler.batches.seed
+        seeding, sampler = self._optimizer._seeding, self._optimizer.sampler
         for microbatch, known in zip(batch.microbatches, update, strict=True):  # read with the user's numbers
-            number = seeding.begin(seed, microbatch)
+            number = seeding.begin(sampler, microbatch)
             try:
                 yield known
             finally:
