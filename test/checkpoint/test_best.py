@@ -78,6 +78,18 @@ def test_a_checkpoint_of_the_same_update_is_marked_instead_of_written_again(tmp_
         assert facts(saves.best)["metrics"] == {"loss": 0.25}
 
 
+def test_of_equal_values_the_oldest_is_the_best_one(tmp_path: Path) -> None:
+    run = training()
+    with checkpoint(tmp_path, run, keep=3) as saves:
+        for _ in range(3):
+            run.run(1)
+            saves.save()
+        folder = saves._folder
+        for name in folder.names():
+            folder.mark(name, {"best": LOSS, "metrics": {"loss": 1.0}})
+        assert folder.ranked() == sorted(folder.names())
+
+
 def test_the_best_one_stays_without_a_criterion_and_beside_that_of_another_one(tmp_path: Path) -> None:
     run = reported(tmp_path, [0.5, 0.25, 0.75])
     with checkpoint(tmp_path, run, keep=1) as saves:

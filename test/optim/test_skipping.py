@@ -201,6 +201,13 @@ def test_the_first_update_is_made_and_twenty_in_a_row_warn_once() -> None:
         assert train(again, 21) == [20]
 
 
+def test_updates_that_are_made_in_between_end_a_row() -> None:
+    """A warning would be an error."""
+    run = training(sizes=(4, 5) * 30, minibatch_size=4, skip_grad_norm=lambda size: math.inf if size == 4 else 1e-9)
+    skipped = train(run, 60)
+    assert len(skipped) > 20
+
+
 def test_an_infinite_limit_skips_nothing_and_a_training_without_one_has_skipped_none() -> None:
     run = training(sizes=SIZES, skip_grad_norm=math.inf)
     assert train(run, 10) == []

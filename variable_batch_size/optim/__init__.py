@@ -1,6 +1,6 @@
 """From the gradients of microbatches to an update: `CustomOptimizer` and what it does.
 
-The face: `optimizer.py`, `observed.py`, `wrapper.py`, `named.py`; the loops: `updates.py`, and `cursor.py`, which
+The face: `optimizer.py`, `properties.py`, `wrapper.py`, `named.py`; the loops: `updates.py`, and `cursor.py`, which
 says where an optimizer is, and why a loop was refused.
 From backward to the sum: `step_gradient.py`, and the strategies `sums.py`, `sums_ddp.py`, `sums_sharded.py`, of which
 `strategies.py` chooses one.

@@ -1,1 +1,1 @@
-"""The tasks that come with the package, one a file, named in `table.py`, and the files that they read."""
+"""The tasks that come with the package, one a file, named in `../task.py`, and the files that they read."""
