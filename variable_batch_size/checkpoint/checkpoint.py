@@ -8,6 +8,7 @@ import os
 import sys
 import time
 import warnings
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -283,7 +284,7 @@ class Checkpoint:
         if stored is None:
             absent = f"No checkpoint{which} in {folder.storage.location}: nothing is restored."
             if rank == 0:
-                absent += messages.incomplete(folder.incomplete())
+                absent += messages.incomplete(self._incomplete())
             if damaged or required:
                 raise RuntimeError(messages.unreadable(folder.storage.location, damaged, which) if damaged else absent)
             if rank == 0:
@@ -300,6 +301,12 @@ class Checkpoint:
             self._tell(name, stored, [*damaged], folder.newer_than(name) if best else [], time.monotonic() - began)
         return True
 
+    def _incomplete(self, after: int = -1) -> list[str]:
+        """Return what is no checkpoint, for a message: a store that refuses to list it must not fail a restore."""
+        with suppress(Exception):
+            return self._folder.incomplete(after)
+        return []
+
     def _tell(self, name: str, stored: StoredState, damaged: list[str], newer: list[str], seconds: float) -> None:
         """Log that a checkpoint was restored, and add it to the events."""
         optimizer, parts = self._optimizer, self._parts
@@ -310,7 +317,7 @@ class Checkpoint:
             told = f"at least {lost}" if lost else "an unknown number of updates"
         sizes, worlds = (stored.batch_size, parts.batch_size(updates)), (stored.world, self._agreement.world.size)
         at = updates, optimizer.epoch, optimizer.samples
-        left = messages.of_ranks(stored.of_ranks) + messages.incomplete(self._folder.incomplete(updates))
+        left = messages.of_ranks(stored.of_ranks) + messages.incomplete(self._incomplete(updates))
         log(messages.restored(name, worlds, sizes, at, told, newer) + left, rank=0, update=updates)
         self._events.large = self._optimizer.skipped
         self._events.add("restore", updates, lost=lost, seconds=seconds, damaged=", ".join(damaged))
