@@ -365,8 +365,8 @@ class CustomOptimizer(ObservedOptimizer):
         if cursor.settled:  # an update that an exception has interrupted later was made
             self._settle()
         cursor.check_receiving()
-        in_turn = cursor.is_handed_out_last and self._seeding.is_of(self.sampler)
-        if self.sampler.batches.reproducible and not in_turn:
+        reproducible = self.sampler.batches.reproducible
+        if reproducible and not (cursor.is_handed_out_last and self._seeding.is_of(self.sampler)):
             raise RuntimeError(
                 "reproducible=True needs random numbers that are seeded before the forward of each microbatch, but "
                 "step() was called outside of vbs.updates(loader, optimizer), or after a later microbatch was read, as "

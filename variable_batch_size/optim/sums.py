@@ -339,7 +339,7 @@ class Sum(ABC):
 class Plain(Sum):
     """Autograd adds to `.grad`, and the backend sums that over the ranks by one collective for each dtype."""
 
-    _widens = False  # whether `.grad` holds the present microbatch alone
+    _takes_out = False  # whether `.grad` holds the present microbatch alone
 
     def __init__(self, backend: Backend, *, find_unused: bool = False, **options: Any) -> None:
         super().__init__(backend, **options)
@@ -371,7 +371,7 @@ class Plain(Sum):
         fresh = self._check.fresh()
         ours = self._check.ours
         replay = microbatch.samples == 0
-        accumulating = self._inside and self._apart is None and not self._widens
+        accumulating = self._inside and self._apart is None and not self._takes_out
         self._check.check(fresh, needed=not replay, accumulating=accumulating)
         if ours or any(fresh):
             if self._raw is ours:
@@ -395,7 +395,7 @@ class Plain(Sum):
             gradients = [(parameter.grad, parameter) for parameter in self.parameters]
             self._set([grad if grad is None else sum_over_parts(grad, parameter) for grad, parameter in gradients])
         self._accumulate(microbatch, following)
-        super().add(microbatch, None if self._widens else following)
+        super().add(microbatch, None if self._takes_out else following)
 
     def _accumulate(self, microbatch: Microbatch, following: Microbatch | None) -> None:
         if (apart := self._apart) is not None:  # loss.backward() without zero_grad()
@@ -470,15 +470,10 @@ class Plain(Sum):
         self._participation.agree(self._used, agreement, replay=not any(self._used))
 
 
-@final
-class Widened(Plain):
-    """Parameters in half precision: each microbatch is added to a buffer, in float32, and weighed there."""
+class TakenOut(Plain):
+    """The gradient of each microbatch leaves `.grad`, and is weighed where it is added."""
 
-    _widens = True
-
-    def _begin_step(self) -> None:
-        super()._begin_step()
-        self._buffer: dict[Tensor, Tensor] = {}
+    _takes_out = True
 
     def _loss_factor(self, microbatch: Microbatch) -> float:
         """Return what leaves the loss as it is: half precision may not hold another weight."""
@@ -486,6 +481,19 @@ class Widened(Plain):
 
     def _check_factor(self, microbatch: Microbatch, factor: float) -> None:
         """Do nothing: gradients of any factor are weighed here."""
+
+    def zero_grad(self) -> None:
+        """Clear the gradients that have come since the last `add`."""
+        self._drop()
+
+
+@final
+class Widened(TakenOut):
+    """Parameters in half precision: each microbatch is added to a buffer, in float32."""
+
+    def _begin_step(self) -> None:
+        super()._begin_step()
+        self._buffer: dict[Tensor, Tensor] = {}
 
     def _accumulate(self, microbatch: Microbatch, following: Microbatch | None) -> None:
         present = [parameter for parameter in self.parameters if parameter.grad is not None]
@@ -509,10 +517,6 @@ class Widened(Plain):
     def flush(self) -> None:
         """Let later microbatches find no overflow of this step, which is skipped."""
         torch._foreach_zero_(local(self._buffer.values()))
-
-    def zero_grad(self) -> None:
-        """Clear the gradients that have come since the last `add`."""
-        self._drop()
 
 
 class InBackward(Sum):

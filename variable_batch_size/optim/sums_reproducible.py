@@ -18,17 +18,16 @@ from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.backend import Backend
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim import limbs
-from variable_batch_size.optim.sums import Others, Plain
+from variable_batch_size.optim.sums import Others, TakenOut
 from variable_batch_size.optim.tensors import collect_gradients
 
 RANKS = 1000  # at most, so that the sums of lo do not wrap
 
 
 @final
-class Reproducible(Plain):
+class Reproducible(TakenOut):
     """Adds each microbatch to integers, which the backend sums over the ranks by one collective."""
 
-    _widens = True
     by_microbatch = True
 
     def __init__(self, backend: Backend, **options: Any) -> None:
@@ -52,10 +51,6 @@ class Reproducible(Plain):
         super()._begin_step()
         self._added = 0  # microbatches of this rank
         self._largest: Tensor | None = None  # absolute value of an element of any of them, 0-D
-
-    def _loss_factor(self, microbatch: Microbatch) -> float:
-        """Return what leaves the loss as it is: half precision may not hold another weight."""
-        return float(microbatch.rows) if self._is_sum else 1.0
 
     def _accumulate(self, microbatch: Microbatch, following: Microbatch | None) -> None:
         present = [parameter for parameter in self.parameters if parameter.grad is not None]
@@ -110,7 +105,3 @@ class Reproducible(Plain):
 
     def flush(self) -> None:
         """Do nothing: no `GradScaler` finds an overflow."""
-
-    def zero_grad(self) -> None:
-        """Clear the gradients that have come since the last `add`."""
-        self._drop()
