@@ -165,9 +165,8 @@ def byte_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
         by_device[local.device][name] = [sums, words[rows * _COLUMNS :], rest]
     digests = dict[str, str]()
     for parts in by_device.values():
-        host = (
-            torch.cat([part for sums_of_tensor in parts.values() for part in sums_of_tensor]).cpu().numpy()
-        )  # one wait for a device
+        joined = torch.cat([part for sums_of_tensor in parts.values() for part in sums_of_tensor])
+        host = joined.cpu().numpy()  # one wait for a device
         for name, sums_of_tensor in parts.items():
             size = sum(map(len, sums_of_tensor))
             digests[name], host = hashlib.sha256(host[:size].tobytes()).hexdigest()[:16], host[size:]

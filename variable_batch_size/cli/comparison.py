@@ -90,10 +90,8 @@ def notes(
         last = f"{curve.progress[-1]:.6g} updates"
         remarks.append(f"--noise ends at a progress of {last}; its last row holds up to {farthest:.6g}.")
     if not farthest:
-        most, least = (
-            max(int(capacity.nodes.max()) for capacity in traces.values()),
-            (overheads or Overheads()).least_nodes,
-        )
+        most = max(int(capacity.nodes.max()) for capacity in traces.values())
+        least = (overheads or Overheads()).least_nodes
         reason = (
             f"it has at most {most} of {least} nodes" if most < least else "none ends before a loss or the log does"
         )

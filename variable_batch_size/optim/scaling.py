@@ -128,9 +128,8 @@ class HyperparameterScaling:
         factor = scaling.lr
         if not (self._lr_on_device and isinstance(factor, Tensor)):
             factor = 1 if isinstance(factor, Tensor) else factor
-            if isinstance(lr, Tensor) and any(
-                parameter.device == lr.device for parameter in group.get("params", ())[:1]
-            ):
+            devices = [parameter.device for parameter in group.get("params", ())[:1]]
+            if isinstance(lr, Tensor) and lr.device in devices:
                 return {"lr": lr * self._backend.scalar(factor, lr, f"factor on lr of group {index}")}
             return {"lr": self._backend.hyperparameter(lr * factor)}
         known = isinstance(lr, Tensor)

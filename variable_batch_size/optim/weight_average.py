@@ -135,10 +135,8 @@ class WeightAverage:
                 parameters later, whose place in a module is not known.
         """
         self._add_new()
-        trained, remedy = (
-            {id(parameter) for parameter in self._parameters},
-            "pass parameters in the order of `averages`",
-        )
+        trained = {id(parameter) for parameter in self._parameters}
+        remedy = "pass parameters in the order of `averages`"
         if isinstance(module, nn.Module):
             if self._given < len(self.averages):
                 got = f"a module, but the optimizer got {len(self.averages) - self._given} of them later"
@@ -187,9 +185,8 @@ class WeightAverage:
 def _check_not_gathered(parameters: list[Tensor], updated: list[Tensor]) -> None:
     """Check that a parameter is not what FSDP2 puts in its place from a forward on, which no optimizer updates."""
     known = {id(parameter) for parameter in updated}
-    if are_parts(updated) and any(
-        not isinstance(parameter, DTensor) and id(parameter) not in known for parameter in parameters
-    ):
+    others = [parameter for parameter in parameters if id(parameter) not in known]
+    if are_parts(updated) and any(not isinstance(parameter, DTensor) for parameter in others):
         raise value_error(
             "parameters must be those that the optimizer updates",
             "one of a module that FSDP2 has gathered in a forward",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size._validation import FloatArray, IntArray, in_documentation, value_error
+from variable_batch_size.backend.generators import kept_states
 from variable_batch_size.data import rows
 
 CHECKED_UPDATES: Final = frozenset({0, 10})  # by trainers, if rows.of_tensors(batch): a KL term may be 0 in the first
@@ -78,9 +78,8 @@ def check_loss(
     if tolerance is None:
         kinds = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
         tolerance = max((_TOLERANCES.get(kind, _NARROW) for kind in kinds), default=_NARROW)
-    if abs(by_parts - expected) > tolerance * max(
-        map(abs, (expected, *losses))
-    ):  # False for nan: a part counts nothing
+    largest = max(map(abs, (expected, *losses)))
+    if abs(by_parts - expected) > tolerance * largest:  # False for nan: a part counts nothing
         what = "mean" if reduction == "mean" else "sum"
         over = "rows" if counts is None else "what the rows count"
         warnings.warn(
@@ -114,20 +113,15 @@ def _shares(weights: FloatArray, cut: int, reduction: str) -> FloatArray:
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
     """Restore, after a block in evaluation mode, what forwards change: modes, buffers and random numbers."""
-    modes, buffers = (
-        [(part, part.training) for part in model.modules()],
-        [(part, part.clone()) for part in model.buffers()],
-    )
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     devices = {part.device for part in model.parameters() if part.device.type in ("cuda", "xpu")}
-    states = random.getstate(), np.random.get_state()
     model.eval()
     try:
-        with torch.random.fork_rng(devices, device_type=next(iter(devices)).type if devices else "cuda"):
+        with kept_states(), torch.random.fork_rng(devices, device_type=next(iter(devices)).type if devices else "cuda"):
             yield
     finally:
         for module, mode in modes:
             module.training = mode
         for buffer, before in buffers:
             buffer.copy_(before)
-        random.setstate(states[0])
-        np.random.set_state(states[1])

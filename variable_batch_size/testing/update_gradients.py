@@ -58,7 +58,6 @@ def _uncleared(trained: nn.Module) -> Iterator[tuple[Callable[[], None], list[Te
         yield look_at_all, left
     finally:
         look_at_all()
-        PROBES.clear()
         for handle in handles:
             handle.remove()
 

@@ -53,9 +53,8 @@ class SacctReader(Reader):
         if not changes:
             raise text.error(line, "there must be a job that has started", header, "print those of another time")
         seconds, nodes_then, total = list[float](), list[int](), 0
-        for moment, change in sorted(
-            changes, key=lambda change_at: (change_at[0], -change_at[1])
-        ):  # a job may end when it begins
+        changes.sort(key=lambda change_at: (change_at[0], -change_at[1]))  # a job may end when it begins
+        for moment, change in changes:
             total += change
             seconds.append(moment)
             nodes_then.append(total)
