@@ -374,19 +374,20 @@ import variable_batch_size as vbs
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 with warnings.catch_warnings(record=True) as caught, vbs.Tracker(sys.argv[1]) as tracker:
     warnings.simplefilter("always")
-    for update in range(700):
+    for update in range(int(sys.argv[2])):
         tracker.log(update, {"loss": 1.5})
-print(*{str(warning.message).split(" end before")[0] for warning in caught if warning.category is RuntimeWarning})
+print(*{str(warning.message).split(" end at")[0] for warning in caught if warning.category is RuntimeWarning})
 """
 
 
 @pytest.mark.slow("starts a process")
-def test_a_full_disk_ends_the_events_and_not_the_training(tmp_path: Path) -> None:
-    """A file of 20 kB is all that there is room for."""
+@pytest.mark.parametrize("updates", [2_000, 500], ids=["in the middle", "at the end"])
+def test_a_full_disk_ends_the_events_and_not_the_training(tmp_path: Path, updates: int) -> None:
+    """A file of 20 kB is all that there is room for, and what an open file holds back are 8 kB."""
     path = os.pathsep.join([str(Path(vbs.__file__).parents[1])])
     environment = {**os.environ, "PYTHONPATH": path}
-    command = [sys.executable, "-c", FULL, str(tmp_path / "logs")]
+    command = [sys.executable, "-c", FULL, str(tmp_path / "logs"), str(updates)]
     process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
     assert process.returncode == 0, process.stderr
     assert process.stdout == f"The events of TensorBoard in {tmp_path / 'logs'}\n"
-    assert len((tmp_path / "logs" / "scalars.csv").read_text().splitlines()) == 701
+    assert len((tmp_path / "logs" / "scalars.csv").read_text().splitlines()) == updates + 1

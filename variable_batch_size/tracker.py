@@ -7,28 +7,23 @@ import io
 import math
 import numbers
 import os
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.util import Finalize
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TextIO, final
+from typing import Any, TextIO, final
 
 from tqdm import tqdm
 
 from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size._validation import check_int, type_error
 
-if TYPE_CHECKING:
-    from tensorboardX import SummaryWriter
-
-# At exit, multiprocessing calls finalizers in descending priority. tensorboardX sends its events through a queue of
-# multiprocessing, which is closed at priority 10.
-_BEFORE_QUEUES = 100
-
 SCALARS = "scalars.csv"
 DELAY = 2  # updates; after that many, any device has computed a number and reading it does not wait
+FLUSH = 30.0  # seconds; so old may be what TensorBoard shows
 
 _IN_BAR = {"loss": "loss", "vbs/global_batch_size": "B", "vbs/lr_effective": "lr"}  # tag -> name
 
@@ -130,6 +125,59 @@ def read_scalars(path: Path) -> tuple[list[str], list[dict[str, str]]]:
 
 
 @final
+class EventsFile:
+    """A file of TensorBoard's events; a full disk ends it, with a warning, and not the training.
+
+    It has no thread and no queue, which tensorboardX's SummaryWriter has: a process waits for such a thread for ever
+    if the disk has ended it.
+    """
+
+    def __init__(self, logdir: Path, purge_step: int | None) -> None:
+        from tensorboardX.event_file_writer import EventsWriter  # sets an environment variable when it is imported
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.summary import custom_scalars, scalar
+
+        self._event, self._scalar = Event, scalar
+        self._logdir, self._update = logdir, purge_step or 0
+        self._full = False
+        self._flushed = -math.inf
+        self._writer = EventsWriter(str(logdir / "events"), f".{time.time_ns()}")  # two of a second are two files
+        if purge_step is not None:
+            self._writer.write_event(Event(step=purge_step, session_log=SessionLog(status=SessionLog.START)))
+        self._writer.write_event(Event(wall_time=time.time(), summary=custom_scalars(_LAYOUT)))
+
+    def add(self, update: int, scalars: Mapping[str, float]) -> None:
+        """Write the finite values of an update."""
+        self._update = update
+        event = self._event(wall_time=time.time(), step=update)
+        for tag, value in scalars.items():
+            if math.isfinite(value):
+                event.summary.MergeFrom(self._scalar(tag, value))
+        self._try(self._writer.write_event, event)
+        if time.monotonic() > self._flushed + FLUSH:
+            self._try(self._writer.flush)
+            self._flushed = time.monotonic()
+
+    def close(self) -> None:
+        """Write what is left, and close the file."""
+        self._try(self._writer.close)
+
+    def _try(self, write: Callable[..., object], *arguments: object) -> None:
+        if self._full:
+            return
+        try:
+            write(*arguments)
+        except OSError as error:
+            self._full = True
+            warnings.warn(
+                f"The events of TensorBoard in {self._logdir} end at about update {self._update}, because they could "
+                f"not be written ({error}); free disk space, and resume the training ({SCALARS} goes on)",
+                RuntimeWarning,
+                stacklevel=stacklevel_of_user(),
+            )
+
+
+@final
 class Tracker:
     """A writer of scalars, to TensorBoard events and `scalars.csv` in one folder, with a progress bar.
 
@@ -146,12 +194,11 @@ class Tracker:
     def __init__(self, logdir: str | os.PathLike[str] | None = None, *, progress: bool = True) -> None:
         self.logdir = None if logdir is None else Path(logdir)
         self._progress = progress
-        self._files: tuple[SummaryWriter, ScalarsFile] | None = None
+        self._files: tuple[EventsFile, ScalarsFile] | None = None
         self._close_files: Finalize | None = None
         self._bar: tqdm[Any] | None = None
         self._epoch = -1
         self._latest: dict[str, float] = {}  # tag -> the last value
-        self._told = False  # whether the user knows that the events have ended
         self._pending: deque[tuple[int, Callable[[], Mapping[str, float]]]] = deque()  # rows by update
 
     def mute(self) -> None:
@@ -194,22 +241,10 @@ class Tracker:
         if self._files is None:
             self._files = self._open(self.logdir, update)
             # If the user does not call close(): a process started by multiprocessing does not run atexit handlers.
-            self._close_files = Finalize(self, _close, self._files, exitpriority=_BEFORE_QUEUES)
-        writer, table = self._files
+            self._close_files = Finalize(self, _close, self._files, exitpriority=0)
+        events, table = self._files
         table.add(update, values)
-        if not _writes(writer):
-            if not self._told:
-                self._told = True
-                warnings.warn(
-                    f"The events of TensorBoard in {self.logdir} end before update {update}, because they could not be "
-                    f"written; free disk space, and resume the training ({SCALARS} goes on)",
-                    RuntimeWarning,
-                    stacklevel=stacklevel_of_user(),
-                )
-            return
-        for tag, value in values.items():
-            if math.isfinite(value):  # for others tensorboardX prints a warning
-                writer.add_scalar(tag, value, update)
+        events.add(update, values)
 
     def log_later(self, update: int, read: Callable[[], Mapping[str, float]]) -> None:
         """Write the scalars that `read` returns some updates later, when a device has computed them; see `log`.
@@ -267,17 +302,12 @@ class Tracker:
             self._bar = None
 
     @staticmethod
-    def _open(logdir: Path, update: int) -> tuple[SummaryWriter, ScalarsFile]:
+    def _open(logdir: Path, update: int) -> tuple[EventsFile, ScalarsFile]:
         """Open the files; TensorBoard drops the events from `update` on of an earlier run, unless it is 0."""
-        from tensorboardX import SummaryWriter  # sets an environment variable when it is imported
-
         logdir.mkdir(parents=True, exist_ok=True)
         resumed = update > 0 and (logdir / SCALARS).exists()
         table = ScalarsFile(logdir / SCALARS)
-        # The queue of its thread has room for all: a training must not wait for a thread that a full disk has ended.
-        writer = SummaryWriter(str(logdir), purge_step=update if resumed else None, max_queue=2**30)
-        writer.add_custom_scalars(_LAYOUT)
-        return writer, table
+        return EventsFile(logdir, update if resumed else None), table
 
 
 def _number(tag: str, value: Any) -> float:
@@ -296,12 +326,6 @@ def _number(tag: str, value: Any) -> float:
     return float(number)
 
 
-def _writes(writer: SummaryWriter) -> bool:
-    """Return whether the thread that writes events lives: an error of the disk ends it."""
-    return writer.file_writer.event_writer._worker.is_alive()  # type: ignore[no-any-return]
-
-
-def _close(writer: SummaryWriter, table: ScalarsFile) -> None:
-    if _writes(writer):
-        writer.close()
+def _close(events: EventsFile, table: ScalarsFile) -> None:
+    events.close()
     table.close()
