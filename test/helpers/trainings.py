@@ -249,7 +249,10 @@ class Run:
 
     def fit(self, adapter: Adapter) -> Trained:
         torch.manual_seed(self.seed + (dist.get_rank() if dist.is_initialized() else 0))
-        return adapter.fit(self.case, self.folder, save_at=self.save_at, resume=self.resume)
+        trained = adapter.fit(self.case, self.folder, save_at=self.save_at, resume=self.resume)
+        if dist.is_initialized():
+            dist.barrier()  # rank 0 names what was saved, which the next run may resume
+        return trained
 
     def within(self, wrapper: str) -> Run:
         return replace(self, case=replace(self.case, wrapper=wrapper))
