@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Sequence
+from inspect import getdoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from variable_batch_size.lab.evaluation.failures import at_its_rate
 from variable_batch_size.lab.evaluation.judgement import Judgement, Trace
 from variable_batch_size.lab.evaluation.records import REFERENCE, Evaluation
 from variable_batch_size.lab.evaluation.statistics import mean_interval
+from variable_batch_size.rules import RULES
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -74,9 +76,17 @@ def render(evaluation: Evaluation, judgements: Sequence[Judgement]) -> str:
         tasks=[_task(judgement) for judgement in judgements],
         metric=judgements[0].metric,
         seeds=_seeds(judgements),
+        rules=_definitions(judgements),
         facts=_facts(evaluation, judgements),
     )
     return html
+
+
+def _definitions(judgements: Sequence[Judgement]) -> dict[str, str]:
+    """Return what each rule does, in the words of its class; the arguments of a rule are in its name."""
+    rules = dict.fromkeys(rule for judgement in judgements for rule in judgement.rules)
+    kinds = {rule: RULES.get(rule.partition(":")[0]) for rule in rules}
+    return {rule: (getdoc(kind) or "").partition("\n")[0] for rule, kind in kinds.items() if kind is not None}
 
 
 def _seeds(judgements: Sequence[Judgement]) -> str:
@@ -138,14 +148,14 @@ def _moments(rows: pd.DataFrame) -> tuple[float, float]:
 
 
 def _rows(trace: Trace) -> list[dict[str, str]]:
-    """Return the table of a trace: the mean of each rule, and its difference to the baseline, with a mark."""
-    marks = {"better": wording.BETTER, "worse": wording.WORSE, "same": wording.SAME}
+    """Return the table of a trace: the mean of each rule, and its difference to the baseline, with what is claimed."""
+    words = {"baseline": "", "same": "the same trainings"}
     return [
         {
             "rule": row.rule,
-            "mark": marks.get(row.answer, ""),
+            "claim": row.answer if row.answer in ("better", "worse") else "",
             "mean": wording.interval(*row.mean),
-            "difference": "" if row.answer in ("baseline", "same") else wording.interval(*row.difference, sign="+"),
+            "difference": words.get(row.answer, wording.interval(*row.difference, sign="+")),
             "failed": f"{row.failed} of {row.trained}" if row.failed else "",
         }
         for row in trace.rows
