@@ -31,6 +31,8 @@ Source = Annotated[
 def show(folder: Source, json: output.Json = False) -> None:
     """List the checkpoints of a training, or the states that one of them holds, with the hash of its weights.
 
+    A list compares the sizes of files; `verify` reads them.
+
     Examples:
 
     - `vbs checkpoint show runs/a`
