@@ -1,10 +1,5 @@
 """`optimizer.backward(loss)`: the gradients of `loss.backward()`, and every foreign change of them is seen."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
@@ -13,20 +8,20 @@ from torch.utils.checkpoint import checkpoint
 
 import variable_batch_size as vbs
 from helpers.properties import examples
-from helpers.reference import SIZES, Training, assert_equal, network, training, twin
+from helpers.reference import assert_equal, training
 
 
-def parameters(run: Training) -> list[Any]:
+def parameters(run):
     return list(run.model.parameters())
 
 
-def scale(run: Training) -> None:
+def scale(run):
     for parameter in parameters(run):
         if parameter.grad is not None:
             parameter.grad *= 0.5
 
 
-CHANGES: dict[str, Callable[[Training], object]] = {
+CHANGES = {
     "clip_grad_norm_": lambda run: torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1e-3),
     "zero_grad(set_to_none=False)": lambda run: run.model.zero_grad(set_to_none=False),
     "zero_grad()": lambda run: run.model.zero_grad(),
@@ -34,7 +29,7 @@ CHANGES: dict[str, Callable[[Training], object]] = {
     "loss.backward()": lambda run: run.loss([0, 1]).backward(),
     "replaced": lambda run: setattr(parameters(run)[0], "grad", torch.ones_like(parameters(run)[0])),
 }
-OPTIONS: list[dict[str, Any]] = [{}, {"noise": "differenced"}, {"max_grad_norm": 0.1}]
+OPTIONS = [{}, {"noise": "differenced"}, {"max_grad_norm": 0.1}]
 REFUSED = (
     r"only optimizer.backward\(\) may change gradients .* something else has changed that of parameter \d, of shape"
 )
@@ -48,9 +43,7 @@ REFUSED = (
     options=st.sampled_from(OPTIONS),
 )
 @examples(150)
-def test_a_foreign_change_is_seen_in_any_update(
-    change: str, update: int, sizes: list[int], after: bool, options: dict[str, Any]
-) -> None:
+def test_a_foreign_change_is_seen_in_any_update(change, update, sizes, after, options):
     """After the backward of the last microbatch, or before it; unless there is nothing to change."""
     run = training(sizes=sizes, dataset_size=400, **options)
     for indices in run.sampler:
@@ -76,19 +69,7 @@ def test_a_foreign_change_is_seen_in_any_update(
         run.optimizer.step()
 
 
-def test_gradients_of_another_backward_before_a_step_are_dropped_by_zero_grad() -> None:
-    """As those that a generator leaves in its discriminator."""
-    run = training()
-    for indices in run.sampler:
-        if not run.optimizer.inside_step:
-            run.loss([0]).backward()
-            run.optimizer.zero_grad()
-        run.optimizer.backward(run.loss(indices))
-        run.optimizer.step()
-    assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, SIZES[:4]))
-
-
-def test_an_unscaled_gradient_names_max_grad_norm() -> None:
+def test_an_unscaled_gradient_names_max_grad_norm():
     run, scaler = training(), torch.amp.GradScaler("cpu", init_scale=8.0)
     for indices in run.sampler:
         run.optimizer.backward(run.loss(indices), scaler=scaler)
@@ -98,16 +79,7 @@ def test_an_unscaled_gradient_names_max_grad_norm() -> None:
         return
 
 
-def test_a_scaler_that_is_off_changes_nothing() -> None:
-    run, scaler = training(), torch.amp.GradScaler("cpu", enabled=False)
-    for indices in run.sampler:
-        run.optimizer.backward(run.loss(indices), scaler=scaler)
-        scaler.step(run.optimizer)
-        scaler.update()
-    assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, SIZES[:4]))
-
-
-def test_a_backward_after_an_exception_in_a_step_is_refused() -> None:
+def test_a_backward_after_an_exception_in_a_step_is_refused():
     run = training()
     indices = next(iter(run.sampler))
     run.optimizer.backward(run.loss(indices))
@@ -120,7 +92,7 @@ def test_a_backward_after_an_exception_in_a_step_is_refused() -> None:
 
 
 @pytest.mark.parametrize("first", [torch.float32, torch.bfloat16], ids=str)
-def test_optimizers_of_one_loss_weigh_it_alike_or_raise(first: torch.dtype) -> None:
+def test_optimizers_of_one_loss_weigh_it_alike_or_raise(first):
     """Of which one has parameters in half precision, whose gradients are weighed in a buffer."""
     wide, narrow = torch.zeros(3, requires_grad=True), torch.zeros(3, dtype=torch.bfloat16, requires_grad=True)
     sampler = vbs.CustomSampler(60, [7, 20, 3, 30], 1, 0, 4, fixed_shape=False)
@@ -143,7 +115,7 @@ def test_optimizers_of_one_loss_weigh_it_alike_or_raise(first: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("clears", [False, True])
-def test_an_optimizer_that_a_loss_does_not_name_raises_unless_it_clears(clears: bool) -> None:
+def test_an_optimizer_that_a_loss_does_not_name_raises_unless_it_clears(clears):
     """Its gradients have the weight of the other's microbatch, which it would give them once more."""
     first, second = torch.zeros(2, requires_grad=True), torch.zeros(2, requires_grad=True)
     sampler = vbs.CustomSampler(60, 20, 1, 0, 4, fixed_shape=False)
@@ -161,32 +133,17 @@ def test_an_optimizer_that_a_loss_does_not_name_raises_unless_it_clears(clears: 
 
 
 @pytest.mark.parametrize("by", ["losses", "reentrant"])
-def test_noise_of_a_microbatch_with_several_backward_passes_raises_before_the_weights_change(by: str) -> None:
+def test_noise_of_a_microbatch_with_several_backward_passes_raises_before_the_weights_change(by):
     run = training(vbs.AdaScaleOptimizer)
     before, indices = run.weights(), next(iter(run.sampler))
     if by == "losses":
         run.optimizer.backward(run.loss(indices) / 2)
         run.optimizer.backward(run.loss(indices) / 2)
     else:  # a layer in several segments that are computed again
-        layer: Any = next(iter(run.model.children()))
+        layer = next(iter(run.model.children()))
         x = run.x[indices].requires_grad_()
         ends = [checkpoint(layer, x * factor, use_reentrant=True).sum() for factor in (1.0, 2.0)]
         run.optimizer.backward(ends[0] * ends[1])
     with pytest.raises(RuntimeError, match=r"but there were several; add its losses, call backward\(\) once, and reco"):
         run.optimizer.step()
     assert_equal(run.weights(), before, 0)
-
-
-@pytest.mark.parametrize("options", [{"noise": "microbatches"}, {}], ids=str)
-def test_a_parameter_that_is_unfrozen_later_is_measured(options: dict[str, Any]) -> None:
-    def train(*, late: bool) -> Training:
-        model: Any = network()
-        model[0].requires_grad_(not late)
-        run = training(model=model, sizes=[12], dataset_size=48, **options)
-        model[0].requires_grad_(True)
-        return run.run(4)
-
-    first, late = train(late=False), train(late=True)
-    assert_equal(late.weights(), first.weights(), 0)
-    if options:
-        assert late.optimizer.noise() == first.optimizer.noise()

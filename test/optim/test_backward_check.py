@@ -1,53 +1,48 @@
 """Loops that change gradients between two calls of `step()` are refused, in their first update with such a change."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import variable_batch_size as vbs
 from helpers.properties import examples
-from helpers.reference import Training, assert_equal, filled, training, twin
-from variable_batch_size.backend import Backend
+from helpers.reference import assert_equal, filled, training, twin
 from variable_batch_size.optim.backward_check import WATCHED
 from variable_batch_size.testing import run_ranks
 
 REFUSED = r"only backward\(\) may change gradients .*|must stay in \.grad until .*|must follow the backward\(\).*"
 
 
-def parameters(run: Training) -> list[Any]:
+def parameters(run):
     return list(run.model.parameters())
 
 
-def clip(run: Training) -> None:
+def clip(run):
     torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
 
 
-def halve(run: Training) -> None:
+def halve(run):
     for parameter in run.model.parameters():
         if parameter.grad is not None:
             parameter.grad *= 0.5
 
 
-def replace(run: Training) -> None:
+def replace(run):
     parameters(run)[2].grad = parameters(run)[2].grad * 0.5
 
 
-AFTER_BACKWARD: dict[str, Callable[[Training], None]] = {
+AFTER_BACKWARD = {
     "clip_grad_norm_": clip,
     "clip_grad_value_": lambda run: torch.nn.utils.clip_grad_value_(run.model.parameters(), 1e-3),
     "in place": halve,
     "replaced": replace,
 }
-BEFORE_BACKWARD: dict[str, Callable[[Training], None]] = {
+BEFORE_BACKWARD = {
     "zero_grad(set_to_none=False)": lambda run: run.model.zero_grad(set_to_none=False),
     "zero_grad()": lambda run: run.model.zero_grad(),
     "inner.zero_grad": lambda run: run.optimizer.inner.zero_grad(set_to_none=False),
@@ -55,7 +50,7 @@ BEFORE_BACKWARD: dict[str, Callable[[Training], None]] = {
 }
 
 
-def wrong_loop(run: Training, change: Callable[[Training], None], *, after_backward: bool, updates: int) -> None:
+def wrong_loop(run, change, *, after_backward, updates):
     for indices in run.sampler:
         if not after_backward and run.optimizer.inside_step:
             change(run)
@@ -75,12 +70,10 @@ def wrong_loop(run: Training, change: Callable[[Training], None], *, after_backw
     options=st.sampled_from([{}, {}, {"noise": "microbatches"}]),
 )
 @examples(150)
-def test_a_wrong_loop_is_refused_or_has_no_effect(
-    change: str, sizes: list[int], minibatch_size: int, world: int, options: dict[str, Any]
-) -> None:
+def test_a_wrong_loop_is_refused_or_has_no_effect(change, sizes, minibatch_size, world, options):
     after = change in AFTER_BACKWARD
 
-    def train(backend: Backend) -> Training:
+    def train(backend):
         run = training(sizes=sizes, dataset_size=200, minibatch_size=minibatch_size, backend=backend, **options)
         wrong_loop(run, (AFTER_BACKWARD | BEFORE_BACKWARD)[change], after_backward=after, updates=len(sizes))
         return run
@@ -97,7 +90,7 @@ def test_a_wrong_loop_is_refused_or_has_no_effect(
 
 
 @pytest.mark.parametrize("change", [*AFTER_BACKWARD, *BEFORE_BACKWARD])
-def test_the_error_names_the_remedy(change: str) -> None:
+def test_the_error_names_the_remedy(change):
     run, after = training(), change in AFTER_BACKWARD
     with pytest.raises(RuntimeError, match=REFUSED) as caught:
         wrong_loop(run, (AFTER_BACKWARD | BEFORE_BACKWARD)[change], after_backward=after, updates=4)
@@ -112,15 +105,15 @@ def test_the_error_names_the_remedy(change: str) -> None:
 
 
 @pytest.mark.parametrize("change", BEFORE_BACKWARD)
-def test_a_wrong_loop_is_found_when_steps_get_several_microbatches_late(change: str) -> None:
+def test_a_wrong_loop_is_found_when_steps_get_several_microbatches_late(change):
     run = training(sizes=[4] * 40 + [40], dataset_size=400)
     with pytest.raises(RuntimeError, match=REFUSED):
         wrong_loop(run, BEFORE_BACKWARD[change], after_backward=False, updates=60)
     assert run.optimizer.updates == 40
 
 
-def test_hooks_are_removed_after_some_updates() -> None:
-    def hooks(run: Training) -> int:
+def test_hooks_are_removed_after_some_updates():
+    def hooks(run):
         return sum(bool(parameter._post_accumulate_grad_hooks) for parameter in parameters(run))
 
     run = training(sizes=[8], dataset_size=200)
@@ -136,21 +129,20 @@ def test_hooks_are_removed_after_some_updates() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_several_backwards_and_checkpointed_layers_are_accumulations(reentrant: bool) -> None:
+def test_several_backwards_and_checkpointed_layers_are_accumulations(reentrant):
     class Shared(nn.Module):
         """A layer that is used three times, twice in a segment that is computed again in backward."""
 
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.layer = nn.Linear(3, 3).double()
             self.last = nn.Linear(3, 2).double()
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             x = x.requires_grad_(True)
             for _ in range(2):
                 x = checkpoint(self.layer, x, use_reentrant=reentrant)
-            y: Tensor = self.last(self.layer(x))
-            return y
+            return self.last(self.layer(x))
 
     run, plain = training(model=filled(Shared())), training(model=filled(Shared()))
     for indices in run.sampler:
