@@ -1,12 +1,19 @@
-"""CustomOptimizer: its state, its arguments, and gradients that the user's loop clears, adds or omits."""
+"""CustomOptimizer: its state, also a damaged one, and gradients that the user's loop clears, adds or omits."""
 
 import copy
+import math
+import re
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import variable_batch_size as vbs
-from helpers.reference import SIZES, assert_equal, assert_same_state, network, training, twin
+from helpers.properties import examples
+from helpers.reference import SIZES, Training, assert_equal, assert_same_state, network, training, twin
+from variable_batch_size.adaptive import NoiseScale
 from variable_batch_size.testing import run_ranks
 
 # ---------------------------------------------------------------------------------------------------------------- state
@@ -162,3 +169,147 @@ def test_a_grad_scaler_takes_no_closure():
     run.optimizer.backward(run.loss(indices), scaler=scaler)
     with pytest.raises(RuntimeError, match=r"but a closure computes them in it; call optimizer\.backward\("):
         scaler.step(run.optimizer, lambda: 0.0)
+
+
+# States that lack an entry, or of which one is damaged, or that are of something else: nothing changes. ---------------
+
+
+OPTIONS = [
+    {},
+    {"noise": "differenced"},
+    {"kind": vbs.SqrtSDERuleOptimizer},
+    {"sizes": vbs.AdaptiveTrace(NoiseScale(), start=4, every=1, bounds=(1, 8))},
+]
+DAMAGE = [None, "nonsense", [], {}, [None], {"x": 1}, 1.5, -3]
+
+
+def of(options):
+    options = dict(options)
+    kind, sizes = options.pop("kind", vbs.LinearRuleOptimizer), options.pop("sizes", [8, 3, 5])
+    if isinstance(sizes, vbs.AdaptiveTrace):
+        run = training(kind, [4], dataset_size=60)
+        sampler = vbs.CustomSampler(60, sizes, 1, 0, minibatch_size=4, fixed_shape=False)
+        optimizer = vbs.LinearRuleOptimizer(torch.optim.SGD(run.model.parameters(), lr=0.01), sampler, 4)
+        return Training(run.model, sampler, optimizer, run.x, run.target)
+    return training(kind, sizes, dataset_size=60, **options)
+
+
+def places(state, at=()):
+    """The paths of all entries of nested dictionaries."""
+    if isinstance(state, dict):
+        for key, value in state.items():
+            yield (*at, key)
+            yield from places(value, (*at, key))
+
+
+@pytest.mark.filterwarnings("ignore:(Resumed with other|The batch trace differs)")
+@given(st.sampled_from(OPTIONS), st.sampled_from(["drop", *DAMAGE]), st.data())
+@examples(150)
+def test_a_damaged_state_is_refused_or_is_as_good(options, damage, data):
+    state = copy.deepcopy(of(options).run(3).optimizer.state_dict())
+    own = {"vbs": state["vbs"], "param_groups": {}, "state": {}}
+    path = data.draw(st.sampled_from(sorted(places(own), key=str)), label="entry")
+    parent = state
+    for key in path[:-1]:
+        parent = parent[key]
+    if damage == "drop":
+        del parent[path[-1]]
+    else:
+        parent[path[-1]] = damage
+    run = of(options).run(2)
+    before, weights = copy.deepcopy(run.optimizer.state_dict()), run.weights()
+    try:
+        run.optimizer.load_state_dict(state)
+    except ValueError:
+        assert repr(run.optimizer.state_dict()) == repr(before)
+        assert_equal(run.weights(), weights)
+        assert run.sampler.position.step == run.optimizer.updates == 2
+        run.run(2)
+        return
+    run.run(1)  # what was lost or changed can be done without
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("progress", math.nan), ("progress", -1.0), ("samples", 17), ("first_step", 4), ("epoch_samples", 61)],
+)
+def test_numbers_that_do_not_agree_are_refused(name, value):
+    """Each has the right type, but no training has them together."""
+    state, run = of({}).run(3).optimizer.state_dict(), of({}).run(1)
+    (state["vbs"] if name == "progress" else state["vbs"]["sampler"])[name] = value
+    with pytest.raises(ValueError, match=r"must agree with one another, got|must be a finite number >= 0, got"):
+        run.optimizer.load_state_dict(state)
+    assert run.optimizer.updates == 1
+
+
+def test_averages_whose_bias_is_corrected_cannot_be_lost():
+    options = {"kind": vbs.SqrtSDERuleOptimizer}
+    state, run = of(options).run(3).optimizer.state_dict(), of(options).run(1)
+    state["state"] = {}
+    with pytest.raises(ValueError, match="must hold the averages whose bias a rule corrects, but it has none of param"):
+        run.optimizer.load_state_dict(state)
+    assert run.optimizer.updates == 1
+
+
+@pytest.mark.parametrize("name", ["noise", "minibatch_size"])
+def test_a_measured_noise_cannot_be_lost(name):
+    state, run = of({"noise": "differenced"}).run(3).optimizer.state_dict(), of({"noise": "differenced"})
+    del state["vbs"][name]
+    with pytest.raises(
+        ValueError, match=rf"must hold {name}, of type \w+, but this one lacks it; restore one as it was"
+    ):
+        run.optimizer.load_state_dict(state)
+
+
+def test_a_state_of_another_version_names_both():
+    state, run = of({}).run(1).optimizer.state_dict(), of({})
+    state["vbs"]["sampler"]["version"] = 7
+    with pytest.raises(ValueError, match="must be of version 1, got one of version 7; load it with the release"):
+        run.optimizer.load_state_dict(state)
+    del state["vbs"]["sampler"]["version"]
+    with pytest.raises(ValueError, match="got one of version unknown"):
+        run.optimizer.load_state_dict(state)
+    with pytest.raises(ValueError, match="got one of version unknown"):
+        run.sampler.load_state_dict(state["vbs"]["sampler"])
+
+
+KINDS = [torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adamax, torch.optim.RAdam]
+
+
+@pytest.mark.parametrize("saved", KINDS)
+@pytest.mark.parametrize("here", KINDS)
+def test_the_state_of_another_kind_of_optimizer_is_refused(saved, here):
+    state = training(inner=saved, hyperparameters={}).run(2).optimizer.state_dict()
+    run = training(inner=here, hyperparameters={})
+    if saved is here:
+        run.optimizer.load_state_dict(state)
+        return
+    before = copy.deepcopy(run.optimizer.state_dict())
+    match = (
+        f"it was saved of {saved.__name__} and this is {here.__name__}; create the optimizer that was saved, or pass"
+    )
+    with pytest.raises(ValueError, match=match):
+        run.optimizer.load_state_dict(state)
+    assert repr(run.optimizer.state_dict()) == repr(before)
+
+
+def test_other_groups_are_told_with_their_sizes():
+    """As by a training that resumes after it has unfrozen some."""
+    run, other = training(), training()
+    run.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+    sizes = [[len(group["params"]) for group in one.optimizer.param_groups] for one in (run, other)]
+    for one, another, (saved, here) in ((run, other, sizes), (other, run, sizes[::-1])):
+        match = re.escape(f"but it has {saved} and the optimizer {here}; create the same groups before")
+        with pytest.raises(ValueError, match=match):
+            another.optimizer.load_state_dict(one.optimizer.state_dict())
+
+
+def test_a_dataset_is_given_by_its_size_or_itself():
+    assert vbs.CustomSampler(torch.tensor(64), 8, 1, 0).plan.dataset_size == 64
+    assert vbs.CustomSampler(np.array(64), 8, 1, 0).plan.dataset_size == 64
+    assert vbs.CustomSampler(torch.zeros(64, 3), 8, 1, 0).plan.dataset_size == 64
+    with pytest.raises(TypeError, match=r"must be a number of samples, or the dataset, got '64' \(str\); pass an int"):
+        vbs.CustomSampler("64", 8, 1, 0)
+    loader = torch.utils.data.DataLoader(torch.zeros(64), batch_size=4)
+    with pytest.raises(TypeError, match=r"must be a number of samples, or the dataset, got .*; pass loader.dataset"):
+        vbs.CustomSampler(loader, 8, 1, 0)

@@ -104,13 +104,13 @@ def train(run, updates):
 
 @given(
     st.sampled_from([kind for name, kind in OPTIMIZERS.items() if name != "invariant-adam"]),
-    st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    st.lists(st.integers(1, 40), min_size=1, max_size=6),
     st.integers(1, 6),
     st.sampled_from([{}, {"reduction": "sum"}, {"max_grad_norm": 0.5, "dtype": torch.float32}]),
-    st.integers(0, 11),
+    st.integers(0, 5),
     st.booleans(),
 )
-@examples(40)
+@examples(36)
 def test_any_world_makes_the_same_updates_to_the_last_bit_from_any_state(kind, sizes, rows, options, stop, fixed_shape):
     def begin(backend):
         sampling = {**EXACT, "fixed_shape": fixed_shape}
@@ -129,9 +129,9 @@ def test_any_world_makes_the_same_updates_to_the_last_bit_from_any_state(kind, s
         return train(run, len(sizes))
 
     (whole,) = run_ranks(hash_of, 1)
-    assert set(run_ranks(hash_of, 4)) == {whole}
-    state = run_ranks(save, 3)[0]
-    assert set(run_ranks(lambda backend: hash_of(backend, state), 2)) == {whole}
+    assert set(run_ranks(hash_of, 2)) == {whole}
+    state = run_ranks(save, 2)[0]
+    assert set(run_ranks(lambda backend: hash_of(backend, state), 3)) == {whole}
 
 
 def test_terms_with_counts_of_whole_numbers():
