@@ -1,4 +1,4 @@
-"""Trainings in which something goes wrong on the way: losses that overflow, and exceptions that the loop survives."""
+"""A training in which an exception is raised that the loop survives."""
 
 from __future__ import annotations
 
@@ -6,29 +6,12 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import nn
 
 import variable_batch_size as vbs
 from helpers.reference import Array, Training, assert_equal, twin
 
 SECONDS = 20  # within which ranks end, or go on
-
-
-def train_scaled(run: Training, updates: int, *, overflows: bool) -> list[Array]:
-    """Train under a GradScaler, with a loss that overflows here in the second and the fifth update, or on no rank."""
-    scaler, due = torch.amp.GradScaler("cpu", init_scale=1024.0), {1, 4} if overflows else set[int]()
-    for indices in run.sampler:
-        loss = run.loss(indices)
-        if run.optimizer.updates in due:
-            due.discard(run.optimizer.updates)
-            loss = loss * torch.inf
-        run.optimizer.backward(loss, scaler=scaler)
-        scaler.step(run.optimizer)
-        scaler.update()
-        if run.optimizer.updates == updates:
-            break
-    return run.weights()
 
 
 class StopError(Exception):

@@ -53,11 +53,15 @@ class OnEveryRank:
         """Return a decorator that adds a mistake."""
 
         def add(function: Callable[..., object]) -> Callable[..., object]:
-            name = function.__name__.lstrip("_")
-            self.patterns[name], self._functions[name] = pattern, function
+            self.add(**{function.__name__.lstrip("_"): (pattern, function)})
             return function
 
         return add
+
+    def add(self, **mistakes: tuple[str, Callable[..., object]]) -> None:
+        """Add mistakes by name: a pattern and a function."""
+        for name, (pattern, function) in mistakes.items():
+            self.patterns[name], self._functions[name] = pattern, function
 
     def messages(self, *arguments: object) -> dict[str, str]:
         """Make the mistakes, and return what is said."""

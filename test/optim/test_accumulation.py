@@ -1,115 +1,32 @@
 """The gradients of an update: of parameters that all microbatches use, or some, or none; and of any dtype."""
 
-from __future__ import annotations
-
+import copy
 import weakref
-from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
 
 import variable_batch_size as vbs
-from helpers.models import Words, half_frozen
-from helpers.reference import REF, SGD, SIZES, Array, Training, assert_equal, batches, filled, training, twin
-from variable_batch_size.backend import Backend
+from helpers.properties import examples
+from helpers.reference import ADAM, SGD, assert_equal, batches, filled, network, training, twin
+from variable_batch_size.backend import LocalBackend
+from variable_batch_size.backend.sent_numbers import SentNumbers
+from variable_batch_size.optim.participation import READ_EVERY, Participation
 from variable_batch_size.testing import run_ranks
-
-
-def by_hand(model: nn.Module, updates: int) -> list[Array]:
-    """The linear rule with torch's SGD, one big batch an update."""
-    run, inner = training(model=model), torch.optim.SGD(model.parameters(), **SGD)
-    for batch in batches(SIZES[:updates], 50):
-        inner.zero_grad()
-        run.loss(batch.tolist()).backward()
-        inner.param_groups[0]["lr"] = SGD["lr"] * len(batch) / REF
-        inner.step()
-    return run.weights()
-
-
-def test_a_frozen_parameter_does_not_change() -> None:
-    def train(backend: Backend) -> Training:
-        model = half_frozen()
-        return training(model=model, backend=backend).run(4)
-
-    for run in run_ranks(train, 2):
-        assert_equal(run.weights()[:2], training().weights()[:2], tolerance=0)
-        assert len(run.optimizer.state) == 2
-
-
-def test_a_new_wrapper_continues_with_other_parameters() -> None:
-    def train(backend: Backend) -> Training:
-        model = half_frozen()
-        run = training(model=model, backend=backend, find_unused_parameters=True).run(2)
-        model[0].requires_grad_(True)
-        state, sampler, inner = run.optimizer.state_dict(), run.sampler, run.optimizer.inner
-        run.optimizer = vbs.LinearRuleOptimizer(inner, sampler, REF, backend=backend, find_unused_parameters=True)
-        run.optimizer.load_state_dict(state)
-        return run.run(2)
-
-    model = half_frozen()
-    run, inner = training(model=model), torch.optim.SGD(model.parameters(), **SGD)
-    for step, batch in enumerate(batches(SIZES[:4], 50)):
-        model[0].requires_grad_(step > 1)
-        model.zero_grad()
-        run.loss(batch.tolist()).backward()
-        inner.param_groups[0]["lr"] = SGD["lr"] * len(batch) / REF
-        inner.step()
-    for rank in run_ranks(train, 2):
-        assert_equal(rank.weights(), run.weights())
-        assert rank.optimizer.progress == pytest.approx(50 / REF)
-
-
-@pytest.mark.parametrize("minibatch_size", [4, 64], ids=["several microbatches", "one microbatch"])
-@pytest.mark.parametrize("scaler", [False, True], ids=["", "GradScaler"])
-def test_rejects_a_sparse_gradient(minibatch_size: int, scaler: bool) -> None:
-    run = training(model=Words(sparse=True), minibatch_size=minibatch_size)
-    driver = torch.amp.GradScaler("cpu", enabled=scaler)
-    driver.scale(run.loss(next(iter(run.sampler)))).backward()
-    with pytest.raises(
-        TypeError, match=r"must be dense, but that of parameter 0, of shape \(10, 2\), .*sparse_coo; build .*=F"
-    ):
-        driver.step(run.optimizer)
-
-
-def test_trains_an_embedding_with_dense_gradients() -> None:
-    for run in run_ranks(lambda backend: training(model=filled(Words(sparse=False)), backend=backend).run(5), 2):
-        assert_equal(run.weights(), by_hand(filled(Words(sparse=False)), 5))
-
-
-def test_a_replay_has_no_effect_even_if_it_is_non_finite() -> None:
-    def train(backend: Backend) -> Training:
-        run = training(sizes=(5, 1, 2), dataset_size=8, backend=backend)
-        for indices in run.sampler:
-            factor = torch.nan if run.optimizer.microbatch.samples == 0 else 1.0
-            (run.loss(indices) * factor).backward()
-            run.optimizer.step()
-        return run
-
-    for run in run_ranks(train, 3):
-        assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, (5, 1, 2), dataset_size=8))
-
 
 # ----------------------------------------------------------------------------------------------------------- dtypes
 
 
-@pytest.mark.parametrize("world", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_trains_half_precision_parameters(dtype: torch.dtype, world: int) -> None:
-    expected = twin(vbs.RootRuleOptimizer, SIZES, dtype=dtype)
-    for run in run_ranks(
-        lambda backend: training(vbs.RootRuleOptimizer, dtype=dtype, backend=backend).run(len(SIZES)), world
-    ):
-        assert {parameter.dtype for parameter in run.model.parameters()} == {dtype}
-        assert_equal(run.weights(), expected, 3e-2 if dtype is torch.bfloat16 else 4e-3)
-
-
 @pytest.mark.parametrize("options", [{}, {"noise": "microbatches"}], ids=str)
 @pytest.mark.parametrize("world", [1, 2])
-def test_half_precision_does_not_overflow_in_a_sum_of_microbatches(options: dict[str, Any], world: int) -> None:
+def test_half_precision_does_not_overflow_in_a_sum_of_microbatches(options, world):
     """128 gradients of 1000 have a sum of 128,000, above the largest float16, and a mean of 1000."""
 
-    def train(backend: Backend) -> Tensor:
+    def train(backend):
         weight = nn.Parameter(torch.zeros(3, dtype=torch.float16))
         sampler = vbs.CustomSampler(128, 128, backend.world.size, backend.world.rank, minibatch_size=1)
         inner = torch.optim.SGD([weight], lr=2**-10)
@@ -124,7 +41,7 @@ def test_half_precision_does_not_overflow_in_a_sum_of_microbatches(options: dict
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_precision_gradients_are_accumulated_without_loss_of_digits(dtype: torch.dtype) -> None:
+def test_half_precision_gradients_are_accumulated_without_loss_of_digits(dtype):
     """The update of 1000 microbatches is that of their exact mean, rounded once."""
     values = torch.linspace(0.5, 1.5, 1000).to(dtype)
     weight = nn.Parameter(torch.zeros((), dtype=dtype))
@@ -136,16 +53,14 @@ def test_half_precision_gradients_are_accumulated_without_loss_of_digits(dtype: 
     assert weight.item() == -values.double().mean().to(dtype).item()
 
 
-def test_with_a_static_graph_gradients_are_replaced_before_anything_is_computed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_with_a_static_graph_gradients_are_replaced_before_anything_is_computed(monkeypatch):
     """What backward leaves may be a view of its transpose: if anything held it, both would be results of the graph."""
     monkeypatch.setattr(vbs.backend.LocalBackend, "static_graph", True)
     run = training(vbs.LinearRuleOptimizer, [20], minibatch_size=8)
-    left: list[weakref.ref[Tensor]] = []
-    held: list[bool] = []
+    left = []
+    held = []
 
-    def mark_step(_: object) -> None:
+    def mark_step(_):
         held.extend(gradient() is not None for gradient in left)
         left.clear()
 
@@ -156,3 +71,152 @@ def test_with_a_static_graph_gradients_are_replaced_before_anything_is_computed(
         run.optimizer.step()
     assert held
     assert not any(held)
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_replay_has_no_effect_even_if_it_is_non_finite_and_may_skip_backward(skips):
+    def train(backend):
+        run = training(sizes=(5, 1, 2), dataset_size=8, backend=backend)
+        for indices in run.sampler:
+            replay = run.optimizer.microbatch.samples == 0
+            if not (replay and skips):
+                (run.loss(indices) * (torch.nan if replay else 1.0)).backward()
+            run.optimizer.step()
+        return run
+
+    for run in run_ranks(train, 3):
+        assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, (5, 1, 2), dataset_size=8))
+
+
+# Which parameters take part in an update: those that have a gradient. -------------------------------------------------
+
+
+class Sparse(nn.Module):
+    """A sample uses a layer if the layer's number is below `limit * x[0]`; some updates use none but the first."""
+
+    def __init__(self, limit):
+        super().__init__()
+        self.limit = limit
+        self.layers = nn.ModuleList(nn.Linear(3, 2).double() for _ in range(4))
+
+    def forward(self, x):
+        y = self.layers[0](x)
+        for number, layer in enumerate(self.layers[1:]):
+            chosen = x[:, 0] * self.limit > number
+            if chosen.any():
+                y = y.index_add(0, chosen.nonzero()[:, 0], layer(x[chosen]))
+        return y
+
+
+INNER = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, **SGD),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, **ADAM),
+    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
+}
+
+
+def plain(model, sizes, inner, skip=0):
+    """One big batch an update, with torch alone."""
+    run, optimizer = training(model=model), INNER[inner](model.parameters())
+    for batch in list(batches(sizes, 50))[skip:]:
+        optimizer.zero_grad()
+        run.loss(batch.tolist()).backward()
+        optimizer.step()
+    return run.weights()
+
+
+def ours(model, sizes, inner, backend, **options):
+    return training(
+        vbs.ConstantOptimizer,
+        sizes,
+        model=model,
+        backend=backend,
+        inner=lambda parameters, **_: INNER[inner](parameters),
+        **options,
+    )
+
+
+@given(
+    sizes=st.lists(st.integers(1, 12), min_size=2, max_size=8),
+    minibatch_size=st.sampled_from([1, 2, 4, 8]),
+    limit=st.sampled_from([0.5, 1.0, 2.0, 4.0]),
+    inner=st.sampled_from(sorted(INNER)),
+    world=st.integers(1, 3),
+    options=st.sampled_from([{}, {}, {"noise": "microbatches"}, {"noise": "differenced"}]),
+)
+@examples(150)
+def test_a_parameter_takes_part_where_it_does_in_plain_torch(sizes, minibatch_size, limit, inner, world, options):
+    def train(backend):
+        run = ours(filled(Sparse(limit)), sizes, inner, backend, minibatch_size=minibatch_size, **options)
+        return run.run(len(sizes))
+
+    expected = plain(filled(Sparse(limit)), sizes, inner)
+    for run in run_ranks(train, world):
+        assert_equal(run.weights(), expected)
+
+
+# ------------------------------------------------------------------------------------------------------ several ranks
+
+
+@pytest.mark.parametrize("kind", [vbs.LinearRuleOptimizer, vbs.AdaScaleOptimizer])
+def test_a_change_raises_on_all_ranks_before_the_weights_change(kind):
+    def train(backend):
+        model = network()
+        run = training(kind, (20, 7, 33), model=model, backend=backend).run(2)
+        before = copy.deepcopy(run.weights())
+        model[2].requires_grad_(backend.world.rank == 0)
+        with pytest.raises(RuntimeError, match="must train with the same parameters that require") as caught:
+            run.run(1)
+        with pytest.raises(RuntimeError, match="was interrupted by an exception"):
+            run.optimizer.state_dict()
+        return str(caught.value), all(np.array_equal(a, b) for a, b in zip(before, run.weights(), strict=True))
+
+    (first, same), (second, also) = run_ranks(train, 2)
+    assert same
+    assert also
+    assert first == second
+    assert "but it is [0, 1, 2, 3] on rank 0 and [0, 1] on rank 1; freeze the same on all ranks" in first
+
+
+def test_ranks_that_differ_at_the_first_update_raise():
+    def train(backend):
+        model = network()
+        model[2].weight.requires_grad_(backend.world.rank == 0)
+        run = training(model=model, backend=backend)
+        with pytest.raises(RuntimeError, match=r"it is \[0, 1, 2, 3\] on rank 0 and \[0, 1, 3\] on rank 1") as caught:
+            run.run(1)
+        return str(caught.value)
+
+    first, second = run_ranks(train, 2)
+    assert first == second
+
+
+class Device(LocalBackend):
+    """A rank of several, on a device that the host does not read."""
+
+    alone = False
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_flag_that_is_not_read_at_once_raises_some_updates_later(late):
+    """As on a device; saving a state reads it."""
+    parameters = [torch.zeros(2, requires_grad=True), torch.zeros(3, requires_grad=True)]
+    agreed = Participation(parameters, Device(sent=SentNumbers("cpu")), find_unused=False)
+    agreed.load_state_dict({"has_gradient": [1, 0]})
+
+    def update(*has_gradient):
+        (flag,) = agreed.message(has_gradient, replay=False)
+        agreed.settle([flag])
+
+    for _ in range(100):
+        update(True, False)
+    agreed.check()
+    update(True, True)
+    changed = r"in every update as in the first one, but parameter 1, of shape \(3,\), on rank 0 has one; pass"
+    if not late:
+        with pytest.raises(RuntimeError, match=changed):
+            agreed.check()
+        return
+    with pytest.raises(RuntimeError, match=changed):  # noqa: PT012 (in one of these updates)
+        for _ in range(2 * READ_EVERY):
+            update(True, False)

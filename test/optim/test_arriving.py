@@ -1,12 +1,7 @@
 """Batches that arrive: each update is that of the plain loop over the rows of all ranks, whatever each has brought."""
 
-from __future__ import annotations
-
 import copy
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
 from dataclasses import astuple
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import variable_batch_size as vbs
@@ -23,16 +18,15 @@ from helpers.processes import run_job
 from helpers.properties import examples
 from helpers.reference import assert_equal, data, network, training
 from helpers.worlds import Layout, Place
-from variable_batch_size.data.rows import join, take
 
 
-def weights_of(model: nn.Module) -> list[Any]:
+def weights_of(model):
     return [parameter.detach().numpy() for parameter in model.parameters()]
 
 
 @given(st.integers(0, 10**6), st.integers(1, 4))
 @examples(100)
-def test_updates_are_those_of_whole_batches(seed: int, world: int) -> None:
+def test_updates_are_those_of_whole_batches(seed, world):
     case, models = Arriving.drawn(seed, world), [network() for _ in range(world)]
     weights, samples, updates = case.expected()
     optimizers = vbs.testing.run_ranks(lambda backend: case.train(backend, models[backend.world.rank]), world)
@@ -41,7 +35,7 @@ def test_updates_are_those_of_whole_batches(seed: int, world: int) -> None:
         assert (optimizer.samples, optimizer.updates) == (samples, updates)
 
 
-def arrive(backend: vbs.backend.Backend, layout: Layout) -> None:
+def arrive(backend, layout):
     place = Place.of(layout, backend)
     for seed in range(12):
         case, model = Arriving.drawn(seed, layout.size), place.spread(network())
@@ -54,11 +48,11 @@ def arrive(backend: vbs.backend.Backend, layout: Layout) -> None:
 
 @pytest.mark.slow("starts processes")
 @pytest.mark.parametrize("layout", [Layout(3, by="plain"), Layout(3, by="ddp"), Layout(shards=3)], ids=str)
-def test_processes_make_the_same_updates_whatever_sums(layout: Layout) -> None:
+def test_processes_make_the_same_updates_whatever_sums(layout):
     run_job("gloo", arrive, layout, ranks=3)
 
 
-def one_bad_row(backend: vbs.backend.Backend, layout: Layout, begins: bool) -> list[bool]:
+def one_bad_row(backend, layout, begins):
     """A row that is not finite, and updates in which rank 1 has no rows and repeats an earlier microbatch.
 
     The row is one of rank 1, in the second update; or, if the training `begins` with it, one of rank 0.
@@ -68,15 +62,15 @@ def one_bad_row(backend: vbs.backend.Backend, layout: Layout, begins: bool) -> l
     inner = torch.optim.SGD(model.parameters(), **SGD)
     source, passed = vbs.ArrivingBatches(4), model if layout.by != "plain" else None
     optimizer = vbs.ConstantOptimizer(inner, source, REF, noise="microbatches", model=passed)
-    batches: list[Tensor | None] = [torch.full((6, 3), 0.1 * number, dtype=torch.float64) for number in range(5)]
+    batches = [torch.full((6, 3), 0.1 * number, dtype=torch.float64) for number in range(5)]
     if begins and backend.world.rank == 0:
-        batches[0][5] = float("inf")  # type: ignore[index]
+        batches[0][5] = float("inf")
     elif begins:
         batches[:3] = None, None, None
     elif backend.world.rank == 1:
-        batches[1][5] = float("inf")  # type: ignore[index]
+        batches[1][5] = float("inf")
         batches[2:4] = None, None
-    made = list[bool]()
+    made = []
     for update in vbs.updates(batches, optimizer):
         for x in update:
             optimizer.backward(model(x).square().sum(dim=1).mean())
@@ -88,7 +82,7 @@ def one_bad_row(backend: vbs.backend.Backend, layout: Layout, begins: bool) -> l
 @pytest.mark.slow("starts processes")
 @pytest.mark.parametrize("layout", [Layout(2, by="plain"), Layout(2, by="ddp"), Layout(shards=2)], ids=str)
 @pytest.mark.parametrize("begins", [False, True])
-def test_a_microbatch_that_is_not_finite_is_not_repeated(layout: Layout, begins: bool) -> None:
+def test_a_microbatch_that_is_not_finite_is_not_repeated(layout, begins):
     made = [not begins, begins, True, True, True]
     assert run_job("gloo", one_bad_row, layout, begins, ranks=2) == 2 * [made]
 
@@ -96,13 +90,13 @@ def test_a_microbatch_that_is_not_finite_is_not_repeated(layout: Layout, begins:
 class Endless:
     """Batches of a rank, as an iterator that a new loop goes on with."""
 
-    def __init__(self, rank: int, *, idle: bool) -> None:
+    def __init__(self, rank, *, idle):
         self.generator, self.left, self.idle = torch.Generator().manual_seed(rank), 6, idle
 
-    def __iter__(self) -> Endless:
+    def __iter__(self):
         return self
 
-    def __next__(self) -> Tensor | None:
+    def __next__(self):
         if not self.left:
             raise StopIteration
         self.left -= 1
@@ -115,10 +109,10 @@ class Endless:
 
 @pytest.mark.parametrize(("trace", "idle"), [(None, -1), ("0:16", -1), ("0:11 2:5", -1), (None, 0), (None, 1)])
 @pytest.mark.parametrize("number", range(4))
-def test_one_rank_may_discard_a_step_and_begin_it_again(trace: str | None, idle: int, number: int) -> None:
+def test_one_rank_may_discard_a_step_and_begin_it_again(trace, idle, number):
     """As after an exception in a microbatch of it: no row is lost, and the other rank need not know."""
 
-    def one(backend: vbs.backend.Backend, fails: bool) -> list[Any]:
+    def one(backend, fails):
         rank, model, failed = backend.world.rank, network(), not fails
         source = vbs.ArrivingBatches(4, trace=trace, num_replicas=2, rank=rank)
         optimizer = vbs.ConstantOptimizer(torch.optim.SGD(model.parameters(), **SGD), source, backend=backend)
@@ -141,22 +135,10 @@ def test_one_rank_may_discard_a_step_and_begin_it_again(trace: str | None, idle:
     assert vbs.testing.run_ranks(lambda backend: one(backend, fails=True), 2) == expected
 
 
-def test_each_microbatch_is_made_once() -> None:
-    """Collating may be costly, or draw random numbers."""
-    made = list[int]()
-
-    def collate(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
-        made.append(len(rows))
-        return torch.stack(rows), torch.zeros(len(rows), 2, dtype=torch.float64)
-
-    model, optimizer = arriving(collate_fn=collate)
-    assert train(model, optimizer, [[*x] for x, _ in batches_of(SIZES)]) == made
-
-
 PAIRS = [(5, 5), (2, 9), (0, 5), (9, 0), (1, 1)]  # rows of two ranks
 
 
-def train_two(backend: vbs.backend.Backend) -> None:
+def train_two(backend):
     """Train two models in DistributedDataParallel, an actor and a critic, one after the other in each microbatch."""
     source, place, pairs = vbs.ArrivingBatches(2), Place.of(Layout(2, by="ddp"), backend), []
     for _ in range(2):
@@ -183,18 +165,18 @@ def train_two(backend: vbs.backend.Backend) -> None:
 
 
 @pytest.mark.slow("starts processes")
-def test_two_optimizers_whose_models_wait_in_forward_and_backward() -> None:
+def test_two_optimizers_whose_models_wait_in_forward_and_backward():
     run_job("gloo", train_two, ranks=2)
 
 
-def arriving(kind: Any = vbs.LinearRuleOptimizer, **options: Any) -> tuple[nn.Module, vbs.CustomOptimizer]:
+def arriving(kind=vbs.LinearRuleOptimizer, **options):
     """A model and its optimizer, alone."""
     model, place = network(), {"num_replicas": 1, "rank": 0}
     source = vbs.ArrivingBatches(**{"minibatch_size": 4, **place, **options})
     return model, kind(torch.optim.SGD(model.parameters(), **SGD), source, REF)
 
 
-def train(model: nn.Module, optimizer: vbs.CustomOptimizer, batches: Iterable[Any]) -> list[int]:
+def train(model, optimizer, batches):
     """Train, and return the rows of all microbatches."""
     rows = []
     for update in vbs.updates(batches, optimizer):
@@ -208,12 +190,12 @@ def train(model: nn.Module, optimizer: vbs.CustomOptimizer, batches: Iterable[An
 SIZES = [9, 4, 17, 1, 12]
 
 
-def batches_of(sizes: list[int]) -> list[tuple[Tensor, Tensor]]:
+def batches_of(sizes):
     x, target = data(sum(sizes))
     return list(zip(x.split(sizes), target.split(sizes), strict=True))
 
 
-def test_noise_and_gain_are_those_of_a_sampler_with_the_same_microbatches() -> None:
+def test_noise_and_gain_are_those_of_a_sampler_with_the_same_microbatches():
     model, optimizer = arriving(vbs.AdaScaleOptimizer)
     assert train(model, optimizer, batches_of(SIZES)) == [3, 3, 3, 4, 3, 3, 3, 4, 4, 1, 4, 4, 4]
     dealt = {"dataset_size": sum(SIZES), "ref_batchsize": REF, "hyperparameters": SGD}
@@ -224,11 +206,11 @@ def test_noise_and_gain_are_those_of_a_sampler_with_the_same_microbatches() -> N
     assert (optimizer.progress, optimizer.lr_factor()) == pytest.approx(expected, rel=1e-12)
 
 
-def test_the_noise_of_several_ranks_is_that_of_their_microbatches() -> None:
+def test_the_noise_of_several_ranks_is_that_of_their_microbatches():
     x, target = data(23)
-    bounds, model, seen = [0, 9, 9, 23], network(), list[slice]()  # the second rank has no rows
+    bounds, model, seen = [0, 9, 9, 23], network(), []  # the second rank has no rows
 
-    def one(backend: vbs.backend.Backend) -> vbs.CustomOptimizer:
+    def one(backend):
         own, rank = network(), backend.world.rank
         source = vbs.ArrivingBatches(4, num_replicas=3, rank=rank)
         inner = torch.optim.SGD(own.parameters(), **SGD)
@@ -245,7 +227,7 @@ def test_the_noise_of_several_ranks_is_that_of_their_microbatches() -> None:
     noise = vbs.testing.run_ranks(one, 3)[1].noise()
     assert sorted(part.stop - part.start for part in seen) == [3, 3, 3, 3, 3, 4, 4]
 
-    def gradient(rows: slice) -> np.ndarray[Any, Any]:
+    def gradient(rows):
         loss = (model(x[rows]) - target[rows]).square().mean()
         return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))]).numpy()
 
@@ -255,7 +237,7 @@ def test_the_noise_of_several_ranks_is_that_of_their_microbatches() -> None:
     assert noise.mu2 == pytest.approx((7 * g2 - a) / 6, rel=1e-12)
 
 
-def test_a_state_resumes_with_another_microbatch() -> None:
+def test_a_state_resumes_with_another_microbatch():
     batches = batches_of(SIZES)
     model, optimizer = arriving()
     train(model, optimizer, batches)
@@ -271,7 +253,7 @@ def test_a_state_resumes_with_another_microbatch() -> None:
     assert (later.updates, later.samples, later.progress) == (5, sum(SIZES), optimizer.progress)
 
 
-def test_a_state_of_a_sampler_is_not_one_of_batches_that_arrive() -> None:
+def test_a_state_of_a_sampler_is_not_one_of_batches_that_arrive():
     run = training().run(2)
     _, optimizer = arriving()
     with pytest.raises(ValueError, match=r"can be restored only with the samples it was saved with, but dataset_size"):
@@ -281,36 +263,10 @@ def test_a_state_of_a_sampler_is_not_one_of_batches_that_arrive() -> None:
         run.optimizer.load_state_dict(optimizer.state_dict())
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_a_checkpoint_holds_the_position(kept: bool, tmp_path: Path) -> None:
-    model, optimizer = arriving()
-    with vbs.Checkpoint(tmp_path, model=model, optimizer=optimizer) as checkpoint:
-        train(model, optimizer, batches_of(SIZES))
-        if kept:
-            checkpoint.save()
-    second, later = arriving()
-    with vbs.Checkpoint(tmp_path, model=second, optimizer=later) as checkpoint:
-        checkpoint.restore()
-    assert later.samples == kept * sum(SIZES)
-
-
-def test_an_accumulator_weighs_by_rows() -> None:
-    model, optimizer = arriving()
-    means, expected = vbs.Accumulator(optimizer), []
-    for update in vbs.updates(batches_of(SIZES), optimizer):
-        for x, target in update:
-            expected += (model(x) - target).square().sum(dim=1).tolist()
-            loss = (model(x) - target).square().sum(dim=1).mean()
-            optimizer.backward(loss)
-            means.add(loss=loss)
-            optimizer.step()
-    assert means.read()["loss"] == pytest.approx(np.mean(expected), rel=1e-12)
-
-
 # -------------------------------------------------------------------------------------------------------- wrong usage
 
 
-def leave_out(model: nn.Module, optimizer: vbs.CustomOptimizer, *, discard: bool) -> None:
+def leave_out(model, optimizer, *, discard):
     """Train on the first microbatch of each update, and forget or discard the others."""
     for update in vbs.updates(batches_of(SIZES), optimizer):
         x, target = next(iter(update))
@@ -320,7 +276,7 @@ def leave_out(model: nn.Module, optimizer: vbs.CustomOptimizer, *, discard: bool
             optimizer.discard_step()
 
 
-def test_a_microbatch_that_does_not_reach_step_raises() -> None:
+def test_a_microbatch_that_does_not_reach_step_raises():
     model, optimizer = arriving()
     with pytest.raises(RuntimeError, match=r"asks for the next update and update 0 is not complete; call step"):
         leave_out(model, optimizer, discard=False)
@@ -331,12 +287,12 @@ def test_a_microbatch_that_does_not_reach_step_raises() -> None:
     assert optimizer.updates == len(SIZES)
 
 
-def test_a_loop_ends_after_its_step_is_discarded() -> None:
+def test_a_loop_ends_after_its_step_is_discarded():
     with pytest.raises(RuntimeError, match=r"the loop must end after discard_step\(\) or load_state_dict\(\)"):
         leave_out(*arriving(), discard=True)
 
 
-def test_a_step_without_a_batch_raises() -> None:
+def test_a_step_without_a_batch_raises():
     model, optimizer = arriving()
     x, target = data(4)
     train(model, optimizer, [(x, target)])
@@ -345,72 +301,7 @@ def test_a_step_without_a_batch_raises() -> None:
         optimizer.step()
 
 
-def test_an_update_is_read_within_its_turn() -> None:
-    model, optimizer = arriving()
-    kept = []
-    for update in vbs.updates(batches_of([3, 3]), optimizer):
-        kept.append(update)
-        for x, target in update:
-            optimizer.backward((model(x) - target).square().mean())
-            optimizer.step()
-    assert list(kept[0]) == []
-
-
-@pytest.mark.parametrize(
-    ("options", "batch", "message"),
-    [
-        ({}, (torch.ones(3), torch.ones(2)), r"same number of rows, but it is \[2, 3\]|found|got"),
-        ({}, 5, r"each field of a batch must have rows"),
-        ({}, "text", r"each field of a batch must have rows"),
-        ({}, [{"x": torch.ones(3)}], r"and a list of rows needs a collate_fn"),
-        ({"collate_fn": list}, torch.ones(3), r"with collate_fn= each item must be a list of rows"),
-        ({}, (torch.ones(3), torch.tensor(1.0)), r"each field of a batch must have rows"),
-        ({"counts": lambda batch: [1, 2]}, torch.ones(3), r"counts= must return an integer >= 0 for each of 3 rows"),
-        ({"counts": lambda batch: [1, -2, 0]}, torch.ones(3), r"counts= must return an integer >= 0 .*-2"),
-        ({"counts": lambda batch: [0.5] * 3}, torch.ones(3), r"counts= must return an integer >= 0"),
-        (
-            {"max_tokens": 4, "lengths": lambda batch: [4, 5, 1], "minibatch_size": None},
-            torch.ones(3),
-            r"at most max_tokens=4 tokens, .*5 in row 1; shorten",
-        ),
-    ],
-)
-def test_a_batch_that_cannot_be_cut_raises(options: dict[str, Any], batch: Any, message: str) -> None:
-    model, optimizer = arriving(**options)
-    with pytest.raises((TypeError, ValueError), match=message):
-        train(model, optimizer, [batch])
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"minibatch_size": 0}, ValueError, r"minibatch_size"),
-        ({"minibatch_size": None, "max_tokens": 5}, ValueError, r"max_tokens= needs the lengths of the rows"),
-        ({"max_tokens": 5, "lengths": len}, ValueError, r"bounds microbatches of any number of rows"),
-        (
-            {"minibatch_size": None, "max_tokens": 5, "lengths": len, "fixed_shape": True},
-            ValueError,
-            r"bounds microbatches of any number of rows, .*fixed_shape=True",
-        ),
-        ({"counts": "tokens"}, TypeError, r"counts must be a function"),
-        ({"collate_fn": 1}, TypeError, r"collate_fn must be a function"),
-        ({"shared": "no"}, TypeError, r"shared must be a bool"),
-    ],
-)
-def test_arguments_that_cannot_be_raise(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        vbs.ArrivingBatches(**{"minibatch_size": 4, "num_replicas": 1, "rank": 0, **options})
-
-
-def test_there_is_one_epoch() -> None:
-    _, optimizer = arriving()
-    optimizer.set_epoch(0)
-    for part in (optimizer, optimizer.sampler):
-        with pytest.raises(ValueError, match=r"batches that arrive have one epoch, 0, got 1; loop over vbs\.updates"):
-            part.set_epoch(1)
-
-
-def test_a_message_has_a_microbatch_and_not_its_batch() -> None:
+def test_a_message_has_a_microbatch_and_not_its_batch():
     from variable_batch_size.optim.arriving import _as_text, _from_text
 
     batch = torch.zeros(10**6, dtype=torch.float64)
@@ -419,56 +310,26 @@ def test_a_message_has_a_microbatch_and_not_its_batch() -> None:
     assert torch.equal(_from_text(text)[0], batch[:4])
 
 
-def test_what_has_no_epochs_is_refused() -> None:
-    source = vbs.ArrivingBatches(num_replicas=1, rank=0)
-    inner = torch.optim.SGD(network().parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"the warm-up of LEGW must be in epochs, but it is|found|arrive"):
-        vbs.LEGWRuleOptimizer(inner, source, 4, warmup_epochs=2)
-    optimizer = vbs.LinearRuleOptimizer(inner, source, 4)
-    with pytest.raises(ValueError, match=r"ahead must be 0 with batches that arrive"):
-        vbs.updates([data(4)], optimizer, ahead=1)
-    with pytest.raises(TypeError, match=r"batches must be iterable"):
-        vbs.updates(3, optimizer)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"have no epochs, use vbs.updates\(\)"):
-        vbs.remaining_epochs(source, optimizer)  # type: ignore[arg-type]
-    with pytest.raises(AttributeError, match=r"have no trace"):
-        _ = source.trace
-
-
 # ---------------------------------------------------------------------------------------------------------- the pieces
-
-
-def test_rows_may_be_lists_that_are_collated() -> None:
-    model = nn.Linear(3, 2).double()
-    source = vbs.ArrivingBatches(2, collate_fn=torch.stack, num_replicas=1, rank=0)
-    optimizer = vbs.ConstantOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), source)
-    shapes = []
-    for update in vbs.updates([[*data(5)[0]], [*data(1)[0]]], optimizer):
-        for x in update:
-            shapes.append(tuple(x.shape))
-            optimizer.backward(model(x).mean())
-            optimizer.step()
-    assert shapes == [(1, 3), (2, 3), (2, 3), (1, 3)]
-    assert optimizer.samples == 6
 
 
 class Pairs(Dataset[Any]):
     """Rows whose fields a loader collates to a list of tensors, tuples and dicts, in any order."""
 
-    def __init__(self, order: Sequence[int]) -> None:
+    def __init__(self, order):
         self.order = order
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 96
 
-    def __getitem__(self, index: int) -> tuple[Any, ...]:
+    def __getitem__(self, index):
         fields = (torch.full((3,), float(index)), f"row {index}", (torch.ones(2), index), {"id": index})
         return tuple(fields[field] for field in self.order)
 
 
 @pytest.mark.parametrize("trace", [None, "0:40"])
 @pytest.mark.parametrize("order", [(0, 1), (1, 0), (0, 2), (2, 0), (3, 0), (0, 1, 2, 3), (1, 3, 0, 2)])
-def test_the_rows_of_a_loader_are_counted_whatever_its_fields(order: tuple[int, ...], trace: str | None) -> None:
+def test_the_rows_of_a_loader_are_counted_whatever_its_fields(order, trace):
     model = nn.Linear(3, 1)
     optimizer = vbs.ConstantOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), vbs.ArrivingBatches(64, trace=trace, num_replicas=1, rank=0)
@@ -488,14 +349,8 @@ def test_the_rows_of_a_loader_are_counted_whatever_its_fields(order: tuple[int, 
     assert (optimizer.updates, optimizer.samples) == (3, 96)
 
 
-def test_a_defaultdict_keeps_its_type() -> None:
-    batch = defaultdict(list, {"x": torch.arange(4)})
-    taken = take(join([batch, batch]), np.array([0, 5]))
-    assert (type(taken), taken["x"].tolist(), taken["y"]) == (defaultdict, [0, 1], [])
-
-
-def test_a_rank_without_rows_at_first_gets_a_microbatch_that_can_be_sent() -> None:
-    def one(backend: vbs.backend.Backend) -> None:
+def test_a_rank_without_rows_at_first_gets_a_microbatch_that_can_be_sent():
+    def one(backend):
         model = nn.Linear(3, 2).double()
         source = vbs.ArrivingBatches(2, collate_fn=list, num_replicas=2, rank=backend.world.rank)
         optimizer = vbs.ConstantOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), source, backend=backend)
@@ -506,8 +361,8 @@ def test_a_rank_without_rows_at_first_gets_a_microbatch_that_can_be_sent() -> No
         vbs.testing.run_ranks(one, 2)
 
 
-def test_synchronized_batch_normalization_needs_equal_rounds() -> None:
-    def one(backend: vbs.backend.Backend) -> None:
+def test_synchronized_batch_normalization_needs_equal_rounds():
+    def one(backend):
         model, rank = nn.Sequential(nn.Linear(3, 2), nn.SyncBatchNorm(2)).double(), backend.world.rank
         source = vbs.ArrivingBatches(2, num_replicas=2, rank=rank)
         inner = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,41 +1,172 @@
-"""`optimizer.backward(loss)`: the gradients of `loss.backward()`, and every foreign change of them is seen."""
+"""Loops that change gradients between two calls of `step()`, `optimizer.backward(loss)`, and `zero_grad()`."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
+import re
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import variable_batch_size as vbs
 from helpers.properties import examples
-from helpers.reference import SIZES, Training, assert_equal, network, training, twin
+from helpers.reference import SGD, SIZES, assert_equal, filled, training, twin
+from variable_batch_size.optim.backward_check import WATCHED
+from variable_batch_size.testing import run_ranks
+
+REFUSED = r"only backward\(\) may change gradients .*|must stay in \.grad until .*|must follow the backward\(\).*"
 
 
-def parameters(run: Training) -> list[Any]:
+def parameters(run):
     return list(run.model.parameters())
 
 
-def scale(run: Training) -> None:
-    for parameter in parameters(run):
+def clip(run):
+    torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1e-3)
+
+
+def halve(run):
+    for parameter in run.model.parameters():
         if parameter.grad is not None:
             parameter.grad *= 0.5
 
 
-CHANGES: dict[str, Callable[[Training], object]] = {
-    "clip_grad_norm_": lambda run: torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1e-3),
+def replace(run):
+    parameters(run)[2].grad = parameters(run)[2].grad * 0.5
+
+
+AFTER_BACKWARD = {
+    "clip_grad_norm_": clip,
+    "clip_grad_value_": lambda run: torch.nn.utils.clip_grad_value_(run.model.parameters(), 1e-3),
+    "in place": halve,
+    "replaced": replace,
+}
+BEFORE_BACKWARD = {
     "zero_grad(set_to_none=False)": lambda run: run.model.zero_grad(set_to_none=False),
     "zero_grad()": lambda run: run.model.zero_grad(),
-    "scaled": scale,
+    "inner.zero_grad": lambda run: run.optimizer.inner.zero_grad(set_to_none=False),
+    "halved": lambda run: halve(run),
+}
+
+
+def wrong_loop(run, change, *, after_backward, updates):
+    for indices in run.sampler:
+        if not after_backward and run.optimizer.inside_step:
+            change(run)
+        run.loss(indices).backward()
+        if after_backward:
+            change(run)
+        run.optimizer.step()
+        if run.optimizer.updates == updates:
+            return
+
+
+@given(
+    change=st.sampled_from(sorted(AFTER_BACKWARD) + sorted(BEFORE_BACKWARD)),
+    sizes=st.lists(st.integers(1, 20), min_size=1, max_size=6),
+    minibatch_size=st.integers(1, 8),
+    world=st.integers(1, 2),
+    options=st.sampled_from([{}, {}, {"noise": "microbatches"}]),
+)
+@examples(150)
+def test_a_wrong_loop_is_refused_or_has_no_effect(change, sizes, minibatch_size, world, options):
+    after = change in AFTER_BACKWARD
+
+    def train(backend):
+        run = training(sizes=sizes, dataset_size=200, minibatch_size=minibatch_size, backend=backend, **options)
+        wrong_loop(run, (AFTER_BACKWARD | BEFORE_BACKWARD)[change], after_backward=after, updates=len(sizes))
+        return run
+
+    try:
+        runs = run_ranks(train, world)
+    except RuntimeError as error:
+        if not re.search(REFUSED, str(error)):
+            raise
+        return
+    assert not after
+    for run in runs:  # there was nothing to change: each step had one microbatch
+        assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, sizes, dataset_size=200))
+
+
+@pytest.mark.parametrize("change", [*AFTER_BACKWARD, *BEFORE_BACKWARD])
+def test_the_error_names_the_remedy(change):
+    run, after = training(), change in AFTER_BACKWARD
+    with pytest.raises(RuntimeError, match=REFUSED) as caught:
+        wrong_loop(run, (AFTER_BACKWARD | BEFORE_BACKWARD)[change], after_backward=after, updates=4)
+    assert run.optimizer.updates == 0
+    for remedy in (
+        "max_grad_norm=",
+        "register_step_pre_hook()",
+        "remove zero_grad() of the model and of the inner optimizer",
+        "call optimizer.zero_grad() before each microbatch if other backwards run in a step",
+    ):
+        assert remedy in str(caught.value)
+
+
+@pytest.mark.parametrize("change", BEFORE_BACKWARD)
+def test_a_wrong_loop_is_found_when_steps_get_several_microbatches_late(change):
+    run = training(sizes=[4] * 40 + [40], dataset_size=400)
+    with pytest.raises(RuntimeError, match=REFUSED):
+        wrong_loop(run, BEFORE_BACKWARD[change], after_backward=False, updates=60)
+    assert run.optimizer.updates == 40
+
+
+def test_hooks_are_removed_after_some_updates():
+    def hooks(run):
+        return sum(bool(parameter._post_accumulate_grad_hooks) for parameter in parameters(run))
+
+    run = training(sizes=[8], dataset_size=200)
+    assert hooks(run) == 4
+    run.run(WATCHED)
+    assert hooks(run) == 0
+    run.run(3)
+    assert hooks(run) == 0
+    dropped = training()
+    model = dropped.model
+    del dropped
+    model(torch.ones(1, 3).double()).sum().backward()  # the hooks of an optimizer that is gone do nothing
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_several_backwards_and_checkpointed_layers_are_accumulations(reentrant):
+    class Shared(nn.Module):
+        """A layer that is used three times, twice in a segment that is computed again in backward."""
+
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 3).double()
+            self.last = nn.Linear(3, 2).double()
+
+        def forward(self, x):
+            x = x.requires_grad_(True)
+            for _ in range(2):
+                x = checkpoint(self.layer, x, use_reentrant=reentrant)
+            return self.last(self.layer(x))
+
+    run, plain = training(model=filled(Shared())), training(model=filled(Shared()))
+    for indices in run.sampler:
+        loss = run.loss(indices)
+        (loss / 4).backward(retain_graph=True)
+        (loss * 3 / 4).backward()
+        run.optimizer.step()
+    for indices in plain.sampler:
+        plain.loss(indices).backward()
+        plain.optimizer.step()
+    assert_equal(run.weights(), plain.weights())
+
+
+# optimizer.backward(loss). --------------------------------------------------------------------------------------------
+
+
+CHANGES = {
+    **BEFORE_BACKWARD,
+    "clip_grad_norm_": clip,
     "loss.backward()": lambda run: run.loss([0, 1]).backward(),
     "replaced": lambda run: setattr(parameters(run)[0], "grad", torch.ones_like(parameters(run)[0])),
 }
-OPTIONS: list[dict[str, Any]] = [{}, {"noise": "differenced"}, {"max_grad_norm": 0.1}]
-REFUSED = (
+MEASURED = [{}, {"noise": "differenced"}, {"max_grad_norm": 0.1}]
+FOREIGN = (
     r"only optimizer.backward\(\) may change gradients .* something else has changed that of parameter \d, of shape"
 )
 
@@ -45,12 +176,10 @@ REFUSED = (
     update=st.integers(0, 12),
     sizes=st.lists(st.integers(1, 14), min_size=1, max_size=4),
     after=st.booleans(),
-    options=st.sampled_from(OPTIONS),
+    options=st.sampled_from(MEASURED),
 )
 @examples(150)
-def test_a_foreign_change_is_seen_in_any_update(
-    change: str, update: int, sizes: list[int], after: bool, options: dict[str, Any]
-) -> None:
+def test_a_foreign_change_is_seen_in_any_update(change, update, sizes, after, options):
     """After the backward of the last microbatch, or before it; unless there is nothing to change."""
     run = training(sizes=sizes, dataset_size=400, **options)
     for indices in run.sampler:
@@ -64,7 +193,7 @@ def test_a_foreign_change_is_seen_in_any_update(
                     return  # what a loop that was left has left is dropped at the first microbatch of the next one
                 CHANGES[change](run)
             before = run.weights()
-            with pytest.raises(RuntimeError, match=f"{REFUSED}|must follow the backward"):  # noqa: PT012
+            with pytest.raises(RuntimeError, match=f"{FOREIGN}|must follow the backward"):  # noqa: PT012
                 run.optimizer.backward(run.loss(indices))
                 if after:
                     CHANGES[change](run)
@@ -76,19 +205,7 @@ def test_a_foreign_change_is_seen_in_any_update(
         run.optimizer.step()
 
 
-def test_gradients_of_another_backward_before_a_step_are_dropped_by_zero_grad() -> None:
-    """As those that a generator leaves in its discriminator."""
-    run = training()
-    for indices in run.sampler:
-        if not run.optimizer.inside_step:
-            run.loss([0]).backward()
-            run.optimizer.zero_grad()
-        run.optimizer.backward(run.loss(indices))
-        run.optimizer.step()
-    assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, SIZES[:4]))
-
-
-def test_an_unscaled_gradient_names_max_grad_norm() -> None:
+def test_an_unscaled_gradient_names_max_grad_norm():
     run, scaler = training(), torch.amp.GradScaler("cpu", init_scale=8.0)
     for indices in run.sampler:
         run.optimizer.backward(run.loss(indices), scaler=scaler)
@@ -98,16 +215,7 @@ def test_an_unscaled_gradient_names_max_grad_norm() -> None:
         return
 
 
-def test_a_scaler_that_is_off_changes_nothing() -> None:
-    run, scaler = training(), torch.amp.GradScaler("cpu", enabled=False)
-    for indices in run.sampler:
-        run.optimizer.backward(run.loss(indices), scaler=scaler)
-        scaler.step(run.optimizer)
-        scaler.update()
-    assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, SIZES[:4]))
-
-
-def test_a_backward_after_an_exception_in_a_step_is_refused() -> None:
+def test_a_backward_after_an_exception_in_a_step_is_refused():
     run = training()
     indices = next(iter(run.sampler))
     run.optimizer.backward(run.loss(indices))
@@ -120,7 +228,7 @@ def test_a_backward_after_an_exception_in_a_step_is_refused() -> None:
 
 
 @pytest.mark.parametrize("first", [torch.float32, torch.bfloat16], ids=str)
-def test_optimizers_of_one_loss_weigh_it_alike_or_raise(first: torch.dtype) -> None:
+def test_optimizers_of_one_loss_weigh_it_alike_or_raise(first):
     """Of which one has parameters in half precision, whose gradients are weighed in a buffer."""
     wide, narrow = torch.zeros(3, requires_grad=True), torch.zeros(3, dtype=torch.bfloat16, requires_grad=True)
     sampler = vbs.CustomSampler(60, [7, 20, 3, 30], 1, 0, 4, fixed_shape=False)
@@ -143,7 +251,7 @@ def test_optimizers_of_one_loss_weigh_it_alike_or_raise(first: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("clears", [False, True])
-def test_an_optimizer_that_a_loss_does_not_name_raises_unless_it_clears(clears: bool) -> None:
+def test_an_optimizer_that_a_loss_does_not_name_raises_unless_it_clears(clears):
     """Its gradients have the weight of the other's microbatch, which it would give them once more."""
     first, second = torch.zeros(2, requires_grad=True), torch.zeros(2, requires_grad=True)
     sampler = vbs.CustomSampler(60, 20, 1, 0, 4, fixed_shape=False)
@@ -161,14 +269,14 @@ def test_an_optimizer_that_a_loss_does_not_name_raises_unless_it_clears(clears: 
 
 
 @pytest.mark.parametrize("by", ["losses", "reentrant"])
-def test_noise_of_a_microbatch_with_several_backward_passes_raises_before_the_weights_change(by: str) -> None:
+def test_noise_of_a_microbatch_with_several_backward_passes_raises_before_the_weights_change(by):
     run = training(vbs.AdaScaleOptimizer)
     before, indices = run.weights(), next(iter(run.sampler))
     if by == "losses":
         run.optimizer.backward(run.loss(indices) / 2)
         run.optimizer.backward(run.loss(indices) / 2)
     else:  # a layer in several segments that are computed again
-        layer: Any = next(iter(run.model.children()))
+        layer = next(iter(run.model.children()))
         x = run.x[indices].requires_grad_()
         ends = [checkpoint(layer, x * factor, use_reentrant=True).sum() for factor in (1.0, 2.0)]
         run.optimizer.backward(ends[0] * ends[1])
@@ -177,16 +285,114 @@ def test_noise_of_a_microbatch_with_several_backward_passes_raises_before_the_we
     assert_equal(run.weights(), before, 0)
 
 
-@pytest.mark.parametrize("options", [{"noise": "microbatches"}, {}], ids=str)
-def test_a_parameter_that_is_unfrozen_later_is_measured(options: dict[str, Any]) -> None:
-    def train(*, late: bool) -> Training:
-        model: Any = network()
-        model[0].requires_grad_(not late)
-        run = training(model=model, sizes=[12], dataset_size=48, **options)
-        model[0].requires_grad_(True)
-        return run.run(4)
+# zero_grad() clears what other backwards have added: of a validation, or of a GAN's generator. ------------------------
 
-    first, late = train(late=False), train(late=True)
-    assert_equal(late.weights(), first.weights(), 0)
-    if options:
-        assert late.optimizer.noise() == first.optimizer.noise()
+
+OPTIONS = [{}, {"noise": "microbatches"}, {"dtype": torch.float32}]
+LEAK = (
+    r"zero_grad\(\) within a step .*; call zero_grad\(\) before each microbatch, from the first one on, or pass inputs="
+)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("carried", [True, False])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_within_a_step_what_step_has_accumulated_stays(options, carried, set_to_none):
+    run = training(**options)
+    for indices in run.sampler:
+        (run.loss(indices) * 7).backward()
+        run.optimizer.zero_grad(set_to_none)
+        run.optimizer.backward(run.loss(indices)) if carried else run.loss(indices).backward()
+        run.optimizer.step()
+    assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, SIZES[:4]), 1e-6 if "dtype" in options else 1e-12)
+
+
+def test_a_loop_that_clears_only_at_first_adds_what_was_kept_apart():
+    run = training()
+    for number, indices in enumerate(run.sampler):
+        if number % 2 == 0:
+            run.optimizer.zero_grad()
+        run.loss(indices).backward()
+        run.optimizer.step()
+    assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, SIZES[:4]))
+
+
+def test_within_a_step_gradients_in_place_cannot_be_told_apart():
+    run = training()
+    batches = iter(run.sampler)
+    for _ in range(2):
+        run.loss(next(batches)).backward()
+        assert not run.optimizer.step()
+        run.optimizer.zero_grad()  # nothing has come since: as in the ordinary loop
+    indices = next(batches)
+    run.loss(indices).backward()
+    with pytest.raises(RuntimeError, match=LEAK):
+        run.optimizer.zero_grad()
+    run.optimizer.step()  # what was refused has changed nothing
+    for indices in batches:
+        run.loss(indices).backward()
+        run.optimizer.step()
+    assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, SIZES[:4]))
+
+
+# -------------------------------------------------------------------------------------------------------------- a GAN
+
+
+class Gan:
+    """A generator and a discriminator of the same samples, each with an optimizer."""
+
+    def __init__(self, seed):
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.generator, self.discriminator = nn.Linear(2, 3).double(), nn.Linear(3, 1).double()
+            self.real, self.noise = torch.randn(40, 3).double(), torch.randn(40, 2).double()
+
+    def loss_d(self, rows):
+        fake = self.generator(self.noise[rows]).detach()
+        return (self.discriminator(self.real[rows]) - 1).square().mean() + self.discriminator(fake).square().mean()
+
+    def loss_g(self, rows):
+        """Its backward also adds to the gradients of the discriminator."""
+        return (self.discriminator(self.generator(self.noise[rows])) - 1).square().mean()
+
+    def weights(self):
+        return [p.detach().numpy() for p in (*self.generator.parameters(), *self.discriminator.parameters())]
+
+
+@given(seed=st.integers(0, 9), sizes=st.lists(st.integers(1, 40), min_size=1, max_size=5))
+@examples(20)
+def test_the_ordinary_gan_loop_with_several_microbatches(seed, sizes):
+    """The generator's step comes after the discriminator's, also when both are updated by the same microbatch."""
+    gan, plain = Gan(seed), Gan(seed)
+    sampler = vbs.CustomSampler(40, sizes, 1, 0, 4, on_end="cycle", fixed_shape=False)
+    inners = [torch.optim.SGD(one.parameters(), **SGD) for one in (gan.discriminator, gan.generator)]
+    optimizer_d, optimizer_g = (vbs.ConstantOptimizer(inner, sampler) for inner in inners)
+    plain_d, plain_g = (torch.optim.SGD(one.parameters(), **SGD) for one in (plain.discriminator, plain.generator))
+    sums = [{}, {}]
+    for rows in sampler:
+        microbatch = optimizer_d.microbatch
+        weight = microbatch.samples / microbatch.batch_size
+        optimizer_d.zero_grad()
+        gan.loss_d(rows).backward()
+        optimizer_d.step()
+        optimizer_g.zero_grad()
+        gan.loss_g(rows).backward()
+        optimizer_g.step()
+        parts = (plain.discriminator, plain.loss_d, plain_d), (plain.generator, plain.loss_g, plain_g)
+        for (module, loss, inner), total in zip(parts, sums, strict=True):
+            parameters = list(module.parameters())
+            for parameter, gradient in zip(parameters, torch.autograd.grad(loss(rows), parameters), strict=True):
+                total[parameter] = total.get(parameter, 0) + weight * gradient
+            if microbatch.ends_step:
+                for parameter in parameters:
+                    parameter.grad = total.pop(parameter)
+                inner.step()
+    assert_equal(gan.weights(), plain.weights())
+
+
+def test_gradients_of_an_unrelated_model_stay():
+    other = filled(nn.Linear(3, 2).double())
+    other(torch.ones(1, 3).double()).sum().backward()
+    run = training().run(1)
+    run.optimizer.zero_grad()
+    assert all(parameter.grad is not None for parameter in other.parameters())

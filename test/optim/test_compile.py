@@ -1,11 +1,7 @@
 """torch.compile: models, inner optimizers and callers of `step()`, with batch sizes and learning rates that change."""
 
-from __future__ import annotations
-
 import logging
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +14,6 @@ from helpers.reference import (
     HYPERPARAMETERS,
     OPTIMIZERS,
     SIZES,
-    Training,
     assert_equal,
     training,
 )
@@ -42,7 +37,7 @@ ADAMS = {torch.optim.Adam, torch.optim.AdamW}
 
 
 @pytest.fixture(autouse=True)
-def new_compiler() -> Iterator[None]:
+def new_compiler():
     torch._dynamo.reset()
     counters.clear()
     logging.getLogger("torch.__trace").propagate = False  # pytest would format each of its many records
@@ -53,15 +48,15 @@ def new_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def compiled(function: Any, **options: Any) -> Any:
+def compiled(function, **options):
     return torch.compile(function, backend="eager", **options)
 
 
-def trained(run: Training, updates: int = 50, *, step: Callable[[], bool] | None = None) -> list[int]:
+def trained(run, updates=50, *, step=None):
     """Make updates; return the number of compiled graphs after each of them."""
-    graphs: list[int] = []
+    graphs = []
     if step is not None:
-        run.optimizer.step = step  # type: ignore[method-assign,assignment]
+        run.optimizer.step = step
     while run.optimizer.updates < updates:
         run.sampler.set_epoch(run.optimizer.epoch)
         for updated in run.steps():
@@ -72,13 +67,13 @@ def trained(run: Training, updates: int = 50, *, step: Callable[[], bool] | None
     return graphs
 
 
-def settles(graphs: list[int], number: int) -> bool:
+def settles(graphs, number):
     """Whether there are at most `number` graphs, all of which were compiled in the first updates."""
     return 0 < graphs[-1] <= number and graphs[SETTLED] == graphs[-1]
 
 
 @every_class
-def test_a_compiled_model_has_one_graph_for_all_batch_sizes(kind: type[vbs.CustomOptimizer]) -> None:
+def test_a_compiled_model_has_one_graph_for_all_batch_sizes(kind):
     eager, run = (training(kind, SIZES * 3) for _ in range(2))
     trained(eager, 20)
     run.model = compiled(run.model, fullgraph=True, dynamic=True)
@@ -88,18 +83,10 @@ def test_a_compiled_model_has_one_graph_for_all_batch_sizes(kind: type[vbs.Custo
     assert not counters["graph_break"]
 
 
-def test_a_compiled_model_has_one_graph_if_the_shape_is_fixed() -> None:
-    run = training(vbs.AdaScaleOptimizer, SIZES * 3, sampling={"fixed_shape": True})
-    run.model = compiled(run.model, fullgraph=True, dynamic=False)
-    assert trained(run, 20)[-1] == 1
-
-
 @every_class
 @pytest.mark.parametrize("tensor", [False, True], ids=["float", "tensor"])
-def test_a_compiled_inner_step_equals_the_eager_one_and_settles_with_a_tensor_as_learning_rate(
-    kind: type[vbs.CustomOptimizer], tensor: bool
-) -> None:
-    def create() -> Training:
+def test_a_compiled_inner_step_equals_the_eager_one_and_settles_with_a_tensor_as_learning_rate(kind, tensor):
+    def create():
         inner = type(training(kind).optimizer.inner)
         values = HYPERPARAMETERS[inner]
         if tensor:
@@ -109,7 +96,7 @@ def test_a_compiled_inner_step_equals_the_eager_one_and_settles_with_a_tensor_as
     eager, run = create(), create()
     trained(eager)
     inner = run.optimizer.inner
-    inner.step = compiled(inner.step)  # type: ignore[method-assign]
+    inner.step = compiled(inner.step)
     graphs = trained(run)
     # A compiled Adam corrects its bias in float32.
     assert_equal(run.weights(), eager.weights(), tolerance=1e-5 if type(inner) in ADAMS else 1e-13)
@@ -123,13 +110,13 @@ def test_a_compiled_inner_step_equals_the_eager_one_and_settles_with_a_tensor_as
 
 
 @every_class
-def test_a_compiled_caller_runs_the_step_outside_of_its_graph(kind: type[vbs.CustomOptimizer]) -> None:
+def test_a_compiled_caller_runs_the_step_outside_of_its_graph(kind):
     eager, run = (training(kind, SIZES * 8) for _ in range(2))
     trained(eager)
     optimizer, unbound, value = run.optimizer, run.optimizer.step, torch.ones(())
 
     @compiled
-    def step() -> bool:
+    def step():
         optimizer.log(value=value * 2)
         return unbound()
 
@@ -142,7 +129,7 @@ def test_a_compiled_caller_runs_the_step_outside_of_its_graph(kind: type[vbs.Cus
 
 @pytest.mark.slow("compiles")
 @pytest.mark.parametrize("kind", [vbs.LinearRuleOptimizer, vbs.AdaScaleOptimizer])
-def test_compiled_autograd_is_no_change_of_the_gradients(kind: type[vbs.CustomOptimizer]) -> None:
+def test_compiled_autograd_is_no_change_of_the_gradients(kind):
     eager, run = (training(kind, SIZES * 2) for _ in range(2))
     trained(eager, 12)
     run.model = compiled(run.model, dynamic=True)
@@ -153,7 +140,7 @@ def test_compiled_autograd_is_no_change_of_the_gradients(kind: type[vbs.CustomOp
 
 
 @pytest.mark.parametrize("finite", [False, True])
-def test_a_warning_of_a_step_names_the_line_of_its_caller(finite: bool) -> None:
+def test_a_warning_of_a_step_names_the_line_of_its_caller(finite):
     run = training(vbs.AdaScaleOptimizer, [8] * 100, minibatch_size=8, dataset_size=800)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from torch import Tensor, nn
 
 import variable_batch_size as vbs
 from helpers.models import Everything, everything, shifted
-from helpers.properties import examples
 from helpers.reference import REF, training
-from variable_batch_size.backend import Backend
 from variable_batch_size.backend.agreement import Agreement
-from variable_batch_size.optim.consistency import check_same, checksum
+from variable_batch_size.optim.consistency import check_same
 from variable_batch_size.testing import run_ranks
 
 
 @pytest.mark.parametrize("world", [1, 2, 5])
-def test_broadcast_parameters_copies_rank_0_in_place(world: int) -> None:
-    def broadcast(backend: Backend) -> nn.Module:
+def test_broadcast_parameters_copies_rank_0_in_place(world):
+    def broadcast(backend):
         model = Everything(backend.world.rank)
         before = [(tensor.data_ptr(), tensor.dtype) for tensor in model.state_dict().values()]
         vbs.broadcast_parameters(model, backend)
@@ -37,43 +31,8 @@ def test_broadcast_parameters_copies_rank_0_in_place(world: int) -> None:
         assert torch.equal(model.complex, expected.complex)
 
 
-def test_broadcast_parameters_accepts_a_model_without_parameters() -> None:
-    run_ranks(lambda backend: vbs.broadcast_parameters(nn.Tanh(), backend), 2)
-
-
-@examples(40)
-@given(
-    st.lists(
-        st.lists(st.one_of(st.integers(0, 2**64), st.floats(), st.text(max_size=3), st.none()), min_size=2, max_size=2),
-        min_size=1,
-        max_size=5,
-    )
-)
-def test_facts_are_compared_and_shown(facts: list[list[Any]]) -> None:
-    names = ("apples", "pears")
-    differ = next(
-        ((rank, i) for rank, own in enumerate(facts) for i in range(2) if str(own[i]) != str(facts[0][i])), None
-    )
-
-    def message(backend: Backend) -> str:
-        try:
-            check_same("test", dict(zip(names, facts[backend.world.rank], strict=True)), Agreement(backend))
-        except RuntimeError as error:
-            return str(error)
-        return ""
-
-    expected = ""
-    if differ is not None:
-        rank, i = differ
-        expected = (
-            f"all ranks must train with the same {names[i]}, but it is {facts[0][i]} on rank 0 and {facts[rank][i]} on "
-            f"rank {rank}; pass the same value on every rank"
-        )
-    assert run_ranks(message, len(facts)) == [expected] * len(facts)
-
-
-def test_of_long_values_an_error_shows_where_they_differ() -> None:
-    def message(backend: Backend) -> str:
+def test_of_long_values_an_error_shows_where_they_differ():
+    def message(backend):
         with pytest.raises(RuntimeError) as raised:
             check_same("test", {"rule": f"{1000 * 'a'}{backend.world.rank}{100 * 'b'}"}, Agreement(backend))
         return str(raised.value)
@@ -81,20 +40,6 @@ def test_of_long_values_an_error_shows_where_they_differ() -> None:
     first, other = (f"...{60 * 'a'}{rank}{59 * 'b'}..." for rank in range(2))
     expected = f"same rule, but it is {first} on rank 0 and {other} on rank 1; pass"
     assert [expected in found for found in run_ranks(message, 2)] == [True, True]
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64], ids=str)
-def test_a_checksum_depends_on_every_number_but_not_on_the_layout(dtype: torch.dtype) -> None:
-    matrices = [torch.arange(6.0).view(2, 3).to(dtype), torch.ones(2, 3, dtype=dtype)]
-    expected = checksum(matrices, vbs.backend.LocalBackend())
-    assert checksum([matrix.T.contiguous().T for matrix in matrices], vbs.backend.LocalBackend()) == expected
-    for matrix in matrices:
-        for number in matrix.view(-1):
-            before = number.clone()
-            number += 0.0625
-            assert checksum(matrices, vbs.backend.LocalBackend()) != expected
-            number.copy_(before)
-    assert checksum(matrices, vbs.backend.LocalBackend()) == expected
 
 
 # ---------------------------------------------------------------------------------------------- at the first update
@@ -106,18 +51,18 @@ class Halve:
 
     factor: float
 
-    def __call__(self, update: vbs.rules.RuleInput) -> vbs.rules.Scaling:
+    def __call__(self, update):
         return vbs.rules.Scaling(lr=self.factor)
 
 
 class WithoutRepr:
     """A rule whose repr is that of `object`, with a memory address."""
 
-    def __call__(self, update: vbs.rules.RuleInput) -> vbs.rules.Scaling:
+    def __call__(self, update):
         return vbs.rules.Scaling()
 
 
-def first_update(backend: Backend, options_of: Callable[[int], dict[str, Any]], epoch: int = 0) -> str:
+def first_update(backend, options_of, epoch=0):
     """Train for one update with options that depend on the rank; return the error message, if any."""
     run = training(**({"kind": vbs.CustomOptimizer, "backend": backend} | options_of(backend.world.rank)))
     for part in (run.sampler, run.optimizer):
@@ -143,6 +88,8 @@ def first_update(backend: Backend, options_of: Callable[[int], dict[str, Any]], 
         (lambda rank: {"ref_batchsize": REF + rank}, "ref_batchsize", "pass the same value"),
         (lambda rank: {"rule": Halve(1 + rank)}, "rule, but it is .*factor=1", "pass the same value"),
         (lambda rank: {"reduction": ("mean", "sum", "sum")[rank]}, "reduction, but it is mean", "pass the same"),
+        (lambda rank: {"noise": (None, "microbatches", None)[rank]}, "noise", "pass the same value"),
+        (lambda rank: {"skip_grad_norm": 2.0 + rank}, "skip_grad_norm", "pass the same value"),
         (lambda rank: {"max_grad_norm": 1.0 + rank}, r"max_grad_norm, but it is 1\.0", "pass the same value"),
         (
             lambda rank: {"inner": lambda ps, **o: torch.optim.SGD(list(ps)[: 3 + (rank == 0)], **o)},
@@ -152,7 +99,7 @@ def first_update(backend: Backend, options_of: Callable[[int], dict[str, Any]], 
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_the_first_update_raises_on_all_ranks_if_they_differ(options_of: Any, name: str, remedy: str) -> None:
+def test_the_first_update_raises_on_all_ranks_if_they_differ(options_of, name, remedy):
     found = run_ranks(lambda backend: first_update(backend, options_of), 3)
     assert found == [found[0]] * 3
     with pytest.raises(RuntimeError, match=f"must train with the same {name}.* on rank 0 and .* on rank 1; {remedy}"):
@@ -160,7 +107,7 @@ def test_the_first_update_raises_on_all_ranks_if_they_differ(options_of: Any, na
 
 
 @pytest.mark.filterwarnings("ignore:set_epoch")
-def test_the_first_update_raises_if_the_epochs_differ() -> None:
+def test_the_first_update_raises_if_the_epochs_differ():
     found = run_ranks(lambda backend: first_update(backend, lambda rank: {}, epoch=backend.world.rank), 2)
     text = "same epoch, but it is 0 on rank 0 and 1 on rank 1; call set_epoch with the same epoch on every rank"
     assert [text in message for message in found] == [True, True]
@@ -171,19 +118,19 @@ def test_the_first_update_raises_if_the_epochs_differ() -> None:
     [lambda: WithoutRepr(), lambda: lambda update: vbs.rules.Scaling(), lambda: vbs.rules.LinearRule().__call__],
     ids=["object", "lambda", "method"],
 )
-def test_a_rule_with_an_address_in_its_repr_equals_itself_on_all_ranks(rule: Callable[[], Any]) -> None:
+def test_a_rule_with_an_address_in_its_repr_equals_itself_on_all_ranks(rule):
     assert run_ranks(lambda backend: first_update(backend, lambda rank: {"rule": rule()}), 2) == ["", ""]
 
 
-def test_a_rank_that_fails_or_returns_does_not_block_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_fails_or_returns_does_not_block_the_others(monkeypatch):
     monkeypatch.setattr("variable_batch_size.testing.ranks._TIMEOUT", 0.3)
 
-    def fail(backend: Backend) -> None:
+    def fail(backend):
         if backend.world.rank == 1:
             raise LookupError("rank 1")
         backend.all_reduce_sum([torch.ones(1)])
 
-    def end(backend: Backend) -> None:
+    def end(backend):
         if backend.world.rank != 1:
             backend.all_reduce_sum([torch.ones(1)])
 
@@ -195,18 +142,14 @@ def test_a_rank_that_fails_or_returns_does_not_block_the_others(monkeypatch: pyt
         run_ranks(end, 3)
 
 
-def test_ranks_train_identically_after_broadcast_parameters() -> None:
-    def train(backend: Backend) -> list[Tensor]:
+def test_ranks_train_identically_after_broadcast_parameters():
+    def train(backend):
         model = shifted(backend.world.rank)
         vbs.broadcast_parameters(model, backend)
         return list(training(model=model, backend=backend).run(3).model.parameters())
 
     ranks = run_ranks(train, 3)
     assert all(torch.equal(one, other) for rank in ranks for one, other in zip(rank, ranks[0], strict=True))
-
-
-def test_a_world_of_one_compares_nothing() -> None:
-    assert run_ranks(lambda backend: first_update(backend, lambda rank: {}), 1) == [""]
 
 
 @pytest.mark.parametrize(
@@ -218,8 +161,8 @@ def test_a_world_of_one_compares_nothing() -> None:
         ({"lr": torch.tensor(0.5)}, r"lr of parameter group 0, but it is 0\.02 on rank 0 and 0\.5 on rank 1"),
     ],
 )
-def test_other_inner_optimizers_raise_on_every_rank(option: dict[str, Any], sentence: str) -> None:
-    def train(backend: Backend) -> int:
+def test_other_inner_optimizers_raise_on_every_rank(option, sentence):
+    def train(backend):
         own = {"lr": 0.02, **(option if backend.world.rank else {})}
         inner = own.pop("inner", torch.optim.SGD)
         run = training(vbs.ConstantOptimizer, inner=inner, hyperparameters=own, backend=backend)
@@ -231,39 +174,25 @@ def test_other_inner_optimizers_raise_on_every_rank(option: dict[str, Any], sent
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_ranks_whose_learning_rates_differ_make_no_update(world: int) -> None:
-    def train(backend: Backend) -> tuple[int, str]:
-        run = training(vbs.ConstantOptimizer, [9], backend=backend).run(3)
-        if backend.world.rank == world - 1:
-            run.optimizer.param_groups[0]["lr"] = 0.01
-        with pytest.raises(RuntimeError, match="must train with the same lr of") as raised:
-            run.run(1)
-        return run.optimizer.updates, str(raised.value)
-
-    found = run_ranks(train, world)
-    assert found == world * found[:1]
-    assert f"but it is 0.02 on rank 0 and 0.01 on rank {world - 1}; set it to one value on all ranks" in found[0][1]
-    assert found[0][0] == 3
-
-
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("name", ["weight_decay", "momentum"])
-def test_ranks_whose_hyperparameters_part_later_end_with_the_same_error(name: str, world: int) -> None:
+@pytest.mark.parametrize("name", ["lr", "weight_decay", "momentum"])
+def test_ranks_whose_hyperparameters_part_later_end_with_the_same_error(name, world):
     """As those of a scheduler that goes by a value of one rank."""
 
-    def train(backend: Backend) -> tuple[int, str]:
-        run = training(vbs.ConstantOptimizer, [9], hyperparameters={"lr": 0.02, name: 0.02}, backend=backend).run(3)
+    def train(backend):
+        run = training(vbs.ConstantOptimizer, [9], hyperparameters={"lr": 0.02} | {name: 0.02}, backend=backend).run(3)
         if backend.world.rank == world - 1:
             run.optimizer.param_groups[0][name] = 0.01
         with pytest.raises(RuntimeError) as raised:
             run.run(10_000)
-        run.optimizer.state_dict()  # between two updates
+        if name != "lr":
+            run.optimizer.state_dict()  # between two updates
         return run.optimizer.updates, str(raised.value)
 
     found = run_ranks(train, world)
     assert found == world * found[:1]
-    sentence = (
-        rf"same {name} of parameter group 0, but it is 0\.02 on rank 0 and 0\.01 on rank {world - 1} after update"
+    sentence = rf"same {name} of parameter group 0, but it is 0\.02 on rank 0 and 0\.01 on rank {world - 1}"
+    when = (
+        "; set it to one value" if name == "lr" else r" after update \d+; set it to one value on all ranks, and restore"
     )
-    with pytest.raises(RuntimeError, match=rf"{sentence} \d+; set it to one value on all ranks, and restore"):
-        raise RuntimeError(found[0][1])
+    assert re.search(f"{sentence}{when}", found[0][1])
+    assert found[0][0] == 3 or name != "lr"  # which is compared before each update

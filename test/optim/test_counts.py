@@ -1,16 +1,9 @@
 """`updates(counts=)`: a loss whose terms have several denominators, which the ranks sum before the first forward."""
 
-from __future__ import annotations
-
-import copy
 import itertools
 import math
-import random
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -22,11 +15,9 @@ from helpers.arrivals import Arriving, whole
 from helpers.denominators import Divided, plain, terms
 from helpers.elastic_threads import ElasticThreads, Script
 from helpers.mistakes import Mistake, check
-from helpers.processes import run_job
 from helpers.properties import examples
-from helpers.reference import Array, assert_equal, network, training
+from helpers.reference import assert_equal, network, training
 from helpers.tokens import DATASET, batches_of
-from helpers.worlds import Layout, Place, load, state_of
 from variable_batch_size.backend.sent_numbers import SentNumbers
 from variable_batch_size.testing import run_ranks
 
@@ -35,13 +26,13 @@ ROWS = torch.ones(DATASET, dtype=torch.float64)
 SIZES = [9, 4, 17, 1, 12]
 
 
-def divided(numbers: dict[str, Tensor], sizes: list[int], **options: Any) -> Divided:
+def divided(numbers, sizes, **options):
     """A training in which each sample counts these numbers."""
     options = {"ref_batchsize": None, "dataset_size": DATASET, **options}
     return Divided(training(vbs.ConstantOptimizer, sizes, **options), numbers)
 
 
-def usual(**options: Any) -> Divided:
+def usual(**options):
     return divided({"tokens": TOKENS, "rows": ROWS}, SIZES, **options)
 
 
@@ -56,8 +47,6 @@ some_sizes = st.lists(st.integers(1, 30), min_size=1, max_size=6)
     rows=st.booleans(),
     sizes=some_sizes,
     world=st.integers(1, 3),
-    other=st.integers(1, 3),
-    stop=st.integers(0, 5),
     minibatch_size=st.integers(1, 9),
     fixed_shape=st.booleans(),
     max_grad_norm=st.sampled_from([None, 0.5]),
@@ -65,102 +54,28 @@ some_sizes = st.lists(st.integers(1, 30), min_size=1, max_size=6)
 )
 @examples(80)
 def test_an_update_is_that_of_the_sum_of_means_over_all_that_each_term_counts(
-    tokens: list[int],
-    marked: list[float],
-    rows: bool,
-    sizes: list[int],
-    world: int,
-    other: int,
-    stop: int,
-    minibatch_size: int,
-    fixed_shape: bool,
-    max_grad_norm: float | None,
-    reduction: str,
-) -> None:
-    """Also where a microbatch, a rank or an update has none of them, and where it resumes in another world."""
+    tokens, marked, rows, sizes, world, fixed_shape, **options
+):
+    """Also where a microbatch, a rank or an update has none of them."""
     numbers = {"tokens": torch.tensor(tokens).double(), "marked": torch.tensor(marked).double()}
     numbers |= {"rows": ROWS} if rows else {}
-    options: dict[str, Any] = {"max_grad_norm": max_grad_norm, "reduction": reduction}
-    options |= {"minibatch_size": minibatch_size, "sampling": {"fixed_shape": fixed_shape}}
-    stop = min(stop, len(sizes))
 
-    def begin(backend: vbs.backend.Backend) -> tuple[list[bool], Any]:
-        begun = divided(numbers, sizes, backend=backend, **options)
-        made = begun.train(stop)
-        return made, copy.deepcopy((begun.run.model.state_dict(), begun.run.optimizer.state_dict()))
-
-    def resume(backend: vbs.backend.Backend) -> tuple[list[bool], list[Array]]:
-        resumed = divided(numbers, sizes, backend=backend, **options)
-        resumed.run.model.load_state_dict(state[0])
-        resumed.run.optimizer.load_state_dict(copy.deepcopy(state[1]))
-        return first + resumed.train(len(sizes)), resumed.run.weights()
+    def train(backend):
+        begun = divided(numbers, sizes, backend=backend, sampling={"fixed_shape": fixed_shape}, **options)
+        return begun.train(len(sizes)), begun.run.weights(), begun.run.optimizer.grad_norm
 
     batches = batches_of(sizes)
-    expected = plain(numbers, batches, max_grad_norm)
-    first, state = run_ranks(begin, world)[0]
-    for made, weights in run_ranks(resume, other):
-        assert made == [any(number[batch].sum() > 0 for number in numbers.values()) for batch in batches]
+    counted = [any(number[batch].sum() > 0 for number in numbers.values()) for batch in batches]
+    expected = plain(numbers, batches, options["max_grad_norm"])
+    for made, weights, norm in run_ranks(train, world):
+        assert made == counted
         assert_equal(weights, expected, 1e-11)
+        assert (norm is None) == (options["max_grad_norm"] is None)
+        assert norm is None or bool(norm.isnan()) == (not counted[-1])
 
 
-def drawn(seed: int) -> tuple[dict[str, Tensor], list[int], dict[str, Any]]:
-    """The numbers of the samples, a trace, and the arguments of a training."""
-    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    numbers = {"tokens": torch.randint(0, 9, (DATASET,), generator=generator).double()}
-    numbers["marked"] = (torch.rand(DATASET, generator=generator).double() - 0.8).clamp(min=0)
-    numbers |= {"rows": ROWS} if rng.random() < 0.5 else {}
-    sizes = [rng.choice([1, 2, rng.randint(1, 12), rng.randint(1, 40)]) for _ in range(6)]
-    options: dict[str, Any] = {"max_grad_norm": rng.choice([None, 0.5]), "minibatch_size": rng.randint(1, 9)}
-    options |= {"reduction": rng.choice(["mean", "sum"]), "sampling": {"fixed_shape": rng.random() < 0.5}}
-    return numbers, sizes, options
-
-
-def train_drawn(backend: vbs.backend.Backend, layout: Layout) -> list[list[Array]]:
-    """The weights of trainings that each resume once."""
-    found, place = [], Place.of(layout, backend)
-    for seed in range(12):
-        numbers, sizes, options = drawn(seed)
-
-        def begin() -> Divided:
-            run = place.training(vbs.ConstantOptimizer, sizes, ref_batchsize=None, **options)  # noqa: B023
-            return Divided(run, numbers)  # noqa: B023
-
-        begun, resumed = begin(), begin()
-        begun.train(seed % len(sizes))
-        load(resumed.run, state_of(begun.run))
-        resumed.train(len(sizes))
-        found.append([weight.numpy() for weight in state_of(resumed.run)[0].values()])
-    return found
-
-
-@pytest.mark.slow("starts processes")
-@pytest.mark.torch
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("by", ["plain", "ddp", "fsdp"])
-def test_processes_divide_the_terms_of_random_traces(by: Any, ranks: int) -> None:
-    layout = Layout(shards=ranks) if by == "fsdp" else Layout(ranks, by=by)
-    for found in run_job("gloo", train_drawn, layout, ranks=ranks):
-        for seed, weights in enumerate(found):
-            numbers, sizes, options = drawn(seed)
-            assert_equal(weights, plain(numbers, batches_of(sizes), options["max_grad_norm"]))
-
-
-def test_means_of_microbatches_are_another_gradient() -> None:
-    """The error that this is for: each microbatch divides its terms by its own counts, and the step averages."""
-    wrong = usual(minibatch_size=2)
-    while wrong.run.optimizer.updates < len(SIZES):
-        for indices in wrong.run.sampler:
-            counts = {name: max(float(number), 1.0) for name, number in wrong.counts(indices).items()}
-            wrong.run.optimizer.backward(wrong.loss(indices, counts))
-            wrong.run.optimizer.step()
-            if wrong.run.optimizer.updates == len(SIZES):
-                break
-    expected = plain(wrong.numbers, batches_of(SIZES))
-    assert max(np.abs(a - b).max() for a, b in zip(wrong.run.weights(), expected, strict=True)) > 1e-3
-
-
-def test_the_totals_are_those_of_all_ranks_and_take_one_sum_more() -> None:
-    def train(backend: Any) -> list[tuple[dict[str, float], int]]:
+def test_the_totals_are_those_of_all_ranks_and_take_one_sum_more():
+    def train(backend):
         begun, found = usual(backend=backend), []
         for update in begun.updates():
             before = backend.collectives
@@ -175,67 +90,15 @@ def test_the_totals_are_those_of_all_ranks_and_take_one_sum_more() -> None:
         assert {sums for _, sums in found} == {1}  # that of the counts comes when the update is read
 
 
-def test_the_loss_of_an_update_is_logged() -> None:
-    """By values that are its part of a mean over the samples."""
-
-    def train(backend: vbs.backend.Backend) -> list[float]:
-        begun, found = usual(backend=backend, sampling={"fixed_shape": True}), []
-
-        def step(indices: list[int], totals: Any) -> bool:
-            loss = begun.loss(indices, totals)
-            begun.run.optimizer.backward(loss, weighted=True)
-            begun.run.optimizer.log(loss=loss * begun.run.optimizer.batch.batch_size / len(indices))
-            return begun.run.optimizer.step()
-
-        for update in range(1, 4):
-            begun.train(update, step)
-            found.append(begun.run.optimizer.logged["loss"].item())
-        return found
-
-    whole, right = usual(minibatch_size=DATASET), []
-    for update in whole.updates():
-        for indices in update:
-            right.append(whole.loss(indices, update.counts).item())
-            whole.step(indices, update.counts)
-    for found in run_ranks(train, 3):
-        assert found == pytest.approx(right[:3], rel=1e-12)
-
-
-def test_a_count_of_0_leaves_its_term_out() -> None:
-    begun = divided({"tokens": TOKENS * 0, "rows": ROWS}, [9, 9])
-    found = []
-
-    def step(indices: list[int], totals: Any) -> bool:
-        found.append(totals["tokens"])
-        loss = begun.loss(indices, totals) + begun.run.model(begun.run.x[indices]).square().sum() / totals["tokens"]
-        begun.run.optimizer.backward(loss, weighted=True)
-        return begun.run.optimizer.step()
-
-    begun.train(2, step)
-    assert set(found) == {math.inf}
-    assert_equal(begun.run.weights(), plain({"rows": ROWS}, batches_of([9, 9])))
-
-
-def test_an_update_that_counts_nothing_is_skipped_like_one_without_tokens() -> None:
-    begun = divided({"tokens": TOKENS * 0, "marked": TOKENS * 0}, [9, 4], max_grad_norm=1.0)
-    before = [weight.copy() for weight in begun.run.weights()]
-    assert begun.train(2) == [False, False]
-    assert_equal(begun.run.weights(), before, 0)
-    assert begun.run.optimizer.samples == 13
-    assert begun.run.optimizer.progress == 0
-    assert begun.run.optimizer.grad_norm is not None
-    assert begun.run.optimizer.grad_norm.isnan()
-
-
 @pytest.mark.parametrize("on_host", [True, False])
-def test_totals_are_tensors_where_the_host_does_not_read(on_host: bool) -> None:
+def test_totals_are_tensors_where_the_host_does_not_read(on_host):
     """On a device that compiles, an update without any count is made with a gradient of 0."""
     numbers = {"tokens": TOKENS, "rows": ROWS}
     backend = vbs.backend.LocalBackend(sent=SentNumbers("cpu"))
     begun = divided(numbers, SIZES, backend=backend)
     if on_host:
         own = begun.counts
-        begun.counts = lambda indices: {name: number.item() for name, number in own(indices).items()}  # type: ignore[method-assign]
+        begun.counts = lambda indices: {name: number.item() for name, number in own(indices).items()}
     assert begun.train(len(SIZES)) == [True] * len(SIZES)
     assert_equal(begun.run.weights(), plain(numbers, batches_of(SIZES)))
     update = next(iter(begun.updates()))
@@ -246,44 +109,19 @@ def test_totals_are_tensors_where_the_host_does_not_read(on_host: bool) -> None:
     assert_equal(empty.run.weights(), before, 0)
 
 
-def test_a_grad_scaler_scales_what_is_divided() -> None:
-    begun = usual()
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-
-    def step(indices: list[int], totals: Any) -> bool:
-        begun.run.optimizer.backward(begun.loss(indices, totals), weighted=True, scaler=scaler)
-        made = scaler.step(begun.run.optimizer)
-        scaler.update()
-        return bool(made)
-
-    begun.train(len(SIZES), step)
-    assert_equal(begun.run.weights(), plain(begun.numbers, batches_of(SIZES)))
-
-
-def test_half_precision_is_added_in_float32() -> None:
-    narrow = usual(dtype=torch.bfloat16, sampling={"fixed_shape": True})
-    narrow.train(3)
-    expected = usual()
-    expected.run.model.load_state_dict(network(torch.bfloat16).double().state_dict())
-    expected.run.x, expected.run.target = (own.double() for own in (narrow.run.x, narrow.run.target))
-    expected.train(3)
-    weights = [parameter.detach().double().numpy() for parameter in narrow.run.model.parameters()]
-    assert_equal(weights, expected.run.weights(), 3e-2)
-
-
-def test_optimizers_of_one_loss_share_its_denominators() -> None:
-    def train(backend: vbs.backend.Backend) -> list[Array]:
+def test_optimizers_of_one_loss_share_its_denominators():
+    def train(backend):
         begun = usual(backend=backend)
         matrices = [one for one in begun.run.model.parameters() if one.ndim == 2]
         vectors = [one for one in begun.run.model.parameters() if one.ndim != 2]
-        how: dict[str, Any] = {"lr": 0.02, "momentum": 0.5, "weight_decay": 0.01}
+        how = {"lr": 0.02, "momentum": 0.5, "weight_decay": 0.01}
         first, second = (
             vbs.ConstantOptimizer(torch.optim.SGD(own, **how), begun.run.sampler, backend=backend)
             for own in (matrices, vectors)
         )
         begun.run.optimizer = first
 
-        def step(indices: list[int], totals: Any) -> bool:
+        def step(indices, totals):
             first.backward(begun.loss(indices, totals), weighted=True, others=[second])
             return bool(first.step() + second.step())
 
@@ -297,19 +135,19 @@ def test_optimizers_of_one_loss_share_its_denominators() -> None:
 
 @given(seed=st.integers(0, 10_000), world=st.integers(1, 3))
 @examples(60)
-def test_batches_that_arrive_have_counts(seed: int, world: int) -> None:
+def test_batches_that_arrive_have_counts(seed, world):
     case = replace(Arriving.drawn(seed, world), loss="sum of rows")
 
-    def own(microbatch: Any) -> dict[str, Tensor]:
+    def own(microbatch):
         return {"tokens": microbatch[2].double(), "rows": torch.ones(len(microbatch[0])).double()}
 
-    def train(backend: vbs.backend.Backend) -> list[Array]:
+    def train(backend):
         model = network()
         inner = torch.optim.SGD(model.parameters(), lr=0.02)
         optimizer = vbs.ConstantOptimizer(inner, case.source(backend), backend=backend)
         read = case.brought(backend.world.rank)
 
-        def counts(microbatch: Any) -> dict[str, Tensor]:
+        def counts(microbatch):
             return {name: number.sum() for name, number in own(microbatch).items()}
 
         for update in vbs.updates(read, optimizer, counts=counts):
@@ -333,20 +171,13 @@ def test_batches_that_arrive_have_counts(seed: int, world: int) -> None:
         assert_equal(weights, [parameter.detach().numpy() for parameter in model.parameters()], 1e-11)
 
 
-def test_a_controller_may_choose_the_batch_sizes() -> None:
-    sizes = vbs.AdaptiveTrace(vbs.adaptive.ConstantBatch(12), start=6, every=2, delay=4)
-    begun = divided({"tokens": TOKENS, "rows": ROWS}, sizes)  # type: ignore[arg-type]
-    begun.train(10)
-    assert begun.run.optimizer.sampler.plan.trace.batch_size(9) == 12
-
-
 # A step that starts over. ---------------------------------------------------------------------------------------------
 
 
-def test_a_rank_that_has_discarded_a_step_alone_makes_the_same_update() -> None:
+def test_a_rank_that_has_discarded_a_step_alone_makes_the_same_update():
     """The others have its counts, and do not sum again."""
 
-    def train(backend: vbs.backend.Backend) -> list[Array]:
+    def train(backend):
         begun = usual(backend=backend)
         if backend.world.rank == 1:
             for update in begun.updates():
@@ -364,8 +195,8 @@ def test_a_rank_that_has_discarded_a_step_alone_makes_the_same_update() -> None:
         assert_equal(weights, expected)
 
 
-def test_an_update_that_is_read_again_must_count_the_same() -> None:
-    def train(backend: vbs.backend.Backend) -> str:
+def test_an_update_that_is_read_again_must_count_the_same():
+    def train(backend):
         begun = usual(backend=backend)
         next(iter(begun.updates()))
         begun.run.optimizer.discard_step()
@@ -385,121 +216,118 @@ def test_an_update_that_is_read_again_must_count_the_same() -> None:
 # Mistakes. ------------------------------------------------------------------------------------------------------------
 
 
-def skipping(begun: Divided) -> None:
-    for update in begun.updates():
-        for indices in itertools.islice(update, len(update) - 1):
-            begun.step(indices, update.counts)
+def wrong(times, loader=iter):
+    """A loop that calls `step()` this number of times for a microbatch, given its number and that of all."""
+
+    def loop(begun):
+        for update in vbs.updates(loader(begun.run.sampler), begun.run.optimizer, counts=begun.counts):
+            for number, indices in enumerate(update):
+                for _ in range(times(number, len(update))):
+                    begun.step(indices, update.counts)
+
+    return loop
 
 
-def repeating(begun: Divided) -> None:
-    for update in begun.updates():
+def first(call, *, counts=True):
+    """A loop that does something with the loss of the first microbatch."""
+
+    def loop(begun):
+        sampler = begun.run.sampler
+        update = next(iter(begun.updates() if counts else vbs.updates(sampler, begun.run.optimizer)))
         indices = next(iter(update))
-        begun.step(indices, update.counts)
-        begun.step(indices, update.counts)
+        call(begun.run.optimizer, begun.loss(indices, update.counts) if counts else begun.run.loss(indices))
+
+    return loop
 
 
-def losing(begun: Divided) -> None:
-    """A loader that leaves out a microbatch of each update."""
-    loader: Any = itertools.islice(begun.run.sampler, 1, None)
-    for update in vbs.updates(loader, begun.run.optimizer, counts=begun.counts):
-        for indices in update:
-            begun.step(indices, update.counts)
+def by_torch(optimizer, loss):
+    loss.backward()
+    optimizer.step()
 
 
-def unweighted(begun: Divided) -> None:
-    update = next(iter(begun.updates()))
-    begun.run.optimizer.backward(begun.loss(next(iter(update)), update.counts))
+def counted_twice(optimizer, loss):
+    optimizer.backward(loss, weighted=True)
+    optimizer.step(count=3)
 
 
-def by_torch(begun: Divided) -> None:
-    update = next(iter(begun.updates()))
-    begun.loss(next(iter(update)), update.counts).backward()  # type: ignore[no-untyped-call]
-    begun.run.optimizer.step()
+def passing(counts=len, ahead=0):
+    return lambda begun: vbs.updates(begun.run.sampler, begun.run.optimizer, ahead, counts=counts)
 
 
-def counted_twice(begun: Divided) -> None:
-    update = next(iter(begun.updates()))
-    begun.run.optimizer.backward(begun.loss(next(iter(update)), update.counts), weighted=True)
-    begun.run.optimizer.step(count=3)
-
-
-def without_counts(begun: Divided) -> None:
-    for update in vbs.updates(begun.run.sampler, begun.run.optimizer):  # type: ignore[arg-type]
-        begun.run.optimizer.backward(begun.run.loss(next(iter(update))), weighted=True)
-
-
-def reading_counts(begun: Divided) -> None:
-    next(iter(vbs.updates(begun.run.sampler, begun.run.optimizer))).counts  # type: ignore[arg-type]  # noqa: B018
-
-
-def reading_others(begun: Divided) -> None:
-    run = begun.run
-    next(iter(vbs.updates(run.sampler, run.optimizer, counts=lambda _: {"b": 1, "a": 2}))).counts["typo"]  # type: ignore[arg-type]
-
-
-def returning(*results: Any) -> Callable[[Divided], object]:
+def returning(*results):
     """A function that returns something else for each microbatch."""
     found = iter(results)
-    return lambda begun: next(iter(vbs.updates(begun.run.sampler, begun.run.optimizer, counts=lambda _: next(found))))  # type: ignore[arg-type, call-overload]
-
-
-def passing(counts: Any = len, ahead: int = 0) -> Callable[[Divided], object]:
-    return lambda begun: vbs.updates(begun.run.sampler, begun.run.optimizer, ahead, counts=counts)  # type: ignore[arg-type]
+    return lambda begun: next(iter(passing(lambda _: next(found))(begun)))
 
 
 ONE = {"tokens": 1}
-MISTAKES: dict[str, tuple[Callable[[Divided], object], type[Exception], str]] = {
-    "a microbatch is skipped": (skipping, RuntimeError, "every microbatch of an update must reach"),
-    "a microbatch is repeated": (repeating, RuntimeError, "must be called once for each microbatch that vbs.updates"),
-    "the loader loses one": (losing, RuntimeError, "the loader must yield the microbatches of the optimizer's sampler"),
-    "a loss is not weighted": (unweighted, ValueError, "but backward.. came without weighted=True; call"),
-    "a loss of torch": (by_torch, RuntimeError, "but step.. came without optimizer.backward..; call"),
-    "two kinds of counts": (counted_twice, RuntimeError, "has count= in an update of vbs.updates.counts=.; omit count"),
-    "nothing is counted": (without_counts, ValueError, "weighted=True. needs a loss .* but this update has none; loop"),
-    "counts are read that are none": (
-        reading_counts,
+MISTAKES = [
+    (wrong(lambda number, last: number + 1 < last), RuntimeError, "every microbatch of an update must reach"),
+    (wrong(lambda *_: 2), RuntimeError, "must be called once for each microbatch that vbs.updates"),
+    (
+        wrong(lambda *_: 1, lambda sampler: itertools.islice(sampler, 1, None)),
+        RuntimeError,
+        "the loader must yield the microbatches of the optimizer's sampler",
+    ),
+    (first(vbs.CustomOptimizer.backward), ValueError, "but backward.. came without weighted=True; call"),
+    (first(by_torch), RuntimeError, "but step.. came without optimizer.backward..; call"),
+    (first(counted_twice), RuntimeError, "has count= in an update of vbs.updates.counts=.; omit count"),
+    (
+        first(lambda optimizer, loss: optimizer.backward(loss, weighted=True), counts=False),
+        ValueError,
+        "weighted=True. needs a loss .* but this update has none; loop",
+    ),
+    (
+        lambda begun: next(iter(passing(None)(begun))).counts,
         RuntimeError,
         "update.counts needs counts, but vbs.updates.. has",
     ),
-    "another count is read": (reading_others, KeyError, "a name that counts= returns, got 'typo'; use a, b"),
-    "no dict": (returning(3), TypeError, "must return a dict from names to numbers, got 3 .int.; return a dict such"),
-    "no names": (returning({}), ValueError, "must return a dict from names to numbers, got an empty one; return"),
-    "no string": (returning({1: 2}), TypeError, "whose keys are strings, got 1 .int.; return"),
-    "other names": (returning(ONE, {"rows": 1}), ValueError, "same names .* got tokens, then rows; return 0"),
-    "fewer names": (returning({**ONE, "rows": 1}, ONE), ValueError, "got rows, tokens, then tokens; return 0"),
-    "no number": (returning({"tokens": "9"}), TypeError, "the count 'tokens' of a microbatch must be .* got '9'"),
-    "a bool": (returning({"tokens": torch.tensor(True)}), TypeError, "got True .bool.; count"),
-    "a negative number": (returning({"tokens": -1}), ValueError, "'tokens' .* finite number >= 0, got -1; count its"),
-    "not finite": (returning({"tokens": torch.tensor(torch.nan)}), ValueError, "finite number >= 0, got nan; count"),
-    "several": (returning({"tokens": torch.ones(2)}), TypeError, "got a tensor of shape .2,.; pass its .sum"),
-    "no function": (passing(ONE), TypeError, "counts must be a function of a microbatch, got .*; pass one"),
-    "read ahead": (passing(ahead=1), ValueError, "with counts= ahead must be 0, got 1; read no update"),
-}
+    (
+        lambda begun: next(iter(passing(lambda _: {"b": 1, "a": 2})(begun))).counts["typo"],
+        KeyError,
+        "a name that counts= returns, got 'typo'; use a, b",
+    ),
+    (returning(3), TypeError, "must return a dict from names to numbers, got 3 .int.; return a dict such"),
+    (returning({}), ValueError, "must return a dict from names to numbers, got an empty one; return"),
+    (returning({1: 2}), TypeError, "whose keys are strings, got 1 .int.; return"),
+    (returning(ONE, {"rows": 1}), ValueError, "same names .* got tokens, then rows; return 0"),
+    (returning({**ONE, "rows": 1}, ONE), ValueError, "got rows, tokens, then tokens; return 0"),
+    (returning({"tokens": "9"}), TypeError, "the count 'tokens' of a microbatch must be .* got '9'"),
+    (returning({"tokens": torch.tensor(True)}), TypeError, "got True .bool.; count"),
+    (returning({"tokens": -1}), ValueError, "'tokens' .* finite number >= 0, got -1; count its"),
+    (returning({"tokens": torch.tensor(torch.nan)}), ValueError, "finite number >= 0, got nan; count"),
+    (returning({"tokens": torch.ones(2)}), TypeError, "got a tensor of shape .2,.; pass its .sum"),
+    (passing(ONE), TypeError, "counts must be a function of a microbatch, got .*; pass one"),
+    (passing(ahead=1), ValueError, "with counts= ahead must be 0, got 1; read no update"),
+]
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_are_said_in_one_sentence(name: str) -> None:
-    call, kind, pattern = MISTAKES[name]
-    begun = usual()
-    check(Mistake(lambda: call(begun), kind, pattern))
+@pytest.mark.parametrize(("call", "kind", "pattern"), MISTAKES, ids=[pattern for *_, pattern in MISTAKES])
+def test_mistakes_are_said_in_one_sentence(call, kind, pattern):
+    check(Mistake(lambda: call(usual()), kind, pattern))
 
 
-@pytest.mark.parametrize("kind", [vbs.AdaScaleOptimizer, vbs.InvariantAdamRuleOptimizer])
-def test_rules_that_compare_microbatches_cannot_have_counts(kind: type[vbs.CustomOptimizer]) -> None:
-    run = training(kind, SIZES)
-    with pytest.raises(ValueError, match=r"counts= needs a rule that does not measure .*; choose"):
-        vbs.updates(run.sampler, run.optimizer, counts=len)  # type: ignore[arg-type, return-value]
-
-
-def test_a_world_that_may_change_cannot_have_counts() -> None:
-    run = training(vbs.ConstantOptimizer, SIZES, backend=ElasticThreads(Script(1, []), 0))
-    with pytest.raises(ValueError, match=r"counts= needs ranks that stay, got an elastic backend; divide by one count"):
-        vbs.updates(run.sampler, run.optimizer, counts=len)  # type: ignore[arg-type, return-value]
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (vbs.AdaScaleOptimizer, {}, r"counts= needs a rule that does not measure .*; choose"),
+        (vbs.InvariantAdamRuleOptimizer, {}, r"counts= needs a rule that does not measure .*; choose"),
+        (
+            vbs.ConstantOptimizer,
+            {"backend": ElasticThreads(Script(1, []), 0)},
+            "counts= needs ranks that stay, got an elastic backend; divide by one count",
+        ),
+    ],
+)
+def test_what_cannot_have_counts(kind, options, message):
+    run = training(kind, SIZES, **options)
+    with pytest.raises(ValueError, match=message):
+        vbs.updates(run.sampler, run.optimizer, counts=len)
 
 
 @pytest.mark.parametrize("updates", [0, 6], ids=["at first", "in the second epoch"])
-def test_ranks_that_differ_in_names_raise(updates: int) -> None:
-    def train(backend: vbs.backend.Backend) -> str:
+def test_ranks_that_differ_in_names_raise(updates):
+    def train(backend):
         begun = usual(backend=backend)
         begun.train(updates)
         if backend.world.rank == 1:
@@ -512,8 +340,8 @@ def test_ranks_that_differ_in_names_raise(updates: int) -> None:
         assert "must return the same names on every rank, but rank 0 has rows, tokens and rank 1 has tokens" in message
 
 
-def test_a_rank_that_counts_nothing_at_all_raises_on_all() -> None:
-    def train(backend: vbs.backend.Backend) -> str:
+def test_a_rank_that_counts_nothing_at_all_raises_on_all():
+    def train(backend):
         begun = usual(backend=backend)
         train = begun.run.run if backend.world.rank else begun.train
         with pytest.raises(RuntimeError) as caught:

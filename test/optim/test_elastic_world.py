@@ -3,10 +3,7 @@
 test/integrations/test_torchft.py has real processes that are killed.
 """
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import torch
 from hypothesis import example, given
@@ -17,10 +14,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import variable_batch_size as vbs
 from helpers.elastic_threads import Attempt, ElasticThreads, Script, run_script
 from helpers.properties import examples
-from variable_batch_size.backend import Backend, LocalBackend
+from variable_batch_size.backend import LocalBackend
 
 SAMPLES, UPDATES = 41, 18
-TRACES: dict[str, Any] = {
+TRACES = {
     "fixed": vbs.BatchTrace.of([13, 7, 1, 29, 2], on_end="cycle"),
     "per device": vbs.AdaptiveTrace(vbs.adaptive.PerDevice(3), every=2, delay=4),
     "noise": vbs.AdaptiveTrace(vbs.adaptive.NoiseScale(), start=8, bounds=(8, 40), every=3, delay=5),
@@ -33,7 +30,7 @@ DATASET = TensorDataset(
 )
 
 
-def train(backend: Backend, trace: Any, rule: str, way: str = "plain") -> dict[str, Any]:
+def train(backend, trace, rule, way="plain"):
     """Train, and return what was made; see `WAYS`."""
     drawn = torch.Generator().manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1), nn.Linear(1, 1)).double()
@@ -42,11 +39,11 @@ def train(backend: Backend, trace: Any, rule: str, way: str = "plain") -> dict[s
             parameter.copy_(torch.randn(parameter.shape, generator=drawn, dtype=torch.float64))
     sampler = vbs.CustomSampler(SAMPLES, trace, 1, 0, 4, max_updates=UPDATES)
     inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    options: dict[str, Any] = {"find_unused_parameters": True} if way == "unused" else {}
+    options = {"find_unused_parameters": True} if way == "unused" else {}
     optimizer = vbs.CustomOptimizer(inner, sampler, 8, rule=rule, backend=backend, **options)
     if isinstance(backend, ElasticThreads):
         backend.parts = [model, optimizer]
-    loader, used, fails = DataLoader(DATASET, batch_sampler=sampler), dict[int, list[int]](), way == "fails"
+    loader, used, fails = DataLoader(DATASET, batch_sampler=sampler), {}, way == "fails"
     while not optimizer.done:
         for update in vbs.updates(loader, optimizer):
             step, own = optimizer.updates, []
@@ -75,7 +72,7 @@ def train(backend: Backend, trace: Any, rule: str, way: str = "plain") -> dict[s
     return {"weights": weights, "used": used, "trace": sampler.trace, "progress": float(optimizer.progress)}
 
 
-def attempts(size: int) -> st.SearchStrategy[list[Attempt]]:
+def attempts(size):
     """Draw who takes part, and which sums break; the last updates are those of all."""
     members = st.sets(st.integers(0, size - 1), min_size=1).map(lambda found: tuple(sorted(found)))
     return st.lists(st.builds(Attempt, members, st.sampled_from([True, True, True, False])), max_size=UPDATES - 2)
@@ -92,7 +89,7 @@ def attempts(size: int) -> st.SearchStrategy[list[Attempt]]:
 @example(
     (3, [Attempt((1, 2), holds=False), Attempt((0, 2))]), "per device", "linear", "plain"
 )  # 0 has decided for itself
-def test_the_updates_are_those_of_one_process(case: tuple[int, list[Attempt]], name: str, rule: str, way: str) -> None:
+def test_the_updates_are_those_of_one_process(case, name, rule, way):
     size, script = case
     found = run_script(lambda backend: train(backend, TRACES[name], rule, way), Script(size, script))
     alone = train(LocalBackend(), found[0]["trace"], rule, way if way == "unused" else "torch")

@@ -1,10 +1,12 @@
-"""sigma^2, mu^2 and the gain: by hand, against the float64 twin, without bias, and summed without loss of digits."""
+"""sigma^2, mu^2 and the gain: by hand, against the float64 twin, without bias, in a training, and in other units."""
 
-from __future__ import annotations
-
+import copy
+import csv
+import gc
 import math
-from collections.abc import Sequence
-from typing import Any
+import warnings
+from contextlib import nullcontext
+from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -13,47 +15,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import variable_batch_size as vbs
+from helpers.fingerprint import compile_on_the_cpu
+from helpers.models import half_frozen
 from helpers.properties import examples
-from helpers.reference import Array, NoiseTwin
-from variable_batch_size.backend import LocalBackend
-from variable_batch_size.optim.gradient_noise import GradientNoise
+from helpers.reference import REF, SIZES, NoiseTwin, assert_equal, batches, gradient, network, training
+from helpers.splitting import split_batch
 from variable_batch_size.optim.noise_estimate import (
-    Estimate,
-    coefficients,
     estimate_from_groups,
     estimate_from_pair,
-    update_averages,
+    gain,
 )
 from variable_batch_size.optim.tensors import squared_norm
-
-Groups = Sequence[tuple[int, Array]]  # samples and mean gradient of each microbatch
-
-
-def measure(ranks: Sequence[GradientNoise], groups: Groups, ref: int) -> vbs.rules.Noise | None:
-    """Measure one update, with the groups dealt to the ranks in round robin; None if the host finds it non-finite."""
-    batch_size = sum(n for n, _ in groups)
-    for number, (n, gradient) in enumerate(groups):
-        ranks[number % len(ranks)].add_square(squared_norm([torch.from_numpy(gradient)]), n)
-    reduced = [torch.from_numpy(sum(n / batch_size * gradient for n, gradient in groups))]
-    squares = torch.stack([rank.local_squares(reduced) for rank in ranks]).sum(dim=0)  # (1,)
-    found: list[vbs.rules.Noise | None] = []
-    for rank in ranks:
-        statistics = rank.statistics(squares, reduced)
-        if statistics.finite is not False:
-            zeroed = [gradient.masked_fill(~torch.as_tensor(statistics.finite), 0) for gradient in reduced]
-            found.append(rank.update(statistics, zeroed, batch_size=batch_size, groups=len(groups), ref=ref))
-            rank.commit()
-        else:
-            found.append(None)
-        rank.clear()
-    assert all(noise is None or float(noise.gain) == float(found[0].gain) for noise in found)  # type: ignore[union-attr]
-    return found[0]
-
-
-def gaussian(rng: np.random.Generator, n: int, mean: Array, sigma: float) -> Array:
-    """Return the mean of n gradients whose covariance has the trace sigma^2."""
-    return mean + rng.normal(size=mean.shape) * sigma / np.sqrt(mean.size * n)
-
+from variable_batch_size.testing import run_ranks
+from variable_batch_size.world import World
 
 # -------------------------------------------------------------------------------------------------------- by hand
 
@@ -65,18 +39,12 @@ def gaussian(rng: np.random.Generator, n: int, mean: Array, sigma: float) -> Arr
         # Two orthogonal ones: G = (1/2, 1/2), A = 1, |G|^2 = 1/2. sigma^2 = 2 (1 - 1/2) / 1, mu^2 = (2/2 - 1) / 1.
         # gain = (1 + 0) / (1/2 + 0).
         ([(1, 0), (0, 1)], 1, 0, 2),
-        # Three orthogonal ones: A = 1, |G|^2 = 3/9. sigma^2 = 3 (1 - 1/3) / 2, mu^2 = (3/3 - 1) / 2; gain = 1 / (1/3).
-        ([(1, 0, 0), (0, 1, 0), (0, 0, 1)], 1, 0, 3),
         # Four orthogonal ones: |G|^2 = 1/4. sigma^2 = 4 (1 - 1/4) / 3, mu^2 = (4/4 - 1) / 3; gain = 1 / (1/4).
         ([(1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1)], 1, 0, 4),
         # Equal ones: A = |G|^2 = 4. sigma^2 = 0; mu^2 = (2 * 4 - 4) / 1; gain = 4 / 4.
         ([(2, 0), (2, 0)], 0, 4, 1),
-        ([(2, 0)] * 3, 0, 4, 1),
-        ([(2, 0)] * 4, 0, 4, 1),
         # Opposite ones: A = 1, G = 0. sigma^2 = 2 (1 - 0) / 1, mu^2 = (0 - 1) / 1, with a lower bound of 0 in the gain.
         ([(1, 0), (-1, 0)], 2, -1, 2),
-        # Two and two opposite: sigma^2 = 4 (1 - 0) / 3, mu^2 = -1/3.
-        ([(1, 0), (-1, 0), (1, 0), (-1, 0)], 4 / 3, -1 / 3, 4),
         # Two opposite and one: G = (1/3, 0), A = 1. sigma^2 = 3 (1 - 1/9) / 2, mu^2 = (3/9 - 1) / 2.
         ([(1, 0), (-1, 0), (1, 0)], 4 / 3, -1 / 3, 3),
         # A general pair: A = (5 + 1) / 2 = 3, G = (1, 1).
@@ -84,9 +52,7 @@ def gaussian(rng: np.random.Generator, n: int, mean: Array, sigma: float) -> Arr
         ([(2, 1), (0, 1)], 2, 1, 1.5),
     ],
 )
-def test_the_gain_equals_that_computed_by_hand(
-    gradients: list[tuple[int, ...]], sigma2: float, mu2: float, gain: float
-) -> None:
+def test_the_gain_equals_that_computed_by_hand(gradients, sigma2, mu2, gain):
     """The loss -<x, w> of a sample has the gradient -x, and a microbatch is one sample."""
     x = torch.tensor(gradients, dtype=torch.float64)  # (samples, parameters)
     weight = torch.nn.Parameter(torch.zeros(x.shape[1], dtype=torch.float64))
@@ -104,56 +70,31 @@ def test_the_gain_equals_that_computed_by_hand(
 # ------------------------------------------------------------------------------------------------ against the twin
 
 
-def history(rng: np.random.Generator) -> tuple[int, list[list[tuple[int, Array]]]]:
-    """Return a reference and the microbatches of a few updates, of sizes between 1/64 and 64 times the reference."""
-    ref, size = int(rng.integers(1, 200)), int(rng.integers(1, 5))
-    mean, sigma = rng.normal(size=size), rng.uniform(0.1, 10)
-    updates = []
-    for _ in range(rng.integers(1, 6)):
-        batch_size = max(1, int(ref * 2 ** rng.uniform(-6, 6)))
-        number = 1 if rng.random() < 0.3 else min(batch_size, int(rng.integers(2, 13)))
-        ends = np.sort(rng.choice(np.arange(1, batch_size), size=number - 1, replace=False))  # (microbatches - 1,)
-        sizes = np.diff([0, *ends, batch_size])  # (microbatches,)
-        updates.append([(int(n), gaussian(rng, n, mean, sigma)) for n in sizes])
-        if rng.random() < 0.05:
-            updates[-1][rng.integers(number)][1][0] = rng.choice([np.nan, np.inf])
-    return ref, updates
-
-
-@pytest.mark.parametrize("differenced", [False, True], ids=["", "differenced"])
-@pytest.mark.parametrize("on_device", [False, True], ids=["", "on_device"])
-def test_the_noise_equals_that_of_the_twin_for_any_batch_sizes_and_worlds(on_device: bool, differenced: bool) -> None:
-    rng = np.random.default_rng(1)
-    for _ in range(100 if on_device or differenced else 300):
-        ref, updates = history(rng)
-        options = {"on_device": on_device, "differenced": differenced}
-        ranks = [GradientNoise(LocalBackend(), **options) for _ in range(rng.integers(1, 10))]
-        twin, largest = NoiseTwin(ref, differenced), 0.0
-        for groups in updates:
-            noise, finite = measure(ranks, groups, ref), all(np.isfinite(gradient).all() for _, gradient in groups)
-            assert finite or on_device or noise is None
-            if finite:
-                gain = twin.update(groups)
-                assert float(noise.gain) == pytest.approx(gain, rel=1e-9)  # type: ignore[union-attr]
-                largest = max(largest, *(gradient @ gradient * 64 * ref for _, gradient in groups))
-            found = ranks[0].noise()
-            assert found.updates == twin.updates
-            if twin.updates:
-                assert found.sigma2 == pytest.approx(twin.sigma2, rel=1e-9, abs=1e-9 * largest)
-                assert found.mu2 == pytest.approx(twin.mu2, rel=1e-9, abs=1e-9 * largest)
-            else:
-                assert math.isnan(found.sigma2)
-
-
-def test_the_gain_lies_between_1_and_k() -> None:
-    rng = np.random.default_rng(2)
-    for _ in range(300):
-        ref, updates = history(rng)
-        ranks = [GradientNoise(LocalBackend(), on_device=False)]
-        for groups in updates:
-            k = sum(n for n, _ in groups) / ref
-            if noise := measure(ranks, groups, ref):
-                assert min(1.0, k) * (1 - 1e-12) <= noise.gain <= max(1.0, k) * (1 + 1e-12)
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=8),
+    noise=st.sampled_from(["microbatches", "differenced"]),
+    static_graph=st.booleans(),
+)
+@examples(60)
+def test_noise_and_gain_are_those_of_the_twin(sizes, noise, static_graph):
+    """Also where the host does not read the device."""
+    with compile_on_the_cpu() if static_graph else nullcontext():
+        options = {"world": World(0, 1)} if static_graph else {}
+        run = training(vbs.AdaScaleOptimizer, sizes, noise=noise, minibatch_size=4, **options)
+        assert run.optimizer.backend.static_graph == static_graph
+        other = NoiseTwin(REF, noise == "differenced")
+        for batch in batches(sizes, 50):
+            parts, weights = split_batch(batch, 4), run.weights()
+            gradients = [gradient(weights, run.x.numpy()[part], run.target.numpy()[part]) for part in parts]
+            run.run(1)
+            vectors = [np.concatenate([one.ravel() for one in own]) for own in gradients]
+            gain = other.update([(len(part), own) for part, own in zip(parts, vectors, strict=True)])
+            found = run.optimizer.noise()
+            assert (found.updates, found.gain) == (other.updates, pytest.approx(gain, rel=1e-9))
+            largest = 1e-9 * max(own @ own for own in vectors) * REF
+            if other.updates:
+                assert found.sigma2 == pytest.approx(other.sigma2, rel=1e-9, abs=largest)
+                assert found.mu2 == pytest.approx(other.mu2, rel=1e-9, abs=largest)
 
 
 # ------------------------------------------------------------------------------------------------ without bias
@@ -162,7 +103,7 @@ MEAN, SIGMA = np.full(20, 0.3), 4.0  # mu^2 = 1.8, sigma^2 = 16, so the noise sc
 
 
 @pytest.mark.parametrize("sizes", [(8, 8), (8,) * 10, (1, 31), (1, 2, 4, 32, 32, 32), (5, 3, 3, 1)])
-def test_an_estimate_from_microbatches_has_no_bias(sizes: tuple[int, ...]) -> None:
+def test_an_estimate_from_microbatches_has_no_bias(sizes):
     rng, draws = np.random.default_rng(3), 100_000
     # Each microbatch: (draws, parameters).
     groups = [MEAN + rng.normal(size=(draws, MEAN.size)) * SIGMA / np.sqrt(MEAN.size * n) for n in sizes]
@@ -178,7 +119,7 @@ def test_an_estimate_from_microbatches_has_no_bias(sizes: tuple[int, ...]) -> No
 
 
 @pytest.mark.parametrize("sizes", [(8, 8), (3, 50), (50, 3)])
-def test_an_estimate_from_two_updates_has_no_bias(sizes: tuple[int, int]) -> None:
+def test_an_estimate_from_two_updates_has_no_bias(sizes):
     rng, draws = np.random.default_rng(4), 100_000
     # Each update: (draws, parameters).
     previous, now = (MEAN + rng.normal(size=(draws, MEAN.size)) * SIGMA / np.sqrt(MEAN.size * n) for n in sizes)
@@ -192,27 +133,13 @@ def test_an_estimate_from_two_updates_has_no_bias(sizes: tuple[int, int]) -> Non
     assert_unbiased(found)
 
 
-def assert_unbiased(found: Any) -> None:
+def assert_unbiased(found):
     """Allow three standard errors of the mean over the draws."""
     for values, truth in ((found.sigma2, SIGMA**2), (found.mu2, MEAN @ MEAN)):
         assert abs(values.mean() - truth) < 3 * values.std() / np.sqrt(len(values))
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_measures_the_noise_scale_while_the_batch_size_varies(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    mean, sigma = np.full(500, 0.02), 10.0
-    ranks = [GradientNoise(LocalBackend(), on_device=False) for _ in range(3)]
-    for _ in range(200):
-        batch_size = int(2 ** rng.uniform(6, 12))
-        sizes = [1 << bit for bit in range(5) if batch_size >> bit & 1] + [32] * (batch_size // 32)
-        noise = measure(ranks, [(n, gaussian(rng, n, mean, sigma)) for n in sizes], ref=64)
-    assert noise is not None
-    assert noise.noise_scale == pytest.approx(sigma**2 / (mean @ mean), rel=0.05)
-    assert noise.updates == 200
-
-
-def test_the_noise_scale_is_a_number_of_samples() -> None:
+def test_the_noise_scale_is_a_number_of_samples():
     assert vbs.rules.Noise(6.0, 2.0).noise_scale == 3
     assert vbs.rules.Noise(6.0, -2.0).noise_scale == math.inf
     assert math.isnan(vbs.rules.Noise(math.nan, math.nan).noise_scale)
@@ -220,38 +147,11 @@ def test_the_noise_scale_is_a_number_of_samples() -> None:
     assert vbs.rules.Noise(torch.tensor(6.0), torch.tensor(-2.0)).noise_scale == math.inf
 
 
-@given(
-    measured=st.tuples(*[st.floats(0.1, 10)] * 4),
-    before=st.tuples(*[st.floats(-10, 10)] * 4),
-    size=st.integers(1, 99),
-    groups=st.integers(1, 9),
-    weight=st.floats(0.01, 1),
-    differenced=st.booleans(),
-)
-@examples(100)
-def test_the_average_is_weighed_by_what_it_has_seen(
-    measured: tuple[float, ...], before: tuple[float, ...], size: int, groups: int, weight: float, differenced: bool
-) -> None:
-    squares, square, sigma2, mu2 = measured
-    paired = differenced and groups == 1
-    decay, constant, *rows = map(np.array, coefficients(size, groups, weight, paired=paired))
-    found = update_averages(np.array(before), decay, constant, zip(rows, measured, strict=True))
-    if paired:
-        estimate = Estimate(sigma2, mu2)
-    elif groups > 1:
-        estimate = estimate_from_groups(squares, square, size, groups, 1 / (groups - 1))
-    else:
-        assert found.tolist() == list(before)
-        return
-    expected = [(1 - weight) * old + weight * new for old, new in zip(before, (*estimate, 1.0), strict=False)]
-    np.testing.assert_allclose(found, [*expected, before[3] + 1], rtol=1e-9, atol=1e-9)
-
-
 # ------------------------------------------------------------------------------------------------------------ norms
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64])
-def test_a_norm_is_exact_for_every_dtype(dtype: torch.dtype) -> None:
+def test_a_norm_is_exact_for_every_dtype(dtype):
     generator = torch.Generator().manual_seed(0)
     shapes = [(1500, 2000), (40, 3, 5, 5), (20_000,), (1, 4_000_001), (7,), (0,), ()]
     tensors = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
@@ -260,10 +160,249 @@ def test_a_norm_is_exact_for_every_dtype(dtype: torch.dtype) -> None:
     assert squared_norm(tensors).item() == pytest.approx(exact, rel=1e-12 if dtype is torch.float64 else 1e-5)
 
 
-def test_squares_of_half_precision_gradients_are_summed_in_float32() -> None:
-    gradients = [torch.full((100,), 200.0, dtype=torch.float16)]  # |g|^2 = 4 * 10^6, more than float16 holds
-    noise = GradientNoise(LocalBackend(), on_device=False)
-    for _ in range(2):
-        noise.add_square(squared_norm(gradients), factor=8.0)
-    squares = noise.local_squares(gradients)
-    assert (squares.dtype, squares.item()) == (torch.float32, 2 * 8 * 100 * 200.0**2)
+# In a training. -------------------------------------------------------------------------------------------------------
+
+
+def measured(sizes, minibatch_size=4):
+    """The updates that give an estimate: those of several microbatches."""
+    return sum(size > minibatch_size for size in sizes)
+
+
+def lr_factors(run, updates):
+    found = []
+    for _ in range(updates):
+        run.run(1)
+        found.append(run.optimizer.lr_factor())
+    return found
+
+
+@pytest.mark.parametrize("enabled", [False, True], ids=["", "GradScaler"])
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_non_finite_microbatch_changes_nothing(world, enabled):
+    bad_step = 3  # 33 samples, 9 microbatches
+
+    def train(backend):
+        run = training(vbs.AdaScaleOptimizer, SIZES, dataset_size=sum(SIZES), backend=backend)
+        scaler, number = torch.amp.GradScaler("cpu", init_scale=1.0, enabled=enabled), 0
+        for indices in run.sampler:
+            due, before = run.optimizer.microbatch, snapshot(run)
+            number = number + 1 if due.step == bad_step else 0
+            bad = due.step == bad_step and backend.world.rank == world - 1 and number == 2
+            run.optimizer.backward(run.loss(indices) * (torch.inf if bad else 1), scaler=scaler)
+            updated = scaler.step(run.optimizer)
+            scaler.update()
+            if due.step == bad_step:
+                assert not updated
+                assert before == snapshot(run)
+            elif due.ends_step:
+                assert updated
+                assert before != snapshot(run)
+        assert run.optimizer.updates == len(SIZES)
+        return run
+
+    skipped = "^Skipped an update: non-finite gradient; check the loss if this persists$"
+    with nullcontext() if enabled else pytest.warns(RuntimeWarning, match=skipped):
+        ranks = run_ranks(train, world)
+    for rank in ranks:
+        assert rank.optimizer.noise().updates == measured(SIZES) - 1
+        assert_equal(rank.weights(), ranks[0].weights(), tolerance=0)
+
+
+def snapshot(run):
+    """Return weights, velocities, noise and progress."""
+    velocities = [state["momentum_buffer"].tolist() for state in run.optimizer.state.values()]
+    noise = run.optimizer.noise()
+    known = None if noise.updates == 0 else noise
+    return [weight.tolist() for weight in run.weights()], velocities, known, run.optimizer.progress
+
+
+def test_an_update_of_one_microbatch_uses_the_averages():
+    run = training(vbs.AdaScaleOptimizer, (4, 12, 2, 64), dataset_size=200)
+    assert (run.run(1).optimizer.lr_factor(), run.optimizer.noise().updates) == (4 / 64, 0)
+    assert math.isnan(run.optimizer.noise().sigma2)
+    assert math.isnan(run.optimizer.noise().noise_scale)
+    known = run.run(1).optimizer.noise()
+    assert known.updates == 1
+    same = run.run(1).optimizer.noise()
+    assert (same.sigma2, same.mu2, same.updates) == (known.sigma2, known.mu2, 1)
+    assert same.gain == vbs.rules.adascale_gain(known.sigma2, max(known.mu2, 0), batch_size=2, ref_batchsize=64)
+    assert run.run(1).optimizer.noise().updates == 2
+
+
+@pytest.mark.parametrize("noise", ["microbatches", "differenced"])
+def test_a_failed_update_is_not_measured(noise):
+    failing, plain = (training(vbs.AdaScaleOptimizer, SIZES, noise=noise) for _ in range(2))
+    state = copy.deepcopy(failing.run(2).optimizer.state_dict())
+
+    def fail(*_):
+        raise LookupError
+
+    hook = failing.optimizer.register_step_pre_hook(fail)
+    with pytest.raises(LookupError):
+        failing.run(1)
+    hook.remove()
+    assert failing.optimizer.noise() == plain.run(2).optimizer.noise()
+    failing.optimizer.load_state_dict(state)
+    assert lr_factors(failing, 5) == lr_factors(plain, 5)
+
+
+def test_a_state_without_noise_resets_the_noise():
+    run = training(vbs.AdaScaleOptimizer, SIZES).run(4)
+    with pytest.warns(UserWarning, match="Resumed with other settings: rule was LinearRule"):
+        run.optimizer.load_state_dict(training(vbs.LinearRuleOptimizer, SIZES).run(2).optimizer.state_dict())
+    assert (run.optimizer.updates, run.optimizer.noise().updates, run.optimizer.noise().gain) == (2, 0, 1)
+
+
+@pytest.mark.parametrize("noise", ["microbatches", "differenced"])
+def test_measures_with_frozen_and_with_new_parameters(noise):
+    def make():
+        return training(vbs.AdaScaleOptimizer, [4, 12] * 6, dataset_size=200, model=half_frozen(), noise=noise)
+
+    run = make().run(2)
+    resumed = make()
+    resumed.model.load_state_dict(run.model.state_dict())
+    resumed.optimizer.load_state_dict(deepcopy(run.optimizer.state_dict()))
+    assert lr_factors(resumed, 2) == lr_factors(run, 2)
+    late = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
+    run.optimizer.add_param_group({"params": [late]})
+    run.model.register_forward_hook(lambda module, inputs, output: output + late)
+    before = run.optimizer.noise().updates
+    run.run(4)
+    # The first one has no comparable previous gradient; of the other three, every other one has several microbatches.
+    assert run.optimizer.noise().updates == before + (3 if noise == "differenced" else 2)
+    assert (late != 1).all()
+
+
+def test_logs_the_noise(tmp_path):
+    with vbs.Tracker(tmp_path) as tracker:
+        run = training(vbs.AdaScaleOptimizer, (4, 12, 20), tracker=tracker, log_steps=1).run(3)
+    rows = list(csv.DictReader((tmp_path / "scalars.csv").read_text().splitlines()))
+    noise, last = run.optimizer.noise(), rows[-1]
+    assert {name: float(last[f"vbs/{name}"]) for name in ("gain", "progress", "noise_scale", "sigma2", "mu2")} == {
+        "gain": noise.gain,
+        "progress": run.optimizer.progress,
+        "noise_scale": noise.noise_scale,
+        "sigma2": noise.sigma2,
+        "mu2": noise.mu2,
+    }
+    assert rows[0]["vbs/sigma2"] == "nan"  # an update of one microbatch
+
+
+@pytest.mark.slow("measures memory in processes")
+@pytest.mark.parametrize("noise", [None, "differenced"])
+def test_measuring_takes_no_copy_of_the_gradients(noise):
+    """Differenced takes one. Copies are counted where most exist: after each backward and in each step."""
+    shape = (3, 211, 2)  # of no other tensor
+    weight = torch.nn.Parameter(torch.ones(shape))
+    sampler = vbs.CustomSampler(16, [4, 5, 7], num_replicas=1, rank=0, minibatch_size=4)
+    optimizer = vbs.AdaScaleOptimizer(torch.optim.SGD([weight], lr=0.1), sampler, ref_batchsize=16, noise=noise)
+    held = []
+
+    def count(*_):
+        _ = weight.grad  # creates its Python object
+        alive = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
+        held.append(len({tensor.data_ptr() for tensor in alive if tensor.shape == shape}) - 1)
+
+    optimizer.register_step_pre_hook(count)
+    optimizer.register_step_post_hook(count)
+    for indices in sampler:
+        (weight.sum() * len(indices)).backward()
+        count()
+        optimizer.step()
+    assert max(held) == (2 if noise else 1)
+
+
+# In other units: no gain depends on the scale of the loss. ------------------------------------------------------------
+
+
+def gains(scale, sizes, **options):
+    """Train with the loss times `scale` and lr / scale."""
+    hyperparameters = {"lr": 0.02 / scale, "momentum": 0.5}
+    run = training(vbs.AdaScaleOptimizer, sizes, hyperparameters=hyperparameters, ref_batchsize=8, **options)
+    found = []
+    for _ in sizes:
+        for indices in run.sampler:
+            (run.loss(indices) * scale).backward()
+            if run.optimizer.step():
+                break
+        found.append(run.optimizer.lr_factor())
+    return found, run.weights()
+
+
+@given(
+    exponent=st.integers(-60, 60),
+    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=8),
+    noise=st.sampled_from(["microbatches", "differenced"]),
+)
+@examples(60)
+def test_the_gain_does_not_depend_on_the_scale_of_the_loss(exponent, sizes, noise):
+    expected, weights = gains(1.0, sizes, noise=noise)
+    found, others = gains(2.0**exponent, sizes, noise=noise)  # a power of two only changes exponents
+    assert found == pytest.approx(expected, rel=1e-12)
+    for one, other in zip(weights, others, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-10)
+
+
+@given(
+    sigma2=st.one_of(st.just(0.0), st.floats(1e-200, 1e3)),
+    mu2=st.one_of(st.just(0.0), st.floats(-1e3, -1e-200), st.floats(1e-200, 1e3)),
+    scale=st.sampled_from([1e-30, 1e-12, 1e-5, 1e5, 1e12, 1e30]),
+    k=st.sampled_from([0.1, 0.5, 1.0, 4.0, 100.0]),
+    on_device=st.booleans(),
+)
+@examples(200)
+def test_the_gain_lies_between_1_and_k_in_any_units(sigma2, mu2, scale, k, on_device):
+    def of(factor):
+        numbers = [factor * sigma2, factor * mu2, 1.0, 1.0]
+        averages = torch.tensor(numbers, dtype=torch.float64) if on_device else np.array(numbers)
+        return float(gain(averages, 100 * k, 100.0))
+
+    assert of(scale) == pytest.approx(of(1.0), rel=1e-9)
+    assert min(1, k) - 1e-12 <= of(scale) <= max(1, k) + 1e-12
+
+
+def test_small_batches_without_an_estimate_shrink_the_learning_rate():
+    run = training(vbs.AdaScaleOptimizer, [8] * 6, ref_batchsize=128, minibatch_size=8, dataset_size=100)
+    assert run.run(5).optimizer.lr_factor() == 8 / 128
+    assert run.optimizer.progress == pytest.approx(5 * 8 / 128)
+
+
+# ------------------------------------------------------------------------------------------------------- the warnings
+
+
+def warned(updates, sizes, minibatch_size, **options):
+    run = (
+        training(
+            vbs.AdaScaleOptimizer, sizes, minibatch_size=minibatch_size, dataset_size=2000, sampling={"shuffle": False}
+        )
+        if not options
+        else training(vbs.AdaScaleOptimizer, sizes, minibatch_size=minibatch_size, dataset_size=2000, **options)
+    )
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        run.run(updates)
+    return [str(warning.message) for warning in found if warning.category is UserWarning]
+
+
+def test_fifty_updates_without_an_estimate_warn_once():
+    (message,) = warned(120, [8], 8)
+    assert "first 50 updates" in message
+    assert 'noise="differenced"' in message
+    assert "smaller minibatch_size" in message
+    assert "until there is an estimate the gain is at most 1;" in message
+    assert warned(49, [8], 8) == []
+    assert warned(120, [8] * 49 + [9] + [8], 8) == []
+    assert warned(120, [8], 8, noise="differenced") == []
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "RAdam", "RMSprop", "Lion", "Signum", "Muon"])
+def test_adascale_around_adam_and_what_uses_the_sign_warns_and_names_adamscale(name):
+    kind = type(name, (torch.optim.SGD,), {})
+    model = network()
+    sampler = vbs.CustomSampler(50, list(SIZES), 1, 0, on_end="hold")
+    with pytest.warns(UserWarning, match=f"around {name}, which divides .*AdamScale"):
+        vbs.AdaScaleOptimizer(kind(model.parameters()), sampler, 8)
+    with pytest.warns(UserWarning, match="use AdamScaleOptimizer"):
+        vbs.CustomOptimizer(kind(model.parameters()), sampler, 8, rule="adascale")
+    vbs.AdamScaleOptimizer(kind(model.parameters()), sampler, 8)
+    vbs.AdaScaleOptimizer(torch.optim.SGD(model.parameters()), sampler, 8)

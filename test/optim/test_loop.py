@@ -1,14 +1,9 @@
 """Loops that work as in PyTorch: prefetching, leaving an epoch early, several optimizers."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
 
 import variable_batch_size as vbs
 from helpers.loops import CASE, InThread, begun, epoch_steps, take, with_prefetching
@@ -17,7 +12,7 @@ from helpers.strategies import Run, read_ahead, together
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
-READERS: dict[str, Callable[[vbs.CustomSampler], Any]] = {
+READERS = {
     "the whole epoch at once": lambda sampler: iter(list(sampler)),
     "one ahead": lambda sampler: (one for one, _ in itertools.pairwise(itertools.chain(sampler, [None]))),
     "in a thread": lambda sampler: iter(InThread(sampler, 4)),
@@ -27,7 +22,7 @@ READERS: dict[str, Callable[[vbs.CustomSampler], Any]] = {
 
 
 @pytest.mark.parametrize("kind", READERS)
-def test_a_loop_may_prefetch_any_constant_number(kind: str) -> None:
+def test_a_loop_may_prefetch_any_constant_number(kind):
     run = Run(CASE)
     for epoch in range(CASE.epochs):
         run.set_epoch(epoch)
@@ -39,7 +34,7 @@ def test_a_loop_may_prefetch_any_constant_number(kind: str) -> None:
 @pytest.mark.filterwarnings("ignore:set_epoch")
 @with_prefetching
 @pytest.mark.parametrize("in_hand", [0, 1])
-def test_an_epoch_may_end_after_any_microbatch(in_hand: int, ahead: int) -> None:
+def test_an_epoch_may_end_after_any_microbatch(in_hand, ahead):
     """Behind `step()`, or before it with the next microbatch in hand; but the last one would count as skipped."""
     for stop in range(1, 18):
         if ahead and in_hand and stop == 16:
@@ -58,7 +53,7 @@ def test_an_epoch_may_end_after_any_microbatch(in_hand: int, ahead: int) -> None
 
 
 @with_prefetching
-def test_peeking_at_the_data_disturbs_no_iteration(ahead: int) -> None:
+def test_peeking_at_the_data_disturbs_no_iteration(ahead):
     run = Run(CASE)
     for epoch in range(CASE.epochs):
         run.set_epoch(epoch)
@@ -71,38 +66,7 @@ def test_peeking_at_the_data_disturbs_no_iteration(ahead: int) -> None:
     assert together([run.log]) == CASE.steps
 
 
-@with_prefetching
-def test_set_epoch_may_be_called_in_either_order(ahead: int) -> None:
-    run = Run(CASE)
-    for epoch in range(CASE.epochs):
-        run.optimizer.set_epoch(epoch)
-        run.sampler.set_epoch(epoch)
-        take(run, read_ahead(run.sampler, ahead), 17)
-    assert together([run.log]) == CASE.steps
-
-
-def test_an_iteration_stopped_between_updates_may_continue() -> None:
-    run = begun()
-    batches = iter(run.sampler)
-    take(run, batches, 5)
-    assert run.optimizer.updates == 2
-    take(run, batches, 12)
-    assert together([run.log]) == epoch_steps(0)
-
-
-def test_the_sampler_may_be_read_twice_before_an_optimizer_is_created() -> None:
-    sampler = CASE.sampler()
-    assert list(sampler) == list(sampler)
-    weight = torch.zeros(1, requires_grad=True)
-    optimizer = vbs.ConstantOptimizer(torch.optim.SGD([weight]), sampler)
-    sampler.set_epoch(0)
-    for _ in sampler:
-        weight.sum().backward()
-        optimizer.step()
-    assert optimizer.updates == 8
-
-
-def test_another_optimizer_continues_at_the_samplers_position() -> None:
+def test_another_optimizer_continues_at_the_samplers_position():
     run = begun()
     take(run, iter(run.sampler), 5)
     run.optimizer = vbs.ConstantOptimizer(torch.optim.SGD([run.weight], lr=0.0), run.sampler)
@@ -111,38 +75,8 @@ def test_another_optimizer_continues_at_the_samplers_position() -> None:
     assert together([run.log]) == epoch_steps(0)
 
 
-@with_prefetching
-def test_two_optimizers_may_share_a_sampler_if_both_step_every_microbatch(ahead: int) -> None:
-    run = Run(CASE)
-    weight = torch.zeros(1, requires_grad=True)
-    other = vbs.ConstantOptimizer(torch.optim.SGD([weight]), run.sampler)
-    for epoch in range(CASE.epochs):
-        run.set_epoch(epoch)
-        other.set_epoch(epoch)
-        for batch in read_ahead(run.sampler, ahead):
-            run.take(batch)
-            weight.sum().backward()
-            other.step()
-    assert together([run.log]) == CASE.steps
-    assert other.updates == run.optimizer.updates
-
-
-def test_the_loader_may_be_recreated_between_updates() -> None:
-    run = begun()
-    take(run, iter(DataLoader(range(40), batch_sampler=run.sampler)), 5)
-    take(run, iter(DataLoader(range(40), batch_sampler=run.sampler, num_workers=2)), 12)
-    assert together([run.log]) == epoch_steps(0)
-
-
-def test_the_sampler_may_be_passed_as_sampler_with_batch_size_none() -> None:
-    run, data = begun(), TensorDataset(torch.arange(40))
-    for (batch,) in DataLoader(data, sampler=run.sampler, batch_size=None):
-        run.take(batch)
-    assert together([run.log]) == epoch_steps(0)
-
-
 @pytest.mark.parametrize("ahead", [0, 3])
-def test_a_loop_that_reads_whole_updates_is_told_of_vbs_updates(ahead: int) -> None:
+def test_a_loop_that_reads_whole_updates_is_told_of_vbs_updates(ahead):
     run = begun()
     batches = read_ahead(run.sampler, ahead)
     run.take(next(batches))

@@ -1,10 +1,6 @@
 """No sequence of calls, however odd, trains on wrong samples."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,20 +19,20 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "i
 class Fuzz:
     """A user who calls anything at any time, and a rank that may notice."""
 
-    def __init__(self, case: Case, ahead: int) -> None:
+    def __init__(self, case, ahead):
         self.run, self.ahead = Run(case), ahead
-        self.iterations: list[Iterator[list[int]]] = []
-        self.begun: set[int] = set()  # the iterations that yielded a microbatch
+        self.iterations = []
+        self.begun = set()  # the iterations that yielded a microbatch
         self.state = copy.deepcopy(self.run.optimizer.state_dict())
         self.right = True  # whether the accumulated microbatches are those of the update
 
-    def begin(self, _: int) -> None:
+    def begin(self, _):
         self.iterations.append(read_ahead(self.run.sampler, self.ahead))
 
-    def look(self, _: int) -> None:
+    def look(self, _):
         next(read_ahead(self.run.sampler, self.ahead), None)
 
-    def train(self, which: int) -> None:
+    def train(self, which):
         if not self.iterations:
             return
         number = (len(self.iterations) - 1) * (which > 0)  # the newest or the oldest
@@ -48,7 +44,7 @@ class Fuzz:
             assert self.right or not updated  # a microbatch that was left out is noticed before the update ends
             self.begun.add(number)
 
-    def due(self) -> list[int]:
+    def due(self):
         """Rows of the microbatch that the optimizer says it takes."""
         case, optimizer = self.run.case, self.run.optimizer
         microbatch = optimizer.microbatch
@@ -56,34 +52,34 @@ class Fuzz:
         rows = rows_of(microbatch.start, microbatch.samples, case.minibatch_size, case.fixed_shape)
         return samples[rows].tolist()
 
-    def leave_out(self, which: int) -> None:
+    def leave_out(self, which):
         """Read without training, once training on the iteration has begun: before, it is a loader's reading ahead."""
         if len(self.iterations) - 1 in self.begun:
             next(self.iterations[-1], None)
 
-    def sampler_epoch(self, epoch: int) -> None:
+    def sampler_epoch(self, epoch):
         self.run.sampler.set_epoch(epoch)
 
-    def optimizer_epoch(self, epoch: int) -> None:
+    def optimizer_epoch(self, epoch):
         self.run.optimizer.set_epoch(epoch)
 
-    def both_epochs(self, epoch: int) -> None:
+    def both_epochs(self, epoch):
         self.run.set_epoch(epoch)
 
-    def discard(self, _: int) -> None:
+    def discard(self, _):
         self.run.optimizer.discard_step()
 
-    def save(self, _: int) -> None:
+    def save(self, _):
         self.state = copy.deepcopy(self.run.optimizer.state_dict())
 
-    def load(self, which: int) -> None:
+    def load(self, which):
         if which != 1:
             self.run.optimizer.load_state_dict(self.state)
         if which != 2:
             self.run.sampler.load_state_dict({**self.run.sampler.state_dict(), **position(self.state)})
 
 
-def position(state: dict[str, Any]) -> dict[str, Any]:
+def position(state):
     own = state["vbs"]["sampler"]
     return {key: own[key] for key in ("epoch", "step", "first_step", "samples_before", "ended", "past")}
 
@@ -99,9 +95,7 @@ CALLS += [Fuzz.both_epochs, Fuzz.discard, Fuzz.save, Fuzz.load]
     st.lists(st.tuples(st.sampled_from(CALLS), st.integers(0, 2)), min_size=4, max_size=30),
 )
 @examples(400)
-def test_no_sequence_of_calls_trains_on_wrong_samples(
-    sizes: list[int], dataset_size: int, ahead: int, calls: list[tuple[Callable[[Fuzz, int], None], int]]
-) -> None:
+def test_no_sequence_of_calls_trains_on_wrong_samples(sizes, dataset_size, ahead, calls):
     trace = vbs.BatchTrace.from_sizes(sizes, on_end="cycle")
     fuzz = Fuzz(Case(trace, dataset_size, 4, False, True, 0, 3), ahead)
     fuzz.begin(0)

@@ -1,27 +1,22 @@
 """A schedule by reference updates: how many steps it has taken, where it ends, and what it rejects."""
 
-from __future__ import annotations
-
 import copy
+import io
 import math
-from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import accumulate
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler
-from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 import variable_batch_size as vbs
 from helpers.properties import examples
-from helpers.reference import REF, SIZES, batches, training
-from helpers.schedules import SCHEDULERS, counter, every_by, sequential
-from variable_batch_size.backend import Backend
+from helpers.reference import SIZES, batches, training
+from helpers.schedules import SCHEDULERS, counter, every_by
 from variable_batch_size.optim.lr_scheduler import DELAY
 from variable_batch_size.testing import run_ranks
 
@@ -29,7 +24,7 @@ traces = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 GENTLE = {"lr": 1e-6, "momentum": 0.9}  # small enough for any factor of a rule
 
 
-def reference_updates(by: str, sizes: Sequence[int], dataset_size: int, ref: int) -> list[Fraction | float]:
+def reference_updates(by, sizes, dataset_size, ref):
     """Return m after each update of the linear rule, in reference updates."""
     taken = [len(batch) for batch in batches(sizes, dataset_size)]
     if by == "updates":
@@ -52,13 +47,11 @@ def reference_updates(by: str, sizes: Sequence[int], dataset_size: int, ref: int
     minibatch_size=st.integers(4, 16),
     world=st.sampled_from([1, 3]),
 )
-def test_the_number_of_steps_is_the_floor_of_the_reference_updates(
-    by: Any, sizes: list[int], tail: int, ref: int, minibatch_size: int, world: int
-) -> None:
+def test_the_number_of_steps_is_the_floor_of_the_reference_updates(by, sizes, tail, ref, minibatch_size, world):
     dataset_size = max(sizes) + tail
 
-    def train(backend: Backend) -> list[tuple[int, float]]:
-        options: dict[str, Any] = {"backend": backend, "minibatch_size": minibatch_size, "hyperparameters": GENTLE}
+    def train(backend):
+        options = {"backend": backend, "minibatch_size": minibatch_size, "hyperparameters": GENTLE}
         run = training(vbs.LinearRuleOptimizer, sizes, dataset_size=dataset_size, ref_batchsize=ref, **options)
         inner = counter(run.optimizer)
         scheduler = vbs.ProgressScheduler(inner, run.optimizer, by)
@@ -74,22 +67,7 @@ def test_the_number_of_steps_is_the_floor_of_the_reference_updates(
     assert run_ranks(train, world) == world * [expected]
 
 
-@pytest.mark.parametrize(
-    ("size", "steps"), [(3, [0, 0, 1, 1, 1, 2, 2, 3]), (8, [1, 2, 3, 4, 5, 6, 7, 8]), (20, [2, 5, 7, 10, 12, 15])]
-)
-def test_fractions_carry_over(size: int, steps: list[int]) -> None:
-    run = training(sizes=[size], dataset_size=size, ref_batchsize=8)
-    inner = counter(run.optimizer)
-    scheduler = vbs.ProgressScheduler(inner, run.optimizer, "samples")
-    found = []
-    for _ in steps:
-        run.run(1)
-        scheduler.step()
-        found.append(inner.last_epoch)
-    assert found == steps
-
-
-def test_samples_are_counted_without_rounding() -> None:
+def test_samples_are_counted_without_rounding():
     run = training(sizes=[1], ref_batchsize=10)
     inner = counter(run.optimizer)
     scheduler = vbs.ProgressScheduler(inner, run.optimizer, "samples", total=1)
@@ -99,41 +77,9 @@ def test_samples_are_counted_without_rounding() -> None:
     assert (inner.last_epoch, scheduler.done) == (1, True)
 
 
-def test_reads_the_progress_two_updates_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = training(vbs.RootRuleOptimizer)
-    events: list[tuple[str, int]] = []
-
-    def later() -> Callable[[], float]:
-        updates, value = run.optimizer.updates, run.optimizer.progress
-        events.append(("keep", updates))
-
-        def read() -> float:
-            events.append(("read", updates))
-            return value
-
-        return read
-
-    monkeypatch.setattr(run.optimizer, "_progress_later", later)
-    scheduler = vbs.ProgressScheduler(counter(run.optimizer), run.optimizer)
-    for _ in range(4):
-        run.run(1)
-        scheduler.step()
-    assert events == [
-        *(("keep", 0), ("read", 0), ("keep", 1), ("keep", 2)),
-        *(("read", 1), ("keep", 3), ("read", 2), ("keep", 4)),
-    ]
-
-
-def test_the_progress_can_be_read_later() -> None:
-    run = training().run(2)
-    later, present = run.optimizer._progress_later(), run.optimizer.progress
-    run.run(1)
-    assert later() == present < run.optimizer.progress
-
-
 @every_by
-def test_calls_after_every_microbatch_change_nothing(by: Any) -> None:
-    def learning_rates(every_microbatch: bool) -> list[float]:
+def test_calls_after_every_microbatch_change_nothing(by):
+    def learning_rates(every_microbatch):
         run = training(sizes=SIZES, dataset_size=sum(SIZES), ref_batchsize=5)
         scheduler = vbs.ProgressScheduler(counter(run.optimizer), run.optimizer, by)
         found = []
@@ -149,27 +95,7 @@ def test_calls_after_every_microbatch_change_nothing(by: Any) -> None:
     assert len(set(learning_rates(every_microbatch=True))) > 3
 
 
-def test_an_update_that_a_scaler_skips_does_not_change_the_delay() -> None:
-    def learning_rates(every_microbatch: bool) -> list[float]:
-        run = training(sizes=SIZES, dataset_size=sum(SIZES), ref_batchsize=5)
-        scheduler = vbs.ProgressScheduler(counter(run.optimizer), run.optimizer)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
-        found = []
-        for number, indices in enumerate(run.sampler):
-            run.optimizer.backward(run.loss(indices) * (math.inf if number == 6 else 1), scaler=scaler)
-            updated = scaler.step(run.optimizer)
-            scaler.update()
-            if updated or every_microbatch:
-                scheduler.step()
-            if updated:
-                found += scheduler.get_last_lr()
-        return found
-
-    assert learning_rates(every_microbatch=True) == learning_rates(every_microbatch=False)
-    assert len(learning_rates(every_microbatch=True)) == len(SIZES) - 1
-
-
-def test_moving_the_clock_back_does_not_move_the_schedule_back() -> None:
+def test_moving_the_clock_back_does_not_move_the_schedule_back():
     run = training(sizes=[10], dataset_size=50, ref_batchsize=4)
     by_samples, by_progress = counter(run.optimizer), counter(run.optimizer)
     schedulers = [
@@ -196,7 +122,7 @@ def test_moving_the_clock_back_does_not_move_the_schedule_back() -> None:
 
 @examples(30)
 @given(sizes=traces, total=st.integers(1, 30), ref=st.integers(1, 20))
-def test_a_cosine_ends_with_the_training(sizes: list[int], total: int, ref: int) -> None:
+def test_a_cosine_ends_with_the_training(sizes, total, ref):
     run = training(sizes=sizes, ref_batchsize=ref, hyperparameters=GENTLE, minibatch_size=16)
     inner = CosineAnnealingLR(run.optimizer, T_max=total, eta_min=1e-9)
     scheduler = vbs.ProgressScheduler(inner, run.optimizer, "samples", total=total)
@@ -212,119 +138,123 @@ def test_a_cosine_ends_with_the_training(sizes: list[int], total: int, ref: int)
     assert inner.last_epoch == total
 
 
+# The schedulers of torch, against a plain training, and resumed in another world. -------------------------------------
+
+
+every_scheduler = pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
+
+
+def hyperparameters(optimizer):
+    return {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+
+
+@every_scheduler
+@pytest.mark.parametrize("of_inner", [False, True], ids=["wrapper", "inner"])
+def test_a_scheduler_takes_the_steps_of_a_training_at_the_reference(make, of_inner):
+    run = training(sizes=SIZES, dataset_size=sum(SIZES), ref_batchsize=4)
+    inner = make(run.optimizer.inner if of_inner else run.optimizer)
+    scheduler = vbs.ProgressScheduler(inner, run.optimizer, "samples")
+    plain = torch.optim.SGD([torch.zeros(1, requires_grad=True)], **training().optimizer.defaults)
+    twin, taken = make(plain), 0
+    for samples in accumulate(SIZES):
+        run.run(1)
+        scheduler.step()
+        for _ in range(samples // 4 - taken):
+            plain.step()
+            twin.step()
+        taken = samples // 4
+        assert hyperparameters(run.optimizer) == hyperparameters(plain)
+        assert scheduler.get_last_lr() == twin.get_last_lr()
+
+
+@pytest.mark.parametrize("anneal", ["cos", "linear"])
+@pytest.mark.parametrize("total_steps", [1, 2, 8])
+def test_a_one_cycle_keeps_its_last_value(anneal, total_steps):
+    run = training(ref_batchsize=4)
+    inner = OneCycleLR(run.optimizer, 0.1, total_steps=total_steps, anneal_strategy=anneal, div_factor=5)
+    scheduler = vbs.ProgressScheduler(inner, run.optimizer, "updates")
+    rates = scheduler.get_last_lr()
+    for _ in range(total_steps + 3):
+        run.run(1)
+        scheduler.step()
+        rates += scheduler.get_last_lr()
+    assert rates[total_steps - 1 :] == pytest.approx(5 * [0.1 / 5 / 1e4])
+    assert all(rate > 1e-3 for rate in rates[: total_steps - 1])
+    assert run.optimizer.param_groups[0]["momentum"] == pytest.approx(0.95)
+
+
+def test_a_one_cycle_inside_other_schedulers_keeps_its_last_value():
+    run = training(ref_batchsize=4)
+    parts = [
+        lr_scheduler.ConstantLR(run.optimizer, total_iters=9),
+        OneCycleLR(run.optimizer, 0.1, total_steps=3),
+        lr_scheduler.ConstantLR(run.optimizer, factor=0.25),
+    ]
+    phases = lr_scheduler.SequentialLR(run.optimizer, parts, milestones=[2, 7])
+    inner = lr_scheduler.ChainedScheduler([phases, lr_scheduler.StepLR(run.optimizer, 100)], run.optimizer)
+    scheduler = vbs.ProgressScheduler(inner, run.optimizer, "updates")
+    rates = scheduler.get_last_lr()
+    for _ in range(9):
+        run.run(1)
+        scheduler.step()
+        rates += scheduler.get_last_lr()
+    assert rates[4:7] == pytest.approx(3 * [0.1 / 25 / 1e4])
+    assert min(rates[:4] + rates[7:]) > 1e-4
+
+
+# ------------------------------------------------------------------------------------------------------------ state
+
+
 @every_by
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedules_hold_their_last_value_after_the_total(name: str, by: Any) -> None:
-    run = training(sizes=[40], dataset_size=80, ref_batchsize=30, hyperparameters=GENTLE)
-    inner = SCHEDULERS[name](run.optimizer)
-    scheduler, groups = vbs.ProgressScheduler(inner, run.optimizer, by, total=5.5), list[dict[str, Any]]()
-    for _ in range(14):
-        run.run(1)
-        scheduler.step()
-        if scheduler.done:
-            groups.append({key: value for key, value in run.optimizer.param_groups[0].items() if key != "params"})
-            assert scheduler.get_last_lr() == [groups[0]["lr"]]
-    assert scheduler.state_dict()["steps"] == 5
-    assert len(groups) > 5
-    assert groups == len(groups) * groups[:1]
-
-
-def test_the_end_may_be_between_two_steps() -> None:
-    run = training(sizes=[2], dataset_size=40, ref_batchsize=4)
-    inner = counter(run.optimizer)
-    scheduler = vbs.ProgressScheduler(inner, run.optimizer, "samples", total=2.5)
-    done = []
-    for _ in range(8):
-        run.run(1)
-        scheduler.step()
-        done.append(scheduler.done)
-    assert done == 4 * [False] + 4 * [True]
-    assert inner.last_epoch == 2
-
-
-def test_by_progress_done_is_true_after_the_delay() -> None:
-    run = training(vbs.ConstantOptimizer)
-    scheduler = vbs.ProgressScheduler(counter(run.optimizer), run.optimizer, total=2)
-    done = []
-    for _ in range(5):
-        run.run(1)
-        scheduler.step()
-        done.append(scheduler.done)
-    assert done == [False, False, False, True, True]
-
-
-@every_by
-def test_without_a_total_done_is_false(by: Any) -> None:
-    run = training(ref_batchsize=1)
-    scheduler = vbs.ProgressScheduler(counter(run.optimizer), run.optimizer, by)
-    run.run(3)
-    scheduler.step()
-    assert scheduler.done is False
-
-
-# ----------------------------------------------------------------------------------------------------------- errors
-
-
-def test_rejects_a_scheduler_that_steps_on_a_metric() -> None:
-    run = training()
-    plateau = lr_scheduler.ReduceLROnPlateau(run.optimizer)
-    with pytest.raises(TypeError, match=r"but ReduceLROnPlateau steps on a metric; call its step\(metric\)"):
-        vbs.ProgressScheduler(plateau, run.optimizer)
-    inside = sequential(run.optimizer)
-    inside._schedulers[1] = plateau  # type: ignore[attr-defined]  # torch does not check later assignments
-    nested = lr_scheduler.ChainedScheduler([inside], run.optimizer)
-    with pytest.raises(TypeError, match="but ReduceLROnPlateau steps on a metric"):
-        vbs.ProgressScheduler(nested, run.optimizer)
-
-
-def test_rejects_a_scheduler_of_another_optimizer() -> None:
-    run, other = training(), training()
-    for stranger in (other.optimizer, other.optimizer.inner):
-        with pytest.raises(ValueError, match=r"belong to this wrapper .* LambdaLR belongs to another .*; create it"):
-            vbs.ProgressScheduler(counter(stranger), run.optimizer)
-
-
-def test_rejects_other_types_than_a_scheduler_and_a_wrapper() -> None:
-    run = training()
-    with pytest.raises(TypeError, match=r"must be one of torch.optim.lr_scheduler, got function; create one"):
-        vbs.ProgressScheduler(lambda step: 1.0, run.optimizer)  # type: ignore[arg-type]
-    scheduler = vbs.ProgressScheduler(counter(run.optimizer), run.optimizer)
-    with pytest.raises(TypeError, match=r"must be one of torch.optim.lr_scheduler, got ProgressScheduler; create one"):
-        vbs.ProgressScheduler(scheduler, run.optimizer)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"must be the vbs.CustomOptimizer .*, got SGD; pass the wrapper"):
-        vbs.ProgressScheduler(counter(run.optimizer), run.optimizer.inner)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("by", ["steps", None, "Samples"])
-def test_rejects_an_unknown_by(by: Any) -> None:
-    run = training()
-    with pytest.raises(ValueError, match=r'^by must be "progress", "samples" or "updates", got .*; pass one') as error:
-        vbs.ProgressScheduler(counter(run.optimizer), run.optimizer, by)
-    assert repr(by) in str(error.value)
-
-
-def test_samples_need_a_reference() -> None:
-    run = training(vbs.ConstantOptimizer, ref_batchsize=None)
-    with pytest.raises(ValueError, match=r'needs an optimizer with a ref_batchsize.*, got one without; .*by="updates"'):
-        vbs.ProgressScheduler(counter(run.optimizer), run.optimizer, "samples")
-
-
-@pytest.mark.parametrize(
-    ("total", "error", "range_"),
-    [
-        *((total, ValueError, "> 0") for total in (0, 0.0)),
-        *((total, ValueError, ">= 0") for total in (-1, math.inf, math.nan)),
-        *((total, TypeError, ">= 0") for total in (True, "10", np.bool_(True))),
-    ],
+@every_scheduler
+@examples(6)
+@given(
+    stop=st.integers(0, len(SIZES)),
+    minibatch_sizes=st.tuples(st.integers(4, 9), st.integers(4, 9)),  # before and after
+    worlds=st.tuples(st.sampled_from([1, 3]), st.sampled_from([1, 2])),
+    optimizer_first=st.booleans(),
 )
-def test_rejects_a_total_that_is_not_a_positive_number(total: Any, error: type[Exception], range_: str) -> None:
-    run = training()
-    expected = rf"^total must be a finite number {range_}, got .*; pass the .* hold their last value, or omit it$"
-    with pytest.raises(error, match=expected):
-        vbs.ProgressScheduler(counter(run.optimizer), run.optimizer, total=total)
+def test_a_schedule_resumes_in_another_world(by, make, stop, minibatch_sizes, worlds, optimizer_first):
+    def start(backend, minibatch_size):
+        run = training(sizes=SIZES, ref_batchsize=6, backend=backend, minibatch_size=minibatch_size)
+        return run, vbs.ProgressScheduler(make(run.optimizer), run.optimizer, by, total=25)
+
+    def rates(run, scheduler, updates):
+        found = []
+        for _ in range(updates):
+            run.run(1)
+            scheduler.step()
+            found.append((scheduler.get_last_lr(), hyperparameters(run.optimizer), scheduler.passed, scheduler.done))
+        return found
+
+    def save(backend):
+        run, scheduler = start(backend, minibatch_sizes[0])
+        found, file = rates(run, scheduler, stop), io.BytesIO()
+        torch.save((run.optimizer.state_dict(), scheduler.state_dict()), file)
+        return found, file.getvalue()
+
+    def resume(backend):
+        run, scheduler = start(backend, minibatch_sizes[1])
+        optimizer_state, scheduler_state = torch.load(io.BytesIO(saved), weights_only=True)
+        loads = [(run.optimizer, optimizer_state), (scheduler, scheduler_state)]
+        for part, state in loads if optimizer_first else reversed(loads):
+            part.load_state_dict(state)
+        scheduler.step()
+        return rates(run, scheduler, len(SIZES) - stop)
+
+    uninterrupted = rates(*start(None, minibatch_size=4), len(SIZES))
+    ((found, saved), *_) = run_ranks(save, worlds[0])
+    assert found == uninterrupted[:stop]
+    for rank in run_ranks(resume, worlds[1]):
+        assert rank == uninterrupted[stop:]
 
 
-@pytest.mark.parametrize("total", [np.int64(3), np.float64(3), 3, 3.0, REF])
-def test_accepts_any_positive_number_as_total(total: Any) -> None:
+@pytest.mark.parametrize("state", [{"by": "samples"}, {"last_epoch": 3}])
+def test_rejects_a_state_with_another_by(state):
     run = training()
-    assert not vbs.ProgressScheduler(counter(run.optimizer), run.optimizer, total=total).done
+    scheduler = vbs.ProgressScheduler(counter(run.optimizer), run.optimizer)
+    before = scheduler.state_dict()
+    with pytest.raises(ValueError, match=r"of a ProgressScheduler with by='progress', got by=.*; create") as error:
+        scheduler.load_state_dict(state)
+    assert repr(state.get("by")) in str(error.value)
+    assert scheduler.state_dict() == before

@@ -1,26 +1,25 @@
-"""CustomOptimizer: its state, its arguments, and gradients that the user's loop clears, adds or omits."""
-
-from __future__ import annotations
+"""CustomOptimizer: its state, also a damaged one, and gradients that the user's loop clears, adds or omits."""
 
 import copy
-import pickle
-from collections.abc import Callable
-from typing import Any
+import math
+import re
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from hypothesis import given
+from hypothesis import strategies as st
 
 import variable_batch_size as vbs
+from helpers.properties import examples
 from helpers.reference import SIZES, Training, assert_equal, assert_same_state, network, training, twin
-from variable_batch_size.backend import Backend
+from variable_batch_size.adaptive import NoiseScale
 from variable_batch_size.testing import run_ranks
 
 # ---------------------------------------------------------------------------------------------------------------- state
 
 
-def test_a_plain_optimizers_state_raises_unless_strict_is_false() -> None:
+def test_a_plain_optimizers_state_raises_unless_strict_is_false():
     plain = torch.optim.SGD(network().parameters(), lr=0.3, momentum=0.5)
     run = training().run(2)
     before = copy.deepcopy(run.optimizer.state_dict())
@@ -42,7 +41,7 @@ def test_a_plain_optimizers_state_raises_unless_strict_is_false() -> None:
         ({"sampling": {"shuffle": False}}, "shuffle was False and is True"),
     ],
 )
-def test_a_state_of_other_samples_raises_and_changes_nothing(other: dict[str, Any], differs: str) -> None:
+def test_a_state_of_other_samples_raises_and_changes_nothing(other, differs):
     run, state = training().run(2), training(**other).run(4).optimizer.state_dict()
     before, weights = copy.deepcopy(run.optimizer.state_dict()), run.weights()
     with pytest.raises(ValueError, match=f"{differs}.*strict=False"):
@@ -53,26 +52,7 @@ def test_a_state_of_other_samples_raises_and_changes_nothing(other: dict[str, An
     assert_equal(run.weights(), weights, 0)
 
 
-def test_a_state_of_another_model_raises_and_changes_nothing() -> None:
-    run, other = (
-        training().run(2),
-        training(inner=lambda ps, **options: torch.optim.SGD(list(ps)[:1], **options)).run(4),
-    )
-    before = copy.deepcopy(run.optimizer.state_dict())
-    with pytest.raises(ValueError, match="as many parameters in each group as the optimizer"):
-        run.optimizer.load_state_dict(other.optimizer.state_dict())
-    assert_same_state(run.optimizer.state_dict(), before)
-
-
-def test_loading_a_state_in_the_middle_of_a_step_discards_the_step() -> None:
-    run = training(vbs.RootRuleOptimizer, SIZES)
-    state = run.optimizer.state_dict()
-    next(run.steps())
-    run.optimizer.load_state_dict(state)
-    assert_equal(run.run(4).weights(), twin(vbs.RootRuleOptimizer, SIZES[:4]))
-
-
-def test_objects_say_in_a_shell_what_they_are() -> None:
+def test_objects_say_in_a_shell_what_they_are():
     run = training(vbs.RootRuleOptimizer, [16, 5], hyperparameters={"lr": 0.1}).run(1)
     trace = 'BatchTrace("0:16 1:5", 2 steps, on_end="hold")'
     assert repr(run.sampler) == f"CustomSampler(50 samples, {trace}, rank 0 of 1, at epoch 0, step 1)"
@@ -83,28 +63,11 @@ def test_objects_say_in_a_shell_what_they_are() -> None:
     assert repr(next(iter(vbs.updates(run.sampler, run.optimizer)))) == "Update(2 microbatches)"
 
 
-def test_names_that_are_close_are_suggested() -> None:
-    with pytest.raises(TypeError, match=r"^LinearRuleOptimizer: got .* 'ref_batch_size'; did you mean ref_batchsize\?"):
-        vbs.LinearRuleOptimizer(None, None, ref_batch_size=8)  # type: ignore[arg-type, call-arg]
-    with pytest.raises(TypeError, match=r"^CustomSampler: got .* 'mini_batch_size'; did you mean minibatch_size\?"):
-        vbs.CustomSampler(9, 3, mini_batch_size=8)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"^ConstantOptimizer: missing a required argument: 'sampler'; it takes inn"):
-        vbs.ConstantOptimizer(None)  # type: ignore[arg-type, call-arg]
-    with pytest.raises(AttributeError, match=r"LinearOptimizer; did you mean LinearRuleOptimizer\?"):
-        vbs.LinearOptimizer  # type: ignore[attr-defined] # noqa: B018
-
-
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps], ids=["copy", "deepcopy", "pickle"])
-def test_copying_and_pickling_raise(copied: Callable[[object], object]) -> None:
-    with pytest.raises(TypeError, match=r"cannot be copied or pickled; create another one and load its state_dict"):
-        copied(training().optimizer)
-
-
 # ------------------------------------------------------------------------------------------------------ the user's loop
 
 
-def test_the_due_microbatch_gives_its_weight_in_a_mean() -> None:
-    def weights(backend: Backend) -> list[int]:
+def test_the_due_microbatch_gives_its_weight_in_a_mean():
+    def weights(backend):
         run, samples = training(sizes=SIZES, dataset_size=sum(SIZES), backend=backend), [0] * len(SIZES)
         for indices in run.sampler:
             due = run.optimizer.microbatch
@@ -121,7 +84,7 @@ def test_the_due_microbatch_gives_its_weight_in_a_mean() -> None:
 
 
 @pytest.mark.parametrize("missing", [0, 1, 4, 5, 8])
-def test_step_without_backward_raises(missing: int) -> None:
+def test_step_without_backward_raises(missing):
     run = training()
     steps = iter(run.sampler)
     for _ in range(missing):
@@ -134,19 +97,6 @@ def test_step_without_backward_raises(missing: int) -> None:
         run.optimizer.step()
 
 
-def test_a_replay_may_skip_backward() -> None:
-    def train(backend: Backend) -> Training:
-        run = training(sizes=SIZES[:4], dataset_size=61, backend=backend)
-        for indices in run.sampler:
-            if run.optimizer.microbatch.samples:
-                run.loss(indices).backward()
-            run.optimizer.step()
-        return run
-
-    for run in run_ranks(train, 4):
-        assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, SIZES[:4], dataset_size=61))
-
-
 @pytest.mark.parametrize(
     "clear",
     [
@@ -157,7 +107,7 @@ def test_a_replay_may_skip_backward() -> None:
     ],
     ids=["model", "layer", "inner", "replaced"],
 )
-def test_clearing_gradients_within_a_step_raises(clear: Callable[[Training], None]) -> None:
+def test_clearing_gradients_within_a_step_raises(clear):
     run = training()
     steps = run.steps()
     while not next(steps):
@@ -171,55 +121,7 @@ def test_clearing_gradients_within_a_step_raises(clear: Callable[[Training], Non
         next(steps)
 
 
-@pytest.mark.filterwarnings("ignore:Using backward.* with create_graph=True")
-def test_gradients_with_create_graph_accumulate() -> None:
-    run = training()
-    for indices in run.sampler:
-        run.loss(indices).backward(create_graph=True)
-        run.optimizer.step()
-    assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, SIZES[:4]))
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "text"),
-    [
-        ({"ref_batchsize": None}, ValueError, r"LinearRule\(\) needs ref_batchsize, .*; pass the batch size"),
-        ({"ref_batchsize": 0}, ValueError, "ref_batchsize must be an integer >= 1, got 0; pass"),
-        ({"ref_batchsize": 64.0}, TypeError, r"ref_batchsize must be an integer >= 1, got 64\.0 .*; pass"),
-        ({"ref_batchsize": "64"}, TypeError, "ref_batchsize must be an integer >= 1, got '64' .*; pass"),
-        ({"reduction": "none"}, ValueError, 'reduction must be "mean" or "sum".*, got \'none\'; pass'),
-        ({"max_grad_norm": 0}, ValueError, "max_grad_norm must be a finite number > 0, got 0.*; omit it"),
-        ({"max_grad_norm": float("nan")}, ValueError, "max_grad_norm must be a finite number >= 0, got nan; omit it"),
-        ({"max_grad_norm": "1"}, TypeError, r"max_grad_norm must be a finite number >= 0, got '1' \(str\); omit it"),
-        ({"log_steps": 0}, ValueError, "log_steps must be an integer >= 1, got 0; pass"),
-        ({"log_steps": 2.5}, TypeError, r"log_steps must be an integer >= 1, got 2\.5 .*; pass"),
-        ({"tracker": "runs"}, TypeError, r"tracker must be a vbs\.Tracker, got 'runs'; pass one"),
-        ({"backend": "gloo"}, TypeError, r"backend must be a vbs\.Backend, got 'gloo'; pass one"),
-        ({"rule": vbs.rules.RootRule}, TypeError, r"rule must be a name, or a callable .*, got <class"),
-        ({"rule": "lineal"}, ValueError, r"rule must be one of constant, linear, .*, got 'lineal'; pass one"),
-        ({"sampler": [[0, 1]]}, TypeError, r"sampler must be the vbs\.CustomSampler .* got list; create one"),
-        ({"sampler": vbs.CustomSampler(50, 20, 3, 2)}, ValueError, "deals for rank 2 of 3 .* is rank 0 of 1; pass"),
-        ({"inner": nn.Linear(1, 1)}, TypeError, r"inner optimizer must be a torch\.optim\.Optimizer, got Linear; pass"),
-    ],
-    ids=lambda value: ", ".join(value) if isinstance(value, dict) else str(value),
-)
-def test_a_wrong_argument_raises_with_a_remedy(options: dict[str, Any], error: type[Exception], text: str) -> None:
-    right = {
-        "inner": torch.optim.SGD(network().parameters()),
-        "sampler": vbs.CustomSampler(50, 20, 1, 0),
-        "ref_batchsize": 64,
-        "rule": vbs.rules.LinearRule(),
-    }
-    with pytest.raises(error, match=text):
-        vbs.CustomOptimizer(**(right | options))
-
-
-def test_the_momentum_rule_accepts_only_sgd() -> None:
-    with pytest.raises(TypeError, match=r"must be a torch\.optim\.SGD, got Adam; use the linear rule"):
-        training(vbs.LinearRuleMomentumOptimizer, inner=torch.optim.Adam, hyperparameters={})
-
-
-def test_the_maximum_norm_may_be_set_between_updates() -> None:
+def test_the_maximum_norm_may_be_set_between_updates():
     run = training()
     assert run.optimizer.max_grad_norm is None
     run.optimizer.max_grad_norm = 0.5
@@ -231,12 +133,6 @@ def test_the_maximum_norm_may_be_set_between_updates() -> None:
     assert run.optimizer.max_grad_norm == 0.5
 
 
-def test_accepts_numpy_numbers() -> None:
-    run = training(ref_batchsize=np.int32(64), max_grad_norm=np.float64(0.5)).run(3)
-    assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, SIZES[:3], max_grad_norm=0.5))
-    assert type(run.optimizer.ref_batchsize) is int
-
-
 @pytest.mark.parametrize(
     ("kind", "options", "told"),
     [
@@ -245,7 +141,7 @@ def test_accepts_numpy_numbers() -> None:
         (vbs.CustomOptimizer, {"rule": "root", "ref_batchsize": 9}, r"RootRule\(\), ref_batchsize was 64 and is 9"),
     ],
 )
-def test_a_state_of_another_rule_tells_it(kind: type[vbs.CustomOptimizer], options: Any, told: str) -> None:
+def test_a_state_of_another_rule_tells_it(kind, options, told):
     state = training(vbs.LinearRuleOptimizer).run(2).optimizer.state_dict()
     run = training(kind, **options)
     with pytest.warns(UserWarning, match=f"^Resumed with other settings: .*{told}$"):
@@ -253,11 +149,11 @@ def test_a_state_of_another_rule_tells_it(kind: type[vbs.CustomOptimizer], optio
     assert run.optimizer.updates == 2
 
 
-def test_an_exception_in_a_closure_interrupts_nothing() -> None:
+def test_an_exception_in_a_closure_interrupts_nothing():
     run = training()
     batches = iter(run.sampler)
 
-    def closure() -> float:
+    def closure():
         raise KeyError("planted")
 
     next(batches)
@@ -267,9 +163,153 @@ def test_an_exception_in_a_closure_interrupts_nothing() -> None:
     assert_equal(run.run(4).weights(), training().run(4).weights(), 0)
 
 
-def test_a_grad_scaler_takes_no_closure() -> None:
+def test_a_grad_scaler_takes_no_closure():
     run, scaler = training(), torch.amp.GradScaler("cpu")
     indices = next(iter(run.sampler))
     run.optimizer.backward(run.loss(indices), scaler=scaler)
     with pytest.raises(RuntimeError, match=r"but a closure computes them in it; call optimizer\.backward\("):
         scaler.step(run.optimizer, lambda: 0.0)
+
+
+# States that lack an entry, or of which one is damaged, or that are of something else: nothing changes. ---------------
+
+
+OPTIONS = [
+    {},
+    {"noise": "differenced"},
+    {"kind": vbs.SqrtSDERuleOptimizer},
+    {"sizes": vbs.AdaptiveTrace(NoiseScale(), start=4, every=1, bounds=(1, 8))},
+]
+DAMAGE = [None, "nonsense", [], {}, [None], {"x": 1}, 1.5, -3]
+
+
+def of(options):
+    options = dict(options)
+    kind, sizes = options.pop("kind", vbs.LinearRuleOptimizer), options.pop("sizes", [8, 3, 5])
+    if isinstance(sizes, vbs.AdaptiveTrace):
+        run = training(kind, [4], dataset_size=60)
+        sampler = vbs.CustomSampler(60, sizes, 1, 0, minibatch_size=4, fixed_shape=False)
+        optimizer = vbs.LinearRuleOptimizer(torch.optim.SGD(run.model.parameters(), lr=0.01), sampler, 4)
+        return Training(run.model, sampler, optimizer, run.x, run.target)
+    return training(kind, sizes, dataset_size=60, **options)
+
+
+def places(state, at=()):
+    """The paths of all entries of nested dictionaries."""
+    if isinstance(state, dict):
+        for key, value in state.items():
+            yield (*at, key)
+            yield from places(value, (*at, key))
+
+
+@pytest.mark.filterwarnings("ignore:(Resumed with other|The batch trace differs)")
+@given(st.sampled_from(OPTIONS), st.sampled_from(["drop", *DAMAGE]), st.data())
+@examples(150)
+def test_a_damaged_state_is_refused_or_is_as_good(options, damage, data):
+    state = copy.deepcopy(of(options).run(3).optimizer.state_dict())
+    own = {"vbs": state["vbs"], "param_groups": {}, "state": {}}
+    path = data.draw(st.sampled_from(sorted(places(own), key=str)), label="entry")
+    parent = state
+    for key in path[:-1]:
+        parent = parent[key]
+    if damage == "drop":
+        del parent[path[-1]]
+    else:
+        parent[path[-1]] = damage
+    run = of(options).run(2)
+    before, weights = copy.deepcopy(run.optimizer.state_dict()), run.weights()
+    try:
+        run.optimizer.load_state_dict(state)
+    except ValueError:
+        assert repr(run.optimizer.state_dict()) == repr(before)
+        assert_equal(run.weights(), weights)
+        assert run.sampler.position.step == run.optimizer.updates == 2
+        run.run(2)
+        return
+    run.run(1)  # what was lost or changed can be done without
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("progress", math.nan), ("progress", -1.0), ("samples", 17), ("first_step", 4), ("epoch_samples", 61)],
+)
+def test_numbers_that_do_not_agree_are_refused(name, value):
+    """Each has the right type, but no training has them together."""
+    state, run = of({}).run(3).optimizer.state_dict(), of({}).run(1)
+    (state["vbs"] if name == "progress" else state["vbs"]["sampler"])[name] = value
+    with pytest.raises(ValueError, match=r"must agree with one another, got|must be a finite number >= 0, got"):
+        run.optimizer.load_state_dict(state)
+    assert run.optimizer.updates == 1
+
+
+def test_averages_whose_bias_is_corrected_cannot_be_lost():
+    options = {"kind": vbs.SqrtSDERuleOptimizer}
+    state, run = of(options).run(3).optimizer.state_dict(), of(options).run(1)
+    state["state"] = {}
+    with pytest.raises(ValueError, match="must hold the averages whose bias a rule corrects, but it has none of param"):
+        run.optimizer.load_state_dict(state)
+    assert run.optimizer.updates == 1
+
+
+@pytest.mark.parametrize("name", ["noise", "minibatch_size"])
+def test_a_measured_noise_cannot_be_lost(name):
+    state, run = of({"noise": "differenced"}).run(3).optimizer.state_dict(), of({"noise": "differenced"})
+    del state["vbs"][name]
+    with pytest.raises(
+        ValueError, match=rf"must hold {name}, of type \w+, but this one lacks it; restore one as it was"
+    ):
+        run.optimizer.load_state_dict(state)
+
+
+def test_a_state_of_another_version_names_both():
+    state, run = of({}).run(1).optimizer.state_dict(), of({})
+    state["vbs"]["sampler"]["version"] = 7
+    with pytest.raises(ValueError, match="must be of version 1, got one of version 7; load it with the release"):
+        run.optimizer.load_state_dict(state)
+    del state["vbs"]["sampler"]["version"]
+    with pytest.raises(ValueError, match="got one of version unknown"):
+        run.optimizer.load_state_dict(state)
+    with pytest.raises(ValueError, match="got one of version unknown"):
+        run.sampler.load_state_dict(state["vbs"]["sampler"])
+
+
+KINDS = [torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adamax, torch.optim.RAdam]
+
+
+@pytest.mark.parametrize("saved", KINDS)
+@pytest.mark.parametrize("here", KINDS)
+def test_the_state_of_another_kind_of_optimizer_is_refused(saved, here):
+    state = training(inner=saved, hyperparameters={}).run(2).optimizer.state_dict()
+    run = training(inner=here, hyperparameters={})
+    if saved is here:
+        run.optimizer.load_state_dict(state)
+        return
+    before = copy.deepcopy(run.optimizer.state_dict())
+    match = (
+        f"it was saved of {saved.__name__} and this is {here.__name__}; create the optimizer that was saved, or pass"
+    )
+    with pytest.raises(ValueError, match=match):
+        run.optimizer.load_state_dict(state)
+    assert repr(run.optimizer.state_dict()) == repr(before)
+
+
+def test_other_groups_are_told_with_their_sizes():
+    """As by a training that resumes after it has unfrozen some."""
+    run, other = training(), training()
+    run.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+    sizes = [[len(group["params"]) for group in one.optimizer.param_groups] for one in (run, other)]
+    for one, another, (saved, here) in ((run, other, sizes), (other, run, sizes[::-1])):
+        match = re.escape(f"but it has {saved} and the optimizer {here}; create the same groups before")
+        with pytest.raises(ValueError, match=match):
+            another.optimizer.load_state_dict(one.optimizer.state_dict())
+
+
+def test_a_dataset_is_given_by_its_size_or_itself():
+    assert vbs.CustomSampler(torch.tensor(64), 8, 1, 0).plan.dataset_size == 64
+    assert vbs.CustomSampler(np.array(64), 8, 1, 0).plan.dataset_size == 64
+    assert vbs.CustomSampler(torch.zeros(64, 3), 8, 1, 0).plan.dataset_size == 64
+    with pytest.raises(TypeError, match=r"must be a number of samples, or the dataset, got '64' \(str\); pass an int"):
+        vbs.CustomSampler("64", 8, 1, 0)
+    loader = torch.utils.data.DataLoader(torch.zeros(64), batch_size=4)
+    with pytest.raises(TypeError, match=r"must be a number of samples, or the dataset, got .*; pass loader.dataset"):
+        vbs.CustomSampler(loader, 8, 1, 0)

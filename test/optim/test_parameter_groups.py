@@ -1,16 +1,12 @@
-"""A rule for each parameter group, against a float64 twin that scales each weight by its own factors."""
+"""A rule for each parameter group, and lists of parameters that the user changes in place."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Sequence
-from typing import Any
+import warnings
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
-from torch.optim import Optimizer
+from torch import Tensor, nn
 
 import variable_batch_size as vbs
 from helpers.properties import examples
@@ -19,36 +15,30 @@ from helpers.reference import (
     REF,
     SGD,
     SIZES,
-    Array,
-    Training,
     assert_equal,
     batches,
     gradient,
     network,
     rule_at,
     training,
-    twin,
 )
 from helpers.twins import InnerTwin, PlainTraining
-from variable_batch_size.backend import Backend
 from variable_batch_size.testing import run_ranks
 
-RULES: dict[vbs.rules.Rule, type[vbs.CustomOptimizer]] = {
+RULES = {
     vbs.rules.LinearRule(): vbs.LinearRuleOptimizer,
     vbs.rules.RootRule(): vbs.RootRuleOptimizer,
     vbs.rules.LinearMomentumRule(): vbs.LinearRuleMomentumOptimizer,
 }
 
 
-def layers(parameters: Iterable[Tensor], **hyperparameters: Any) -> Optimizer:
+def layers(parameters, **hyperparameters):
     """A group for each of the two layers."""
     weights = list(parameters)
     return torch.optim.SGD([{"params": weights[:2]}, {"params": weights[2:]}], **hyperparameters)
 
 
-def by_layer(
-    rules: Sequence[vbs.rules.Rule], sizes: Sequence[int], dataset_size: int, max_grad_norm: float | None
-) -> list[Array]:
+def by_layer(rules, sizes, dataset_size, max_grad_norm):
     """SGD with rules[0] for the two weights of the first layer and rules[1] for the second, one big batch an update."""
     run = training(vbs.ConstantOptimizer, sizes, dataset_size=dataset_size)
     x, target, weights = run.x.numpy(), run.target.numpy(), dict(enumerate(run.weights()))
@@ -68,11 +58,9 @@ def by_layer(
     world=st.integers(1, 4),
     max_grad_norm=st.sampled_from([None, 0.5, 1e6]),
 )
-def test_each_group_follows_its_rule(
-    rules: tuple[vbs.rules.Rule, vbs.rules.Rule], sizes: list[int], world: int, max_grad_norm: float | None
-) -> None:
-    def train(backend: Backend) -> Training:
-        options: dict[str, Any] = {"rule": rules, "ref_batchsize": REF, "max_grad_norm": max_grad_norm}
+def test_each_group_follows_its_rule(rules, sizes, world, max_grad_norm):
+    def train(backend):
+        options = {"rule": rules, "ref_batchsize": REF, "max_grad_norm": max_grad_norm}
         run = training(vbs.CustomOptimizer, sizes, dataset_size=200, inner=layers, backend=backend, **options)
         return run.run(len(sizes))
 
@@ -81,11 +69,11 @@ def test_each_group_follows_its_rule(
         assert_equal(rank.weights(), expected)
 
 
-def make(*rules: Any, **options: Any) -> Training:
+def make(*rules, **options):
     return training(vbs.CustomOptimizer, SIZES, dataset_size=sum(SIZES), inner=layers, rule=rules, **options)
 
 
-def test_lr_factor_learning_rate_and_progress_are_those_of_the_first_group() -> None:
+def test_lr_factor_learning_rate_and_progress_are_those_of_the_first_group():
     run = make(vbs.rules.RootRule(), vbs.rules.LinearRule(), ref_batchsize=REF).run(1)
     k = SIZES[0] / REF
     assert run.optimizer.lr_factor() == pytest.approx(k**0.5)
@@ -94,7 +82,7 @@ def test_lr_factor_learning_rate_and_progress_are_those_of_the_first_group() -> 
     assert mixed.optimizer.progress == 3
 
 
-def test_rules_holds_one_rule_for_each_group() -> None:
+def test_rules_holds_one_rule_for_each_group():
     rule = vbs.rules.RootRule()
     (only,) = training(vbs.CustomOptimizer, rule=rule, ref_batchsize=REF).optimizer.rules
     assert only is rule
@@ -106,43 +94,7 @@ def test_rules_holds_one_rule_for_each_group() -> None:
     assert optimizer.rules == (vbs.rules.LinearRule(), vbs.rules.RootRule())
 
 
-def test_constant_rules_need_no_reference() -> None:
-    run = make(vbs.rules.ConstantRule(), vbs.rules.ConstantRule(), ref_batchsize=None).run(3)
-    assert run.optimizer.ref_batchsize is None
-    assert_equal(run.weights(), twin(vbs.ConstantOptimizer, SIZES[:3], dataset_size=sum(SIZES)))
-
-
-@pytest.mark.parametrize(
-    ("rules", "error", "text"),
-    [
-        ([vbs.rules.ConstantRule(), vbs.rules.RootRule()], ValueError, r"^RootRule\(\) needs ref_batchsize"),
-        (
-            [vbs.rules.ConstantRule()],
-            ValueError,
-            "^a sequence of rules must hold one for each .* group, got 1 for 2; pass as",
-        ),
-        ([], ValueError, "got 0 for 2; pass as many, or one rule for all"),
-        (3 * [vbs.rules.ConstantRule()], ValueError, "got 3 for 2; pass"),
-        (
-            [vbs.rules.ConstantRule(), vbs.rules.RootRule],
-            TypeError,
-            r"^rule must be a name, or a callable .*, got <class",
-        ),
-        ([None, vbs.rules.ConstantRule()], TypeError, r"^rule must be a name, or a callable .*, got None .*; pass"),
-        (
-            [vbs.rules.ConstantRule(), [vbs.rules.ConstantRule()]],
-            TypeError,
-            r"^rule must be a name, or a callable .*, got \[ConstantRule",
-        ),
-    ],
-    ids=str,
-)
-def test_rejects_rules_that_do_not_match_the_groups(rules: Any, error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        make(*rules, ref_batchsize=None)
-
-
-def test_rejects_a_new_group_if_every_group_has_its_own_rule() -> None:
+def test_rejects_a_new_group_if_every_group_has_its_own_rule():
     run = make(vbs.rules.LinearRule(), vbs.rules.RootRule(), ref_batchsize=REF).run(1)
     group = {"params": [torch.zeros(1, requires_grad=True)]}
     with pytest.raises(ValueError, match=r"got 2 for 3; .* add it to the inner optimizer and wrap it again"):
@@ -150,43 +102,12 @@ def test_rejects_a_new_group_if_every_group_has_its_own_rule() -> None:
     assert len(run.optimizer.param_groups) == 2
 
 
-def test_rejects_ranks_with_different_rules() -> None:
-    def train(backend: Backend) -> None:
-        rules = [vbs.rules.LinearRule(), vbs.rules.RootRule()]
-        options: dict[str, Any] = {"rule": rules if backend.world.rank else rules[::-1], "ref_batchsize": REF}
-        training(vbs.CustomOptimizer, inner=layers, backend=backend, **options).run(1)
-
-    with pytest.raises(RuntimeError, match="must train with the same rule, but"):
-        run_ranks(train, 2)
-
-
-def test_an_update_takes_one_collective() -> None:
-    def calls(backend: Backend) -> int:
-        run = training(
-            vbs.CustomOptimizer,
-            inner=layers,
-            rule=(vbs.rules.LinearMomentumRule(), vbs.rules.RootRule()),
-            ref_batchsize=REF,
-            backend=backend,
-        ).run(1)
-        before = backend.collectives  # type: ignore[attr-defined]
-        run.run(4)
-        return int(backend.collectives - before)  # type: ignore[attr-defined]
-
-    assert run_ranks(calls, 2) == [4, 4]
-
-
-def test_a_sequence_of_one_rule_equals_that_rule() -> None:
-    run = training(vbs.CustomOptimizer, rule=[vbs.rules.LinearMomentumRule()], ref_batchsize=REF).run(len(SIZES))
-    assert_equal(run.weights(), twin(vbs.LinearRuleMomentumOptimizer, SIZES))
-
-
-def test_a_group_is_added_after_a_backward_that_is_dropped() -> None:
-    def train(backend: Backend, dropped: bool) -> list[Array]:
+def test_a_group_is_added_after_a_backward_that_is_dropped():
+    def train(backend, dropped):
         model = network()
-        first, _, last = model  # type: ignore[misc]
+        first, _, last = model
         first.requires_grad_(False)
-        inner: dict[str, Any] = {"inner": lambda _, **options: torch.optim.SGD(last.parameters(), **options)}
+        inner = {"inner": lambda _, **options: torch.optim.SGD(last.parameters(), **options)}
         options = {"model": model, "backend": backend, "dataset_size": sum(SIZES), **inner}
         run = training(vbs.LinearRuleMomentumOptimizer, **options)
         for updated in run.steps():
@@ -202,3 +123,163 @@ def test_a_group_is_added_after_a_backward_that_is_dropped() -> None:
     for found in run_ranks(lambda backend: [train(backend, dropped) for dropped in (False, True)], 2):
         for weights in found:
             assert_equal(weights, expected)
+
+
+# Lists that are changed in place: adopted between steps, refused within one. ------------------------------------------
+
+
+CHANGES = ["append", "extend", "replace an item", "replace the list", "append a group", "pop a group", "remove"]
+
+
+class Problem:
+    """A sum of linear maps, of which each parameter may be trained or not, and its gradients by autograd.
+
+    Before each inner step, `.grad` of every trained parameter is compared with the gradient of the mean loss over the
+    samples of the step, at the present weights.
+    """
+
+    def __init__(self, sizes, backend, number=6, **options):
+        generator = torch.Generator().manual_seed(3)
+        self.x = torch.randn(200, 4, generator=generator, dtype=torch.float64)
+        self.weights = [self.new(seed) for seed in range(number)]
+        world = backend.world
+        self.sampler = vbs.CustomSampler(
+            200, list(sizes), world.size, world.rank, minibatch_size=3, on_end="hold", fixed_shape=False
+        )
+        inner = torch.optim.SGD([self.weights[0], self.weights[1]], lr=0.01, momentum=0.5)
+        self.optimizer = vbs.LinearRuleOptimizer(inner, self.sampler, 4, backend=backend, **options)
+        self.optimizer.register_step_pre_hook(self._check)
+        self.checked = 0
+
+    @staticmethod
+    def new(seed):
+        return nn.Parameter(torch.randn(4, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64))
+
+    def loss(self, indices):
+        rows = sum(torch.tanh(self.x[indices] @ weight) * (1 + number) for number, weight in enumerate(self.weights))
+        assert isinstance(rows, Tensor)
+        return rows.square().sum(dim=1).mean()
+
+    def trained(self):
+        return list(dict.fromkeys(p for group in self.optimizer.param_groups for p in group["params"]))
+
+    def _check(self, *_):
+        batches, due = self.sampler.batches, self.sampler.due
+        step, order = batches.step(due), batches.order(due.epoch)
+        samples = [int(order(i)) for i in range(step.start, step.start + step.batch_size)]
+        with torch.enable_grad():
+            expected = torch.autograd.grad(self.loss(samples), self.trained())
+        for parameter, right in zip(self.trained(), expected, strict=True):
+            assert parameter.grad is not None
+            torch.testing.assert_close(parameter.grad, right, rtol=1e-12, atol=1e-12)
+        self.checked += 1
+
+    def change(self, kind, number):
+        """Change the lists of the optimizer, the same on every rank; parameter 0 stays."""
+        groups = self.optimizer.param_groups
+        known = {id(p) for p in self.trained()}
+        idle = [p for p in self.weights if id(p) not in known]
+        if kind == "append" and idle:
+            groups[0]["params"].append(idle[number % len(idle)])
+        elif kind == "extend":
+            groups[0]["params"].extend(idle)
+        elif kind == "replace an item" and len(groups[0]["params"]) > 1:
+            old = groups[0]["params"][1]
+            new = self.new(100 + number)
+            groups[0]["params"][1] = new
+            self.weights = [new if weight is old else weight for weight in self.weights]
+        elif kind == "replace the list":
+            groups[0]["params"] = [*groups[0]["params"], *idle[:1]]
+        elif kind == "append a group" and idle:
+            groups.append({**(groups[0] if number % 2 else {}), "params": idle[:1]})  # what is missing is the default
+        elif kind == "pop a group" and len(groups) > 1:
+            groups.pop()
+        elif kind == "remove" and len(groups[0]["params"]) > 1:
+            groups[0]["params"].pop()
+
+
+@given(
+    sizes=st.lists(st.integers(1, 14), min_size=1, max_size=5),
+    changes=st.lists(st.tuples(st.sampled_from(CHANGES), st.integers(0, 9)), min_size=1, max_size=6),
+    world=st.integers(1, 3),
+    options=st.sampled_from([{}, {"max_grad_norm": 1e9}, {"find_unused_parameters": True}]),
+    by=st.sampled_from(["loss", "optimizer"]),
+)
+@examples(60)
+def test_lists_that_are_changed_between_steps_are_adopted(sizes, changes, world, options, by):
+    def train(backend):
+        problem, left = Problem(sizes, backend, **options), list(changes)
+        for indices in problem.sampler:
+            loss = problem.loss(indices)
+            loss.backward() if by == "loss" else problem.optimizer.backward(loss)
+            for parameter in problem.weights:  # as plain torch needs it for those that it does not train
+                if id(parameter) not in map(id, problem.trained()):
+                    parameter.grad = None
+            if problem.optimizer.step():
+                if not left:
+                    break
+                problem.change(*left.pop(0))
+        return problem
+
+    first, *others = run_ranks(train, world)
+    assert first.checked == len(changes) + 1
+    for other in others:
+        for own, weight in zip(first.weights, other.weights, strict=True):
+            torch.testing.assert_close(own, weight, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_lists_that_are_changed_within_a_step_are_refused(kind):
+    problem = Problem([12], vbs.backend.LocalBackend())
+    problem.change("append a group", 0)
+    batches = iter(problem.sampler)
+    problem.loss(next(batches)).backward()
+    problem.optimizer.step()
+    problem.change(kind, 0)
+    problem.loss(next(batches)).backward()
+    with pytest.raises(RuntimeError, match=r"lists of param_groups were changed in step 0; change them when"):
+        problem.optimizer.step()
+    problem.optimizer.discard_step()
+    for indices in problem.sampler:
+        problem.optimizer.zero_grad()
+        problem.loss(indices).backward()
+        if problem.optimizer.step():
+            break
+    assert problem.checked == 1
+
+
+@given(
+    sizes=st.lists(st.integers(1, 14), min_size=1, max_size=4),
+    world=st.integers(1, 2),
+    groups=st.integers(1, 2),
+    rule=st.sampled_from(["linear", "linear-momentum", "adascale"]),
+)
+@examples(30)
+def test_a_parameter_that_is_listed_twice_counts_once(sizes, world, groups, rule):
+    """As in `list(encoder.parameters()) + list(decoder.parameters())` with a tied weight."""
+
+    def train(backend):
+        problem = Problem(sizes, backend)
+        first, second = problem.weights[:2]
+        others = [{"params": [problem.weights[2]]}] * (groups - 1)
+        inner = torch.optim.SGD([{"params": [first, second, first]}, *others], lr=0.001)
+
+        def check(*_):
+            for parameter in problem.trained():  # undo what the rule multiplies
+                assert parameter.grad is not None
+                if rule == "linear-momentum":
+                    parameter.grad = parameter.grad / (sizes[optimizer.updates] / 4)
+            problem._check()
+
+        optimizer = vbs.CustomOptimizer(inner, problem.sampler, 4, rule=rule, backend=backend)
+        problem.optimizer = optimizer
+        optimizer.register_step_pre_hook(check)
+        for indices in problem.sampler:
+            problem.loss(indices).backward()
+            if optimizer.step() and optimizer.updates == len(sizes):
+                break
+        return problem.checked
+
+    with warnings.catch_warnings():  # of all threads
+        warnings.filterwarnings("ignore", "optimizer contains a parameter group with duplicate parameters")
+        assert run_ranks(train, world) == [len(sizes)] * world

@@ -1,9 +1,5 @@
 """Processes of which one takes a wrong turn: all of them end, with the same sentence, soon."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from helpers.agreement_jobs import PART_AFTER, train
@@ -52,9 +48,7 @@ PASSED = r"every rank must come to {}, but rank {{}} waits there and rank \d mak
     ],
     ids=lambda value: value.replace(" ", "_") if len(value) < 30 else "",
 )
-def test_all_ranks_end_with_one_sentence_soon_after_one_has_parted(
-    how: str, sentence: str, size: int, tmp_path: Path
-) -> None:
+def test_all_ranks_end_with_one_sentence_soon_after_one_has_parted(how, sentence, size, tmp_path):
     messages, seconds, updates = zip(*run_job("gloo", train, tmp_path, how, ranks=size), strict=True)
     assert messages == size * (messages[0],)
     with pytest.raises(RuntimeError, match=sentence.format(size - 1)):
@@ -75,7 +69,7 @@ def test_all_ranks_end_with_one_sentence_soon_after_one_has_parted(
     ],
     ids=lambda value: value.replace(" ", "_") if len(value) < 25 else "",
 )
-def test_ranks_do_not_wait_long_for_a_process_that_has_left(how: str, sentence: str, size: int, tmp_path: Path) -> None:
+def test_ranks_do_not_wait_long_for_a_process_that_has_left(how, sentence, size, tmp_path):
     *others, _ = run_job("gloo", train, tmp_path, how, ranks=size)
     for message, seconds, updates in others:
         with pytest.raises(RuntimeError, match=sentence.format(size - 1)):

@@ -1,6 +1,4 @@
-"""What an optimizer logs: rows every so many updates or samples, the gradient norm, the time left, the progress bar."""
-
-from __future__ import annotations
+"""What an optimizer logs: rows every so many updates or samples, norms, the time left, the progress bar, and means."""
 
 import fcntl
 import math
@@ -10,8 +8,6 @@ import re
 import struct
 import termios
 from contextlib import redirect_stderr
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -21,18 +17,20 @@ from hypothesis import strategies as st
 
 import variable_batch_size as vbs
 from helpers.properties import examples
-from helpers.reference import Training, batches, data, gradient, training
-from helpers.strategies import Case, Run, cases
+from helpers.reference import batches, data, gradient, training
+from helpers.strategies import Run, cases
+from variable_batch_size.backend import LocalBackend
+from variable_batch_size.testing import run_ranks
 
 
-def trained(folder: Path, updates: int, kind: Any = vbs.LinearRuleOptimizer, **options: Any) -> Training:
+def trained(folder, updates, kind=vbs.LinearRuleOptimizer, **options):
     with vbs.Tracker(folder, progress=False) as tracker:
         return training(kind, tracker=tracker, **options).run(updates)
 
 
 @given(sizes=st.lists(st.integers(1, 50), min_size=2, max_size=12), every=st.integers(1, 120))
 @examples(30)
-def test_a_row_for_each_so_many_samples(sizes: list[int], every: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_row_for_each_so_many_samples(sizes, every, tmp_path_factory):
     folder = tmp_path_factory.mktemp("rows")
     run = trained(folder, len(sizes), sizes=sizes, log_samples=every)
     used = np.cumsum([min(len(samples), 50) for samples in batches(sizes, 50)])
@@ -47,7 +45,7 @@ def test_a_row_for_each_so_many_samples(sizes: list[int], every: int, tmp_path_f
     assert run.optimizer.samples == used[-1]
 
 
-def test_the_norm_of_the_gradient_before_clipping(tmp_path: Path) -> None:
+def test_the_norm_of_the_gradient_before_clipping(tmp_path):
     sizes = [20, 7, 1, 33]
     for options in ({}, {"max_grad_norm": 0.01}, {"rule": "linear-momentum"}):
         folder = tmp_path / str(len(str(options)))
@@ -61,20 +59,7 @@ def test_the_norm_of_the_gradient_before_clipping(tmp_path: Path) -> None:
         assert pd.read_csv(folder / "scalars.csv")["vbs/grad_norm"].tolist() == pytest.approx([expected])
 
 
-def test_a_skipped_update_has_no_norm() -> None:
-    run = training(vbs.ConstantOptimizer, [4, 4], ref_batchsize=None, grad_norm=True, reduction="sum")
-    for indices, count in zip(run.sampler, (3, 0), strict=False):
-        run.loss(indices).backward()
-        assert run.optimizer.step(count=count) == (count > 0)
-        assert run.optimizer.grad_norm is not None
-        assert math.isfinite(run.optimizer.grad_norm.item()) == (count > 0)
-
-
-def test_without_asking_there_is_no_norm() -> None:
-    assert training().run(2).optimizer.grad_norm is None
-
-
-def test_the_seconds_continue_after_a_restore(tmp_path: Path) -> None:
+def test_the_seconds_continue_after_a_restore(tmp_path):
     """From those of the restored update on, not of later ones; in a new training they begin at 0."""
     state = trained(tmp_path, 4, log_steps=1).optimizer.state_dict()
     path = tmp_path / "scalars.csv"
@@ -93,7 +78,7 @@ def test_the_seconds_continue_after_a_restore(tmp_path: Path) -> None:
     assert pd.read_csv(path)["vbs/seconds"].tolist() == [0.0]
 
 
-def test_logged_means_are_columns(tmp_path: Path) -> None:
+def test_logged_means_are_columns(tmp_path):
     with vbs.Tracker(tmp_path, progress=False) as tracker:
         run = training(sizes=[4], tracker=tracker, log_steps=2)
         for number, indices in enumerate(run.sampler, 1):
@@ -107,33 +92,9 @@ def test_logged_means_are_columns(tmp_path: Path) -> None:
     assert table["accuracy"].tolist() == [0.5] * 3
 
 
-def test_rows_wait_for_a_device_and_the_last_ones_for_close(tmp_path: Path) -> None:
-    tracker, read = vbs.Tracker(tmp_path), []
-    for update in range(1, 6):
-
-        def row(update: int = update) -> dict[str, float]:
-            read.append(update)
-            return {"value": update}
-
-        tracker.log_later(update, row)
-        tracker.write_pending(update)
-        assert read == list(range(1, update - 1))
-    tracker.close()
-    assert read == [1, 2, 3, 4, 5]
-    assert pd.read_csv(tmp_path / "scalars.csv")["value"].tolist() == [1, 2, 3, 4, 5]
-
-
-def test_the_epoch_is_a_fraction_of_the_whole_one_wherever_the_training_ends(tmp_path: Path) -> None:
-    found = []
-    for name, sampling in (("endless", {}), ("ending", {"max_updates": 3}), ("samples", {"max_samples": 30})):
-        trained(tmp_path / name, 3, sizes=[10], log_steps=1, sampling=sampling)
-        found.append(pd.read_csv(tmp_path / name / "scalars.csv")["vbs/epoch"].tolist())
-    assert found == [pytest.approx([0.2, 0.4, 0.6])] * 3
-
-
 @given(cases(largest_dataset=60), st.booleans())
 @examples(60)
-def test_the_fraction_of_the_training_that_is_done(case: Case, known: bool) -> None:
+def test_the_fraction_of_the_training_that_is_done(case, known):
     """It grows, and is 1 at the end if the end is known."""
     run, found = Run(case), [0.0]
     epochs = case.epochs if known else None
@@ -148,7 +109,7 @@ def test_the_fraction_of_the_training_that_is_done(case: Case, known: bool) -> N
     assert found[-1] == 1 if ends else 0 <= found[-1] <= 1
 
 
-def drawn_on_a_terminal(**sampling: Any) -> str:
+def drawn_on_a_terminal(**sampling):
     reader, writer = pty.openpty()
     fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("4H", 24, 160, 0, 0))  # rows and columns
     with os.fdopen(reader, "rb", buffering=0) as screen, os.fdopen(writer, "w") as stderr:
@@ -167,7 +128,7 @@ def drawn_on_a_terminal(**sampling: Any) -> str:
     return drawn.decode()
 
 
-def test_the_bar_shows_loss_batch_size_rate_and_the_time_left() -> None:
+def test_the_bar_shows_loss_batch_size_rate_and_the_time_left():
     shown = r"50\.0/50\.0 .*loss=0\.25, B=10, lr=0\.003125"
     assert re.search(shown + r", left=00:0\d", drawn_on_a_terminal(epochs=2), re.DOTALL)
     endless = drawn_on_a_terminal()
@@ -175,7 +136,120 @@ def test_the_bar_shows_loss_batch_size_rate_and_the_time_left() -> None:
     assert "left" not in endless
 
 
-@pytest.mark.parametrize("name", ["log_steps", "log_samples"])
-def test_rejects_an_interval_that_is_no_positive_integer(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"^{name} must be an integer >= 1, got 0"):
-        training(**{name: 0})
+def test_the_epoch_is_a_fraction_of_the_whole_one_wherever_the_training_ends(tmp_path):
+    found = []
+    for name, sampling in (("endless", {}), ("ending", {"max_updates": 3}), ("samples", {"max_samples": 30})):
+        trained(tmp_path / name, 3, sizes=[10], log_steps=1, sampling=sampling)
+        found.append(pd.read_csv(tmp_path / name / "scalars.csv")["vbs/epoch"].tolist())
+    assert found == [pytest.approx([0.2, 0.4, 0.6])] * 3
+
+
+# optimizer.log: means over exactly the samples of each step, in the message of the gradients. -------------------------
+
+
+class Counting(LocalBackend):
+    """Counts the tensors of each message."""
+
+    def __init__(self):
+        super().__init__()
+        self.messages = []
+
+    def all_reduce_sum(self, tensors):
+        self.messages.append([tensor.numel() for tensor in tensors])
+        super().all_reduce_sum(tensors)
+
+
+def test_it_travels_in_the_message_of_the_gradients_and_costs_nothing_unless_asked_for():
+    for log in (True, False):
+        backend = Counting()
+        run = training(sizes=[9], backend=backend)
+        for indices in run.sampler:
+            run.loss(indices).backward()
+            if log:
+                run.optimizer.log(loss=1.0, hits=2)
+            if run.optimizer.step():
+                break
+        (message,) = backend.messages
+        assert message[len(list(run.model.parameters())) :] == ([4] if log else [])
+
+
+def test_values_of_a_discarded_step_do_not_count():
+    run = training(sizes=[9])
+    run.loss(next(iter(run.sampler))).backward()
+    run.optimizer.log(loss=1e9)
+    run.optimizer.step()
+    run.optimizer.log(loss=1e9)
+    run.optimizer.discard_step()
+    for indices in run.sampler:
+        run.loss(indices).backward()
+        run.optimizer.log(loss=2.0)
+        if run.optimizer.step():
+            break
+    assert run.optimizer.logged["loss"].item() == 2.0
+
+
+# ------------------------------------------------------------------------------------------------------------- mistakes
+
+
+def test_a_name_twice_for_a_microbatch_raises():
+    run = training()
+    run.optimizer.log(loss=1.0)
+    with pytest.raises(RuntimeError, match="'loss' was logged twice; call log"):
+        run.optimizer.log(loss=1.0)
+
+
+def test_a_new_name_after_the_first_update_raises():
+    run = training(sizes=[4]).run(1)
+    with pytest.raises(
+        RuntimeError, match=r"those of the first update, none, but 'loss' is new; log it from the first"
+    ):
+        run.optimizer.log(loss=1.0)
+
+
+def test_a_value_for_some_microbatches_of_a_step_only_raises():
+    run = training(sizes=[9])
+    batches = iter(run.sampler)
+    run.loss(next(batches)).backward()
+    run.optimizer.log(loss=1.0)
+    run.optimizer.step()
+    for _ in range(1):
+        run.loss(next(batches)).backward()
+        run.optimizer.step()
+    run.loss(next(batches)).backward()
+    with pytest.raises(RuntimeError, match="'loss' has 1 values for 3 microbatches; call it before each step"):
+        run.optimizer.step()
+
+
+def test_one_rank_that_does_not_log_raises_on_all():
+    def train(backend):
+        run = training(sizes=[8], backend=backend)
+        run.loss(next(iter(run.sampler))).backward()
+        if backend.world.rank == 0:
+            run.optimizer.log(loss=1.0)
+        try:
+            run.optimizer.step()
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    for message in run_ranks(train, 2):
+        assert "rank 0 has loss and rank 1 has none; call log() for every microbatch on every rank" in message
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_one_rank_that_stops_logging_raises_on_all(counted):
+    def train(backend):
+        kind, reduction = vbs.ConstantOptimizer, "sum" if counted else "mean"
+        run = training(kind, sizes=[8], backend=backend, reduction=reduction)
+        try:
+            for indices in run.sampler:
+                run.loss(indices).backward()
+                if backend.world.rank == 0 or run.optimizer.updates == 0:
+                    run.optimizer.log(loss=1.0)
+                run.optimizer.step(**({"count": 3} if counted else {}))
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    for message in run_ranks(train, 2):
+        assert "'loss' has values for 50% of the samples of all ranks; call it before each step" in message

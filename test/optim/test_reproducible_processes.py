@@ -1,7 +1,5 @@
 """One hash of the weights: in processes, with dropout and augmentation, after kills in changing worlds; on XLA."""
 
-from __future__ import annotations
-
 import random
 import sys
 from pathlib import Path
@@ -16,7 +14,7 @@ SCRIPT = str(Path(__file__).parents[1] / "helpers" / "reproducible_training.py")
 PATH = {"PYTHONPATH": f"{ROOT}:{ROOT / 'test'}", "OMP_NUM_THREADS": "1"}
 
 
-def train(folder: Path, rule: str, world: int, updates: int, killed_after: int = 0, workers: int = 0) -> str:
+def train(folder, rule, world, updates, killed_after=0, workers=0):
     """Train in a world, and return what rank 0 has said of the weights; "" if it was killed."""
     launcher = ["torchrun", "--standalone", f"--nproc-per-node={world}"] if world > 1 else [sys.executable]
     arguments = map(str, (folder, rule, updates, killed_after, workers))
@@ -31,7 +29,7 @@ def train(folder: Path, rule: str, world: int, updates: int, killed_after: int =
 
 
 @pytest.mark.slow("trains in processes")
-def test_a_run_that_was_killed_in_other_worlds_ends_with_the_hash_of_one(tmp_path: Path) -> None:
+def test_a_run_that_was_killed_in_other_worlds_ends_with_the_hash_of_one(tmp_path):
     whole = train(tmp_path / "whole", "adascale", 1, 30)
     assert not train(tmp_path / "killed", "adascale", 3, 30, killed_after=11)
     assert not train(tmp_path / "killed", "adascale", 1, 30, killed_after=19, workers=2)
@@ -40,7 +38,7 @@ def test_a_run_that_was_killed_in_other_worlds_ends_with_the_hash_of_one(tmp_pat
 
 @pytest.mark.nightly("trains in processes, twenty times")
 @pytest.mark.parametrize("rule", ["adascale", "adamscale"])
-def test_ten_kills_in_worlds_of_one_to_five(rule: str, tmp_path: Path) -> None:
+def test_ten_kills_in_worlds_of_one_to_five(rule, tmp_path):
     rng = random.Random(61)
     hashes = {train(tmp_path / f"world-{world}", rule, world, 200, workers=world % 2) for world in (1, 2, 3, 4, 5)}
     for kill in range(10):

@@ -1,9 +1,5 @@
 """One hash of the weights on any number of XLA's cores."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("torch_xla")
@@ -20,9 +16,7 @@ from variable_batch_size.backend.xla import launch  # noqa: E402
         pytest.param("adascale", (1, 2, 4), marks=pytest.mark.nightly("compiles")),
     ],
 )
-def test_any_number_of_cores_makes_the_same_updates_to_the_last_bit(
-    rule: str, worlds: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_any_number_of_cores_makes_the_same_updates_to_the_last_bit(rule, worlds, tmp_path):
     for cores in worlds:
         launch(train, (tmp_path, rule), cores=cores)
     told = [path.read_text() for path in tmp_path.iterdir()]

@@ -1,46 +1,41 @@
 """FSDP2, HSDP and tensor parallelism: worlds where parts of a sample are computed, and errors; see test_laws.py."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Iterator
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import variable_batch_size as vbs
-from helpers.mishaps import Ended, assert_discarded, discard
+from helpers.mishaps import assert_discarded, discard
 from helpers.mistakes import OnEveryRank
 from helpers.processes import run_job
-from helpers.reference import SGD, Array, Training, assert_equal, network, training
-from helpers.worlds import ODD, Layout, Place
-from variable_batch_size.backend import Backend
+from helpers.reference import SGD, assert_equal, network, training
+from helpers.worlds import ODD, Layout, Place, bare
 from variable_batch_size.world import World
 
 SLOW, TORCH = pytest.mark.slow("starts processes"), pytest.mark.torch
 TWO = Layout(shards=2)
 
 
-def context_parallel(backend: Backend, by_updates: bool) -> tuple[str, str, list[Array]]:
+def context_parallel(backend, by_updates):
     """Two ranks compute the two parts of each sample's loss; two others have other samples. All four have shards."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
     data, context = (mesh[name] for name in ("data", "context"))
     model = Place.of(Layout(shards=4), backend).spread(network())
-    options: dict[str, Any] = {"reduction": "sum", "process_group": data.get_group()}
+    options = {"reduction": "sum", "process_group": data.get_group()}
     run = training(sizes=ODD, model=model, world=World(data.get_local_rank(), 2), **options)
     errors = parts(run, context.get_local_rank(), counted=False)
     train = divided_parts if by_updates else parts
     return errors, train(run, context.get_local_rank()), run.weights()
 
 
-def parts(run: Training, *columns: int, counted: bool = True) -> str:
+def parts(run, *columns, counted=True):
     """Train on the losses of these outputs; return the error."""
     for indices in run.sampler:
         squares = (run.model(run.x[indices]) - run.target[indices]).square()
@@ -55,10 +50,10 @@ def parts(run: Training, *columns: int, counted: bool = True) -> str:
     return ""
 
 
-def divided_parts(run: Training, column: int) -> str:
+def divided_parts(run, column):
     """Train on the losses of one output, divided by the number of all that the ranks have computed."""
     while run.optimizer.updates < len(ODD):
-        for update in vbs.updates(run.sampler, run.optimizer, counts=lambda indices: {"outputs": len(indices)}):  # type: ignore[arg-type]
+        for update in vbs.updates(run.sampler, run.optimizer, counts=lambda indices: {"outputs": len(indices)}):
             for indices in update:
                 squares = (run.model(run.x[indices]) - run.target[indices]).square()
                 run.optimizer.backward(squares[:, column].sum() / update.counts["outputs"], weighted=True)
@@ -71,7 +66,7 @@ def divided_parts(run: Training, column: int) -> str:
 @SLOW
 @TORCH
 @pytest.mark.parametrize("by_updates", [False, True])
-def test_ranks_that_compute_parts_of_the_same_samples_need_counts(by_updates: bool) -> None:
+def test_ranks_that_compute_parts_of_the_same_samples_need_counts(by_updates):
     expected = training(sizes=ODD, reduction="sum")
     assert parts(expected, 0, 1) == ""
     for without, error, weights in run_job("gloo", context_parallel, by_updates, ranks=4):
@@ -80,7 +75,7 @@ def test_ranks_that_compute_parts_of_the_same_samples_need_counts(by_updates: bo
         assert_equal(weights, expected.weights())
 
 
-def replicas_differ(backend: Backend) -> str:
+def replicas_differ(backend):
     """Begin with other values on the second replica; return the error."""
     run = Place.of(Layout(2, 2), backend).training()
     if backend.world.rank >= 2:
@@ -97,31 +92,31 @@ def replicas_differ(backend: Backend) -> str:
 
 @SLOW
 @TORCH
-def test_replicas_that_differ_are_told_from_shards() -> None:
+def test_replicas_that_differ_are_told_from_shards():
     for message in run_job("gloo", replicas_differ, ranks=4):
         assert "the same part of sharded parameters must have the same values, but ranks 0 and 2 differ;" in message
 
 
-def one_is_slow(backend: Backend) -> list[Array]:
+def one_is_slow(backend):
     """Train, and wait on one rank in its first forward, before the part that others have already called."""
-    run: Any = Place.of(Layout(shards=3), backend).training()
+    run = Place.of(Layout(shards=3), backend).training()
     if backend.world.rank == 1:
         run.model[1].register_forward_hook(lambda *_: time.sleep(0 if run.optimizer.updates else 3))
-    return run.run(3).weights()  # type: ignore[no-any-return]
+    return run.run(3).weights()
 
 
 @SLOW
-def test_a_rank_may_come_later_to_a_forward() -> None:
+def test_a_rank_may_come_later_to_a_forward():
     """Others that wait there for it, and it within its own update, do not take one another for lost."""
     for weights in run_job("gloo", one_is_slow, ranks=3):
         assert_equal(weights, training(sizes=ODD).run(3).weights())
 
 
-def discards(backend: Backend, layout: Layout, where: str, who: str, options: dict[str, Any]) -> Ended:
+def discards(backend, layout, where, who, options):
     """Raise in the third update, see `discard`."""
-    run: Any = Place.of(layout, backend).training(**options)
+    run = Place.of(layout, backend).training(**options)
     fails = who == "all ranks" or backend.world.rank == layout.size - 1
-    return discard(run, run.model[1], len(ODD), where, fails=fails)
+    return discard(run, bare(run.model)[1], len(ODD), where, fails=fails)
 
 
 @SLOW
@@ -129,12 +124,18 @@ def discards(backend: Backend, layout: Layout, where: str, who: str, options: di
 @pytest.mark.parametrize(
     ("where", "who", "layout", "options"),
     [
+        ("forward", "all ranks", Layout(2, by="ddp"), {}),
+        ("backward", "one rank", Layout(3, by="ddp"), {}),
         ("forward", "all ranks", TWO, {}),
         ("backward", "one rank", TWO, {}),
         ("between", "one rank", Layout(2, 2), {"noise": "microbatches"}),
         *(
             pytest.param(*case, marks=pytest.mark.nightly("starts processes"))
             for case in [
+                ("forward", "one rank", Layout(3, by="ddp"), {}),
+                ("backward", "all ranks", Layout(3, by="ddp"), {}),
+                ("between", "all ranks", Layout(3, by="ddp"), {}),
+                ("between", "one rank", Layout(2, by="ddp"), {}),
                 ("between", "all ranks", Layout(shards=3), {"sharded_accumulation": False}),
                 ("forward", "one rank", Layout(shards=3), {"sharded_accumulation": False}),
                 ("backward", "all ranks", Layout(2, 2), {"noise": "microbatches"}),
@@ -145,9 +146,7 @@ def discards(backend: Backend, layout: Layout, where: str, who: str, options: di
     ],
     ids=str,
 )
-def test_after_an_exception_all_ranks_go_on_or_end(
-    where: str, who: str, layout: Layout, options: dict[str, Any]
-) -> None:
+def test_after_an_exception_all_ranks_go_on_or_end(where, who, layout, options):
     assert_discarded(run_job("gloo", discards, layout, where, who, options, ranks=layout.size), who, ODD)
 
 
@@ -157,160 +156,154 @@ raises = OnEveryRank()
 CHANGED = r"only optimizer\.backward\(\) may change gradients between two .* changed that of"
 
 
-def microbatches(run: Training) -> Iterator[Tensor]:
-    """The loss of each microbatch."""
-    for indices in run.sampler:
-        yield run.loss(indices)
-
-
-def wrap(model: nn.Module, parameters: Any = None, sampler: Any = None) -> vbs.CustomOptimizer:
+def wrap(model, parameters=None, sampler=None):
     inner = torch.optim.SGD(model.parameters() if parameters is None else parameters, **SGD)
     return vbs.ConstantOptimizer(inner, sampler or vbs.CustomSampler(50, 50), model=model)
 
 
-@raises(r"sharded each loss must carry its weight, .*; call optimizer\.backward\(loss\) in the")
-def plain_backward(place: Place) -> None:
-    run = place.training()
-    for loss in microbatches(run):
-        loss.backward()  # type: ignore[no-untyped-call]
+def step(place, backward, kind=vbs.LinearRuleOptimizer, then=lambda run: None):
+    """Train, with this call for each loss, and another one after each step."""
+    run = place.training(kind)
+    for indices in run.sampler:
+        backward(run, run.loss(indices))
         run.optimizer.step()
+        then(run)
+
+
+def twice(run, loss):
+    run.optimizer.backward(loss / 2, retain_graph=True)
+    run.optimizer.backward(loss / 2)
+
+
+def cleared(run, loss):
+    run.optimizer.backward(loss)
+    run.optimizer.zero_grad()
+
+
+def clip(run):
+    nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
+
+
+def clipped(run, loss):
+    run.optimizer.backward(loss)
+    clip(run)
 
 
 @raises(r"with at least 32 bits, but FSDP2 adds them in torch\.bfloat16; keep the")
-def narrow_sums(place: Place) -> None:
-    model: Any = network(torch.float32)
+def narrow_sums(place):
+    model = network(torch.float32)
     fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     place.training(sizes=[50], model=model, spread=False, dtype=torch.float32).run(1)
 
 
-@raises(r"but sharded_accumulation=False adds them up before they are seen; omit it")
-def accumulated_noise(place: Place) -> None:
-    place.training(vbs.AdaScaleOptimizer, sharded_accumulation=False)
-
-
-@raises(r"^a rule of Adam's second moment needs whole tensors, but .*; choose another rule")
-def second_moment(place: Place) -> None:
-    place.training(vbs.InvariantAdamRuleOptimizer)
-
-
-@raises(r"needs one backward\(\) for each microbatch of a sharded model, but there is another")
-def two_backwards_with_noise(place: Place) -> None:
-    run = place.training(vbs.AdaScaleOptimizer)
-    for loss in microbatches(run):
-        run.optimizer.backward(loss / 2, retain_graph=True)
-        run.optimizer.backward(loss / 2)
-
-
 @raises(r"must know the model, but there is none; pass it as model=, the root module if")
-def not_passed(place: Place) -> None:
-    model: Any = fully_shard(network())
+def not_passed(place):
+    model = fully_shard(network())
     vbs.ConstantOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), vbs.CustomSampler(50, 50))
 
 
 @raises(r"but parameter 0, of shape \(4, 3\), is not sharded by it; call fully_shard")
-def parameter_before_sharding(place: Place) -> None:
-    model: Any = network()
+def parameter_before_sharding(place):
+    model = network()
     before = list(model.parameters())
-    wrap(fully_shard(model), before)  # type: ignore[arg-type]
+    wrap(fully_shard(model), before)
 
 
 @raises(r"must be the root of what is sharded, but fully_shard\(\) was applied to parts of it")
-def root_not_sharded(place: Place) -> None:
-    model: Any = network()
+def root_not_sharded(place):
+    model = network()
     fully_shard(model[0])
     wrap(model)
 
 
 @raises(r"must be sharded over the same mesh, but there are 2: .*; pass the same mesh to each")
-def other_meshes(place: Place) -> None:
-    model: Any = network()
+def other_meshes(place):
+    model = network()
     mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("one", "two"))
     fully_shard(model[0], mesh=mesh["one"])
     fully_shard(model, mesh=mesh["two"])
     wrap(model)
 
 
-@raises(r"deals for rank 0 of 1 and the optimizer's DistributedBackend is rank \d of 2; pass num_replicas")
-def other_world(place: Place) -> None:
-    wrap(fully_shard(network()), sampler=vbs.CustomSampler(50, 50, 1, 0))  # type: ignore[arg-type]
-
-
-@raises(r"not in FullyShardedDataParallel, got .*; shard it with torch\.distributed\.fsdp\.fully_shard\(\)")
-def first_fsdp(place: Place) -> None:
-    wrap(FullyShardedDataParallel(network(), device_id=torch.device("cpu")))
+@raises(r"was scaled in the loop, .*; call optimizer\.backward\(loss, scaler=scaler\) and")
+def scale_unknown(place):
+    run, scaler = place.training(), torch.amp.GradScaler("cpu")
+    for indices in run.sampler:
+        scaler.scale(run.loss(indices)).backward()
+        scaler.step(run.optimizer)
 
 
 class DeepSpeedEngine(nn.Module):
     """What DeepSpeed returns has this name."""
 
 
-@raises(r"not in DeepSpeedEngine, got .*; shard it with torch\.distributed\.fsdp\.fully_shard\(\)")
-def deepspeed(place: Place) -> None:
-    wrap(DeepSpeedEngine(), network().parameters())
-
-
-@raises(r"needs whole tensors, but the model is sharded .*; begin with the same seed on every rank, or load")
-def broadcast(place: Place) -> None:
-    vbs.broadcast_parameters(fully_shard(network()))  # type: ignore[arg-type]
-
-
-@raises(r"was scaled in the loop, .*; call optimizer\.backward\(loss, scaler=scaler\) and")
-def scale_unknown(place: Place) -> None:
-    run, scaler = place.training(), torch.amp.GradScaler("cpu")
-    for loss in microbatches(run):
-        scaler.scale(loss).backward()
-        scaler.step(run.optimizer)
-
-
-@raises(r"has summed over the ranks cannot be dropped, .* discard_step\(\) on all ranks")
-def zero_grad(place: Place) -> None:
-    run = place.training()
-    for loss in microbatches(run):
-        run.optimizer.backward(loss)
-        run.optimizer.zero_grad()
-
-
-@raises(rf"{CHANGED} parameter 0")
-def clipping(place: Place) -> None:
-    run = place.training()
-    for loss in microbatches(run):
-        run.optimizer.backward(loss)
-        nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
-        run.optimizer.step()
-
-
-@raises(CHANGED)
-def clipping_after_step(place: Place) -> None:
-    run = place.training()
-    for loss in microbatches(run):
-        run.optimizer.backward(loss)
-        run.optimizer.step()
-        nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
-
-
-class _Choosing(nn.Sequential):
+class Choosing(nn.Sequential):
     """Each rank calls other layers."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         layers = [*self.children()]
         chosen = layers[dist.get_rank()] if self.training else layers[0]
-        return chosen(x)  # type: ignore[no-any-return]
+        return chosen(x)
 
 
-@raises(r"but rank 0 is in the first forward of 0 in a sharded model and rank 1 in the first forward of 1")
-def other_parts(place: Place) -> None:
-    place.training(sizes=[50], model=_Choosing(nn.Linear(3, 2), nn.Linear(3, 2)).double()).run(1)
+raises.add(
+    plain_backward=(
+        r"sharded each loss must carry its weight, .*; call optimizer\.backward\(loss\) in the",
+        lambda place: step(place, lambda _, loss: loss.backward()),
+    ),
+    accumulated_noise=(
+        r"but sharded_accumulation=False adds them up before they are seen; omit it",
+        lambda place: place.training(vbs.AdaScaleOptimizer, sharded_accumulation=False),
+    ),
+    second_moment=(
+        r"^a rule of Adam's second moment needs whole tensors, but .*; choose another rule",
+        lambda place: place.training(vbs.InvariantAdamRuleOptimizer),
+    ),
+    two_backwards_with_noise=(
+        r"needs one backward\(\) for each microbatch of a sharded model, but there is another",
+        lambda place: step(place, twice, vbs.AdaScaleOptimizer),
+    ),
+    other_world=(
+        r"deals for rank 0 of 1 and the optimizer's DistributedBackend is rank \d of 2; pass num_replicas",
+        lambda place: wrap(fully_shard(network()), sampler=vbs.CustomSampler(50, 50, 1, 0)),
+    ),
+    first_fsdp=(
+        r"not in FullyShardedDataParallel, got .*; shard it with torch\.distributed\.fsdp\.fully_shard\(\)",
+        lambda place: wrap(FullyShardedDataParallel(network(), device_id=torch.device("cpu"))),
+    ),
+    deepspeed=(
+        r"not in DeepSpeedEngine, got .*; shard it with torch\.distributed\.fsdp\.fully_shard\(\)",
+        lambda place: wrap(DeepSpeedEngine(), network().parameters()),
+    ),
+    broadcast=(
+        r"needs whole tensors, but the model is sharded .*; begin with the same seed on every rank, or load",
+        lambda place: vbs.broadcast_parameters(fully_shard(network())),
+    ),
+    zero_grad=(
+        r"has summed over the ranks cannot be dropped, .* discard_step\(\) on all ranks",
+        lambda place: step(place, cleared),
+    ),
+    clipping=(rf"{CHANGED} parameter 0", lambda place: step(place, clipped)),
+    clipping_after_step=(
+        CHANGED,
+        lambda place: step(place, lambda run, loss: run.optimizer.backward(loss), then=clip),
+    ),
+    other_parts=(
+        r"but rank 0 is in the first forward of 0 in a sharded model and rank 1 in the first forward of 1",
+        lambda place: place.training(sizes=[50], model=Choosing(nn.Linear(3, 2), nn.Linear(3, 2)).double()).run(1),
+    ),
+)
 
 
-def make_mistakes(backend: Backend) -> dict[str, str]:
+def make_mistakes(backend):
     return raises.messages(Place.of(TWO, backend))
 
 
 @cache
-def mistakes() -> list[dict[str, str]]:
+def mistakes():
     return run_job("gloo", make_mistakes, ranks=2)
 
 
 @pytest.mark.parametrize("mistake", raises.patterns)
-def test_a_mistake_raises_on_every_rank(mistake: str) -> None:
+def test_a_mistake_raises_on_every_rank(mistake):
     raises.check(mistake, mistakes())

@@ -1,10 +1,5 @@
 """Skipped updates on a device that compiles graphs: each optimizer as on the CPU, and no graph that compiles late."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -14,7 +9,7 @@ pytestmark = pytest.mark.xla
 
 import variable_batch_size as vbs  # noqa: E402
 from helpers.processes import run_job  # noqa: E402
-from helpers.reference import Array, assert_equal  # noqa: E402
+from helpers.reference import assert_equal  # noqa: E402
 from helpers.skipping import KINDS, begin, outcome, outcomes  # noqa: E402
 from helpers.xla_graphs import MINIBATCH_SIZE, Training, count, late  # noqa: E402
 from variable_batch_size.backend.xla import launch  # noqa: E402
@@ -24,7 +19,7 @@ TOLERANCE = {"NAdam": 1e-8, "RAdam": 1e-6, "ASGD": 1e-5, "Muon": 2e-2}
 
 
 @pytest.mark.slow("launches XLA")
-def test_each_optimizer_ends_as_on_the_cpu() -> None:
+def test_each_optimizer_ends_as_on_the_cpu():
     ((found, message, known),) = run_job("cores", outcomes, ranks=1)
     for name in KINDS:
         right, tolerance = outcome(begin(name, vbs.backend.LocalBackend())), TOLERANCE.get(name, 1e-12)
@@ -38,17 +33,17 @@ def test_each_optimizer_ends_as_on_the_cpu() -> None:
     assert (known[31], known[47], known[-1]) == (15, 31, 47)
 
 
-def arrays(values: list[Any]) -> list[Array]:
+def arrays(values):
     return [np.asarray(one) for one in values]
 
 
 @pytest.mark.slow("launches XLA")
 @pytest.mark.parametrize("cores", [2, pytest.param(1, marks=pytest.mark.nightly("launches another world"))])
-def test_nothing_compiles_late(cores: int, tmp_path: Path) -> None:
+def test_nothing_compiles_late(cores, tmp_path):
     several, one = 4 * MINIBATCH_SIZE * cores, MINIBATCH_SIZE * cores
     sizes = (*4 * (several,), *2 * (one,), several, MINIBATCH_SIZE, several + 1, *28 * (one,), several, one)
     own = {"skip_grad_norm": 1.0}
-    variants: list[dict[str, Any]] = [
+    variants = [
         {"hyperparameters": {"momentum": 0.9}},
         {"kind": "AdamW", "loop": "log", "options": {"max_grad_norm": 0.5}},
         {"rule": "adascale", "loop": "reads", "options": {"noise": "differenced"}},

@@ -1,17 +1,14 @@
 """Ranks get shares by their speed, as many rounds as they can where nothing waits in them; see test_laws.py."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest
 
 from helpers.processes import run_job
 from helpers.worlds import ODD, Layout, Place
-from variable_batch_size.backend import Backend
 
 
-def deal(backend: Backend, layout: Layout) -> list[list[int]]:
+def deal(backend, layout):
     """The samples of the microbatches of this rank in each update."""
     sampler = Place.of(layout, backend).training(sampling={"speeds": (3, 1)}).sampler
     found = []
@@ -22,12 +19,12 @@ def deal(backend: Backend, layout: Layout) -> list[list[int]]:
 
 
 @cache
-def dealt(layout: Layout) -> list[list[list[int]]]:
+def dealt(layout):
     return run_job("gloo", deal, layout, ranks=2)
 
 
 @pytest.mark.parametrize("layout", [Layout(2, by="plain"), Layout(2, by="ddp"), Layout(shards=2)], ids=str)
-def test_the_fast_rank_gets_three_quarters(layout: Layout) -> None:
+def test_the_fast_rank_gets_three_quarters(layout):
     fast, slow = dealt(layout)
     shares = [(sum(one), sum(other)) for one, other in zip(fast, slow, strict=True)]
     assert [sum(share) for share in shares] == [9, 4, 17, 1, 12, 3, 2, 2]  # an epoch has 50 samples

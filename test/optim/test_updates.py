@@ -1,11 +1,8 @@
 """`vbs.updates`: a loader read update by update."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections import deque
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -17,29 +14,29 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
 import variable_batch_size as vbs
-from helpers.loops import CASE, InThread
+from helpers.loops import CASE
 from helpers.properties import examples
-from helpers.strategies import Case, Run, cases, error_of, read_ahead, together
+from helpers.strategies import Run, cases, error_of, read_ahead, together
 from variable_batch_size.testing import run_ranks
 
 
 class Reading:
     """A loader that reads some microbatches ahead."""
 
-    def __init__(self, run: Run, ahead: int) -> None:
+    def __init__(self, run, ahead):
         self.run, self.ahead = run, ahead
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self):
         return read_ahead(self.run.sampler, self.ahead)
 
 
-def in_groups(updates: Iterator[Any], number: int) -> Iterator[Any]:
+def in_groups(updates, number):
     """A framework that reads `number` + 1 updates at once."""
     while group := list(islice(updates, number + 1)):
         yield from group
 
 
-def one_ahead(updates: Iterator[Any], number: int) -> Iterator[Any]:
+def one_ahead(updates, number):
     """A framework that reads `number` updates ahead."""
     waiting = deque[Any]()
     for update in updates:
@@ -49,7 +46,6 @@ def one_ahead(updates: Iterator[Any], number: int) -> Iterator[Any]:
     yield from waiting
 
 
-Reader = Callable[[Iterator[Any], int], Iterator[Any]]
 readers = st.sampled_from([one_ahead, in_groups])
 
 
@@ -64,9 +60,9 @@ readers = st.sampled_from([one_ahead, in_groups])
 )
 @examples(80)
 def test_a_loop_over_updates_trains_like_one_over_microbatches(
-    case: Case, size: int, loader_ahead: int, reader: Reader, framework_ahead: int, more: int, once: bool
-) -> None:
-    def train(backend: vbs.backend.Backend) -> Run:
+    case, size, loader_ahead, reader, framework_ahead, more, once
+):
+    def train(backend):
         run = Run(case, backend)
         loader = Reading(run, loader_ahead)
         of_all = vbs.updates(loader, run.optimizer, framework_ahead + more)
@@ -87,9 +83,7 @@ def test_a_loop_over_updates_trains_like_one_over_microbatches(
 
 @given(cases(largest_dataset=60), st.integers(0, 20), st.data())
 @examples(60)
-def test_it_continues_after_a_restore_and_its_length_is_that_of_the_whole_epoch(
-    case: Case, ahead: int, data: st.DataObject
-) -> None:
+def test_it_continues_after_a_restore_and_its_length_is_that_of_the_whole_epoch(case, ahead, data):
     stop = data.draw(st.integers(0, len(case.steps)), label="stop")
     begun, run = Run(case).train(updates=stop), Run(case)
     run.optimizer.load_state_dict(begun.optimizer.state_dict())
@@ -104,51 +98,18 @@ def test_it_continues_after_a_restore_and_its_length_is_that_of_the_whole_epoch(
     assert together([begun.log]) + together([run.log]) == case.steps
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_loop_that_breaks_continues_with_the_next_update(workers: int) -> None:
-    run = Run(CASE)
-    loader = DataLoader(range(40), batch_sampler=run.sampler, num_workers=workers)
-    while run.optimizer.epoch < 2:
-        for update in islice(vbs.updates(loader, run.optimizer), 3):
-            for microbatch in update:
-                run.take(microbatch)
-    assert together([run.log]) == CASE.steps[:16]
-
-
-def test_a_loader_that_reads_in_a_thread() -> None:
-    run = Run(CASE)
-    updates = vbs.updates(InThread(run.sampler, 5), run.optimizer)
-    for _ in range(CASE.epochs):
-        for update in updates:
-            for microbatch in update:
-                run.take(microbatch)
-    assert together([run.log]) == CASE.steps
-
-
-def test_the_loop_may_leave_in_the_middle_of_an_update() -> None:
-    run = Run(CASE)
-    for update in vbs.updates(Reading(run, 0), run.optimizer):
-        run.take(next(iter(update)))
-        break
-    run.discard_step()
-    for update in vbs.updates(Reading(run, 0), run.optimizer):
-        for microbatch in update:
-            run.take(microbatch)
-    assert together([run.log]) == CASE.steps[:8]
-
-
 @given(cases(largest_dataset=40), st.integers(1, 3))
 @examples(30)
-def test_two_optimizers_take_turns_at_each_update(case: Case, size: int) -> None:
+def test_two_optimizers_take_turns_at_each_update(case, size):
     """As in a GAN whose generator meets the updated discriminator: each update of both uses the same samples."""
 
-    def train(backend: vbs.backend.Backend) -> tuple[list[list[int]], list[list[int]]]:
+    def train(backend):
         sampler = case.sampler(backend.world)
         weights = [torch.nn.Parameter(torch.zeros(())) for _ in range(2)]
         optimizers = [
             vbs.ConstantOptimizer(torch.optim.SGD([weight], lr=0.0), sampler, backend=backend) for weight in weights
         ]
-        used: tuple[list[list[int]], list[list[int]]] = ([], [])
+        used = ([], [])
         for _ in vbs.remaining_epochs(sampler, optimizers, case.epochs):
             for update in vbs.updates(sampler, optimizers[0]):
                 microbatches = list(update)
@@ -171,7 +132,7 @@ def test_two_optimizers_take_turns_at_each_update(case: Case, size: int) -> None
 
 @pytest.mark.parametrize("missed", range(16))
 @pytest.mark.parametrize("whole", [False, True])
-def test_a_second_optimizer_that_misses_a_microbatch_raises_before_a_wrong_update(missed: int, whole: bool) -> None:
+def test_a_second_optimizer_that_misses_a_microbatch_raises_before_a_wrong_update(missed, whole):
     """As a generator that steps at every second microbatch only."""
     run = Run(CASE)
     other = vbs.ConstantOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1), run.sampler)
@@ -189,13 +150,13 @@ def test_a_second_optimizer_that_misses_a_microbatch_raises_before_a_wrong_updat
 
 @given(cases(largest_dataset=60), st.integers(0, 20), st.sampled_from(["skip", "twice", "leave"]), st.data())
 @examples(100)
-def test_a_wrong_loop_raises_before_the_weights_change(case: Case, ahead: int, wrong: str, data: st.DataObject) -> None:
+def test_a_wrong_loop_raises_before_the_weights_change(case, ahead, wrong, data):
     """A microbatch that does not reach `step()`, also the first or the last of all; one that does twice; a rest."""
     run, last = Run(case), False
     number = data.draw(st.integers(0, len(case.steps) - 1), label="update")
     round_index = data.draw(st.integers(0, 30), label="round")
 
-    def loop() -> None:
+    def loop():
         nonlocal last
         for _ in range(case.epochs):
             for update in vbs.updates(Reading(run, ahead), run.optimizer):
@@ -222,11 +183,11 @@ def test_a_wrong_loop_raises_before_the_weights_change(case: Case, ahead: int, w
 class Changed(Reading):
     """A loader that leaves out one microbatch of an epoch, yields one twice, or ends before it."""
 
-    def __init__(self, run: Run, ahead: int, wrong: str, epoch: int, number: int) -> None:
+    def __init__(self, run, ahead, wrong, epoch, number):
         super().__init__(run, ahead)
         self.wrong, self.epoch, self.number = wrong, epoch, number
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self):
         here = self.run.optimizer.epoch == self.epoch
         for number, microbatch in enumerate(super().__iter__()):
             if here and number == self.number and self.wrong == "end":
@@ -238,9 +199,7 @@ class Changed(Reading):
 
 @given(cases(largest_dataset=60), st.integers(0, 20), st.sampled_from(["leave out", "twice", "end"]), st.data())
 @examples(150)
-def test_a_loader_that_changes_the_microbatches_raises_before_a_second_wrong_update(
-    case: Case, ahead: int, wrong: str, data: st.DataObject
-) -> None:
+def test_a_loader_that_changes_the_microbatches_raises_before_a_second_wrong_update(case, ahead, wrong, data):
     """But where the first one of an epoch is left out, which looks like a loader that reads one more ahead.
 
     One that comes twice when the loader has read all is noticed at the end of the epoch.
@@ -253,7 +212,7 @@ def test_a_loader_that_changes_the_microbatches_raises_before_a_second_wrong_upd
     number = data.draw(st.integers(first, sum(rounds) - 1))
     update = sum(map(len, case.updates[:epoch])) + sum(end <= number for end in itertools.accumulate(rounds))
 
-    def loop() -> None:
+    def loop():
         for _ in range(case.epochs):
             for update in vbs.updates(Changed(run, ahead, wrong, epoch, number), run.optimizer):
                 for microbatch in update:
@@ -268,7 +227,7 @@ def test_a_loader_that_changes_the_microbatches_raises_before_a_second_wrong_upd
 
 
 @pytest.mark.parametrize("sizes", [[40], [20], [15]])  # of one, two and three updates in an epoch
-def test_a_loop_that_was_left_in_an_update_raises_when_the_next_one_begins(sizes: list[int]) -> None:
+def test_a_loop_that_was_left_in_an_update_raises_when_the_next_one_begins(sizes):
     run = Run(replace(CASE, trace=vbs.BatchTrace.from_sizes(sizes, on_end="hold")))
     for update in vbs.updates(Reading(run, 0), run.optimizer):
         run.take(next(iter(update)))
@@ -284,7 +243,7 @@ def test_a_loop_that_was_left_in_an_update_raises_when_the_next_one_begins(sizes
     assert [entry[1] for entry in together([run.log[1:]])] == list(range(run.optimizer.updates))
 
 
-def test_a_loop_that_goes_on_after_discard_step_is_told_to_end() -> None:
+def test_a_loop_that_goes_on_after_discard_step_is_told_to_end():
     """`except RuntimeError: optimizer.discard_step(); continue`."""
     run = Run(CASE)
     with pytest.raises(RuntimeError, match=r"^the loop must end after .*; break, and begin a new loop"):  # noqa: PT012
@@ -297,21 +256,7 @@ def test_a_loop_that_goes_on_after_discard_step_is_told_to_end() -> None:
     assert together([run.log]) == CASE.steps[:8]
 
 
-def test_an_update_is_read_as_it_is_asked_for_and_once() -> None:
-    """No more of it is in memory than in a plain loop."""
-    run = Run(CASE)
-    sampler = run.sampler
-    for update in vbs.updates(sampler, run.optimizer):
-        before = 0 if sampler.iteration is None else sampler.iteration.yielded
-        for number, microbatch in enumerate(update):
-            assert sampler.iteration is not None
-            assert sampler.iteration.yielded == before + number + 1
-            run.take(microbatch)
-        assert list(update) == []
-    assert together([run.log]) == CASE.steps[:8]
-
-
-def test_an_update_must_be_read_within_its_turn() -> None:
+def test_an_update_must_be_read_within_its_turn():
     run = Run(CASE)
     updates = iter(vbs.updates(run.sampler, run.optimizer))
     first = next(updates)
@@ -327,7 +272,7 @@ def test_an_update_must_be_read_within_its_turn() -> None:
         list(second)
 
 
-def test_a_loader_of_something_else_raises() -> None:
+def test_a_loader_of_something_else_raises():
     run = Run(CASE)
     with pytest.raises(RuntimeError, match=r"of the optimizer's sampler, but it yields more than epoch 0 has"):
         list(vbs.updates([[1]] * 99, run.optimizer, ahead=99))
@@ -335,22 +280,14 @@ def test_a_loader_of_something_else_raises() -> None:
         list(next(iter(vbs.updates([[1]], run.optimizer))))
 
 
-def test_rejects_wrong_arguments_at_once() -> None:
-    run = Run(CASE)
-    with pytest.raises(TypeError, match=r"optimizer must be a vbs.CustomOptimizer, got"):
-        vbs.updates(Reading(run, 0), run.sampler)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="loader must be iterable, got"):
-        vbs.updates(3, run.optimizer)  # type: ignore[arg-type]
-
-
 class Itself(Dataset[list[int]]):
     """A dataset whose item is its index."""
 
-    def __getitem__(self, index: list[int]) -> list[int]:
+    def __getitem__(self, index):
         return index
 
 
-def test_a_custom_sampler_must_be_the_batch_sampler_of_a_loader() -> None:
+def test_a_custom_sampler_must_be_the_batch_sampler_of_a_loader():
     run = Run(CASE)
     wrong = DataLoader(range(40), 8, sampler=run.sampler)
     with pytest.raises(ValueError, match=r"with sampler=, which collects batch_size=8 of them; pass it as batch_sampl"):

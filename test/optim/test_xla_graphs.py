@@ -1,10 +1,7 @@
 """What compiles (law 6) on PyTorch/XLA: nothing after the third update that follows the first accumulation."""
 
-from __future__ import annotations
-
 import itertools
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,17 +9,16 @@ import torch
 pytest.importorskip("torch_xla")
 pytestmark = pytest.mark.xla
 
-from helpers.xla_graphs import MINIBATCH_SIZE, REF, Training, Update, count, late  # noqa: E402
+from helpers.xla_graphs import MINIBATCH_SIZE, REF, Training, count, late  # noqa: E402
 from variable_batch_size.backend.xla import launch  # noqa: E402
 
 
-def run(trainings: list[Training], cores: int, folder: Path) -> list[list[Update]]:
+def run(trainings, cores, folder):
     launch(count, (folder, trainings), cores=cores)
-    found: list[list[Update]] = torch.load(folder / "updates.pt", weights_only=False)
-    return found
+    return torch.load(folder / "updates.pt", weights_only=False)
 
 
-def trace(seed: int, cores: int) -> tuple[int, ...]:
+def trace(seed, cores):
     """Ten updates of one microbatch a rank, then spells of several and of one again."""
     rng = random.Random(seed)
     one = [size * cores for size in (1, 2, MINIBATCH_SIZE)]
@@ -33,7 +29,7 @@ def trace(seed: int, cores: int) -> tuple[int, ...]:
 
 @pytest.mark.nightly("compiles graphs of nine trainings")
 @pytest.mark.parametrize("cores", [2])
-def test_nothing_compiles_late_on_traces_that_begin_with_one_microbatch_a_rank(cores: int, tmp_path: Path) -> None:
+def test_nothing_compiles_late_on_traces_that_begin_with_one_microbatch_a_rank(cores, tmp_path):
     variants = [
         {"options": {"reduction": "sum"}, "hyperparameters": {"momentum": 0.9}},
         {"loop": "zero_grad"},
@@ -45,10 +41,7 @@ def test_nothing_compiles_late_on_traces_that_begin_with_one_microbatch_a_rank(c
         {"controlled": True},
         {"rule": "invariant-adam", "kind": "AdamW", "lrs": (0.01, 0.01)},
     ]
-    trainings = [
-        Training(trace(seed, cores), **variant)  # type: ignore[arg-type]
-        for seed, variant in enumerate(variants)
-    ]
+    trainings = [Training(trace(seed, cores), **variant) for seed, variant in enumerate(variants)]
     found = run(trainings, cores, tmp_path)
     for updates in found:
         assert {update.rounds for update in updates[:10]} == {1}
@@ -58,7 +51,7 @@ def test_nothing_compiles_late_on_traces_that_begin_with_one_microbatch_a_rank(c
 
 @pytest.mark.slow("launches XLA")
 @pytest.mark.parametrize("cores", [2, pytest.param(1, marks=pytest.mark.nightly("launches another world"))])
-def test_nothing_compiles_late_when_one_microbatch_a_rank_comes_after_several(cores: int, tmp_path: Path) -> None:
+def test_nothing_compiles_late_when_one_microbatch_a_rank_comes_after_several(cores, tmp_path):
     several, one, single = 4 * MINIBATCH_SIZE * cores, MINIBATCH_SIZE * cores, MINIBATCH_SIZE
     sizes = (*4 * (several,), *2 * (one,), several, single, several + 1, one)
     variants = [
@@ -68,12 +61,12 @@ def test_nothing_compiles_late_when_one_microbatch_a_rank_comes_after_several(co
         {"options": {"noise": "differenced"}, "rule": "adascale"},
         {"options": {"noise": "microbatches"}},
     ]
-    found = run([Training(sizes, **variant) for variant in variants], cores, tmp_path)  # type: ignore[arg-type]
+    found = run([Training(sizes, **variant) for variant in variants], cores, tmp_path)
     assert list(map(late, found)) == [{}] * len(found)
 
 
 @pytest.mark.nightly("compiles graphs of twelve trainings")
-def test_numbers_that_coincide_in_some_updates_compile_nothing(tmp_path: Path) -> None:
+def test_numbers_that_coincide_in_some_updates_compile_nothing(tmp_path):
     sizes = (20, 17, 30, 9, 2, 3, REF, 33, 2 * REF, 25, 41, REF // 2, 12, REF, 9)
     two_rules = ("linear", "root")
     trainings = [
@@ -98,7 +91,7 @@ def test_numbers_that_coincide_in_some_updates_compile_nothing(tmp_path: Path) -
 
 
 @pytest.mark.nightly("compiles graphs of nine optimizers")
-def test_of_torchs_optimizers_only_radam_compiles_late_and_once(tmp_path: Path) -> None:
+def test_of_torchs_optimizers_only_radam_compiles_late_and_once(tmp_path):
     kinds = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RMSprop", "Adagrad", "Adadelta", "RAdam")
     sizes = (20, 17, 30, 9, 2, 3, 8, 33, 16, 25, 41, 4)
     found = run([Training(sizes, kind=kind) for kind in kinds], 1, tmp_path)

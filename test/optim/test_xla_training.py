@@ -1,11 +1,6 @@
 """The laws of updates, and one graph, on PyTorch/XLA: real replicas on several cores of this CPU."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -42,11 +37,11 @@ EVERY = 5  # updates between two questions to a controller
 WIDTHS = iter(range(5, 100))  # hidden units of the trainings whose compilations count
 
 
-def watched(kind: type[vbs.CustomOptimizer], seed: int, cores: int, *options: bool, **more: Any) -> Job:
+def watched(kind, seed, cores, *options, **more):
     return Job(cores, watch, (Case(kind, MANY[seed], 8, width=next(WIDTHS), **more), WARM, *options))
 
 
-def measured(dtype: torch.dtype, cores: int) -> Job:
+def measured(dtype, cores):
     return Job(cores, measure, (Case(vbs.ConstantOptimizer, MANY[2][:30], 8, dtype, width=next(WIDTHS)), WARM))
 
 
@@ -72,15 +67,14 @@ JOBS = {
     "speeds 2": Job(2, unequal_speeds),
     "told 2": Job(2, tell, ((20, 20, 1, 2, 3),)),
 }
-Launched = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
-def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Launched:
+def folder_of(tmp_path_factory):
     """Return a function that returns the folder of a job, after its world has run all of its jobs."""
-    launched: dict[int, Path] = {}
+    launched = {}
 
-    def folder(name: str) -> Path:
+    def folder(name):
         cores = JOBS[name].cores
         if cores not in launched:
             path = tmp_path_factory.mktemp(f"cores{cores}")
@@ -91,7 +85,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Launched:
     return folder
 
 
-def jobs(*beginnings: str) -> pytest.MarkDecorator:
+def jobs(*beginnings):
     """Parametrize a test by the jobs whose names begin so; one world of them is launched before a merge."""
     names = [name for name in JOBS if name.startswith(beginnings)]
     slow, nightly = pytest.mark.slow("launches XLA"), pytest.mark.nightly("launches another world")
@@ -101,13 +95,13 @@ def jobs(*beginnings: str) -> pytest.MarkDecorator:
 
 
 @jobs("speeds")
-def test_speeds_need_ranks_that_run_on_their_own(job: str, folder_of: Launched) -> None:
+def test_speeds_need_ranks_that_run_on_their_own(job, folder_of):
     for rank in range(2):
         message = (folder_of(job) / f"rank{rank}").read_text()
         assert message.startswith("speeds= needs a fixed world whose ranks run on their own, got a device on which all")
 
 
-def test_a_loader_for_a_device_must_read_the_optimizers_sampler() -> None:
+def test_a_loader_for_a_device_must_read_the_optimizers_sampler():
     run = training()
     other = MpDeviceLoader(DataLoader(range(9), batch_sampler=[[0], [1]]), torch.device("cpu"))
     with pytest.raises(ValueError, match=r"must read the optimizer's own sampler, but it reads another list"):
@@ -115,25 +109,23 @@ def test_a_loader_for_a_device_must_read_the_optimizers_sampler() -> None:
     vbs.updates(MpDeviceLoader(DataLoader(range(50), batch_sampler=run.sampler), torch.device("cpu")), run.optimizer)
 
 
-def delta_of(job: str, folder_of: Launched, collectives: int = 1) -> dict[str, int]:
+def delta_of(job, folder_of, collectives=1):
     """Return what was counted, after the check of the collectives of an update on a rank, if there are several."""
-    delta: dict[str, int] = torch.load(folder_of(job) / "delta.pt")
+    delta = torch.load(folder_of(job) / "delta.pt")
     cores = JOBS[job].cores
     assert delta.pop("all_reduce") == (collectives * (len(MANY[0]) - WARM) * cores if cores > 1 else 0)
     return delta
 
 
 @jobs("counts")
-def test_denominators_compile_nothing_and_take_one_collective_more(job: str, folder_of: Launched) -> None:
+def test_denominators_compile_nothing_and_take_one_collective_more(job, folder_of):
     delta, cores = delta_of(job, folder_of, collectives=2), JOBS[job].cores
     assert delta.pop("to host") == (cores if cores > 1 else 0)
     assert delta == dict.fromkeys(delta, 0)
 
 
 @jobs("silent")
-def test_nothing_compiles_and_the_host_reads_nothing_while_batch_size_and_lr_change(
-    job: str, folder_of: Launched
-) -> None:
+def test_nothing_compiles_and_the_host_reads_nothing_while_batch_size_and_lr_change(job, folder_of):
     delta, cores = delta_of(job, folder_of), JOBS[job].cores
     # Several ranks read every 16 updates whether one had other parameters than agreed, of 16 updates ago.
     assert delta.pop("to host") == (cores if cores > 1 else 0)
@@ -143,7 +135,7 @@ def test_nothing_compiles_and_the_host_reads_nothing_while_batch_size_and_lr_cha
 
 
 @jobs("log")
-def test_logged_values_compile_nothing_and_are_read_later(job: str, folder_of: Launched) -> None:
+def test_logged_values_compile_nothing_and_are_read_later(job, folder_of):
     delta, updates = delta_of(job, folder_of), len(MANY[2])
     rows = range(WARM - 2, updates - 2)  # those of the last 2 updates are read when the tracker is closed
     numbers = 6 if "noise" in job else 2  # means, norm; lr, progress (2 reads), noise
@@ -156,7 +148,7 @@ def test_logged_values_compile_nothing_and_are_read_later(job: str, folder_of: L
 
 
 @jobs("progress")
-def test_the_host_reads_only_the_progress_of_earlier_updates(job: str, folder_of: Launched) -> None:
+def test_the_host_reads_only_the_progress_of_earlier_updates(job, folder_of):
     delta, cores = delta_of(job, folder_of), JOBS[job].cores
     reads = len(MANY[1]) - WARM + (cores > 1)  # and once whether one had other parameters than agreed
     assert delta.pop("to host") == reads * cores
@@ -164,7 +156,7 @@ def test_the_host_reads_only_the_progress_of_earlier_updates(job: str, folder_of
 
 
 @jobs("controller")
-def test_a_controller_compiles_nothing_and_reads_noise_and_progress_later(job: str, folder_of: Launched) -> None:
+def test_a_controller_compiles_nothing_and_reads_noise_and_progress_later(job, folder_of):
     delta, cores, updates = delta_of(job, folder_of), JOBS[job].cores, len(MANY[4])
     questions = [update for update in range(WARM - 1, updates - 1) if update % EVERY == 0]
     reads = updates - WARM + (cores > 1)  # of the progress schedule, as above
@@ -173,7 +165,7 @@ def test_a_controller_compiles_nothing_and_reads_noise_and_progress_later(job: s
 
 
 @jobs("overflow")
-def test_a_nonfinite_gradient_leaves_weights_noise_and_progress_unchanged(job: str, folder_of: Launched) -> None:
+def test_a_nonfinite_gradient_leaves_weights_noise_and_progress_unchanged(job, folder_of):
     for rank in range(JOBS[job].cores):
         before, skipped, after = torch.load(folder_of(job) / f"overflow{rank}.pt")
         assert all(map(torch.equal, before[0], skipped[0]))
@@ -185,7 +177,7 @@ def test_a_nonfinite_gradient_leaves_weights_noise_and_progress_unchanged(job: s
 
 
 @jobs("means")
-def test_means_equal_those_of_one_process_and_add_compiles_and_reads_nothing(job: str, folder_of: Launched) -> None:
+def test_means_equal_those_of_one_process_and_add_compiles_and_reads_nothing(job, folder_of):
     case = JOBS[job].arguments[0]
     used, x = list(batches(case.sizes, SAMPLES)), data(SAMPLES)[0][:, 0]
     for rank in range(JOBS[job].cores):
@@ -201,7 +193,7 @@ def test_means_equal_those_of_one_process_and_add_compiles_and_reads_nothing(job
 
 
 @jobs("unsupported")
-def test_rejects_optimizers_and_parameters_that_adascale_does_not_support_on_xla(job: str, folder_of: Launched) -> None:
+def test_rejects_optimizers_and_parameters_that_adascale_does_not_support_on_xla(job, folder_of):
     *kinds, half, timescale = torch.load(folder_of(job) / "messages.pt")
     for name, text in zip(("Rprop", "ASGD", "Adafactor"), kinds, strict=True):
         assert text.startswith("on xla a learning rate that depends on the noise needs an optimizer whose change is")
@@ -212,7 +204,7 @@ def test_rejects_optimizers_and_parameters_that_adascale_does_not_support_on_xla
 
 
 @jobs("told")
-def test_several_ranks_are_told_of_a_parameter_without_a_gradient_on_xla(job: str, folder_of: Launched) -> None:
+def test_several_ranks_are_told_of_a_parameter_without_a_gradient_on_xla(job, folder_of):
     for rank in range(JOBS[job].cores):
         assert "pass find_unused_parameters=True to the optimizer" in (folder_of(job) / f"rank{rank}").read_text()
 
@@ -232,5 +224,5 @@ LAYOUTS = {cores: Layout(cores, by="plain", where="cores") for cores in (1, 2, 4
         for name in features_of(layout)
     ],
 )
-def test_replicas_make_the_updates_of_one_process_from_any_state(cores: int, name: str) -> None:
+def test_replicas_make_the_updates_of_one_process_from_any_state(cores, name):
     check(name, LAYOUTS[cores])
