@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -126,18 +125,6 @@ def test_tasks_of_the_job_group_agree() -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- no scheduler
-
-
-@pytest.mark.nightly("starts a process twice")
-def test_the_script_alone_stops_after_a_signal_and_resumes(place: Path, started: list[subprocess.Popen[bytes]]) -> None:
-    command = [sys.executable, *TRAIN.split()]
-    running = start(command, place, "log-0")
-    started.append(running)
-    wait_for(lambda: saved(place / "checkpoints/a"), lambda: logs(place))
-    running.terminate()
-    assert running.wait(TIMEOUT) == STOPPED, logs(place)
-    assert start([*command, *SHORT.split()], place, "log-1").wait(TIMEOUT) == 0, logs(place)
-    assert_saved_and_resumed(place)
 
 
 # ---------------------------------------------------------------------------------------------------------------- Slurm

@@ -123,12 +123,6 @@ def test_a_nonfinite_value_makes_the_mean_nonfinite() -> None:
         assert metrics.read() == pytest.approx({"loss": bad, "fine": 2, "samples": 8}, nan_ok=True)
 
 
-def test_before_the_first_update_there_are_no_samples() -> None:
-    metrics = Measured().metrics
-    assert metrics.read() == {"samples": 0}
-    assert metrics.state_dict() == {}
-
-
 # --------------------------------------------------------------------------------------- only committed steps count
 
 
@@ -213,13 +207,6 @@ def test_the_samples_of_a_skipped_update_do_not_count(skipped: set[int], by_nois
     assert found["samples"] == len(used) == 40 - 8 * len(skipped)
     if len(used):
         assert found["value"] == pytest.approx(VALUES[used.astype(int)].mean(), rel=1e-12)
-
-
-def test_after_reset_only_later_updates_count() -> None:
-    run = Measured().run(3)
-    run.metrics.reset()
-    assert run.metrics.read() == {"samples": 0}
-    assert run.run(2).metrics.read() == pytest.approx(expected(SIZES, dataset_size=50, updates=slice(3, 5)), rel=1e-12)
 
 
 def test_accumulators_are_independent_and_the_optimizer_does_not_keep_them_alive() -> None:
@@ -325,3 +312,59 @@ def test_rejects_what_is_not_one_number_and_adds_nothing() -> None:
     with pytest.raises(ValueError, match=r"^the name 'samples' is reserved for the number of samples.*; choose"):
         run.metrics.add(hit=1e9, samples=4)
     assert run.run(2).metrics.read() == pytest.approx(expected([4, 4], dataset_size=8), rel=1e-12)
+
+
+@given(stop=st.integers(0, 2 * len(SIZES)), world=st.sampled_from([1, 2]), then=st.sampled_from([1, 2]))
+@examples(15)
+def test_a_restored_loop_reports_the_means_of_each_epoch(stop: int, world: int, then: int) -> None:
+    """Wherever it was stopped, also at an epoch's end, before the means of that epoch were read."""
+    epochs, samples = 3, sum(SIZES)
+
+    def train(backend: Backend, state: Any = None, until: int = -1) -> tuple[Any, dict[int, dict[str, float]]]:
+        run, means = Measured([*SIZES, *SIZES, *SIZES], samples, backend=backend), {}
+        if state is not None:
+            run.optimizer.load_state_dict(state[0])
+            run.metrics.load_state_dict(json.loads(state[1]))
+        for epoch in range(run.optimizer.epoch, epochs):
+            run.training.sampler.set_epoch(epoch)
+            run.optimizer.set_epoch(epoch)
+            run.metrics.set_epoch(epoch)
+            for indices in run.training.sampler:
+                if run.optimizer.updates == until and not run.optimizer.inside_step:
+                    break
+                run.microbatch(indices)
+                if run.optimizer.updates == until and not run.optimizer.inside_step:
+                    return (run.optimizer.state_dict(), json.dumps(run.metrics.state_dict())), means
+            if run.optimizer.updates == until:
+                return (run.optimizer.state_dict(), json.dumps(run.metrics.state_dict())), means
+            means[epoch] = run.metrics.read()
+        return None, means
+
+    ((_, whole),) = run_ranks(train, 1)
+    assert [epoch["samples"] for epoch in whole.values()] == [samples] * epochs
+    saved = run_ranks(lambda backend: train(backend, until=stop), world)
+    for state, before in run_ranks(lambda backend: train(backend, state=saved[0][0]), then):
+        assert state is None
+        for epoch, means in (saved[0][1] | before).items():
+            assert means == pytest.approx(whole[epoch], rel=1e-12)
+
+
+@pytest.mark.parametrize("names", [["loss", "accuracy"], ["loss", ""], ["", "loss"]])
+def test_other_names_on_another_rank_raise_on_every_rank(names: list[str]) -> None:
+    def train(backend: Backend) -> str:
+        run = training(backend=backend)
+        metrics, own = vbs.Accumulator(run.optimizer), names[backend.world.rank]
+        for indices in run.sampler:
+            if own:
+                metrics.add(**{own: 1.0})
+            run.loss(indices).backward()
+            run.optimizer.step()
+        with pytest.raises(RuntimeError, match="every rank must add values under the same names") as caught:
+            metrics.read()
+        with pytest.raises(RuntimeError, match="under the same names"):
+            metrics.state_dict()
+        return str(caught.value)
+
+    first, second = run_ranks(train, 2)
+    assert first == second
+    assert all((name or "none") in first for name in names)

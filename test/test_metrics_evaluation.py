@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -154,19 +153,6 @@ def test_a_value_too_many_raises() -> None:
     assert run.metrics.read() == expected(40)
 
 
-def test_other_names_on_another_rank_raise_on_every_rank() -> None:
-    def evaluate(backend: Backend) -> str:
-        run = Evaluation(8, backend)
-        if backend.world.rank == 0:
-            run.run()
-        with pytest.raises(RuntimeError, match="every rank must add values under the same names") as caught:
-            run.metrics.read()
-        return str(caught.value)
-
-    found = run_ranks(evaluate, 2)
-    assert found[0] == found[1]
-
-
 # ------------------------------------------------------------------------------------------------ beside a training
 
 
@@ -199,24 +185,4 @@ def test_the_state_of_a_complete_pass_is_restored_until_the_next_pass() -> None:
     assert other.run().metrics.read() == expected(20)
 
 
-def test_set_epoch_starts_again() -> None:
-    run = Evaluation(20)
-    for epoch in range(2):
-        run.metrics.set_epoch(epoch)
-        assert run.metrics.read() == {"samples": 0}
-        assert run.run().metrics.read() == expected(20)
-
-
 # ------------------------------------------------------------------------------------------------------- arguments
-
-
-def test_the_backend_is_that_of_the_process() -> None:
-    sampler = vbs.EvaluationSampler(4, 1, 0)
-    assert vbs.Accumulator(sampler)._source.backend.world == vbs.backend.World()
-
-
-def test_numbers_of_numpy_need_no_device() -> None:
-    run = Evaluation(10)
-    for values, hits in run.loader:
-        run.metrics.add(value=np.float64(values.mean()), hit=float(hits.double().mean()))
-    assert run.metrics.read() == expected(10)

@@ -16,7 +16,6 @@ from variable_batch_size.microbatching import (
     Cut,
     count_microbatches,
     cut,
-    divisors,
     microbatch_counts,
     partial_sizes,
 )
@@ -29,12 +28,6 @@ def test_the_remainder_is_split_greedily_into_divisors(minibatch_size: int) -> N
         assert sum(partial_sizes(remainder, minibatch_size)) == remainder
         assert all(minibatch_size % size == 0 for size in partial_sizes(remainder, minibatch_size))
         assert list(partial_sizes(remainder, minibatch_size)) == sorted(partial_sizes(remainder, minibatch_size))
-
-
-def test_known_and_longest_splits() -> None:
-    assert partial_sizes(17, 32) == (1, 16)
-    assert max(len(partial_sizes(remainder, 64)) for remainder in range(64)) == 6  # log2
-    assert max(len(partial_sizes(remainder, 61)) for remainder in range(61)) == 60  # a prime
 
 
 def sizes_of(cut: Cut) -> list[int]:
@@ -103,12 +96,3 @@ def test_microbatch_counts_of_large_batches_equal_those_of_the_cut() -> None:
     found = microbatch_counts(2**53 - 111, 4096, fixed_shape=True)
     for m in (1, 2, 63, 64, 65, 3600, 4032, 4093, 4096):
         assert found[m - 1] == cut(2**53 - 111, m, fixed_shape=True).microbatches
-
-
-@given(st.integers(1, 10**6))
-@examples(50)
-def test_divisors_are_complete_and_descending(number: int) -> None:
-    found = divisors(number)
-    assert list(found) == sorted(set(found), reverse=True)
-    assert all(number % divisor == 0 for divisor in found)
-    assert len(found) == sum(2 - (d * d == number) for d in range(1, int(number**0.5) + 1) if number % d == 0)

@@ -309,24 +309,6 @@ def test_a_training_that_goes_on_with_another_rule_adds_its_columns(later: Any, 
     assert [*table["vbs/gain"].notna()] == [kind is vbs.AdaScaleOptimizer for kind in (first, first, later, later)]
 
 
-def test_resuming_keeps_every_digit_of_earlier_rows(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    values = (rng.random(300) * 10.0 ** rng.integers(-20, 20, 300)).tolist()
-    for updates in (range(200), range(200, 300)):
-        with vbs.Tracker(tmp_path) as tracker:
-            for update in updates:
-                tracker.log(update, {"value": values[update]})
-    lines = (tmp_path / "scalars.csv").read_text().splitlines()[1:]
-    assert [float(line.split(",")[1]) for line in lines] == values
-
-
-def test_resuming_drops_a_truncated_row(tmp_path: Path) -> None:
-    (tmp_path / "scalars.csv").write_text("update,a,b\n1,0.5,2\n2,0.")
-    with vbs.Tracker(tmp_path) as tracker:
-        tracker.log(3, {"a": 1.5, "b": 4})
-    assert (tmp_path / "scalars.csv").read_text() == "update,a,b\n1,0.5,2\n3,1.5,4\n"
-
-
 def drawn_on_a_terminal(**options: bool) -> str:
     """Return what a training of two epochs writes to standard error, a terminal."""
     reader, writer = pty.openpty()
@@ -354,18 +336,6 @@ def test_draws_no_bar_without_a_terminal(capfd: pytest.CaptureFixture[str]) -> N
     with vbs.Tracker() as tracker:
         training(tracker=tracker).run(6)
     assert capfd.readouterr() == ("", "")
-
-
-def test_values_of_update_0_drop_no_later_rows(tmp_path: Path) -> None:
-    """As hyperparameters that are logged at each start."""
-    for start, updates in ((0, [10, 20, 30, 40]), (1, [30, 50])):
-        with vbs.Tracker(tmp_path) as tracker:
-            tracker.log(0, {"lr": 0.1 + start})
-            for update in updates:
-                tracker.log(update, {"loss": update + start})
-    assert (tmp_path / "scalars.csv").read_text().splitlines() == [
-        *("update,lr,loss", "0,1.1,", "10,,10", "20,,20", "30,,31", "50,,51")
-    ]
 
 
 FULL = """

@@ -194,15 +194,6 @@ def test_concurrent_ranks_meet_after_the_same_update(kind: str) -> None:
         assert found == size * found[:1]
 
 
-def test_the_interval_between_looks_keeps_their_cost_small() -> None:
-    (agreement,) = agreements([dist.HashStore()])
-    agreement._updates, agreement._look_seconds = 1, 1e-3  # one update since the last look; 0.5 % of 200 ms
-    for update_seconds, interval in [(0.4, 1), (0.21, 1), (0.11, 2), (0.021, 10), (0.0011, 182)]:
-        assert agreement._interval(agreement._looked_time + update_seconds) == interval
-    agreement._look_seconds = 0.1  # 0.5 % of 20 s, which is more than the longest interval
-    assert agreement._interval(agreement._looked_time + 0.3) == 2
-
-
 class Member:
     """A party whose store is a file."""
 

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from helpers.checkpoints import STATE, checkpoint, names, path_of, told, truncate_state, updates
 from helpers.properties import examples
-from helpers.reference import Training, assert_equal, training
+from helpers.reference import Training, training
 from helpers.sudden_death import dying_after
 from variable_batch_size.backend import Backend
 from variable_batch_size.checkpoint.folder import MANIFEST
@@ -45,21 +45,6 @@ def reported(folder: Path, values: list[float], **options: Any) -> Training:
 # ------------------------------------------------------------------------------------------------- what is kept
 
 
-@pytest.mark.parametrize("mode", ["min", "max"])
-def test_the_best_one_stays_beside_the_newest_ones(mode: str, tmp_path: Path) -> None:
-    run, sign = training(), 1 if mode == "min" else -1
-    with checkpoint(tmp_path, run, keep=1, best=f"{mode}:loss") as saves:
-        assert saves.best is None
-        for update, (value, best) in enumerate([(3, 1), (2, 2), (math.nan, 2), (2, 2), (2.5, 2), (1, 6)], 1):
-            run.run(1)
-            assert saves.report(loss=sign * value, other=1.5) == (update == best)
-            saves.save()
-            assert (saves.best or "").startswith(f"{tmp_path}/update-0000000{best}-")
-            assert saves.latest == str(path_of(tmp_path, update))
-    assert facts(saves.best)["metrics"] == {"loss": sign * 1.0, "other": 1.5}
-    assert facts(saves.best)["best"] == f"{mode}:loss"
-
-
 def test_a_checkpoint_of_the_same_update_is_marked_instead_of_written_again(tmp_path: Path) -> None:
     run = training()
     with checkpoint(tmp_path, run, best=LOSS, every=2, keep=2) as saves:
@@ -76,18 +61,6 @@ def test_a_checkpoint_of_the_same_update_is_marked_instead_of_written_again(tmp_
         assert state.stat().st_mtime_ns == written
         assert updates(tmp_path) == [2]
         assert facts(saves.best)["metrics"] == {"loss": 0.25}
-
-
-def test_of_equal_values_the_oldest_is_the_best_one(tmp_path: Path) -> None:
-    run = training()
-    with checkpoint(tmp_path, run, keep=3) as saves:
-        for _ in range(3):
-            run.run(1)
-            saves.save()
-        folder = saves._folder
-        for name in folder.names():
-            folder.mark(name, {"best": LOSS, "metrics": {"loss": 1.0}})
-        assert folder.ranked() == sorted(folder.names())
 
 
 def test_the_best_one_stays_without_a_criterion_and_beside_that_of_another_one(tmp_path: Path) -> None:
@@ -198,36 +171,7 @@ def test_there_is_an_intact_best_one_at_every_moment(
         assert all(path.startswith("update-") for path in names(folder))  # no leftover
 
 
-def test_a_checkpoint_is_intact_at_every_moment_in_which_it_is_marked(tmp_path: Path) -> None:
-    run, found = training().run(1), list[float]()
-    saves = checkpoint(tmp_path, run, best=LOSS)
-    path = saves.save()
-    for operations in range(100):
-        before = found[-1:]
-        with dying_after(operations) as died:
-            saves.report(loss=-operations)
-        assert saves.latest == path
-        if before or saves.best:
-            found.append(facts(saves.best)["metrics"]["loss"])
-            assert found[-1:] in (before, [-operations])
-        if not died:
-            break
-    assert found[-1] == -operations
-    assert len(set(found)) > 1  # also after deaths
-    saves.close()
-
-
 # ------------------------------------------------------------------------------------------------------- restoring it
-
-
-@pytest.mark.parametrize("options", [{}, {"best": LOSS}])
-def test_the_best_one_is_restored(options: dict[str, Any], tmp_path: Path) -> None:
-    reported(tmp_path, [0.5, 0.25, 0.75])
-    run = training()
-    with checkpoint(tmp_path, run, **options) as saves:
-        assert saves.restore(best=True)
-        assert run.optimizer.updates == 2
-        assert_equal(run.weights(), training().run(2).weights(), 0)
 
 
 @pytest.mark.parametrize("file", [STATE, MANIFEST])

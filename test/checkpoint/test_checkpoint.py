@@ -6,8 +6,8 @@ import functools
 import importlib.util
 import json
 import random
-import threading
-from collections import Counter, OrderedDict
+import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import variable_batch_size as vbs
 from helpers.checkpoints import STATE, checkpoint, path_of, two_saved, updates
@@ -24,7 +25,6 @@ from helpers.reference import SIZES, Array, Training, assert_equal, training
 from helpers.xla_checkpoints import restore, save
 from helpers.xla_training import Case
 from variable_batch_size.backend import Backend
-from variable_batch_size.checkpoint import rng_states
 from variable_batch_size.checkpoint.folder import MANIFEST
 from variable_batch_size.testing import run_ranks
 
@@ -67,35 +67,6 @@ def test_a_restored_training_equals_an_uninterrupted_one(state: str, before: int
         assert rank.optimizer.progress == pytest.approx(uninterrupted.optimizer.progress, rel=1e-12)
 
 
-def test_a_scheduler_resumes(tmp_path: Path) -> None:
-    def scheduled(run: Training) -> vbs.ProgressScheduler:
-        inner = torch.optim.lr_scheduler.StepLR(run.optimizer, 1, gamma=0.5)
-        return vbs.ProgressScheduler(inner, run.optimizer, by="samples")
-
-    def train(run: Training, schedule: vbs.ProgressScheduler, updates: int) -> list[float]:
-        rates = []
-        for _ in range(updates):
-            run.run(1)
-            schedule.step()
-            rates.append(run.optimizer.param_groups[0]["lr"])
-        return rates
-
-    uninterrupted = training()
-    expected = train(uninterrupted, scheduled(uninterrupted), len(SIZES))
-    assert len(set(expected)) > 1
-    first = training()
-    schedule = scheduled(first)
-    rates = train(first, schedule, STOP)
-    with checkpoint(tmp_path, first, scheduler=schedule) as saves:
-        saves.save()
-    second = training()
-    schedule = scheduled(second)
-    with checkpoint(tmp_path, second, scheduler=schedule) as saves:
-        assert saves.restore()
-    assert rates + train(second, schedule, len(SIZES) - STOP) == expected
-    assert_equal(second.weights(), uninterrupted.weights())
-
-
 def test_rng_states_are_restored_in_a_world_of_the_same_size_only(tmp_path: Path) -> None:
     def draw() -> tuple[float, float, float]:
         return torch.rand(()).item(), np.random.random(), random.random()
@@ -123,53 +94,6 @@ def test_rng_states_are_restored_in_a_world_of_the_same_size_only(tmp_path: Path
     drawn = draw()
     seed(2)
     assert draw() == drawn
-
-
-def test_each_rank_gets_its_own_rng_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    is_own: dict[int, bool] = {}  # threads share the RNGs, so each rank saves its name as its state
-
-    def train(backend: Backend) -> None:
-        with checkpoint(tmp_path, training(backend=backend).run(1)) as saves:
-            saves.save()
-            saves.restore()
-
-    def compare(states: str) -> None:
-        is_own[threading.get_ident()] = states == threading.current_thread().name
-
-    monkeypatch.setattr(rng_states, "get_rng_states", lambda: threading.current_thread().name)
-    monkeypatch.setattr(rng_states, "set_rng_states", compare)
-    run_ranks(train, 3)
-    assert list(is_own.values()) == 3 * [True]
-
-
-def test_plain_values_of_all_types_are_restored(tmp_path: Path) -> None:
-    class Part:
-        state: Any = None
-
-        def state_dict(self) -> Any:
-            return self.state
-
-        def load_state_dict(self, state: Any) -> None:
-            self.state = state
-
-    part, run = Part(), training().run(1)
-    plain: dict[Any, Any] = {
-        "a": [1, 2.5, (True, None, "text", b"bytes")],
-        3: Counter([4, 4]),
-        "b": OrderedDict(c=torch.float16, d=torch.Size([2])),
-    }
-    with checkpoint(tmp_path, run, part=part) as saves:
-        part.state = plain
-        saves.save()
-        part.state = None
-        assert saves.restore()
-        assert part.state == plain
-        assert type(part.state[3]) is Counter
-        part.state = {"deep": [0, np.float64(1)]}
-        expected = r"tensors and plain Python values, got a numpy\.float64 at part/deep/1; return"
-        with pytest.raises(RuntimeError, match=expected):
-            saves.save()
-    assert updates(tmp_path) == [1]
 
 
 def test_the_manifest_holds_the_position_of_the_training(saved: Path) -> None:
@@ -233,14 +157,6 @@ def test_warns_of_other_dtypes_and_names_a_tensor(
     assert warned[0].filename == __file__
     for run in runs:
         assert_equal(run.weights(), training(dtype=before).run(1).weights(), 1e-6)
-
-
-def test_rejects_another_trace_before_anything_changes(saved: Path) -> None:
-    run = training(sizes=[5, 6])
-    weights = [weight.copy() for weight in run.weights()]
-    with checkpoint(saved, run) as saves, pytest.raises(RuntimeError, match="only with the samples it was saved with"):
-        saves.restore()
-    assert_equal(run.weights(), weights, 0)
 
 
 def test_a_new_training_does_not_save_beside_later_checkpoints(saved: Path) -> None:
@@ -327,3 +243,78 @@ def test_cores_save_without_compiling_and_another_number_resumes(tmp_path: Path)
     uninterrupted = training(vbs.AdaScaleOptimizer, noise="differenced", sampling=fixed).run(len(SIZES)).weights()
     for found in (weights, resumed):
         assert_equal([weight.numpy() for weight in found], uninterrupted)
+
+
+def test_a_longer_trace_goes_on(tmp_path: Path) -> None:
+    run = training(sizes=SIZES[:5], dataset_size=73, sampling={"on_end": "error"}).run(5)
+    with checkpoint(tmp_path, run) as saves:
+        saves.save()
+    longer = training(dataset_size=73, sampling={"on_end": "error"})
+    told = pytest.warns(UserWarning, match=r"^The batch trace differs from that of the saved run after update 5")
+    with checkpoint(tmp_path, longer) as saves, told:
+        assert saves.restore()
+    assert longer.optimizer.updates == 5
+    assert_equal(longer.weights(), run.weights(), 0)
+
+
+def test_other_samples_are_refused_unless_strict_is_false(tmp_path: Path) -> None:
+    run = training().run(3)
+    with checkpoint(tmp_path, run) as saves:
+        saves.save()
+    other = training(sizes=(20, 8, 1, 33), sampling={"seed": 1})
+    before = other.weights()
+    with checkpoint(tmp_path, other) as saves:
+        with pytest.raises(
+            RuntimeError,
+            match=r"but seed was 0 and is 1, the first 3 batch sizes of the trace are not the same; .* strict=False",
+        ):
+            saves.restore()
+        assert other.optimizer.updates == 0
+        assert_equal(other.weights(), before, 0)
+        assert saves.restore(strict=False)
+    assert other.optimizer.updates == 3
+    assert_equal(other.weights(), run.weights(), 0)
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_forgotten_scheduler_warns(inner: bool, tmp_path: Path) -> None:
+    run = training()
+    cosine = CosineAnnealingLR(run.optimizer.inner if inner else run.optimizer, T_max=9)
+    with pytest.warns(UserWarning, match=r"^The checkpoint has no scheduler, but .*; pass scheduler=$") as warned:
+        vbs.Checkpoint(tmp_path / "a", model=run.model, optimizer=run.optimizer).close()
+    assert warned[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint(tmp_path / "b", run, scheduler=cosine).close()
+        checkpoint(tmp_path / "c", run, under_another_name=cosine).close()
+        checkpoint(tmp_path / "d", training()).close()
+
+
+def test_the_scheduler_inside_a_progress_scheduler_is_refused(tmp_path: Path) -> None:
+    run = training()
+    cosine = CosineAnnealingLR(run.optimizer, T_max=9)
+    progress = vbs.ProgressScheduler(cosine, run.optimizer)
+    with pytest.raises(ValueError, match=r"got a CosineAnnealingLR that a ProgressScheduler steps; pass the Progress"):
+        checkpoint(tmp_path, run, scheduler=cosine)
+    checkpoint(tmp_path, run, scheduler=progress).close()
+    checkpoint(tmp_path, run, scheduler=progress, cosine=cosine).close()
+
+
+@pytest.mark.parametrize("compiled", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    "how", [torch.compile, nn.DataParallel, lambda model: nn.Sequential(torch.compile(model[0]), *model[1:])]
+)
+def test_a_model_is_restored_whether_it_was_compiled_or_not(
+    compiled: tuple[bool, bool], how: Callable[[nn.Module], nn.Module], tmp_path: Path
+) -> None:
+    run, later = training(), training()
+    run.run(1)
+    models = [
+        how(one.model) if is_compiled else one.model for one, is_compiled in zip((run, later), compiled, strict=True)
+    ]
+    with vbs.Checkpoint(tmp_path, model=models[0], optimizer=run.optimizer) as saves:
+        saves.save()
+    with vbs.Checkpoint(tmp_path, model=models[1], optimizer=later.optimizer) as restores:
+        assert restores.restore()
+    assert_equal(run.weights(), later.weights())
+    assert vbs.read_checkpoint(tmp_path)["parts"]["model"].keys() == run.model.state_dict().keys()

@@ -131,16 +131,3 @@ def test_an_end_that_was_read_is_not_pending_in_later_saves(tmp_path: Path) -> N
                 assert list(run.sampler) == []
             assert run.optimizer.epoch == run.sampler.epoch == 1
             saves.save()
-
-
-def test_what_is_saved_after_the_end_of_an_epoch_resumes_with_the_next_one(tmp_path: Path) -> None:
-    run = training(sizes=SIZES, dataset_size=SAMPLES, sampling={"on_end": "cycle"}).run(3)
-    with checkpoint(tmp_path, run) as saves:
-        saves.save()
-    other = training(sizes=SIZES, dataset_size=SAMPLES, sampling={"on_end": "cycle"})
-    with checkpoint(tmp_path, other) as saves:
-        assert saves.restore()
-    assert other.optimizer.epoch == other.sampler.epoch == 1
-    with pytest.raises(RuntimeError, match="epoch 0 is over and the next update is in epoch 1"):
-        other.optimizer.set_epoch(0)
-    other.run(1)

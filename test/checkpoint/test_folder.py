@@ -83,24 +83,6 @@ def test_restores_the_checkpoint_before_a_damaged_one(damage: Callable[[Path], N
         assert updates(saved) == [1, 2]
 
 
-def test_a_checkpoint_without_the_json_of_a_rank_is_not_there(saved: Path) -> None:
-    (path_of(saved, 2) / MANIFEST).unlink()
-    assert updates(saved) == [1]
-    run = training()
-    with checkpoint(saved, run) as saves:
-        assert saves.restore()
-        run.run(1)
-        saves.save()
-    assert updates(saved) == [1, 2]
-    assert len(names(saved)) == 2
-
-
-def test_an_empty_folder_has_no_checkpoint(tmp_path: Path) -> None:
-    with checkpoint(tmp_path / "new" / "folder", training()) as saves:
-        assert not saves.restore()
-        assert saves.latest is None
-
-
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_training_does_not_begin_again_because_all_checkpoints_are_damaged(world: int, saved: Path) -> None:
     for name in names(saved):

@@ -131,11 +131,3 @@ def test_a_save_of_the_user_restarts_the_interval_of_time(
         return saved
 
     assert run_ranks(train, world) == world * [20 * [False]]
-
-
-def test_step_without_every_saves_nothing(tmp_path: Path) -> None:
-    run = training()
-    with checkpoint(tmp_path, run) as saves:
-        run.run(1)
-        assert not saves.step()
-    assert updates(tmp_path) == []

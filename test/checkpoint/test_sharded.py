@@ -8,16 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 import variable_batch_size as vbs
-from helpers.checkpoints import STATE, checkpoint, intact, path_of, updates
+from helpers.checkpoints import checkpoint, intact, path_of, updates
 from helpers.reference import assert_equal
 from helpers.sharded import always_sharded, wide
 from variable_batch_size.backend import Backend
 from variable_batch_size.checkpoint import checkpoint as module
-from variable_batch_size.checkpoint import tensor_file
 from variable_batch_size.preemption import EXIT_CODE
 from variable_batch_size.testing import ThreadBackend, run_ranks
 
@@ -68,14 +65,6 @@ def test_every_rank_writes_a_file_and_any_world_restores(before: int, after: int
         assert_equal(rank.weights(), uninterrupted.weights())
 
 
-def test_the_ranks_write_equally_much_and_rank_0_keeps_what_it_alone_has(tmp_path: Path) -> None:
-    path = save(tmp_path, 3)
-    sizes = [(path / f"tensors-{rank}.safetensors").stat().st_size for rank in range(3)]
-    assert sum(sizes) < 1.1 * (save(tmp_path / "one", 1) / STATE).stat().st_size
-    assert max(sizes) < 1.2 * sum(sizes) / 3
-    assert len(vbs.read_checkpoint(path)["rng"]) == 3
-
-
 def test_read_checkpoint_returns_what_one_file_would_hold(tmp_path: Path) -> None:
     path, one = save(tmp_path / "sharded", 3), save(tmp_path / "one", 1)
     sharded, whole = vbs.read_checkpoint(path), vbs.read_checkpoint(str(one))
@@ -121,26 +110,6 @@ def test_a_damaged_shard_makes_the_checkpoint_damaged(how: str, world: int, tmp_
         assert run_ranks(restore, world) == world * [1]
 
 
-def test_what_may_differ_between_ranks_is_that_of_rank_0(tmp_path: Path) -> None:
-    def train(backend: Backend) -> None:
-        rank = backend.world.rank
-        run, own = wide(backend).run(2), nn.Linear(20, 20)
-        nn.init.constant_(own.weight, rank)
-        run.model.register_buffer("seen", torch.full((3,), rank))
-        frozen = nn.Parameter(torch.full((20, 20), float(rank)), requires_grad=False)
-        run.model.register_parameter("frozen", frozen)  # which no optimizer compares
-        with checkpoint(tmp_path, run, own=own) as saves:
-            saves.save()
-
-    run_ranks(train, 3)
-    path = path_of(tmp_path, 2)
-    parts = vbs.read_checkpoint(path)["parts"]
-    assert len(files(path)) == 6
-    assert not parts["own"]["weight"].any()
-    assert not parts["model"]["seen"].any()
-    assert not parts["model"]["frozen"].any()
-
-
 def test_rank_0_writes_alone_if_the_ranks_do_not_see_the_same_folder(tmp_path: Path) -> None:
     for stale in (False, True):  # a file of the same name on another machine
 
@@ -159,33 +128,6 @@ def test_rank_0_writes_alone_if_the_ranks_do_not_see_the_same_folder(tmp_path: P
 def test_rank_0_writes_alone_if_ranks_may_be_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ThreadBackend, "threads", True)
     assert files(save(tmp_path, 2)) == written(1)
-
-
-def test_no_file_is_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A restore reads each file once on every rank, and later saves none."""
-    opened: list[tuple[str, str]] = []
-
-    def check(file: Any, facts: Any) -> None:
-        opened.append((threading.current_thread().name, file.name))
-        original(file, facts)
-
-    original = tensor_file.check
-    monkeypatch.setattr(tensor_file, "check", check)
-    path = save(tmp_path, 3)
-    assert opened == []
-
-    def resume(backend: Backend) -> None:
-        run = wide(backend)
-        with checkpoint(tmp_path, run, keep=1, best="min:loss") as saves:
-            assert saves.restore()
-            for loss in range(4):
-                run.run(1)
-                saves.save(wait=loss % 2 == 0)
-                saves.report(loss=-loss)
-
-    run_ranks(resume, 2)
-    assert sorted(name for _, name in opened) == sorted(2 * [f"{path}/tensors-{rank}.safetensors" for rank in range(3)])
-    assert len(set(opened)) == len(opened)
 
 
 def test_a_signal_to_one_rank_saves_after_the_same_update_while_another_waits_for_the_time(

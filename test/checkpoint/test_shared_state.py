@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import variable_batch_size as vbs
-from helpers.checkpoints import checkpoint, updates
+from helpers.checkpoints import Held, checkpoint, updates
 from helpers.processes import run_job
 from helpers.properties import examples
 from helpers.reference import Training, network, training
@@ -154,17 +154,8 @@ def test_a_difference_by_rounding_is_told_once(tmp_path: Path) -> None:
     assert updates(tmp_path)[-1] == COMPARED_EVERY + 1
 
 
-class Holder:
-    """A part of a user, with whatever it holds."""
-
-    def __init__(self) -> None:
-        self.held: dict[str, Any] = {"count": 3, "names": ["a", "b"], "by": {"loss": 0.5}, "seen": torch.arange(3.0)}
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.held
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.held = state
+def holder() -> Held:
+    return Held({"count": 3, "names": ["a", "b"], "by": {"loss": 0.5}, "seen": torch.arange(3.0)})
 
 
 class Everything:
@@ -182,7 +173,7 @@ class Everything:
                 torch.optim.lr_scheduler.StepLR(self.run.optimizer, 3), self.run.optimizer
             ),
             "teacher": torch.nn.Linear(2, 2, dtype=torch.float64).requires_grad_(False),
-            "holder": Holder(),
+            "holder": holder(),
         }
         own = self.others["trained"] = torch.nn.Linear(2, 2, dtype=torch.float64)  # by each rank for itself
         self.others["own_optimizer"] = torch.optim.SGD(own.parameters(), lr=0.1, momentum=0.9)
@@ -266,8 +257,8 @@ def test_names_of_a_part_do_not_meet_those_of_ranks(tmp_path: Path) -> None:
     held = {"a": torch.zeros(2), "a@1": torch.ones(2), "1/a": torch.ones(2)}
 
     def one(backend: Backend, restores: bool) -> Any:
-        run, holder = training(backend=backend).run(0 if restores else 1), Holder()
-        holder.held = {name: tensor + backend.world.rank for name, tensor in held.items()}
+        run = training(backend=backend).run(0 if restores else 1)
+        holder = Held({name: tensor + backend.world.rank for name, tensor in held.items()})
         with checkpoint(tmp_path, run, holder=holder) as saves:
             if restores:
                 assert saves.restore()
@@ -280,7 +271,7 @@ def test_names_of_a_part_do_not_meet_those_of_ranks(tmp_path: Path) -> None:
 
 def test_a_part_that_one_rank_lacks_is_named(tmp_path: Path) -> None:
     def one(backend: Backend) -> None:
-        others = {} if backend.world.rank else {"holder": Holder()}
+        others = {} if backend.world.rank else {"holder": holder()}
         with checkpoint(tmp_path, training(backend=backend).run(1), **others) as saves:
             saves.save()
 

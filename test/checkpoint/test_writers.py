@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from helpers.checkpoints import checkpoint, names, start, two_saved, updates
-from helpers.reference import assert_equal, training
+from helpers.reference import training
 from helpers.sharded import always_sharded, wide
 from variable_batch_size.backend import Backend
 from variable_batch_size.checkpoint import tensor_file, writer
@@ -146,24 +146,6 @@ def test_without_locks_another_job_waits_for_ten_minutes_whatever_the_clocks_say
     checkpoint(tmp_path, training()).close()  # a folder that was closed is free
 
 
-def test_the_same_job_takes_over_at_once(tmp_path: Path, no_locks: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
-    stale = training().run(1)
-    first = checkpoint(tmp_path, stale)
-    first.save()
-    as_another_process()
-    run = training()
-    with checkpoint(tmp_path, run) as second:
-        assert second.restore()
-        stale.run(1)
-        with pytest.raises(RuntimeError, match="was taken over by process"):
-            first.save()
-        run.run(1)
-        second.save()
-    assert updates(tmp_path) == [1, 2]
-    assert_equal(run.weights(), training().run(2).weights())
-
-
 def test_a_writer_on_another_host_may_have_ended_without_a_word(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,13 +206,16 @@ def test_of_six_that_begin_at_the_same_time_the_last_one_writes(tmp_path: Path, 
     assert len(list(tmp_path.glob(".writer-*"))) >= 1
 
 
-def test_a_third_writer_leaves_out_what_the_first_one_saves_late(tmp_path: Path, no_locks: None) -> None:
-    """Every reader, too; the second one has listed what was there."""
+def test_a_third_writer_leaves_out_what_the_first_one_saves_late(
+    tmp_path: Path, no_locks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a job take over at once; every reader leaves it out, too; the second one has listed what was there."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     stale, run = training().run(1), training()
-    first = checkpoint(tmp_path, stale, run="job")
+    first = checkpoint(tmp_path, stale)
     first.save()
     as_another_process()
-    with checkpoint(tmp_path, run, run="job") as second:
+    with checkpoint(tmp_path, run) as second:
         assert second.restore()
         run.run(1)
         second.save()
@@ -240,7 +225,7 @@ def test_a_third_writer_leaves_out_what_the_first_one_saves_late(tmp_path: Path,
         assert (second.latest or "").endswith("update-00000002-0002-1-1")
     as_another_process()
     again = training()
-    with checkpoint(tmp_path, again, run="job") as third:
+    with checkpoint(tmp_path, again) as third:
         assert updates(tmp_path) == [1, 2]
         assert third.restore()
         assert again.optimizer.updates == 2

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 import variable_batch_size as vbs
-from helpers.commands import run
 from helpers.console import run_json, run_main
 from helpers.pages import ROOT
 from variable_batch_size.adaptive import ConstantBatch, PerDevice, Throughput
@@ -88,15 +87,6 @@ def test_public_traces_are_listed() -> None:
     out = run_main("capacity", "fetch")[1]
     assert all(trace.name in out and trace.address in out for trace in cluster.PUBLIC.values())
     assert [trace["name"] for trace in run_json("capacity", "fetch")] == list(cluster.PUBLIC)
-
-
-def test_a_warning_is_one_line(tmp_path: Path) -> None:
-    path = tmp_path / "log.txt"
-    path.write_text("2021-12-10, 13:08:00, 8\n2021-12-10, 13:07:00, 7\n2021-12-10, 13:09:00, 7\n")
-    done = run("vbs", "capacity", "show", str(path))
-    assert done.returncode == 0
-    assert done.stderr.startswith("vbs: warning: capacity trace (")
-    assert done.stderr.count("\n") == 1
 
 
 def test_cores_are_divided_into_machines(tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ class Done(NamedTuple):
     stderr: str
 
 
-def execute(*words: str) -> Done:
-    return Done(*run_main(*words[1:]))
+def execute(*words: object) -> Done:
+    return Done(*run_main("checkpoint", *words))
 
 
 OPTIONS = {"kind": vbs.AdamScaleOptimizer, "inner": torch.optim.AdamW, "hyperparameters": ADAM}
@@ -44,33 +44,33 @@ def trained(tmp_path: Path) -> tuple[Training, Path]:
 
 def test_show_and_verify(trained: tuple[Training, Path]) -> None:
     run, folder = trained
-    shown = execute("vbs", "checkpoint", "show", str(folder))
+    shown = execute("show", folder)
     lines = shown.stdout.splitlines()
     assert [line.split()[:2] for line in lines[1:]] == [[path_of(folder, n).name, str(n)] for n in (3, 2, 1)]
     assert lines[-1].split()[-3:] == ["loss", "0.5", "best"]
-    one = execute("vbs", "checkpoint", "show", str(path_of(folder, 3))).stdout
+    one = execute("show", path_of(folder, 3)).stdout
     assert "optimizer" in one
     assert "vbs-checkpoint" in one
     assert "AdamScaleRule" in one
-    rates = json.loads(execute("vbs", "checkpoint", "show", str(path_of(folder, 3)), "--json").stdout)
+    rates = json.loads(execute("show", path_of(folder, 3), "--json").stdout)
     assert (rates["reference_lr"], "lr" in rates["last_rates"]) == ([ADAM["lr"]], True)
     assert rates["weights"] == vbs.weights_hash(run.model)
     assert rates["weights"] in one
-    facts = json.loads(execute("vbs", "checkpoint", "show", str(folder), "--json").stdout)
+    facts = json.loads(execute("show", folder, "--json").stdout)
     assert facts[path_of(folder, 1).name]["metrics"] == {"loss": 0.5}
-    assert execute("vbs", "checkpoint", "verify", str(folder)).returncode == 0
+    assert execute("verify", folder).returncode == 0
     truncate_state(path_of(folder, 2))
-    assert execute("vbs", "checkpoint", "show", str(folder)).stdout.splitlines()[2].endswith("damaged")
-    done = execute("vbs", "checkpoint", "verify", str(folder))
+    assert execute("show", folder).stdout.splitlines()[2].endswith("damaged")
+    done = execute("verify", folder)
     assert (done.returncode, [line.rpartition(": ")[2] for line in done.stdout.splitlines()]) == (
         1,
         ["intact", "checksum mismatch of tensors-0.safetensors", "intact"],
     )
-    as_json = json.loads(execute("vbs", "checkpoint", "verify", str(folder), "--json").stdout)
+    as_json = json.loads(execute("verify", folder, "--json").stdout)
     assert [damage and damage[:17] for damage in as_json.values()] == [None, "checksum mismatch", None]
     (path_of(folder, 2) / "rank-0.json").write_text("{")
-    assert "damaged" in execute("vbs", "checkpoint", "show", str(folder)).stdout
-    missing = execute("vbs", "checkpoint", "show", str(folder / "none"))
+    assert "damaged" in execute("show", folder).stdout
+    missing = execute("show", folder / "none")
     assert (missing.returncode, "or a checkpoint, got" in missing.stderr, "Errno" in missing.stderr) == (1, True, False)
 
 
@@ -115,10 +115,10 @@ def test_a_module_of_that_name_keeps_it(tmp_path: Path) -> None:
 def test_plain_states_go_out_and_in(trained: tuple[Training, Path], tmp_path: Path) -> None:
     run, folder = trained
     file = tmp_path / "state.pt"
-    done = execute("vbs", "checkpoint", "to-torch", str(folder), str(file))
+    done = execute("to-torch", folder, file)
     assert done.returncode == 0, done.stderr
     states = torch.load(file, weights_only=True)
-    assert execute("vbs", "checkpoint", "to-torch", str(folder), str(tmp_path / "best.pt"), "--best").returncode == 0
+    assert execute("to-torch", folder, tmp_path / "best.pt", "--best").returncode == 0
     best = torch.load(tmp_path / "best.pt", weights_only=True)["model"]
     assert_equal([*best.values()], training(**OPTIONS).run(1).weights(), tolerance=0)  # type: ignore[arg-type]
     model = network()
@@ -129,7 +129,7 @@ def test_plain_states_go_out_and_in(trained: tuple[Training, Path], tmp_path: Pa
     torch.testing.assert_close(inner.state_dict()["state"], expected["state"], rtol=0, atol=0)
 
     torch.save({"model": model.state_dict(), "optimizer": inner.state_dict()}, file)
-    done = execute("vbs", "checkpoint", "from-torch", str(file), str(tmp_path / "begun"))
+    done = execute("from-torch", file, tmp_path / "begun")
     assert done.returncode == 0, done.stderr
     later = training(**OPTIONS)  # type: ignore[arg-type]
     with vbs.Checkpoint(tmp_path / "begun", model=later.model, optimizer=later.optimizer) as saves:
@@ -137,13 +137,13 @@ def test_plain_states_go_out_and_in(trained: tuple[Training, Path], tmp_path: Pa
     assert later.optimizer.updates == 0
     assert_equal(later.weights(), run.weights(), tolerance=0)
     torch.testing.assert_close(later.optimizer.inner.state_dict()["state"], expected["state"], rtol=0, atol=0)
-    again = execute("vbs", "checkpoint", "from-torch", str(file), str(tmp_path / "begun"))
+    again = execute("from-torch", file, tmp_path / "begun")
     assert (again.returncode, "must have no checkpoints" in again.stderr) == (1, True)
     (tmp_path / "text.pt").write_text("text")
-    wrong = execute("vbs", "checkpoint", "from-torch", str(tmp_path / "text.pt"), str(tmp_path / "other"))
+    wrong = execute("from-torch", tmp_path / "text.pt", tmp_path / "other")
     assert (wrong.returncode, "must be one that torch.load(file, weights_only=True) reads" in wrong.stderr) == (1, True)
-    wrong = execute("vbs", "checkpoint", "to-torch", str(folder), str(tmp_path / "none" / "state.pt"))
+    wrong = execute("to-torch", folder, tmp_path / "none" / "state.pt")
     assert (wrong.returncode, "must be in a folder that there is" in wrong.stderr) == (1, True)
     torch.save([1], file)
-    wrong = execute("vbs", "checkpoint", "from-torch", str(file), str(tmp_path / "other"))
+    wrong = execute("from-torch", file, tmp_path / "other")
     assert (wrong.returncode, "must have a dict of state dicts" in wrong.stderr) == (1, True)

@@ -304,26 +304,3 @@ def test_noise_chooses_the_rule(tmp_path: Path) -> None:
         run_main(*command, "--noise", short)[2],
     )
     assert run_main("simulate", LOG, *RATE, *COSTS, "--policy", NAMES[0])[2] == ""
-
-
-def test_nodes_on_demand_have_a_row() -> None:
-    command = ["simulate", LOG, *RATE, "--policy", NAMES[0], "--price", 1, "--on-demand", 3]
-    summary = run_json(*command)[NAMES[0]]
-    (row,) = [line for line in run_main(*command)[1].splitlines() if line.startswith("on demand cost")]
-    assert float(row.split()[-1].replace(",", "")) == pytest.approx(summary["on_demand_cost"], rel=1e-3)
-
-
-def test_the_number_of_seeds_has_a_default() -> None:
-    machines = ["--nodes", 1, "--mean-up", 600, "--mean-down", 60, "--duration", 900]
-    assert list(run_json("simulate", *machines, *RATE, *policy_flags(NAMES))["runs"]) == [
-        f"seed {n}" for n in range(20)
-    ]
-    one = run_json("simulate", *machines, "--seeds", 1, *RATE, *policy_flags(NAMES))
-    assert list(one) == NAMES
-
-
-def test_one_policy_is_compared_with_none() -> None:
-    machines = ["--nodes", 1, "--mean-up", 600, "--mean-down", 60, "--duration", 900, "--seeds", 2]
-    out = run_main("simulate", *machines, *RATE, "--policy", NAMES[0])[1]
-    assert out.startswith("Means of 2 capacity traces")
-    assert "Paired differences" not in out

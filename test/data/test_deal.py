@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from helpers.properties import examples
 from helpers.splitting import rows_of, split_sizes
-from helpers.strategies import Case, cases, worlds
+from helpers.strategies import Case, cases, speeds_of, worlds
 from variable_batch_size._validation import IntArray
 from variable_batch_size.data import plan as plan_module
 from variable_batch_size.data.deal import Deal, Dealing, Step
 from variable_batch_size.data.plan import Epoch, Plan
+from variable_batch_size.data.shares import check_speeds
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.trace.batch_trace import BatchTrace
 from variable_batch_size.world import World
@@ -101,44 +102,23 @@ def assert_parts_agree(deal: Deal, start: IntArray, samples: IntArray) -> None:
         np.testing.assert_array_equal(other, samples[begin:end])
 
 
-@given(cases(), worlds, st.integers(0, 2), st.data(), st.integers(1, 9))
-@examples(150)
+@given(cases(), worlds, st.integers(0, 2), st.data(), st.integers(1, 9), st.booleans(), st.booleans())
+@examples(300)
 def test_deals_of_many_steps_equal_single_steps(
-    case: Case, size: int, number: int, data: st.DataObject, steps_per_deal: int
+    case: Case, size: int, number: int, data: st.DataObject, steps_per_deal: int, spread: bool, padded: bool
 ) -> None:
+    speeds = check_speeds(data.draw(speeds_of(size)), size) if data.draw(st.booleans()) else ()
+    if speeds:
+        spread = spread and not case.fixed_shape
+        padded = padded and spread
     plan = case.plan()
     epoch = plan.epoch(number)
     world = World(data.draw(st.integers(0, size - 1)), size)
     first_step = data.draw(st.integers(epoch.first_step, epoch.end_step))
-    dealing = Dealing(data.draw(st.sampled_from([1, size])), data.draw(st.booleans()))
+    dealing = Dealing(size if spread else 1, padded, speeds)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan_module, "STEPS_PER_DEAL", steps_per_deal)
         assert_deals_equal_steps(plan, epoch, world, first_step, dealing)
-
-
-def test_an_epoch_longer_than_one_deal_continues_in_the_next() -> None:
-    plan = Plan(BatchTrace.from_sizes([3, 1, 2], on_end="cycle"), 20_000, 2)
-    epoch = plan.epoch(1)
-    assert epoch.end_step - epoch.first_step > 2 * plan_module.STEPS_PER_DEAL
-    assert_deals_equal_steps(plan, epoch, World(1, 2), epoch.first_step, Dealing())
-
-
-@given(cases(), worlds, st.integers(0, 2), st.booleans())
-@examples(60)
-def test_the_samples_of_a_step_and_their_order_do_not_depend_on_the_world(
-    case: Case, size: int, number: int, spread: bool
-) -> None:
-    plan = case.plan()
-    epoch = plan.epoch(number)
-    numbered: dict[tuple[int, int], range] = {}
-    for world in ranks(size):
-        for step in map_steps(plan, epoch, Dealing(size if spread else 1)):
-            for round_index in range(step.rounds(world)):
-                b = step.microbatch(round_index, world)
-                if b.samples:
-                    numbered[b.step, world.rank + round_index * size] = range(b.start, b.start + b.samples)
-    positions = [position for key in sorted(numbered) for position in numbered[key]]
-    assert positions == list(range(epoch.samples))
 
 
 # -------------------------------------------------------------------------------------------------------- huge datasets

@@ -71,12 +71,6 @@ def test_a_loader_yields_all_batches_in_every_pass(options: dict[str, Any]) -> N
         assert sampler.passes == epoch + 1
 
 
-def test_it_draws_no_random_numbers() -> None:
-    state = torch.get_rng_state()
-    list(vbs.EvaluationSampler(100, 1, 0))
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 def test_the_shape_is_fixed_by_default_on_xla(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch_xla", raising=False)
     assert list(vbs.EvaluationSampler(3, 1, 0, 2)) == [[0], [1, 2]]

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 import variable_batch_size as vbs
 from helpers.properties import examples
 from helpers.splitting import split_sizes
-from variable_batch_size.data.fit import BatchFit
+from variable_batch_size.data.fit import BatchFit, Elastic
 
 # ------------------------------------------------------------------------------------------------- the best split
 
@@ -80,16 +81,6 @@ def test_fit_of_a_large_batch_uses_the_same_split() -> None:
     size, rounds, count = vbs.fit_batch(65521, 4000, 7, fixed_shape=True)
     assert (rounds, count) == (3, len(split_sizes(65521, size, True)))
     assert vbs.fit_batch(2**53, 1024, 8, fixed_shape=True).rounds == 2**40
-
-
-def test_fit_spreads_a_small_batch_over_the_ranks() -> None:
-    assert vbs.fit_batch(12, 32, 4, fixed_shape=True) == (3, 1, 4)
-    assert vbs.fit_batch(7, 8, 4, fixed_shape=True) == (
-        2,
-        1,
-        4,
-    )  # 2 + 2 + 2 + 1, not 7 on one rank and replays on three
-    assert vbs.fit_batch(3, 8, 8, fixed_shape=True) == (1, 1, 3)
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.0, True, "8", 2**53 + 1, None])
@@ -297,3 +288,30 @@ def test_with_memory_that_is_really_exhausted() -> None:
     assert done.returncode == 0, done.stderr
     found, rows = map(int, done.stdout.split())
     assert rows / 5 < found <= rows / 2  # a row is held two times at least
+
+
+@examples(200)
+@given(batch=st.integers(1, 2000), largest=st.integers(1, 200), gpus=st.integers(1, 16))
+def test_takes_the_fewest_steps_and_then_the_smallest_batch_size(batch: int, largest: int, gpus: int) -> None:
+    found = vbs.elastic(*map(np.int64, (batch, largest, gpus)))  # type: ignore[arg-type]
+    assert {*map(type, found)} == {int, bool}
+    steps = -(-batch // (largest * gpus))
+    assert found == Elastic(steps, found.batch_size, batch, gpus, True)
+    assert -(-batch // (steps * gpus)) == found.batch_size <= largest
+
+
+def test_a_sampler_computes_exactly_that_batch() -> None:
+    found = vbs.elastic(100, 30, 3)
+    assert found == (2, 17, 100, 3, True)
+    ranks = [
+        list(vbs.CustomSampler(100, 100, found.gpus, rank, found.batch_size, fixed_shape=False))
+        for rank in range(found.gpus)
+    ]
+    assert [len(microbatches) for microbatches in ranks] == [found.steps] * found.gpus
+    assert sorted(sample for rank in ranks for microbatch in rank for sample in microbatch) == list(range(100))
+
+
+@pytest.mark.parametrize("wrong", [{"gpus": 0}, {"gpus": 1.5}, {"global_batch_size": 0}, {"max_gpu_batch_size": "8"}])
+def test_refuses_wrong_numbers(wrong: dict[str, Any]) -> None:
+    with pytest.raises((TypeError, ValueError), match="must be an integer >= 1"):
+        vbs.elastic(**{"global_batch_size": 8, "max_gpu_batch_size": 4, "gpus": 2} | wrong)

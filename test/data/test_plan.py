@@ -87,13 +87,6 @@ def test_the_updates_of_a_number_of_epochs() -> None:
     assert (ended.updates_in(3), ended.epochs_before(ended.epoch(1), 7)) == (7, 1 + 100 / 203)
 
 
-@pytest.mark.parametrize("name", ["dataset_size", "minibatch_size"])
-def test_rejects_sizes_below_one(name: str) -> None:
-    arguments = {"dataset_size": 10, "minibatch_size": 2} | {name: 0}
-    with pytest.raises(ValueError, match=rf"^{name} must be an integer >= 1, got 0; pass a positive integer$"):
-        Plan(BatchTrace.constant(1), **arguments)
-
-
 def test_sizes_of_numpy_become_numbers_of_python() -> None:
     """A state holds them, and JSON writes it."""
     sizes = {"dataset_size": 10, "minibatch_size": 4, "max_updates": 3, "max_samples": 9}
@@ -101,17 +94,6 @@ def test_sizes_of_numpy_become_numbers_of_python() -> None:
     found = {name: getattr(plan, name) for name in sizes}
     assert found == sizes
     assert {*map(type, found.values())} == {int}
-
-
-def test_rejects_a_batch_larger_than_the_dataset() -> None:
-    Plan(BatchTrace.from_sizes([3, 10], on_end="hold"), 10, 4)
-    with pytest.raises(ValueError, match=r"size of 10 samples, .* batch size of 11; use a larger dataset or limit"):
-        Plan(BatchTrace.from_sizes([3, 11], on_end="hold"), 10, 4)
-
-
-def test_rejects_a_negative_epoch() -> None:
-    with pytest.raises(ValueError, match=r"^an epoch must be an integer >= 0, got -1; count epochs from 0$"):
-        Plan(BatchTrace.constant(1), 10, 4).epoch(-1)
 
 
 @pytest.mark.parametrize("drop_last", [False, True])

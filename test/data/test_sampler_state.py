@@ -21,7 +21,6 @@ from helpers.strategies import Case, Run, cases, minibatch_sizes, sizes, togethe
 from variable_batch_size.adaptive import AdaptiveTrace, PerDevice
 from variable_batch_size.backend import Backend
 from variable_batch_size.testing import run_ranks
-from variable_batch_size.world import World
 
 CASE = Case(vbs.BatchTrace.from_sizes([7, 3, 12, 1, 5], on_end="cycle"), 40, 4, False, True, seed=3, epochs=4)
 
@@ -130,23 +129,6 @@ def test_a_trace_that_is_shorter_than_what_was_trained_is_refused(strict: bool) 
     state = Run(CASE).train(updates=4).sampler.state_dict()
     with pytest.raises(ValueError, match=r"the steps that were trained, but it has 3 and .* step 4"):
         replace(CASE, trace=vbs.BatchTrace.of([7, 3, 12]), dataset_size=20).sampler().load_state_dict(state, strict)
-
-
-@pytest.mark.parametrize("epoch", [0, 1])
-def test_a_state_from_the_end_of_an_epoch_resumes_with_the_next_one(epoch: int) -> None:
-    stop = sum(len(updates) for updates in CASE.updates[: epoch + 1])
-    state = Run(CASE).train(updates=stop).optimizer.state_dict()
-    run = Run(CASE)
-    run.optimizer.load_state_dict(state)
-    assert run.optimizer.epoch == run.sampler.epoch == epoch + 1
-    assert len(run.sampler) == [17, 16, 16][epoch + 1]
-    with pytest.raises(RuntimeError, match=f"epoch {epoch} is over and the next update is in epoch {epoch + 1}; loop"):
-        run.set_epoch(epoch)
-    run.set_epoch(epoch + 1)
-    assert len(run.sampler) == [17, 16, 16][epoch + 1]
-    for batch in run.sampler:
-        run.take(batch)
-    assert together([run.log]) == [s for s in CASE.steps if s[0] == epoch + 1]
 
 
 # ------------------------------------------------------------------------------------------------- set_epoch and states
@@ -259,14 +241,6 @@ def test_the_error_names_all_differences_of_a_state() -> None:
         ValueError, match="but dataset_size was 40 and is 39, seed was 9 and is 3, shuffle was True and is"
     ):
         replace(CASE, dataset_size=39).sampler(shuffle=False).load_state_dict(state)
-
-
-def test_accepts_a_state_of_another_trace_form_world_and_minibatch_size() -> None:
-    same = vbs.BatchTrace.from_sizes(np.array([7, 3, 12, 1, 5]), on_end="cycle")
-    state = Run(CASE).train(updates=2).sampler.state_dict()
-    sampler = replace(CASE, trace=same, fixed_shape=False).sampler(World(2, 5), 16)
-    sampler.load_state_dict(state)
-    assert sampler.state_dict() == state
 
 
 def test_rejects_a_position_outside_the_plan() -> None:

@@ -14,18 +14,12 @@ from hypothesis import strategies as st
 
 import variable_batch_size as vbs
 from helpers.properties import examples
-from helpers.splitting import rows_of, split_sizes
-from helpers.strategies import Case, cases, error_of, worlds
-from variable_batch_size.data import plan as plan_module
+from helpers.splitting import split_sizes
+from helpers.strategies import Case, cases, error_of, speeds_of, worlds
 from variable_batch_size.data.batches import Place, Position
 from variable_batch_size.data.deal import Dealing
 from variable_batch_size.data.shares import PERIOD, Speeds, check_speeds, share, turns
-from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.world import World
-
-
-def speeds_of(world: int, largest: int = 9) -> st.SearchStrategy[list[int]]:
-    return st.lists(st.integers(1, largest), min_size=world, max_size=world)
 
 
 def in_turns(units: int, speeds: list[int] | Speeds) -> list[int]:
@@ -143,37 +137,6 @@ def test_the_microbatches_of_all_ranks_make_up_the_batch(
         if padded:
             most = max(owners.count(rank) for rank in range(size))
             assert {len(rank) for rank in dealt} == {-(-most // m)}
-
-
-@given(cases(), worlds, st.integers(0, 2), st.booleans(), st.booleans(), st.integers(1, 9), st.data())
-@examples(150)
-def test_deals_of_many_steps_equal_single_steps(
-    case: Case, size: int, number: int, spread: bool, padded: bool, steps_per_deal: int, data: st.DataObject
-) -> None:
-    speeds, rank = check_speeds(data.draw(speeds_of(size)), size), data.draw(st.integers(0, size - 1))
-    spread = spread and not case.fixed_shape
-    dealing, world = Dealing(size if spread else 1, padded and spread, speeds), World(rank, size)
-    plan = case.plan()
-    epoch = plan.epoch(number)
-    first_step = data.draw(st.integers(epoch.first_step, epoch.end_step))
-    steps = [plan.step(epoch, update, dealing) for update in range(first_step, epoch.end_step)]
-    expected = [step.microbatch(turn, world) for step in steps for turn in range(step.rounds(world))]
-    found: list[list[int]] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_module, "STEPS_PER_DEAL", steps_per_deal)
-        for deal in plan.deals(epoch, first_step, world, dealing):
-            start, samples = deal.microbatches(*deal.locate(0, len(deal)))
-            rows = deal.positions(start, samples).tolist()
-            found += rows if case.fixed_shape else [row[:n] for row, n in zip(rows, samples.tolist(), strict=True)]
-        assert plan.count(epoch, first_step, world, dealing) == len(expected)
-
-    def rows_for(b: Microbatch) -> list[int]:
-        distinct = len(set(found[len(seen)]))
-        seen.append(b)
-        return rows_of(b.start, b.samples or distinct, case.minibatch_size, case.fixed_shape)
-
-    seen: list[Microbatch] = []
-    assert found == [rows_for(b) for b in expected]
 
 
 @given(cases(), worlds, st.booleans(), st.booleans(), st.data())

@@ -74,28 +74,6 @@ def test_resumes_with_the_remaining_microbatches(options: dict[str, Any], stop: 
     assert together([run.log]) == CASE.steps[stop:]
 
 
-def test_the_optimizers_state_suffices_at_an_update() -> None:
-    _, _, of_optimizer = saved_after(5, OPTIONS[0])
-    run = Run(CASE)
-    run.optimizer.load_state_dict(of_optimizer)
-    list(microbatches(run, stateful(run)))
-    assert together([run.log]) == CASE.steps[5:]
-
-
-@with_options
-def test_a_state_of_the_last_update_continues_with_the_next_epoch(options: dict[str, Any]) -> None:
-    """Although the loader had not met the end of the epoch."""
-    _, of_loader, of_optimizer = saved_after(8, options)
-    run = Run(CASE)
-    loader = stateful(run, **options)
-    loader.load_state_dict(of_loader)
-    run.optimizer.load_state_dict(of_optimizer)
-    run.set_epoch(1)
-    for batch in loader:
-        run.take(batch)
-    assert together([run.log]) == [step for step in CASE.steps if step[0] == 1]
-
-
 def test_the_initial_state_may_be_saved_before_the_first_epoch() -> None:
     run = Run(CASE)
     loader = stateful(run, num_workers=2)
@@ -278,16 +256,6 @@ def test_states_of_different_times_never_train_on_wrong_samples(case: Case, data
         assert not of_loader.ends_update or of_loader.updates != of_optimizer.updates
 
 
-def test_a_loader_of_an_earlier_epoch_raises() -> None:
-    every = moments(CASE)
-    loader, optimizer = every[2], next(moment for moment in every if moment.epoch == 1 and moment.ends_update)
-    run = Run(CASE)
-    run.optimizer.load_state_dict(optimizer.optimizer)
-    with pytest.raises(ValueError, match="saved at epoch 0, step 1 and the optimizer is at epoch 1, step 9"):
-        list(microbatches(run, Resumed(run, loader.iterator, 0, 50)))
-    assert run.log == []
-
-
 def test_the_state_of_a_restored_iterator_is_that_it_was_restored_from() -> None:
     for moment in moments(CASE):
         batches = iter(CASE.sampler())
@@ -316,13 +284,6 @@ def test_the_iterator_of_another_rank_raises_only_within_an_update() -> None:
     other = iter(second)
     other.load_state_dict(batches.state_dict())
     assert list(other) == list(second)[1:]
-
-
-def test_the_iterator_of_another_world_raises_within_an_update() -> None:
-    batches = iter(CASE.sampler(World(0, 2)))
-    next(batches)
-    with pytest.raises(ValueError, match=r"'num_replicas': 2, .* and is .*'num_replicas': 3, .*; restore"):
-        iter(CASE.sampler(World(0, 3))).load_state_dict(batches.state_dict())
 
 
 def test_a_loader_of_other_samples_raises() -> None:

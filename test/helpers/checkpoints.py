@@ -23,6 +23,19 @@ def checkpoint(folder: Path | str, run: Training, /, **options: Any) -> vbs.Chec
     return vbs.Checkpoint(folder, model=run.model, optimizer=run.optimizer, sampler=run.sampler, **options)
 
 
+class Held:
+    """A part of a user, whose state is what it holds."""
+
+    def __init__(self, held: Any = None) -> None:
+        self.held = held
+
+    def state_dict(self) -> Any:
+        return self.held
+
+    def load_state_dict(self, state: Any) -> None:
+        self.held = state
+
+
 def updates(folder: Path | str) -> list[int]:
     """Return the updates of the checkpoints that are there, the oldest first; all of them have to be intact."""
     place = Folder(folder)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from variable_batch_size.lab.evaluation import Evaluation
+from variable_batch_size.lab.evaluation import Evaluation, Experiment
 
 SIZE = 96  # samples
 
@@ -183,6 +183,12 @@ class Empty(Tiny):
 
 
 tiny = Tiny()
+
+
+def experiment(task: str = "Tiny", **other: Any) -> Experiment:
+    """Return the experiment with one of these tasks, one trace, one rule and one seed, or others."""
+    tasks = {f"helpers.evaluation_tasks:{task}": other.pop("arguments", {})}
+    return Experiment(**{"tasks": tasks, "traces": ["8"], "rules": ["linear"], "seeds": 1} | other)
 
 
 def brought(evaluation: Evaluation) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the processes of test_odd_parameters.py run: frozen, never used and tied parameters, and one of no module."""
+"""What the processes of test_sharded_models.py run: frozen, never used and tied parameters, and one of no module."""
 
 from __future__ import annotations
 

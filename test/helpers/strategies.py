@@ -27,6 +27,11 @@ minibatch_sizes = st.one_of(st.integers(1, 64), st.sampled_from(PRIMES), st.samp
 worlds = st.integers(1, 9)
 
 
+def speeds_of(world: int) -> st.SearchStrategy[list[int]]:
+    """Speeds of the ranks of a world."""
+    return st.lists(st.integers(1, 9), min_size=world, max_size=world)
+
+
 @st.composite
 def sizes(draw: st.DrawFn, largest: int) -> list[int]:
     """Batch sizes up to `largest`: constant, at random, or in runs."""

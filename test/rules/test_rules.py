@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+import math
 
 import pytest
 from hypothesis import given
@@ -12,7 +12,7 @@ from rule_pages import description
 
 import variable_batch_size as vbs
 from helpers.properties import examples
-from helpers.reference import EQUATIONS, EXPONENT, OPTIMIZERS, SIZES, WARMUP, Update, assert_equal, training, twin
+from helpers.reference import EQUATIONS, EXPONENT, OPTIMIZERS, WARMUP, Update, training
 
 ARGUMENTS = {"legw": (WARMUP * 3,), "power": (EXPONENT,)}  # in a dataset of three reference batches
 RULES = {rule(*ARGUMENTS.get(name, ())): name for name, rule in vbs.rules.RULES.items()}
@@ -110,18 +110,6 @@ def test_constant_timescale_is_a_value() -> None:
     )
 
 
-def test_a_custom_rule_takes_five_lines() -> None:
-    @dataclass(frozen=True)
-    class OwnRule:
-        exponent: float
-
-        def __call__(self, update: vbs.rules.RuleInput) -> vbs.rules.Scaling:
-            return vbs.rules.Scaling(lr=update.ratio**self.exponent, progress=update.ratio)
-
-    run = training(vbs.CustomOptimizer, rule=OwnRule(0.5)).run(len(SIZES))
-    assert_equal(run.weights(), twin(vbs.RootRuleOptimizer, SIZES))
-
-
 def test_a_rule_gets_the_true_batch_size_and_the_position() -> None:
     seen: list[vbs.rules.RuleInput] = []
 
@@ -132,3 +120,26 @@ def test_a_rule_gets_the_true_batch_size_and_the_position() -> None:
     training(vbs.CustomOptimizer, (20, 7), dataset_size=50, rule=rule).run(9)
     sizes = [20, 7, 7, 7, 7, 2, 7, 7, 7]
     assert seen == [vbs.rules.RuleInput(size, 64, step, sum(sizes[:step]), None) for step, size in enumerate(sizes)]
+
+
+updates = st.builds(
+    vbs.rules.RuleInput,
+    batch_size=st.integers(1, 2**40),
+    ref_batchsize=st.integers(1, 2**40),
+    updates=st.integers(0, 1000),
+)
+
+
+@examples(200)
+@given(update=updates)
+def test_one_is_the_linear_rule_and_a_half_the_root_rule(update: vbs.rules.RuleInput) -> None:
+    assert vbs.rules.PowerRule(1)(update) == vbs.rules.LinearRule()(update)
+    assert vbs.rules.PowerRule(0.5)(update) == vbs.rules.RootRule()(update)
+
+
+@examples(100)
+@given(first=st.integers(1, 10**6), second=st.integers(1, 10**6), exponent=st.floats(0, 2))
+def test_the_exponent_is_that_of_two_tuned_learning_rates(first: int, second: int, exponent: float) -> None:
+    lr = vbs.rules.PowerRule(exponent)(vbs.rules.RuleInput(second, first)).lr
+    if first != second:
+        assert math.log(lr) / math.log(second / first) == pytest.approx(exponent, abs=1e-6)

@@ -1,7 +1,10 @@
 """The value `BatchTrace`: queries, equality, construction and rounding."""
 
+from __future__ import annotations
+
 import pickle
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +19,6 @@ from helpers.traces import (
     hold_or_cycle,
     schedule_of,
 )
-from variable_batch_size import trace as trace_package
 from variable_batch_size.trace import BatchTrace, TraceEndError
 
 # Queries
@@ -193,11 +195,53 @@ def test_of_accepts_every_form_of_a_trace(tmp_path, monkeypatch):
     assert BatchTrace.of(5) == BatchTrace.of(np.int64(5)) == BatchTrace.of("0:5") == BatchTrace.constant(5)
 
 
-def test_samples_are_counted_up_to_the_largest_int64():
-    assert BatchTrace.constant(2**53, steps=1023).total_samples == 1023 * 2**53
-    assert BatchTrace.from_sizes([2**53] * 1023 + [2**53 - 1]).total_samples == 2**63 - 1
+RUNS = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5)), min_size=1, max_size=8)
 
 
-def test_the_package_exports_its_public_names():
-    assert trace_package.__all__ == ["BatchTrace", "OnEnd", "TraceEndError"]
-    assert all(hasattr(trace_package, name) for name in trace_package.__all__)
+@given(RUNS, st.sampled_from(["error", "stop", "hold", "cycle"]))
+def test_runs_repeat_their_sizes(runs: list[tuple[int, int]], on_end: Any) -> None:
+    sizes, lengths = zip(*runs, strict=True)
+    expected = BatchTrace.from_sizes([size for size, length in runs for _ in range(length)], on_end=on_end)
+    trace = BatchTrace.from_runs(sizes, lengths, on_end=on_end)
+    assert trace == expected
+    assert (trace.fingerprint, trace.steps, trace.total_samples) == (
+        expected.fingerprint,
+        expected.steps,
+        expected.total_samples,
+    )
+
+
+def test_long_runs_take_no_memory() -> None:
+    trace = BatchTrace.from_runs([3, 5], [2**40, 2**40])
+    assert trace.steps == 2**41
+    assert trace.total_samples == 8 * 2**40
+
+
+@given(st.lists(st.tuples(st.integers(0, 900), st.integers(1, 9)), min_size=1, max_size=12), st.integers(1, 400))
+def test_rounded_sizes_are_multiples_that_keep_the_cumulative_samples(pairs, multiple):
+    sizes = [multiple + more for more, count in pairs for _ in range(count)]
+    trace = BatchTrace.from_sizes(sizes, on_end="cycle")
+    rounded = trace.round_to(multiple)
+    assert (rounded.steps, rounded.on_end) == (trace.steps, trace.on_end)
+    for step in range(len(sizes)):
+        assert rounded.batch_size(step) % multiple == 0
+        assert rounded.batch_size(step) >= multiple
+    for step in range(len(sizes) + 1):
+        nearest = (2 * trace.offset(step) + multiple) // (2 * multiple) * multiple
+        assert rounded.offset(step) == nearest
+        assert 2 * abs(rounded.offset(step) - trace.offset(step)) <= multiple
+    assert rounded.round_to(multiple) == rounded
+    assert trace.round_to(1) == trace
+
+
+@given(sizes=st.lists(st.integers(8, 99), max_size=9), last=st.integers(1, 20), step=st.integers(0, 2**70))
+def test_an_infinite_trace_is_rounded_if_its_last_size_is_a_multiple(sizes, last, step):
+    trace = BatchTrace.parse(schedule_of([*sizes, 8 * last]))
+    rounded = trace.round_to(8)
+    assert rounded.steps is None
+    assert rounded.batch_size(step) % 8 == 0
+    assert abs(rounded.offset(step) - trace.offset(step)) <= 4
+
+
+def test_rounding_keeps_runs_of_multiples_as_runs():
+    assert BatchTrace.constant(64, steps=10**15).round_to(32) == BatchTrace.constant(64, steps=10**15)

@@ -129,36 +129,3 @@ def test_a_capacity_trace(name: str, tmp_path: Path) -> None:
     (tmp_path / "log").write_text(text)
     trace = cluster.read(tmp_path / "log", **options)
     assert (trace.at(np.array([0, 1799, 1800, 3599])).tolist(), trace.end) == ([4, 4, 2, 2], 3600)
-
-
-@pytest.mark.parametrize(
-    ("text", "options", "found"),
-    [
-        ("time,nodes\n1764230400000,4\n1764232200000,2\n", {}, "got 1764232200000, which looks like Unix millisec"),
-        ("time,nodes\n0,4\n1764230400,2\n", {}, "times must all be seconds since .*, got 0 and 1764230400; correct"),
-        ("time,nodes\n0,4\n2026-01-01T02:00:00,4\n", {}, "times must all be seconds since the beginning, or all Unix"),
-        ("time,nodes\n08:00,4\n09:00,2\n", {}, "a time of ISO 8601 such as .*, got '08:00'; add the date"),
-        (
-            "time,nodes\n20260101,4\n20260102,2\n",
-            {},
-            "time must be seconds, or .*, got '20260101'; add the date, or correct",
-        ),
-        (
-            "a,b\n0,4\n",
-            {"time_column": "a", "nodes_column": "A"},
-            "must be two columns, got 'a'; pass another time_column=",
-        ),
-        ("seconds,b\n0,4\n", {"nodes_column": "seconds"}, "times and nodes must be two columns, got 'seconds'; pass"),
-        (
-            "JobID|Start|End\n",
-            {"format": "sacct"},
-            "got 'JobID.*'; print them with sacct -P -o JobID,Start,End,NNodes$",
-        ),
-        ("Timestamp,Running\n0,4\n", {"time_column": "time"}, "the header must have one column time, got 'Timestamp"),
-    ],
-)
-def test_what_cannot_be_read(text: str, options: dict[str, str], found: str, tmp_path: Path) -> None:
-    (tmp_path / "log").write_text(text)
-    with pytest.raises(cluster.LogError, match=found) as caught:
-        cluster.read(tmp_path / "log", **options)
-    check_shape(str(caught.value))

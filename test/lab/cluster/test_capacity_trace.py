@@ -73,13 +73,6 @@ def test_unix_times_begin_at_the_first_row(
         CapacityTrace((seconds + shift).round() * 1000, nodes.astype(int))
 
 
-def test_some_unix_times_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"^times must all be seconds since the beginning, or all Unix times, got 0 and"
-    ):
-        CapacityTrace([0, 1.7e9], [1, 2])
-
-
 @given(traces(), st.integers(0, 99), st.integers(1, 100))
 def test_a_slice_begins_at_0(case: tuple[CapacityTrace, Any], low: int, high: int) -> None:
     trace, _ = case

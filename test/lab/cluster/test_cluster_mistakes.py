@@ -23,6 +23,9 @@ ARGUMENTS = [
     Mistake(lambda: CapacityTrace([-1], [1], 5), ValueError, r"^seconds\[0\] must be in \[0, 2\*\*53\], got -1.0; cor"),
     Mistake(lambda: CapacityTrace([0], [-1], 5), ValueError, r"^nodes\[0\] must be an integer in \[0, 2\*\*53\], got "),
     Mistake(lambda: CapacityTrace([0, 1], [1], 5), ValueError, r"^nodes must have the shape \(2,\) of seconds, got "),
+    Mistake(
+        lambda: CapacityTrace([0, 1.7e9], [1, 2]), ValueError, "^times must all be seconds since the beginning, or a"
+    ),
     Mistake(lambda: CapacityTrace([0], [1]), ValueError, "^end must be > 0 and >= 0.0, the time of the last row, got "),
     Mistake(lambda: CapacityTrace([0], [1], 5, [-2]), ValueError, r"^prices\[0\] must be in \[0, 2\*\*53\], got -2.0;"),
     Mistake(lambda: CapacityTrace([[0]], [[1]], 5), ValueError, r"^seconds must have one dimension, got the shape \(1"),
@@ -98,6 +101,10 @@ def ticks(data):
     return '{"metadata": {"gap_seconds": 300},\n"data": ' + data + "}"
 
 
+def table(**columns):
+    return log("a,seconds\n0,4\n", **columns)
+
+
 def bamboo(*rows):
     return "\n".join(["0,add,a", *rows])
 
@@ -127,6 +134,7 @@ LOGS = [  # text, and what follows "capacity trace (log:"
     ("seconds,nodes\n0,4\n2024-05-01T08Z,2\n", r"3\): seconds must be a finite number >= 0, got '2024-05-01T08Z'; "),
     ("time;nodes\n2024-05-01T08:00Z;2\n2024-05-01T07:00Z;2\n", r"3\): time must be >= 0, the time of the row be"),
     ("time,nodes\n08:00,2\n09:00,3\n", rf"2\): time {TIME}, got '08:00'; add the date, or correct it"),
+    ("time,nodes\n20260101,4\n20260102,2\n", rf"2\): time {TIME}, got '20260101'; add the date, or correct it"),
     ("JobID|Start|End|NNodes\n1|08:00|Unknown|2\n", r"2\): Start must be a time such as 2026-11-24T10:00:00, got '08:"),
     ("JobID|Start|End|NNodes\n1|None|Unknown|2\n", r"2\): there must be a job that has started, got 'JobID"),
     (
@@ -168,6 +176,14 @@ LOGS = [  # text, and what follows "capacity trace (log:"
 FORMATS = [
     Mistake(lambda: log("# 1\n# 2\n", "parcae"), LogError, r":2\): there must be at least one row, got '# 2'; add row"),
     Mistake(lambda: log(ticks("[0,\n1,\n4]"), inverted=True), LogError, POLARITY),
+    Mistake(
+        lambda: table(time_column="a", nodes_column="A"), LogError, "two columns, got 'a'; pass another time_column="
+    ),
+    Mistake(
+        lambda: table(nodes_column="seconds"), LogError, "times and nodes must be two columns, got 'seconds'; pass"
+    ),
+    Mistake(lambda: table(time_column="time"), LogError, "the header must have one column time, got 'a,seconds'; "),
+    Mistake(lambda: log("JobID|Start|End\n", "sacct"), LogError, "print them with sacct -P -o JobID,Start,End,NNodes$"),
     *(Mistake(partial(log, text), LogError, rf"^capacity trace \(log:{pattern}") for text, pattern in LOGS),
 ]
 

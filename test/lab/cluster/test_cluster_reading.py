@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import warnings
@@ -16,7 +15,7 @@ from helpers.capacity_files import COLLECTION, PLACES, TEXTS, TIMES, meaning, mo
 from helpers.commands import run
 from helpers.pages import DOCS
 from helpers.properties import examples
-from variable_batch_size.lab.cluster import CapacityTrace, LogError, read
+from variable_batch_size.lab.cluster import LogError, read
 from variable_batch_size.lab.cluster.readers.base import Text
 from variable_batch_size.lab.cluster.reading import READERS
 
@@ -107,44 +106,6 @@ def test_unix_times_begin_at_the_first_row_and_milliseconds_are_refused(name, sh
     assert re.search(r"times must be seconds, got \d+.*, which looks like Unix milliseconds; divide", error_of(path))
 
 
-@every_format
-def test_to_csv_and_back(name, file, tmp_path):
-    trace = read(file(TEXTS[name]))
-    trace.to_csv(tmp_path / "own.csv")
-    assert read(tmp_path / "own.csv") == trace == CapacityTrace.from_csv(tmp_path / "own.csv")
-
-
-words = [
-    "seconds",
-    "nodes",
-    "Time",
-    "GPUs",
-    "TPU_cores",
-    "add",
-    "remove",
-    "5",
-    "-1",
-    "nan",
-    "2021-12-10",
-    "1:2",
-    "",
-    "x",
-]
-first_lines = st.one_of(
-    st.lists(st.sampled_from([*words, "{", "[", "#", '"data"']), min_size=1, max_size=5).map(",".join),
-    st.tuples(st.sampled_from("[{#"), st.sampled_from(list(TEXTS.values()))).map("".join),
-    st.text(max_size=20),
-)
-
-
-@pytest.mark.slow("reads each example by each reader")
-@examples(500)
-@given(st.lists(first_lines, min_size=1, max_size=3).map("\n".join))
-def test_no_two_readers_recognize_the_same_file(content):
-    text = Text("path", content, [(1, line.strip()) for line in content.split("\n") if line.strip()] or [(1, "x")])
-    assert sum(reader.recognizes(text) for reader in READERS.values()) <= 1
-
-
 # ----------------------------------------------------------------------------------------- errors that all formats have
 
 
@@ -197,14 +158,6 @@ def test_the_recipe_of_the_message_is_there():
 def test_a_file_of_another_format(name, file):
     for other in set(READERS) - {name}:
         assert error_of(file(TEXTS[other]), name).startswith("capacity trace (FILE:")
-
-
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="the superuser may read everything")
-def test_a_file_without_permission(file):
-    path = file(TEXTS["csv"])
-    path.chmod(0)
-    with pytest.raises(PermissionError, match='got "Permission denied"; pass another path'):
-        read(path)
 
 
 @every_format

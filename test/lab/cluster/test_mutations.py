@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.capacity_files import COLLECTION, TEXTS
+from helpers.capacity_files import TEXTS
 from helpers.properties import examples
 from variable_batch_size.lab.cluster import CapacityTrace, read
 from variable_batch_size.lab.cluster.readers.base import Text
@@ -104,27 +104,3 @@ def test_a_truncated_file_is_the_beginning_of_the_trace_or_an_error(name: str, t
         if beginning is not None and content[length - 1 : length] == b"\n":
             rows = rows_of(beginning)
             assert rows[:-1] == whole[: len(rows) - 1]  # a line that follows may be at the time of the last one
-
-
-@pytest.mark.skipif(not COLLECTION.is_dir(), reason="the collection of real traces is not here")
-def test_a_damaged_real_file_is_a_trace_or_an_error(tmp_path: Path) -> None:
-    beginnings = [_beginning(source) for source in sorted(COLLECTION.iterdir()) if source.suffix != ".md"]
-    path = tmp_path / "trace"
-
-    @examples(200)
-    @given(st.data())
-    def run(data: st.DataObject) -> None:
-        name, content = data.draw(st.sampled_from(beginnings))
-        path.write_bytes(data.draw(mutated(content)))
-        check(path, name)
-
-    run()
-
-
-def _beginning(path: Path) -> tuple[str, bytes]:
-    """Return the format of a file, and a part of it in this format."""
-    text = path.read_text()
-    beginning = (
-        text[: text.rindex(",", 0, 600)] + "]}" if path.suffix == ".json" else text[: text.rindex("\n", 0, 3000)]
-    )
-    return next(name for name in ALL if READERS[name].recognizes(Text.load(path))), beginning.encode()

@@ -132,13 +132,6 @@ def test_gcloud_warns_at_the_line_of_the_user(tmp_path):
     assert (trace.seconds.tolist(), trace.nodes.tolist(), trace.end) == ([0, 30, 60], [5, 6, 8], 60)
 
 
-def test_gcloud_gaps(rows):
-    text = "2021-12-31, 23:59:00, 8\n2022-01-01, 00:00:00, 7\n2022-01-01, 00:10:00, 7\n2022-01-01, 00:11:00, 7\n"
-    assert rows(text) == ([(0, 8), (60, 7)], 720)
-    assert rows(text, max_gap=60) == ([(0, 8), (60, 7), (120, 0), (660, 7)], 720)
-    assert rows(text, max_gap=600) == rows(text)
-
-
 @examples(100)
 @given(
     st.lists(st.tuples(st.integers(0, 40), st.integers(0, 3)), min_size=1, max_size=8),

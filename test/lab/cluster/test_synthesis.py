@@ -102,19 +102,6 @@ def test_a_trace_has_at_most_all_nodes_until_its_end_and_is_a_function_of_the_se
     assert trace == synthetic(**arguments)
 
 
-def test_another_seed_makes_another_trace():
-    assert len({synthetic(4, HOUR, HOUR, 24 * HOUR, seed) for seed in range(100)}) == 100
-
-
-def test_bulk_preemptions_take_no_node_to_all_nodes():
-    with_none = synthetic(50, HOUR, HOUR, 1000 * HOUR, 0, bulk_every=HOUR, bulk_fraction=0)
-    assert with_none.nodes[with_none.seconds > 10 * HOUR].min() > 5
-    with_all = synthetic(50, 1e12, HOUR / 10, 1000 * HOUR, 0, bulk_every=10 * HOUR)
-    drops = with_all.nodes[1:][np.diff(with_all.nodes) < 0]
-    assert len(drops) > 50
-    assert (drops == 0).all()
-
-
 @every_process
 def test_mean_and_autocovariance_over_time_are_those_of_the_formulas(process):
     blocks, steps, step = 100, 2000, 0.25 / process.decay  # steps of a quarter of a decay time: 500 of them a block
@@ -147,11 +134,6 @@ def test_a_trace_begins_in_the_stationary_state(process):
 
 def test_a_time_down_that_is_shorter_than_rounding_makes_no_second_node():
     assert set(synthetic(1, 1.0, 1e-12, 1e5, seed=0).nodes.tolist()) <= {0, 1}
-
-
-def test_a_thousand_nodes_over_a_month_with_hourly_changes():
-    trace = synthetic(1000, HOUR, HOUR, 30 * 24 * HOUR, seed=0)
-    assert trace.changes == pytest.approx(720_000, rel=0.01)
 
 
 def test_a_chosen_fraction_may_be_as_small_as_floats_are():

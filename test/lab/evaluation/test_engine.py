@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from helpers.commands import environment
-from helpers.evaluation_tasks import brought
+from helpers.evaluation_tasks import brought, experiment
 from helpers.pages import ROOT
 from variable_batch_size.lab.evaluation import Evaluation, Experiment, read, run
 from variable_batch_size.lab.evaluation.provenance import content_hash, facts_of
@@ -25,11 +25,6 @@ from variable_batch_size.lab.evaluation.records import NAME, REFERENCE
 pytestmark = pytest.mark.filterwarnings("ignore:trace .*the batch size is")
 TINY = "helpers.evaluation_tasks:Tiny"
 TRACES = ["0:8 10:32", "noise-scale:1"]
-
-
-def experiment(task: str = "Tiny", **other: Any) -> Experiment:
-    tasks = {f"helpers.evaluation_tasks:{task}": other.pop("arguments", {})}
-    return Experiment(**{"tasks": tasks, "traces": ["8"], "rules": ["linear"], "seeds": 1} | other)
 
 
 def trained(cells: Experiment, folder: Path, **options: Any) -> Evaluation:
@@ -134,22 +129,6 @@ def test_a_training_that_kills_two_processes_is_killed_and_the_others_are_traine
     found = run(cells, tmp_path, jobs=2, progress=False)
     assert found.trainings["status"].tolist() == ["finished", "killed", "finished", "finished"]
     assert brought(run(cells, tmp_path, progress=False)) == brought(found)
-
-
-@pytest.mark.nightly("kills an evaluation several times")
-@pytest.mark.parametrize("jobs", [1, 2])
-def test_trainings_killed_at_any_time_bring_the_same(jobs: int, tmp_path: Path) -> None:
-    arguments: dict[str, Any] = {"tasks": [TINY], "traces": TRACES, "rules": ["linear", "adascale"], "seeds": 2}
-    expected = trained(Experiment(**arguments), tmp_path / "expected")
-    command = [sys.executable, "-m", "helpers.killed_evaluation", tmp_path / "killed", json.dumps(arguments)]
-    variables = environment(PYTHONPATH=f"{ROOT}:{ROOT / 'test'}", OMP_NUM_THREADS="1")
-    command += ["--kills", "12" if jobs == 1 else "4", "--jobs", str(jobs)]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) >= 3
-    assert "restored" in done.stderr
-    assert brought(read(tmp_path / "killed")) == brought(expected)
-    assert not list((tmp_path / "killed" / "checkpoints").iterdir())
 
 
 @pytest.mark.slow("starts a process")

@@ -19,11 +19,9 @@ from variable_batch_size import AdaptiveTrace, BatchTrace
 from variable_batch_size.adaptive import NoiseScale, Throughput
 from variable_batch_size.lab.cluster import CapacityTrace
 from variable_batch_size.lab.evaluation import Experiment, ModelTime, UnderCapacity, load_task, run
-from variable_batch_size.lab.evaluation.cell import rule_of
 from variable_batch_size.lab.evaluation.records import REFERENCE
 from variable_batch_size.lab.evaluation.task import FUNCTIONS, TASKS
 from variable_batch_size.lab.evaluation.timed_trace import TraceOptions, TraceSource
-from variable_batch_size.rules import LEGWRule, PowerRule
 
 pytestmark = pytest.mark.filterwarnings("ignore:trace .*the batch size is")
 TINY = "helpers.evaluation_tasks:Tiny"
@@ -116,12 +114,6 @@ def test_traces_are_schedules_files_policies_objects_and_capacity_traces(tmp_pat
     sizes = timed_traces["log"].trace
     assert isinstance(sizes, BatchTrace)
     assert set(np.unique(sizes.runs[1])) == {4, 8, 16}
-
-
-def test_rules_are_named_with_their_number() -> None:
-    assert rule_of("adascale") == "adascale"
-    assert rule_of("power:0.75") == PowerRule(0.75)
-    assert rule_of("legw:100") == LEGWRule(100.0)
 
 
 OWN = "helpers.evaluation_tasks:"

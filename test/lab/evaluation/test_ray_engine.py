@@ -6,12 +6,14 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from helpers import evaluation_tasks
 from helpers.commands import environment
 from helpers.evaluation_tasks import brought
 from helpers.pages import ROOT
@@ -23,6 +25,8 @@ pytestmark = [
 ]
 
 ray = pytest.importorskip("ray")
+
+experiment = partial(evaluation_tasks.experiment, rules=["constant"])
 
 OWN = """
 from helpers.evaluation_tasks import Tiny
@@ -47,11 +51,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             yield ray.init(num_cpus=2, include_dashboard=False).address_info["gcs_address"]
         finally:
             ray.shutdown()
-
-
-def experiment(task: str = "Tiny", **other: Any) -> Experiment:
-    tasks = {f"helpers.evaluation_tasks:{task}": other.pop("arguments", {})}
-    return Experiment(**{"tasks": tasks, "traces": ["8"], "rules": ["constant"], "seeds": 1} | other)
 
 
 def on_cluster(cells: Experiment, folder: Path, **options: Any) -> Evaluation:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -220,11 +221,35 @@ def test_a_loss_diverges_above_ten_times_that_of_the_untrained_model(losses: lis
     assert by_evaluation.diverged == by_update.diverged == diverged
 
 
-class Scaled(Tiny):
-    """Its training loss is 20 times that of the evaluation."""
+class Trained(Tiny):
+    """Its training loss is another one."""
+
+    def __init__(self, other: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.other = other
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        return 20 * super().loss(model, batch)
+        return self.other(super().loss(model, batch))
+
+
+class Evaluated(Tiny):
+    """Its evaluation says more, of the loss."""
+
+    def __init__(self, more: Callable[[float], dict[str, float]]) -> None:
+        super().__init__()
+        self.more = more
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        loss = super().evaluate(model)["loss"]
+        return {"loss": loss} | self.more(loss)
+
+
+scaled = Trained(lambda loss: 20 * loss)
+not_a_number = Trained(lambda loss: loss * math.nan)
+overflows = Evaluated(lambda loss: {"perplexity": math.exp(loss)})
+divides_when_trained = Evaluated(lambda loss: {"precision": 1 / (0 if loss < 4 else 1)})
+infinite_before_and_no_number = Evaluated(lambda loss: {"perplexity": math.inf if loss > 5 else loss, "f1": math.nan})
+never_finite = Evaluated(lambda loss: {"loss": math.nan})
 
 
 class Heavy(Tiny):
@@ -233,14 +258,6 @@ class Heavy(Tiny):
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         inputs, outputs = batch
         return (torch.where(inputs[:, :1] > 1.5, 30.0, 0.03) * (model(inputs) - outputs).square()).mean()
-
-
-class Overflows(Tiny):
-    """Its evaluation is a power, which overflows if the loss is large."""
-
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        found = super().evaluate(model)
-        return found | {"perplexity": math.exp(found["loss"])}
 
 
 class Checks(Tiny):
@@ -261,36 +278,6 @@ class ChecksLater(Tiny):
         return super().loss(model, batch)
 
 
-class Divides(Tiny):
-    """A mistake of its evaluation, which only a trained model meets."""
-
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        found = super().evaluate(model)
-        return found | {"precision": 1 / (0 if found["loss"] < 4 else 1)}
-
-
-class NotANumber(Tiny):
-    """Its loss is no number from the beginning."""
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        return super().loss(model, batch) * math.nan
-
-
-class OtherMetrics(Tiny):
-    """One metric is infinite before the training, another one is never a number."""
-
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        found = super().evaluate(model)
-        return found | {"perplexity": math.inf if found["loss"] > 5 else found["loss"], "f1": math.nan}
-
-
-class NeverFinite(Tiny):
-    """Its evaluation is not finite before the training."""
-
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        return {"loss": math.nan}
-
-
 class Fixed(Tiny):
     """Its optimizer has a learning rate of its own."""
 
@@ -299,18 +286,18 @@ class Fixed(Tiny):
 
 
 def test_large_losses_that_tell_nothing_are_no_divergence() -> None:
-    assert train(one(tasks=[HERE + "Scaled"], lr=0.0025))["status"] == "finished"
+    assert train(one(tasks=[HERE + "scaled"], lr=0.0025))["status"] == "finished"
     rare = one(tasks=[HERE + "Heavy"], lr=1e-12, ref_batchsize=1, traces=["1"])
     assert train(rare)["status"] == "finished"
 
 
-@pytest.mark.parametrize(("task", "lr"), [("Overflows", 40.0), ("Checks", 1e20), ("ChecksLater", 2.0)])
+@pytest.mark.parametrize(("task", "lr"), [("overflows", 40.0), ("Checks", 1e20), ("ChecksLater", 2.0)])
 def test_an_error_of_a_model_that_has_diverged_is_a_divergence(task: str, lr: float) -> None:
     assert train(one(tasks=[HERE + task], lr=lr))["status"] == "diverged"
 
 
 def test_a_metric_that_is_not_finite_is_missing_in_a_row_that_stays() -> None:
-    curve = train(one(tasks=[HERE + "OtherMetrics"]))["curve"]
+    curve = train(one(tasks=[HERE + "infinite_before_and_no_number"]))["curve"]
     assert curve["loss"] == train(one())["curve"]["loss"]
     assert curve["perplexity"][0] is None
     assert curve["perplexity"][-1] == curve["loss"][-1]
@@ -320,9 +307,9 @@ def test_a_metric_that_is_not_finite_is_missing_in_a_row_that_stays() -> None:
 @pytest.mark.parametrize(
     ("task", "message"),
     [
-        (HERE + "Divides", "failed: ZeroDivisionError: division by zero"),
-        (HERE + "NotANumber", r"loss\(\) must return a finite loss before the first update, got nan; mend"),
-        (HERE + "NeverFinite", r"evaluate\(\) must return a finite loss of the untrained model, got nan; mend"),
+        (HERE + "divides_when_trained", "failed: ZeroDivisionError: division by zero"),
+        (HERE + "not_a_number", r"loss\(\) must return a finite loss before the first update, got nan; mend"),
+        (HERE + "never_finite", r"evaluate\(\) must return a finite loss of the untrained model, got nan; mend"),
         (
             "helpers.evaluation_tasks:VectorLoss",
             r"loss\(\) must return the mean loss of a batch, .*, got one of shape \(4, 1\); return loss",

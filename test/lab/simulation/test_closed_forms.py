@@ -47,14 +47,6 @@ def test_constant_capacity(devices: int, start: float, end: float, ref: int) -> 
     assert run.summary["idle"] == end - math.floor(end)
 
 
-@given(st.integers(1, 50), st.integers(0, 20), st.integers(1, 2000))
-def test_saves_at_constant_capacity(every: int, save: int, periods: int) -> None:
-    overheads = Overheads(save_every=every, save=save)
-    capacity = nodes((0, 4), end=periods * (every + save))
-    run = simulate(capacity, PerDevice(64), throughput=SECOND, ref_batchsize=64, overheads=overheads)
-    assert (run.summary["updates"], run.summary["saving"]) == (periods * every, periods * save)
-
-
 @pytest.mark.parametrize("dataset_size", [None, 2**20 + 1])
 @pytest.mark.parametrize("overheads", [None, Overheads(grow_every=1e7, save_every=1e6)])
 def test_no_update_is_made_in_a_loop(dataset_size: int | None, overheads: Overheads | None) -> None:
@@ -91,56 +83,6 @@ def test_a_notice_as_long_as_an_update_and_a_save_loses_nothing() -> None:
     assert (late["redone"], late["saving"]) == (85, 4.5)  # 0.5 s too late
 
 
-def test_a_save_that_training_does_not_wait_for() -> None:
-    capacity = nodes((0, 1), (100, 0), (110, 1), end=200)
-    blocking, beside = (
-        simulate(
-            capacity,
-            PerDevice(64),
-            throughput=SECOND,
-            ref_batchsize=64,
-            overheads=Overheads(save_every=30, save=12, blocking=blocking),
-        ).summary
-        for blocking in (True, False)
-    )
-    # Saves of 30 to 42 and 72 to 84; the updates 84 to 100 are lost.
-    assert (blocking["redone"], blocking["saving"]) == (16, 24 + 24)
-    # Of the saves at 30, 60 and 90 the last one would be complete at 102.
-    assert (beside["redone"], beside["saving"], beside["updates"]) == (40, 0, 60 + 90)
-
-
-def test_growth_is_met_at_once_or_every_so_often() -> None:
-    capacity = nodes((0, 1), (10, 2), (20, 4), end=100)
-    for grow_every, ends in ((0, [10, 20, 100]), (15, [15, 30, 100]), (30, [30, 100])):
-        overheads = Overheads(grow_every=grow_every)
-        run = simulate(capacity, PerDevice(64), throughput=SECOND, ref_batchsize=64, overheads=overheads)
-        assert run.timeline["end"].tolist() == ends
-
-
-def test_no_work_below_the_least_nodes() -> None:
-    capacity = nodes((0, 1), (10, 2), (50, 1), end=100)
-    overheads = Overheads(least_nodes=2)
-    run = simulate(capacity, PerDevice(64), throughput=SECOND, ref_batchsize=64, overheads=overheads, on_demand=36)
-    assert run.timeline["state"].tolist() == ["idle", "redone", "idle"]
-    assert (run.summary["on_demand_cost"], run.summary["goodput"]) == (0, 0)
-
-
-@pytest.mark.parametrize(
-    ("by", "until", "updates"), [("updates", 7, 7), ("samples", 129, 3), ("progress", 4, 8), ("seconds", 5.5, 5)]
-)
-def test_the_end(by: str, until: float, updates: int) -> None:
-    run = simulate(
-        nodes((0, 1), end=100),
-        ConstantBatch(64),
-        throughput=SECOND,
-        ref_batchsize=128,
-        until=until,
-        by=by,  # type: ignore[arg-type]
-    )
-    assert run.summary["updates"] == updates
-    assert run.summary["elapsed"] == (until if by == "seconds" else updates)
-
-
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(1, 30)), min_size=1, max_size=6),
     st.integers(40, 200),
@@ -163,56 +105,6 @@ def test_epochs_are_those_of_the_sampler(runs: list[tuple[int, int]], dataset_si
     assert run.summary["elapsed"] == pytest.approx(seconds, rel=1e-9)
     replayed = dry_run(Plan(run.trace, dataset_size, 8, max_updates=updates))
     assert (replayed.sizes.tolist(), replayed.updates.tolist()) == (planned.sizes.tolist(), planned.updates.tolist())
-
-
-COUNTS = st.lists(
-    st.tuples(st.sampled_from([0, 1, 2, 4, 8]), st.sampled_from([0, 1, 2, 4, 8])), min_size=1, max_size=20
-)
-
-
-@given(COUNTS)
-def test_more_nodes_never_make_less_progress(counts: list[tuple[int, int]]) -> None:
-    """All updates end where nodes change, so that none hides a change; without it, an early begin may be a bad one."""
-    seconds, end = [8.0 * row for row in range(len(counts))], 8.0 * len(counts)
-    progress = [
-        simulate(
-            CapacityTrace(seconds, [extreme(pair) for pair in counts], end),
-            ConstantBatch(64 * 8),
-            throughput=SECOND,
-            ref_batchsize=64,
-            overheads=overheads,
-        ).summary["progress"]
-        for overheads in (None, Overheads(notice=1, save=0))
-        for extreme in (min, max)
-    ]
-    assert progress[0] <= progress[1]
-    assert progress[2] <= progress[3]
-
-
-@given(
-    st.lists(st.tuples(st.floats(1, 300), st.floats(1, 50)), min_size=1, max_size=10),
-    st.floats(0, 60),
-    st.floats(0, 60),
-    st.none() | st.floats(1, 50),
-)
-def test_longer_restarts_never_make_more_progress(
-    stretches: list[tuple[float, float]], first: float, second: float, save_every: float | None
-) -> None:
-    rows, now = [], 0.0
-    for up, down in stretches:
-        rows += [(now, 4), (now + up, 0)]
-        now += up + down
-    progress = [
-        simulate(
-            nodes(*rows, end=now),
-            PerDevice(64),
-            throughput=SECOND,
-            ref_batchsize=256,
-            overheads=Overheads(restart=seconds, save_every=save_every, save=1),
-        ).summary["progress"]
-        for seconds in sorted([first, second])
-    ]
-    assert progress[0] >= progress[1]
 
 
 @pytest.mark.slow("simulates many trainings")

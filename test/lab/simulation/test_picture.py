@@ -24,7 +24,6 @@ ARGUMENTS: dict[str, Any] = {
     "overheads": Overheads(restart=20, save_every=30, save=5, notice=2),
 }
 POLICIES = {"a": PerDevice(64), "b": ConstantBatch(100), "c": ConstantBatch(300)}
-NO_UPDATE = CapacityTrace([0], [1], 10)
 
 
 @pytest.fixture(autouse=True)
@@ -85,13 +84,6 @@ def test_no_batch_size_is_drawn_without_nodes() -> None:
     assert idle.any()
     assert np.isnan(sizes[idle]).all()
     assert set(sizes[~idle & ~np.isnan(sizes)]) == {256}
-
-
-def test_more_runs_than_colors_and_a_run_without_an_update() -> None:
-    assert len(plot_runs(dict.fromkeys("abcdefghij", runs(1)["a"])).axes) == 13
-    figure = plot_runs(runs(2, NO_UPDATE))
-    figure.canvas.draw()
-    assert labels(figure.legends[0]) == ["there", "restarting"]
 
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 9)), min_size=1, max_size=20), st.integers(1, 40))

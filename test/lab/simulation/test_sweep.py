@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -56,17 +55,6 @@ def test_a_sweep_of_one_is_a_simulation(capacity: CapacityTrace) -> None:
         assert row["cost_per_progress"] * summary["progress"] == pytest.approx(summary["cost"])
     else:
         assert row["cost_per_progress"] == math.inf
-
-
-@examples(30)
-@given(st.lists(capacities, min_size=2, max_size=5), st.randoms(use_true_random=False))
-def test_the_order_of_the_traces_does_not_matter(found: list[CapacityTrace], random: Any) -> None:
-    traces = list(several(*found).items())
-    table = sweep(dict(traces), POLICIES, **ARGUMENTS)
-    random.shuffle(traces)
-    other = sweep(dict(traces), POLICIES, **ARGUMENTS)
-    for statistic in (means, compare):
-        pd.testing.assert_frame_equal(statistic(table), statistic(other), atol=1e-9)
 
 
 @examples(30)
