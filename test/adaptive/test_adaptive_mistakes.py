@@ -70,7 +70,7 @@ MISTAKES = [
     Mistake(lambda: sampler(lambda input: 2**60), ValueError, ANSWER),
     Mistake(lambda: sampler(lambda input: round(input.noise.sigma2)), AttributeError, r"lambda>\(\) must say what it "),
     Mistake(lambda: sampler(Early()), ValueError, r"must return a batch size before the first estimate.*return input"),
-    Mistake(lambda: sampler(lambda input: round(math.nan)), ValueError, "^cannot convert float NaN", foreign=True),
+    Mistake(lambda: sampler(lambda input: round(math.nan)), ValueError, "^cannot convert float NaN", free=True),
     Mistake(lambda: NoiseScale(0), ValueError, "^factor must be > 0, got 0; "),
     Mistake(lambda: NoiseScale("1"), TypeError, r"^factor must be a finite number >= 0, got '1' \(str\); "),
     Mistake(lambda: NormTest(math.inf), ValueError, "^eta must be a finite number >= 0, got inf; "),

@@ -17,7 +17,7 @@ class Mistake(NamedTuple):
     call: Callable[[], object]
     exception: type[Exception]
     pattern: str
-    foreign: bool = False  # the message of another library, which has another shape
+    free: bool = False  # whether the message has another shape, as that of another library
 
 
 def check(mistake: Mistake) -> None:
@@ -25,7 +25,7 @@ def check(mistake: Mistake) -> None:
     with pytest.raises(mistake.exception, match=mistake.pattern) as caught:
         mistake.call()
     assert caught.type is mistake.exception
-    if not mistake.foreign:
+    if not mistake.free:
         check_shape(str(caught.value))
 
 

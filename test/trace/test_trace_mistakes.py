@@ -144,7 +144,7 @@ FILES = [
     Mistake(lambda: csv("batchsize,step\n5,0\n1\0007,1\n", renumber=True), ValueError, r"a.csv:3\).* must .*, got .*;"),
     Mistake(lambda: of("none.csv"), FileNotFoundError, r"^trace must be a CSV file, got 'none.csv' \(No such .*\); co"),
     Mistake(lambda: of("."), IsADirectoryError, r"^trace must be a CSV file, got '.' \(Is a .*\); correct the path, p"),
-    Mistake(lambda: BatchTrace.from_csv(None), TypeError, "PathLike", foreign=True),
+    Mistake(lambda: BatchTrace.from_csv(None), TypeError, "PathLike", free=True),
 ]
 
 
