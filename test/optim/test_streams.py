@@ -250,6 +250,18 @@ def test_a_stream_goes_back_in_the_process(until):
     assert list(itertools.chain(*begun, *train(optimizer, updates))) == [*range(18)]
 
 
+def test_a_state_is_taken_between_steps():
+    optimizer = source(vbs.backend.LocalBackend(), "0:9")
+    updates = vbs.updates(Counter(), optimizer)
+    for number, rows in enumerate(next(iter(updates))):
+        if number == 1:
+            with pytest.raises(RuntimeError, match="must be called between steps"):
+                updates.state_dict()
+        optimizer.backward(optimizer.model(rows.double().view(-1, 1)).mean())
+        optimizer.step()
+    assert updates.state_dict()["version"] == 1
+
+
 @pytest.mark.parametrize("file", ["data/stream.py", "optim/arriving.py"])
 def test_an_interrupt_at_any_line_loses_no_row(file):
     interrupted = True
