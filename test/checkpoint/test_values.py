@@ -151,7 +151,7 @@ LAYOUTS = {
     "parameter": nn.Parameter(torch.randn(3)),
     "conjugated": torch.randn(3, dtype=torch.complex64).conj(),
     "sparse": torch.eye(3).to_sparse(),
-    "empty and sparse": torch.sparse_coo_tensor(size=(4, 5)),
+    "empty and sparse": torch.zeros(4, 5).to_sparse(),
 }
 
 
