@@ -5,6 +5,7 @@
 As evaluation_large.py, under pieces of the same two traces and on a ramp, with batches of half to eight times those of
 the reference. The GPT, that of the task `char-gpt`, reads the modules of Python's standard library, so that another
 version trains on other texts. The learning rate is the best power of 2 at the reference's batch size.
+evaluation_gpt.csv.gz beside this file has the trainings of an earlier, larger GPT.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 from evaluation_large import LOGS, arguments, options, train, under
 from variable_batch_size.lab.evaluation import Cell, Experiment
+from variable_batch_size.trace.schedule import first_steps
 
 TASK, ARGUMENTS = "char-gpt", {"width": 32, "layers": 2}
 REF_BATCHSIZE, MINIBATCH_SIZE, LR, SAMPLES = 16, 8, 2**-6, 2**13
@@ -23,11 +25,8 @@ RULES = ("constant", "root", "adamscale", "invariant-adam", "sqrt-sde", "root-ha
 
 def ramp() -> str:
     """Return the trace of the ramp."""
-    steps, step = [], 0
-    for size in SIZES:
-        steps.append(f"{step}:{size}")
-        step += SAMPLES // len(SIZES) // size
-    return " ".join(steps)
+    thresholds = [(number * SAMPLES // len(SIZES), size) for number, size in enumerate(SIZES)]
+    return " ".join(f"{step}:{size}" for step, size in first_steps(thresholds))
 
 
 def cells(flags: argparse.Namespace) -> list[Cell]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from contextlib import nullcontext
@@ -138,6 +139,18 @@ def test_the_eth_module_has_the_same_lines() -> None:
     assert here == right.replace(", shuffle=False", "")
 
 
+def test_the_eth_module_drops_the_end_of_an_epoch() -> None:
+    assert "1000 samples are 7 steps of 128. Here they are 8" in PAGE
+    theirs, epoch_end = 0, 1000 // 32 * 32  # its loop over the trace of an epoch
+    while (theirs + 1) * 128 <= epoch_end:
+        theirs += 1
+    steps = [
+        len(list(vbs.CustomSampler(1000, 128, 1, 0, 128, drop_last=drop_last, fixed_shape=False)))
+        for drop_last in (True, False)
+    ]
+    assert [theirs, *steps] == [7, 7, 8]
+
+
 def test_the_eth_module_s_momentum_rule_is_the_same() -> None:
     lr, momentum, decay, ref, rows, sizes = 0.1, 0.5, 0.01, 64, 16, [64, 128, 32]
     torch.manual_seed(0)
@@ -158,6 +171,13 @@ def test_the_eth_module_s_momentum_rule_is_the_same() -> None:
     assert model.weight.item() == pytest.approx(weight, rel=1e-12)
 
 
+def test_adaptdl_rounds_the_batch_to_equal_local_batches() -> None:
+    assert "64 samples on three replicas become 66" in PAGE
+    assert math.ceil(64 / 3) * 3 == 66
+    ours = [next(iter(vbs.CustomSampler(1000, 64, 3, rank, fixed_shape=False))) for rank in range(3)]
+    assert sum(map(len, ours)) == 64
+
+
 def test_the_lines_for_adaptdl_choose_batch_sizes_and_log_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -176,3 +196,29 @@ def test_the_lines_for_adaptdl_choose_batch_sizes_and_log_them(
     chosen = [int(size) for size in logged if size]
     assert chosen[:2] == [64, 128]
     assert names["sampler"].trace.runs[1].tolist() == chosen
+
+
+def test_adaptdl_multiplies_an_accumulated_gradient_twice() -> None:
+    """By the rule, and as a sum: what its 0.2.11 does with microbatches of `batch_size` samples."""
+    assert "an update moves a weight\n  16 times as far as one does" in PAGE
+    ref, accumulated = 8, 4
+    theirs = sum(1.0 for _ in range(accumulated)) * accumulated  # means of gradients of 1, and LinearScale
+    moved = []
+    for size in (ref, accumulated * ref):
+        sampler = vbs.CustomSampler(size, size, num_replicas=1, rank=0, minibatch_size=ref)
+        model = Weights(size)
+        optimizer = vbs.LinearRuleOptimizer(SGD(model.parameters(), lr=1.0), sampler, ref)
+        for indices in sampler:
+            model(torch.tensor(indices)).mean().backward()
+            optimizer.step()
+        moved.append(-model.moved.sum().item())
+    assert (theirs, moved[1] / moved[0]) == (16, pytest.approx(4))
+
+
+def test_run_ai_rounds_down() -> None:
+    assert "one step of 33" in PAGE
+    batch, largest, gpus = 100, 30, 3
+    steps = max(1, batch // (largest * gpus))
+    assert (steps, batch // (steps * gpus)) == (1, 33)
+    assert "two steps of at most 17" in PAGE
+    assert vbs.elastic(batch, largest, gpus)[:3] == (2, 17, 100)

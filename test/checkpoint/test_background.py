@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import variable_batch_size as vbs
-from helpers.checkpoints import checkpoint, intact, path_of, updates
+from helpers.checkpoints import checkpoint, intact, path_of, start, updates
 from helpers.reference import SIZES, Training, assert_equal, training
 from helpers.sharded import always_sharded, wide
 from variable_batch_size.backend import Backend
@@ -99,6 +99,39 @@ def test_restore_waits_for_the_background_save(tmp_path: Path) -> None:
 
     for run in run_ranks(train, 2):
         assert_equal(run.weights(), training().run(3).weights())
+
+
+def test_close_waits_for_the_background_save(tmp_path: Path) -> None:
+    run = training().run(1)
+    saves = checkpoint(tmp_path, run, blob=nn.Linear(1000, 1000))
+    saves.save(wait=False)
+    saves.close()
+    assert intact(path_of(tmp_path, 1))
+    saves.close()
+    with checkpoint(tmp_path, run):
+        pass
+
+
+another = pytest.mark.nightly("starts another process")
+
+
+@pytest.mark.slow("starts a process")
+@pytest.mark.parametrize(
+    "end", ["", pytest.param("raise SystemExit(3)", marks=another), pytest.param("del saves, run", marks=another)]
+)
+def test_a_process_exits_after_the_background_save(end: str, tmp_path: Path) -> None:
+    script = f"""
+run = training()
+saves = checkpoint(folder, run, blob=torch.nn.Linear(2000, 2000), every=1)
+run.run(1)
+saves.step()
+{end}
+"""
+    process = start(script, tmp_path)
+    _, err = process.communicate(timeout=100)
+    assert (process.returncode, err) == (3 if "3" in end else 0, "")
+    assert updates(tmp_path) == [1]
+    assert intact(path_of(tmp_path, 1))
 
 
 def test_a_failed_save_raises_even_while_another_exception_is_handled(

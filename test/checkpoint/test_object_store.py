@@ -105,6 +105,75 @@ def test_the_folder_has_one_writer(folder: str, monkeypatch: pytest.MonkeyPatch)
     checkpoint(folder, training()).close()
 
 
+def test_a_restart_of_the_job_takes_over_and_what_the_earlier_writer_adds_does_not_count(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    stale, run, later = training(), training(), training()
+    old = checkpoint(folder, stale)
+    stale.run(1)
+    old.save()
+    stale.run(1)
+    as_another_process()  # the first one is believed to be dead
+    new = checkpoint(folder, run)
+    assert new.restore()
+    with pytest.raises(RuntimeError, match=r"was taken over by process .* writes no checkpoint; end it"):
+        old.save()
+    place = Storage(folder)
+    for file in ("tensors-0.safetensors", "rank-0.json"):  # as if it had been on its way
+        text = place.read("update-00000001-0001-1-1", file).decode(errors="replace")
+        place.put(text, "update-00000009-0001-7-1", file)
+    assert Folder(folder).names() == ["update-00000001-0001-1-1"]
+    run.run(1)
+    new.save()
+    as_another_process()
+    with checkpoint(folder, later) as third:
+        assert third.restore()
+        assert later.optimizer.updates == 2
+        third.save()
+    new.close()
+    assert updates(folder) == [1, 2]
+    assert "update-00000009-0001-7-1" not in place.listed()
+
+
+def test_files_without_the_json_of_each_rank_are_no_checkpoint_and_are_deleted(folder: str) -> None:
+    run, place = training().run(1), Storage(folder)
+    place.put("half", "update-00000009-0001-1-1", "tensors-0.safetensors")
+    place.put("of the user", "notes.txt")
+    with checkpoint(folder, run) as saves:
+        assert not saves.restore()
+        saves.save()
+    assert {"notes.txt", "update-00000001-0002-1-1"} <= place.listed().keys()
+    assert "update-00000009-0001-1-1" not in place.listed()
+    assert updates(folder) == [1]
+
+
+class BrokenError(OSError):
+    """What a store raises."""
+
+
+@pytest.mark.parametrize("what", ["create", "put"])
+def test_a_write_that_fails_leaves_the_earlier_checkpoints(
+    what: str, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = training()
+
+    def fail(*args: Any) -> None:
+        raise BrokenError(5, "connection reset")
+
+    with checkpoint(folder, run) as saves:
+        run.run(1)
+        saves.save()
+        run.run(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(Storage, what, fail)
+            with pytest.raises(RuntimeError, match="connection reset"):
+                saves.save()
+        assert updates(folder) == [1]
+        saves.save()
+        assert updates(folder) == [1, 2]
+
+
 def test_a_store_that_cannot_be_reached_loses_nothing(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Updates go on, a save raises and a later one succeeds, and a restore raises: the newest is not damaged."""
     run, reached = training(), s3fs.S3FileSystem._call_s3

@@ -168,6 +168,22 @@ def test_a_copy_does_not_change_with_the_tensor(name: str) -> None:
     assert torch.equal(copy.to_dense(), before)
 
 
+def test_memory_is_reused_for_tensors_of_the_same_layout_and_freed_otherwise() -> None:
+    kept = Copies(vbs.backend.LocalBackend())
+
+    def addresses(*shapes: tuple[int, ...]) -> list[int]:
+        tensors = {str(number): torch.randn(shape) for number, shape in enumerate(shapes)}
+        return [copy.data_ptr() for copy in kept.take(tensors).values()]
+
+    first = addresses((3, 4), (3, 4), (5,))
+    assert len(set(first)) == 3
+    assert sorted(addresses((5,), (3, 4), (3, 4))) == sorted(first)
+    buffers = kept._buffers
+    addresses((7,))
+    assert [len(copies) for copies in kept._buffers.values()] == [1]
+    assert len(buffers) == 2
+
+
 def test_safetensors_reads_the_files() -> None:
     kept = {name: torch.randn(3, 4).to(kind) for name, kind in (("a", torch.float64), ("b/c", torch.bfloat16))}
     kept |= {

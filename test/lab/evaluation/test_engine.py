@@ -131,6 +131,22 @@ def test_a_training_that_kills_two_processes_is_killed_and_the_others_are_traine
     assert brought(run(cells, tmp_path, progress=False)) == brought(found)
 
 
+@pytest.mark.nightly("kills an evaluation several times")
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_trainings_killed_at_any_time_bring_the_same(jobs: int, tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"tasks": [TINY], "traces": TRACES, "rules": ["linear", "adascale"], "seeds": 2}
+    expected = trained(Experiment(**arguments), tmp_path / "expected")
+    command = [sys.executable, "-m", "helpers.killed_evaluation", tmp_path / "killed", json.dumps(arguments)]
+    variables = environment(PYTHONPATH=f"{ROOT}:{ROOT / 'test'}", OMP_NUM_THREADS="1")
+    command += ["--kills", "12" if jobs == 1 else "4", "--jobs", str(jobs)]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 3
+    assert "restored" in done.stderr
+    assert brought(read(tmp_path / "killed")) == brought(expected)
+    assert not list((tmp_path / "killed" / "checkpoints").iterdir())
+
+
 @pytest.mark.slow("starts a process")
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_ctrl_c_says_how_to_go_on(jobs: int, tmp_path: Path) -> None:
