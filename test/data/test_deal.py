@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.properties import examples
+from helpers.runs import Case, cases, speeds_of, worlds
 from helpers.splitting import rows_of, split_sizes
-from helpers.strategies import Case, cases, speeds_of, worlds
 from variable_batch_size._validation import IntArray
 from variable_batch_size.data import plan as plan_module
 from variable_batch_size.data.deal import Deal, Dealing, Step

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import variable_batch_size as vbs
 from helpers.properties import examples
 from helpers.reference import training
+from helpers.runs import Case, Update, cases, error_of, minibatch_sizes, worlds
 from helpers.splitting import split_sizes
-from helpers.strategies import Case, Update, cases, error_of, minibatch_sizes, worlds
 from variable_batch_size.backend import Backend
 from variable_batch_size.data.equal_rounds import next_equal
 from variable_batch_size.testing import run_ranks

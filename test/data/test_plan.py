@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.properties import examples
-from helpers.strategies import Case, cases
+from helpers.runs import Case, cases
 from variable_batch_size.data import plan as plan_module
 from variable_batch_size.data.plan import Epoch, Plan
 from variable_batch_size.trace.batch_trace import BatchTrace

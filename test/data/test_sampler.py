@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import variable_batch_size as vbs
 from helpers.properties import examples
+from helpers.runs import Case, Run, cases, minibatch_sizes, read_ahead, together, worlds
 from helpers.splitting import rows_of, split_sizes
-from helpers.strategies import Case, Run, cases, minibatch_sizes, read_ahead, together, worlds
 from variable_batch_size.data import iteration as iteration_module
 from variable_batch_size.data import plan as plan_module
 from variable_batch_size.data.deal import Dealing

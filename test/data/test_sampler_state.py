@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import variable_batch_size as vbs
 from helpers.properties import examples
-from helpers.strategies import Case, Run, cases, minibatch_sizes, sizes, together
+from helpers.runs import Case, Run, cases, minibatch_sizes, sizes, together
 from variable_batch_size.adaptive import AdaptiveTrace, PerDevice
 from variable_batch_size.backend import Backend
 from variable_batch_size.testing import run_ranks

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import variable_batch_size as vbs
 from helpers.properties import examples
+from helpers.runs import Case, cases, error_of, speeds_of, worlds
 from helpers.splitting import split_sizes
-from helpers.strategies import Case, cases, error_of, speeds_of, worlds
 from variable_batch_size.data.batches import Place, Position
 from variable_batch_size.data.deal import Dealing
 from variable_batch_size.data.shares import PERIOD, Speeds, check_speeds, share, turns

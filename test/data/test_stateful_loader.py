@@ -16,7 +16,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import variable_batch_size as vbs
 from helpers.properties import examples
-from helpers.strategies import Case, Log, Run, Steps, cases, error_of, read_ahead, together
+from helpers.runs import Case, Log, Run, Steps, cases, error_of, read_ahead, together
 from variable_batch_size.backend import Backend
 from variable_batch_size.testing import run_ranks
 from variable_batch_size.world import World

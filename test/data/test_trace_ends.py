@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import variable_batch_size as vbs
 from helpers.properties import examples
-from helpers.strategies import error_of, sizes
+from helpers.runs import error_of, sizes
 from variable_batch_size.data.batches import Place
 
 Ends = dict[str, int]

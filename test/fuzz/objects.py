@@ -15,7 +15,7 @@ import variable_batch_size as vbs
 from fuzz.case import Case, RuleCase, Segment
 from fuzz.model import Net
 from fuzz.twin import parameter_groups
-from helpers.strategies import read_ahead
+from helpers.runs import read_ahead
 from variable_batch_size.backend import Backend
 from variable_batch_size.world import World
 

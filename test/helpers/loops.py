@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 import variable_batch_size as vbs
-from helpers.strategies import Case, Run
+from helpers.runs import Case, Run
 
 CASE = Case(vbs.BatchTrace.from_sizes([7, 3, 12, 1, 5], on_end="cycle"), 40, 4, False, True, seed=3, epochs=3)
 # Microbatches of the updates: 3 2 3 1 2 3 2 1 (17), then 1 2 3 2 3 1 2 2 (16), then 2 3 1 2 3 2 3 (16).

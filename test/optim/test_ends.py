@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 import variable_batch_size as vbs
 from helpers.properties import examples
 from helpers.reference import assert_equal, training
+from helpers.runs import Case, Run, cases, read_ahead, together
 from helpers.schedules import counter
-from helpers.strategies import Case, Run, cases, read_ahead, together
 from variable_batch_size.testing import run_ranks
 
 ENDLESS = {"trace": vbs.BatchTrace.of([7, 3, 12, 1, 5], on_end="cycle"), "dataset_size": 40, "minibatch_size": 4}

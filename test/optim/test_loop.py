@@ -7,7 +7,7 @@ import torch
 
 import variable_batch_size as vbs
 from helpers.loops import CASE, InThread, begun, epoch_steps, take, with_prefetching
-from helpers.strategies import Run, read_ahead, together
+from helpers.runs import Run, read_ahead, together
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import variable_batch_size as vbs
 from helpers.loops import CASE, EACH, NOT_STEPPED, InThread, begun, epoch_steps, take, with_prefetching
 from helpers.properties import examples
-from helpers.strategies import Run, error_of, read_ahead, together
+from helpers.runs import Run, error_of, read_ahead, together
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import variable_batch_size as vbs
 from helpers.properties import examples
+from helpers.runs import Case, Run, error_of, read_ahead
 from helpers.splitting import rows_of
-from helpers.strategies import Case, Run, error_of, read_ahead
 from variable_batch_size.data.shuffle import order
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:set_epoch")

@@ -19,8 +19,8 @@ from helpers.loops import CASE
 from helpers.mistakes import Mistake, check
 from helpers.models import Words
 from helpers.reference import network, training
+from helpers.runs import Run
 from helpers.schedules import counter, sequential
-from helpers.strategies import Run
 from helpers.tokens import DATASET
 from variable_batch_size.world import World
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import variable_batch_size as vbs
 from helpers.properties import examples
 from helpers.reference import batches, data, gradient, training
-from helpers.strategies import Run, cases
+from helpers.runs import Run, cases
 from variable_batch_size.backend import LocalBackend
 from variable_batch_size.testing import run_ranks
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 import variable_batch_size as vbs
 from helpers.loops import CASE
 from helpers.properties import examples
-from helpers.strategies import Run, cases, error_of, read_ahead, together
+from helpers.runs import Run, cases, error_of, read_ahead, together
 from variable_batch_size.testing import run_ranks
 
 
