@@ -1,9 +1,10 @@
 """How the gradients of a step are summed, over its microbatches and over the ranks.
 
-    Plain       autograd adds to `.grad`; the backend sums it over the ranks after the last backward of each
-    Widened     the same for parameters in half precision, whose gradients are added in float32
-    DDP         DistributedDataParallel averages in the last backward of each rank (`sums_ddp.py`)
-    Sharded     FSDP2 scatters the sum of each microbatch into the shards (`sums_sharded.py`)
+    Plain         autograd adds to `.grad`; the backend sums it over the ranks after the last backward of each
+    Widened       the same for parameters in half precision, whose gradients are added in float32
+    DDP           DistributedDataParallel averages in the last backward of each rank (`sums_ddp.py`)
+    Sharded       FSDP2 scatters the sum of each microbatch into the shards (`sums_sharded.py`)
+    Reproducible  integers are added, for the same bits in any world (`sums_reproducible.py`)
 
 The loss of a microbatch carries its weight: `backward` multiplies it by n_j / B, or by what the strategy needs. On the
 plain road `loss.backward()` is right, too: there `.grad` holds the sum in units of the weight of the last microbatch.
