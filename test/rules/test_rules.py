@@ -13,6 +13,7 @@ from rule_pages import description
 import variable_batch_size as vbs
 from helpers.properties import examples
 from helpers.reference import EQUATIONS, EXPONENT, OPTIMIZERS, WARMUP, Update, training
+from variable_batch_size.rules.selection import rules_for_groups
 
 ARGUMENTS = {"legw": (WARMUP * 3,), "power": (EXPONENT,)}  # in a dataset of three reference batches
 RULES = {rule(*ARGUMENTS.get(name, ())): name for name, rule in vbs.rules.RULES.items()}
@@ -143,3 +144,8 @@ def test_the_exponent_is_that_of_two_tuned_learning_rates(first: int, second: in
     lr = vbs.rules.PowerRule(exponent)(vbs.rules.RuleInput(second, first)).lr
     if first != second:
         assert math.log(lr) / math.log(second / first) == pytest.approx(exponent, abs=1e-6)
+
+
+def test_a_name_may_have_a_number() -> None:
+    made = vbs.rules.PowerRule(0.75), vbs.rules.LEGWRule(30.0), vbs.rules.SurgeRule(), vbs.rules.SurgeRule(9.0)
+    assert rules_for_groups(["power:0.75", "legw:30", "surge", "surge:9"], 4) == made

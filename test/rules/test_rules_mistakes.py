@@ -28,7 +28,9 @@ MISTAKES = [
     Mistake(lambda: AdaScaleRule()(INPUT), ValueError, r"^AdaScaleRule\(\) needs the gradient noise, but the input ha"),
     Mistake(lambda: AdamScaleRule()(INPUT), ValueError, r"^AdamScaleRule\(\) needs the gradient noise, but the input "),
     Mistake(lambda: SurgeRule()(INPUT), ValueError, r"^SurgeRule\(.*\) needs the gradient noise, but the input has no"),
-    Mistake(lambda: training(vbs.CustomOptimizer, rule="power"), ValueError, r"PowerRule takes some; pass rule=vbs.ru"),
+    Mistake(
+        lambda: training(vbs.CustomOptimizer, rule="power"), ValueError, "^the rule power needs its exponent, got none"
+    ),
     Mistake(lambda: unreferenced(ConstantTimescale(ConstantRule())), ValueError, r"^ConstantTimescale\(.*\) needs ref"),
     Mistake(lambda: ConstantTimescale(vbs.rules.RootRule), TypeError, A_RULE),
     Mistake(lambda: ConstantTimescale("root"), TypeError, A_RULE),

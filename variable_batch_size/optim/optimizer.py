@@ -70,7 +70,8 @@ class CustomOptimizer(ObservedOptimizer):
             "constant".
         model: the model, as the loop calls it: needed for a `DistributedDataParallel` and for modules that
             `fully_shard` has sharded, which then sum the gradients in `backward()`, and for batch normalization.
-        rule: a rule, or its name in `vbs.rules.RULES`; or a sequence of these, one for each parameter group.
+        rule: a rule, or its name in `vbs.rules.RULES`, with a number as in "power:0.75" if it takes one; or a sequence
+            of these, one for each parameter group.
         noise: how to measure the gradient noise: "microbatches" compares the microbatches of each update;
             "differenced" also compares consecutive updates if one has a single microbatch, for one more copy of the
             gradients. Default: "microbatches" if a rule or a controller needs the noise, otherwise it is not measured.

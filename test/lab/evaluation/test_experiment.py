@@ -144,7 +144,7 @@ def under(seconds: float, policy: str) -> UnderCapacity:
         ({"tasks": []}, "ValueError: tasks must have at least one item, got none"),
         ({"tasks": TINY}, "TypeError: tasks must be a sequence, got 'helpers"),
         ({"traces": {REFERENCE: "8"}}, "ValueError: a trace must have a name of its own, got 'the reference'; choose"),
-        ({"rules": ["lineal"]}, "ValueError: a rule must be one of constant, .*, got 'lineal'; pass one of"),
+        ({"rules": ["lineal"]}, "ValueError: rule must be one of constant, .*, got 'lineal'; pass one of"),
         ({"rules": ["power"]}, "ValueError: the rule power needs its exponent, got none; pass power:NUMBER"),
         ({"rules": ["power:x"]}, "ValueError: the rule power needs its exponent, got 'x'; pass power:NUMBER"),
         ({"baseline": "linear:2"}, "ValueError: the rule linear takes no number, got 'linear:2'; pass linear"),

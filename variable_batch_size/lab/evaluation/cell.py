@@ -8,12 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, final
 
-from variable_batch_size._validation import value_error
 from variable_batch_size.lab.evaluation.end import SAMPLES
 from variable_batch_size.lab.evaluation.start import Start
 from variable_batch_size.lab.evaluation.timed_trace import TimedTrace
-from variable_batch_size.rules import RULES
-from variable_batch_size.rules.base import Rule
 
 
 @final
@@ -25,7 +22,7 @@ class Cell:
         task: name of the task, see `load_task`; with its `task_arguments` and its `version`.
         trace: name of the trace, or its text, and what is equal if it is not the samples.
         trace_fingerprint: of the batch sizes, or of the controller, and of the simulated time.
-        rule: name of the rule, with its number if it takes one, see `rule_of`.
+        rule: name of the rule, with its number if it takes one, see `rule_named`.
         lr: learning rate at `ref_batchsize`, in samples, at which it was tuned (None: not known): `lr_factor` times
             that of the task, or of the start.
         seed: seed of the model and of the order of the samples.
@@ -84,25 +81,3 @@ class Cell:
 def _digits(values: Mapping[str, Any]) -> str:
     text = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def rule_of(text: str) -> str | Rule:
-    """Return the rule that a name stands for, or a name and its number: "adascale", "power:0.75", "legw:100".
-
-    Raises:
-        ValueError: if there is no such rule, or its argument is not a number, or missing.
-    """
-    name, colon, number = text.partition(":")
-    if name not in RULES:
-        raise value_error(f"a rule must be one of {', '.join(RULES)}", f"{text!r:.60}", "pass one of these names")
-    argument = next(iter(fields(RULES[name])), None)  # type: ignore[arg-type]
-    if not colon and (argument is None or argument.default is None):
-        return name
-    if argument is None:
-        raise value_error(f"the rule {name} takes no number", repr(text), f"pass {name}")
-    try:
-        made: Rule = RULES[name](float(number))  # type: ignore[call-arg]
-    except ValueError:
-        found = repr(number) if number else "none"
-        raise value_error(f"the rule {name} needs its {argument.name}", found, f"pass {name}:NUMBER") from None
-    return made

@@ -12,7 +12,7 @@ from typing import Any, final
 
 from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size._validation import MAX_INT, check_int, check_positive, type_error, value_error
-from variable_batch_size.lab.evaluation.cell import Cell, rule_of
+from variable_batch_size.lab.evaluation.cell import Cell
 from variable_batch_size.lab.evaluation.curve import Curve
 from variable_batch_size.lab.evaluation.end import SAMPLES, End
 from variable_batch_size.lab.evaluation.records import REFERENCE
@@ -27,6 +27,7 @@ from variable_batch_size.lab.evaluation.timed_trace import (
     depends_on_the_dataset,
     timed_trace,
 )
+from variable_batch_size.rules.selection import rule_named
 from variable_batch_size.trace import BatchTrace
 
 CONSTANT = "constant"
@@ -50,7 +51,7 @@ class Experiment:
         tasks: names of tasks; or a mapping from each name to the arguments of that task.
         traces: texts of traces: a number, a schedule, a CSV file, a policy such as "noise-scale:1", or a policy under a
             capacity trace, "per-device:64@spot.json"; or a mapping from names to these, or to the objects.
-        rules: names of rules, with a number if they take one, see `rule_of`.
+        rules: names of rules, with a number if they take one, see `rule_named`.
         baseline: the rule against which they are judged, which is trained in any case.
         seeds: number of seeds, 0, 1, ...; or the seeds.
         lr_factors: factors on the learning rate at which every rule is trained, beside 1, at which it is judged.
@@ -105,7 +106,7 @@ class Experiment:
         if REFERENCE in self.traces:
             raise value_error("a trace must have a name of its own", repr(REFERENCE), "choose another one")
         for rule in (self.baseline, *self.rules):
-            rule_of(rule)
+            rule_named(rule)
         ends = [End.of(end) for end in self.ends]
         if self.start is not None and (len(self.tasks) > 1 or ends != [SAMPLES]):
             found = f"{len(self.tasks)} tasks and the ends {', '.join(self.ends)}"

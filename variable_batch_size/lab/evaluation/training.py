@@ -26,7 +26,7 @@ from variable_batch_size import CustomOptimizer, CustomSampler, ProgressSchedule
 from variable_batch_size._validation import value_error
 from variable_batch_size.backend import LocalBackend
 from variable_batch_size.checkpoint import Checkpoint
-from variable_batch_size.lab.evaluation.cell import Cell, rule_of
+from variable_batch_size.lab.evaluation.cell import Cell
 from variable_batch_size.lab.evaluation.curve import Curve, checked
 from variable_batch_size.lab.evaluation.provenance import environment
 from variable_batch_size.lab.evaluation.start import Start
@@ -66,7 +66,7 @@ def parts_of(cell: Cell, curve: Curve) -> TrainingParts:
         task.optimizer(model, cell.lr),
         sampler,
         cell.ref_batchsize,
-        rule=rule_of(cell.rule),
+        rule=cell.rule,
         max_grad_norm=cell.max_grad_norm,
         backend=LocalBackend(),
     )
