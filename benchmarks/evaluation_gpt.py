@@ -5,7 +5,7 @@
 As evaluation_large.py, under pieces of the same two traces and on a ramp, with batches of half to eight times those of
 the reference. The GPT, that of the task `char-gpt`, reads the modules of Python's standard library, so that another
 version trains on other texts. The learning rate is the best power of 2 at the reference's batch size.
-evaluation_gpt.csv.gz beside this file has the trainings of an earlier, larger GPT.
+evaluation_gpt.jsonl.gz beside this file has its trainings.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def test_a_file_is_read_alone_and_compressed(tmp_path: Path) -> None:
         assert read(tmp_path / place).trainings["key"].tolist() == ["a"]
 
 
-@pytest.mark.parametrize("name", ["evaluation_large", "evaluation_gpt", "evaluation_adam", "late_switch"])
+@pytest.mark.parametrize("name", ["evaluation_large", "evaluation_adam", "late_switch"])
 def test_tables_of_before_are_read(name: str) -> None:
     found = read(ROOT / "benchmarks" / f"{name}.csv.gz")
     rows = found.trainings
