@@ -201,14 +201,15 @@ def test_a_run_ends_where_a_handler_hides_the_exceptions_of_every_update() -> No
     assert [type(error) for error in errors] == [KeyError, RuntimeError]  # the update is not complete
 
 
-def test_a_term_that_is_0_in_the_first_update_is_warned_of_in_a_later_one() -> None:
+@pytest.mark.parametrize("zeros", [1, 40])
+def test_a_term_that_is_0_in_the_first_updates_is_warned_of_in_a_later_one(zeros: int) -> None:
     def loss(y_pred: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return cross_entropy(y_pred, y) + (script.trainer.state.iteration > 1) * y_pred.mean(0).square().sum()
+        return cross_entropy(y_pred, y) + (script.trainer.state.iteration > zeros) * y_pred.mean(0).square().sum()
 
     script = Script()
-    script.trainer = create_supervised_trainer(script.model, script.inner, loss, loader=script.loader, trace=TRACE)
+    script.trainer = create_supervised_trainer(script.model, script.inner, loss, loader=script.loader, trace=16)
     with pytest.warns(UserWarning, match=r"must be a mean over rows"):
-        script.run(epochs=1)
+        script.run(epochs=1 if zeros == 1 else 10)
 
 
 # What else. ------------------------------------------------------------------------------------------------------

@@ -57,7 +57,8 @@ class VariableBatchMixin(Base):
         args, kwargs: arguments of the class that it is mixed into.
         trace: the trace of the global batch size, in samples, see `CustomSampler`; with `sampler_options`, a dict.
         rule, ref_batchsize: see `CustomOptimizer`; with `optimizer_options`, a dict.
-        check_loss: whether updates 0 and 10 warn, after four forwards, if the loss is no mean over rows or labels.
+        check_loss: whether updates 0, 10, 100 and 1,000 warn, after four forwards, if the loss is no mean over
+            rows or labels.
 
     Attributes:
         variable_optimizer: the optimizer that counts samples and updates, from the beginning of `train()` on.
