@@ -257,7 +257,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         (lambda: fit(made(optimizer=opt.SGD(gradient_accumulation_steps=4))), ValueError, "'gradient_accumulation_st"),
         (lambda: fit(made(), steps_per_epoch=5), ValueError, "steps_per_epoch must be None, got 5; pass max_updates"),
         (lambda: fit(made(), callbacks=[callbacks.BackupAndRestore(tmp_path)]), ValueError, "VariableBatchCheckpoint"),
-        (lambda: fit(made(), class_weight={0: 2.0}), ValueError, "`class_weight` is not supported"),
+        (lambda: fit(made(), class_weight={0: 2.0}), ValueError, "class_weight must be None, .* as sample_weight"),
         (lambda: made().fit(pair for pair in [(X, Y)]), TypeError, "the data must have an index, .*; pass arrays"),
         (lambda: made().fit(DataLoader(Samples(), 8), Y), TypeError, "a DataLoader with a map-style dataset alone"),
         (lambda: made().fit(X, Y[:200]), ValueError, r"must have the same number of samples, got \[200, 203\]; pass"),
@@ -266,17 +266,27 @@ def test_what_is_refused(tmp_path: Path) -> None:
         (lambda: fit(made(trace=[24] * 9), 2), ValueError, "the trace must last until the training ends|has 9 steps"),
         (lambda: fit(made(rule="x")), TypeError, "multiple values"),
         (lambda: fit(VariableBatchModel(dense(), trace=TRACE)), ValueError, r"You must call `compile\(\)`"),
-        (lambda: VariableBatchModel(compiled, trace=8), TypeError, "not compiled, got .*; call compile"),
-        (lambda: VariableBatchModel(own(), trace=8), TypeError, "a class of your own"),
-        (lambda: VariableBatchModel(CaseModel(Case()), trace=8), TypeError, "a class of your own"),
+        (
+            lambda: VariableBatchModel(compiled, trace=8),
+            TypeError,
+            r"not compiled, got .*; load_model\(path, compile=Fal",
+        ),
+        (lambda: VariableBatchModel(own(), trace=8), TypeError, "must have the train_step of keras.Model, got .*Mixin"),
+        (
+            lambda: VariableBatchModel(CaseModel(Case()), trace=8),
+            TypeError,
+            "must have the compute_loss of keras.Model",
+        ),
     ]
     for call, kind, message in calls:
         with pytest.raises(kind, match=message):
             call()
     below = type("Below", (VariableBatchModelMixin, own), {})(dense().layers, trace=8)
-    for model in below, Masked():
+    above = type("Above", (VariableBatchModel,), {"train_step": lambda self, data: {"loss": 0.0}})(dense(), trace=8)
+    steps = "must have the train_step of Keras, got .* with its own; override compute_loss"
+    for model, message in (below, steps), (above, steps), (Masked(), "must get a trace, got Masked without one; pass"):
         model.compile("sgd", "mse")
-        with pytest.raises(ValueError, match="must get a trace, and have the train_step of Keras"):
+        with pytest.raises(ValueError, match=message):
             fit(model)
 
 

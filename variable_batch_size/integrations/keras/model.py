@@ -43,6 +43,9 @@ SETTINGS = (
     ),
     Setting("jit_compile", "False", lambda fit: fit["self"].jit_compile, (False,), "compile layers of your own"),
     Setting("steps_per_epoch", "None", itemgetter("steps_per_epoch"), (None,), "pass max_updates in sampler_options"),
+    Setting(
+        "class_weight", "None", itemgetter("class_weight"), (None,), "pass the weight of each row as sample_weight"
+    ),
     Setting("BackupAndRestore", "left out", itemgetter("backups"), ([],), "pass VariableBatchCheckpoint"),
 )  # of a call of `fit`
 _METHODS = "compile", "compute_loss", "compute_metrics", "fit", "make_train_function", "test_step", "train_step"
@@ -85,9 +88,13 @@ class VariableBatchModelMixin(Base):
         callbacks = keras.tree.flatten(bound.arguments["callbacks"] or [])
         backups = [callback for callback in callbacks if isinstance(callback, keras.callbacks.BackupAndRestore)]
         check(SETTINGS, {**given, "optimizer": self.optimizer, "backups": backups}, "Keras")
-        if self.settings is None or super().train_step.__func__ is not keras.Model.train_step:
-            requirement = "the class of a model must get a trace, and have the train_step of Keras"
-            raise value_error(requirement, type(self).__name__, 'pass trace="0:128 10:256", or override compute_loss')
+        if self.settings is None:
+            remedy = 'pass trace="0:128 10:256"; a loaded model has none: create one, and load its weights'
+            raise value_error("a model must get a trace", f"{type(self).__name__} without one", remedy)
+        steps = type(self).train_step, super().train_step.__func__
+        if steps != (VariableBatchModelMixin.train_step, keras.Model.train_step):
+            requirement = "the class of a model must have the train_step of Keras"
+            raise value_error(requirement, f"{type(self).__name__} with its own", "override compute_loss instead")
         del given["self"]
         loader = loader_of(given)
         optimizer = self._optimizer(loader, self.settings)
@@ -184,12 +191,12 @@ class VariableBatchModel(VariableBatchModelMixin, keras.Model):
     """
 
     def __init__(self, inner: Any, **options: Any) -> None:
-        as_keras = isinstance(inner, keras.Model) and not inner.compiled
-        if not as_keras or any(getattr(type(inner), name) is not getattr(keras.Model, name) for name in _METHODS):
-            remedy = (
-                "call compile() afterwards; for a class of your own, class Mine(VariableBatchModelMixin, keras.Model)"
-            )
-            raise type_error("inner must be a model with the methods of keras.Model, not compiled", inner, remedy)
+        if not isinstance(inner, keras.Model) or inner.compiled:
+            remedy = "load_model(path, compile=False) loads one so; call compile() of what is returned"
+            raise type_error("inner must be a keras.Model, not compiled", inner, remedy)
+        if own := [name for name in _METHODS if getattr(type(inner), name) is not getattr(keras.Model, name)]:
+            remedy = "write class Mine(VariableBatchModelMixin, keras.Model)"
+            raise type_error(f"inner must have the {own[0]} of keras.Model", inner, remedy)
         super().__init__(name=inner.name, dtype=inner.dtype_policy, **options)
         self.inner = inner
         if hasattr(inner, "output_names"):
