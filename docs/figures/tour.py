@@ -18,7 +18,6 @@ import matplotlib as mpl
 import numpy as np
 import pandas as pd
 from matplotlib import pyplot as plt
-from matplotlib.axes import Axes
 
 ROOT = Path(__file__).parents[2]
 TOUR = ROOT / "test" / "variable_train_mnist.py"
@@ -32,19 +31,8 @@ def run(rule: str, folder: Path, more: list[str]) -> pd.DataFrame:
     """Train with a rule, unless the folder has its scalars; return a row per update."""
     scalars = folder / rule / "scalars.csv"
     if not scalars.exists():
-        flags = [
-            "--device",
-            "cpu",
-            "--rule",
-            rule,
-            "--log-steps",
-            "1",
-            "--logdir",
-            str(scalars.parent),
-            "--target",
-            "0",
-        ]
-        subprocess.run([sys.executable, str(TOUR), *flags, *more], check=True)
+        flags = f"--device cpu --rule {rule} --log-steps 1 --target 0 --logdir".split()
+        subprocess.run([sys.executable, str(TOUR), *flags, str(scalars.parent), *more], check=True)
     return pd.read_csv(scalars)
 
 
@@ -60,28 +48,30 @@ def draw(runs: dict[str, pd.DataFrame], file: Path) -> None:
     mpl.rcParams.update(dict.fromkeys(names, NEUTRAL))
     mpl.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
     mpl.rcParams.update({"svg.hashsalt": "tour", "svg.fonttype": "none", "font.family": "sans-serif"})
-    panels: list[Axes]
-    figure, panels = plt.subplots(4, 1, figsize=(8, 6.4), sharex=True, layout="constrained")
-    batch, lr, noise, accuracy = panels
+    panels: np.ndarray
+    figure, panels = plt.subplots(2, 2, figsize=(9, 4.2), sharex=True, layout="constrained")
+    batch, lr, noise, accuracy = panels.flat
     some = next(iter(runs.values()))
     batch.step(some["vbs/samples"], some["vbs/global_batch_size"], color=NEUTRAL, linewidth=0.8)
     batch.set(ylabel="batch size\n(samples)", yscale="log")
     for rule, rows in runs.items():
-        lr.plot(*smooth(rows["vbs/samples"], rows["vbs/lr_effective"]), color=COLORS[rule], label=rule, linewidth=1.2)
+        lr.plot(*smooth(rows["vbs/samples"], rows["vbs/lr_effective"]), color=COLORS[rule], linewidth=1.2)
         tested = rows.dropna(subset="accuracy")
-        accuracy.plot(tested["vbs/samples"], 100 * tested["accuracy"], ".-", color=COLORS[rule], linewidth=1.2)
+        accuracy.plot(tested["vbs/samples"], 100 * tested["accuracy"], ".-", color=COLORS[rule], label=rule)
     lr.set(ylabel="learning rate", yscale="log")
     lr.set_yticks([0.005, 0.01, 0.02, 0.05])
-    lr.legend(frameon=False, loc="upper right", ncols=3)
     measured = runs["adascale"]
     noise.plot(*smooth(measured["vbs/samples"], measured["vbs/noise_scale"]), color=COLORS["adascale"], linewidth=1.2)
     noise.set(ylabel="noise scale\n(samples)", yscale="log")
     accuracy.set(ylabel="accuracy (%)", xlabel="samples")
+    accuracy.legend(frameon=False, loc="lower right")
+    accuracy.locator_params(axis="x", nbins=4)
+    noise.set_xlabel("samples")
     for axis in (batch.yaxis, lr.yaxis, noise.yaxis):
         axis.set_major_formatter("{x:g}")
         axis.set_minor_formatter("")
     accuracy.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    figure.align_ylabels(panels)
+    figure.align_ylabels()
     figure.savefig(file, transparent=True, metadata={"Date": None})
 
 
