@@ -72,7 +72,7 @@ def test_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     ("arguments", "status", "message"),
     [
         (["mnist-cn", "--trace", 8, *BOTH], 1, "a task must be mnist-cnn, char-gpt or package.module:name"),
-        ([TINY, "--trace", 8, "--rule", "lin"], 2, "a rule must be one of constant, linear,"),
+        ([TINY, "--trace", 8, "--rule", "lin"], 2, "rule must be one of constant, linear,"),
         (
             [TINY, "--trace", 100, *BOTH],
             1,

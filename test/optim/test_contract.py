@@ -47,9 +47,10 @@ def test_a_rule_is_chosen_by_its_name() -> None:
     assert_equal(by_name.weights(), twin(vbs.LinearRuleOptimizer, SIZES), tolerance=1e-12)
     groups = training(vbs.CustomOptimizer, rule=("root",)).optimizer
     assert groups.rules == (vbs.rules.RootRule(),)
+    assert training(vbs.CustomOptimizer, rule="power:0.75").optimizer.rules == (vbs.rules.PowerRule(0.75),)
     with pytest.raises(ValueError, match=r"^rule must be one of constant, linear, .*, got 'lineal'; pass one of these"):
         training(vbs.CustomOptimizer, rule="lineal")
-    with pytest.raises(ValueError, match=r"LEGWRule takes some; pass rule=vbs\.rules\.LEGWRule\(\.\.\.\)"):
+    with pytest.raises(ValueError, match="legw needs its warmup_updates, got none; pass legw:NUMBER"):
         training(vbs.CustomOptimizer, rule="legw")
 
 

@@ -306,7 +306,7 @@ FACTORS = [
         for value in (-1, math.nan, math.inf, "2")
     ),
     (lambda: RULES.LEGWRule(True), TypeError, "^warmup_updates must be a finite number >= 0, got True .*; pass"),
-    (lambda: training(vbs.CustomOptimizer, rule="legw"), ValueError, r"LEGWRule takes some; pass rule=vbs\.rule"),
+    (lambda: training(vbs.CustomOptimizer, rule="legw"), ValueError, "legw needs its warmup_updates, got none"),
 ]
 SCHEDULES = [
     *(
