@@ -96,7 +96,7 @@ def test_the_folder_has_one_writer(folder: str, monkeypatch: pytest.MonkeyPatch)
     first = checkpoint(folder, training(), run="a")
     for job in (None, "b"):
         as_another_process()
-        with pytest.raises(RuntimeError, match=r"in use by process \d+ on .*; close\(\) that .* wait for \d+ s if it"):
+        with pytest.raises(RuntimeError, match=r"in use by process \d+ on .*; end that .* wait for \d+ s if it"):
             checkpoint(folder, training(), run=job)
     first.close()
     checkpoint(folder, training(), run="b")

@@ -19,7 +19,9 @@ from helpers.reference import Training, network, training
 from helpers.worlds import Layout, Place
 from variable_batch_size.backend import Backend, LocalBackend
 from variable_batch_size.checkpoint import shards
+from variable_batch_size.checkpoint.folder import Folder
 from variable_batch_size.checkpoint.names import Names
+from variable_batch_size.checkpoint.reading import DamagedError, read_verified
 from variable_batch_size.checkpoint.saving import COMPARED_EVERY
 from variable_batch_size.checkpoint.shards import assign
 from variable_batch_size.checkpoint.shared_state import byte_digests
@@ -251,6 +253,29 @@ def test_what_differs_on_a_rank_raises_or_comes_back(name: str, tmp_path: Path) 
     assert saved[0] != saved[1]
     assert run_ranks(restore, 2) == saved
     assert run_ranks(restore, 3) == 3 * [saved[0]]
+
+
+def test_each_file_of_each_rank_is_verified(tmp_path: Path) -> None:
+    """The one that holds only what rank 1 had of its own, too."""
+
+    def save(backend: Backend) -> None:
+        everything = Everything(backend)
+        everything.run.run(2)
+        everything.run.model.queue.fill_(backend.world.rank)  # type: ignore[operator]
+        with everything.checkpoint(tmp_path) as saves:
+            saves.save()
+
+    run_ranks(save, 2)
+    (name,) = Folder(tmp_path).names()
+    read_verified(Folder(tmp_path), name, every=True)
+    files = sorted(file.name for file in (tmp_path / name).iterdir())
+    assert files == ["rank-0.json", "rank-1.json", "tensors-0.safetensors", "tensors-1.safetensors"]
+    for file in files:
+        content = (tmp_path / name / file).read_bytes()
+        (tmp_path / name / file).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(DamagedError):
+            read_verified(Folder(tmp_path), name, every=True)
+        (tmp_path / name / file).write_bytes(content)
 
 
 def test_names_of_a_part_do_not_meet_those_of_ranks(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ time.sleep(100)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     try:
-        with pytest.raises(RuntimeError, match=rf"{tmp_path} is in use by process {process.pid} on .*; close\(\) that"):
+        with pytest.raises(RuntimeError, match=rf"{tmp_path} is in use by process {process.pid} on .*; end that"):
             checkpoint(tmp_path, training(), run="any")
         process.kill()
         process.wait()
@@ -127,7 +127,7 @@ def test_without_locks_another_job_waits_for_ten_minutes_whatever_the_clocks_say
 ) -> None:
     stale = training().run(1)
     first = checkpoint(tmp_path, stale, run="a")
-    refused = pytest.raises(RuntimeError, match=r'of the job "a"; close\(\) that Checkpoint, pass run="a" .* for \d+ s')
+    refused = pytest.raises(RuntimeError, match=r'"a"; end that process or .* Checkpoint, pass run="a" .* for \d+ s')
     now = time.time()
     for jump in (0.0, 1e6, -1e6):
         as_another_process()

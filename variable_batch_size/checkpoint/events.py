@@ -2,11 +2,11 @@
 
 `events.jsonl` is written by rank 0, beside the checkpoints; in an object store, to whose objects nothing can be added,
 each run has a file of its own. Each line has `version`, `event`, `time` (seconds since 1970), `update` and `world`,
-and: `restore`: `lost`, the updates that were made and are made again, and `seconds`; `save`: `seconds` for which
-updates waited; `skip`: the gradient of the update was not finite, or, with `large`, that many updates since the last
-such line were skipped because of `skip_grad_norm` (a device that compiles graphs tells it later); `notice`: a signal
-that asks to stop; `end`: `error`, the exception with which the training ended, or "". Between them, `progress` at most
-once a minute.
+and: `restore`: `lost`, the updates that are known to be made again, and `seconds`; `save`: `seconds` for which updates
+waited, also where the write behind them fails later; `skip`: the gradient of the update was not finite, or, with
+`large`, that many updates since the last such line were skipped because of `skip_grad_norm` (a device that compiles
+graphs tells it later); `notice`: a signal that asks to stop; `end`: `error`, the exception with which the training
+ended, or "". Between them, `progress` at most once a minute.
 """
 
 from __future__ import annotations

@@ -131,6 +131,8 @@ def read_verified(
     likes: Mapping[str, DTensor] | None = None,
     texts: list[str] | None = None,
     world: World | None = None,
+    *,
+    every: bool = False,
 ) -> Contents:
     """Return the contents of a checkpoint.
 
@@ -141,6 +143,7 @@ def read_verified(
             before the last "/". Only the parts that this rank has are read.
         texts: its small files, if they were read before.
         world: the rank whose own state is read, if the checkpoint is of a world of this size; otherwise rank 0's.
+        every: whether the tensors are verified that other ranks had of their own, too.
 
     Raises:
         VersionError: if it has a version of the format that this library does not know.
@@ -159,6 +162,7 @@ def read_verified(
             name_here = {key: name_on(world.rank, key) for key in own_state["tensors"]}
             states = {**states, **own_state["state"]}
         needed = {key for key in ranks[0]["tensors"] if key not in name_here} | {*name_here.values()}
+        needed |= {*described} if every else set()
         tensors = _Tensors({key: facts for key, facts in described.items() if key in needed}, likes or {})
         dtypes = {key: facts["dtype"] for key, facts in described.items()}
         for rank, file in enumerate(manifest["file"] for manifest in ranks):

@@ -243,10 +243,11 @@ class Writer:
 
     def _refusal(self, other: Record, wait: str = "") -> str:
         of = f' of the job "{other.run}"' if other.run else ""
-        take_over = f', pass run="{other.run}" to take over from an earlier process of that job' if other.run else ""
+        named = bool(other.run) and other.run != self._run
+        take_over = f', pass run="{other.run}" to take over from an earlier process of that job' if named else ""
         return (
-            f"Checkpoint folder {self._storage.location} is in use by {other.process}{of}; close() that "
-            f"Checkpoint{take_over}{wait}; another folder begins another training"
+            f"Checkpoint folder {self._storage.location} is in use by {other.process}{of}; end that "
+            f"process or close() its Checkpoint{take_over}{wait}; another folder begins another training"
         )
 
     def _numbers(self) -> list[int]:

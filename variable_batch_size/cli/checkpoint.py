@@ -116,7 +116,7 @@ def verify(folder: Source, json: output.Json = False) -> None:
     for name, *_ in listed:
         path = checkpoints.storage.at(name)
         try:
-            read_verified(checkpoints, name)
+            read_verified(checkpoints, name, every=True)
             damages[path] = None
         except ValueError as error:
             damages[path] = str(error)
