@@ -162,8 +162,7 @@ def read_verified(
             name_here = {key: name_on(world.rank, key) for key in own_state["tensors"]}
             states = {**states, **own_state["state"]}
         needed = {key for key in ranks[0]["tensors"] if key not in name_here} | {*name_here.values()}
-        needed |= {*described} if every else set()
-        tensors = _Tensors({key: facts for key, facts in described.items() if key in needed}, likes or {})
+        tensors = _Tensors({key: facts for key, facts in described.items() if every or key in needed}, likes or {})
         dtypes = {key: facts["dtype"] for key, facts in described.items()}
         for rank, file in enumerate(manifest["file"] for manifest in ranks):
             if file and (wanted := tensors.wanted(file["chunks"])):

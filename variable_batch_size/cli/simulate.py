@@ -25,7 +25,7 @@ from variable_batch_size.lab.simulation import NoiseCurve, Overheads, Run, plot_
 from variable_batch_size.lab.simulation import simulate as simulate_run
 from variable_batch_size.rules import RULES
 from variable_batch_size.rules.base import Rule, needs_noise
-from variable_batch_size.rules.selection import rules_for_groups
+from variable_batch_size.rules.selection import rule_named
 
 SEEDS = 20
 EVERY = 100  # updates
@@ -202,9 +202,9 @@ def _choose_rule(name: str | None, noise: Path | None, policies: Mapping[str, Co
 
 
 def _find_rule(name: str) -> Rule | None:
-    """Return the rule of a name; None if there is none, or if it takes arguments."""
+    """Return the rule of a name; None if there is none, or if it lacks its number."""
     try:
-        return rules_for_groups(name, 1)[0]
+        return rule_named(name)
     except ValueError:
         return None
 
