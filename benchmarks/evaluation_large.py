@@ -16,8 +16,8 @@ many samples a second that the training takes nine tenths of the window. Every r
 same batches, at the reference's learning rate, and at 1/2 to 4 times it for a curve.
 
 Kill it at any time; the same command continues. evaluation_large.csv.gz beside this file has the trainings of an
-earlier version, which chose the learning rates of each rule on seeds of their own, from 1000 on.
-`--time` trains a single one, and records the seconds.
+earlier version, which chose the learning rates of each rule on seeds of their own, from 1000 on. `--time`
+trains a single one, and records the seconds.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ ELSEWHERE = {
     "kubectl apply": "a cluster; test_clusters.py validates the file and runs its command",
     "vbs ": "test_capacity_page.py, test_evaluation_page.py and test_real_traces.py run it",
     "python benchmarks/evaluation_adam.py": "ten minutes; test_records.py reads its records",
-    "python benchmarks/evaluation_gpt.py": "twenty minutes; test_judgement.py reads its records",
+    "python benchmarks/evaluation_gpt.py": "half an hour; test_judgement.py reads its records",
     "python benchmarks/evaluation_large.py": "two hours; test_records.py reads its records",
     "sky jobs launch": "a cloud; test_clusters.py and test_torchft.py run the files' commands",
 }  # beginning of a command that no test runs as it is -> why
