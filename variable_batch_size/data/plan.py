@@ -153,6 +153,8 @@ class Plan:
             ValueError: if the number is negative, the epoch lies before that of `begin`, or the trace ends inside the
                 epoch and has `on_end="error"`.
         """
+        if self._latest and self._latest[0].number == number:  # as nearly always
+            return self._latest[0]
         if number < 0:
             raise ValueError(f"an epoch must be an integer >= 0, got {number}; count epochs from 0")
         if number < self.first_epoch:

@@ -84,7 +84,7 @@ class Cursor:
         self.running, self.restarts = False, 0
         self.made: Batch | None = None
         self._at, self.updated = _At(sampler.place), True  # and whether the last commit changed the weights
-        self._due: tuple[Batches, Batch] | None = None  # each is needed several times
+        self._due: tuple[Batches, Position, Batch] | None = None  # each is needed several times
         self._iteration: Pass | None = None  # from which the present microbatches come
         self._received = 0  # microbatches of the iteration received
 
@@ -156,12 +156,11 @@ class Cursor:
             ValueError: if the trace has ended.
         """
         expected = self.sampler.expected
-        position = self.sampler.batches.next_update(self.position)
         if expected is not None or self.sampler.batches.arriving:
-            if expected is None or expected.step != position.step:
+            if expected is None or expected.step != self.position.step:
                 raise self._not_handed_out(0)
             return expected
-        return self._planned(position)
+        return self._planned()
 
     @property
     def is_handed_out_last(self) -> bool:
@@ -175,16 +174,17 @@ class Cursor:
             f"over the microbatches of each update, call step() once for each, and read optimizer.batch before the last"
         )
 
-    def _planned(self, position: Position) -> Batch:
-        batches = self.sampler.batches
-        if self._due is None or self._due[0] is not batches or self._due[1].step != position.step:
-            if batches.ends_epoch(position):
+    def _planned(self) -> Batch:
+        batches, position = self.sampler.batches, self.position
+        if self._due is None or self._due[0] is not batches or self._due[1] is not position:
+            due = batches.next_update(position)
+            if batches.ends_epoch(due):
                 raise RuntimeError(
-                    f"step() needs an update, but the training has ended after {self.position.step} of them; leave the "
-                    f"loop when optimizer.done is True, or pass another max_updates=, max_samples= or trace"
+                    f"step() needs an update, but the training has ended after {due.step} of them; leave the loop when "
+                    f"optimizer.done is True, or pass another max_updates=, max_samples= or trace"
                 )
-            self._due = batches, batches.batch(position)
-        return self._due[1]
+            self._due = batches, position, batches.batch(due)
+        return self._due[2]
 
     def microbatch(self, ahead: int = 0) -> Microbatch:
         """Return the next microbatch of this rank, or one that is `ahead` rounds later in the same step."""
@@ -209,8 +209,7 @@ class Cursor:
     def several_rounds(self) -> bool:
         """Whether this rank has several microbatches in the next step; True if that is not known yet."""
         try:
-            batches = self.sampler.batches
-            return batches.arriving or len(self._planned(batches.next_update(self.position)).microbatches) > 1
+            return self.sampler.batches.arriving or len(self._planned().microbatches) > 1
         except (RuntimeError, ValueError):
             return True
 

@@ -116,12 +116,12 @@ def _check_scaling(rule: Rule, scaling: Any, device: torch.device | None) -> Sca
             f"a rule must return a vbs.rules.Scaling, but {rule} did not", scaling, "return Scaling(lr=factor)"
         )
     factors: dict[str, Any] = {field.name: getattr(scaling, field.name) for field in fields(scaling)}
+    if all(type(value) is float and math.isfinite(value) for value in factors.values()):  # the ordinary case
+        return scaling
     return replace(scaling, **{name: _factor(rule, name, value, device) for name, value in factors.items()})
 
 
 def _factor(rule: Rule, name: str, value: Any, device: torch.device | None) -> Factor:
-    if type(value) is float and math.isfinite(value):  # the ordinary case
-        return value
     if isinstance(value, Tensor) and value.numel() == 1:
         if value.device == device:
             if name in _MAY_STAY_ON_DEVICE:
