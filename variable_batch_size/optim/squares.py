@@ -124,7 +124,7 @@ class Squares:
             totals.append(sum_of_squares(norms))
             for group in ranks:
                 dist.all_reduce(totals[-1], group=group)
-        return torch.stack(totals).sum() if totals else torch.zeros(())
+        return sum(totals[1:], totals[0]) if totals else torch.zeros(())
 
 
 def _hook(squares: ref[Squares], number: int) -> Callable[[Tensor], None]:

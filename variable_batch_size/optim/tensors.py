@@ -150,7 +150,9 @@ def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 def norm(tensor: Tensor) -> Tensor:
     """Return |t|, 0-D, as `squared_norm` measures it; one operation for a small tensor."""
-    if xla.is_cpu(tensor.device) or (tensor.numel() > _LARGE and tensor.is_cpu):
+    if xla.is_cpu(tensor.device):
+        return _by_product(tensor).sqrt()
+    if tensor.numel() > _LARGE and tensor.is_cpu:
         return squared_norm([tensor]).sqrt()
     return torch.linalg.vector_norm(tensor, dtype=_at_least_float32(tensor))  # type: ignore[no-any-return]
 
