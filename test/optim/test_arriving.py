@@ -108,23 +108,39 @@ class Endless:
 
 
 @pytest.mark.parametrize(("trace", "idle"), [(None, -1), ("0:16", -1), ("0:11 2:5", -1), (None, 0), (None, 1)])
-@pytest.mark.parametrize("number", range(4))
-def test_one_rank_may_discard_a_step_and_begin_it_again(trace, idle, number):
-    """As after an exception in a microbatch of it: no row is lost, and the other rank need not know."""
+@pytest.mark.parametrize("place", [0, 1, 2, 3, "counts", "totals"])
+def test_one_rank_may_discard_a_step_and_begin_it_again(trace, idle, place):
+    """As after an exception in a microbatch of it, or before it: no row is lost, and the other rank need not know."""
 
     def one(backend, fails):
         rank, model, failed = backend.world.rank, network(), not fails
-        source = vbs.ArrivingBatches(4, trace=trace, num_replicas=2, rank=rank)
+
+        def fail():
+            nonlocal failed
+            if rank == 0 and optimizer.updates == 2 and not failed:
+                failed = True
+                raise KeyError
+
+        def counts(batch):
+            if place == "counts":
+                fail()
+            return np.ones(len(batch), dtype=np.int64)
+
+        def totals(batch):
+            if place == "totals":
+                fail()
+            return {"rows": len(batch)}
+
+        source = vbs.ArrivingBatches(4, counts=counts, trace=trace, num_replicas=2, rank=rank)
         optimizer = vbs.ConstantOptimizer(torch.optim.SGD(model.parameters(), **SGD), source, backend=backend)
         batches = Endless(rank, idle=rank == idle)
         while True:
             try:
-                for update in vbs.updates(batches, optimizer):
+                for update in vbs.updates(batches, optimizer, counts=totals):
                     for index, x in enumerate(update):
-                        optimizer.backward(model(x).square().sum(dim=1).mean())
-                        if rank == 0 and optimizer.updates == 2 and index == number % len(update) and not failed:
-                            failed = True
-                            raise KeyError
+                        optimizer.backward(model(x).square().sum() / update.counts["rows"], weighted=True)
+                        if not isinstance(place, str) and index == place % len(update):
+                            fail()
                         optimizer.step()
             except KeyError:
                 optimizer.discard_step()
@@ -133,6 +149,38 @@ def test_one_rank_may_discard_a_step_and_begin_it_again(trace, idle, number):
 
     expected = vbs.testing.run_ranks(lambda backend: one(backend, fails=False), 2)
     assert vbs.testing.run_ranks(lambda backend: one(backend, fails=True), 2) == expected
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_rank_that_cannot_make_its_first_microbatch_makes_it_when_asked_again(fails):
+    """Also if another rank waits for it, to repeat it."""
+
+    def one(backend):
+        rank, model, failed = backend.world.rank, network(), not fails
+
+        def collate(rows):
+            nonlocal failed
+            if rank == 0 and not failed:
+                failed = True
+                raise KeyError
+            return torch.stack(rows)
+
+        source = vbs.ArrivingBatches(4, collate_fn=collate, num_replicas=2, rank=rank)
+        optimizer = vbs.ConstantOptimizer(torch.optim.SGD(model.parameters(), **SGD), source, backend=backend)
+        generator = torch.Generator().manual_seed(rank)
+        rows = [list(torch.randn(8, 3, generator=generator, dtype=torch.float64)) for _ in range(3)]
+        batches = iter([None, *rows[1:]] if rank else rows)
+        for _ in range(1 + (fails and rank == 0)):
+            try:
+                for update in vbs.updates(batches, optimizer):
+                    for x in update:
+                        optimizer.backward(model(x).square().sum(dim=1).mean())
+                        optimizer.step()
+            except KeyError:
+                optimizer.discard_step()
+        return optimizer.samples, failed
+
+    assert vbs.testing.run_ranks(one, 2) == [(40, True), (40, not fails)]
 
 
 PAIRS = [(5, 5), (2, 9), (0, 5), (9, 0), (1, 1)]  # rows of two ranks

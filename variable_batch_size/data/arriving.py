@@ -23,6 +23,7 @@ from variable_batch_size.microbatching import count_microbatches
 from variable_batch_size.trace.batch_trace import BatchTrace
 
 _ENDLESS = Epoch(0, 0, MAX_INT, MAX_INT, trace_offset=0, samples_before=0)
+UNKNOWN: Any = object()
 _ARRIVES = "batches that arrive"  # in the place of the trace, in a state
 
 Measure = Callable[[Any], "Sequence[int] | IntArray | Tensor"]
@@ -40,6 +41,15 @@ class RankRows(NamedTuple):
 
 
 @final
+class Item(NamedTuple):
+    """What this rank has read for a step, until the ranks have agreed on it."""
+
+    items: Iterator[Any]  # from which it was read
+    step: int
+    batch: Any
+
+
+@final
 class Arrived(NamedTuple):
     """An update that the ranks have agreed on, until it is made."""
 
@@ -47,7 +57,8 @@ class Arrived(NamedTuple):
     own: RankRows
     due: Batch
     parts: list[IntArray]  # the rows of each microbatch of this rank
-    replay: Any  # the microbatch that it repeats, if it does
+    brought: Sequence[Brought]  # by all ranks
+    replay: Any = UNKNOWN  # the microbatch that this rank repeats, if it does
 
 
 @final
@@ -153,6 +164,7 @@ class ArrivingBatches(Dealer):
         self._trace = None if trace is None else BatchTrace.of(trace)
         self.stream: Stream | None = None  # that is read
         self.last: Any = None  # a microbatch of an update that was made, which this rank can repeat
+        self.item: Item | None = None  # what was read last
         self.arrived: Arrived | None = None  # the update that is due, once the ranks have said what they bring
         self.streams_have_state = False  # whether a loop over streams can save where they are
         plan = Plan(BatchTrace.constant(1), MAX_INT, limit, fixed_shape=bool(fixed_shape), begin=_ENDLESS)
@@ -184,7 +196,7 @@ class ArrivingBatches(Dealer):
 
     def adopt(self, state: dict[str, Any], batches: Batches, *, counted: bool = False) -> Place:
         """Go on at a saved position, as `Dealer.adopt`; another update is due then."""
-        self.arrived = None
+        self.item = self.arrived = None
         return super().adopt(state, batches, counted=counted)
 
     def is_due(self, items: Iterator[Any]) -> bool:

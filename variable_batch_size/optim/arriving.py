@@ -12,10 +12,10 @@ from typing import Any, Generic, TypeVar, final
 import torch
 from torch import Tensor
 
-from variable_batch_size._validation import IntArray, type_error, value_error
+from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.data import workers
 from variable_batch_size.data.arrival import Brought
-from variable_batch_size.data.arriving import Arrived, ArrivingBatches, RankRows
+from variable_batch_size.data.arriving import UNKNOWN, Arrived, ArrivingBatches, Item, RankRows
 from variable_batch_size.data.batches import Batch
 from variable_batch_size.data.stream import Stream, shares
 from variable_batch_size.optim.counts import Count
@@ -79,20 +79,13 @@ class Arrivals(Generic[T]):
                 if all(of_rank.ended for of_rank in brought):
                     return
                 if not any(of_rank.samples for of_rank in brought):
+                    source.item = None
                     continue
-                due, parts = source.arrange(rows_here, brought)
-                replay = self._replay_of(due, rows_here, parts, brought)
-                if self._counts is not None:
-                    microbatches = self._microbatches(due, rows_here, parts, replay)
-                    options = {"compares": False, "may_repeat": False}
-                    totals = optimizer._counts.total(self._counts, microbatches, due, optimizer.agreement, **options)
-                    due = due._replace(totals=totals)
-                source.arrived = Arrived(items, rows_here, due, parts, replay)
-            assert source.arrived is not None
-            _, rows_here, due, parts, replay = source.arrived
+                source.arrived = Arrived(items, rows_here, *source.arrange(rows_here, brought), brought)
+            arrived = self._complete()
+            due = arrived.due
             source.expected, source.handed_out = due, 0
-            microbatches = self._microbatches(due, rows_here, parts, replay)
-            yield Update(self._hand_out(due, microbatches), len(due.microbatches), due.totals)
+            yield Update(self._hand_out(due, self._microbatches(arrived)), len(due.microbatches), due.totals)
             if cursor.restarts != restarts:
                 raise stale()
             if optimizer.updates == due.step:
@@ -103,7 +96,16 @@ class Arrivals(Generic[T]):
     # What the ranks bring. ---------------------------------------------------------------------------------------
 
     def _next(self, items: Iterator[T]) -> Any:
-        """Return the rows of this rank in the next step, None for none; `_NONE` if there will be no more."""
+        """Return the rows of this rank in the next step, None for none; `_NONE` if there will be no more.
+
+        They are the same again if an error has come before the ranks had agreed on the step.
+        """
+        source, step = self._source, self._source.position.step
+        if source.item is None or source.item.items is not items or source.item.step != step:
+            source.item = Item(items, step, self._read(items))
+        return source.item.batch
+
+    def _read(self, items: Iterator[T]) -> Any:
         stream = self._source.stream
         if stream is None:
             return next(items, _NONE)
@@ -155,10 +157,15 @@ class Arrivals(Generic[T]):
         begun = self._source.last is not None
         alone = source.world.size == 1 or source.shared or not rows_here.brought.rows
         first = "" if alone or begun else workers.digest(rows_here.batch)
-        by_rank = self._gather(_CALL, [*rows_here.brought, first])
-        brought = [Brought(*numbers) for *numbers, _ in by_rank]
+        by_rank = self._gather(_CALL, [source.position.step, first, *rows_here.brought])
+        if len(steps := {step for step, *_ in by_rank}) > 1:
+            raise RuntimeError(
+                f"all ranks must read the same update, but they are at {' and '.join(map(str, sorted(steps)))}, as "
+                f"after an error on one of them; restart all ranks from the last checkpoint"
+            )
+        brought = [Brought(*numbers) for _, _, *numbers in by_rank]
         if source.world.rank == 0:
-            workers.warn_of_ranks(dict(enumerate(text for *_, text in by_rank)))
+            workers.warn_of_ranks(dict(enumerate(text for _, text, *_ in by_rank)))
         totals = [of_rank.total for of_rank in brought]
         if self._source.shared and len(set(totals)) > 1:
             raise value_error(
@@ -168,8 +175,26 @@ class Arrivals(Generic[T]):
             )
         return brought
 
-    def _replay_of(self, due: Batch, rows_here: RankRows, parts: Sequence[IntArray], brought: Sequence[Brought]) -> Any:
+    def _complete(self) -> Arrived:
+        """Return the update that is due, with what this rank repeats, and the totals.
+
+        The other ranks wait for each of them, also if an error comes here, after which the loop begins again.
+        """
+        source, agreement = self._source, self._optimizer.agreement
+        arrived = source.arrived
+        assert arrived is not None
+        if arrived.replay is UNKNOWN:
+            source.arrived = arrived = arrived._replace(replay=self._replay_of(arrived))
+        if self._counts is not None and arrived.due.totals is None:
+            options = {"compares": False, "may_repeat": False}
+            microbatches = self._microbatches(arrived)
+            totals = self._optimizer._counts.total(self._counts, microbatches, arrived.due, agreement, **options)
+            source.arrived = arrived = arrived._replace(due=arrived.due._replace(totals=totals))
+        return arrived
+
+    def _replay_of(self, arrived: Arrived) -> Any:
         """Return the microbatch that this rank repeats in an update; another rank sends one to those without."""
+        _, rows_here, due, parts, brought, _ = arrived
         source, last = self._source, self._source.last
         known = all(of_rank.can_replay for of_rank in brought)
         sends = not known and source.world.rank == next(rank for rank, of_rank in enumerate(brought) if of_rank.rows)
@@ -188,11 +213,11 @@ class Arrivals(Generic[T]):
                 "than tensors, numbers and strings in it; bring a row on every rank in the first update"
             ) from error
 
-    def _microbatches(self, due: Batch, rows_here: RankRows, parts: Sequence[IntArray], replay: Any) -> Iterator[T]:
+    def _microbatches(self, arrived: Arrived) -> Iterator[T]:
         """Make the microbatches of an update, replays first."""
-        yield from [replay] * (len(due.microbatches) - len(parts))
-        for part in parts:
-            yield self._source.microbatch(rows_here.batch, part)
+        yield from [arrived.replay] * (len(arrived.due.microbatches) - len(arrived.parts))
+        for part in arrived.parts:
+            yield self._source.microbatch(arrived.own.batch, part)
 
     def _hand_out(self, due: Batch, microbatches: Iterator[T]) -> Iterator[T]:
         """Yield the microbatches of an update, and say so."""
@@ -253,7 +278,7 @@ class Arrivals(Generic[T]):
         state = _from_text(ranks[0 if self._source.shared else agreement.world.rank])
         if "source" in state and not state["ended"]:
             self._batches.load_state_dict(state["source"])  # type: ignore[attr-defined]
-        self._source.stream = None
+        self._source.stream = self._source.item = None
         self._kept = state["rows"]
         self._ended = state["ended"] and "source" in state
 
