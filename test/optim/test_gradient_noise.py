@@ -18,7 +18,7 @@ import variable_batch_size as vbs
 from helpers.fingerprint import compile_on_the_cpu
 from helpers.models import half_frozen
 from helpers.properties import examples
-from helpers.reference import REF, SIZES, NoiseTwin, assert_equal, batches, gradient, network, training
+from helpers.reference import REF, SIZES, NoiseTwin, assert_equal, batches, data, gradient, network, training
 from helpers.splitting import split_batch
 from variable_batch_size.optim.noise_estimate import (
     estimate_from_groups,
@@ -65,6 +65,32 @@ def test_the_gain_equals_that_computed_by_hand(gradients, sigma2, mu2, gain):
     assert (noise.sigma2, noise.mu2) == (pytest.approx(sigma2), pytest.approx(mu2))
     assert noise.gain == optimizer.lr_factor() == optimizer.progress == pytest.approx(gain, rel=1e-12)
     torch.testing.assert_close(weight.detach(), 0.5 * gain * x.mean(dim=0))
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("by", ["loss", "optimizer"])
+def test_measures_what_each_backward_adds_and_nothing_else(by, early):
+    """A hook of a parameter counts, whenever it was registered, and what `torch.autograd.grad` returns does not."""
+    model, unused, (x, target) = network(), torch.nn.Parameter(torch.ones(2, dtype=torch.float64)), data(12)
+    weights = [*model.parameters()]
+    if early:
+        weights[0].register_hook(lambda gradient: gradient * 0.01)
+    sampler = vbs.CustomSampler(12, 12, num_replicas=1, rank=0, minibatch_size=4)
+    optimizer = vbs.AdaScaleOptimizer(torch.optim.SGD([*weights, unused], lr=0.01), sampler, ref_batchsize=4)
+    if not early:
+        weights[0].register_hook(lambda gradient: gradient * 0.01)
+    gradients = []
+    for indices in sampler:
+        loss = (model(x[indices]) - target[indices]).square().mean()
+        parts = torch.autograd.grad(loss, weights, retain_graph=True)
+        gradients.append(torch.cat([part.view(-1) for part in parts]))
+        optimizer.backward(loss) if by == "optimizer" else loss.backward()
+        torch.autograd.grad((1e3 * unused).sum(), unused)
+        optimizer.step()
+    squares = sum(4 * one.square().sum().item() for one in gradients)
+    square = torch.stack(gradients).mean(0).square().sum().item()
+    expected = estimate_from_groups(squares, square, batch_size=12, groups=3, inverse_dof=0.5)
+    assert (optimizer.noise().sigma2, optimizer.noise().mu2) == pytest.approx(tuple(expected), rel=1e-12)
 
 
 # ------------------------------------------------------------------------------------------------ against the twin

@@ -9,6 +9,7 @@ from weakref import finalize, ref
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
@@ -45,6 +46,7 @@ class Squares:
         self.parameters = list(parameters)
         self._ask = needs
         self._hooks: list[RemovableHandle] = []
+        self._accumulations: list[Node] = []  # which torch keeps alive no longer than what refers to them
         finalize(self, _remove, self._hooks).atexit = False
         self.clear()
 
@@ -68,12 +70,13 @@ class Squares:
         return self._needs
 
     def watch(self) -> None:
-        """Measure what each backward gives to each parameter, before autograd adds it to `.grad`."""
+        """Measure what each backward adds to `.grad`, after the hooks of each parameter have changed it."""
         for number, parameter in enumerate(self.parameters):
             if parameter.is_leaf:
                 trains = parameter.requires_grad
-                hook = _hook(ref(self), number)
-                self._hooks.append(parameter.requires_grad_().register_hook(hook))  # type: ignore[no-untyped-call]
+                accumulation = get_gradient_edge(parameter.requires_grad_()).node
+                self._accumulations.append(accumulation)
+                self._hooks.append(accumulation.register_prehook(_hook(ref(self), number)))
                 parameter.requires_grad_(trains)  # it may be unfrozen later
 
     def take(self, number: int, gradient: Tensor, *, whole: bool = False) -> None:
@@ -127,9 +130,10 @@ class Squares:
         return sum(totals[1:], totals[0]) if totals else torch.zeros(())
 
 
-def _hook(squares: ref[Squares], number: int) -> Callable[[Tensor], None]:
-    def hook(gradient: Tensor) -> None:
-        if (alive := squares()) is not None:
+def _hook(squares: ref[Squares], number: int) -> Callable[[Sequence[Tensor | None]], None]:
+    def hook(gradients: Sequence[Tensor | None]) -> None:
+        (gradient,) = gradients
+        if gradient is not None and (alive := squares()) is not None:
             # Compiled autograd would compile it, and again for each gradient.
             (_take_uncompiled if torch.compiler.is_compiling() else Squares.take)(alive, number, gradient)
 
