@@ -234,10 +234,7 @@ def elastic(script: str, replaced: dict[str, str]) -> str:
 
 
 def train_with_another(
-    place: Path,
-    started: list[subprocess.Popen[bytes]],
-    folder: str,
-    member: Callable[[int], subprocess.Popen[bytes]],
+    place: Path, started: list[subprocess.Popen[bytes]], folder: str, member: Callable[[int], subprocess.Popen[bytes]]
 ) -> list[subprocess.Popen[bytes]]:
     """Let a second member of an elastic job join the first one, and return both when they have saved."""
     names = Folder(folder).names

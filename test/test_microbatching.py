@@ -12,13 +12,7 @@ from hypothesis import strategies as st
 
 from helpers.properties import examples
 from helpers.splitting import split_sizes
-from variable_batch_size.microbatching import (
-    Cut,
-    count_microbatches,
-    cut,
-    microbatch_counts,
-    partial_sizes,
-)
+from variable_batch_size.microbatching import Cut, count_microbatches, cut, microbatch_counts, partial_sizes
 
 
 @pytest.mark.parametrize("minibatch_size", range(1, 65))

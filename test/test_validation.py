@@ -74,13 +74,7 @@ def test_check_int_returns_a_python_int_in_range_and_rejects_others(
     assert f"got {int(value)};" in str(caught.value)
 
 
-@given(
-    st.one_of(
-        st.floats(),
-        any_integer,
-        *(st.floats(width=16).map(dtype) for dtype in FLOAT_DTYPES),
-    )
-)
+@given(st.one_of(st.floats(), any_integer, *(st.floats(width=16).map(dtype) for dtype in FLOAT_DTYPES)))
 def test_check_number_returns_a_finite_float_from_zero_and_rejects_others(value: float | np.number) -> None:
     if math.isfinite(value) and value >= 0:
         number = check_number(value, "lr", "pass a number")

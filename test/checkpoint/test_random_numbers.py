@@ -81,10 +81,7 @@ class Script:
         )
         self.dataset: Any = Dataset(*data(case.dataset_size), augments=case.augments, seeded=case.seeded)
         self.loader = case.kind(
-            self.dataset,
-            batch_sampler=self.run.sampler,
-            num_workers=case.workers,
-            persistent_workers=case.persistent,
+            self.dataset, batch_sampler=self.run.sampler, num_workers=case.workers, persistent_workers=case.persistent
         )
         self.parts: dict[str, Any] = {"loader": self.loader} if case.loader_is_saved else {}
 

@@ -92,10 +92,7 @@ def drop_state(run: Training) -> None:
 
 
 CHANGES = [
-    (
-        change_weight,
-        r"2\.bias of the model \(Sequential\) on rank 1 is another one than on rank 0; write weights",
-    ),
+    (change_weight, r"2\.bias of the model \(Sequential\) on rank 1 is another one than on rank 0; write weights"),
     (change_state, r"state/0\.weight/momentum_buffer of the optimizer \(LinearRuleOptimizer\) on rank 1 is another"),
     (drop_state, r"state/0\.weight/momentum_buffer of the optimizer \(LinearRuleOptimizer\) on rank 1 is another"),
 ]

@@ -268,8 +268,7 @@ def test_another_split_within_an_update_raises_with_a_remedy(change: dict[str, A
     inside = moments(CASE)[0].iterator
     run = Run(replace(CASE, **change))
     with pytest.raises(
-        ValueError,
-        match=r"same split, but it was .*'minibatch_size': 4, 'fixed_shape': True.*or save when",
+        ValueError, match=r"same split, but it was .*'minibatch_size': 4, 'fixed_shape': True.*or save when"
     ):
         iter(run.sampler).load_state_dict(inside)
 

@@ -21,9 +21,7 @@ pytestmark = [*MARKS, pytest.mark.skipif(ON_GPU and not COMPILER, reason="Triton
 BACKEND = "inductor" if ON_GPU else "eager"
 SIZES = [8, 12] * 5  # of one epoch: few learning rates, for each of which an inner step may be compiled
 every_kind = pytest.mark.parametrize(
-    "kind",
-    [vbs.LinearRuleOptimizer, vbs.SqrtSDERuleOptimizer, vbs.AdaScaleOptimizer],
-    ids=lambda kind: kind.__name__,
+    "kind", [vbs.LinearRuleOptimizer, vbs.SqrtSDERuleOptimizer, vbs.AdaScaleOptimizer], ids=lambda kind: kind.__name__
 )
 
 

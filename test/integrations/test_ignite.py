@@ -23,17 +23,7 @@ from torch.utils.data import DataLoader
 from helpers.ignite_adapter import Ignite, Script
 from helpers.trainer_examples import run_script
 from helpers.trainings import Case, expected
-from helpers.yardstick import (
-    ENDS,
-    MICROBATCH,
-    SAMPLES,
-    SIZES,
-    TRACE,
-    UPDATES,
-    Samples,
-    network,
-    weights,
-)
+from helpers.yardstick import ENDS, MICROBATCH, SAMPLES, SIZES, TRACE, UPDATES, Samples, network, weights
 from variable_batch_size.integrations.ignite import VariableBatchEngine, create_supervised_trainer, variable_batch
 
 

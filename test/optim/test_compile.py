@@ -10,13 +10,7 @@ from torch._dynamo import compiled_autograd
 from torch._dynamo.utils import counters
 
 import variable_batch_size as vbs
-from helpers.reference import (
-    HYPERPARAMETERS,
-    OPTIMIZERS,
-    SIZES,
-    assert_equal,
-    training,
-)
+from helpers.reference import HYPERPARAMETERS, OPTIMIZERS, SIZES, assert_equal, training
 
 SETTLED = 3  # updates after which nothing compiles
 # Rules share one step(): those that scale the learning rate, the betas too, and by the noise of SGD and of Adam.

@@ -11,14 +11,7 @@ import variable_batch_size as vbs
 from helpers.checkpoints import checkpoint
 from helpers.foreign_optimizers import Sliced
 from helpers.processes import run_job
-from helpers.reference import (
-    REF,
-    SIZES,
-    assert_equal,
-    batches,
-    network,
-    training,
-)
+from helpers.reference import REF, SIZES, assert_equal, batches, network, training
 from variable_batch_size.testing import run_ranks
 
 
@@ -120,10 +113,7 @@ def test_an_optimizer_without_a_rate_has_nothing_to_scale():
 def of_ranks(backend, folder):
     """Optimizers that keep a part of their state on each rank: their updates are exact, and no checkpoint has them."""
     told = []
-    makes = {
-        "sliced": Sliced,
-        "zero": partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.SGD),
-    }
+    makes = {"sliced": Sliced, "zero": partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.SGD)}
     for name, make in makes.items():
         run = training(vbs.ConstantOptimizer, inner=make, hyperparameters={"lr": 0.01}, backend=backend).run(len(SIZES))
         momentum = {"momentum": 0.9 if name == "sliced" else 0.0}

@@ -72,14 +72,7 @@ worlds = st.integers(1, 4)
 )
 @examples(600)
 def test_threads_make_the_updates_of_one_from_any_state(
-    name: str,
-    sizes: list[int],
-    minibatch_size: int,
-    fixed_shape: bool,
-    raw: bool,
-    stop: int,
-    before: int,
-    after: int,
+    name: str, sizes: list[int], minibatch_size: int, fixed_shape: bool, raw: bool, stop: int, before: int, after: int
 ) -> None:
     feature = replace(FEATURES[name], sizes=sizes)
     if name == "equal rounds":

@@ -284,10 +284,7 @@ raises.add(
         lambda place: step(place, cleared),
     ),
     clipping=(rf"{CHANGED} parameter 0", lambda place: step(place, clipped)),
-    clipping_after_step=(
-        CHANGED,
-        lambda place: step(place, lambda run, loss: run.optimizer.backward(loss), then=clip),
-    ),
+    clipping_after_step=(CHANGED, lambda place: step(place, lambda run, loss: run.optimizer.backward(loss), then=clip)),
     other_parts=(
         r"but rank 0 is in the first forward of 0 in a sharded model and rank 1 in the first forward of 1",
         lambda place: place.training(sizes=[50], model=Choosing(nn.Linear(3, 2), nn.Linear(3, 2)).double()).run(1),

@@ -11,14 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.traces import (
-    TraceTwin,
-    any_on_end,
-    any_sizes,
-    any_sizes_or_runs,
-    hold_or_cycle,
-    schedule_of,
-)
+from helpers.traces import TraceTwin, any_on_end, any_sizes, any_sizes_or_runs, hold_or_cycle, schedule_of
 from variable_batch_size.trace import BatchTrace, TraceEndError
 
 # Queries

@@ -83,10 +83,7 @@ def test_the_verdict_of_each_trace() -> None:
     first, *others = found[CONSTANT]
     assert re.match(r"\? not decided, use constant: no rule is seen to be better; root is (ahead|behind) by 0\.", first)
     assert re.search(r"; a new evaluation of \d+ seeds would see 0\.\d+$", first)
-    assert others == [
-        "\u2715 linear: fails in 5 of 5",
-        "= the batch size is constant: a rule is a learning rate here",
-    ]
+    assert others == ["\u2715 linear: fails in 5 of 5", "= the batch size is constant: a rule is a learning rate here"]
 
 
 def test_what_is_worse_and_what_is_the_same() -> None:
@@ -108,10 +105,7 @@ def test_what_is_worse_and_what_is_the_same() -> None:
         (
             [NAN] * 3 + [0.5],
             noise(0.5, 0, 4),
-            [
-                "? not decided, use root: it failed in 0 of 4, constant in 3 of 4",
-                "\u2715 constant: fails in 3 of 4",
-            ],
+            ["? not decided, use root: it failed in 0 of 4, constant in 3 of 4", "\u2715 constant: fails in 3 of 4"],
         ),
         (
             [0.5],
