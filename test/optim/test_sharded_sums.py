@@ -2,6 +2,7 @@
 
 import time
 from functools import cache
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,12 +13,79 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.distributed.tensor import DTensor
 
 import variable_batch_size as vbs
-from helpers.mishaps import assert_discarded, discard
 from helpers.mistakes import OnEveryRank
 from helpers.processes import run_job
-from helpers.reference import SGD, assert_equal, network, training
+from helpers.reference import SGD, Array, assert_equal, network, training, twin
 from helpers.worlds import ODD, Layout, Place, bare
 from variable_batch_size.world import World
+
+SECONDS = 20  # within which ranks end, or go on
+
+
+class StopError(Exception):
+    """Raised by a loop, which swallows it."""
+
+
+def _fail(*_):
+    raise StopError
+
+
+class Ended(NamedTuple):
+    """How a training has ended on a rank."""
+
+    message: str
+    seconds: float
+    weights: list[Array]  # none after an error
+
+
+def discard(run, layer, updates, where, *, fails):
+    """Raise in the last microbatch of the third update, and start the step over.
+
+    Args:
+        run: the training.
+        layer: one in the middle of the model.
+        updates: number of updates.
+        where: "forward", "backward" or "between" them and `step()`.
+        fails: whether it does so on this rank.
+    """
+    began = time.monotonic()
+    try:
+        while run.optimizer.updates < updates:
+            run.sampler.set_epoch(run.optimizer.epoch)
+            try:
+                for indices in run.sampler:
+                    due = run.optimizer.microbatch
+                    failing = fails and due.ends_step and due.step == 2
+                    fails = fails and not failing
+                    if failing and where == "forward":
+                        layer.register_forward_hook(_fail)
+                    if failing and where == "backward":
+                        layer.register_full_backward_hook(_fail)
+                    run.optimizer.backward(run.loss(indices))
+                    if failing and where == "between":
+                        raise StopError
+                    run.optimizer.step()
+            except StopError:
+                layer._forward_hooks.clear()
+                layer._backward_hooks.clear()
+                run.optimizer.discard_step(timeout=3)
+    except RuntimeError as error:
+        return Ended(str(error), time.monotonic() - began, [])
+    return Ended("finished", time.monotonic() - began, run.weights())
+
+
+def assert_discarded(ranks, who, updates):
+    """Check that all ranks go on, if all have discarded the step, or that all have ended."""
+    messages, seconds, weights = zip(*ranks, strict=True)
+    assert max(seconds) < SECONDS
+    if who == "one rank":
+        assert "every rank must come to discard_step(), but" in messages[-1]
+        assert "finished" not in messages
+    else:
+        assert messages == len(ranks) * ("finished",)
+        for own in weights:
+            assert_equal(own, twin(vbs.LinearRuleOptimizer, updates))
+
 
 SLOW, TORCH = pytest.mark.slow("starts processes"), pytest.mark.torch
 TWO = Layout(shards=2)
