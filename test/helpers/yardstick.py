@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -137,11 +136,6 @@ def weights(model: nn.Module) -> Tensor:
 def difference(model: nn.Module, expected: Tensor) -> float:
     """The largest difference of a weight from `expected`, relative to the largest one there."""
     return float((weights(model) - expected).abs().max() / expected.abs().max())
-
-
-def twin_of(model: nn.Module) -> nn.Module:
-    """A copy, to be trained by hand."""
-    return copy.deepcopy(model)
 
 
 def in_processes(function: Callable[..., None], world: int, folder: Path, *args: Any) -> None:

@@ -126,10 +126,10 @@ def test_metrics_weigh_by_samples() -> None:
         assert 0 < accuracy <= 1
 
 
-def own_engine(step: Any, trace: Any = TRACE, inner: Any = None) -> tuple[VariableBatchEngine, Any, Any]:
+def own_engine(step: Any, trace: Any) -> tuple[VariableBatchEngine, Any, Any]:
     """An engine whose step is `step(model, optimizer, batch)`, its model and its loader."""
     model, loader = network(), DataLoader(Samples(), MICROBATCH)
-    optimizer = variable_batch(inner or SGD(model.parameters(), lr=0.1), loader, trace=trace)
+    optimizer = variable_batch(SGD(model.parameters(), lr=0.1), loader, trace=trace)
     return VariableBatchEngine(lambda _, batch: step(model, optimizer, batch), optimizer), model, loader
 
 

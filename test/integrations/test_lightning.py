@@ -54,8 +54,8 @@ def fit(module: Any = None, data: Any = None, ckpt_path: Any = None, **options: 
     return run
 
 
-def assert_trained(module: Any, updates: int = UPDATES, case: Case = PLAIN) -> None:
-    torch.testing.assert_close(weights(module.net), expected(case, updates=updates).weights, rtol=0, atol=1e-12)
+def assert_trained(module: Any, updates: int = UPDATES) -> None:
+    torch.testing.assert_close(weights(module.net), expected(PLAIN, updates=updates).weights, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("every", [1.0, 4])
@@ -247,8 +247,8 @@ class Stream(IterableDataset[int]):
         return iter(range(SAMPLES))
 
 
-def with_method(name: str, method: Any, kind: type[Any] = Module) -> Any:
-    return type("Other", (kind,), {name: method})(PLAIN)
+def with_method(name: str, method: Any) -> Any:
+    return type("Other", (Module,), {name: method})(PLAIN)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
