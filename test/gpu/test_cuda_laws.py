@@ -12,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import variable_batch_size as vbs
-from helpers.denominators import Divided, plain
+from helpers.denominators import DATASET, Divided, batches_of, plain
 from helpers.gpu import DEVICE, MARKS, TOLERANCES, deviation, difference, on_device
 from helpers.properties import examples
 from helpers.reference import EQUATIONS, HYPERPARAMETERS, OPTIMIZERS, SIZES, Training, twin
-from helpers.tokens import DATASET, batches_of
 from variable_batch_size.backend import Backend
 from variable_batch_size.testing import run_ranks
 

@@ -51,13 +51,9 @@ def trained(run, updates=50, *, step=None):
     graphs = []
     if step is not None:
         run.optimizer.step = step
-    while run.optimizer.updates < updates:
-        run.sampler.set_epoch(run.optimizer.epoch)
-        for updated in run.steps():
-            if updated:
-                graphs.append(counters["stats"]["unique_graphs"])
-            if run.optimizer.updates == updates:
-                break
+    for indices in run.microbatches(updates):
+        if run.step(indices):
+            graphs.append(counters["stats"]["unique_graphs"])
     return graphs
 
 

@@ -4,12 +4,12 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
 import variable_batch_size as vbs
 from helpers.checkpoints import checkpoint
-from helpers.foreign_optimizers import Sliced
 from helpers.processes import run_job
 from helpers.reference import REF, SIZES, assert_equal, batches, network, training
 from variable_batch_size.testing import run_ranks
@@ -108,6 +108,28 @@ def test_an_optimizer_without_a_rate_has_nothing_to_scale():
     run.optimizer.load_state_dict(run.optimizer.state_dict())
     with pytest.raises(ValueError, match=r"needs one in each parameter group, got None in group 0; pass a numb"):
         begin(vbs.RootRuleOptimizer).run(3)
+
+
+class Sliced(torch.optim.Optimizer):
+    """Keeps the momentum of its own rows on each rank, as nanochat's distributed Muon and AdamW do.
+
+    Source: github.com/karpathy/nanochat, nanochat/optim.py, and github.com/KellerJordan/modded-nanogpt.
+    """
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr, "beta": 0.9})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        rank, world = dist.get_rank(), dist.get_world_size()
+        for group in self.param_groups:
+            for p in group["params"]:
+                own = slice(rank * (p.shape[0] // world), (rank + 1) * (p.shape[0] // world))
+                momentum = self.state[p].setdefault("exp_avg", torch.zeros_like(p.grad[own]))
+                momentum.mul_(group["beta"]).add_(p.grad[own])
+                parts = list(torch.empty_like(p).chunk(world))
+                dist.all_gather(parts, p[own] - group["lr"] * momentum)
+                p.copy_(torch.cat(parts))
 
 
 def of_ranks(backend, folder):

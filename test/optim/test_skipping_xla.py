@@ -60,10 +60,8 @@ def begin(name, backend, device=None, **options):
 def outcome(run):
     """Train to the end, with an average of the weights."""
     average, optimizer = vbs.WeightAverage(run.model.parameters(), 0.9, run.optimizer), run.optimizer
-    while optimizer.updates < len(SIZES):
-        for _ in run.steps():
-            if optimizer.updates == len(SIZES):
-                break
+    for indices in run.microbatches(len(SIZES)):
+        run.step(indices)
     optimizer.backend.mark_step()
     state = optimizer.state_dict()
     tensors = [one for own in state["state"].values() for one in own.values() if isinstance(one, Tensor)]
@@ -89,11 +87,10 @@ def outcomes(backend):
     except TypeError as error:
         message = str(error)
     run, known = training(vbs.ConstantOptimizer, (4,), **_on(backend)), list[int]()
-    while run.optimizer.updates < 70:
-        for updated in run.steps():
-            assert updated
-            known.append(run.optimizer.skipped)
-    return found, message, known[:70]
+    for indices in run.microbatches(70):
+        assert run.step(indices)
+        known.append(run.optimizer.skipped)
+    return found, message, known
 
 
 def _on(backend):
