@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import variable_batch_size as vbs
-from helpers.checkpoints import checkpoint, intact, path_of, start, updates
+from helpers.checkpoints import checkpoint, intact, path_of, restore_checkpoint, start, updates
 from helpers.reference import SIZES, Training, assert_equal, training
 from helpers.sharded import always_sharded, wide
 from variable_batch_size.backend import Backend
@@ -67,8 +67,7 @@ def test_a_background_save_holds_the_state_at_the_call(
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
     resumed = training(kind)
-    with checkpoint(tmp_path, resumed, blob=nn.Linear(1500, 1500)) as saves:
-        assert saves.restore()
+    restore_checkpoint(tmp_path, resumed, blob=nn.Linear(1500, 1500))
     assert_equal(resumed.run(len(SIZES) - stop).weights(), training(kind).run(len(SIZES)).weights())
 
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import StepLR
 
-from helpers.checkpoints import STATE, checkpoint, names, path_of, told, truncate_state, updates
+from helpers.checkpoints import STATE, checkpoint, names, path_of, save_checkpoint, told, truncate_state, updates
 from helpers.properties import examples
 from helpers.reference import Training, training
 from helpers.sudden_death import dying_after
@@ -198,8 +198,7 @@ def test_a_training_that_continues_from_the_best_one_replaces_the_newer_ones(
     world: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     reported(tmp_path, [0.5, 0.25, 0.75])
-    with checkpoint(tmp_path, training().run(4)) as saves:
-        saves.save()
+    save_checkpoint(tmp_path, training().run(4))
     assert updates(tmp_path) == [2, 4]
 
     def resume(backend: Backend) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import variable_batch_size as vbs
-from helpers.checkpoints import STATE, checkpoint, path_of, two_saved, updates
+from helpers.checkpoints import STATE, checkpoint, path_of, restore_checkpoint, save_checkpoint, two_saved, updates
 from helpers.processes import run_job
 from helpers.reference import SIZES, Array, Training, assert_equal, training
 from helpers.xla_checkpoints import restore, save
@@ -50,13 +50,11 @@ def saved(tmp_path: Path) -> Path:
 def test_a_restored_training_equals_an_uninterrupted_one(state: str, before: int, after: int, tmp_path: Path) -> None:
     def train(backend: Backend) -> None:
         run = STATES[state](backend=backend).run(STOP)
-        with checkpoint(tmp_path, run) as saves:
-            saves.save()
+        save_checkpoint(tmp_path, run)
 
     def resume(backend: Backend) -> Training:
         run = STATES[state](backend=backend).run(1)  # the restore overwrites this update
-        with checkpoint(tmp_path, run) as saves:
-            assert saves.restore()
+        restore_checkpoint(tmp_path, run)
         assert run.optimizer.updates == run.sampler.state_dict()["step"] == STOP
         return run.run(len(SIZES) - STOP)
 
@@ -138,8 +136,7 @@ def test_rejects_another_model_before_anything_changes(saved: Path) -> None:
 def test_warns_of_other_dtypes_and_names_a_tensor(
     before: torch.dtype, after: torch.dtype, world: int, tmp_path: Path
 ) -> None:
-    with checkpoint(tmp_path, training(dtype=before).run(1)) as saves:
-        saves.save()
+    save_checkpoint(tmp_path, training(dtype=before).run(1))
 
     def restore(backend: Backend) -> Training:
         run = training(backend=backend, dtype=after)
@@ -247,8 +244,7 @@ def test_cores_save_without_compiling_and_another_number_resumes(tmp_path: Path)
 
 def test_a_longer_trace_goes_on(tmp_path: Path) -> None:
     run = training(sizes=SIZES[:5], dataset_size=73, sampling={"on_end": "error"}).run(5)
-    with checkpoint(tmp_path, run) as saves:
-        saves.save()
+    save_checkpoint(tmp_path, run)
     longer = training(dataset_size=73, sampling={"on_end": "error"})
     told = pytest.warns(UserWarning, match=r"^The batch trace differs from that of the saved run after update 5")
     with checkpoint(tmp_path, longer) as saves, told:
@@ -259,8 +255,7 @@ def test_a_longer_trace_goes_on(tmp_path: Path) -> None:
 
 def test_other_samples_are_refused_unless_strict_is_false(tmp_path: Path) -> None:
     run = training().run(3)
-    with checkpoint(tmp_path, run) as saves:
-        saves.save()
+    save_checkpoint(tmp_path, run)
     other = training(sizes=(20, 8, 1, 33), sampling={"seed": 1})
     before = other.weights()
     with checkpoint(tmp_path, other) as saves:

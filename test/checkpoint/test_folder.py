@@ -25,6 +25,8 @@ from helpers.checkpoints import (
     names,
     path_of,
     resealed,
+    restore_checkpoint,
+    save_checkpoint,
     start,
     told,
     truncate_state,
@@ -323,12 +325,10 @@ with checkpoint(folder, run, every=1, blob=torch.nn.Linear(700, 700)) as saves:
         writer.communicate()
         assert writer.returncode == -signal.SIGKILL
         run = training(sizes=[5])
-        with checkpoint(tmp_path, run, blob=nn.Linear(700, 700)) as saves:
-            assert saves.restore()
+        restore_checkpoint(tmp_path, run, blob=nn.Linear(700, 700))
         assert reached - (not waits) <= run.optimizer.updates <= reached + 1
     run.run(1)
-    with checkpoint(tmp_path, run, blob=nn.Linear(700, 700)) as saves:
-        saves.save()
+    save_checkpoint(tmp_path, run, blob=nn.Linear(700, 700))
     assert len(names(tmp_path)) == len(updates(tmp_path))
 
 
@@ -352,8 +352,7 @@ def test_leftovers_of_a_killed_writer_are_ignored_and_deleted_and_files_of_other
 
 def test_rejects_different_folders_on_different_ranks(tmp_path: Path) -> None:
     def save(backend: Backend) -> None:
-        with checkpoint(tmp_path / "0", training(backend=backend).run(1)) as saves:
-            saves.save()
+        save_checkpoint(tmp_path / "0", training(backend=backend).run(1))
 
     def restore(backend: Backend) -> None:
         run = training(backend=backend)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import variable_batch_size as vbs
-from helpers.checkpoints import checkpoint, messages, start, told, updates
+from helpers.checkpoints import checkpoint, messages, restore_checkpoint, save_checkpoint, start, told, updates
 from helpers.reference import SIZES, training
 from variable_batch_size.backend import Backend
 from variable_batch_size.checkpoint import tensor_file
@@ -182,12 +182,10 @@ def test_what_cannot_be_written_is_not_named(
 
 
 def test_rank_0_says_once_what_was_restored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with checkpoint(tmp_path, training().run(2)) as saves:
-        saves.save()
+    save_checkpoint(tmp_path, training().run(2))
 
     def restore(backend: Backend) -> None:
-        with checkpoint(tmp_path, training(backend=backend)) as saves:
-            assert saves.restore()
+        restore_checkpoint(tmp_path, training(backend=backend))
 
     run_ranks(restore, 3)
     assert told(caplog) == [RESTORED.format(0).replace("batch size", "world 1 -> 3, batch size")]
@@ -226,5 +224,4 @@ def test_an_interval_without_step_is_told(every: int | timedelta | None, steps: 
 
 
 def test_saves_of_the_loop_need_no_step(tmp_path: Path) -> None:
-    with checkpoint(tmp_path, training().run(2), every=1) as saves:
-        saves.save()
+    save_checkpoint(tmp_path, training().run(2), every=1)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import variable_batch_size as vbs
-from helpers.checkpoints import checkpoint, start, updates
+from helpers.checkpoints import checkpoint, save_checkpoint, start, updates
 from helpers.reference import training
 from variable_batch_size.checkpoint import writer
 from variable_batch_size.checkpoint.background import Background
@@ -141,10 +141,8 @@ def test_a_writer_whose_folder_was_deleted_and_begun_again_raises(tmp_path: Path
 
 def test_a_damaged_file_of_a_writer_hides_and_deletes_nothing(tmp_path: Path) -> None:
     run = training().run(1)
-    with checkpoint(tmp_path, run, keep=9) as saves:
-        saves.save()
-    with checkpoint(tmp_path, run.run(1), keep=9) as saves:
-        saves.save()
+    save_checkpoint(tmp_path, run, keep=9)
+    save_checkpoint(tmp_path, run.run(1), keep=9)
     (path,) = tmp_path.glob(".writer-*")
     path.write_text(path.read_text().replace("update-00000001", "update-00000007"))
     with checkpoint(tmp_path, again := training(), keep=9) as saves:

@@ -10,7 +10,7 @@ import pytest
 import s3fs
 
 import variable_batch_size as vbs
-from helpers.checkpoints import checkpoint, intact, told, updates
+from helpers.checkpoints import as_another_process, checkpoint, intact, save_checkpoint, told, updates
 from helpers.commands import run as execute
 from helpers.object_stores import s3
 from helpers.reference import SIZES, Training, assert_equal, training
@@ -34,11 +34,6 @@ def bucket() -> Iterator[str]:
 @pytest.fixture
 def folder(bucket: str, request: pytest.FixtureRequest) -> str:
     return f"{bucket}/{request.node.name}"
-
-
-def as_another_process() -> None:
-    """Let this process be another one than that of the writers so far."""
-    writer._open.clear()
 
 
 @pytest.mark.slow("saves to S3")
@@ -67,8 +62,7 @@ def test_a_training_is_saved_and_goes_on(wait: bool, folder: str, caplog: pytest
 
 @pytest.mark.nightly("starts commands that import torch")
 def test_commands_take_urls(folder: str) -> None:
-    with checkpoint(folder, training().run(1)) as saves:
-        saves.save()
+    save_checkpoint(folder, training().run(1))
     assert "update-00000001-0001-1-1" in execute("vbs", "checkpoint", "show", folder).stdout
     assert execute("vbs", "checkpoint", "verify", f"{folder}/update-00000001-0001-1-1").stdout.endswith(
         "-1-1: intact\n"

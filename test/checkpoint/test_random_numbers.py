@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import variable_batch_size as vbs
-from helpers.checkpoints import checkpoint
+from helpers.checkpoints import restore_checkpoint, save_checkpoint
 from helpers.properties import examples
 from helpers.reference import Training, assert_equal, data, filled, training
 
@@ -129,13 +129,11 @@ def check(case: Case, folder: Path) -> None:
     begun = Script(case)
     for _ in itertools.islice(begun.updates(), stop):
         pass
-    with checkpoint(folder, begun.run, **begun.parts) as saves:
-        saves.save()
+    save_checkpoint(folder, begun.run, **begun.parts)
     seed(2)
     resumed = Script(case)
     resumed.evaluate()
-    with checkpoint(folder, resumed.run, **resumed.parts) as saves:
-        assert saves.restore()
+    restore_checkpoint(folder, resumed.run, **resumed.parts)
     resumed.evaluate()  # at the end of an epoch, the one that follows it
     assert sum(1 for _ in resumed.updates(resumed.run.optimizer.epoch)) == number - stop
     assert_equal(resumed.run.weights(), unbroken.run.weights())
@@ -207,12 +205,10 @@ def test_a_save_before_an_epoch_is_read_resumes_before_the_loader_draws(case: Ca
     made = sum(1 for _ in begun.updates())
     begun.run.sampler.set_epoch(epoch)
     begun.run.optimizer.set_epoch(epoch)
-    with checkpoint(tmp_path, begun.run, **begun.parts) as saves:
-        saves.save()
+    save_checkpoint(tmp_path, begun.run, **begun.parts)
     seed(2)
     resumed = Script(case)
-    with checkpoint(tmp_path, resumed.run, **resumed.parts) as saves:
-        assert saves.restore()
+    restore_checkpoint(tmp_path, resumed.run, **resumed.parts)
     assert sum(1 for _ in resumed.updates(epoch)) == number - made
     assert_equal(resumed.run.weights(), unbroken.run.weights())
 
@@ -225,11 +221,9 @@ def test_a_batch_that_is_looked_at_before_the_loop_draws_nothing(tmp_path: Path)
     seed(1)
     begun = Script(case)
     next(begun.updates())
-    with checkpoint(tmp_path, begun.run) as saves:
-        saves.save()
+    save_checkpoint(tmp_path, begun.run)
     resumed = Script(case)
-    with checkpoint(tmp_path, resumed.run) as saves:
-        assert saves.restore()
+    restore_checkpoint(tmp_path, resumed.run)
     next(iter(resumed.loader))
     list(resumed.updates())
     assert_equal(resumed.run.weights(), unbroken.run.weights())

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import variable_batch_size as vbs
-from helpers.checkpoints import checkpoint, intact, path_of, updates
+from helpers.checkpoints import checkpoint, intact, path_of, restore_checkpoint, save_checkpoint, updates
 from helpers.reference import assert_equal
 from helpers.sharded import always_sharded, wide
 from variable_batch_size.backend import Backend
@@ -55,8 +55,7 @@ def test_every_rank_writes_a_file_and_any_world_restores(before: int, after: int
 
     def resume(backend: Backend) -> Any:
         run = wide(backend)
-        with checkpoint(tmp_path, run) as saves:
-            assert saves.restore()
+        restore_checkpoint(tmp_path, run)
         assert run.optimizer.updates == STOP
         return run.run(END - STOP)
 
@@ -115,8 +114,7 @@ def test_rank_0_writes_alone_if_the_ranks_do_not_see_the_same_folder(tmp_path: P
 
         def train(backend: Backend) -> None:
             run = wide(backend).run(1 + stale)  # noqa: B023
-            with checkpoint(tmp_path / str(backend.world.rank), run) as saves:
-                saves.save()
+            save_checkpoint(tmp_path / str(backend.world.rank), run)
 
         if stale:
             checkpoint(tmp_path / "1", wide()).close()

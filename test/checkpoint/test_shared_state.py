@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import variable_batch_size as vbs
-from helpers.checkpoints import Held, checkpoint, updates
+from helpers.checkpoints import Held, checkpoint, save_checkpoint, updates
 from helpers.processes import run_job
 from helpers.properties import examples
 from helpers.reference import Training, network, training
@@ -294,8 +294,7 @@ def test_names_of_a_part_do_not_meet_those_of_ranks(tmp_path: Path) -> None:
 def test_a_part_that_one_rank_lacks_is_named(tmp_path: Path) -> None:
     def one(backend: Backend) -> None:
         others = {} if backend.world.rank else {"holder": holder()}
-        with checkpoint(tmp_path, training(backend=backend).run(1), **others) as saves:
-            saves.save()
+        save_checkpoint(tmp_path, training(backend=backend).run(1), **others)
 
     with pytest.raises(RuntimeError, match=r"must save the same parts, but rank 1 has no holder; pass it"):
         run_ranks(one, 2)
@@ -305,8 +304,7 @@ def shards_without_elements(backend: Backend, folder: Path) -> None:
     """Save a model whose tensors have fewer rows than there are ranks."""
     run = Place.of(Layout(shards=3), backend).training(model=network(width=2))
     run.run(2)
-    with checkpoint(folder, run) as saves:
-        saves.save()
+    save_checkpoint(folder, run)
 
 
 @pytest.mark.slow("starts processes")
@@ -319,8 +317,7 @@ def replicas(backend: Backend, folder: Path) -> list[str]:
     """Save on two replicas of two shards; on rank 3 a shard differs from that of rank 1."""
     run, errors = Place.of(Layout(2, 2), backend).training(), list[str]()
     run.run(2)
-    with checkpoint(folder, run) as saves:
-        saves.save()
+    save_checkpoint(folder, run)
     again = checkpoint(folder, run)
     if backend.world.rank == 3:
         with torch.no_grad():
@@ -347,8 +344,7 @@ def test_128_ranks_restore_what_two_have_saved(tmp_path: Path, monkeypatch: pyte
     read, ranks = list[str](), 128
 
     def save(backend: Backend) -> None:
-        with checkpoint(tmp_path, training(backend=backend).run(3)) as saves:
-            saves.save()
+        save_checkpoint(tmp_path, training(backend=backend).run(3))
 
     def restore(backend: Backend) -> int:
         run = training(backend=backend)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from helpers.checkpoints import checkpoint, names, start, two_saved, updates
+from helpers.checkpoints import as_another_process, checkpoint, names, start, two_saved, updates
 from helpers.reference import training
 from helpers.sharded import always_sharded, wide
 from variable_batch_size.backend import Backend
@@ -34,11 +34,6 @@ def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
     monkeypatch.setattr(fcntl, "lockf", refuse)
-
-
-def as_another_process() -> None:
-    """Let this process be another one than that of the writers so far."""
-    writer._open.clear()
 
 
 def make_old(folder: Path, seconds: float) -> None:

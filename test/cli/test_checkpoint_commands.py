@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import variable_batch_size as vbs
-from helpers.checkpoints import checkpoint, path_of, truncate_state
+from helpers.checkpoints import checkpoint, path_of, save_checkpoint, truncate_state
 from helpers.console import run_main
 from helpers.reference import ADAM, Training, assert_equal, network, training
 from variable_batch_size.checkpoint import conversion
@@ -78,8 +78,7 @@ def test_show_and_verify(trained: tuple[Training, Path]) -> None:
 def test_a_training_begins_with_the_states_of_one_that_had_a_sampler(samples: bool, tmp_path: Path) -> None:
     """Its position stays behind."""
     run = training().run(3)
-    with checkpoint(tmp_path / "run", run) as saves:
-        saves.save()
+    save_checkpoint(tmp_path / "run", run)
     conversion.to_torch(tmp_path / "run", tmp_path / "state.pt")
     assert set(torch.load(tmp_path / "state.pt", weights_only=True)) == {"model", "optimizer"}
     conversion.from_torch(tmp_path / "state.pt", tmp_path / "begun")

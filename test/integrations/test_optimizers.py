@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import variable_batch_size as vbs
-from helpers.checkpoints import checkpoint
+from helpers.checkpoints import checkpoint, restore_checkpoint, save_checkpoint
 from helpers.reference import REF, SIZES, assert_equal, batches, network, training
 
 pytestmark = pytest.mark.nightly("needs the extra test-optimizers")
@@ -82,10 +82,8 @@ def test_it_steps_as_on_whole_batches_and_resumes(make: Make, power: float, tmp_
     mode(whole.optimizer, "eval")
     assert_equal(whole.weights(), by_hand(make, power), 1e-6 if make is ADAM8BIT else 1e-9)  # its rate is a float32
     half, rest = begin().run(3), begin()
-    with checkpoint(tmp_path, half) as saves:
-        saves.save()
-    with checkpoint(tmp_path, rest) as saves:
-        assert saves.restore()
+    save_checkpoint(tmp_path, half)
+    restore_checkpoint(tmp_path, rest)
     rest.run(len(SIZES) - 3)
     mode(rest.optimizer, "eval")
     assert_equal(rest.weights(), whole.weights(), 0)

@@ -9,7 +9,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
 import variable_batch_size as vbs
-from helpers.checkpoints import checkpoint
+from helpers.checkpoints import save_checkpoint
 from helpers.processes import run_job
 from helpers.reference import REF, SIZES, assert_equal, batches, network, training
 from variable_batch_size.testing import run_ranks
@@ -142,8 +142,7 @@ def of_ranks(backend, folder):
         plain = training(vbs.ConstantOptimizer, inner=torch.optim.SGD, hyperparameters={"lr": 0.01, **momentum})
         assert_equal(run.weights(), plain.run(len(SIZES)).weights())
         try:
-            with checkpoint(folder / name, run) as saves:
-                saves.save()
+            save_checkpoint(folder / name, run)
         except (RuntimeError, TypeError) as error:
             told.append(str(error))
     return told
