@@ -157,12 +157,10 @@ class NoiseTwin:
     Args:
         ref_batchsize: the reference.
         differenced: whether an update of one microbatch is compared with the update before.
-        early_gain: whether the gain before the first estimate is min(1, k), or 1.
     """
 
-    def __init__(self, ref_batchsize: int, differenced: bool = False, early_gain: bool = True) -> None:
-        self.ref = ref_batchsize
-        self.differenced, self.early_gain = differenced, early_gain
+    def __init__(self, ref_batchsize: int, differenced: bool = False) -> None:
+        self.ref, self.differenced = ref_batchsize, differenced
         self.earlier: tuple[int, Array] | None = None  # samples and gradient of the last update
         self.updates = 0
         self.average_sigma2 = self.average_mu2 = 0.0  # biased towards 0, the initial value
@@ -213,7 +211,7 @@ class NoiseTwin:
         if len(groups) > 1:
             self.average(batch_size, *self.estimate(groups))
         self.earlier = now
-        early = min(1.0, batch_size / self.ref) if self.early_gain else 1.0
+        early = min(1.0, batch_size / self.ref)  # before the first estimate
         if self.updates == 0:
             return early
         sigma2, mu2 = max(self.sigma2, 0.0), max(self.mu2, 0.0)
