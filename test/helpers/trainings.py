@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import TensorDataset
 
 import variable_batch_size as vbs
 from helpers.reference import batches
@@ -39,7 +40,7 @@ WARM_UP, EVALUATED, VOCABULARY, LENGTH = 4, 200, 11, 8
 IGNORED = -100  # the label of a token that does not count
 
 
-class Texts(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+class Texts(TensorDataset):
     """Ragged texts: tokens and labels, (8,) each; of a text of n tokens n - 1 labels count, and never the first."""
 
     def __init__(self) -> None:
@@ -47,12 +48,7 @@ class Texts(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
         self.tokens = torch.from_numpy(rng.integers(VOCABULARY, size=(SAMPLES, LENGTH)))
         counts = torch.arange(LENGTH) < torch.from_numpy(rng.integers(2, LENGTH + 1, size=(SAMPLES, 1)))
         self.labels = torch.where(counts & (torch.arange(LENGTH) > 0), self.tokens, IGNORED)
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.tokens[index], self.labels[index]
+        super().__init__(self.tokens, self.labels)
 
 
 @dataclass(frozen=True)
@@ -258,14 +254,13 @@ class Run:
         return replace(self, case=replace(self.case, wrapper=wrapper))
 
 
-def fit_in_processes(adapter: Adapter, runs: Sequence[Run], world: int, folder: Path) -> list[Trained]:
+def fit_in_processes(adapter: Adapter, runs: Sequence[Run], world: int) -> list[Trained]:
     """Return what rank 0 of some processes gets, of each run, after comparing all ranks' weights."""
-    in_processes(_fit_on_rank, world, folder, adapter, runs)
-    ranks = [torch.load(folder / f"rank-{rank}", weights_only=False) for rank in range(world)]
+    ranks = in_processes(_fit_on_rank, world, adapter, runs)
     for trained in zip(*ranks, strict=True):
         assert all(torch.equal(each.weights, trained[0].weights) for each in trained)
     return ranks[0]  # type: ignore[no-any-return]
 
 
-def _fit_on_rank(folder: Path, adapter: Adapter, runs: Sequence[Run]) -> None:
-    torch.save([run.fit(adapter) for run in runs], folder / f"rank-{dist.get_rank()}")
+def _fit_on_rank(adapter: Adapter, runs: Sequence[Run]) -> list[Trained]:
+    return [run.fit(adapter) for run in runs]

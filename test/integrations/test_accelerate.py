@@ -52,7 +52,7 @@ def train(model: Any, optimizer: Any, loader: Any) -> None:
 # A loader that Accelerate has prepared. --------------------------------------------------------------------------
 
 
-def prepare_loader(folder: Path) -> None:
+def prepare_loader() -> None:
     """Neither a plain loop nor `vbs.updates` reads what Accelerate deals once more."""
     accelerator = Accelerator(cpu=True)
     model, optimizer, loader = objects(Case(), accelerator)
@@ -64,8 +64,8 @@ def prepare_loader(folder: Path) -> None:
     assert difference(model, expected(Case()).weights) < 1e-12
 
 
-def test_a_prepared_loader_is_refused_on_several_processes(tmp_path: Path) -> None:
-    in_processes(prepare_loader, 2, tmp_path)
+def test_a_prepared_loader_is_refused_on_several_processes() -> None:
+    in_processes(prepare_loader, 2)
 
 
 def test_a_prepared_loader_deals_right_on_one_process() -> None:

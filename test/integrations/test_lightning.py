@@ -36,7 +36,7 @@ from helpers.lightning_adapter import (
 )
 from helpers.pages import DOCS
 from helpers.trainings import Case, expected
-from helpers.yardstick import ENDS, SAMPLES, UPDATES, Samples, mean_loss, network, weights
+from helpers.yardstick import ENDS, SAMPLES, UPDATES, Samples, mean_loss, network, samples, weights
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in ALLOWED]
 PLAIN = Case("sgd")
@@ -128,7 +128,7 @@ def test_logs_are_means_over_updates_and_hooks_see_whole_gradients(tmp_path: Pat
     facts = [rows[f"vbs{name}"][0] for name in ("global_batch_size", "samples", "lr_effective")]
     assert facts == pytest.approx([24, 48, 0.1 * (24 / 16) ** 0.5])
     assert rows["vbsgrad_norm"].min() > 0
-    assert rows["x_step"][0] == pytest.approx(float(Samples().x[order[24:]].mean()), rel=1e-6)
+    assert rows["x_step"][0] == pytest.approx(float(samples()[0][order[24:]].mean()), rel=1e-6)
     assert [*monitor.lrs] == ["lr-SGD"]
     twin = network()
     mean_loss(twin, order[:24]).backward()

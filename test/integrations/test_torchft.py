@@ -6,7 +6,6 @@ import random
 import subprocess
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +13,12 @@ import pytest
 import torch.distributed as dist
 import yaml
 from torch.nn.parallel import DistributedDataParallel
-from torchft import Manager, ProcessGroupGloo
+from torchft import Manager
 
 import variable_batch_size as vbs
 from helpers.jobs import STOPPED, logs, place, signal_step, slurm, start
 from helpers.torchft_groups import Groups, check, run_script, train_alone
-from helpers.torchft_training import TRACE, loader_of, loss_of, make
+from helpers.torchft_training import TRACE, loader_of, loss_of, make, manager_of
 from variable_batch_size.integrations.torchft import TorchftBackend
 
 __all__ = ["place"]
@@ -65,15 +64,13 @@ def test_a_group_with_another_model_takes_over_that_of_the_others(tmp_path: Path
 @pytest.mark.nightly("starts processes")
 def test_all_groups_are_lost_and_fewer_resume_from_the_checkpoint_of_one(tmp_path: Path) -> None:
     with Groups(tmp_path, settings := LINEAR | {"checkpoint": True}, 2) as groups:
-        for number in range(3):
-            groups.start(number)
+        groups.start(*range(3))
         groups.wait_for(25)
         for number in range(3):
             groups.kill(number)
         killed = time.time()
         saved = vbs.read_checkpoint(tmp_path / "checkpoints")["facts"]["updates"]
-        for number in (0, 2):
-            groups.start(number)
+        groups.start(0, 2)
         events = groups.finish()
     check(events, settings)
     made = [event["step"] for event in events if event["event"] == "commit" and event["time"] > killed]
@@ -106,8 +103,7 @@ def test_a_lighthouse_that_comes_back_connects_no_group_at_an_earlier_place(tmp_
 @pytest.mark.parametrize("retries", [0, 30])
 def test_without_a_lighthouse_every_group_ends_with_one_sentence(retries: int, tmp_path: Path) -> None:
     with Groups(tmp_path, LINEAR | {"quorum_timeout": 3, "retries": retries}, 2) as groups:
-        for number in range(2):
-            groups.start(number)
+        groups.start(*range(2))
         groups.wait_for(5)
         groups.kill_lighthouse()
         for number in range(2):
@@ -121,8 +117,7 @@ def test_without_a_lighthouse_every_group_ends_with_one_sentence(retries: int, t
 def test_a_group_that_trains_otherwise_ends_and_says_in_what(there: list[int], comes: int, tmp_path: Path) -> None:
     """It is the first one by name in some cases."""
     with Groups(tmp_path, settings := LINEAR | {"only": {str(comes): {"rule": "root"}}}, len(there)) as groups:
-        for number in there:
-            groups.start(number)
+        groups.start(*there)
         groups.wait(lambda: groups.holders == there, "those")
         groups.start(comes)
         assert groups.ended(comes) == 1
@@ -144,8 +139,7 @@ def test_a_group_that_dies_within_the_sum_holds_up_nobody(tmp_path: Path) -> Non
 def test_a_group_that_misses_the_last_update_takes_over_its_result(tmp_path: Path) -> None:
     settings = LINEAR | {"max_updates": 12, "only": {"1": {"misses": 12}}}
     with Groups(tmp_path, settings, 2) as groups:
-        for number in (0, 1):
-            groups.start(number)
+        groups.start(0, 1)
         assert [groups.ended(number) for number in (0, 1)] == [0, 0]
         ends = [event for event in groups.events() if event["event"] == "end"]
         assert [event["group"] for event in groups.events() if event["event"] == "broken"][-1] == 1
@@ -176,8 +170,7 @@ def test_a_group_that_misses_an_update_takes_over_its_result(tmp_path: Path) -> 
 
 def test_values_that_are_logged_now_and_then_do_not_keep_a_group_out(tmp_path: Path) -> None:
     with Groups(tmp_path, settings := LINEAR | {"period": 10}, 2) as groups:
-        for number in range(3):
-            groups.start(number)
+        groups.start(*range(3))
         groups.wait(lambda: len(groups.holders) == 3, "all")
         groups.kill(2)
         groups.start(2)
@@ -223,18 +216,8 @@ def test_the_example_trains_with_the_groups_that_are_left(place: Path) -> None:
 def manager(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Manager]:
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     with Groups(tmp_path, {}) as groups:
-        made = Manager(
-            pg=ProcessGroupGloo(timeout=timedelta(seconds=5)),
-            load_state_dict=None,
-            state_dict=None,
-            min_replica_size=1,
-            use_async_quorum=getattr(request, "param", False),
-            store_addr="localhost",
-            store_port=store.port,
-            rank=0,
-            world_size=1,
-            lighthouse_addr=f"http://localhost:{groups.port}",
-        )
+        own = {"use_async_quorum": getattr(request, "param", False)}
+        made = manager_of(store.port, lighthouse_addr=f"http://localhost:{groups.port}", **own)
         yield made
         made.shutdown(wait=False)
 
