@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from helpers.xla_graphs import quietly
 from variable_batch_size.backend.xla import XlaBackend, compiled_graphs
 from variable_batch_size.optim.tensors import squared_norm
 
@@ -48,14 +49,6 @@ def device() -> torch.device:
     import torch_xla
 
     return torch_xla.device()
-
-
-def quiet_count(backend: XlaBackend) -> int:
-    """Return the number of compilations so far, read while no replica compiles."""
-    backend.barrier()
-    count = compiled_graphs()
-    backend.barrier()
-    return count
 
 
 def mixed_sums(backend: XlaBackend) -> tuple[list[Tensor], list[str]]:
@@ -114,7 +107,7 @@ def compiles(backend: XlaBackend, apply: Callable[[Tensor, float], object]) -> i
         backend.mark_step()
         apply(x, number)
         backend.mark_step()
-        counts.append(quiet_count(backend))
+        counts.append(quietly(backend, compiled_graphs))
     return counts[-1] - counts[0]
 
 
