@@ -53,34 +53,21 @@ class Texts(TensorDataset):
 
 @dataclass(frozen=True)
 class Case:
-    """A training: 3 epochs of the yardstick's 203 samples, at most 8 rows a microbatch, the reference at 16.
+    """A training: 3 epochs of the yardstick's 203 samples, at most 8 rows a microbatch, the reference at 16."""
 
-    Attributes:
-        inner: "adamw" or "sgd".
-        rule: the learning-rate rule.
-        clip: the largest norm of a gradient.
-        schedule: "", "step", or "cosine" with warm-up.
-        dropout: the rate of dropout.
-        adaptive: whether a controller chooses the batch sizes.
-        patience: if not 0, the mean loss of the first 200 samples is evaluated after each epoch, in batches of 50, and
-            the training ends after so many epochs in which it did not rise.
-        tokens: whether samples are texts, whose loss is a mean over all tokens of an update.
-        uncounted: whether the script does not say how many tokens that are.
-        workers: number of the loader's workers.
-        wrapper: "", "ddp" or "fsdp2".
-    """
-
-    inner: str = "adamw"
+    inner: str = "adamw"  # or "sgd"
     rule: str = "root"
-    clip: float | None = None
-    schedule: str = ""
+    clip: float | None = None  # the largest norm of a gradient
+    schedule: str = ""  # "step", or "cosine" with warm-up
     dropout: float = 0.0
-    adaptive: bool = False
+    adaptive: bool = False  # whether a controller chooses the batch sizes
+    # If not 0, the mean loss of the first 200 samples is evaluated after each epoch, in batches of 50, and the training
+    # ends after so many epochs in which it did not rise.
     patience: int = 0
-    tokens: bool = False
-    uncounted: bool = False
-    workers: int = 0
-    wrapper: str = ""
+    tokens: bool = False  # whether samples are texts, whose loss is a mean over all tokens of an update
+    uncounted: bool = False  # whether the script does not say how many tokens that are
+    workers: int = 0  # of the loader
+    wrapper: str = ""  # "ddp" or "fsdp2"
 
     def __str__(self) -> str:
         return "-".join(str(value) for value in vars(self).values() if value)
@@ -154,25 +141,15 @@ CASES = [
 
 @dataclass(frozen=True)
 class Trained:
-    """What came of a training, or of what a resume has left of it.
+    """What came of a training, or of what a resume has left of it."""
 
-    Attributes:
-        weights: all weights, (parameters,).
-        losses: the loss of each update, as the trainer logs it.
-        rates: the learning rate of the inner optimizer at each update.
-        sizes: the batch sizes that the trace, or a controller, gives for all updates so far.
-        updates: number of updates, with those before a resume.
-        samples: number of samples, likewise.
-        evaluations: what was evaluated after each epoch; by hand, after the last update only.
-    """
-
-    weights: Tensor
-    losses: Sequence[float]
-    rates: Sequence[float]
-    sizes: Sequence[int]
-    updates: int
-    samples: int
-    evaluations: Sequence[float] = ()
+    weights: Tensor  # (parameters,)
+    losses: Sequence[float]  # of each update, as the trainer logs it
+    rates: Sequence[float]  # of the inner optimizer at each update
+    sizes: Sequence[int]  # that the trace, or a controller, gives for all updates so far
+    updates: int  # with those before a resume
+    samples: int  # likewise
+    evaluations: Sequence[float] = ()  # after each epoch; by hand, after the last update only
 
     @staticmethod
     def of(model: nn.Module, optimizer: Any, losses: Sequence[float], rates: Sequence[float], **more: Any) -> Trained:
@@ -186,13 +163,9 @@ class Adapter(Protocol):
     """A trainer; one that goes into processes can be pickled."""
 
     def fit(self, case: Case, folder: Path, *, save_at: Collection[int] = (), resume: Path | None = None) -> Trained:
-        """Train on all ranks.
+        """Train on all ranks; after each update n of `save_at`, the state is at `folder / f"at-{n}"`.
 
-        Args:
-            case: the training.
-            folder: where the trainer may write; after each update n of `save_at`, its state is at `folder / f"at-{n}"`.
-            save_at: numbers of updates.
-            resume: where a state was saved, of which this run is the rest.
+        `resume`: where a state was saved, of which this run is the rest.
         """
 
 

@@ -76,18 +76,9 @@ def by_hand(
     sizes: Sequence[int] = SIZES,
     seed: int = 0,
 ) -> list[float]:
-    """Train `model` in place, a whole batch an update, and return the loss of each update.
+    """Train a model in float64 in place, a whole batch an update, and return the loss of each update.
 
-    Args:
-        model: the model, in float64.
-        inner: its optimizer.
-        loss: the mean loss of a batch.
-        rule: "constant", "linear", "root" or "adascale", with `REF`.
-        max_grad_norm: maximum norm of a gradient.
-        scheduler: a scheduler of torch for `inner`, stepped after each update.
-        updates: how many.
-        sizes: the batch size of each update, for as many as it takes.
-        seed: that of the shuffle.
+    The rule has `REF`; a scheduler of torch is stepped after each update; `seed` is that of the shuffle.
     """
     parameters, losses = dict(enumerate(model.parameters())), []
 

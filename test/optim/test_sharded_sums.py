@@ -39,14 +39,9 @@ class Ended(NamedTuple):
 
 
 def discard(run, layer, updates, where, *, fails):
-    """Raise in the last microbatch of the third update, and start the step over.
+    """Raise in the last microbatch of the third update if this rank fails, and start the step over.
 
-    Args:
-        run: the training.
-        layer: one in the middle of the model.
-        updates: number of updates.
-        where: "forward", "backward" or "between" them and `step()`.
-        fails: whether it does so on this rank.
+    `where`: in the "forward" or "backward" of a layer in the middle of the model, or "between" them and `step()`.
     """
     began = time.monotonic()
     try:
