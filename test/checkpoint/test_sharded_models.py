@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -18,16 +16,16 @@ import variable_batch_size as vbs
 from helpers.checkpoints import checkpoint, updates
 from helpers.features import results
 from helpers.processes import run_job
-from helpers.reference import Array, Training, assert_equal, network, training
+from helpers.reference import assert_equal, network, training
 from helpers.worlds import ODD, Layout, Place
 from variable_batch_size.adaptive import NoiseScale
-from variable_batch_size.backend import Backend, LocalBackend
+from variable_batch_size.backend import LocalBackend
 
 SAMPLES = torch.arange(60) % 7
 
 
 class Odd(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding, self.hidden = nn.Embedding(7, 5), nn.Linear(5, 5)
         self.head = nn.Linear(5, 7, bias=False)
@@ -38,14 +36,14 @@ class Odd(nn.Module):
             values = torch.sin(number + torch.arange(float(parameter.numel())))
             parameter.data = values.view_as(parameter).to(torch.float64)
 
-    def forward(self, rows: Tensor) -> Tensor:
-        hidden: Tensor = torch.tanh(self.frozen(self.hidden(self.embedding(rows))))
-        return self.head(hidden)  # type: ignore[no-any-return]
+    def forward(self, rows):
+        hidden = torch.tanh(self.frozen(self.hidden(self.embedding(rows))))
+        return self.head(hidden)
 
 
-def train_odd(backend: Backend, way: str, until: int, folder: Path | None, outside: bool) -> list[Tensor]:
+def train_odd(backend, way, until, folder, outside):
     """Train until an update, from a checkpoint in the folder if there is one, and save there."""
-    model: Any = Odd()
+    model = Odd()
     scale = nn.Parameter(torch.ones((), dtype=torch.float64))  # of no module
     if way == "ddp":
         model = DistributedDataParallel(model, find_unused_parameters=True)
@@ -53,7 +51,7 @@ def train_odd(backend: Backend, way: str, until: int, folder: Path | None, outsi
         fully_shard(model)
     sampler = vbs.CustomSampler(SAMPLES, "0:9 2:4 4:7", backend.world.size, backend.world.rank, minibatch_size=3)
     inner = torch.optim.AdamW([*model.parameters(), *([scale] if outside else [])], lr=0.01)
-    options: Any = {} if way == "plain" else {"model": model}
+    options = {} if way == "plain" else {"model": model}
     optimizer = vbs.AdamScaleOptimizer(inner, sampler, ref_batchsize=4, **options)
     saves = vbs.Checkpoint(folder, model=model, optimizer=optimizer) if folder else None
     if saves:
@@ -90,10 +88,10 @@ class Setting(NamedTuple):
     width: int = 4
 
 
-def build(setting: Setting, layout: Layout | None, number: int) -> tuple[Training, vbs.ProgressScheduler]:
-    model: Any = network(width=setting.width)
-    trace: Any = vbs.AdaptiveTrace(NoiseScale(2.0), start=9, bounds=(4, 40), every=2, delay=4)
-    options: dict[str, Any] = {"sizes": trace, "dataset_size": 300} if setting.adaptive else {"sizes": ODD}
+def build(setting, layout, number):
+    model = network(width=setting.width)
+    trace = vbs.AdaptiveTrace(NoiseScale(2.0), start=9, bounds=(4, 40), every=2, delay=4)
+    options = {"sizes": trace, "dataset_size": 300} if setting.adaptive else {"sizes": ODD}
     if setting.compiled and number % 2:
         model[1] = torch.compile(model[1], backend="aot_eager")
     if layout is None:
@@ -108,7 +106,7 @@ def build(setting: Setting, layout: Layout | None, number: int) -> tuple[Trainin
     return run, vbs.ProgressScheduler(cosine, run.optimizer, by="samples")
 
 
-def train(_: Backend, setting: Setting, segment: Segment, number: int, folder: Path | None) -> list[Array]:
+def train(_, setting, segment, number, folder):
     """Restore a checkpoint in this folder, if there is one, train, save, and return the results."""
     run, scheduler = build(setting, segment.layout, number)
     average = network()  # a further part
@@ -134,7 +132,7 @@ def train(_: Backend, setting: Setting, segment: Segment, number: int, folder: P
     return results(run)
 
 
-def along(setting: Setting, segments: Sequence[Segment], folder: Path) -> list[Array]:
+def along(setting, segments, folder):
     """The results after the last segment."""
     for number, segment in enumerate(segments):
         ranks = segment.layout.size if segment.layout else segment.ranks
@@ -174,7 +172,7 @@ SETTINGS = {
         if way == "others" or name in ("adam", "differenced")
     ],
 )
-def test_a_training_goes_on_over_other_ranks(segments: list[Segment], setting: Setting, tmp_path: Path) -> None:
+def test_a_training_goes_on_over_other_ranks(segments, setting, tmp_path):
     found = along(setting, segments, tmp_path)
     alone = Segment(None, len(ODD))
     assert_equal(found, train(LocalBackend(), setting, alone, 0, None))
@@ -190,7 +188,7 @@ def test_a_training_goes_on_over_other_ranks(segments: list[Segment], setting: S
 @pytest.mark.parametrize(
     "way", ["fsdp", *(pytest.param(way, marks=pytest.mark.nightly("starts processes")) for way in ("plain", "ddp"))]
 )
-def test_a_training_goes_on_from_update_0_and_from_later_ones(way: str, tmp_path: Path) -> None:
+def test_a_training_goes_on_from_update_0_and_from_later_ones(way, tmp_path):
     outside, saved = way == "plain", tmp_path / "saved"  # a wrapped model has all parameters of its optimizer
     train_odd(LocalBackend(), "plain", 0, saved, outside)
     run_job("gloo", train_odd, way, 0, saved, outside, ranks=2)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from helpers.checkpoints import messages, path_of, restore_checkpoint, start, updates
@@ -33,7 +31,7 @@ assert saves.step()
 
 
 @pytest.mark.parametrize(("size", "end"), [(2, "saves.close()\n"), (3, "")])
-def test_processes_write_equally_much_and_another_world_restores(size: int, end: str, tmp_path: Path) -> None:
+def test_processes_write_equally_much_and_another_world_restores(size, end, tmp_path):
     """Also if they end without close(): every process then ends after its thread."""
     ranks = [start(SCRIPT + end + "dist.destroy_process_group()", tmp_path, rank, size) for rank in range(size)]
     ends = [(messages(process.communicate(timeout=100)[1]), process.returncode) for process in ranks]
