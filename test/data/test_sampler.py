@@ -18,13 +18,12 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import variable_batch_size as vbs
 from helpers.properties import examples
-from helpers.runs import Case, Run, cases, minibatch_sizes, read_ahead, together, worlds
+from helpers.runs import Case, Run, cases, read_ahead, together, worlds
 from helpers.splitting import rows_of, split_sizes
 from variable_batch_size.data import iteration as iteration_module
 from variable_batch_size.data import plan as plan_module
 from variable_batch_size.data.deal import Dealing
 from variable_batch_size.data.shuffle import order
-from variable_batch_size.testing import run_ranks
 from variable_batch_size.world import World
 
 CASE = Case(vbs.BatchTrace.from_sizes([7, 3, 12, 1, 5], on_end="cycle"), 40, 4, False, True, seed=3, epochs=4)
@@ -73,13 +72,6 @@ def test_every_sample_counts_once_an_epoch_over_all_ranks(case, size):
         assert used <= set(range(case.dataset_size))
         assert len(used) == sum(update.batch_size for update in updates)
         assert case.drop_last or not epoch.complete or len(used) == case.dataset_size
-
-
-@given(cases(largest_dataset=60), st.integers(1, 5), minibatch_sizes)
-@examples(30)
-def test_the_order_within_a_step_does_not_depend_on_the_world(case, size, minibatch_size):
-    logs = run_ranks(lambda backend: Run(case, backend, minibatch_size).train().log, size)
-    assert together(logs) == case.steps
 
 
 def test_without_shuffle_the_order_is_that_of_the_dataset():
