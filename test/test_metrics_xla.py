@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +16,7 @@ from helpers.xla_training import counters  # noqa: E402
 from variable_batch_size.backend.xla import launch  # noqa: E402
 
 
-def evaluate(folder: Path, minibatch_size: int, first: int, second: int) -> None:
+def evaluate(folder, minibatch_size, first, second):
     """Evaluate the numbers 0 .. `first` - 1 and then 0 .. `second` - 1: means on the device, and then on the host.
 
     Rank r writes the four results to `means<r>.pt`, with the compilations and transfers within the batches of the
@@ -30,7 +28,7 @@ def evaluate(folder: Path, minibatch_size: int, first: int, second: int) -> None
     backend, device = vbs.backend.XlaBackend(), torch_xla.device()
     found, counts = [], []
 
-    def count() -> None:
+    def count():
         counts.append(quietly(backend, partial(counters, met)))
 
     for on_device in (True, False):
@@ -40,7 +38,7 @@ def evaluate(folder: Path, minibatch_size: int, first: int, second: int) -> None
             count()
             for indices in sampler:
                 numbers = torch.tensor(indices).float()
-                mean: Any = numbers.to(device).mean() if on_device else numbers.mean().item()
+                mean = numbers.to(device).mean() if on_device else numbers.mean().item()
                 metrics.add(value=mean, double=2 * mean)
             count()
             found.append(metrics.read())
@@ -50,7 +48,7 @@ def evaluate(folder: Path, minibatch_size: int, first: int, second: int) -> None
 
 
 @pytest.mark.nightly("launches another world")
-def test_an_evaluation_is_exact_and_add_compiles_and_reads_nothing(tmp_path: Path) -> None:
+def test_an_evaluation_is_exact_and_add_compiles_and_reads_nothing(tmp_path):
     launch(evaluate, (tmp_path, 8, 61, 44), cores=2)  # partial batches of 1 and 4 samples, and replays
     expected = [pytest.approx({"value": (n - 1) / 2, "double": n - 1, "samples": n}, rel=1e-6) for n in (61, 44)]
     for rank in range(2):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +19,7 @@ X = torch.randn(SAMPLES, 3, dtype=torch.float64, generator=torch.Generator().man
 Y = X @ torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64) + torch.sin(7 * X[:, 0])
 
 
-def train(backend: vbs.backend.Backend, folder: Path, trace: Any, updates: int) -> Any:
+def train(backend, folder, trace, updates):
     """Train up to so many updates in all, restored from the folder and saved to it; the world is detected.
 
     A tracker has a row for each update. Return the weights, the runs of the trace, and what was measured.
@@ -39,7 +37,7 @@ def train(backend: vbs.backend.Backend, folder: Path, trace: Any, updates: int) 
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "metrics": metrics}
     checkpoint = vbs.Checkpoint(folder / "checkpoints", **parts, every=7)
     checkpoint.restore()
-    means: list[float] = []  # of the epochs that ended in this run, and of the one under way
+    means = []  # of the epochs that ended in this run, and of the one under way
     for _ in vbs.remaining_epochs(sampler, optimizer, until=100):
         for x, y in loader:
             loss = ((model(x)[:, 0] - y) ** 2).mean()
@@ -66,19 +64,19 @@ def train(backend: vbs.backend.Backend, folder: Path, trace: Any, updates: int) 
 NOISE_SCALE = vbs.AdaptiveTrace(NoiseScale(2.0), start=8, bounds=(4, 64), every=5, delay=12)
 
 
-def elastic(folder: Path, trace: Any, parts: list[tuple[int, int]]) -> tuple[Any, list[list[int]], Any]:
+def elastic(folder, trace, parts):
     for size, updates in parts:
         found, *_ = run_job("gloo", train, folder, trace, updates, ranks=size)
-    return found  # type: ignore[no-any-return]
+    return found
 
 
-def rows(folder: Path) -> list[dict[str, str]]:
+def rows(folder):
     with (folder / "runs" / "scalars.csv").open(newline="") as file:
         return list(csv.DictReader(file))
 
 
 @pytest.mark.slow("starts processes")
-def test_processes_that_come_and_go_decide_as_one(tmp_path: Path) -> None:
+def test_processes_that_come_and_go_decide_as_one(tmp_path):
     parts = [(2, 23), (3, 41), (1, 60)]
     weights, runs, measured = elastic(tmp_path, NOISE_SCALE, parts)
     alone = tmp_path / "alone"
@@ -108,7 +106,7 @@ def test_processes_that_come_and_go_decide_as_one(tmp_path: Path) -> None:
 
 @pytest.mark.nightly("starts processes")
 @pytest.mark.torch
-def test_two_processes_explore_by_the_clock_of_one(tmp_path: Path) -> None:
+def test_two_processes_explore_by_the_clock_of_one(tmp_path):
     """What is measured depends on the machine: the record is replayed."""
     trace = vbs.AdaptiveTrace(Goodput((8, 64)), start=16, every=5, delay=12)
     weights, runs, _ = elastic(tmp_path, trace, [(2, 60)])
@@ -123,7 +121,7 @@ def test_two_processes_explore_by_the_clock_of_one(tmp_path: Path) -> None:
 
 @pytest.mark.nightly("starts processes")
 @pytest.mark.torch
-def test_the_batch_follows_the_processes(tmp_path: Path) -> None:
+def test_the_batch_follows_the_processes(tmp_path):
     trace = vbs.AdaptiveTrace(PerDevice(8), every=4, delay=8)
     parts = [(3, 10), (2, 21), (1, 30)]
     weights, runs, _ = elastic(tmp_path, trace, parts)
