@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -20,13 +18,13 @@ LAUNCHERS = [[sys.executable], ["torchrun", "--standalone", "--nproc-per-node=2"
 
 
 @pytest.fixture
-def example(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def example(request, monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
     return importlib.import_module(request.param)
 
 
 @pytest.mark.parametrize("example", ["packed_documents"], indirect=True)
-def test_an_update_of_packed_documents_is_that_of_the_documents(example: Any) -> None:
+def test_an_update_of_packed_documents_is_that_of_the_documents(example):
     torch.manual_seed(0)
     model = example.PackedGPT(1).double()
     documents = next(example.paragraphs(0, 1))[:40]
@@ -56,7 +54,7 @@ def test_an_update_of_packed_documents_is_that_of_the_documents(example: Any) ->
 
 @pytest.mark.nightly("trains")
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_the_script_of_packed_documents_trains(launcher: list[str]) -> None:
+def test_the_script_of_packed_documents_trains(launcher):
     flags = ["--documents", "300", "--schedule", "0:2k 10k:4k"]
     done = run(*launcher, str(EXAMPLES / "packed_documents.py"), *flags, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
@@ -67,7 +65,7 @@ def test_the_script_of_packed_documents_trains(launcher: list[str]) -> None:
 
 @pytest.mark.parametrize("example", ["rollouts"], indirect=True)
 @pytest.mark.parametrize("rule", ["root", "adamscale"])
-def test_a_policy_learns_from_groups_of_any_number(rule: str, example: Any) -> None:
+def test_a_policy_learns_from_groups_of_any_number(rule, example):
     shares, sizes = example.train(rule, 0.04, 0, updates=30)
     assert len(sizes) == len(shares) == 30
     assert max(sizes) > min(sizes)
@@ -75,7 +73,7 @@ def test_a_policy_learns_from_groups_of_any_number(rule: str, example: Any) -> N
 
 
 @pytest.mark.parametrize("example", ["rollouts"], indirect=True)
-def test_trimmed_and_padded_batches_have_their_sizes(example: Any) -> None:
+def test_trimmed_and_padded_batches_have_their_sizes(example):
     _, trimmed = example.train("constant", 0.01, 0, updates=6, cut="trim")
     assert all(size % 8 == 0 for size in trimmed)
     _, padded = example.train("constant", 0.01, 0, updates=2, cut="pad")
@@ -84,7 +82,7 @@ def test_trimmed_and_padded_batches_have_their_sizes(example: Any) -> None:
 
 @pytest.mark.nightly("trains")
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_the_script_of_rollouts_prints_what_the_policy_learns(launcher: list[str]) -> None:
+def test_the_script_of_rollouts_prints_what_the_policy_learns(launcher):
     flags = ["--rule", "adamscale", "--updates", "20"]
     done = run(*launcher, str(EXAMPLES / "rollouts.py"), *flags, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
@@ -92,7 +90,7 @@ def test_the_script_of_rollouts_prints_what_the_policy_learns(launcher: list[str
     assert [line.split(":")[0] for line in lines] == ["update 0", "update 10"]
 
 
-def test_the_examples_are_on_the_page() -> None:
+def test_the_examples_are_on_the_page():
     page = (Path(ROOT) / "docs" / "arriving.md").read_text()
     for name in ("packed_documents", "rollouts"):
         assert f"examples/{name}.py" in page

@@ -7,10 +7,6 @@ checkpoints are real.
 from __future__ import annotations
 
 import signal
-import subprocess
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import kubernetes_validate
 import pytest
@@ -51,7 +47,7 @@ _, TOWER_TASK, *GROUP_TASKS = yaml.safe_load_all((CLUSTERS / "skypilot_groups.ya
 # ------------------------------------------------------------------------------------------------------- the validators
 
 
-def shell_scripts() -> dict[str, str]:
+def shell_scripts():
     return {
         "train.slurm": (CLUSTERS / "train.slurm").read_text(),
         "kubernetes.yaml": f"#!/bin/bash\n{CONTAINER['command'][-1]}",
@@ -64,7 +60,7 @@ def shell_scripts() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", shell_scripts())
-def test_shellcheck_accepts(name: str, tmp_path: Path) -> None:
+def test_shellcheck_accepts(name, tmp_path):
     script = tmp_path / "script.sh"
     script.write_text(shell_scripts()[name])
     done = run("shellcheck", str(script))
@@ -73,11 +69,11 @@ def test_shellcheck_accepts(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", ["1.31", "1.37"])  # podFailurePolicy is stable since 1.31
 @pytest.mark.parametrize("resource", RESOURCES, ids=lambda it: f"{it['kind']}-{it['metadata']['name']}")
-def test_kubernetes_schema_accepts(resource: dict[str, Any], version: str) -> None:
+def test_kubernetes_schema_accepts(resource, version):
     kubernetes_validate.validate(resource, version, strict=True)
 
 
-def test_kubernetes_names_agree() -> None:
+def test_kubernetes_names_agree():
     name = JOB["metadata"]["name"]
     pod = JOB["spec"]["template"]["spec"]
     assert SERVICE["spec"]["selector"] == {"job-name": name}
@@ -92,7 +88,7 @@ def test_kubernetes_names_agree() -> None:
     assert f"--nproc-per-node={CONTAINER['resources']['limits']['nvidia.com/gpu']} " in CONTAINER["command"][-1]
 
 
-def test_names_of_the_elastic_job_agree() -> None:
+def test_names_of_the_elastic_job_agree():
     store, script = STORE["spec"]["template"], ELASTIC_CONTAINER["command"][-1]
     assert store["metadata"]["labels"] == STORE["spec"]["selector"]["matchLabels"] == RENDEZVOUS["spec"]["selector"]
     (port,) = RENDEZVOUS["spec"]["ports"]
@@ -103,7 +99,7 @@ def test_names_of_the_elastic_job_agree() -> None:
     assert f"--nproc-per-node={ELASTIC_CONTAINER['resources']['limits']['nvidia.com/gpu']} " in script
 
 
-def test_names_of_the_replica_groups_agree() -> None:
+def test_names_of_the_replica_groups_agree():
     """test/integrations/test_torchft.py starts the command of the pods."""
     tower = TOWER["spec"]["template"]
     assert tower["metadata"]["labels"] == TOWER["spec"]["selector"]["matchLabels"] == LIGHTHOUSE["spec"]["selector"]
@@ -114,7 +110,7 @@ def test_names_of_the_replica_groups_agree() -> None:
     assert variables["TORCHFT_LIGHTHOUSE"] == f"http://{LIGHTHOUSE['metadata']['name']}:{port['port']}"
 
 
-def test_tasks_of_the_job_group_agree() -> None:
+def test_tasks_of_the_job_group_agree():
     """test/integrations/test_torchft.py starts one."""
     name = f"http://{TOWER_TASK['name']}-0.$SKYPILOT_JOBGROUP_NAME:"
     (port,) = {task["run"].partition(name)[2].partition('"')[0] for task in GROUP_TASKS}
@@ -132,7 +128,7 @@ def test_tasks_of_the_job_group_agree() -> None:
 
 @pytest.mark.nightly("restarts jobs")
 @pytest.mark.torch
-def test_slurm_queues_a_stopped_job_again_and_it_resumes(place: Path, started: list[subprocess.Popen[bytes]]) -> None:
+def test_slurm_queues_a_stopped_job_again_and_it_resumes(place, started):
     job = free_job()
     running = slurm(place, TRAIN, job)
     started.append(running)
@@ -148,7 +144,7 @@ def test_slurm_queues_a_stopped_job_again_and_it_resumes(place: Path, started: l
 
 
 @pytest.mark.parametrize(("state", "code"), [("COMPLETING", STOPPED), ("RUNNING", 1), ("RUNNING", 137)])
-def test_slurm_queues_neither_a_cancelled_nor_a_failed_job_again(place: Path, state: str, code: int) -> None:
+def test_slurm_queues_neither_a_cancelled_nor_a_failed_job_again(place, state, code):
     job = slurm(place, "", 1, srun=f"#!/bin/bash\nexit {code}\n", state=state)
     assert job.wait(TIMEOUT) == code, logs(place)
     assert not (place / "requests").exists()
@@ -157,7 +153,7 @@ def test_slurm_queues_neither_a_cancelled_nor_a_failed_job_again(place: Path, st
 # --------------------------------------------------------------------------------------------- Kubernetes and SkyPilot
 
 
-def pods(place: Path, flags: str = "") -> list[subprocess.Popen[bytes]]:
+def pods(place, flags=""):
     """Start the container's command once for each index, with one process instead of eight."""
     *shell, script = CONTAINER["command"]
     script = script.replace("--nproc-per-node=8", "--nproc-per-node=1").replace("29500", str(free_port()))
@@ -170,7 +166,7 @@ def pods(place: Path, flags: str = "") -> list[subprocess.Popen[bytes]]:
     ]
 
 
-def machines(place: Path, bucket: str) -> list[subprocess.Popen[bytes]]:
+def machines(place, bucket):
     """Start what SkyPilot runs on each machine."""
     script = SKYPILOT["run"].replace("29500", str(free_port())).replace("s3://my-training-checkpoints", bucket)
     settings = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "1", "SKYPILOT_NODE_IPS": "localhost\nother"}
@@ -183,9 +179,7 @@ def machines(place: Path, bucket: str) -> list[subprocess.Popen[bytes]]:
 
 @pytest.mark.nightly("restarts jobs")
 @pytest.mark.torch
-def test_all_pods_exit_with_143_if_one_is_evicted_and_resume(
-    place: Path, started: list[subprocess.Popen[bytes]]
-) -> None:
+def test_all_pods_exit_with_143_if_one_is_evicted_and_resume(place, started):
     first = pods(place)
     started += first
     wait_for(lambda: saved(place / "checkpoints/a"), lambda: logs(place))
@@ -199,9 +193,7 @@ def test_all_pods_exit_with_143_if_one_is_evicted_and_resume(
 
 @pytest.mark.nightly("restarts jobs")
 @pytest.mark.torch
-def test_all_machines_exit_with_143_if_one_shuts_down(
-    place: Path, started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_machines_exit_with_143_if_one_shuts_down(place, started, monkeypatch):
     with s3(monkeypatch) as bucket:
         first = machines(place, bucket)
         started += first
@@ -215,7 +207,7 @@ def test_all_machines_exit_with_143_if_one_shuts_down(
 
 
 @pytest.fixture
-def port(place: Path) -> Iterator[str]:
+def port(place):
     """The port of a rendezvous."""
     python, script, _ = STORE["spec"]["template"]["spec"]["containers"][0]["command"]
     store = start([python, script, number := str(free_port())], place, "log-store")
@@ -224,7 +216,7 @@ def port(place: Path) -> Iterator[str]:
     assert store.wait(TIMEOUT) == 0, logs(place)
 
 
-def elastic(script: str, replaced: dict[str, str]) -> str:
+def elastic(script, replaced):
     """Return a command with one process instead of eight, shorter intervals, and other words."""
     intervals = "last_call_timeout=1,keep_alive_interval=1"
     for old, new in {"nproc-per-node=8": "nproc-per-node=1", "last_call_timeout=5": intervals, **replaced}.items():
@@ -233,12 +225,7 @@ def elastic(script: str, replaced: dict[str, str]) -> str:
     return script
 
 
-def train_with_another(
-    place: Path,
-    started: list[subprocess.Popen[bytes]],
-    folder: str,
-    member: Callable[[int], subprocess.Popen[bytes]],
-) -> list[subprocess.Popen[bytes]]:
+def train_with_another(place, started, folder, member):
     """Let a second member of an elastic job join the first one, and return both when they have saved."""
     names = Folder(folder).names
     started.append(member(0))
@@ -250,15 +237,13 @@ def train_with_another(
     return started
 
 
-def wait_until_one_trains(place: Path) -> None:
+def wait_until_one_trains(place):
     wait_for(lambda: "world 2 -> 1, batch size 64 -> 32" in logs(place), lambda: logs(place))
 
 
 @pytest.mark.nightly("restarts workers")
 @pytest.mark.torch
-def test_the_elastic_job_goes_on_if_the_first_pod_is_lost(
-    place: Path, started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch, port: str
-) -> None:
+def test_the_elastic_job_goes_on_if_the_first_pod_is_lost(place, started, monkeypatch, port):
     variables = {entry["name"]: entry["value"] for entry in ELASTIC_CONTAINER["env"] if "value" in entry}
     *shell, script = ELASTIC_CONTAINER["command"]
 
@@ -267,7 +252,7 @@ def test_the_elastic_job_goes_on_if_the_first_pod_is_lost(
             script, {"train-rendezvous:29400": f"localhost:{port}", "s3://my-training-checkpoints": bucket}
         )
 
-        def pod(number: int) -> subprocess.Popen[bytes]:
+        def pod(number):
             return start([*shell, script], place, f"log-{number}", POD_IP="127.0.0.1", RUN="a", **variables)
 
         first, second = train_with_another(place, started, f"{bucket}/a", pod)
@@ -279,14 +264,12 @@ def test_the_elastic_job_goes_on_if_the_first_pod_is_lost(
 
 @pytest.mark.nightly("restarts workers")
 @pytest.mark.torch
-def test_the_elastic_slurm_array_goes_on_if_the_first_job_is_preempted(
-    place: Path, started: list[subprocess.Popen[bytes]], port: str
-) -> None:
+def test_the_elastic_slurm_array_goes_on_if_the_first_job_is_preempted(place, started, port):
     (line,) = (line for line in commands(DOCS / "clusters.md") if "--array" in line)
     arguments = line.partition("train.slurm ")[2]
     arguments = elastic(arguments, {"service-node:29400": f"localhost:{port}", "/shared/runs": "checkpoints"})
 
-    def job(number: int) -> subprocess.Popen[bytes]:
+    def job(number):
         variable, value = line.split()[0].split("=")
         return slurm(place, arguments, number, tasks=1, **{variable: value})
 

@@ -6,14 +6,12 @@ import math
 import re
 from collections import Counter
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace as Namespace
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
@@ -34,7 +32,7 @@ NAMES = {
 }
 
 
-def columns(section: str) -> tuple[str, str]:
+def columns(section):
     """Return the code of the left and the right column of a section, which read the samples in their order."""
     text = PAGE.split(f"# {section}\n")[1].split("\n## ")[0]
     left, right = (re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL)[0] for kind in ("py", "python"))
@@ -45,15 +43,15 @@ def columns(section: str) -> tuple[str, str]:
 class Weights(nn.Module):
     """One parameter per sample, whose gradient is the weight of the sample in an update."""
 
-    def __init__(self, samples: int) -> None:
+    def __init__(self, samples):
         super().__init__()
         self.moved = nn.Parameter(torch.zeros(samples, dtype=torch.float64))
 
-    def forward(self, samples: Tensor) -> Tensor:
+    def forward(self, samples):
         return self.moved[samples]
 
 
-def weights(code: str, samples: int) -> tuple[Counter[float], Weights]:
+def weights(code, samples):
     """Run a training of one epoch, and return how many samples were divided by each number; and the model."""
     model, dataset = Weights(samples), TensorDataset(torch.arange(samples), torch.arange(samples))
     exec(
@@ -63,15 +61,15 @@ def weights(code: str, samples: int) -> tuple[Counter[float], Weights]:
     return Counter((-0.1 / model.moved[model.moved != 0]).round().tolist()), model
 
 
-def run_columns(backend: vbs.backend.Backend) -> list[list[torch.Tensor]]:
+def run_columns(backend):
     """Run both columns about DistributedDataParallel in one of two processes; return the weights."""
     trained = []
     for code in columns("DistributedDataParallel"):
         torch.manual_seed(0)
         dataset = TensorDataset(torch.randn(1024, 20).double(), torch.randint(3, (1024,)))
         torch.manual_seed(backend.world.rank)  # rank 0 broadcasts its weights
-        model: Any = nn.Linear(20, 3).double()
-        names: dict[str, Any] = {**NAMES, "clip_grad_norm_": clip_grad_norm_, "cross_entropy": cross_entropy}
+        model = nn.Linear(20, 3).double()
+        names = {**NAMES, "clip_grad_norm_": clip_grad_norm_, "cross_entropy": cross_entropy}
         names |= {"dist": dist, "vbs": vbs, "dataset": dataset, "model": model}
         body = code.removeprefix("dist.init_process_group()\n").replace("1.0", "0.05")  # which clips
         assert body != code
@@ -82,33 +80,33 @@ def run_columns(backend: vbs.backend.Backend) -> list[list[torch.Tensor]]:
 
 
 @pytest.mark.slow("starts processes")
-def test_both_columns_about_data_parallel_train_the_same_weights() -> None:
+def test_both_columns_about_data_parallel_train_the_same_weights():
     (left, right), (_, other) = run_job("gloo", run_columns, ranks=2)
     torch.testing.assert_close(right, left, rtol=1e-12, atol=1e-14)
     assert all(map(torch.equal, right, other))
 
 
-def test_distributed_sampler_repeats_samples() -> None:
+def test_distributed_sampler_repeats_samples():
     assert "it yields 1002 of 1000 samples" in PAGE
-    dealt = [list(DistributedSampler(range(1000), 3, rank)) for rank in range(3)]  # type: ignore[arg-type]
+    dealt = [list(DistributedSampler(range(1000), 3, rank)) for rank in range(3)]
     assert sum(map(len, dealt)) == 1002
     ours = [vbs.CustomSampler(1000, 128, 3, rank, fixed_shape=False) for rank in range(3)]
     assert sorted(i for sampler in ours for batch in sampler for i in batch) == list(range(1000))
 
 
-def test_accumulation_by_hand_is_the_same_while_microbatches_are_full() -> None:
+def test_accumulation_by_hand_is_the_same_while_microbatches_are_full():
     left, right = columns(BY_HAND)
     assert weights(left, 1024)[0] == weights(right, 1024)[0] == {128: 1024}
 
 
-def test_accumulation_by_hand_weighs_samples_of_a_short_microbatch_four_times() -> None:
+def test_accumulation_by_hand_weighs_samples_of_a_short_microbatch_four_times():
     assert "one of 8, so a sample of the last one counts four times" in PAGE
     left, right = columns(BY_HAND)
     assert weights(left, 1000)[0] == {128: 992, 32: 8}
     assert weights(right, 1000)[0] == {128: 896, 104: 104}
 
 
-def test_accumulation_by_hand_leaves_gradients_for_the_next_epoch() -> None:
+def test_accumulation_by_hand_leaves_gradients_for_the_next_epoch():
     left, right = columns(BY_HAND)
     found, model = weights(left, 320)  # 10 microbatches
     assert found == {128: 256}
@@ -117,7 +115,7 @@ def test_accumulation_by_hand_leaves_gradients_for_the_next_epoch() -> None:
     assert weights(right, 320)[0] == {128: 256, 64: 64}
 
 
-def test_a_mean_of_means_weighs_tokens_by_their_neighbors() -> None:
+def test_a_mean_of_means_weighs_tokens_by_their_neighbors():
     assert "a token of the second counts ten times as much" in PAGE
     model, texts = Weights(110), [torch.arange(100), torch.arange(100, 110)]
     for tokens in texts:
@@ -133,13 +131,13 @@ def test_a_mean_of_means_weighs_tokens_by_their_neighbors() -> None:
     torch.testing.assert_close(model.moved.detach(), torch.full((110,), -1 / 110, dtype=torch.float64))
 
 
-def test_the_eth_module_has_the_same_lines() -> None:
+def test_the_eth_module_has_the_same_lines():
     left, right = columns("The ETH evaluation module")
     here = left.replace("xm.xrt_world_size()", "1").replace("xm.get_ordinal()", "0")
     assert here == right.replace(", shuffle=False", "")
 
 
-def test_the_eth_module_drops_the_end_of_an_epoch() -> None:
+def test_the_eth_module_drops_the_end_of_an_epoch():
     assert "1000 samples are 7 steps of 128. Here they are 8" in PAGE
     theirs, epoch_end = 0, 1000 // 32 * 32  # its loop over the trace of an epoch
     while (theirs + 1) * 128 <= epoch_end:
@@ -151,7 +149,7 @@ def test_the_eth_module_drops_the_end_of_an_epoch() -> None:
     assert [theirs, *steps] == [7, 7, 8]
 
 
-def test_the_eth_module_s_momentum_rule_is_the_same() -> None:
+def test_the_eth_module_s_momentum_rule_is_the_same():
     lr, momentum, decay, ref, rows, sizes = 0.1, 0.5, 0.01, 64, 16, [64, 128, 32]
     torch.manual_seed(0)
     values = torch.randn(sum(sizes), dtype=torch.float64)
@@ -171,21 +169,19 @@ def test_the_eth_module_s_momentum_rule_is_the_same() -> None:
     assert model.weight.item() == pytest.approx(weight, rel=1e-12)
 
 
-def test_adaptdl_rounds_the_batch_to_equal_local_batches() -> None:
+def test_adaptdl_rounds_the_batch_to_equal_local_batches():
     assert "64 samples on three replicas become 66" in PAGE
     assert math.ceil(64 / 3) * 3 == 66
     ours = [next(iter(vbs.CustomSampler(1000, 64, 3, rank, fixed_shape=False))) for rank in range(3)]
     assert sum(map(len, ours)) == 64
 
 
-def test_the_lines_for_adaptdl_choose_batch_sizes_and_log_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_lines_for_adaptdl_choose_batch_sizes_and_log_them(tmp_path, monkeypatch, capsys):
     """Whatever time the updates take: the controller never learns it, and doubles the batch size."""
     monkeypatch.setattr(UpdateStopwatch, "throughput", lambda self: None)
     torch.manual_seed(0)
     dataset, folders = TensorDataset(torch.randn(1000, 20), torch.randint(3, (1000,))), iter(["scalars", "checkpoints"])
-    names: dict[str, Any] = {**NAMES, "vbs": vbs, "torch": torch, "dataset": dataset, "model": nn.Linear(20, 3)}
+    names = {**NAMES, "vbs": vbs, "torch": torch, "dataset": dataset, "model": nn.Linear(20, 3)}
     names |= {"cross_entropy": cross_entropy, "tempfile": Namespace(mkdtemp=lambda: str(tmp_path / next(folders)))}
     rows = "rows=float(optimizer.microbatch.rows == len(data))"
     exec(columns("AdaptDL")[1].replace("train.add(loss=loss)", f"train.add(loss=loss, {rows})"), names)
@@ -198,7 +194,7 @@ def test_the_lines_for_adaptdl_choose_batch_sizes_and_log_them(
     assert names["sampler"].trace.runs[1].tolist() == chosen
 
 
-def test_adaptdl_multiplies_an_accumulated_gradient_twice() -> None:
+def test_adaptdl_multiplies_an_accumulated_gradient_twice():
     """By the rule, and as a sum: what its 0.2.11 does with microbatches of `batch_size` samples."""
     assert "an update moves a weight\n  16 times as far as one does" in PAGE
     ref, accumulated = 8, 4
@@ -215,7 +211,7 @@ def test_adaptdl_multiplies_an_accumulated_gradient_twice() -> None:
     assert (theirs, moved[1] / moved[0]) == (16, pytest.approx(4))
 
 
-def test_run_ai_rounds_down() -> None:
+def test_run_ai_rounds_down():
     assert "one step of 33" in PAGE
     batch, largest, gpus = 100, 30, 3
     steps = max(1, batch // (largest * gpus))

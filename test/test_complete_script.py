@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -18,25 +17,25 @@ PAGE, SCRIPT = DOCS / "complete_script.md", ROOT / "examples" / "train.py"
 LINE = re.compile(r"epoch (\d+): ([\d.]+)% are right, after (\d+) updates")
 
 
-def told(output: str) -> dict[int, tuple[float, int]]:
+def told(output):
     """Return accuracy and updates by epoch."""
     return {int(epoch): (float(accuracy), int(updates)) for epoch, accuracy, updates in LINE.findall(output)}
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     shutil.copytree(ROOT / "traces", tmp_path / "traces")
     return tmp_path
 
 
-def test_the_script_is_short_and_the_page_runs_it() -> None:
+def test_the_script_is_short_and_the_page_runs_it():
     assert SCRIPT.read_text().count("\n") <= 60
     assert commands(PAGE) == ["python examples/train.py", "torchrun --nproc-per-node=2 examples/train.py"]
 
 
 @pytest.mark.slow("trains in three processes")
 @pytest.mark.torch
-def test_an_interrupted_run_goes_on_in_two_processes(folder: Path) -> None:
+def test_an_interrupted_run_goes_on_in_two_processes(folder):
     variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, str(SCRIPT)]
     with subprocess.Popen(

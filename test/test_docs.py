@@ -55,10 +55,10 @@ ELSEWHERE = {
 }  # beginning of a command that no test runs as it is -> why
 
 
-def public_names() -> set[str]:
+def public_names():
     """The names of the index, and those of its modules."""
 
-    def names(module: ModuleType) -> set[str]:
+    def names(module):
         things = {name: getattr(module, name) for name in getattr(module, "__all__", ())}
         modules = {name: thing for name, thing in things.items() if isinstance(thing, ModuleType)}
         return (things.keys() - modules.keys()).union(*map(names, modules.values()))
@@ -67,7 +67,7 @@ def public_names() -> set[str]:
 
 
 @pytest.mark.slow("builds the site")
-def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+def test_the_site_builds_without_a_warning(tmp_path):
     command = [sys.executable, "-W", "ignore", "-m", "sphinx", "-W", "--keep-going", "-q", str(DOCS), str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -76,13 +76,13 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert not missing, f"add these to docs/api.md: {missing}"
 
 
-def test_the_reference_lists_every_public_name() -> None:
+def test_the_reference_lists_every_public_name():
     text = (DOCS / "api.md").read_text()
     names = public_names() - set(vbs.testing.__all__)  # of which the page takes all
     assert not [name for name in names if not re.search(rf"\b{name}\b", text)], "add these to docs/api.md"
 
 
-def test_each_command_runs_here_or_says_why_not() -> None:
+def test_each_command_runs_here_or_says_why_not():
     for page in PAGES:
         for line in commands(page):
             # test_readme.py and test_elastic.py run the lines of the tour
@@ -90,7 +90,7 @@ def test_each_command_runs_here_or_says_why_not() -> None:
             assert known or any(line.startswith(begin) for begin in ELSEWHERE), f"{page.name}: {line}"
 
 
-def test_the_commands_of_our_scripts_have_flags_that_exist() -> None:
+def test_the_commands_of_our_scripts_have_flags_that_exist():
     """Also those that no test runs; a flag may be defined in a file beside the script."""
     for page in PAGES:
         for line in commands(page):
@@ -103,7 +103,7 @@ def test_the_commands_of_our_scripts_have_flags_that_exist() -> None:
                 assert not [flag for flag in flags if f'"{flag}"' not in sources], line
 
 
-def test_the_files_on_the_way_of_a_microbatch_exist() -> None:
+def test_the_files_on_the_way_of_a_microbatch_exist():
     way = (DOCS / "architecture.md").read_text().split("In ten lines")[1].split("\n## ")[0]
     folder, files = "", list[Path]()
     for name in re.findall(r"`([\w/]+\.py)`", way):
@@ -114,8 +114,8 @@ def test_the_files_on_the_way_of_a_microbatch_exist() -> None:
 
 
 @pytest.mark.slow("starts a process")
-def test_what_a_page_says_that_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    names: dict[str, object] = {}
+def test_what_a_page_says_that_it_prints(capsys):
+    names = {}
     exec(blocks(DOCS / "quickstart.md", "python")[0], names)
     exec(blocks(DOCS / "performance.md", "python")[0], names)
     last = capsys.readouterr().out.splitlines()[-1]
@@ -123,7 +123,7 @@ def test_what_a_page_says_that_it_prints(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.nightly("trains MNIST three times")
-def test_the_picture_is_drawn_from_real_trainings(tmp_path: Path) -> None:
+def test_the_picture_is_drawn_from_real_trainings(tmp_path):
     short = ["--epochs", "1", "--samples", "2000", "--runs", str(tmp_path), "--out", str(tmp_path / "tour.svg")]
     command = [sys.executable, str(DOCS / "figures" / "tour.py"), *short]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -134,7 +134,7 @@ def test_the_picture_is_drawn_from_real_trainings(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly("simulates for minutes of a cluster")
-def test_the_picture_of_the_controllers_is_drawn_from_simulations(tmp_path: Path) -> None:
+def test_the_picture_of_the_controllers_is_drawn_from_simulations(tmp_path):
     figure = tmp_path / "controllers.svg"
     command = [sys.executable, str(DOCS / "figures" / "controllers.py"), "--out", str(figure)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -145,6 +145,6 @@ def test_the_picture_of_the_controllers_is_drawn_from_simulations(tmp_path: Path
 
 
 @pytest.mark.parametrize("page", [DOCS / "quickstart.md"], ids=lambda page: page.stem)
-def test_the_first_block_prints_what_the_page_shows(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_block_prints_what_the_page_shows(page, capsys):
     exec(blocks(page, "python")[0], {})
     assert capsys.readouterr().out == blocks(page, "text")[0]

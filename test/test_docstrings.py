@@ -20,13 +20,13 @@ MODULES = sorted(
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_examples_run(module: str) -> None:
+def test_examples_run(module):
     results = doctest.testmod(importlib.import_module(module), optionflags=doctest.NORMALIZE_WHITESPACE)
     assert results.failed == 0
     assert results.attempted > 0
 
 
-def test_messages_name_titles_of_the_documentation() -> None:
+def test_messages_name_titles_of_the_documentation():
     source = "".join(path.read_text() for path in PACKAGE.rglob("*.py"))
     named = re.findall(r"in_documentation\([\"'](.+?)[\"']\)", source)
     named += re.findall(r"check\(SETTINGS, .*, \"(.+)\"\)", source)

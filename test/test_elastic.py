@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,16 +21,16 @@ SHORT = "--samples 12000 --trace 0:200 --microbatch 50 --target 0.5 --save-every
 
 
 @pytest.fixture
-def started() -> Iterator[list[subprocess.Popen[bytes]]]:
+def started():
     """Leaders of sessions; each ends with the test, together with its descendants."""
-    leaders: list[subprocess.Popen[bytes]] = []
+    leaders = []
     yield leaders
     for leader in leaders:
         send(signal.SIGKILL, [*descendants(leader.pid), leader.pid])
         leader.wait()
 
 
-def start(line: str, log: Path, path: str = "") -> subprocess.Popen[bytes]:
+def start(line, log, path=""):
     """Run a line of shell; `path` comes first on PATH."""
     with log.open("wb") as file:
         return subprocess.Popen(
@@ -46,9 +45,7 @@ def start(line: str, log: Path, path: str = "") -> subprocess.Popen[bytes]:
 
 @pytest.mark.nightly("starts XLA twice")
 @pytest.mark.xla
-def test_a_shell_loop_resumes_with_another_number_of_cores(
-    tmp_path: Path, started: list[subprocess.Popen[bytes]]
-) -> None:
+def test_a_shell_loop_resumes_with_another_number_of_cores(tmp_path, started):
     if importlib.util.find_spec("torch_xla") is None:
         pytest.skip("torch_xla is not installed")
     nproc = tmp_path / "bin" / "nproc"
@@ -72,15 +69,13 @@ def test_a_shell_loop_resumes_with_another_number_of_cores(
 
 
 @pytest.mark.slow("restarts torchrun")
-def test_torchrun_continues_when_a_machine_joins_and_when_it_is_lost(
-    tmp_path: Path, started: list[subprocess.Popen[bytes]]
-) -> None:
+def test_torchrun_continues_when_a_machine_joins_and_when_it_is_lost(tmp_path, started):
     line = ELASTIC.replace("runs/a", f"{tmp_path}/saved --epochs 2 {SHORT}").replace("29400", str(free_port()))
     line = line.replace("last_call_timeout=5", "last_call_timeout=1,keep_alive_interval=1")
     line = line.replace("--nproc-per-node=2", "--nproc-per-node=1 --monitor-interval=0.1")
     logs = tmp_path / "first", tmp_path / "second"
 
-    def worlds() -> list[str]:
+    def worlds():
         return re.findall(r"^(\d) x cpu", "".join(log.read_text() for log in logs if log.exists()), re.MULTILINE)
 
     first = start(line, logs[0])
@@ -99,14 +94,14 @@ def test_torchrun_continues_when_a_machine_joins_and_when_it_is_lost(
     assert re.search(r"^samples +24,000$", output, re.MULTILINE)
 
 
-def output_in(folder: Path) -> Callable[[], str]:
+def output_in(folder):
     """Return a function that reads the files in a folder."""
     return lambda: "\n".join(path.read_text(errors="replace") for path in folder.iterdir() if path.is_file())
 
 
-def descendants(pid: int) -> list[int]:
+def descendants(pid):
     """Return the descendants of a process, in any session."""
-    parents: dict[int, list[int]] = {}
+    parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             child, parent = stat.read_text().rpartition(")")[::2]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,12 +15,12 @@ from helpers.processes import spawn
 PAGE = DOCS / "extending.md"
 
 
-def names_of(*parts: str) -> dict[str, Any]:
+def names_of(*parts):
     """Run the blocks of the page that contain these texts, after a quick start, and return their names."""
     torch.manual_seed(0)
     samples = 216  # two cycles of the page's trace
     dataset = TensorDataset(torch.randn(samples, 20), torch.randint(3, (samples,)))
-    names: dict[str, Any] = {"torch": torch, "vbs": vbs, "dataset": dataset, "model": torch.nn.Linear(20, 3)}
+    names = {"torch": torch, "vbs": vbs, "dataset": dataset, "model": torch.nn.Linear(20, 3)}
     names["sampler"] = vbs.CustomSampler(dataset, [64, 40, 112], num_replicas=1, rank=0, minibatch_size=16)
     names["inner"] = torch.optim.SGD(names["model"].parameters(), lr=0.01)
     for part in parts:
@@ -32,7 +29,7 @@ def names_of(*parts: str) -> dict[str, Any]:
     return names
 
 
-def train_in_process(rank: int, port: int, size: int, folder: Path) -> None:
+def train_in_process(rank, port, size, folder):
     torch.set_num_threads(1)
     names = names_of("class StoreBackend", "def train")
     store = dist.TCPStore("localhost", port, is_master=False)
@@ -41,7 +38,7 @@ def train_in_process(rank: int, port: int, size: int, folder: Path) -> None:
 
 
 @pytest.mark.slow("starts processes")
-def test_the_backend_of_the_page_connects_processes(tmp_path: Path) -> None:
+def test_the_backend_of_the_page_connects_processes(tmp_path):
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     spawn(train_in_process, (store.port, 2, tmp_path), nprocs=2)
     alone = names_of("class StoreBackend", "def train")["train"](vbs.backend.LocalBackend())
@@ -51,7 +48,7 @@ def test_the_backend_of_the_page_connects_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rule", ["CubeRootRule", "HalfGainRule"])
-def test_the_rules_of_the_page_train(rule: str) -> None:
+def test_the_rules_of_the_page_train(rule):
     names = names_of("class CubeRootRule", f"class {rule}")
     optimizer, sampler = names["optimizer"], names["sampler"]
     factors = []
@@ -67,8 +64,8 @@ def test_the_rules_of_the_page_train(rule: str) -> None:
         assert all((1 + k) / 2 <= factor <= 1 for k, factor in zip(ratios, factors, strict=True))
 
 
-def test_the_rule_for_the_package_describes_itself() -> None:
-    names: dict[str, Any] = {"__name__": "cube_root"}
+def test_the_rule_for_the_package_describes_itself():
+    names = {"__name__": "cube_root"}
     (block,) = blocks(PAGE, "py")
     exec(block, names)
     assert set(description(names["CubeRootRule"])) == {"Scales", "Progress", "Use when", "Fails when"}
@@ -77,6 +74,6 @@ def test_the_rule_for_the_package_describes_itself() -> None:
     )
 
 
-def test_the_trace_from_a_program_prints_what_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_trace_from_a_program_prints_what_the_page_shows(capsys):
     names_of("nodes = ")
     assert [capsys.readouterr().out] == blocks(PAGE, "text")

@@ -28,14 +28,14 @@ TRACE = ["--trace", "0:8 8:16 16:24"]
 
 
 @pytest.fixture
-def short(tmp_path: Path) -> list[str]:
+def short(tmp_path):
     """Flags of a training with 256 blocks, twice, and 32 to validate with."""
     path = tmp_path / "text"
     path.write_bytes("".join(topics.values()).encode()[: 64 * 289])
     return ["--text", str(path), "--epochs", "2", "--batch", "16", "--microbatch", "4", "--float32"]
 
 
-def run_here(monkeypatch: pytest.MonkeyPatch, line: str, *flags: object) -> None:
+def run_here(monkeypatch, line, *flags):
     """Run the script of a line in this process, where a warning is an error."""
     script, *words = shlex.split(line.partition("python ")[2])
     monkeypatch.setattr(sys, "argv", [script, *words, *map(str, flags)])
@@ -43,7 +43,7 @@ def run_here(monkeypatch: pytest.MonkeyPatch, line: str, *flags: object) -> None
     runpy.run_path(str(ROOT / script), run_name="__main__")
 
 
-def run_processes(line: str, *flags: object) -> str:
+def run_processes(line, *flags):
     """Run a line of torchrun; return what is printed."""
     command = [*shlex.split(line.replace("torchrun", "torchrun --standalone")), *map(str, flags)]
     done = run(*command, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
@@ -51,7 +51,7 @@ def run_processes(line: str, *flags: object) -> str:
     return done.stderr + done.stdout
 
 
-def scalars(folder: Path) -> dict[str, list[float]]:
+def scalars(folder):
     """Return the losses and batch sizes of a training, by update."""
     with (folder / "scalars.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -59,20 +59,20 @@ def scalars(folder: Path) -> dict[str, list[float]]:
     return {name: [float(row[name]) for row in rows if row[name]] for name in names}
 
 
-def assert_same(folder: Path, expected: Path) -> None:
+def assert_same(folder, expected):
     found = scalars(folder)
     for name, values in scalars(expected).items():
         assert found[name] == pytest.approx(values, rel=1e-3), name
 
 
-def assert_prints(printed: str, shown: str) -> None:
+def assert_prints(printed, shown):
     """Check that the same is printed, but for losses that differ a little: other Pythons have another text."""
     assert re.sub(LOSS, "", printed) == re.sub(LOSS, "", shown)
     found, expected = (list(map(float, re.findall(LOSS, text))) for text in (printed, shown))
     assert found == pytest.approx(expected, abs=0.15)
 
 
-def test_lines_that_are_not_highlighted_are_the_same_in_both_scripts() -> None:
+def test_lines_that_are_not_highlighted_are_the_same_in_both_scripts():
     names = re.findall(r"^```{side-by-side} (.*)$", PAGE.read_text(), re.MULTILINE)
     assert len(names) == 8
     for name in names:
@@ -80,7 +80,7 @@ def test_lines_that_are_not_highlighted_are_the_same_in_both_scripts() -> None:
         assert common(plain, variable) == common(variable, plain), name
 
 
-def common(lines: list[str], others: list[str]) -> list[str]:
+def common(lines, others):
     highlighted = changed(lines, others)
     same = [line.strip() for number, line in enumerate(lines, 1) if number not in highlighted]
     return [line for line in same if line]
@@ -88,9 +88,7 @@ def common(lines: list[str], others: list[str]) -> list[str]:
 
 @pytest.mark.nightly("trains for its page")
 @pytest.mark.torch
-def test_both_print_what_the_page_shows_and_learn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_both_print_what_the_page_shows_and_learn(tmp_path, monkeypatch, capsys):
     for line, shown in zip((PLAIN, VARIABLE), blocks(PAGE, "text"), strict=True):
         run_here(monkeypatch, line, "--folder", tmp_path / Path(line).stem)
         printed = capsys.readouterr().out
@@ -102,9 +100,7 @@ def test_both_print_what_the_page_shows_and_learn(
 
 @pytest.mark.nightly("trains twice")
 @pytest.mark.torch
-def test_with_batches_of_one_size_both_learn_equally_well(
-    tmp_path: Path, short: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_with_batches_of_one_size_both_learn_equally_well(tmp_path, short, monkeypatch, capsys):
     run_here(monkeypatch, VARIABLE, *short, "--trace", 16, "--folder", tmp_path / "variable")
     variable = float(re.findall(LOSS, capsys.readouterr().out)[-1])
     printed = run_processes(PLAIN_ON_TWO, *short, "--folder", tmp_path / "plain")
@@ -115,9 +111,7 @@ def test_with_batches_of_one_size_both_learn_equally_well(
 
 @pytest.mark.nightly("starts three trainings")
 @pytest.mark.torch
-def test_two_processes_make_the_updates_of_one_also_after_a_stop(
-    tmp_path: Path, short: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_two_processes_make_the_updates_of_one_also_after_a_stop(tmp_path, short, monkeypatch, caplog):
     alone, together, stopped = (tmp_path / name for name in ("alone", "together", "stopped"))
     run_here(monkeypatch, VARIABLE, *short, *TRACE, "--folder", alone)
     run_processes(VARIABLE_ON_TWO, *short, *TRACE, "--folder", together)
@@ -136,13 +130,13 @@ def test_two_processes_make_the_updates_of_one_also_after_a_stop(
     assert_same(stopped, alone)
 
 
-def send_in_microbatch(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def send_in_microbatch(number, monkeypatch):
     """Send this process a SIGTERM in its microbatch with that number."""
     monkeypatch.syspath_prepend(FOLDER)
     gpt = importlib.import_module("gpt")
     original, calls = gpt.loss_of, []
 
-    def loss_of(*arguments: object) -> object:
+    def loss_of(*arguments):
         calls.append(arguments)
         if len(calls) == number:
             os.kill(os.getpid(), signal.SIGTERM)

@@ -33,17 +33,12 @@ WITHOUT_TORCH = {
     "lab.simulation",
     "_extras",
     "_files",
-} | {
-    *(f"data.{module}" for module in ("plan", "growing", "deal", "batches", "shuffle")),
-}
-NAMES_NO_TORCH = {
-    "tracker",
-    "backend._xla_launch",
-}  # but their package does
+} | {*(f"data.{module}" for module in ("plan", "growing", "deal", "batches", "shuffle"))}
+NAMES_NO_TORCH = {"tracker", "backend._xla_launch"}  # but their package does
 WITH_XLA = {"backend.xla"}
 
 
-def name(path: Path) -> str:
+def name(path):
     """The module's name inside the package: "" for the package itself."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -55,9 +50,9 @@ INDEX = {name: module for module, name in re.findall(r"from \.(\S+) import .* as
 
 
 @cache
-def imports(module: str) -> set[str]:
+def imports(module):
     """What a file imports, wherever it does."""
-    found: set[str] = set()
+    found = set()
     for node in ast.walk(ast.parse(FILES[module].read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
@@ -71,29 +66,29 @@ def imports(module: str) -> set[str]:
     return found
 
 
-def imports_from(module: str, library: str) -> set[str]:
+def imports_from(module, library):
     return {found for found in imports(module) if found.split(".")[0] == library}
 
 
-def room(module: str) -> str:
-    return re.match(r"(lab\.)?\w+", module)[0]  # type: ignore[index]
+def room(module):
+    return re.match(r"(lab\.)?\w+", module)[0]
 
 
-def test_every_room_has_a_line_in_the_architecture() -> None:
+def test_every_room_has_a_line_in_the_architecture():
     assert set(map(room, MODULES)) == set(ARROWS)
 
 
-def own_imports(module: str) -> set[str]:
+def own_imports(module):
     return {found.removeprefix("variable_batch_size.") for found in imports_from(module, "variable_batch_size")}
 
 
-def test_imports_follow_the_arrows() -> None:
+def test_imports_follow_the_arrows():
     rooms = {module: set(map(room, own_imports(module))) - {room(module), *ARROWS[room(module)]} for module in MODULES}
     assert {module: others for module, others in rooms.items() if others} == {}
 
 
-def test_arrows_point_to_earlier_lines() -> None:
-    earlier: set[str] = set()
+def test_arrows_point_to_earlier_lines():
+    earlier = set()
     for start, targets in ARROWS.items():
         assert targets <= earlier
         earlier.add(start)
@@ -102,12 +97,12 @@ def test_arrows_point_to_earlier_lines() -> None:
 LAB = [module for module in MODULES if module.startswith("lab.")]
 
 
-def test_nothing_but_the_command_imports_the_lab() -> None:
+def test_nothing_but_the_command_imports_the_lab():
     others = {module for module in MODULES if room(module) not in ("cli", "__main__")} - {*LAB}
     assert [module for module in others if any(found.startswith("lab") for found in own_imports(module))] == []
 
 
-def test_the_lab_knows_a_training_by_public_names() -> None:
+def test_the_lab_knows_a_training_by_public_names():
     """Those of an index; of trace, rules and adaptive, pure functions with which both compute, all without a `_`."""
     inside = re.compile(r"variable_batch_size\.(backend|data|optim|checkpoint|metric\w*|tracker)\.")
     for module in LAB:
@@ -118,7 +113,7 @@ def test_the_lab_knows_a_training_by_public_names() -> None:
         assert not [name for name, _ in reached if re.match("_[a-z]", name) and name not in own], module
 
 
-def test_importing_what_trains_imports_nothing_of_the_lab() -> None:
+def test_importing_what_trains_imports_nothing_of_the_lab():
     script = """
 import sys, tempfile, torch, variable_batch_size as vbs
 model, folder = torch.nn.Linear(1, 1), tempfile.mkdtemp()
@@ -139,15 +134,15 @@ assert not [name for name in sys.modules if name.startswith("variable_batch_size
     assert run_python(script) == (0, "", "")
 
 
-def test_modules_import_each_other_in_no_circle() -> None:
+def test_modules_import_each_other_in_no_circle():
     arrows = {module: own_imports(module) for module in MODULES}
-    standing: set[str] = set()
+    standing = set()
     while free := {module for module, targets in arrows.items() if module not in standing and targets <= standing}:
         standing |= free
     assert set(MODULES) - standing == set()
 
 
-def test_no_two_classes_share_a_name() -> None:
+def test_no_two_classes_share_a_name():
     modules = dict[str, list[str]]()
     for file in sorted(PACKAGE.rglob("*.py")):
         for node in ast.parse(file.read_text(encoding="utf-8")).body:
@@ -156,7 +151,7 @@ def test_no_two_classes_share_a_name() -> None:
     assert {name: files for name, files in modules.items() if len(files) > 1} == {}
 
 
-def test_importing_a_module_without_torch_does_not_import_it_indirectly() -> None:
+def test_importing_a_module_without_torch_does_not_import_it_indirectly():
     modules = [module for module in MODULES if {module, room(module)} & WITHOUT_TORCH]
     script = f"""
 import importlib, sys
@@ -170,20 +165,20 @@ assert "torch" not in sys.modules
     assert run_python(script) == (0, "", "")
 
 
-def test_only_the_xla_backend_imports_torch_xla_and_by_the_function_that_does_it_when_used() -> None:
+def test_only_the_xla_backend_imports_torch_xla_and_by_the_function_that_does_it_when_used():
     assert not [module for module in MODULES if imports_from(module, "torch_xla")]
     naming = {module for module in MODULES if '"torch_xla.' in FILES[module].read_text()}
     assert naming == WITH_XLA
 
 
-def run_python(script: str) -> tuple[int, str, str]:
+def run_python(script):
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
     )
     return done.returncode, done.stdout, done.stderr
 
 
-def test_importing_the_package_has_no_side_effects() -> None:
+def test_importing_the_package_has_no_side_effects():
     script = """
 import logging, os, sys, warnings
 before = dict(os.environ), warnings.filters[:]
@@ -206,7 +201,7 @@ assert not torch.distributed.is_initialized()
     assert run_python(script) == (0, "", "")
 
 
-def test_the_index_is_sorted_and_complete() -> None:
+def test_the_index_is_sorted_and_complete():
     assert vbs.__all__ == sorted(vbs.__all__)
     assert set(vbs.__all__) <= set(dir(vbs))
     assert dir(vbs) == vbs.__all__
@@ -217,6 +212,6 @@ def test_the_index_is_sorted_and_complete() -> None:
         vbs.Nonsense  # noqa: B018
     script = "import variable_batch_size as vbs; vbs.backend.xla.launch, vbs.testing.run_ranks, vbs.lab.cluster.read"
     assert run_python(script) == (0, "", "")
-    found: dict[str, object] = {}
+    found = {}
     exec("from variable_batch_size import *", found)
     assert set(vbs.__all__) <= set(found)

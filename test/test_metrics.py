@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,12 +16,11 @@ import variable_batch_size as vbs
 from helpers.measured import HITS, VALUES, Measured
 from helpers.properties import examples
 from helpers.reference import SIZES, batches, training
-from variable_batch_size.backend import Backend
 from variable_batch_size.metrics import compensated_add
 from variable_batch_size.testing import run_ranks
 
 
-def expected(sizes: Sequence[int], dataset_size: int, updates: slice = slice(None)) -> dict[str, float]:
+def expected(sizes, dataset_size, updates=slice(None)):
     """Return the means over the samples of these updates, in float64."""
     used = [sample for batch in list(batches(sizes, dataset_size))[updates] for sample in batch]
     return {"value": float(VALUES[used].mean()), "hit": float(HITS[used].mean()), "samples": len(used)}
@@ -40,12 +37,10 @@ def expected(sizes: Sequence[int], dataset_size: int, updates: slice = slice(Non
     minibatch_size=st.integers(1, 16),
     fixed_shape=st.booleans(),
 )
-def test_means_are_over_the_samples_of_the_updates(
-    sizes: list[int], tail: int, world: int, minibatch_size: int, fixed_shape: bool
-) -> None:
+def test_means_are_over_the_samples_of_the_updates(sizes, tail, world, minibatch_size, fixed_shape):
     dataset_size = max(sizes) + tail
 
-    def measure(backend: Backend) -> dict[str, float]:
+    def measure(backend):
         sampling = {"fixed_shape": fixed_shape}
         run = Measured(sizes, dataset_size, minibatch_size=minibatch_size, sampling=sampling, backend=backend)
         return run.run(len(sizes)).metrics.read()
@@ -55,23 +50,23 @@ def test_means_are_over_the_samples_of_the_updates(
     assert found == world * found[:1]
 
 
-def test_read_and_add_take_no_all_reduce() -> None:
-    def collectives(backend: Backend) -> list[int]:
+def test_read_and_add_take_no_all_reduce():
+    def collectives(backend):
         run, counts = Measured(sizes=[9], dataset_size=90, backend=backend), []
         run.run(2)
         for read in (False, True, True):
-            before = backend.collectives  # type: ignore[attr-defined]
+            before = backend.collectives
             run.run(1)
             if read:
                 run.metrics.read()
-            counts.append(backend.collectives - before)  # type: ignore[attr-defined]
+            counts.append(backend.collectives - before)
         return counts
 
     assert run_ranks(collectives, 3) == 3 * [[1, 1, 1]]
 
 
-def test_replays_have_no_weight_even_if_their_values_are_infinite() -> None:
-    def measure(backend: Backend) -> dict[str, float]:
+def test_replays_have_no_weight_even_if_their_values_are_infinite():
+    def measure(backend):
         run = training(vbs.ConstantOptimizer, [2], dataset_size=6, minibatch_size=2, backend=backend)
         metrics = vbs.Accumulator(run.optimizer)
         for indices in run.sampler:
@@ -84,7 +79,7 @@ def test_replays_have_no_weight_even_if_their_values_are_infinite() -> None:
     assert run_ranks(measure, 3) == 3 * [{"loss": 3, "samples": 6}]
 
 
-def test_add_accepts_any_number_and_retains_no_autograd_graph() -> None:
+def test_add_accepts_any_number_and_retains_no_autograd_graph():
     run = training(vbs.ConstantOptimizer, [4], dataset_size=8)
     metrics = vbs.Accumulator(run.optimizer)
     for indices in run.sampler:
@@ -98,7 +93,7 @@ def test_add_accepts_any_number_and_retains_no_autograd_graph() -> None:
     assert not any(part.requires_grad for own in metrics._committed.values() for part in own.parts)
 
 
-def test_a_name_of_some_microbatches_is_a_mean_over_their_samples() -> None:
+def test_a_name_of_some_microbatches_is_a_mean_over_their_samples():
     run = training(vbs.ConstantOptimizer, [4, 2, 4], dataset_size=10)
     metrics = vbs.Accumulator(run.optimizer)
     for indices in run.sampler:
@@ -112,7 +107,7 @@ def test_a_name_of_some_microbatches_is_a_mean_over_their_samples() -> None:
     assert metrics.state_dict()["sometimes"]["samples"] == 8
 
 
-def test_a_nonfinite_value_makes_the_mean_nonfinite() -> None:
+def test_a_nonfinite_value_makes_the_mean_nonfinite():
     for bad in (math.inf, math.nan):
         run = training(vbs.ConstantOptimizer, [4], dataset_size=8)
         metrics = vbs.Accumulator(run.optimizer)
@@ -126,7 +121,7 @@ def test_a_nonfinite_value_makes_the_mean_nonfinite() -> None:
 # --------------------------------------------------------------------------------------- only committed steps count
 
 
-def test_read_in_the_middle_of_a_step_covers_the_committed_updates() -> None:
+def test_read_in_the_middle_of_a_step_covers_the_committed_updates():
     run, updates = Measured([20], dataset_size=100).run(2), 2
     for indices in run.training.sampler:
         updates += run.microbatch(indices)
@@ -137,7 +132,7 @@ def test_read_in_the_middle_of_a_step_covers_the_committed_updates() -> None:
 
 @pytest.mark.parametrize("how", ["discard_step", "set_epoch", "load_state_dict"])
 @pytest.mark.parametrize("begun", [1, 2, 4])
-def test_a_discarded_step_does_not_count(how: str, begun: int) -> None:
+def test_a_discarded_step_does_not_count(how, begun):
     run = Measured([20], dataset_size=100).run(2)
     state = run.optimizer.state_dict()
     indices = iter(run.training.sampler)
@@ -167,7 +162,7 @@ def test_a_discarded_step_does_not_count(how: str, begun: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:set_epoch")
-def test_a_discarded_last_step_of_an_epoch_does_not_count() -> None:
+def test_a_discarded_last_step_of_an_epoch_does_not_count():
     run = Measured([20], dataset_size=40).run(1)
     for indices in run.training.sampler:
         run.metrics.add(value=torch.from_numpy(VALUES[indices]).mean())
@@ -183,7 +178,7 @@ def test_a_discarded_last_step_of_an_epoch_does_not_count() -> None:
 
 @given(skipped=st.sets(st.integers(0, 4)), by_noise=st.booleans())
 @examples(20)
-def test_the_samples_of_a_skipped_update_do_not_count(skipped: set[int], by_noise: bool) -> None:
+def test_the_samples_of_a_skipped_update_do_not_count(skipped, by_noise):
     """Under a `GradScaler`, and if the measured noise is not finite; their values may be nan."""
     options = {"noise": "microbatches"} if by_noise else {}
     run, scaler = Measured([8], dataset_size=40, **options), torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -209,7 +204,7 @@ def test_the_samples_of_a_skipped_update_do_not_count(skipped: set[int], by_nois
         assert found["value"] == pytest.approx(VALUES[used.astype(int)].mean(), rel=1e-12)
 
 
-def test_accumulators_are_independent_and_the_optimizer_does_not_keep_them_alive() -> None:
+def test_accumulators_are_independent_and_the_optimizer_does_not_keep_them_alive():
     run = Measured().run(2)
     first, second = run.metrics, vbs.Accumulator(run.optimizer)
     run.metrics = second
@@ -231,10 +226,8 @@ def test_accumulators_are_independent_and_the_optimizer_does_not_keep_them_alive
     before=st.tuples(st.integers(1, 9), st.integers(1, 5)),
     after=st.tuples(st.integers(1, 9), st.integers(1, 5)),
 )
-def test_a_mean_resumes_in_another_world(
-    stop: int, begun: bool, before: tuple[int, int], after: tuple[int, int]
-) -> None:
-    def before_the_stop(backend: Backend) -> str:
+def test_a_mean_resumes_in_another_world(stop, begun, before, after):
+    def before_the_stop(backend):
         run = Measured(minibatch_size=before[0], backend=backend).run(stop)
         saved = run.optimizer.state_dict()["vbs"], run.metrics.state_dict()
         # A microbatch after the checkpoint is lost. No rank may complete the update, for which it needs all others.
@@ -246,7 +239,7 @@ def test_a_mean_resumes_in_another_world(
             run.microbatch(next(iter(run.training.sampler)))
         return json.dumps(saved[1])
 
-    def after_the_stop(backend: Backend) -> dict[str, float]:
+    def after_the_stop(backend):
         run = Measured(minibatch_size=after[0], backend=backend)
         run.optimizer.load_state_dict(state)
         run.metrics.load_state_dict(json.loads(saved[0]))
@@ -259,7 +252,7 @@ def test_a_mean_resumes_in_another_world(
         assert found == pytest.approx(expected(SIZES, dataset_size=50), rel=1e-12)
 
 
-def test_a_loaded_state_is_saved_again_unchanged() -> None:
+def test_a_loaded_state_is_saved_again_unchanged():
     run = Measured().run(3)
     state = run.metrics.state_dict()
     other = Measured().metrics
@@ -275,7 +268,7 @@ def test_a_loaded_state_is_saved_again_unchanged() -> None:
 # ------------------------------------------------------------------------------------------------------ precision
 
 
-def test_a_million_float32_losses_lose_no_digits() -> None:
+def test_a_million_float32_losses_lose_no_digits():
     """A pair of float32 numbers holds the sum, where one of them does not."""
     losses = np.random.default_rng(1).uniform(0, 3, 1000).astype(np.float32)
     high, low = torch.tensor(2.0**26), torch.tensor(0.0)  # as after a million microbatches
@@ -289,7 +282,7 @@ def test_a_million_float32_losses_lose_no_digits() -> None:
     assert abs(plain.item() - 2.0**26 - exact) > 100
 
 
-def test_means_are_the_same_on_a_device_without_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_means_are_the_same_on_a_device_without_float64(monkeypatch):
     monkeypatch.setattr("variable_batch_size.metrics.WITHOUT_FLOAT64", ("cpu",))
     run = Measured().run(len(SIZES))
     assert len(run.metrics._committed["value"].parts) == 2
@@ -299,9 +292,9 @@ def test_means_are_the_same_on_a_device_without_float64(monkeypatch: pytest.Monk
 # --------------------------------------------------------------------------------------------------------- errors
 
 
-def test_rejects_what_is_not_one_number_and_adds_nothing() -> None:
+def test_rejects_what_is_not_one_number_and_adds_nothing():
     run = Measured([4], dataset_size=8)
-    bad: list[tuple[Any, type[Exception], str]] = [
+    bad = [
         (torch.ones(3), ValueError, r"^value must be a mean over .* got a tensor of shape \(3,\); pass its"),
         ("0.5", TypeError, r"^value must be a number or a tensor with one element, got '0.5' \(str\); pass"),
         (True, TypeError, r"^value must be a number or a tensor with one element, got True \(bool\); pass"),
@@ -316,11 +309,11 @@ def test_rejects_what_is_not_one_number_and_adds_nothing() -> None:
 
 @given(stop=st.integers(0, 2 * len(SIZES)), world=st.sampled_from([1, 2]), then=st.sampled_from([1, 2]))
 @examples(15)
-def test_a_restored_loop_reports_the_means_of_each_epoch(stop: int, world: int, then: int) -> None:
+def test_a_restored_loop_reports_the_means_of_each_epoch(stop, world, then):
     """Wherever it was stopped, also at an epoch's end, before the means of that epoch were read."""
     epochs, samples = 3, sum(SIZES)
 
-    def train(backend: Backend, state: Any = None, until: int = -1) -> tuple[Any, dict[int, dict[str, float]]]:
+    def train(backend, state=None, until=-1):
         run, means = Measured([*SIZES, *SIZES, *SIZES], samples, backend=backend), {}
         if state is not None:
             run.optimizer.load_state_dict(state[0])
@@ -350,8 +343,8 @@ def test_a_restored_loop_reports_the_means_of_each_epoch(stop: int, world: int, 
 
 
 @pytest.mark.parametrize("names", [["loss", "accuracy"], ["loss", ""], ["", "loss"]])
-def test_other_names_on_another_rank_raise_on_every_rank(names: list[str]) -> None:
-    def train(backend: Backend) -> str:
+def test_other_names_on_another_rank_raise_on_every_rank(names):
+    def train(backend):
         run = training(backend=backend)
         metrics, own = vbs.Accumulator(run.optimizer), names[backend.world.rank]
         for indices in run.sampler:

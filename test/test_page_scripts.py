@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,7 @@ from helpers.commands import run
 from helpers.pages import DOCS, blocks, commands
 
 
-def printed(page: str, processes: int, *flags: str) -> list[str]:
+def printed(page, processes, *flags):
     """Run the script of a page in so many processes; return the lines of numbers: gloo prints others, too."""
     (line,) = commands(DOCS / page)
     words = line.replace("--nproc-per-node=2", f"--standalone --nproc-per-node={processes}").split()
@@ -22,26 +21,26 @@ def printed(page: str, processes: int, *flags: str) -> list[str]:
     return re.findall(r"(?:\d+ )+\d\.\d{4}$", done.stdout, re.MULTILINE)
 
 
-def shown(page: str) -> list[str]:
+def shown(page):
     return blocks(DOCS / page, "text")[0].splitlines()
 
 
 @pytest.mark.nightly("starts processes")
 @pytest.mark.torch
 @pytest.mark.parametrize("processes", [1, 2])
-def test_data_parallel_on_any_number_of_processes(processes: int) -> None:
+def test_data_parallel_on_any_number_of_processes(processes):
     assert printed("ddp.md", processes) == shown("ddp.md")
 
 
 @pytest.mark.nightly("trains a GPT")
 @pytest.mark.torch
-def test_a_sharded_training_that_stops_and_resumes_elsewhere(tmp_path: Path) -> None:
+def test_a_sharded_training_that_stops_and_resumes_elsewhere(tmp_path):
     folder = f"--folder={tmp_path}"
     assert printed("sharded.md", 3, folder, "--updates=50") + printed("sharded.md", 2, folder) == shown("sharded.md")
 
 
 @pytest.mark.slow("starts processes")
-def test_a_sharded_training_in_bfloat16_stays_near() -> None:
+def test_a_sharded_training_in_bfloat16_stays_near():
     (found,) = printed("sharded.md", 2, "--updates=20", "--bfloat16")
     assert float(found.split()[-1]) == pytest.approx(float(shown("sharded.md")[0].split()[-1]), abs=2e-3)
 
@@ -49,7 +48,7 @@ def test_a_sharded_training_in_bfloat16_stays_near() -> None:
 @pytest.mark.nightly("starts XLA")
 @pytest.mark.xla
 @pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="torch_xla is not installed")
-def test_the_example_on_xla() -> None:
+def test_the_example_on_xla():
     (line,) = (line for line in commands(DOCS / "devices.md") if "examples/xla.py" in line and "CPU" in line)
     *settings, _, script = line.split()
     done = run(sys.executable, script, **dict(setting.split("=") for setting in settings))

@@ -9,8 +9,6 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -39,9 +37,9 @@ with vbs.Preemption() as preemption:
 
 
 @pytest.fixture
-def processes() -> Iterator[list[subprocess.Popen[str]]]:
+def processes():
     """Processes that end with the test."""
-    started: list[subprocess.Popen[str]] = []
+    started = []
     yield started
     for process in started:
         process.kill()
@@ -49,9 +47,7 @@ def processes() -> Iterator[list[subprocess.Popen[str]]]:
 
 
 @pytest.mark.slow("starts a process")
-def test_a_main_thread_blocked_in_c_records_the_first_signal_and_exits_on_the_second(
-    tmp_path: Path, processes: list[subprocess.Popen[str]]
-) -> None:
+def test_a_main_thread_blocked_in_c_records_the_first_signal_and_exits_on_the_second(tmp_path, processes):
     process = start(STUCK, tmp_path)
     processes.append(process)
     assert process.stdout is not None
@@ -65,7 +61,7 @@ def test_a_main_thread_blocked_in_c_records_the_first_signal_and_exits_on_the_se
     assert process.wait(5) == EXIT_CODE == 143
 
 
-def test_handlers_are_restored_after_the_context() -> None:
+def test_handlers_are_restored_after_the_context():
     before = [signal.getsignal(number) for number in SIGNALS], signal.set_wakeup_fd(-1)
     with vbs.Preemption() as preemption:
         assert active_preemption() is preemption
@@ -81,10 +77,10 @@ def test_handlers_are_restored_after_the_context() -> None:
         assert not preemption.requested
 
 
-def test_rejects_entry_outside_of_the_main_thread() -> None:
+def test_rejects_entry_outside_of_the_main_thread():
     errors = []
 
-    def enter() -> None:
+    def enter():
         try:
             with vbs.Preemption():
                 pass
@@ -99,7 +95,7 @@ def test_rejects_entry_outside_of_the_main_thread() -> None:
     ]
 
 
-def test_signals_are_passed_on_to_the_previous_wakeup_fd() -> None:
+def test_signals_are_passed_on_to_the_previous_wakeup_fd():
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer)
@@ -114,14 +110,14 @@ def test_signals_are_passed_on_to_the_previous_wakeup_fd() -> None:
         os.close(writer)
 
 
-def test_the_first_signal_is_recorded_without_the_wakeup_fd() -> None:
+def test_the_first_signal_is_recorded_without_the_wakeup_fd():
     with vbs.Preemption() as preemption:
         assert signal.set_wakeup_fd(-1) != -1
         os.kill(os.getpid(), signal.SIGTERM)
         wait_for(preemption)
 
 
-def test_a_signal_that_has_no_handlers_leaves_nothing_behind() -> None:
+def test_a_signal_that_has_no_handlers_leaves_nothing_behind():
     before = [signal.getsignal(number) for number in SIGNALS], threading.active_count()
     with pytest.raises(OSError, match="Invalid argument"), vbs.Preemption([*SIGNALS, signal.SIGKILL]):
         pass
@@ -129,7 +125,7 @@ def test_a_signal_that_has_no_handlers_leaves_nothing_behind() -> None:
     assert (active_preemption(), signal.set_wakeup_fd(-1)) == (None, -1)
 
 
-def test_launches_nothing_after_a_signal() -> None:
+def test_launches_nothing_after_a_signal():
     with vbs.Preemption() as preemption:
         os.kill(os.getpid(), signal.SIGTERM)
         wait_for(preemption)
@@ -138,7 +134,7 @@ def test_launches_nothing_after_a_signal() -> None:
         assert end.value.code == EXIT_CODE
 
 
-def test_a_forked_child_handles_its_own_signals_and_not_those_of_its_parent() -> None:
+def test_a_forked_child_handles_its_own_signals_and_not_those_of_its_parent():
     with vbs.Preemption() as preemption:
         for number in SIGNALS:
             reader, writer = os.pipe()
@@ -159,7 +155,7 @@ def test_a_forked_child_handles_its_own_signals_and_not_those_of_its_parent() ->
         wait_for(preemption)
 
 
-def wait_for(preemption: vbs.Preemption) -> None:
+def wait_for(preemption):
     deadline = time.monotonic() + 30
     while not preemption.requested:
         assert time.monotonic() < deadline
@@ -208,14 +204,14 @@ with vbs.Preemption((signal.Signals(int(sys.argv[2])),)), checkpoint(folder / "s
 STOPPED = r"Checkpoint (update-\S+) saved \d+\.\d\d s after (\w+); exiting with 143\."
 
 
-def wait_for_line(process: subprocess.Popen[str], expected: str) -> None:
+def wait_for_line(process, expected):
     """Wait until the process prints this line; gloo prints others before."""
     assert process.stdout is not None
     while (line := process.stdout.readline()) != f"{expected}\n":
         assert line
 
 
-def exit_lines(process: subprocess.Popen[str], received: signal.Signals | None) -> list[str]:
+def exit_lines(process, received):
     """Check that the process exits as after a signal, and return its remaining lines of output, then of errors."""
     out, err = process.communicate(timeout=100)
     assert process.returncode == EXIT_CODE, err
@@ -225,9 +221,7 @@ def exit_lines(process: subprocess.Popen[str], received: signal.Signals | None) 
     return out.splitlines() + told
 
 
-def test_all_ranks_stop_after_the_same_update_when_one_gets_a_signal(
-    tmp_path: Path, processes: list[subprocess.Popen[str]]
-) -> None:
+def test_all_ranks_stop_after_the_same_update_when_one_gets_a_signal(tmp_path, processes):
     processes += [start(RANK, tmp_path, rank) for rank in range(3)]
     for process in processes:
         wait_for_line(process, "ready")
@@ -244,9 +238,7 @@ def test_all_ranks_stop_after_the_same_update_when_one_gets_a_signal(
 
 @pytest.mark.slow("starts a process")
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_process_group_does_not_end_the_workers_of_a_loader(
-    sent: signal.Signals, tmp_path: Path, processes: list[subprocess.Popen[str]]
-) -> None:
+def test_a_signal_to_the_process_group_does_not_end_the_workers_of_a_loader(sent, tmp_path, processes):
     process = start(LOADER, tmp_path, int(sent), new_session=True)
     processes.append(process)
     wait_for_line(process, "ready")
@@ -269,9 +261,7 @@ def test_a_signal_to_the_process_group_does_not_end_the_workers_of_a_loader(
         ),
     ],
 )
-def test_a_program_that_launched_cores_exits_with_them(
-    launcher: str, tmp_path: Path, processes: list[subprocess.Popen[str]]
-) -> None:
+def test_a_program_that_launched_cores_exits_with_them(launcher, tmp_path, processes):
     script = f"""
 from functools import partial
 import torch_xla

@@ -21,7 +21,7 @@ SHORT = shlex.split("--epochs 1 --samples 12000 --trace 0:200 --microbatch 50 --
 slow, nightly = pytest.mark.slow("trains MNIST in processes"), pytest.mark.nightly("trains MNIST")
 
 
-def tours() -> list[object]:
+def tours():
     """Return the command lines of the tour; those that use XLA if it is installed are marked `xla`."""
     lines = dict.fromkeys(line for page in PAGES for line in commands(page) if TOUR in line)
     lines = [line for line in lines if "--checkpoint" not in line]  # test_elastic.py runs others
@@ -38,8 +38,8 @@ def tours() -> list[object]:
     ]
 
 
-def test_the_python_blocks_run_one_after_another(capsys: pytest.CaptureFixture[str]) -> None:
-    names: dict[str, object] = {}
+def test_the_python_blocks_run_one_after_another(capsys):
+    names = {}
     for block in blocks(README, "python"):
         exec(block, names)
     assert isinstance(names["optimizer"], vbs.CustomOptimizer)
@@ -48,7 +48,7 @@ def test_the_python_blocks_run_one_after_another(capsys: pytest.CaptureFixture[s
 
 @pytest.mark.usefixtures("published_mnist")
 @pytest.mark.parametrize("line", tours())
-def test_the_tour_trains(line: str) -> None:
+def test_the_tour_trains(line):
     words = shlex.split(line.replace("PJRT_DEVICE=TPU", ""))  # the same code, on the devices of this machine
     if words[0] == "torchrun":
         words.insert(1, "--standalone")  # by a port that is free
@@ -63,7 +63,7 @@ def test_the_tour_trains(line: str) -> None:
 @pytest.mark.usefixtures("published_mnist")
 @pytest.mark.nightly("trains MNIST twice")
 @pytest.mark.torch
-def test_the_tour_resumes_from_its_checkpoint_with_more_workers(tmp_path: Path) -> None:
+def test_the_tour_resumes_from_its_checkpoint_with_more_workers(tmp_path):
     flags = ["--device", "cpu", "--checkpoint", str(tmp_path), "--save-every", "25", "--rule", "adascale", "--cosine"]
     flags += [*SHORT, "--epochs", "2", "--trace", "0:200 90:100"]  # 150 updates, saved after every 25
     uninterrupted = run(sys.executable, TOUR, *flags, OMP_NUM_THREADS="1")
@@ -79,14 +79,14 @@ def test_the_tour_resumes_from_its_checkpoint_with_more_workers(tmp_path: Path) 
 
 @pytest.mark.usefixtures("published_mnist")
 @pytest.mark.nightly("trains MNIST")
-def test_the_tour_exits_with_21_below_its_target() -> None:
+def test_the_tour_exits_with_21_below_its_target():
     done = run(sys.executable, TOUR, "--device", "cpu", *SHORT, "--target", "1.01", OMP_NUM_THREADS="1")
     assert done.returncode == 21, done.stderr
     assert "below the target" in done.stdout
 
 
 @pytest.mark.parametrize("target", ["train", "test"])
-def test_make_has_the_target(target: str) -> None:
+def test_make_has_the_target(target):
     done = run("make", "-n", target)
     assert done.returncode == 0, done.stderr
     assert {"train": TOUR, "test": "pytest"}[target] in done.stdout
@@ -96,17 +96,17 @@ def test_make_has_the_target(target: str) -> None:
 @pytest.mark.nightly("trains MNIST")
 @pytest.mark.xla
 @pytest.mark.skipif(Path(sys.prefix) != ROOT / ".venv", reason="make train would install an environment first")
-def test_make_train_trains() -> None:
+def test_make_train_trains():
     done = run("make", "train", f"ARGS={shlex.join([*SHORT, '--cores', '2'])}")
     assert done.returncode == 0, done.stderr
     assert "best accuracy" in done.stdout
 
 
-def test_the_page_of_rules_has_the_table_of_rules() -> None:
+def test_the_page_of_rules_has_the_table_of_rules():
     assert rule_table() in (DOCS / "rules.md").read_text(), f"copy this into docs/rules.md:\n{rule_table()}"
 
 
-def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:
+def test_the_readme_is_short_and_its_links_lead_somewhere():
     text = README.read_text()
     assert text.count("\n") <= 90
     links = re.findall(r"\]\(([^)#]+)", text)
@@ -116,7 +116,7 @@ def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:
     assert not [name for name in named if not hasattr(vbs, name)]
 
 
-def test_each_promise_has_a_test() -> None:
+def test_each_promise_has_a_test():
     page = DOCS / "guarantees.md"
     promises = re.split(r"^\d+\. \*\*", page.read_text(), flags=re.MULTILINE)[1:]
     assert len(promises) == 10

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 import pytest
 
@@ -19,16 +18,14 @@ FLAGS = ["--microbatch=1000", "--width=4", "--save-every=0.01"]
 @pytest.mark.nightly("restarts torchrun several times")
 @pytest.mark.torch
 @pytest.mark.parametrize("notice", [25])
-def test_one_process_makes_the_updates_of_an_elastic_training_under_the_simulated_trace(
-    tmp_path: Path, notice: int
-) -> None:
+def test_one_process_makes_the_updates_of_an_elastic_training_under_the_simulated_trace(tmp_path, notice):
     """The clock of the capacity trace is the number of rows in the journals, so that no time matters.
 
     A notice is 25 updates long, some seconds: ranks look for a request to stop every half a second.
     """
     capacity = CapacityTrace(seconds=[0, 4, 40], nodes=[1, 2, 1], end=46)
 
-    def rows() -> int:
+    def rows():
         return sum(len(path.read_text().splitlines()) for path in elastic.glob("journal-*"))
 
     elastic = tmp_path / "elastic"

@@ -6,8 +6,6 @@ import re
 import shlex
 import sys
 from configparser import ConfigParser
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -28,25 +26,24 @@ SCHEMAS = {
 }
 
 
-def read(path: Path) -> Any:
+def read(path):
     return yaml.safe_load(path.read_text())
 
 
-def jobs() -> list[dict[str, Any]]:
+def jobs():
     return [job for path in WORKFLOWS for job in read(path)["jobs"].values()]
 
 
-def steps() -> list[dict[str, Any]]:
+def steps():
     return [step for job in jobs() for step in job.get("steps", [])]
 
 
-def read_matrix() -> dict[str, list[str]]:
-    workflow: dict[str, Any] = read(ROOT / ".github" / "workflows" / "tests.yml")
-    matrix: dict[str, list[str]] = workflow["jobs"]["tests"]["strategy"]["matrix"]
-    return matrix
+def read_matrix():
+    workflow = read(ROOT / ".github" / "workflows" / "tests.yml")
+    return workflow["jobs"]["tests"]["strategy"]["matrix"]
 
 
-def python_versions() -> list[str]:
+def python_versions():
     """Return the versions of Python that setup.cfg names, ascending."""
     setup = ConfigParser()
     setup.read(ROOT / "setup.cfg")
@@ -54,13 +51,13 @@ def python_versions() -> list[str]:
 
 
 @pytest.mark.parametrize("schema", SCHEMAS)
-def test_files_follow_their_schema(schema: str) -> None:
+def test_files_follow_their_schema(schema):
     assert SCHEMAS[schema]
     done = run(sys.executable, "-m", "check_jsonschema", "--builtin-schema", schema, *map(str, SCHEMAS[schema]))
     assert done.returncode == 0, done.stdout
 
 
-def test_python_versions_agree() -> None:
+def test_python_versions_agree():
     first, *_, last = versions = python_versions()
     assert versions == [f"3.{minor}" for minor in range(int(first[2:]), int(last[2:]) + 1)]
     matrix = read_matrix()
@@ -80,21 +77,21 @@ def test_python_versions_agree() -> None:
     assert re.findall(r"^\| (3\.\d+) \|", page, re.MULTILINE) == python_versions()
 
 
-def test_versions_agree() -> None:
+def test_versions_agree():
     changelog = (ROOT / "CHANGELOG.md").read_text()
     heading = re.search(r"^## \[(.*)\] - (unreleased|20\d\d-\d\d-\d\d)$", changelog, re.MULTILINE)
     assert heading is not None
     assert heading[1] == read(ROOT / "CITATION.cff")["version"] == vbs.__version__
 
 
-def test_the_commands_of_the_contributors_page_test_files_that_are_there() -> None:
+def test_the_commands_of_the_contributors_page_test_files_that_are_there():
     lines = [shlex.split(line) for line in commands(CONTRIBUTING) if line.startswith("pytest")]
     assert len(lines) > 2
     assert all((ROOT / line[1]).exists() for line in lines)
 
 
 @pytest.mark.parametrize("script", ["run", "conditions"])
-def test_the_scripts_before_a_merge_test_files_that_are_there(script: str) -> None:
+def test_the_scripts_before_a_merge_test_files_that_are_there(script):
     text = (ROOT / ".ci" / script).read_text()
     patterns = " ".join(re.findall(r"^\w+\+?=\((test/.*)\)$", text, re.M))
     files = run("bash", "-c", f"printf '%s\\n' {patterns}").stdout.split()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from helpers.pages import DOCS, commands
 __all__ = ["place", "started"]
 
 
-def torchrun(place: Path, script: str, *flags: str) -> subprocess.Popen[bytes]:
+def torchrun(place, script, *flags):
     (place / "script.py").write_text(script)
     command = [sys.executable, "examples/clusters/torchrun_143.py", *(flags or ["--standalone"]), "script.py"]
     return start(command, place, "log")
@@ -25,9 +24,7 @@ def torchrun(place: Path, script: str, *flags: str) -> subprocess.Popen[bytes]:
 
 @pytest.mark.slow("starts torchrun")
 @pytest.mark.torch
-def test_torchrun_exits_at_once_while_it_waits_for_another_host(
-    place: Path, started: list[subprocess.Popen[bytes]]
-) -> None:
+def test_torchrun_exits_at_once_while_it_waits_for_another_host(place, started):
     port = free_port()
     running = torchrun(place, "", "--nnodes=2", "--node-rank=0", "--master-addr=localhost", f"--master-port={port}")
     started.append(running)
@@ -39,7 +36,7 @@ def test_torchrun_exits_at_once_while_it_waits_for_another_host(
 
 @pytest.mark.slow("restarts jobs")
 @pytest.mark.torch
-def test_torchrun_exits_with_143_after_sigusr1(place: Path, started: list[subprocess.Popen[bytes]]) -> None:
+def test_torchrun_exits_with_143_after_sigusr1(place, started):
     running = torchrun(place, "import time; print('ready', flush=True); time.sleep(100)")
     started.append(running)
     wait_for(lambda: "ready" in logs(place), lambda: logs(place))
@@ -49,7 +46,7 @@ def test_torchrun_exits_with_143_after_sigusr1(place: Path, started: list[subpro
 
 @pytest.mark.nightly("restarts jobs")
 @pytest.mark.torch
-def test_the_shell_loop_of_the_page_resumes(place: Path, started: list[subprocess.Popen[bytes]]) -> None:
+def test_the_shell_loop_of_the_page_resumes(place, started):
     (line,) = (line for line in commands(DOCS / "checkpoints.md") if "torchrun_143" in line)
     line = line.replace("--nproc-per-node=8", "--standalone --nproc-per-node=2")
     flags = place / "flags"
@@ -65,13 +62,13 @@ def test_the_shell_loop_of_the_page_resumes(place: Path, started: list[subproces
 
 @pytest.mark.slow("starts torchrun")
 @pytest.mark.parametrize(("code", "expected"), [(STOPPED, STOPPED), (21, 1), (0, 0)])
-def test_torchrun_exits_with_143_only_if_its_workers_do(place: Path, code: int, expected: int) -> None:
+def test_torchrun_exits_with_143_only_if_its_workers_do(place, code, expected):
     assert torchrun(place, f"import sys; sys.exit({code})").wait(TIMEOUT) == expected, logs(place)
     assert ("Traceback" in logs(place)) == (expected == 1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_torchrun_handles_a_signal_while_it_is_imported(place: Path, number: signal.Signals) -> None:
+def test_torchrun_handles_a_signal_while_it_is_imported(place, number):
     (place / "torch.py").write_text(f"import os\nos.kill(os.getpid(), {int(number)})\n")
     running = start([sys.executable, "examples/clusters/torchrun_143.py"], place, "log", PYTHONPATH=str(place))
     assert running.wait(TIMEOUT) == STOPPED, logs(place)

@@ -18,7 +18,6 @@ import tempfile
 import termios
 from contextlib import redirect_stderr
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -31,7 +30,6 @@ from tensorboardX.proto.event_pb2 import Event
 import variable_batch_size as vbs
 from helpers.properties import examples
 from helpers.reference import REF, SGD, SIZES, training
-from variable_batch_size.backend import Backend
 from variable_batch_size.testing import run_ranks
 
 TAGS = [
@@ -41,7 +39,7 @@ TAGS = [
 OF_TIME = ["vbs/seconds", "vbs/samples_per_second", "vbs/updates_per_second"]
 
 
-def events(folder: Path) -> list[Event]:
+def events(folder):
     """Read TensorBoard's files: each record is a length, its checksum, the event and its checksum."""
     found = []
     for path in sorted(folder.glob("events.out.tfevents.*")):
@@ -53,7 +51,7 @@ def events(folder: Path) -> list[Event]:
     return found
 
 
-def scalars(folder: Path) -> list[tuple[int, str, float]]:
+def scalars(folder):
     values = [(event.step, value) for event in events(folder) for value in event.summary.value]
     return [
         (step, value.tag, value.simple_value) for step, value in values if not value.metadata.plugin_data.plugin_name
@@ -61,11 +59,11 @@ def scalars(folder: Path) -> list[tuple[int, str, float]]:
 
 
 @pytest.fixture(scope="module")
-def logged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def logged(tmp_path_factory):
     """Train 7 updates on three ranks, each with a tracker, and log every second update; return the folder."""
     folder = tmp_path_factory.mktemp("runs")
 
-    def train(backend: Backend) -> bool:
+    def train(backend):
         with vbs.Tracker(folder) as tracker:
             training(dataset_size=sum(SIZES), backend=backend, tracker=tracker, log_steps=2).run(len(SIZES))
             return tracker._files is not None
@@ -74,10 +72,10 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_loop_may_log_on_every_rank(tmp_path: Path) -> None:
+def test_a_loop_may_log_on_every_rank(tmp_path):
     """The file is that of rank 0, whoever else logs, and however late."""
 
-    def train(backend: Backend) -> None:
+    def train(backend):
         with vbs.Tracker(tmp_path, progress=False) as tracker:
             run = training(dataset_size=sum(SIZES), backend=backend, tracker=tracker, log_steps=1)
             for update in range(1, len(SIZES) + 1):
@@ -93,7 +91,7 @@ def test_a_loop_may_log_on_every_rank(tmp_path: Path) -> None:
     assert table["vbs/global_batch_size"].dropna().tolist() == list(SIZES)
 
 
-def test_every_log_steps_updates_one_row_is_written(logged: Path) -> None:
+def test_every_log_steps_updates_one_row_is_written(logged):
     table = pd.read_csv(logged / "scalars.csv")
     assert list(table) == ["update", *(f"vbs/{tag}" for tag in TAGS)]
     assert table["update"].tolist() == [2, 4, 6]
@@ -104,7 +102,7 @@ def test_every_log_steps_updates_one_row_is_written(logged: Path) -> None:
         assert row == pytest.approx(expected)
 
 
-def test_the_rates_are_those_since_the_row_before(logged: Path) -> None:
+def test_the_rates_are_those_since_the_row_before(logged):
     table = pd.read_csv(logged / "scalars.csv")
     seconds, updates, samples = (table[tag] for tag in ("vbs/seconds", "update", "vbs/samples"))
     assert (seconds.diff().dropna() > 0).all()
@@ -114,13 +112,13 @@ def test_the_rates_are_those_since_the_row_before(logged: Path) -> None:
         assert [row[5], row[6]] == pytest.approx([used / passed, made / passed], rel=1e-3)
 
 
-def test_tensorboard_has_the_same_values(logged: Path) -> None:
+def test_tensorboard_has_the_same_values(logged):
     table = pd.read_csv(logged / "scalars.csv").set_index("update")
     expected = [(step, tag, pytest.approx(value)) for step, row in table.iterrows() for tag, value in row.items()]
     assert scalars(logged) == expected
 
 
-def test_tensorboard_shows_batch_size_learning_rate_and_loss_together(logged: Path) -> None:
+def test_tensorboard_shows_batch_size_learning_rate_and_loss_together(logged):
     values = [value for event in events(logged) for value in event.summary.value]
     (layout,) = [value for value in values if value.metadata.plugin_data.plugin_name == "custom_scalars"]
     text = layout.tensor.string_val[0].decode(errors="replace")
@@ -128,9 +126,7 @@ def test_tensorboard_shows_batch_size_learning_rate_and_loss_together(logged: Pa
         assert part in text
 
 
-def test_without_a_logdir_or_before_log_steps_nothing_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_logdir_or_before_log_steps_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     training().run(4)
     training(tracker=vbs.Tracker(tmp_path / "short")).run(9)  # log_steps is 10 by default
@@ -138,7 +134,7 @@ def test_without_a_logdir_or_before_log_steps_nothing_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_log_steps_without_a_tracker_writes_to_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_steps_without_a_tracker_writes_to_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = training(log_steps=3).run(4)
     assert run.optimizer.tracker is not None
@@ -146,14 +142,14 @@ def test_log_steps_without_a_tracker_writes_to_runs(tmp_path: Path, monkeypatch:
     assert pd.read_csv("runs/scalars.csv")["update"].tolist() == [3]
 
 
-def log_without_closing(folder: Path) -> None:
+def log_without_closing(folder):
     tracker = vbs.Tracker(folder)
     tracker.log(1, {"value": 0.5})
     globals()["tracker"] = tracker  # so that it is not collected before the process ends
 
 
 @pytest.mark.slow("starts processes")
-def test_an_open_tracker_is_flushed_when_the_process_ends(tmp_path: Path) -> None:
+def test_an_open_tracker_is_flushed_when_the_process_ends(tmp_path):
     process = multiprocessing.get_context("spawn").Process(target=log_without_closing, args=(tmp_path,))
     process.start()
     process.join()
@@ -162,7 +158,7 @@ def test_an_open_tracker_is_flushed_when_the_process_ends(tmp_path: Path) -> Non
     assert scalars(tmp_path) == [(1, "value", 0.5)]
 
 
-def test_a_collected_tracker_closes_its_files(tmp_path: Path) -> None:
+def test_a_collected_tracker_closes_its_files(tmp_path):
     tracker = vbs.Tracker(tmp_path)
     tracker.log(1, {"value": 0.5})
     del tracker
@@ -170,7 +166,7 @@ def test_a_collected_tracker_closes_its_files(tmp_path: Path) -> None:
     assert scalars(tmp_path) == [(1, "value", 0.5)]
 
 
-def test_resuming_from_an_earlier_update_replaces_later_rows(tmp_path: Path) -> None:
+def test_resuming_from_an_earlier_update_replaces_later_rows(tmp_path):
     with vbs.Tracker(tmp_path) as tracker:
         run = training(tracker=tracker, log_steps=1).run(3)
         state = run.optimizer.state_dict()
@@ -195,14 +191,14 @@ NUMBERS = st.one_of(st.integers(-(2**40), 2**40), st.floats(allow_nan=True, allo
 LOGS = st.lists(st.tuples(st.integers(0, 9), st.dictionaries(TAG, NUMBERS, max_size=3)), min_size=1, max_size=8)
 
 
-def same(found: object, expected: float) -> bool:
-    number = float(found)  # type: ignore[arg-type]
+def same(found, expected):
+    number = float(found)
     return number == expected or (math.isnan(number) and math.isnan(expected))
 
 
 @given(st.lists(LOGS, min_size=1, max_size=3), st.data())
 @examples(60)
-def test_any_sequence_of_logs_gives_a_table_that_readers_take(runs: list[Any], data: st.DataObject) -> None:
+def test_any_sequence_of_logs_gives_a_table_that_readers_take(runs, data):
     """A dict of dicts is the model; each run but the first may follow a kill in the middle of a write."""
     with tempfile.TemporaryDirectory() as folder:
         path, expected, columns = Path(folder, "scalars.csv"), dict[int, dict[str, float]](), ["update"]
@@ -234,7 +230,7 @@ def test_any_sequence_of_logs_gives_a_table_that_readers_take(runs: list[Any], d
         assert all(kind.kind in "iufb" for kind in numbers.dtypes if len(numbers))
 
 
-def header_length(path: Path) -> int:
+def header_length(path):
     """The bytes of the header, which may hold line breaks in quotes."""
     columns = next(csv.reader(io.StringIO(path.read_text(encoding="utf-8"))))
     buffer = io.StringIO()
@@ -242,7 +238,7 @@ def header_length(path: Path) -> int:
     return len(buffer.getvalue().encode())
 
 
-def test_a_users_scalars_have_columns_of_their_own(tmp_path: Path) -> None:
+def test_a_users_scalars_have_columns_of_their_own(tmp_path):
     with vbs.Tracker(tmp_path) as tracker:
         run = training(tracker=tracker, log_steps=2).run(2)
         tracker.log(2, {"loss": 3.2})
@@ -256,7 +252,7 @@ def test_a_users_scalars_have_columns_of_their_own(tmp_path: Path) -> None:
     assert table["vbs/samples"].isna().tolist() == [False, True, False]
 
 
-def test_rows_are_appended_and_not_written_anew(tmp_path: Path) -> None:
+def test_rows_are_appended_and_not_written_anew(tmp_path):
     with vbs.Tracker(tmp_path) as tracker:
         tracker.log(0, {"a": 1})
         file = (tmp_path / "scalars.csv").stat().st_ino
@@ -282,7 +278,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_refuses_a_foreign_file_when_the_optimizer_is_made(kind: str, tmp_path: Path) -> None:
+def test_refuses_a_foreign_file_when_the_optimizer_is_made(kind, tmp_path):
     path = tmp_path / "scalars.csv"
     path.write_text(FOREIGN[kind])
     refused = pytest.raises(ValueError, match=r"^logdir must .*scalars\.csv has .*; choose another logdir")
@@ -294,7 +290,7 @@ def test_refuses_a_foreign_file_when_the_optimizer_is_made(kind: str, tmp_path: 
 
 
 @pytest.mark.parametrize("later", [vbs.AdaScaleOptimizer, vbs.LinearRuleOptimizer])
-def test_a_training_that_goes_on_with_another_rule_adds_its_columns(later: Any, tmp_path: Path) -> None:
+def test_a_training_that_goes_on_with_another_rule_adds_its_columns(later, tmp_path):
     """And leaves those empty that it has not."""
     first = {vbs.AdaScaleOptimizer: vbs.LinearRuleOptimizer}.get(later, vbs.AdaScaleOptimizer)
     with vbs.Tracker(tmp_path) as tracker:
@@ -309,7 +305,7 @@ def test_a_training_that_goes_on_with_another_rule_adds_its_columns(later: Any, 
     assert [*table["vbs/gain"].notna()] == [kind is vbs.AdaScaleOptimizer for kind in (first, first, later, later)]
 
 
-def drawn_on_a_terminal(**options: bool) -> str:
+def drawn_on_a_terminal(**options):
     """Return what a training of two epochs writes to standard error, a terminal."""
     reader, writer = pty.openpty()
     fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))  # rows and columns
@@ -323,16 +319,16 @@ def drawn_on_a_terminal(**options: bool) -> str:
     return drawn.decode()
 
 
-def test_draws_a_bar_in_samples_on_a_terminal() -> None:
+def test_draws_a_bar_in_samples_on_a_terminal():
     drawn = drawn_on_a_terminal()
     assert re.search(r"epoch 0: 100%.*50.0/50.0 .* samples/s.*epoch 1: .*end$", drawn, re.DOTALL)
 
 
-def test_draws_no_bar_without_progress() -> None:
+def test_draws_no_bar_without_progress():
     assert drawn_on_a_terminal(progress=False) == "end"
 
 
-def test_draws_no_bar_without_a_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+def test_draws_no_bar_without_a_terminal(capfd):
     with vbs.Tracker() as tracker:
         training(tracker=tracker).run(6)
     assert capfd.readouterr() == ("", "")
@@ -352,7 +348,7 @@ print(*{str(warning.message).split(" end at")[0] for warning in caught if warnin
 
 @pytest.mark.slow("starts a process")
 @pytest.mark.parametrize("updates", [2_000, 500], ids=["in the middle", "at the end"])
-def test_a_full_disk_ends_the_events_and_not_the_training(tmp_path: Path, updates: int) -> None:
+def test_a_full_disk_ends_the_events_and_not_the_training(tmp_path, updates):
     """A file of 20 kB is all that there is room for, and what an open file holds back are 8 kB."""
     path = os.pathsep.join([str(Path(vbs.__file__).parents[1])])
     environment = {**os.environ, "PYTHONPATH": path}

@@ -38,15 +38,15 @@ not_integers = st.one_of(not_numbers, st.floats(), st.floats(width=32).map(np.fl
 class Index:
     """A number of another library: not an int, but usable as an index."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number):
         self.number = number
 
-    def __index__(self) -> int:
+    def __index__(self):
         return self.number
 
 
 @given(any_integer)
-def test_as_int_returns_every_integer_as_a_python_int(value: int | np.integer) -> None:
+def test_as_int_returns_every_integer_as_a_python_int(value):
     for integer in (value, Index(int(value))):
         number = as_int(integer)
         assert type(number) is int
@@ -54,14 +54,12 @@ def test_as_int_returns_every_integer_as_a_python_int(value: int | np.integer) -
 
 
 @given(not_integers)
-def test_as_int_returns_none_for_any_other_value(value: object) -> None:
+def test_as_int_returns_none_for_any_other_value(value):
     assert as_int(value) is None
 
 
 @given(any_integer, any_integer, st.one_of(st.none(), any_integer))
-def test_check_int_returns_a_python_int_in_range_and_rejects_others(
-    value: int | np.integer, minimum: int, maximum: int | None
-) -> None:
+def test_check_int_returns_a_python_int_in_range_and_rejects_others(value, minimum, maximum):
     minimum, maximum = int(minimum), None if maximum is None else int(maximum)
     if minimum <= int(value) and (maximum is None or int(value) <= maximum):
         number = check_int(value, "rank", minimum, maximum)
@@ -74,14 +72,8 @@ def test_check_int_returns_a_python_int_in_range_and_rejects_others(
     assert f"got {int(value)};" in str(caught.value)
 
 
-@given(
-    st.one_of(
-        st.floats(),
-        any_integer,
-        *(st.floats(width=16).map(dtype) for dtype in FLOAT_DTYPES),
-    )
-)
-def test_check_number_returns_a_finite_float_from_zero_and_rejects_others(value: float | np.number) -> None:
+@given(st.one_of(st.floats(), any_integer, *(st.floats(width=16).map(dtype) for dtype in FLOAT_DTYPES)))
+def test_check_number_returns_a_finite_float_from_zero_and_rejects_others(value):
     if math.isfinite(value) and value >= 0:
         number = check_number(value, "lr", "pass a number")
         assert type(number) is float
@@ -93,14 +85,14 @@ def test_check_number_returns_a_finite_float_from_zero_and_rejects_others(value:
 
 
 @given(not_numbers)
-def test_check_number_raises_a_type_error_for_any_other_value(value: object) -> None:
+def test_check_number_raises_a_type_error_for_any_other_value(value):
     with pytest.raises(TypeError) as caught:
         check_number(value, "lr", "pass a number")
     found = f"{value!r:.60} ({type(value).__name__})"
     assert str(caught.value) == f"lr must be a finite number >= 0, got {found}; pass a number"
 
 
-def test_an_error_has_three_parts_and_shortens_a_long_value() -> None:
+def test_an_error_has_three_parts_and_shortens_a_long_value():
     assert str(value_error("a must be b", 3, "do c")) == "a must be b, got 3; do c"
     assert str(type_error("a must be b", None, "do c")) == "a must be b, got None (NoneType); do c"
     lines = torch.nn.Sequential(torch.nn.Tanh())
@@ -112,10 +104,10 @@ def test_an_error_has_three_parts_and_shortens_a_long_value() -> None:
 
 
 @pytest.mark.parametrize("value", [np.array(True), torch.tensor(True), torch.tensor([True])[0]], ids=str)
-def test_rejects_a_bool_in_an_array_or_tensor(value: object) -> None:
+def test_rejects_a_bool_in_an_array_or_tensor(value):
     assert as_int(value) is None
 
 
-def test_an_integer_beyond_float64_is_out_of_range() -> None:
+def test_an_integer_beyond_float64_is_out_of_range():
     with pytest.raises(ValueError, match=r"^x must be a finite number >= 0, got 10+; pass one$"):
         check_number(10**400, "x", "pass one")

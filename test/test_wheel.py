@@ -44,7 +44,7 @@ assert optimizer.updates == 2 and optimizer.samples == 8
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(tmp_path_factory):
     """A wheel and a source distribution, built as by `make dist`, in a folder with the remains of an earlier build."""
     folder = tmp_path_factory.mktemp("repository") / "source"
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*IGNORED))
@@ -56,7 +56,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def environment(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def environment(built, tmp_path_factory):
     """A new environment with nothing but the wheel."""
     folder = tmp_path_factory.mktemp("environment")
     run(sys.executable, "-m", "venv", "--without-pip", folder)
@@ -66,7 +66,7 @@ def environment(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(*command: object, cwd: Path | None = None) -> None:
+def run(*command, cwd=None):
     """Run a command that succeeds; one with the flag -I gets no modules from PYTHONPATH."""
     hidden = {"PYTHONPATH"} if "-I" in command else set()
     variables = {name: value for name, value in os.environ.items() if name not in hidden}
@@ -74,18 +74,18 @@ def run(*command: object, cwd: Path | None = None) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def wheel(built: Path) -> Path:
+def wheel(built):
     """Return the file that the README installs."""
     (line,) = (line for line in commands(README) if line.startswith("pip install dist/"))
     return built / line.removeprefix("pip install dist/")
 
 
-def package_files() -> set[str]:
+def package_files():
     files = (ROOT / PACKAGE).rglob("*")
     return {str(path.relative_to(ROOT)) for path in files if path.is_file() and path.suffix != ".pyc"}
 
 
-def test_the_wheel_has_the_package_and_nothing_else(built: Path) -> None:
+def test_the_wheel_has_the_package_and_nothing_else(built):
     with zipfile.ZipFile(wheel(built)) as archive:
         names = set(archive.namelist())
         top_level = next(name for name in names if name.endswith("top_level.txt"))
@@ -96,7 +96,7 @@ def test_the_wheel_has_the_package_and_nothing_else(built: Path) -> None:
     assert any(name.endswith("/licenses/LICENSE") for name in about)
 
 
-def test_the_source_distribution_has_what_git_tracks(built: Path) -> None:
+def test_the_source_distribution_has_what_git_tracks(built):
     root = f"{PACKAGE}-{vbs.__version__}"
     with tarfile.open(built / f"{root}.tar.gz") as archive:
         files = {member.name.removeprefix(f"{root}/") for member in archive if member.isfile()}
@@ -107,11 +107,11 @@ def test_the_source_distribution_has_what_git_tracks(built: Path) -> None:
     assert set(listed.stdout.splitlines()) <= files
 
 
-def test_an_empty_environment_imports_the_index(environment: Path) -> None:
+def test_an_empty_environment_imports_the_index(environment):
     run(environment / "bin" / "python", "-I", "-c", INDEX)
 
 
-def test_the_command_names_its_extra(environment: Path) -> None:
+def test_the_command_names_its_extra(environment):
     command = [environment / "bin" / "python", "-I", environment / "bin" / "vbs", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")
@@ -119,7 +119,7 @@ def test_the_command_names_its_extra(environment: Path) -> None:
     assert done.stderr == expected
 
 
-def test_the_installed_wheel_trains(environment: Path) -> None:
+def test_the_installed_wheel_trains(environment):
     place = sysconfig.get_path("purelib", "posix_prefix", {"base": str(environment)})
     Path(place, "torch.pth").write_text(sysconfig.get_path("purelib"))  # what the package requires, after the package
     run(environment / "bin" / "python", "-I", "-c", INDEX + TRAINING)

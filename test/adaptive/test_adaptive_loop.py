@@ -9,10 +9,7 @@ import re
 import threading
 import time
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,18 +23,18 @@ from variable_batch_size.adaptive import ConstantBatch, ControlInput, NoiseScale
 from variable_batch_size.adaptive.decisions import Decision
 from variable_batch_size.data import growing
 from variable_batch_size.rules.adascale import measured_gain
-from variable_batch_size.testing import ThreadBackend, run_ranks
+from variable_batch_size.testing import run_ranks
 from variable_batch_size.world import World
 
 # What a loader reads. ------------------------------------------------------------------------------------------------
 
 
-def small(every: int = 10, delay: int = 8, **options: Any) -> Setting:
+def small(every=10, delay=8, **options):
     trace = vbs.AdaptiveTrace(Wild(3, needs_noise=False), every=every, delay=delay, **options)
     return Setting(trace, minibatch_size=4, fixed_shape=False, rule="linear")
 
 
-def build(setting: Setting, **options: Any) -> tuple[torch.nn.Linear, vbs.CustomSampler, vbs.CustomOptimizer]:
+def build(setting, **options):
     torch.manual_seed(3)
     model = torch.nn.Linear(3, 1, bias=False).double()
     arguments = {"seed": 5, "fixed_shape": setting.fixed_shape} | options
@@ -49,21 +46,21 @@ def build(setting: Setting, **options: Any) -> tuple[torch.nn.Linear, vbs.Custom
 class Samples(torch.utils.data.Dataset[torch.Tensor]):
     """Indices as a dataset, for loaders with workers."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return SAMPLES
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index):
         return torch.tensor(index)
 
 
-def train(model: torch.nn.Linear, optimizer: vbs.CustomOptimizer, batch: Any) -> None:
+def train(model, optimizer, batch):
     rows = torch.as_tensor(batch)
     ((model(DATA[rows])[:, 0] - TARGETS[rows]) ** 2).mean().backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
-def runs_of(sampler: vbs.CustomSampler) -> list[tuple[int, int]]:
+def runs_of(sampler):
     return [(int(first), int(size)) for first, size in zip(*sampler.trace.runs, strict=True)]
 
 
@@ -73,7 +70,7 @@ EXPECTED = trained(small(), [(1, 60)])[2]
 @pytest.mark.parametrize(
     "workers", [0, 2, *(pytest.param(n, marks=pytest.mark.slow("starts workers")) for n in (1, 3, 4))]
 )
-def test_workers_change_nothing(workers: int) -> None:
+def test_workers_change_nothing(workers):
     model, sampler, optimizer = build(small(delay=16))
     expected = trained(small(delay=16), [(1, 40)])[2]
     data = torch.utils.data.DataLoader(Samples(), batch_sampler=sampler, num_workers=workers)
@@ -86,7 +83,7 @@ def test_workers_change_nothing(workers: int) -> None:
     assert [run for run in runs_of(sampler) if run[0] < 40] == expected
 
 
-def test_a_loader_that_reads_in_a_thread_waits_for_the_decisions() -> None:
+def test_a_loader_that_reads_in_a_thread_waits_for_the_decisions():
     model, sampler, optimizer = build(small(delay=4), max_updates=60)
     for _ in vbs.remaining_epochs(sampler, optimizer):
         for batch in InThread(sampler, 1000):
@@ -95,7 +92,7 @@ def test_a_loader_that_reads_in_a_thread_waits_for_the_decisions() -> None:
     assert runs_of(sampler) == trained(small(delay=4), [(1, 60)])[2]
 
 
-def read_all(setting: Setting, ahead: int) -> int:
+def read_all(setting, ahead):
     """Train with a loader that reads ahead; return the number of updates."""
     model, sampler, optimizer = build(setting, max_updates=60)
     for _ in vbs.remaining_epochs(sampler, optimizer):
@@ -106,7 +103,7 @@ def read_all(setting: Setting, ahead: int) -> int:
 
 @pytest.mark.parametrize("ahead", [6, 12, 30])
 @pytest.mark.parametrize("every", [1, 3, 20])
-def test_a_loader_that_reads_too_far_is_told_which_delay_to_pass(every: int, ahead: int) -> None:
+def test_a_loader_that_reads_too_far_is_told_which_delay_to_pass(every, ahead):
     """Step by step, because the first reads do not tell yet how far the loader goes; and by a formula, at once."""
     delays, done = [4], False
     while not done:
@@ -127,11 +124,11 @@ def test_a_loader_that_reads_too_far_is_told_which_delay_to_pass(every: int, ahe
 
 
 @pytest.mark.parametrize("created_in_the_thread", [False, True])
-def test_a_list_of_the_sampler_in_another_thread_does_not_hang(created_in_the_thread: bool) -> None:
-    errors: list[BaseException] = []
+def test_a_list_of_the_sampler_in_another_thread_does_not_hang(created_in_the_thread):
+    errors = []
     created = None if created_in_the_thread else build(small(every=3, delay=4))[1]
 
-    def read() -> None:
+    def read():
         try:
             list(created or build(small(every=3, delay=4))[1])
         except RuntimeError as error:
@@ -143,7 +140,7 @@ def test_a_list_of_the_sampler_in_another_thread_does_not_hang(created_in_the_th
     assert (thread.is_alive(), len(errors)) == (False, 1)
 
 
-def test_updates_reads_by_update() -> None:
+def test_updates_reads_by_update():
     model, sampler, optimizer = build(small(), max_updates=60)
     loader = torch.utils.data.DataLoader(Samples(), batch_sampler=sampler)
     lengths = []
@@ -162,7 +159,7 @@ def test_updates_reads_by_update() -> None:
 # Beginning, stopping, failing. ---------------------------------------------------------------------------------------
 
 
-def test_the_record_is_a_trace(tmp_path: Path) -> None:
+def test_the_record_is_a_trace(tmp_path):
     model, sampler, optimizer = build(small())
     with pytest.raises(AttributeError, match=r"^the trace so far needs at least one update, but there was"):
         _ = sampler.trace
@@ -174,7 +171,7 @@ def test_the_record_is_a_trace(tmp_path: Path) -> None:
     assert len(again) == optimizer.updates
 
 
-def test_a_skipped_epoch_drops_its_questions() -> None:
+def test_a_skipped_epoch_drops_its_questions():
     model, sampler, optimizer = build(small(every=5, delay=6))
     for batch in sampler:
         train(model, optimizer, batch)
@@ -191,7 +188,7 @@ def test_a_skipped_epoch_drops_its_questions() -> None:
     assert len(sizes) == 1  # the first answer, which the answer to update 0 is
 
 
-def test_a_training_with_a_fixed_trace_goes_on_with_a_controller() -> None:
+def test_a_training_with_a_fixed_trace_goes_on_with_a_controller():
     fixed = Setting(8, minibatch_size=4, fixed_shape=False, rule="linear")
     state, weights, _ = trained(fixed, [(1, 33)])
     adaptive = small(start=8)
@@ -211,7 +208,7 @@ def test_a_training_with_a_fixed_trace_goes_on_with_a_controller() -> None:
             part(small(start=start), World(), None, state, 60, weights)
 
 
-def test_a_look_at_later_epochs_changes_nothing() -> None:
+def test_a_look_at_later_epochs_changes_nothing():
     model, sampler, optimizer = build(small(every=4, delay=6), max_updates=60)
     for epoch in (*range(5), 0):
         sampler.set_epoch(epoch)
@@ -228,7 +225,7 @@ def test_a_look_at_later_epochs_changes_nothing() -> None:
 
 @pytest.mark.parametrize("said", ["sampler", "optimizer", "sampler optimizer", "optimizer sampler", "sampler sampler"])
 @pytest.mark.filterwarnings("ignore:set_epoch")
-def test_an_epoch_may_be_left_early(said: str) -> None:
+def test_an_epoch_may_be_left_early(said):
     model, sampler, optimizer = build(small(every=1, delay=8))
     parts = {"sampler": sampler, "optimizer": optimizer}
     for epoch in range(3):
@@ -243,7 +240,7 @@ def test_an_epoch_may_be_left_early(said: str) -> None:
     assert optimizer.updates == epochs[-1].first_step
 
 
-def test_a_chosen_epoch_is_cut_as_an_optimizer_that_is_created_later_needs() -> None:
+def test_a_chosen_epoch_is_cut_as_an_optimizer_that_is_created_later_needs():
     sampler = vbs.CustomSampler(SAMPLES, small(every=1, delay=8).trace, 2, 0, 4)
     sampler.set_epoch(1)
     sampler.attach(spread=False, padded=True)
@@ -255,7 +252,7 @@ def test_a_chosen_epoch_is_cut_as_an_optimizer_that_is_created_later_needs() -> 
 
 
 @pytest.mark.filterwarnings("ignore:set_epoch")
-def test_a_state_that_is_saved_after_a_look_at_a_later_epoch_is_that_before() -> None:
+def test_a_state_that_is_saved_after_a_look_at_a_later_epoch_is_that_before():
     model, sampler, optimizer = build(small(every=1, delay=8))
     for batch in sampler:
         train(model, optimizer, batch)
@@ -269,7 +266,7 @@ def test_a_state_that_is_saved_after_a_look_at_a_later_epoch_is_that_before() ->
     assert again.updates == 4
 
 
-def test_another_optimizer_goes_on_asking() -> None:
+def test_another_optimizer_goes_on_asking():
     trace = vbs.AdaptiveTrace(lambda input: 4 + input.updates % 9, every=4, delay=6)
     setting = replace(small(), trace=trace)
     model, sampler, first = build(setting, max_updates=60)
@@ -292,7 +289,7 @@ def test_another_optimizer_goes_on_asking() -> None:
 @pytest.mark.parametrize("after", [{"every": 3, "delay": 5}, {"every": 7, "delay": 20}, {"every": None, "delay": 5}])
 @pytest.mark.parametrize("stop", [23, pytest.param(40, marks=pytest.mark.slow("stops elsewhere"))])
 @pytest.mark.filterwarnings("ignore:Resumed with another AdaptiveTrace")
-def test_a_resumed_run_may_ask_at_other_times(before: Any, after: Any, stop: int) -> None:
+def test_a_resumed_run_may_ask_at_other_times(before, after, stop):
     state, weights, first = trained(small(**before), [(1, stop)])
     _, _, runs = part(small(**after), World(), None, state, 120, weights)
     assert runs[: len(first)] == first
@@ -318,7 +315,7 @@ def test_a_resumed_run_may_ask_at_other_times(before: Any, after: Any, stop: int
         assert set(sizes) == {controller(decision.input)}
 
 
-def test_a_resumed_run_may_have_another_controller_or_other_bounds() -> None:
+def test_a_resumed_run_may_have_another_controller_or_other_bounds():
     constant = small(every=None, start=None)
     state, weights, runs = trained(
         Setting(vbs.AdaptiveTrace(ConstantBatch(20), every=None), 4, False, "linear"), [(1, 9)]
@@ -334,8 +331,8 @@ def test_a_resumed_run_may_have_another_controller_or_other_bounds() -> None:
         assert runs == [(0, 20), (9, size)]
 
 
-def test_ranks_that_ask_at_other_times_are_refused() -> None:
-    def rank(backend: ThreadBackend) -> None:
+def test_ranks_that_ask_at_other_times_are_refused():
+    def rank(backend):
         setting = small(every=5 + backend.world.rank, start=8)
         part(setting, backend.world, backend, None, 40, torch.zeros(1, 3, dtype=torch.float64))
 
@@ -351,18 +348,18 @@ class Seen:
     size: int
     needs_noise = True
 
-    def __call__(self, input: ControlInput) -> int:
+    def __call__(self, input):
         self.inputs.append(input)
         return self.size
 
 
-def test_noise_that_nothing_measures_any_more_is_told() -> None:
+def test_noise_that_nothing_measures_any_more_is_told():
     setting = Setting(vbs.AdaptiveTrace(Seen([], 4), start=16, every=4, delay=5), 4, False, "linear")
     with pytest.warns(UserWarning, match=r"^The controller got the same gradient noise 4 times, because no update"):
         trained(setting, [(1, 60)])
 
 
-def test_the_gain_is_that_of_the_present_batch_size() -> None:
+def test_the_gain_is_that_of_the_present_batch_size():
     seen = Seen([], 24)
     trained(Setting(vbs.AdaptiveTrace(seen, start=16, every=4, delay=5), 4, False, "linear"), [(1, 30)])
     assert len(seen.inputs) == 8
@@ -375,16 +372,16 @@ def test_the_gain_is_that_of_the_present_batch_size() -> None:
 
 @dataclass(frozen=True)
 class Failing:
-    def __call__(self, input: ControlInput) -> int:
+    def __call__(self, input):
         if input.updates == 10:
             raise ZeroDivisionError("no machines")
         return 8
 
 
-def test_all_ranks_raise_when_a_controller_fails() -> None:
+def test_all_ranks_raise_when_a_controller_fails():
     setting = Setting(vbs.AdaptiveTrace(Failing(), every=5, delay=5), 4, fixed_shape=False, rule="linear")
 
-    def rank(backend: ThreadBackend) -> str:
+    def rank(backend):
         with pytest.raises(RuntimeError) as caught:
             part(setting, backend.world, backend, None, 40, torch.zeros(1, 3, dtype=torch.float64))
         return str(caught.value)
@@ -397,7 +394,7 @@ def test_all_ranks_raise_when_a_controller_fails() -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda sampler: pickle.loads(pickle.dumps(sampler))])
-def test_a_copy_of_a_sampler_goes_on_by_itself(copied: Callable[[vbs.CustomSampler], vbs.CustomSampler]) -> None:
+def test_a_copy_of_a_sampler_goes_on_by_itself(copied):
     model, sampler, optimizer = build(small())
     for batch in sampler:
         train(model, optimizer, batch)
@@ -408,12 +405,12 @@ def test_a_copy_of_a_sampler_goes_on_by_itself(copied: Callable[[vbs.CustomSampl
     assert runs_of(other) == runs_of(sampler)
 
 
-def setting(start: int, every: int = 10) -> Setting:
+def setting(start, every=10):
     trace = vbs.AdaptiveTrace(Wild(3, needs_noise=False), start=start, every=every, delay=8)
     return Setting(trace, 4, False, "linear")
 
 
-def test_a_restored_training_warns_if_it_is_asked_at_other_updates_and_not_of_another_start() -> None:
+def test_a_restored_training_warns_if_it_is_asked_at_other_updates_and_not_of_another_start():
     state, weights, _ = trained(setting(8), [(1, 30)])
     part(setting(9), World(), None, state, 40, weights)
     with pytest.warns(UserWarning, match=r"chosen by .*, every=10, delay=8, and are by .*, every=7, delay=8 from now"):
@@ -422,7 +419,7 @@ def test_a_restored_training_warns_if_it_is_asked_at_other_updates_and_not_of_an
 
 @pytest.mark.parametrize("stop", [7, 30, 50])
 @pytest.mark.parametrize("every", [5, 50, None])
-def test_a_training_goes_on_with_a_controller_that_reads_the_noise(stop: int, every: int | None) -> None:
+def test_a_training_goes_on_with_a_controller_that_reads_the_noise(stop, every):
     before = vbs.AdaptiveTrace(ConstantBatch(16), every=every, delay=9)
     after = vbs.AdaptiveTrace(smoothed(NoiseScale(), 0.5, 1), start=16, every=5, delay=9)
     state, weights, _ = trained(Setting(before, 4, False, "linear"), [(1, stop)])
@@ -432,8 +429,8 @@ def test_a_training_goes_on_with_a_controller_that_reads_the_noise(stop: int, ev
     assert len(runs) > 1
 
 
-def test_ranks_are_told_what_their_controller_is() -> None:
-    def rank(backend: ThreadBackend) -> None:
+def test_ranks_are_told_what_their_controller_is():
+    def rank(backend):
         kind = Setting(vbs.AdaptiveTrace(PerDevice(8), bounds=(1, 30 + backend.world.rank)), 4, False, "linear")
         part(kind, backend.world, backend, None, 40, torch.zeros(1, 3, dtype=torch.float64))
 
@@ -443,12 +440,12 @@ def test_ranks_are_told_what_their_controller_is() -> None:
         run_ranks(rank, 2)
 
 
-def test_ranks_and_later_runs_are_told_what_a_function_has_from_around_it() -> None:
-    def setting_of(size: int) -> Setting:
+def test_ranks_and_later_runs_are_told_what_a_function_has_from_around_it():
+    def setting_of(size):
         trace = vbs.AdaptiveTrace(smoothed(ConstantBatch(size), 0.5, 1), start=8, every=5, delay=9)
         return Setting(trace, 4, False, "linear")
 
-    def rank(backend: ThreadBackend) -> None:
+    def rank(backend):
         size = 20 + backend.world.rank
         part(setting_of(size), backend.world, backend, None, 40, torch.zeros(1, 3, dtype=torch.float64))
 
@@ -463,18 +460,18 @@ def test_ranks_and_later_runs_are_told_what_a_function_has_from_around_it() -> N
     assert runs[-1][1] == 21
 
 
-def test_bounds_may_be_an_array() -> None:
+def test_bounds_may_be_an_array():
     trace = vbs.AdaptiveTrace(PerDevice(8), bounds=np.array([1, 5]))
     assert vbs.CustomSampler(100, trace, num_replicas=1, rank=0).max_batch_size == 5
 
 
-def test_a_loader_in_a_thread_waits_says_so_and_ends_when_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loader_in_a_thread_waits_says_so_and_ends_when_nobody_reads(monkeypatch):
     monkeypatch.setattr(growing, "WARN_SECONDS", 0.0)
     monkeypatch.setattr(growing, "WAIT_SECONDS", 0.001)
     trace = vbs.AdaptiveTrace(PerDevice(4), every=2, delay=4)
     sampler = vbs.CustomSampler(100, trace, num_replicas=1, rank=0, minibatch_size=4)
     optimizer = vbs.CustomOptimizer(torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1), sampler, 4)
-    sizes: list[int] = []
+    sizes = []
     thread = threading.Thread(target=lambda: sizes.extend(map(len, sampler)), daemon=True)
     with warnings.catch_warnings(record=True, action="always") as told:
         thread.start()

@@ -4,33 +4,79 @@ from __future__ import annotations
 
 import csv
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import variable_batch_size as vbs
-from helpers.adaptive_jobs import train
 from helpers.processes import run_job
 from variable_batch_size.adaptive import Goodput, NoiseScale, PerDevice
+
+SAMPLES = 200
+X = torch.randn(SAMPLES, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+Y = X @ torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64) + torch.sin(7 * X[:, 0])
+
+
+def train(backend, folder, trace, updates):
+    """Train up to so many updates in all, restored from the folder and saved to it; the world is detected.
+
+    A tracker has a row for each update. Return the weights, the runs of the trace, and what was measured.
+    """
+    torch.manual_seed(2)
+    model = nn.Linear(3, 1).double()
+    sampler = vbs.CustomSampler(SAMPLES, trace, minibatch_size=4, seed=7, fixed_shape=False)
+    loader = DataLoader(TensorDataset(X, Y), batch_sampler=sampler)
+    inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
+    tracker = vbs.Tracker(folder / "runs")
+    optimizer = vbs.AdaScaleOptimizer(inner, sampler, ref_batchsize=8, tracker=tracker, log_steps=1)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
+    scheduler = vbs.ProgressScheduler(cosine, optimizer, by="samples")
+    metrics = vbs.Accumulator(optimizer)
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "metrics": metrics}
+    checkpoint = vbs.Checkpoint(folder / "checkpoints", **parts, every=7)
+    checkpoint.restore()
+    means = []  # of the epochs that ended in this run, and of the one under way
+    for _ in vbs.remaining_epochs(sampler, optimizer, until=100):
+        for x, y in loader:
+            loss = ((model(x)[:, 0] - y) ** 2).mean()
+            loss.backward()
+            metrics.add(loss=loss)
+            if optimizer.step():
+                scheduler.step()
+                checkpoint.step()
+                optimizer.zero_grad()
+                if optimizer.updates == updates:
+                    break
+        if optimizer.updates == updates:
+            break
+        means.append(metrics.read()["loss"])
+        metrics.reset()
+    means.append(metrics.read()["loss"])
+    checkpoint.save(wait=True)
+    checkpoint.close()
+    tracker.close()
+    assert sampler.world == backend.world
+    return model.state_dict(), [row.tolist() for row in sampler.trace.runs], [*means, scheduler.passed]
+
 
 NOISE_SCALE = vbs.AdaptiveTrace(NoiseScale(2.0), start=8, bounds=(4, 64), every=5, delay=12)
 
 
-def elastic(folder: Path, trace: Any, parts: list[tuple[int, int]]) -> tuple[Any, list[list[int]], Any]:
+def elastic(folder, trace, parts):
     for size, updates in parts:
         found, *_ = run_job("gloo", train, folder, trace, updates, ranks=size)
-    return found  # type: ignore[no-any-return]
+    return found
 
 
-def rows(folder: Path) -> list[dict[str, str]]:
+def rows(folder):
     with (folder / "runs" / "scalars.csv").open(newline="") as file:
         return list(csv.DictReader(file))
 
 
 @pytest.mark.slow("starts processes")
-def test_processes_that_come_and_go_decide_as_one(tmp_path: Path) -> None:
+def test_processes_that_come_and_go_decide_as_one(tmp_path):
     parts = [(2, 23), (3, 41), (1, 60)]
     weights, runs, measured = elastic(tmp_path, NOISE_SCALE, parts)
     alone = tmp_path / "alone"
@@ -60,7 +106,7 @@ def test_processes_that_come_and_go_decide_as_one(tmp_path: Path) -> None:
 
 @pytest.mark.nightly("starts processes")
 @pytest.mark.torch
-def test_two_processes_explore_by_the_clock_of_one(tmp_path: Path) -> None:
+def test_two_processes_explore_by_the_clock_of_one(tmp_path):
     """What is measured depends on the machine: the record is replayed."""
     trace = vbs.AdaptiveTrace(Goodput((8, 64)), start=16, every=5, delay=12)
     weights, runs, _ = elastic(tmp_path, trace, [(2, 60)])
@@ -75,7 +121,7 @@ def test_two_processes_explore_by_the_clock_of_one(tmp_path: Path) -> None:
 
 @pytest.mark.nightly("starts processes")
 @pytest.mark.torch
-def test_the_batch_follows_the_processes(tmp_path: Path) -> None:
+def test_the_batch_follows_the_processes(tmp_path):
     trace = vbs.AdaptiveTrace(PerDevice(8), every=4, delay=8)
     parts = [(3, 10), (2, 21), (1, 30)]
     weights, runs, _ = elastic(tmp_path, trace, parts)

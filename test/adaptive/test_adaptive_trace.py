@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +14,7 @@ from variable_batch_size.adaptive import PerDevice
 
 
 @st.composite
-def settings_(draw: st.DrawFn) -> Setting:
+def settings_(draw):
     ahead = draw(st.integers(0, 9))
     wild = Wild(draw(st.integers(0, 999)), draw(st.booleans()))
     multiple = draw(st.sampled_from([1, 1, 2, 4]))
@@ -41,14 +39,14 @@ def settings_(draw: st.DrawFn) -> Setting:
 PARTS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 16)), min_size=1, max_size=3)
 
 
-def until(parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def until(parts):
     """Return (world size, updates at the end) of parts with so many updates each."""
     return [(size, sum(number for _, number in parts[: row + 1])) for row, (size, _) in enumerate(parts)]
 
 
 @examples(8)
 @given(settings_(), PARTS)
-def test_decisions_do_not_depend_on_worlds_stops_and_loaders(setting: Setting, drawn: list[tuple[int, int]]) -> None:
+def test_decisions_do_not_depend_on_worlds_stops_and_loaders(setting, drawn):
     """Law 10: the same decisions; the replay of their record equals the training."""
     parts = until(drawn)
     updates = parts[-1][1]
@@ -70,9 +68,7 @@ def test_decisions_do_not_depend_on_worlds_stops_and_loaders(setting: Setting, d
 
 @examples(6)
 @given(settings_(), PARTS, st.integers(1, 20))
-def test_the_record_of_a_controller_that_reads_the_world_replays(
-    setting: Setting, drawn: list[tuple[int, int]], samples: int
-) -> None:
+def test_the_record_of_a_controller_that_reads_the_world_replays(setting, drawn, samples):
     parts = until(drawn)
     trace = vbs.AdaptiveTrace(PerDevice(samples), bounds=(1, SAMPLES), every=7, delay=setting.trace.delay)
     setting = Setting(**{**vars(setting), "trace": trace})

@@ -25,13 +25,13 @@ BOUNDS, MICROBATCH = (16, 512), 128
 class Clock:
     """Seconds that pass only when `sleep` is called."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 0.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds):
         self.now += seconds
 
 
@@ -43,14 +43,12 @@ class Noted:
     needs_noise: ClassVar[bool] = Goodput.needs_noise
     needs_throughput: ClassVar[bool] = Goodput.needs_throughput
 
-    def __call__(self, input: ControlInput) -> int:
+    def __call__(self, input):
         self.answers.append((input, Goodput(BOUNDS)(input)))
         return self.answers[-1][1]
 
 
-def train(
-    model: Throughput, start: int, seed: int, monkeypatch: pytest.MonkeyPatch, *, fixed_shape: bool = False
-) -> tuple[list[tuple[ControlInput, int]], vbs.BatchTrace]:
+def train(model, start, seed, monkeypatch, *, fixed_shape=False):
     """Train in one process, whose updates take the seconds of a model; return the answers and the batch sizes."""
     clock, noted = Clock(), Noted()
     monkeypatch.setattr(controller, "UpdateStopwatch", partial(UpdateStopwatch, clock))
@@ -73,7 +71,7 @@ def train(
     return noted.answers, sampler.trace
 
 
-def goodput(size: int, input: ControlInput, model: Throughput, *, fixed_shape: bool = False) -> float:
+def goodput(size, input, model, *, fixed_shape=False):
     """Return the progress a second, up to a factor, if updates take the seconds of a model."""
     assert input.noise is not None
     sigma2, mu2 = max(input.noise.sigma2, 0.0), max(input.noise.mu2, 0.0)
@@ -81,9 +79,7 @@ def goodput(size: int, input: ControlInput, model: Throughput, *, fixed_shape: b
 
 
 @pytest.mark.parametrize(("base", "start", "seed"), [(0.001, 16, 0), (0.1, 100, 1), (10.0, 512, 0), (0.1, 512, 1)])
-def test_it_explores_until_it_has_measured_and_then_decides(
-    base: float, start: int, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_explores_until_it_has_measured_and_then_decides(base, start, seed, monkeypatch):
     model = Throughput(accum_base=base, accum_row=0.002)
     answers, trace = train(model, start, seed, monkeypatch)
     explored = [size for input, size in answers if input.throughput is None]
@@ -99,7 +95,7 @@ def test_it_explores_until_it_has_measured_and_then_decides(
 
 
 @pytest.mark.parametrize("start", [16, 300])
-def test_it_knows_what_microbatches_of_a_fixed_shape_cost(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_knows_what_microbatches_of_a_fixed_shape_cost(start, monkeypatch):
     """A batch below the microbatch takes as long as a whole one, and 127 samples seven times as long as 128."""
     model = Throughput(accum_base=0.01, accum_row=0.002)
     answers, _ = train(model, start, 0, monkeypatch, fixed_shape=True)
@@ -111,6 +107,6 @@ def test_it_knows_what_microbatches_of_a_fixed_shape_cost(start: int, monkeypatc
         assert goodput(size, input, model, fixed_shape=True) > best / 1.06
 
 
-def test_those_that_read_the_throughput_say_so() -> None:
+def test_those_that_read_the_throughput_say_so():
     assert [*filter(needs_throughput, EXAMPLES)] == [Goodput((32, 4096))]
     assert [*map(needs_throughput, FUNCTIONS)] == [False, False, False, True]

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 import variable_batch_size as vbs
 from helpers.controllers import smoothed
-from variable_batch_size.adaptive import Controller, NoiseScale, NormTest
+from variable_batch_size.adaptive import NoiseScale, NormTest
 
 SAMPLES, DIMENSION = 40_000, 200  # without replacement, mu^2 is too small by sigma^2 / SAMPLES
 
 
-def batch_sizes(
-    controller: Controller, distance: float, start: int, updates: int, noise: Any
-) -> tuple[list[int], float]:
+def batch_sizes(controller, distance, start, updates, noise):
     """Return the batch sizes of a training whose weights stay, and the noise scale of its dataset.
 
     The loss of a sample x is |w - x|^2 / 2, so that sigma^2 is the variance of the samples, and mu^2 the squared
@@ -42,14 +38,14 @@ def batch_sizes(
 @pytest.mark.parametrize(
     ("factor", "distance", "noise"), [(1.0, 0.7, None), (0.5, 0.6, "differenced"), (2.0, 1.0, None)]
 )
-def test_the_batch_becomes_the_noise_scale(factor: float, distance: float, noise: Any) -> None:
+def test_the_batch_becomes_the_noise_scale(factor, distance, noise):
     sizes, scale = batch_sizes(smoothed(NoiseScale(factor), 0.2, 1), distance, 64, 500, noise)
     assert sizes[-1] == pytest.approx(factor * scale, rel=0.1)
 
 
 @pytest.mark.slow("trains for 300 updates")
 @pytest.mark.parametrize("eta", [0.8, 1.0])
-def test_the_batch_grows_until_it_passes_the_norm_test(eta: float) -> None:
+def test_the_batch_grows_until_it_passes_the_norm_test(eta):
     sizes, scale = batch_sizes(NormTest(eta), 0.7, 256, 300, None)
     assert sizes == sorted(sizes)
     assert sizes[-1] == pytest.approx(scale / eta**2, rel=0.1)

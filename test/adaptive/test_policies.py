@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from helpers.controllers import Halving
 from variable_batch_size.adaptive import (
     ConstantBatch,
     ControlInput,
-    Controller,
     Goodput,
     NoiseScale,
     NormTest,
@@ -29,7 +27,7 @@ SECONDS = st.floats(1e-6, 10)
 
 
 @given(st.integers(1, 10**6), st.integers(1, 4096))
-def test_the_batch_follows_the_devices_or_nothing(samples: int, devices: int) -> None:
+def test_the_batch_follows_the_devices_or_nothing(samples, devices):
     state = ControlInput(devices)
     assert parse_policy(f"per-device:{samples}")(state) == samples * devices
     assert parse_policy(f"constant:{samples}")(state) == samples
@@ -47,14 +45,12 @@ def test_the_batch_follows_the_devices_or_nothing(samples: int, devices: int) ->
         ("constant:60k", ConstantBatch(60_000)),
     ],
 )
-def test_a_controller_is_named(text: str, controller: Controller) -> None:
+def test_a_controller_is_named(text, controller):
     assert parse_policy(text) == controller
 
 
 @given(SECONDS, SECONDS, SECONDS, SECONDS, st.floats(1, 10), st.integers(1, 500), st.integers(1, 9), st.integers(1, 20))
-def test_the_time_is_that_of_the_model(
-    base: float, row: float, net: float, device: float, overlap: float, rows: int, rounds: int, devices: int
-) -> None:
+def test_the_time_is_that_of_the_model(base, row, net, device, overlap, rows, rounds, devices):
     accum = base + row * rows
     communication = 0.0 if devices == 1 else net + device * max(devices - 2, 0)
     expected = (rounds - 1) * accum + (accum**overlap + communication**overlap) ** (1 / overlap)
@@ -64,9 +60,7 @@ def test_the_time_is_that_of_the_model(
 
 
 @given(st.integers(1, 3000), st.integers(1, 50), st.integers(1, 100), st.booleans(), st.booleans())
-def test_the_rows_are_those_of_the_busiest_rank(
-    batch_size: int, devices: int, minibatch_size: int, spread: bool, fixed_shape: bool
-) -> None:
+def test_the_rows_are_those_of_the_busiest_rank(batch_size, devices, minibatch_size, spread, fixed_shape):
     split = cut(batch_size, minibatch_size, fixed_shape=fixed_shape, multiple_of=devices if spread else 1)
     sizes = [minibatch_size if fixed_shape else split.locate(number)[1] for number in range(split.microbatches)]
     ranks = [sizes[rank::devices] for rank in range(devices)]
@@ -77,7 +71,7 @@ def test_the_rows_are_those_of_the_busiest_rank(
     assert throughput.seconds(batch_size, devices, spread=spread) == throughput.seconds(batch_size, devices)
 
 
-def test_a_simple_model_is_linear() -> None:
+def test_a_simple_model_is_linear():
     simple = Throughput.simple(samples_per_second=500, communication_seconds=0.25)
     assert simple.seconds(1000, devices=1) == 2
     assert simple.seconds(1000, devices=4) == 0.75
@@ -85,7 +79,7 @@ def test_a_simple_model_is_linear() -> None:
 
 
 @given(st.integers(0, 10**6), st.integers(1, 5000))
-def test_seesaw_lowers_the_learning_rate_by_the_root(samples: int, batch_size: int) -> None:
+def test_seesaw_lowers_the_learning_rate_by_the_root(samples, batch_size):
     schedule, critical = Halving(10_000, 900_000), 16 * batch_size
     size = Seesaw(schedule, batch_size, critical)(ControlInput(devices=1, samples=samples))
     factor = schedule(samples)
@@ -94,15 +88,15 @@ def test_seesaw_lowers_the_learning_rate_by_the_root(samples: int, batch_size: i
         assert factor * math.sqrt(size / batch_size) == pytest.approx(math.sqrt(factor))
 
 
-def test_a_higher_learning_rate_makes_no_smaller_batch() -> None:
+def test_a_higher_learning_rate_makes_no_smaller_batch():
     assert Seesaw(lambda samples: 1.5, 64, 128)(ControlInput(devices=1)) == 64
 
 
-def test_seesaw_is_for_rules_that_take_the_root() -> None:
+def test_seesaw_is_for_rules_that_take_the_root():
     """In a training; a simulation may measure its progress by any rule."""
     controller = Seesaw(Halving(10_000, 10**6), 8, 64)
 
-    def training(rule: Any) -> None:
+    def training(rule):
         sampler = vbs.CustomSampler(100, vbs.AdaptiveTrace(controller, bounds=(8, 64)), 1, 0, 4)
         vbs.CustomOptimizer(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))]), sampler, 32, rule=rule)
 

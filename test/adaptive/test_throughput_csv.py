@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -19,25 +18,25 @@ WORLDS, BATCHES, MICROBATCH = (1, 2, 3, 4, 8), (64, 256, 1024, 1100), 64
 TAGS = ("world_size", "global_batch_size", "num_microbatches", "updates_per_second", "samples_per_second")
 
 
-def row(world: int, batch: int, seconds: float, samples: float | None = None) -> list[float]:
+def row(world, batch, seconds, samples=None):
     microbatches = max(-(-batch // MICROBATCH), min(batch, world))
     return [world, batch, microbatches, 1 / seconds, (batch if samples is None else samples) / seconds]
 
 
-def seconds_of(world: int, batch: int) -> float:
+def seconds_of(world, batch):
     """The seconds that the model gives to what `from_csv` knows of an update."""
     microbatches = row(world, batch, 1.0)[2]
     rows, rounds = math.ceil(batch / microbatches), math.ceil(microbatches / world)
     return float(MODEL.of_rounds(rounds * rows, rows, rounds, world))
 
 
-def write(path: Path, rows: list[list[float]], encoding: str = "utf-8") -> Path:
+def write(path, rows, encoding="utf-8"):
     table = pd.DataFrame(rows, columns=[f"vbs/{tag}" for tag in TAGS])
     table.to_csv(path, index_label="update", encoding=encoding)
     return path
 
 
-def test_a_real_training(tmp_path: Path) -> None:
+def test_a_real_training(tmp_path):
     with vbs.Tracker(tmp_path, progress=False) as tracker:
         training(sizes=[10] * 28 + [25] * 32, tracker=tracker, log_steps=5).run(60)
     path = tmp_path / "scalars.csv"
@@ -52,7 +51,7 @@ def test_a_real_training(tmp_path: Path) -> None:
     assert model.seconds(25, 1, 4) > model.seconds(10, 1, 4) > 0
 
 
-def test_the_first_row_with_log_steps_1_has_no_rate(tmp_path: Path) -> None:
+def test_the_first_row_with_log_steps_1_has_no_rate(tmp_path):
     with vbs.Tracker(tmp_path, progress=False) as tracker:
         training(sizes=[10] * 4, tracker=tracker, log_steps=1).run(4)
     assert np.isnan(pd.read_csv(tmp_path / "scalars.csv")["vbs/updates_per_second"][0])
@@ -61,7 +60,7 @@ def test_the_first_row_with_log_steps_1_has_no_rate(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
-def test_outliers_and_mixed_rows_do_not_matter(seed: int, encoding: str, tmp_path: Path) -> None:
+def test_outliers_and_mixed_rows_do_not_matter(seed, encoding, tmp_path):
     """Four of nine rows of a kind have an evaluation; rows without a rate, and of two batch sizes, are left out."""
     rng = np.random.default_rng(seed)
     rows = []
@@ -78,7 +77,7 @@ def test_outliers_and_mixed_rows_do_not_matter(seed: int, encoding: str, tmp_pat
         assert getattr(found, name) == pytest.approx(getattr(MODEL, name), rel=1e-3)
 
 
-def test_what_a_row_says_of_the_update(tmp_path: Path) -> None:
+def test_what_a_row_says_of_the_update(tmp_path):
     rows = [row(3, 1100, 2.0), row(3, 1100, 4.0), row(3, 1100, 6.0), row(1, 64, 1.0)]
     path = write(tmp_path / "scalars.csv", rows)
     assert updates_in(path).tolist() == [[1, 64, 1, 1], [3, 62, 6, 4]]  # 18 microbatches of 61 or 62 rows

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,11 +23,11 @@ MODELS = st.builds(
 )
 
 
-def grid(devices: tuple[int, ...] = DEVICES, rows: tuple[int, ...] = ROWS) -> npt.NDArray[np.float64]:
+def grid(devices=DEVICES, rows=ROWS):
     return np.array(np.meshgrid(devices, rows, ROUNDS)).reshape(3, -1).astype(np.float64)  # (3, updates)
 
 
-def measure(model: Throughput, noise: float = 0.0, **where: Any) -> npt.NDArray[np.float64]:
+def measure(model, noise=0.0, **where):
     devices, rows, rounds = grid(**where)
     factors = np.random.default_rng(0).lognormal(0, noise, len(rows))
     return np.stack([devices, rows, rounds, model.of_rounds(rounds * rows, rows, rounds, devices) * factors], axis=1)
@@ -37,7 +35,7 @@ def measure(model: Throughput, noise: float = 0.0, **where: Any) -> npt.NDArray[
 
 @examples(40)
 @given(MODELS)
-def test_exact_measurements_give_the_parameters(model: Throughput) -> None:
+def test_exact_measurements_give_the_parameters(model):
     found = Throughput.fit(measure(model))
     assert found.error(measure(model)) < 1e-6
     for name in ("accum_base", "accum_row", "net_base", "net_device", "overlap"):
@@ -46,7 +44,7 @@ def test_exact_measurements_give_the_parameters(model: Throughput) -> None:
 
 @examples(40)
 @given(MODELS)
-def test_predictions_from_noisy_measurements(model: Throughput) -> None:
+def test_predictions_from_noisy_measurements(model):
     measured = measure(model, noise=0.05, devices=(1, 2, 4, 8))
     found = Throughput.fit(measured)
     assert 0.03 < found.error(measured) < 0.07
@@ -54,14 +52,14 @@ def test_predictions_from_noisy_measurements(model: Throughput) -> None:
 
 
 @given(MODELS)
-def test_one_device_has_no_communication(model: Throughput) -> None:
+def test_one_device_has_no_communication(model):
     found = Throughput.fit(measure(model, devices=(1,)))
     assert (found.net_base, found.net_device, found.overlap) == (0, 0, 1)
     assert found.error(measure(model, devices=(1,))) < 1e-9
 
 
 @given(MODELS, st.integers(2, 64))
-def test_rounds_tell_the_communication_of_one_number_of_devices(model: Throughput, devices: int) -> None:
+def test_rounds_tell_the_communication_of_one_number_of_devices(model, devices):
     """It comes once an update. With overlap a part of it is hidden, the more the longer a microbatch takes."""
     without_overlap = dataclasses.replace(model, overlap=1)
     found = Throughput.fit(measure(without_overlap, devices=(devices,)))
@@ -74,7 +72,7 @@ def test_rounds_tell_the_communication_of_one_number_of_devices(model: Throughpu
 
 
 @given(MODELS)
-def test_communication_needs_two_numbers_of_rounds(model: Throughput) -> None:
+def test_communication_needs_two_numbers_of_rounds(model):
     """Otherwise it is a part of what a microbatch costs."""
     measured = measure(model, devices=(4,))
     one = measured[measured[:, 2] == 2]
@@ -82,7 +80,7 @@ def test_communication_needs_two_numbers_of_rounds(model: Throughput) -> None:
 
 
 @pytest.mark.parametrize("updates", [1, 2, 3, 4])
-def test_few_updates(updates: int) -> None:
+def test_few_updates(updates):
     model = Throughput(0.02, 0.001, 0.1, 0.01, 2.0)
     measured = measure(model, devices=(2, 1, 4), rows=(32,))[[0, 4, 6, 1][:updates]]
     found = Throughput.fit(measured)
@@ -92,7 +90,7 @@ def test_few_updates(updates: int) -> None:
 
 @pytest.mark.slow("fits many models")
 @given(MODELS, st.sampled_from([(1, 2), (1, 4), (2, 4)]))
-def test_overlap_that_cannot_be_told_is_1(model: Throughput, devices: tuple[int, int]) -> None:
+def test_overlap_that_cannot_be_told_is_1(model, devices):
     """With one microbatch of one size for each number of devices, any overlap fits."""
     each = np.array(devices, np.float64)
     rows, rounds = np.full(2, 32.0), np.ones(2)

@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 import time
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pytest
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from helpers.agreements import OfStore, agreements, in_threads, message_of
 from helpers.properties import examples
-from variable_batch_size.backend import Backend, departure
+from variable_batch_size.backend import departure
 from variable_batch_size.backend.agreement import AbsentRankError, Agreement
 from variable_batch_size.backend.departure import has_ended, identity
 from variable_batch_size.testing import run_ranks
@@ -26,7 +26,7 @@ LONG = 3_000  # updates; no rank makes that many
 texts = st.lists(st.text(st.characters(exclude_categories=()), max_size=30), min_size=1, max_size=4)
 
 
-def result(outcome: Any) -> Any:
+def result(outcome):
     if isinstance(outcome, str) and outcome.startswith("fails"):
         raise KeyError(outcome)
     return outcome
@@ -37,8 +37,8 @@ def result(outcome: Any) -> Any:
 
 @examples(60)
 @given(st.lists(texts, min_size=1, max_size=4).filter(lambda rounds: len({len(row) for row in rounds}) == 1))
-def test_every_rank_gets_the_messages_of_all_ranks(rounds: list[list[str]]) -> None:
-    def run(backend: Backend) -> list[list[str]]:
+def test_every_rank_gets_the_messages_of_all_ranks(rounds):
+    def run(backend):
         agreement = Agreement(backend)
         return [agreement.gather("test", messages[backend.world.rank]) for messages in rounds]
 
@@ -48,14 +48,14 @@ def test_every_rank_gets_the_messages_of_all_ranks(rounds: list[list[str]]) -> N
 
 @examples(30)
 @given(st.lists(st.sampled_from(["save()", "read()", "restore()"]), min_size=2, max_size=4))
-def test_ranks_in_different_calls_get_the_same_error(calls: list[str]) -> None:
-    def run(backend: Backend) -> Any:
+def test_ranks_in_different_calls_get_the_same_error(calls):
+    def run(backend):
         agreement = Agreement(backend)
         found = message_of(lambda: agreement.gather(calls[backend.world.rank], ""))
         assert agreement.gather("afterwards", "here") == len(calls) * ["here"]
         return found
 
-    expected: Any = len(calls) * [""]
+    expected = len(calls) * [""]
     for rank, call in enumerate(calls):
         if call != calls[0]:
             expected = (
@@ -68,8 +68,8 @@ def test_ranks_in_different_calls_get_the_same_error(calls: list[str]) -> None:
 
 @examples(60)
 @given(st.lists(st.one_of(st.text(max_size=9), st.just("fails here"), st.just("fails")), min_size=1, max_size=4))
-def test_every_rank_returns_the_results_of_all_or_raises_the_first_error(outcomes: list[str]) -> None:
-    def run(backend: Backend) -> Any:
+def test_every_rank_returns_the_results_of_all_or_raises_the_first_error(outcomes):
+    def run(backend):
         agreement = Agreement(backend)
         return message_of(lambda: agreement.run_on_all("test", lambda: result(outcomes[backend.world.rank])))
 
@@ -79,15 +79,15 @@ def test_every_rank_returns_the_results_of_all_or_raises_the_first_error(outcome
 
 @examples(30)
 @given(st.lists(st.booleans(), min_size=1, max_size=4))
-def test_a_condition_is_true_everywhere_if_it_is_on_one_rank(conditions: list[bool]) -> None:
-    def run(backend: Backend) -> bool:
+def test_a_condition_is_true_everywhere_if_it_is_on_one_rank(conditions):
+    def run(backend):
         return Agreement(backend).any_rank("test", conditions[backend.world.rank])
 
     assert run_ranks(run, len(conditions)) == len(conditions) * [any(conditions)]
 
 
-def test_only_rank_0_works_and_every_rank_gets_its_result() -> None:
-    def run(backend: Backend) -> str:
+def test_only_rank_0_works_and_every_rank_gets_its_result():
+    def run(backend):
         agreement, rank = Agreement(backend), backend.world.rank
         with pytest.raises(RuntimeError, match="fails 0"):
             agreement.run_on_rank_0("test", lambda: result(f"fails {rank}"))
@@ -97,11 +97,11 @@ def test_only_rank_0_works_and_every_rank_gets_its_result() -> None:
 
 
 @pytest.mark.parametrize("absent", [0, 2])
-def test_a_rank_that_does_not_come_is_named(absent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_does_not_come_is_named(absent, monkeypatch):
     monkeypatch.setattr("variable_batch_size.testing.ranks._TIMEOUT", 0.3)
     kept = []  # else a rank that has raised has ended
 
-    def run(backend: Backend) -> Any:
+    def run(backend):
         kept.append(agreement := Agreement(backend))
         if backend.world.rank == absent:
             time.sleep(1)
@@ -114,10 +114,10 @@ def test_a_rank_that_does_not_come_is_named(absent: int, monkeypatch: pytest.Mon
         assert f"every rank must come to read(), but rank {absent} has not, for 0.3 s; see the output" in message
 
 
-def test_ranks_do_not_wait_for_one_that_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_do_not_wait_for_one_that_has_failed(monkeypatch):
     monkeypatch.setattr("variable_batch_size.testing.ranks._TIMEOUT", 3600.0)  # this test would hang
 
-    def run(backend: Backend) -> None:
+    def run(backend):
         if backend.world.rank == 1:
             raise LookupError("rank 1")
         Agreement(backend).gather("read()", "")
@@ -126,7 +126,7 @@ def test_ranks_do_not_wait_for_one_that_has_failed(monkeypatch: pytest.MonkeyPat
         run_ranks(run, 3)
 
 
-def test_ranks_do_not_wait_for_one_that_has_left_but_read_what_it_has_said() -> None:
+def test_ranks_do_not_wait_for_one_that_has_left_but_read_what_it_has_said():
     ranks = agreements(3 * [dist.HashStore()])
     assert in_threads(lambda rank: ranks[rank].gather("first", str(rank)), 3) == 3 * [["0", "1", "2"]]
     ranks.pop()
@@ -137,7 +137,7 @@ def test_ranks_do_not_wait_for_one_that_has_left_but_read_what_it_has_said() -> 
 
 @examples(30)
 @given(size=st.integers(2, 4), former=st.lists(st.integers(2, 5), max_size=3))
-def test_what_former_ranks_have_left_in_the_store_does_not_count(size: int, former: list[int]) -> None:
+def test_what_former_ranks_have_left_in_the_store_does_not_count(size, former):
     """A launcher may keep the store; a world ends anywhere."""
     store = dist.HashStore()
     for number in former:
@@ -148,11 +148,11 @@ def test_what_former_ranks_have_left_in_the_store_does_not_count(size: int, form
     assert in_threads(lambda rank: ranks[rank].gather("test", str(rank)), size) == size * [expected]
 
 
-def test_little_is_left_in_the_store() -> None:
+def test_little_is_left_in_the_store():
     size, store = 3, dist.HashStore()
     ranks = agreements(size * [store])
 
-    def run(rank: int) -> None:
+    def run(rank):
         agreement = ranks[rank]
         for number in range(300):
             agreement.gather("test", "message")
@@ -167,8 +167,8 @@ def test_little_is_left_in_the_store() -> None:
     assert store.num_keys() < 64 + 36
 
 
-def test_a_world_of_one_needs_no_store() -> None:
-    agreement = Agreement(OfStore(None, World()))  # type: ignore[arg-type]
+def test_a_world_of_one_needs_no_store():
+    agreement = Agreement(OfStore(None, World()))
     assert agreement.gather("test", "alone") == ["alone"]
     assert agreement.run_on_all("test", lambda: "result") == ["result"]
     assert [agreement.any_rank("test", condition) for condition in (False, True)] == [False, True]
@@ -181,13 +181,13 @@ def test_a_world_of_one_needs_no_store() -> None:
 
 
 @pytest.mark.parametrize("later", [0, 2])
-def test_ranks_that_go_on_and_one_that_waits_for_them_get_one_error(later: int) -> None:
+def test_ranks_that_go_on_and_one_that_waits_for_them_get_one_error(later):
     """Ranks 0 and 2 wait in the sum of the next update; or, as with a device, are some updates ahead."""
     store = dist.HashStore()
     backends = [OfStore(store, World(rank, 3)) for rank in range(3)]
     ranks = in_threads(lambda rank: Agreement(backends[rank]), 3)
 
-    def run(rank: int) -> Any:
+    def run(rank):
         ranks[rank].gather("save()", "before")
         for update in range(1, 4 + (rank != 1) * later):
             ranks[rank].after_update(update, 0, ())
@@ -203,12 +203,12 @@ def test_ranks_that_go_on_and_one_that_waits_for_them_get_one_error(later: int) 
     )
 
 
-def test_ranks_that_come_late_to_a_call_pass_none_by() -> None:
+def test_ranks_that_come_late_to_a_call_pass_none_by():
     store = dist.HashStore()
     backends = [OfStore(store, World(rank, 2)) for rank in range(2)]
     ranks = in_threads(lambda rank: Agreement(backends[rank]), 2)
 
-    def run(rank: int) -> list[str]:
+    def run(rank):
         for update in range(1, 5):
             if rank == 0 and update == 3:  # in the sum of the third update, for which rank 1 does not wait any more
                 time.sleep(1.5)
@@ -224,10 +224,10 @@ def test_ranks_that_come_late_to_a_call_pass_none_by() -> None:
 
 @examples(30)
 @given(st.lists(st.integers(0, 1), min_size=2, max_size=3), st.sampled_from(["step", "epoch", "lr"]))
-def test_a_call_of_all_ranks_compares_where_they_are(values: list[int], which: str) -> None:
+def test_a_call_of_all_ranks_compares_where_they_are(values, which):
     ranks, last = agreements(len(values) * [dist.HashStore()]), {"step": 2, "epoch": 0, "lr": 0.1}
 
-    def run(rank: int) -> Any:
+    def run(rank):
         step, epoch, lr = (value + values[rank] * (name == which) for name, value in last.items())
         ranks[rank]._history.add(1, int(step), int(epoch), ((("lr", lr),),))
         ranks[rank]._updates = 1
@@ -248,7 +248,7 @@ def test_a_call_of_all_ranks_compares_where_they_are(values: list[int], which: s
 
 @examples(30)
 @given(st.lists(st.text(max_size=5), min_size=1, max_size=70))
-def test_ranks_learn_what_rank_0_tells_whenever_they_ask(told: list[str]) -> None:
+def test_ranks_learn_what_rank_0_tells_whenever_they_ask(told):
     teller, other = agreements(2 * [dist.HashStore()])
     for number, text in enumerate(told):
         teller.publish("decision", number, text)
@@ -259,11 +259,11 @@ def test_ranks_learn_what_rank_0_tells_whenever_they_ask(told: list[str]) -> Non
 # ------------------------------------------------------------------------------------------------------ other processes
 
 
-def identity_of(process: subprocess.Popen[bytes]) -> str:
+def identity_of(process):
     return f"{departure._machine()} {process.pid} {departure._state_and_start(process.pid)[1]}"
 
 
-def killed() -> str:
+def killed():
     """Return the identity of a process that was killed."""
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
         found = identity_of(process)
@@ -271,7 +271,7 @@ def killed() -> str:
     return found
 
 
-def test_processes_that_were_killed_are_known() -> None:
+def test_processes_that_were_killed_are_known():
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
         found = identity_of(process)
         assert not has_ended(found)
@@ -287,11 +287,11 @@ def test_processes_that_were_killed_are_known() -> None:
 
 @pytest.mark.parametrize("came", [False, True])
 @pytest.mark.parametrize("victim", [0, 2])
-def test_ranks_do_not_wait_for_a_process_that_was_killed(victim: int, came: bool) -> None:
+def test_ranks_do_not_wait_for_a_process_that_was_killed(victim, came):
     """Also if it had come to the call: rank 0 tells the others of all messages, and was killed before it did."""
     ranks = agreements(3 * [dist.HashStore()])
 
-    def run(rank: int) -> Any:
+    def run(rank):
         agreement = ranks[rank]
         agreement._processes[victim] = killed()
         if rank == victim:

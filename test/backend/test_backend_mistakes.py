@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ UNCONNECTED = (
 NOT_INSTALLED = r"^XLA devices need PyTorch/XLA, but torch_xla is not installed; run: pip install '.*\[xla\]'"
 
 
-def of_two(call: Callable[[], object], *names: str) -> None:
+def of_two(call, *names):
     """Call as a process that a launcher has started beside another one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delitem(sys.modules, "torch_xla", raising=False)
@@ -28,13 +27,13 @@ def of_two(call: Callable[[], object], *names: str) -> None:
         call()
 
 
-def without_xla(call: Callable[[], object]) -> None:
+def without_xla(call):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "torch_xla", None)
         call()
 
 
-def launch_on(device: str, cores: int, function: Callable[[], object] = print) -> None:
+def launch_on(device, cores, function=print):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PJRT_DEVICE", device)
         launch(function, cores=cores)
@@ -59,11 +58,11 @@ OF_LAUNCH = [
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_named(mistake: Mistake) -> None:
+def test_a_mistake_is_named(mistake):
     check(mistake)
 
 
 @pytest.mark.xla
 @pytest.mark.parametrize("mistake", OF_LAUNCH)
-def test_a_mistake_of_a_launch_is_named(mistake: Mistake) -> None:
+def test_a_mistake_of_a_launch_is_named(mistake):
     check(mistake)

@@ -18,7 +18,7 @@ print("trains in", sampler.world, type(optimizer.backend).__name__)
 
 
 @pytest.mark.slow("starts a process")
-def test_an_explicit_world_is_that_of_the_training() -> None:
+def test_an_explicit_world_is_that_of_the_training():
     environment = os.environ | {"WORLD_SIZE": "2", "RANK": "0"}
     command = [sys.executable, "-c", SCRIPT]
     found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=100)

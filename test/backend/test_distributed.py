@@ -6,12 +6,10 @@ A world runs every job once, and the tests read the results of each rank.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import pytest
 import torch
@@ -27,16 +25,16 @@ from variable_batch_size.backend import Backend, DistributedBackend, World
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 WORLDS = [2, pytest.param(3, marks=[pytest.mark.slow("starts another world"), pytest.mark.torch])]
-JOBS: list[Callable[[Place], Any]] = []
+JOBS = []
 
 
-def job(function: Callable[[Place], Any]) -> Callable[[Place], Any]:
+def job(function):
     JOBS.append(function)
     return function
 
 
 @job
-def detected_world(place: Place) -> Any:
+def detected_world(place):
     """Train without passing a world or a backend to the sampler and the optimizer."""
     model = network()
     sampler = vbs.CustomSampler(50, list(SIZES), minibatch_size=4, on_end="hold")
@@ -47,7 +45,7 @@ def detected_world(place: Place) -> Any:
 
 
 @job
-def evaluation(place: Place) -> list[dict[str, float]]:
+def evaluation(place):
     """Return the means of the numbers 0 to 9: of tensors in inference mode, and of numbers; the world is detected."""
     sampler, found = vbs.EvaluationSampler(10, minibatch_size=2), []
     metrics = vbs.Accumulator(sampler)
@@ -61,12 +59,12 @@ def evaluation(place: Place) -> list[dict[str, float]]:
 
 
 @contextmanager
-def count_collectives() -> Iterator[Counter[torch.dtype]]:
+def count_collectives():
     """Count the all-reduces by dtype."""
-    calls: Counter[torch.dtype] = Counter()
+    calls = Counter()
     original = dist.all_reduce
 
-    def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def all_reduce(tensor, *args, **kwargs):
         calls[tensor.dtype] += 1
         return original(tensor, *args, **kwargs)
 
@@ -78,7 +76,7 @@ def count_collectives() -> Iterator[Counter[torch.dtype]]:
 
 
 @job
-def collectives(place: Place) -> list[dict[torch.dtype, int]]:
+def collectives(place):
     """Return the collectives of each update but the first: by dtype, with a GradScaler, and of a rule that measures."""
     counts = []
     for kind, model, enabled in (
@@ -98,22 +96,22 @@ def collectives(place: Place) -> list[dict[torch.dtype, int]]:
 
 
 @job
-def broadcast(place: Place) -> Any:
+def broadcast(place):
     model = Everything(dist.get_rank())
     vbs.broadcast_parameters(model)
     return everything(model)
 
 
 @job
-def rule_with_an_address_in_its_repr(place: Place) -> int:
+def rule_with_an_address_in_its_repr(place):
     """Train with a lambda, whose address differs between processes."""
     heap = [object() for _ in range(1000 * dist.get_rank())]  # shifts the addresses of later objects
-    rule: Callable[[vbs.rules.RuleInput], vbs.rules.Scaling] = lambda update: vbs.rules.Scaling(lr=0.5)  # noqa: E731
+    rule = lambda update: vbs.rules.Scaling(lr=0.5)  # noqa: E731
     return place.training(vbs.CustomOptimizer, rule=rule).run(2).optimizer.updates + 0 * len(heap)
 
 
 @job
-def subgroup(place: Place) -> Any:
+def subgroup(place):
     """Train on the last two ranks only."""
     rank, size = dist.get_rank(), dist.get_world_size()
     group = dist.new_group([size - 2, size - 1])
@@ -124,7 +122,7 @@ def subgroup(place: Place) -> Any:
 
 
 @job
-def stores(place: Place) -> list[bytes]:
+def stores(place):
     """Return what the last rank has written: to the group's store, and to the default store of any backend."""
     backend, values = DistributedBackend(), []
     last = backend.world.rank == backend.world.size - 1
@@ -140,38 +138,38 @@ raises = OnEveryRank()
 
 
 @raises(r"same parameters, but it is \d+ on rank 0 and \d+ on rank 1; call vbs\.broadcast_parameters")
-def weights(place: Place) -> None:
+def weights(place):
     place.training(model=shifted(place.world.rank)).run(1)
 
 
 @raises(r"same seed, but it is 0 on rank 0 and 1 on rank 1; pass the same value on every rank")
-def seed(place: Place) -> None:
+def seed(place):
     place.training(sampling={"seed": place.world.rank}).run(1)
 
 
 @raises(r"same rule, but it is")
-def rule(place: Place) -> None:
+def rule(place):
     place.training(vbs.CustomOptimizer, rule="root" if place.world.rank else "constant").run(1)
 
 
 @raises(r"the same speeds, but it is \[1, 3.* on rank 0 and \[3, 1.* on rank 1; pass the same value")
-def speeds(place: Place) -> None:
+def speeds(place):
     own = (3, 1, 2) if place.world.rank else (1, 3, 2)
     place.training(sampling={"speeds": own[: place.world.size]}).run(1)
 
 
 @raises(r"deals for rank 0 of 1 and the optimizer's DistributedBackend is rank \d of \d; pass num_replicas")
-def world(place: Place) -> None:
+def world(place):
     vbs.ConstantOptimizer(torch.optim.SGD(network().parameters()), vbs.CustomSampler(50, 20, num_replicas=1, rank=0))
 
 
-def run_jobs(backend: Backend) -> dict[str, Any]:
+def run_jobs(backend):
     place = Place.of(Layout(backend.world.size, by="plain"), backend)
     return {one.__name__: one(place) for one in JOBS} | {"mistakes": raises.messages(place)}
 
 
 @cache
-def ran(size: int) -> tuple[list[dict[str, Any]], str]:
+def ran(size):
     """The results of each rank, and what they have written to standard error."""
     with TemporaryDirectory() as folder:
         ranks = run_job("gloo", run_jobs, ranks=size, folder=Path(folder))
@@ -179,11 +177,11 @@ def ran(size: int) -> tuple[list[dict[str, Any]], str]:
 
 
 @pytest.fixture(params=WORLDS, ids="world {}".format)
-def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+def ranks(request):
     return ran(request.param)[0]
 
 
-def test_the_sampler_and_the_optimizer_detect_the_world(ranks: list[dict[str, Any]]) -> None:
+def test_the_sampler_and_the_optimizer_detect_the_world(ranks):
     for i, rank in enumerate(ranks):
         found, weights = rank["detected_world"]
         assert found == World(i, len(ranks))
@@ -191,44 +189,42 @@ def test_the_sampler_and_the_optimizer_detect_the_world(ranks: list[dict[str, An
 
 
 @pytest.mark.parametrize(("config", "kind"), [("cuda:nccl", "cuda"), ("cpu:gloo,cuda:nccl", "cpu")])
-def test_ranks_communicate_on_a_device_of_the_process_group(
-    config: str, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_communicate_on_a_device_of_the_process_group(config, kind, monkeypatch):
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
     assert DistributedBackend().device.type == kind
 
 
-def test_an_evaluation_detects_the_world(ranks: list[dict[str, Any]]) -> None:
+def test_an_evaluation_detects_the_world(ranks):
     assert [rank["evaluation"] for rank in ranks] == len(ranks) * [2 * [{"value": 4.5, "samples": 10}]]
 
 
-def test_all_ranks_share_a_store(ranks: list[dict[str, Any]]) -> None:
+def test_all_ranks_share_a_store(ranks):
     assert [rank["stores"] for rank in ranks] == [2 * [b"value of the last rank"]] * len(ranks)
 
 
 @pytest.mark.parametrize("size", WORLDS)
-def test_no_process_prints_a_warning(size: int) -> None:
+def test_no_process_prints_a_warning(size):
     """Torch's own threads would, on standard error, if a tensor that they free still had another reference."""
     assert "Warning" not in ran(size)[1]
 
 
-def test_an_update_takes_one_collective_per_dtype(ranks: list[dict[str, Any]]) -> None:
+def test_an_update_takes_one_collective_per_dtype(ranks):
     for rank in ranks:
         assert rank["collectives"] == [dict.fromkeys(DTYPES, 1)] * 6 + [{torch.float64: 1}] * 3
 
 
-def test_broadcast_parameters_copies_rank_0_to_every_rank(ranks: list[dict[str, Any]]) -> None:
+def test_broadcast_parameters_copies_rank_0_to_every_rank(ranks):
     for rank in ranks:
         torch.testing.assert_close(rank["broadcast"], everything(Everything(0)), rtol=0, atol=0)
 
 
-def test_a_rule_with_an_address_in_its_repr_equals_itself_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
+def test_a_rule_with_an_address_in_its_repr_equals_itself_on_all_ranks(ranks):
     assert [rank["rule_with_an_address_in_its_repr"] for rank in ranks] == [2] * len(ranks)
 
 
-def test_a_subgroup_trains_alone(ranks: list[dict[str, Any]]) -> None:
+def test_a_subgroup_trains_alone(ranks):
     for i, rank in enumerate(ranks[-2:]):
         found, weights = rank["subgroup"]
         assert found == World(i, 2)
@@ -236,5 +232,5 @@ def test_a_subgroup_trains_alone(ranks: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("mistake", raises.patterns)
-def test_a_mistake_raises_on_every_rank(ranks: list[dict[str, Any]], mistake: str) -> None:
+def test_a_mistake_raises_on_every_rank(ranks, mistake):
     raises.check(mistake, [rank["mistakes"] for rank in ranks])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -45,7 +44,7 @@ def train(optimizer):
         ),
     ],
 )
-def test_a_process_ends_with_its_own_code(tmp_path: Path, end: str, train: str) -> None:
+def test_a_process_ends_with_its_own_code(tmp_path, end, train):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(end=end, train=train))
     settings = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}

@@ -6,11 +6,9 @@ import multiprocessing
 import random
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar, final
 
@@ -20,7 +18,6 @@ import torch.distributed as dist
 from helpers.agreements import agreements, in_threads, message_of
 from variable_batch_size.backend import departure
 from variable_batch_size.backend.agreement import AbsentRankError, Agreement
-from variable_batch_size.backend.update_history import Groups
 from variable_batch_size.world import World
 
 Result = TypeVar("Result")
@@ -31,23 +28,23 @@ LONG = 3_000  # updates; no rank makes that many
 class Scheduler:
     """Runs threads one at a time, from one use of the store to the next, in random order and at random paces."""
 
-    def __init__(self, rng: random.Random, size: int) -> None:
+    def __init__(self, rng, size):
         self.rng, self.waiting, self.running = rng, dict[int, threading.Event](), size
         self.pace = [rng.choice([1, 1, 4, 16]) for _ in range(size)]
         self.change = threading.Condition()
 
-    def wait(self, rank: int) -> None:
+    def wait(self, rank):
         with self.change:
             self.waiting[rank] = event = threading.Event()
             self.change.notify()
         event.wait()
 
-    def end(self) -> None:
+    def end(self):
         with self.change:
             self.running -= 1
             self.change.notify()
 
-    def run(self) -> None:
+    def run(self):
         while True:
             with self.change:
                 self.change.wait_for(lambda: len(self.waiting) == self.running)
@@ -63,27 +60,25 @@ class Scheduler:
 class ScheduledStore:
     """A real store that one thread at a time uses."""
 
-    def __init__(self, store: dist.Store, scheduler: Scheduler, rank: int) -> None:
+    def __init__(self, store, scheduler, rank):
         self.store, self.scheduler, self.rank = store, scheduler, rank
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         self.scheduler.wait(self.rank)
         return getattr(self.store, name)
 
 
-def run_scheduled(
-    rng: random.Random, size: int, work: Callable[[Agreement], Result], monkeypatch: pytest.MonkeyPatch
-) -> list[Result]:
+def run_scheduled(rng, size, work, monkeypatch):
     """Run `work` on each rank, for random speeds and orders of all uses of the store."""
     ranks, scheduler, now = agreements(size * [dist.HashStore()]), Scheduler(rng, size), 0.0
 
-    def clock() -> float:
+    def clock():
         """Looks take so long that they are made after each update, or after about 20."""
         nonlocal now
         now += rng.choice([1e-6, 2e-4])
         return now
 
-    def after_update(agreement: Agreement, *position: Any) -> None:
+    def after_update(agreement, *position):
         """An update takes 1 ms, and no rank is more than 100 updates ahead of another one."""
         nonlocal now
         now += 1e-3
@@ -99,9 +94,9 @@ def run_scheduled(
     for rank, agreement in enumerate(ranks):
         monkeypatch.setattr(agreement, "after_update", partial(after_update, agreement))
         agreement._looked_time, agreement._look_seconds = 0.0, 0.0
-        agreement._store = ScheduledStore(agreement._store, scheduler, rank)  # type: ignore[assignment]
+        agreement._store = ScheduledStore(agreement._store, scheduler, rank)
 
-    def run(rank: int) -> Result:
+    def run(rank):
         scheduler.wait(rank)  # begin, and use the clock, one at a time
         try:
             return work(ranks[rank])
@@ -114,13 +109,13 @@ def run_scheduled(
         return [future.result() for future in found]
 
 
-def seeded() -> random.Random:
+def seeded():
     seed = random.randrange(2**32)
     print("seed", seed)
     return random.Random(seed)
 
 
-def test_ranks_meet_after_the_same_updates_for_any_order_of_their_accesses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_meet_after_the_same_updates_for_any_order_of_their_accesses(monkeypatch):
     """Meeting after meeting, at any distance of the ranks, and each learns the wishes of all."""
     rng = seeded()
     for _ in range(50):
@@ -129,7 +124,7 @@ def test_ranks_meet_after_the_same_updates_for_any_order_of_their_accesses(monke
         for updates in when:
             updates[rng.randrange(size)] = rng.choice([0, 1, 5])
 
-        def work(agreement: Agreement) -> list[int]:
+        def work(agreement):
             held, passed, begun = list[int](), 0, 0
             while len(held) < number:  # noqa: B023
                 if passed - begun >= when[len(held)][agreement.world.rank]:  # noqa: B023
@@ -146,13 +141,13 @@ def test_ranks_meet_after_the_same_updates_for_any_order_of_their_accesses(monke
         assert found == size * found[:1]
 
 
-def test_ranks_that_were_interrupted_in_different_updates_meet_after_a_restore(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_were_interrupted_in_different_updates_meet_after_a_restore(monkeypatch):
     rng = seeded()
     for _ in range(30):
         before = [rng.randint(0, 3) for _ in range(rng.randint(2, 3))]
         when, odd = rng.choice([0, 1, 20]), rng.randrange(len(before))
 
-        def work(agreement: Agreement) -> int:
+        def work(agreement):
             rank = agreement.world.rank
             for update in range(before[rank]):  # noqa: B023
                 agreement.after_update(update, 0, ())
@@ -171,10 +166,10 @@ def test_ranks_that_were_interrupted_in_different_updates_meet_after_a_restore(m
 
 
 @pytest.mark.parametrize("kind", ["hash", "tcp"])
-def test_concurrent_ranks_meet_after_the_same_update(kind: str) -> None:
+def test_concurrent_ranks_meet_after_the_same_update(kind):
     rng = seeded()
 
-    def run(agreement: Agreement, seed: int, when: float) -> tuple[int, bool]:
+    def run(agreement, seed, when):
         rng, passed = random.Random(seed), 0
         began = time.perf_counter()
         while not (agreement.take("save") or agreement.take("stop")):
@@ -199,13 +194,13 @@ class Member:
 
     leave: Any
 
-    def drop_store(self) -> None: ...
+    def drop_store(self): ...
 
 
-joined: list[Member] = []
+joined = []
 
 
-def test_ranks_make_their_last_updates_although_the_process_with_the_store_has_ended() -> None:
+def test_ranks_make_their_last_updates_although_the_process_with_the_store_has_ended():
     server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     clients = [dist.TCPStore("localhost", server.port, is_master=False) for _ in range(2)]
     _, late = agreements(clients)
@@ -219,7 +214,7 @@ def test_ranks_make_their_last_updates_although_the_process_with_the_store_has_e
         late.gather("save()", "")
 
 
-def join(path: str) -> None:
+def join(path):
     store = dist.FileStore(path, 9)
     joined.append(Member())
     joined[-1].leave = departure.register_leave(joined[-1], World(0, 1), store, in_memory=False)
@@ -227,7 +222,7 @@ def join(path: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")  # of Python 3.12 and later
 @pytest.mark.parametrize("before", [False, True])
-def test_a_fork_leaves_at_its_end_also_if_its_parent_has_joined(before: bool, tmp_path: Path) -> None:
+def test_a_fork_leaves_at_its_end_also_if_its_parent_has_joined(before, tmp_path):
     if before:
         join(str(tmp_path / "parent"))
     child = multiprocessing.get_context("fork").Process(target=join, args=(str(tmp_path / "child"),))
@@ -245,11 +240,11 @@ def test_a_fork_leaves_at_its_end_also_if_its_parent_has_joined(before: bool, tm
 # ----------------------------------------------------------------------------------------- ranks that differ hear of it
 
 
-def groups(lr: Any = 0.1, weight_decay: Any = 0.0, betas: Any = (0.9, 0.99)) -> Groups:
+def groups(lr=0.1, weight_decay=0.0, betas=(0.9, 0.99)):
     return ((("lr", 0.5),), (("lr", lr), ("betas", betas), ("weight_decay", weight_decay)))
 
 
-DIFFERENT: dict[str, tuple[tuple[int, int, Groups], str]] = {  # step and epoch relative to those of rank 0
+DIFFERENT = {  # step and epoch relative to those of rank 0
     "lr": ((0, 0, groups(lr=0.2)), r"lr of parameter group 1, but it is 0\.1 on rank 0 and 0\.2"),
     "lr nan": ((0, 0, groups(lr=float("nan"))), r"lr of parameter group 1, but it is 0\.1 on rank 0 and nan"),
     "decay": ((0, 0, groups(weight_decay=0.01)), r"weight_decay of parameter group 1, but it is 0\.0 on .* and 0\.01"),
@@ -264,14 +259,14 @@ DIFFERENT: dict[str, tuple[tuple[int, int, Groups], str]] = {  # step and epoch 
 
 
 @pytest.mark.parametrize("which", DIFFERENT)
-def test_a_difference_becomes_the_same_error_on_all_ranks(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_difference_becomes_the_same_error_on_all_ranks(which, monkeypatch):
     rng = seeded()
     (step, epoch, other), sentence = DIFFERENT[which]
     for _ in range(15):
         size, begins = rng.randint(2, 4), rng.choice([1, 2, 30])
         odd = rng.randrange(1, size)
 
-        def work(agreement: Agreement) -> tuple[int, str]:
+        def work(agreement):
             for update in range(1, LONG):
                 differs = agreement.world.rank == odd and update >= begins  # noqa: B023
                 now = (update + step, epoch, other) if differs else (update, 0, groups())
@@ -289,11 +284,11 @@ def test_a_difference_becomes_the_same_error_on_all_ranks(which: str, monkeypatc
         assert begins <= int(message.rpartition("after update ")[2].partition(";")[0]) <= met
 
 
-def test_ranks_that_do_not_differ_hear_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_do_not_differ_hear_nothing(monkeypatch):
     """Also if hyperparameters change all the time, are not finite, or are whole on one rank."""
     rng = seeded()
 
-    def work(agreement: Agreement) -> None:
+    def work(agreement):
         for update in range(1, 200):
             lr = [update / 3, float("nan"), float("inf"), 1 if agreement.world.rank else 1.0][update // 50]
             agreement.after_update(update, update // 70, groups(lr=lr))

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from helpers.properties import examples
 from helpers.reference import assert_equal
 from variable_batch_size.backend.numbers_as_inputs import NumbersAsInputs
 
-KINDS: dict[str, dict[str, Any]] = {
+KINDS = {
     "SGD": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
     "Adam": {"weight_decay": 0.1, "amsgrad": True},
     "AdamW": {},
@@ -31,36 +28,36 @@ RATES = st.sampled_from([0.0, 0.05, 0.1, 0.5, 0.9, 1.0])  # some are equal to a 
 class Sent:
     """Which numbers were sent: one for each call."""
 
-    def __init__(self) -> None:
-        self.numbers: list[Tensor] = []
+    def __init__(self):
+        self.numbers = []
 
-    def __call__(self, value: float, like: Tensor) -> Tensor:
+    def __call__(self, value, like):
         self.numbers.append(torch.tensor(value, dtype=like.dtype))
         return self.numbers[-1]
 
 
-def optimizer(kind: str, dtype: torch.dtype = torch.float64) -> torch.optim.Optimizer:
+def optimizer(kind, dtype=torch.float64):
     generator = torch.Generator().manual_seed(0)
     shapes = ((3, 2), (4,), (2,), (5,))
     one, other, third, last = (torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes)
     groups = [{"params": [one, other]}, {"params": [third, last]}]
-    return getattr(torch.optim, kind)(groups, foreach=False, **KINDS[kind])  # type: ignore[no-any-return]
+    return getattr(torch.optim, kind)(groups, foreach=False, **KINDS[kind])
 
 
-def set_gradients(inner: torch.optim.Optimizer, step: int) -> None:
+def set_gradients(inner, step):
     for group in inner.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.cos(torch.arange(parameter.numel()) + step).view_as(parameter).to(parameter.dtype)
 
 
-def weights(inner: torch.optim.Optimizer) -> list[Any]:
+def weights(inner):
     return [p.detach().double().numpy() for group in inner.param_groups for p in group["params"]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @examples(10)
 @given(rates=st.lists(st.tuples(RATES, RATES), min_size=1, max_size=8))
-def test_steps_equal_those_with_python_numbers(kind: str, rates: list[tuple[float, float]]) -> None:
+def test_steps_equal_those_with_python_numbers(kind, rates):
     plain, own = optimizer(kind), optimizer(kind)
     context = NumbersAsInputs(own, Sent(), device_type="cpu")
     for step, pair in enumerate(rates):
@@ -75,7 +72,7 @@ def test_steps_equal_those_with_python_numbers(kind: str, rates: list[tuple[floa
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_number_of_a_step_is_an_input_of_its_own_for_each_group(kind: str) -> None:
+def test_each_number_of_a_step_is_an_input_of_its_own_for_each_group(kind):
     inner, sent = optimizer(kind), Sent()
     context, used = NumbersAsInputs(inner, sent, device_type="cpu"), []
     rates = [(0.3, 0.4), (0.3, 0.3), (0.1, 0.9), (1.0, 1.0), (0.0, 0.0), (0.2, 0.1)]
@@ -93,7 +90,7 @@ def test_each_number_of_a_step_is_an_input_of_its_own_for_each_group(kind: str) 
     assert number == distinct > 0
 
 
-def test_a_number_that_has_not_changed_is_not_sent_again() -> None:
+def test_a_number_that_has_not_changed_is_not_sent_again():
     inner, sent = optimizer("SGD"), Sent()
     context, counts = NumbersAsInputs(inner, sent, device_type="cpu"), []
     for step in range(4):
@@ -107,7 +104,7 @@ def test_a_number_that_has_not_changed_is_not_sent_again() -> None:
 
 
 @pytest.mark.parametrize("kind", ["SGD", "AdamW"])
-def test_parameters_in_half_precision_keep_their_dtype(kind: str) -> None:
+def test_parameters_in_half_precision_keep_their_dtype(kind):
     inner = optimizer(kind, torch.bfloat16)
     context = NumbersAsInputs(inner, lambda value, like: torch.tensor(value, dtype=torch.float32), device_type="cpu")
     for step in range(2):
@@ -117,7 +114,7 @@ def test_parameters_in_half_precision_keep_their_dtype(kind: str) -> None:
     assert {p.dtype for group in inner.param_groups for p in group["params"]} == {torch.bfloat16}
 
 
-def test_tensors_of_other_devices_and_integers_keep_their_numbers() -> None:
+def test_tensors_of_other_devices_and_integers_keep_their_numbers():
     inner, sent = optimizer("SGD"), Sent()
     with NumbersAsInputs(inner, sent, device_type="xla"):
         assert torch.ones(2).mul_(2.0).tolist() == [2.0, 2.0]

@@ -6,18 +6,15 @@ import copy
 import threading
 import warnings
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import variable_batch_size as vbs
-from helpers.checkpoints import checkpoint, intact, path_of, start, updates
-from helpers.reference import SIZES, Training, assert_equal, training
+from helpers.checkpoints import checkpoint, intact, path_of, restore_checkpoint, start, updates
+from helpers.reference import SIZES, assert_equal, training
 from helpers.sharded import always_sharded, wide
-from variable_batch_size.backend import Backend
 from variable_batch_size.checkpoint import tensor_file
 from variable_batch_size.checkpoint.names import Names
 from variable_batch_size.testing import run_ranks
@@ -25,7 +22,7 @@ from variable_batch_size.testing import run_ranks
 __all__ = ["always_sharded"]
 
 
-def tensors(state: Any) -> dict[str, torch.Tensor]:
+def tensors(state):
     """Return the tensors of a nested state by path."""
     if isinstance(state, torch.Tensor):
         return {"": state}
@@ -35,13 +32,11 @@ def tensors(state: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", [vbs.LinearRuleOptimizer, vbs.AdaScaleOptimizer, vbs.SqrtSDERuleOptimizer])
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_background_save_holds_the_state_at_the_call(
-    kind: type[vbs.CustomOptimizer], world: int, tmp_path: Path
-) -> None:
+def test_a_background_save_holds_the_state_at_the_call(kind, world, tmp_path):
     """The blob is large enough for all tensors to change long before it is written."""
     stop = 3
 
-    def train(backend: Backend) -> dict[str, Any]:
+    def train(backend):
         run, blob = training(kind, backend=backend), nn.Linear(1500, 1500)
         with checkpoint(tmp_path, run, blob=blob, every=1) as saves:
             run.run(1)
@@ -67,12 +62,11 @@ def test_a_background_save_holds_the_state_at_the_call(
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
     resumed = training(kind)
-    with checkpoint(tmp_path, resumed, blob=nn.Linear(1500, 1500)) as saves:
-        assert saves.restore()
+    restore_checkpoint(tmp_path, resumed, blob=nn.Linear(1500, 1500))
     assert_equal(resumed.run(len(SIZES) - stop).weights(), training(kind).run(len(SIZES)).weights())
 
 
-def test_save_returns_the_path_at_which_it_publishes(tmp_path: Path) -> None:
+def test_save_returns_the_path_at_which_it_publishes(tmp_path):
     run = training().run(1)
     with checkpoint(tmp_path, run) as saves:
         first = saves.save(wait=False)
@@ -86,8 +80,8 @@ def test_save_returns_the_path_at_which_it_publishes(tmp_path: Path) -> None:
     assert updates(tmp_path) == [1, 2]
 
 
-def test_restore_waits_for_the_background_save(tmp_path: Path) -> None:
-    def train(backend: Backend) -> Training:
+def test_restore_waits_for_the_background_save(tmp_path):
+    def train(backend):
         run = training(backend=backend)
         with checkpoint(tmp_path, run, blob=nn.Linear(1000, 1000), every=2) as saves:
             run.run(2)
@@ -101,7 +95,7 @@ def test_restore_waits_for_the_background_save(tmp_path: Path) -> None:
         assert_equal(run.weights(), training().run(3).weights())
 
 
-def test_close_waits_for_the_background_save(tmp_path: Path) -> None:
+def test_close_waits_for_the_background_save(tmp_path):
     run = training().run(1)
     saves = checkpoint(tmp_path, run, blob=nn.Linear(1000, 1000))
     saves.save(wait=False)
@@ -119,7 +113,7 @@ another = pytest.mark.nightly("starts another process")
 @pytest.mark.parametrize(
     "end", ["", pytest.param("raise SystemExit(3)", marks=another), pytest.param("del saves, run", marks=another)]
 )
-def test_a_process_exits_after_the_background_save(end: str, tmp_path: Path) -> None:
+def test_a_process_exits_after_the_background_save(end, tmp_path):
     script = f"""
 run = training()
 saves = checkpoint(folder, run, blob=torch.nn.Linear(2000, 2000), every=1)
@@ -134,10 +128,8 @@ saves.step()
     assert intact(path_of(tmp_path, 1))
 
 
-def test_a_failed_save_raises_even_while_another_exception_is_handled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(*_: object) -> None:
+def test_a_failed_save_raises_even_while_another_exception_is_handled(tmp_path, monkeypatch):
+    def fails(*_):
         raise OSError(28, "No space left on device")
 
     run = training().run(1)
@@ -151,11 +143,11 @@ def test_a_failed_save_raises_even_while_another_exception_is_handled(
             pass
 
 
-def fail(text: str) -> Any:
+def fail(text):
     raise KeyError(text)
 
 
-def caught(call: Any) -> str:
+def caught(call):
     try:
         call()
     except RuntimeError as error:
@@ -164,20 +156,18 @@ def caught(call: Any) -> str:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_the_error_of_a_write_is_raised_once_on_every_rank(
-    failing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, always_sharded: None
-) -> None:
+def test_the_error_of_a_write_is_raised_once_on_every_rank(failing, tmp_path, monkeypatch, always_sharded):
     """A close() without the other ranks warns of it."""
     whole, full, one_at_a_time = tensor_file.write, [True], threading.Lock()
 
-    def write(file: Any, *rest: Any) -> Any:
+    def write(file, *rest):
         if full and f"tensors-{failing}" in file.name:
             raise OSError(28, "No space left on device")
         return whole(file, *rest)
 
     monkeypatch.setattr(tensor_file, "write", write)
 
-    def run(backend: Backend) -> list[str]:
+    def run(backend):
         run, errors = wide(backend).run(1), []
         saves = checkpoint(tmp_path, run, keep=9)
         for call in (saves.save, saves.restore):
@@ -197,19 +187,19 @@ def test_the_error_of_a_write_is_raised_once_on_every_rank(
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_state_dict_that_fails_on_one_rank_prevents_the_save_on_all(failing: int, tmp_path: Path) -> None:
+def test_a_state_dict_that_fails_on_one_rank_prevents_the_save_on_all(failing, tmp_path):
     """As the optimizer's does after an exception within its step."""
 
-    def run(backend: Backend) -> list[str]:
+    def run(backend):
         run, errors = training(backend=backend).run(1), []
         with checkpoint(tmp_path, run, every=1) as saves:
             run.run(1)
             state_dict = run.optimizer.state_dict
             if backend.world.rank == failing:
-                run.optimizer.state_dict = partial(fail, "load a state first")  # type: ignore[method-assign]
+                run.optimizer.state_dict = partial(fail, "load a state first")
             for save in (saves.save, saves.step, partial(saves.save, wait=False)):
                 errors.append(caught(save))
-            run.optimizer.state_dict = state_dict  # type: ignore[method-assign]
+            run.optimizer.state_dict = state_dict
             assert updates(tmp_path) == []
             saves.save()
         return errors

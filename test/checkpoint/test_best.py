@@ -6,7 +6,6 @@ import json
 import math
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,24 +14,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import StepLR
 
-from helpers.checkpoints import STATE, checkpoint, names, path_of, told, truncate_state, updates
+from helpers.checkpoints import STATE, checkpoint, names, path_of, save_checkpoint, told, truncate_state, updates
 from helpers.properties import examples
-from helpers.reference import Training, training
+from helpers.reference import training
 from helpers.sudden_death import dying_after
-from variable_batch_size.backend import Backend
 from variable_batch_size.checkpoint.folder import MANIFEST
 from variable_batch_size.testing import run_ranks
 
 LOSS = "min:loss"
 
 
-def facts(path: Path | str | None) -> dict[str, Any]:
+def facts(path):
     assert path is not None
-    found: dict[str, Any] = json.loads((Path(path) / MANIFEST).read_text())
-    return found
+    return json.loads((Path(path) / MANIFEST).read_text())
 
 
-def reported(folder: Path, values: list[float], **options: Any) -> Training:
+def reported(folder, values, **options):
     """Report a value after each update."""
     run = training()
     with checkpoint(folder, run, best=LOSS, **options) as saves:
@@ -45,7 +42,7 @@ def reported(folder: Path, values: list[float], **options: Any) -> Training:
 # ------------------------------------------------------------------------------------------------- what is kept
 
 
-def test_a_checkpoint_of_the_same_update_is_marked_instead_of_written_again(tmp_path: Path) -> None:
+def test_a_checkpoint_of_the_same_update_is_marked_instead_of_written_again(tmp_path):
     run = training()
     with checkpoint(tmp_path, run, best=LOSS, every=2, keep=2) as saves:
         run.run(1)
@@ -63,7 +60,7 @@ def test_a_checkpoint_of_the_same_update_is_marked_instead_of_written_again(tmp_
         assert facts(saves.best)["metrics"] == {"loss": 0.25}
 
 
-def test_the_best_one_stays_without_a_criterion_and_beside_that_of_another_one(tmp_path: Path) -> None:
+def test_the_best_one_stays_without_a_criterion_and_beside_that_of_another_one(tmp_path):
     run = reported(tmp_path, [0.5, 0.25, 0.75])
     with checkpoint(tmp_path, run, keep=1) as saves:
         for _ in range(2):
@@ -91,10 +88,8 @@ def test_the_best_one_stays_without_a_criterion_and_beside_that_of_another_one(t
     keep=st.integers(1, 3),
     world=st.integers(1, 2),
 )
-def test_the_kept_ones_are_the_best_and_the_newest(
-    values: list[float], saved: list[str], keep: int, world: int
-) -> None:
-    def train(folder: Path, backend: Backend) -> list[int]:
+def test_the_kept_ones_are_the_best_and_the_newest(values, saved, keep, world):
+    def train(folder, backend):
         run, best, made, others = training(backend=backend), math.inf, set[int](), set[int]()
         with checkpoint(folder, run, best=LOSS, keep=keep) as saves:
             for update, (value, how) in enumerate(zip(values, saved, strict=False), 1):
@@ -128,14 +123,12 @@ def test_the_kept_ones_are_the_best_and_the_newest(
     every=st.sampled_from([None, 1, 2]),
     keep=st.integers(1, 3),
 )
-def test_there_is_an_intact_best_one_at_every_moment(
-    values: list[float], deaths: list[int], every: int | None, keep: int
-) -> None:
+def test_there_is_an_intact_best_one_at_every_moment(values, deaths, every, keep):
     """The training evaluates after each update; a death leaves at least the best value of the completed reports."""
     with tempfile.TemporaryDirectory() as name:
         folder, completed, under_way = Path(name), math.inf, math.inf
 
-        def attempt() -> None:
+        def attempt():
             nonlocal completed, under_way
             run = training()
             saves = checkpoint(folder, run, best=LOSS, keep=keep, every=every)
@@ -175,7 +168,7 @@ def test_there_is_an_intact_best_one_at_every_moment(
 
 
 @pytest.mark.parametrize("file", [STATE, MANIFEST])
-def test_a_damaged_best_one_is_skipped_with_a_warning(file: str, tmp_path: Path) -> None:
+def test_a_damaged_best_one_is_skipped_with_a_warning(file, tmp_path):
     reported(tmp_path, [0.5, 0.25])
     run = training()
     with checkpoint(tmp_path, run, best=LOSS) as saves:
@@ -194,15 +187,12 @@ def test_a_damaged_best_one_is_skipped_with_a_warning(file: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_training_that_continues_from_the_best_one_replaces_the_newer_ones(
-    world: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_training_that_continues_from_the_best_one_replaces_the_newer_ones(world, tmp_path, caplog):
     reported(tmp_path, [0.5, 0.25, 0.75])
-    with checkpoint(tmp_path, training().run(4)) as saves:
-        saves.save()
+    save_checkpoint(tmp_path, training().run(4))
     assert updates(tmp_path) == [2, 4]
 
-    def resume(backend: Backend) -> None:
+    def resume(backend):
         run = training(backend=backend)
         with checkpoint(tmp_path, run, best=LOSS, keep=3) as saves:
             assert saves.restore(best=True)
@@ -223,11 +213,11 @@ def test_a_training_that_continues_from_the_best_one_replaces_the_newer_ones(
 
 
 @pytest.mark.parametrize("saves_before", [False, True])
-def test_an_end_of_an_epoch_that_was_reported_is_done_once(saves_before: bool, tmp_path: Path) -> None:
+def test_an_end_of_an_epoch_that_was_reported_is_done_once(saves_before, tmp_path):
     """`report` is called last; with and without a checkpoint that `step` has saved at that end."""
     sizes, epochs = (7, 3, 10), 3
 
-    def train(stop: int) -> list[tuple[int, float]]:
+    def train(stop):
         run = training(sizes=sizes, dataset_size=20, sampling={"on_end": "cycle"})
         scheduler, lines = StepLR(run.optimizer, 1, gamma=0.5), []
         with checkpoint(tmp_path, run, scheduler=scheduler, best=LOSS, every=1 if saves_before else None) as saves:
@@ -256,23 +246,23 @@ def test_an_end_of_an_epoch_that_was_reported_is_done_once(saves_before: bool, t
 
 
 @pytest.mark.parametrize("text", ["loss", "min", "min:", "best:loss", ":loss", ""])
-def test_rejects_a_wrong_criterion(text: str, tmp_path: Path) -> None:
+def test_rejects_a_wrong_criterion(text, tmp_path):
     with pytest.raises(ValueError, match=rf'^best must be "min:" or "max:" and the name .*, got {text!r}; pass for'):
         checkpoint(tmp_path / "saved", training(), best=text)
     assert updates(tmp_path) == []
 
 
-def test_a_part_cannot_be_called_best(tmp_path: Path) -> None:
+def test_a_part_cannot_be_called_best(tmp_path):
     with pytest.raises(TypeError, match=r"^best must be .* \(Linear\); pass for example .* under another name$"):
         checkpoint(tmp_path, training(), best=torch.nn.Linear(1, 1))
 
 
-def test_rejects_wrong_reports(tmp_path: Path) -> None:
+def test_rejects_wrong_reports(tmp_path):
     run = training(minibatch_size=2)
     with checkpoint(tmp_path, run, best=LOSS) as saves:
         with pytest.raises(ValueError, match=r'report\(\) must get loss, by which best="min:loss", got accuracy; pass'):
             saves.report(accuracy=1.0)
-        wrong: list[Any] = ["0.5", None, True, 1j, torch.zeros(2), torch.tensor(True), [1.0]]
+        wrong = ["0.5", None, True, 1j, torch.zeros(2), torch.tensor(True), [1.0]]
         for value in wrong:
             with pytest.raises(TypeError, match=r"^loss must be a number or a tensor with one, got .*; pass its value"):
                 saves.report(loss=value)
@@ -284,17 +274,17 @@ def test_rejects_wrong_reports(tmp_path: Path) -> None:
     assert updates(tmp_path) == []
 
 
-def no_space(*_: object) -> None:
+def no_space(*_):
     raise OSError(28, "No space left on device")
 
 
-def test_a_full_disk_raises_on_every_rank_and_changes_nothing(tmp_path: Path) -> None:
-    def train(backend: Backend) -> str:
+def test_a_full_disk_raises_on_every_rank_and_changes_nothing(tmp_path):
+    def train(backend):
         run = training(backend=backend).run(1)
         with checkpoint(tmp_path, run, best=LOSS) as saves:
             saves.save()
             if backend.world.rank == 0:
-                saves._folder.mark = no_space  # type: ignore[method-assign]
+                saves._folder.mark = no_space
             with pytest.raises(RuntimeError, match=r"update-00000001 could not be written to .* \(No space left"):
                 saves.report(loss=1.0)
             assert saves.best is None
@@ -306,8 +296,8 @@ def test_a_full_disk_raises_on_every_rank_and_changes_nothing(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "value", [1, 1.0, np.float32(1), np.int64(1), torch.tensor(1.0), torch.ones(1, requires_grad=True)]
 )
-def test_accepts_any_number_from_rank_0_and_nothing_from_others(value: Any, tmp_path: Path) -> None:
-    def train(backend: Backend) -> bool:
+def test_accepts_any_number_from_rank_0_and_nothing_from_others(value, tmp_path):
+    def train(backend):
         with checkpoint(tmp_path, training(backend=backend).run(1), best=LOSS) as saves:
             return saves.report(loss=value if backend.world.rank == 0 else None)
 

@@ -6,21 +6,19 @@ import json
 import random
 import shutil
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 
 import variable_batch_size as vbs
 from helpers.sharded import always_sharded, wide
-from variable_batch_size.backend import Backend
 from variable_batch_size.checkpoint.values import encode
 from variable_batch_size.testing import run_ranks
 
 __all__ = ["always_sharded"]
 
 
-def change(path: Path, rng: random.Random) -> str:
+def change(path, rng):
     """Change a file of a checkpoint, and return how."""
     contents = bytearray(path.read_bytes())
     place, other = rng.randrange(len(contents)), rng.randrange(len(contents))
@@ -46,7 +44,7 @@ def change(path: Path, rng: random.Random) -> str:
     return f"{how} at {place} and {other} of {path.name}"
 
 
-def flat(contents: object) -> tuple[str, dict[str, list[int]]]:
+def flat(contents):
     """Return what is equal for contents that are equal to the last bit."""
     tensors = dict[str, torch.Tensor]()
     state = encode(contents, "", tensors, {})
@@ -54,10 +52,10 @@ def flat(contents: object) -> tuple[str, dict[str, list[int]]]:
 
 
 @pytest.mark.slow("reads many checkpoints")
-def test_500_mutations_never_load_anything_else(tmp_path: Path, always_sharded: None) -> None:
+def test_500_mutations_never_load_anything_else(tmp_path, always_sharded):
     """The newest of two checkpoints, each of two ranks, is read whole, or the one before it is."""
 
-    def save(backend: Backend) -> None:
+    def save(backend):
         run = wide(backend, width=20)
         with vbs.Checkpoint(tmp_path / "saved", model=run.model, optimizer=run.optimizer) as saves:
             for _ in range(2):

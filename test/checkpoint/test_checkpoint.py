@@ -7,10 +7,7 @@ import importlib.util
 import json
 import random
 import warnings
-from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,12 +16,11 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import variable_batch_size as vbs
-from helpers.checkpoints import STATE, checkpoint, path_of, two_saved, updates
+from helpers.checkpoints import STATE, checkpoint, path_of, restore_checkpoint, save_checkpoint, two_saved, updates
 from helpers.processes import run_job
-from helpers.reference import SIZES, Array, Training, assert_equal, training
+from helpers.reference import SIZES, assert_equal, training
 from helpers.xla_checkpoints import restore, save
 from helpers.xla_training import Case
-from variable_batch_size.backend import Backend
 from variable_batch_size.checkpoint.folder import MANIFEST
 from variable_batch_size.testing import run_ranks
 
@@ -38,7 +34,7 @@ STATES = {
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Path:
+def saved(tmp_path):
     return two_saved(tmp_path / "saved")
 
 
@@ -47,16 +43,14 @@ def saved(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 3), (3, 1), (1, 2)])
-def test_a_restored_training_equals_an_uninterrupted_one(state: str, before: int, after: int, tmp_path: Path) -> None:
-    def train(backend: Backend) -> None:
+def test_a_restored_training_equals_an_uninterrupted_one(state, before, after, tmp_path):
+    def train(backend):
         run = STATES[state](backend=backend).run(STOP)
-        with checkpoint(tmp_path, run) as saves:
-            saves.save()
+        save_checkpoint(tmp_path, run)
 
-    def resume(backend: Backend) -> Training:
+    def resume(backend):
         run = STATES[state](backend=backend).run(1)  # the restore overwrites this update
-        with checkpoint(tmp_path, run) as saves:
-            assert saves.restore()
+        restore_checkpoint(tmp_path, run)
         assert run.optimizer.updates == run.sampler.state_dict()["step"] == STOP
         return run.run(len(SIZES) - STOP)
 
@@ -67,11 +61,11 @@ def test_a_restored_training_equals_an_uninterrupted_one(state: str, before: int
         assert rank.optimizer.progress == pytest.approx(uninterrupted.optimizer.progress, rel=1e-12)
 
 
-def test_rng_states_are_restored_in_a_world_of_the_same_size_only(tmp_path: Path) -> None:
-    def draw() -> tuple[float, float, float]:
+def test_rng_states_are_restored_in_a_world_of_the_same_size_only(tmp_path):
+    def draw():
         return torch.rand(()).item(), np.random.random(), random.random()
 
-    def seed(number: int) -> None:
+    def seed(number):
         torch.manual_seed(number)
         np.random.seed(number)
         random.seed(number)
@@ -84,7 +78,7 @@ def test_rng_states_are_restored_in_a_world_of_the_same_size_only(tmp_path: Path
         saves.restore()
         assert draw() == expected
 
-    def restore_in_another_world(backend: Backend) -> None:
+    def restore_in_another_world(backend):
         with checkpoint(tmp_path, training(backend=backend)) as saves:
             seed(2)
             backend._gather_bytes(b"")
@@ -96,7 +90,7 @@ def test_rng_states_are_restored_in_a_world_of_the_same_size_only(tmp_path: Path
     assert draw() == drawn
 
 
-def test_the_manifest_holds_the_position_of_the_training(saved: Path) -> None:
+def test_the_manifest_holds_the_position_of_the_training(saved):
     facts = json.loads((path_of(saved, 2) / MANIFEST).read_text())
     assert {name: facts[name] for name in ("epoch", "step", "samples", "updates")} == {
         **{"epoch": 0, "step": 2, "samples": sum(SIZES[:2]), "updates": 2}
@@ -105,13 +99,13 @@ def test_the_manifest_holds_the_position_of_the_training(saved: Path) -> None:
     assert facts["file"]["bytes"] == (path_of(saved, 2) / STATE).stat().st_size
     parts = vbs.read_checkpoint(path_of(saved, 2))["parts"]
     assert set(parts) == set(facts["state"]) == {"model", "optimizer", "sampler"}
-    assert parts["model"]._metadata == training().model.state_dict()._metadata  # type: ignore[attr-defined]
+    assert parts["model"]._metadata == training().model.state_dict()._metadata
 
 
 # ----------------------------------------------------------------------------------------------------- what is rejected
 
 
-def test_rejects_missing_and_unknown_parts_by_name(saved: Path) -> None:
+def test_rejects_missing_and_unknown_parts_by_name(saved):
     run = training()
     weights = [weight.copy() for weight in run.weights()]
     schedule = torch.optim.lr_scheduler.StepLR(run.optimizer, 2)
@@ -123,7 +117,7 @@ def test_rejects_missing_and_unknown_parts_by_name(saved: Path) -> None:
     assert_equal(run.weights(), weights, 0)
 
 
-def test_rejects_another_model_before_anything_changes(saved: Path) -> None:
+def test_rejects_another_model_before_anything_changes(saved):
     run = training(model=nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double())
     weights = [weight.copy() for weight in run.weights()]
     expected = r"update-00000002\S+ is of another model: the shape of 0.weight is \(4, 3\) in it and \(5, 3\) here; cr"
@@ -135,13 +129,10 @@ def test_rejects_another_model_before_anything_changes(saved: Path) -> None:
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize(("before", "after"), [(torch.float64, torch.float32), (torch.float32, torch.float64)])
-def test_warns_of_other_dtypes_and_names_a_tensor(
-    before: torch.dtype, after: torch.dtype, world: int, tmp_path: Path
-) -> None:
-    with checkpoint(tmp_path, training(dtype=before).run(1)) as saves:
-        saves.save()
+def test_warns_of_other_dtypes_and_names_a_tensor(before, after, world, tmp_path):
+    save_checkpoint(tmp_path, training(dtype=before).run(1))
 
-    def restore(backend: Backend) -> Training:
+    def restore(backend):
         run = training(backend=backend, dtype=after)
         with checkpoint(tmp_path, run) as saves:
             assert saves.restore()
@@ -159,7 +150,7 @@ def test_warns_of_other_dtypes_and_names_a_tensor(
         assert_equal(run.weights(), training(dtype=before).run(1).weights(), 1e-6)
 
 
-def test_a_new_training_does_not_save_beside_later_checkpoints(saved: Path) -> None:
+def test_a_new_training_does_not_save_beside_later_checkpoints(saved):
     run = training().run(1)
     expected = "update-00000002-0001-2-1 is ahead of this training, which has made 1 updates; restore"
     with checkpoint(saved, run, keep=1) as saves, pytest.raises(RuntimeError, match=expected):
@@ -167,10 +158,10 @@ def test_a_new_training_does_not_save_beside_later_checkpoints(saved: Path) -> N
     assert updates(saved) == [1, 2]
 
 
-def test_save_within_an_accumulation_raises_on_every_rank(tmp_path: Path) -> None:
+def test_save_within_an_accumulation_raises_on_every_rank(tmp_path):
     errors = []
 
-    def train(backend: Backend) -> None:
+    def train(backend):
         run = training(backend=backend, minibatch_size=2)
         with checkpoint(tmp_path, run) as saves:
             next(run.steps())
@@ -200,9 +191,9 @@ def test_save_within_an_accumulation_raises_on_every_rank(tmp_path: Path) -> Non
         ("part", None, TypeError),
     ],
 )
-def test_rejects_a_wrong_argument(name: str, value: Any, error: type[Exception], tmp_path: Path) -> None:
+def test_rejects_a_wrong_argument(name, value, error, tmp_path):
     run = training()
-    arguments: dict[str, Any] = {"model": run.model, "optimizer": run.optimizer, name: value}
+    arguments = {"model": run.model, "optimizer": run.optimizer, name: value}
     with pytest.raises(error, match=f"^{name} must be .*; pass"):
         vbs.Checkpoint(tmp_path, **arguments)
     assert updates(tmp_path) == []
@@ -211,7 +202,7 @@ def test_rejects_a_wrong_argument(name: str, value: Any, error: type[Exception],
 # ------------------------------------------------------------------------------------------------------- real processes
 
 
-def save_and_restore(backend: vbs.backend.Backend, folder: Path) -> list[Array]:
+def save_and_restore(backend, folder):
     run = training(backend=backend).run(3)
     torch.manual_seed(backend.world.rank)
     with checkpoint(folder, run) as saves:
@@ -225,7 +216,7 @@ def save_and_restore(backend: vbs.backend.Backend, folder: Path) -> list[Array]:
     return run.weights()
 
 
-def test_processes_save_and_restore(tmp_path: Path) -> None:
+def test_processes_save_and_restore(tmp_path):
     for weights in run_job("gloo", save_and_restore, tmp_path, ranks=2):
         assert_equal(weights, training().run(5).weights())
 
@@ -233,7 +224,7 @@ def test_processes_save_and_restore(tmp_path: Path) -> None:
 @pytest.mark.slow("starts XLA twice")
 @pytest.mark.xla
 @pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="torch_xla is not installed")
-def test_cores_save_without_compiling_and_another_number_resumes(tmp_path: Path) -> None:
+def test_cores_save_without_compiling_and_another_number_resumes(tmp_path):
     case = Case(vbs.AdaScaleOptimizer, SIZES, 4)
     (compiled, weights), _ = run_job("cores", save, tmp_path, case, STOP, ranks=2)
     ((restored, updates, resumed),) = run_job("cores", restore, tmp_path, case, ranks=1)
@@ -245,10 +236,9 @@ def test_cores_save_without_compiling_and_another_number_resumes(tmp_path: Path)
         assert_equal([weight.numpy() for weight in found], uninterrupted)
 
 
-def test_a_longer_trace_goes_on(tmp_path: Path) -> None:
+def test_a_longer_trace_goes_on(tmp_path):
     run = training(sizes=SIZES[:5], dataset_size=73, sampling={"on_end": "error"}).run(5)
-    with checkpoint(tmp_path, run) as saves:
-        saves.save()
+    save_checkpoint(tmp_path, run)
     longer = training(dataset_size=73, sampling={"on_end": "error"})
     told = pytest.warns(UserWarning, match=r"^The batch trace differs from that of the saved run after update 5")
     with checkpoint(tmp_path, longer) as saves, told:
@@ -257,10 +247,9 @@ def test_a_longer_trace_goes_on(tmp_path: Path) -> None:
     assert_equal(longer.weights(), run.weights(), 0)
 
 
-def test_other_samples_are_refused_unless_strict_is_false(tmp_path: Path) -> None:
+def test_other_samples_are_refused_unless_strict_is_false(tmp_path):
     run = training().run(3)
-    with checkpoint(tmp_path, run) as saves:
-        saves.save()
+    save_checkpoint(tmp_path, run)
     other = training(sizes=(20, 8, 1, 33), sampling={"seed": 1})
     before = other.weights()
     with checkpoint(tmp_path, other) as saves:
@@ -277,7 +266,7 @@ def test_other_samples_are_refused_unless_strict_is_false(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("inner", [False, True])
-def test_a_forgotten_scheduler_warns(inner: bool, tmp_path: Path) -> None:
+def test_a_forgotten_scheduler_warns(inner, tmp_path):
     run = training()
     cosine = CosineAnnealingLR(run.optimizer.inner if inner else run.optimizer, T_max=9)
     with pytest.warns(UserWarning, match=r"^The checkpoint has no scheduler, but .*; pass scheduler=$") as warned:
@@ -290,7 +279,7 @@ def test_a_forgotten_scheduler_warns(inner: bool, tmp_path: Path) -> None:
         checkpoint(tmp_path / "d", training()).close()
 
 
-def test_the_scheduler_inside_a_progress_scheduler_is_refused(tmp_path: Path) -> None:
+def test_the_scheduler_inside_a_progress_scheduler_is_refused(tmp_path):
     run = training()
     cosine = CosineAnnealingLR(run.optimizer, T_max=9)
     progress = vbs.ProgressScheduler(cosine, run.optimizer)
@@ -304,9 +293,7 @@ def test_the_scheduler_inside_a_progress_scheduler_is_refused(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "how", [torch.compile, nn.DataParallel, lambda model: nn.Sequential(torch.compile(model[0]), *model[1:])]
 )
-def test_a_model_is_restored_whether_it_was_compiled_or_not(
-    compiled: tuple[bool, bool], how: Callable[[nn.Module], nn.Module], tmp_path: Path
-) -> None:
+def test_a_model_is_restored_whether_it_was_compiled_or_not(compiled, how, tmp_path):
     run, later = training(), training()
     run.run(1)
     models = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,8 +16,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import variable_batch_size as vbs
 from helpers.checkpoints import checkpoint
 from helpers.properties import examples
-from helpers.reference import Training, assert_equal, training
-from variable_batch_size.backend import Backend
+from helpers.reference import assert_equal, training
 from variable_batch_size.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -27,28 +25,28 @@ SIZES, SAMPLES, EPOCHS = (7, 3, 10), 20, 3  # three updates an epoch
 
 
 def train(
-    folder: Path,
-    backend: Backend,
+    folder,
+    backend,
     *,
-    stop: int = -1,
-    every: int = 1,
-    loop: str = "range",
-    once: bool = False,
-    kind: Any = DataLoader,
-    **loading: Any,
-) -> tuple[Training, list[tuple[int, float, float]]]:
+    stop=-1,
+    every=1,
+    loop="range",
+    once=False,
+    kind=DataLoader,
+    **loading,
+):
     """A user's script: it steps a scheduler, evaluates at random and reads metrics at the end of each epoch."""
     random.seed(1)
     run = training(sizes=SIZES, dataset_size=SAMPLES, backend=backend, sampling={"on_end": "cycle"})
     optimizer, lines = run.optimizer, []
     scheduler, metrics = StepLR(optimizer, step_size=1, gamma=0.5), vbs.Accumulator(optimizer)
-    numbers: Any = range(SAMPLES)
+    numbers = range(SAMPLES)
     loader = kind(numbers, batch_sampler=run.sampler, collate_fn=list, **loading)
     parts = {"scheduler": scheduler, "metrics": metrics}
     with checkpoint(folder, run, every=every, **parts) as saves:
         saves.restore()
 
-        def train_epoch(epoch: int) -> bool:
+        def train_epoch(epoch):
             """Return whether the training is stopped in it."""
             for one in (run.sampler, optimizer, metrics):
                 one.set_epoch(epoch)
@@ -78,7 +76,7 @@ def train(
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
 @examples(25)
 @given(stop=st.integers(1, 9), every=st.sampled_from([1, 1, 2, 3]), loop=st.sampled_from(["range", "while"]))
-def test_a_restored_loop_ends_its_epochs_as_an_uninterrupted_one(kind: Any, stop: int, every: int, loop: str) -> None:
+def test_a_restored_loop_ends_its_epochs_as_an_uninterrupted_one(kind, stop, every, loop):
     with tempfile.TemporaryDirectory() as folder:
         whole, lines = train(Path(folder, "a"), vbs.backend.LocalBackend(), loop=loop, kind=kind)
         _, before = train(Path(folder, "b"), vbs.backend.LocalBackend(), stop=stop, every=every, loop=loop, kind=kind)
@@ -91,7 +89,7 @@ def test_a_restored_loop_ends_its_epochs_as_an_uninterrupted_one(kind: Any, stop
 
 
 @pytest.mark.parametrize("loading", [{"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
-def test_it_does_so_with_workers(loading: dict[str, Any], tmp_path: Path) -> None:
+def test_it_does_so_with_workers(loading, tmp_path):
     whole, lines = train(tmp_path / "a", vbs.backend.LocalBackend(), **loading)
     _, before = train(tmp_path / "b", vbs.backend.LocalBackend(), stop=3, **loading)
     restored, after = train(tmp_path / "b", vbs.backend.LocalBackend(), **loading)
@@ -99,7 +97,7 @@ def test_it_does_so_with_workers(loading: dict[str, Any], tmp_path: Path) -> Non
     assert_equal(restored.weights(), whole.weights(), 0)
 
 
-def test_it_does_so_on_several_ranks(tmp_path: Path) -> None:
+def test_it_does_so_on_several_ranks(tmp_path):
     run_ranks(lambda backend: train(tmp_path, backend, stop=6), 2)
     for run, after in run_ranks(lambda backend: train(tmp_path, backend), 2):
         assert [line[0] for line in after] == [1, 2]
@@ -107,7 +105,7 @@ def test_it_does_so_on_several_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("loading", [{}, {"num_workers": 2}])
-def test_a_step_after_each_epoch_saves_its_end_as_done(loading: dict[str, Any], tmp_path: Path) -> None:
+def test_a_step_after_each_epoch_saves_its_end_as_done(loading, tmp_path):
     whole, lines = train(tmp_path / "a", vbs.backend.LocalBackend(), once=True, **loading)
     _, before = train(tmp_path / "b", vbs.backend.LocalBackend(), stop=7, once=True, **loading)
     restored, after = train(tmp_path / "b", vbs.backend.LocalBackend(), once=True, **loading)
@@ -116,7 +114,7 @@ def test_a_step_after_each_epoch_saves_its_end_as_done(loading: dict[str, Any], 
     assert_equal(restored.weights(), whole.weights(), 0)
 
 
-def test_an_end_that_was_read_is_not_pending_in_later_saves(tmp_path: Path) -> None:
+def test_an_end_that_was_read_is_not_pending_in_later_saves(tmp_path):
     train(tmp_path, vbs.backend.LocalBackend(), stop=3)
     run = training(sizes=SIZES, dataset_size=SAMPLES, sampling={"on_end": "cycle"})
     scheduler, metrics = StepLR(run.optimizer, step_size=1, gamma=0.5), vbs.Accumulator(run.optimizer)

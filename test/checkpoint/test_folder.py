@@ -10,9 +10,7 @@ import random
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,6 +23,8 @@ from helpers.checkpoints import (
     names,
     path_of,
     resealed,
+    restore_checkpoint,
+    save_checkpoint,
     start,
     told,
     truncate_state,
@@ -32,33 +32,32 @@ from helpers.checkpoints import (
     updates,
 )
 from helpers.reference import training
-from variable_batch_size.backend import Backend
 from variable_batch_size.checkpoint.folder import MANIFEST, sealed
 from variable_batch_size.testing import run_ranks
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Path:
+def saved(tmp_path):
     return two_saved(tmp_path / "saved")
 
 
 # --------------------------------------------------------------------------------------------------- damage is detected
 
 
-def without_tensors(path: Path) -> None:
+def without_tensors(path):
     (path / STATE).unlink()
 
 
-def longer(path: Path) -> None:
+def longer(path):
     with (path / STATE).open("ab") as file:
         file.write(b"\0")
 
 
-def a_list_as_json(path: Path) -> None:
+def a_list_as_json(path):
     (path / MANIFEST).write_text("[1, 2]")
 
 
-def the_json_of_another_one(path: Path) -> None:
+def the_json_of_another_one(path):
     for name in (MANIFEST, STATE):  # both are intact, and belong together
         shutil.copy(path_of(path.parent, 1) / name, path / name)
     text = (path / MANIFEST).read_text()
@@ -69,7 +68,7 @@ DAMAGES = [truncate_state, without_tensors, longer, a_list_as_json, the_json_of_
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_restores_the_checkpoint_before_a_damaged_one(damage: Callable[[Path], None], saved: Path) -> None:
+def test_restores_the_checkpoint_before_a_damaged_one(damage, saved):
     damage(path_of(saved, 2))
     run = training()
     with checkpoint(saved, run) as saves:
@@ -84,12 +83,12 @@ def test_restores_the_checkpoint_before_a_damaged_one(damage: Callable[[Path], N
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_training_does_not_begin_again_because_all_checkpoints_are_damaged(world: int, saved: Path) -> None:
+def test_a_training_does_not_begin_again_because_all_checkpoints_are_damaged(world, saved):
     for name in names(saved):
         truncate_state(saved / name)
     reasons = r"update-00000002\S+ \(checksum mismatch of .*\), update-00000001\S+ \(checksum .*\); copy an intact"
 
-    def train(backend: Backend) -> None:
+    def train(backend):
         run = training(backend=backend)
         with checkpoint(saved, run) as saves:
             with pytest.raises(RuntimeError, match=rf"^no checkpoint in {saved} can be read: {reasons}"):
@@ -99,7 +98,7 @@ def test_a_training_does_not_begin_again_because_all_checkpoints_are_damaged(wor
     run_ranks(train, world)
 
 
-def test_a_required_checkpoint_that_is_absent_is_an_error(tmp_path: Path) -> None:
+def test_a_required_checkpoint_that_is_absent_is_an_error(tmp_path):
     with (
         checkpoint(tmp_path, training()) as saves,
         pytest.raises(RuntimeError, match=rf"^No checkpoint in {tmp_path}: nothing is restored"),
@@ -107,7 +106,7 @@ def test_a_required_checkpoint_that_is_absent_is_an_error(tmp_path: Path) -> Non
         saves.restore(required=True)
 
 
-def test_what_is_incomplete_is_named(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_incomplete_is_named(saved, caplog):
     """A killed save leaves it, or somebody who deletes the JSON of a rank."""
     newest, oldest = path_of(saved, 2), path_of(saved, 1)
     line = f"Incomplete, as after a save that was cut off, and deleted by the next one: {newest.name}"
@@ -121,7 +120,7 @@ def test_what_is_incomplete_is_named(saved: Path, caplog: pytest.LogCaptureFixtu
         assert told(caplog)[-1].endswith(f"nothing is restored. {line}, {oldest.name}.")
 
 
-def test_a_checkpoint_under_another_name_is_damaged(saved: Path) -> None:
+def test_a_checkpoint_under_another_name_is_damaged(saved):
     path_of(saved, 2).rename(saved / "update-00000009-0001-9-1")
     with checkpoint(saved, training()) as saves:
         with pytest.warns(
@@ -131,7 +130,7 @@ def test_a_checkpoint_under_another_name_is_damaged(saved: Path) -> None:
         assert saves.latest == str(path_of(saved, 1))
 
 
-def test_a_training_that_was_pushed_out_leaves_the_records_of_the_other_alone(tmp_path: Path) -> None:
+def test_a_training_that_was_pushed_out_leaves_the_records_of_the_other_alone(tmp_path):
     run = training().run(1)
     first = checkpoint(tmp_path, run)
     second = checkpoint(tmp_path, training().run(1))
@@ -144,7 +143,7 @@ def test_a_training_that_was_pushed_out_leaves_the_records_of_the_other_alone(tm
     second.close()
 
 
-def test_a_checkpoint_of_a_later_version_is_named_and_stays(saved: Path) -> None:
+def test_a_checkpoint_of_a_later_version_is_named_and_stays(saved):
     file = path_of(saved, 2) / MANIFEST
     file.write_text(resealed(file.read_text(), 3))
     before, words = (
@@ -167,7 +166,7 @@ def test_a_checkpoint_of_a_later_version_is_named_and_stays(saved: Path) -> None
     assert file.exists()
 
 
-def test_checkpoints_of_version_1_are_named_and_stay(tmp_path: Path) -> None:
+def test_checkpoints_of_version_1_are_named_and_stay(tmp_path):
     (tmp_path / "update-00000003").mkdir()
     (tmp_path / "update-00000003" / "checkpoint.json").write_text('{"format": "vbs-checkpoint", "version": 1}')
     told = r"Checkpoint .*/update-00000003 must have version 2 of .*, got version 1; finish that training with the rel"
@@ -179,16 +178,16 @@ def test_checkpoints_of_version_1_are_named_and_stay(tmp_path: Path) -> None:
 
 
 class Trap:
-    def __init__(self, target: Path) -> None:
+    def __init__(self, target):
         self.target = target
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return Path.touch, (self.target,)
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("form", ["pickle 2", "pickle 4", "torch"])
-def test_nothing_in_a_checkpoint_is_executed(form: str, saved: Path, tmp_path: Path) -> None:
+def test_nothing_in_a_checkpoint_is_executed(form, saved, tmp_path):
     folder, trap, protocol = path_of(saved, 2), tmp_path / "executed", int(form.partition(" ")[2] or 2)
     if form.startswith("pickle"):
         (folder / STATE).write_bytes(pickle.dumps(Trap(trap), protocol=protocol))
@@ -214,11 +213,11 @@ def test_nothing_in_a_checkpoint_is_executed(form: str, saved: Path, tmp_path: P
 # ---------------------------------------------------------------------------------------------------- disks and writers
 
 
-def test_rejects_a_file_as_folder_on_every_rank(tmp_path: Path) -> None:
+def test_rejects_a_file_as_folder_on_every_rank(tmp_path):
     (tmp_path / "file").write_text("")
     errors = []
 
-    def train(backend: Backend) -> None:
+    def train(backend):
         with contextlib.suppress(RuntimeError):
             try:
                 checkpoint(tmp_path / "file", training(backend=backend))
@@ -240,7 +239,7 @@ FULL = (
 
 
 @pytest.mark.slow("saves at each limit in several processes")
-def test_a_save_on_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_save_on_a_full_disk_leaves_nothing_behind(tmp_path):
     script = """
 def train(backend):
     run = training(backend=backend).run(1)
@@ -273,7 +272,7 @@ print(updates(folder), [len(rank) for rank in errors], *{text for rank in errors
 
 @pytest.mark.slow("starts processes")
 @pytest.mark.torch
-def test_no_rank_waits_for_another_while_an_exception_propagates(tmp_path: Path) -> None:
+def test_no_rank_waits_for_another_while_an_exception_propagates(tmp_path):
     script = """
 import warnings
 
@@ -298,7 +297,7 @@ with warnings.catch_warnings(record=True) as caught:
     assert (out.splitlines(), err) == (["the training's own", FULL.format(1, tmp_path)], "")
 
 
-def test_a_killed_writer_leaves_an_intact_checkpoint(tmp_path: Path) -> None:
+def test_a_killed_writer_leaves_an_intact_checkpoint(tmp_path):
     script = """
 run, waits = training(sizes=[5]), sys.argv[2] == "waits"
 with checkpoint(folder, run, every=1, blob=torch.nn.Linear(700, 700)) as saves:
@@ -323,16 +322,14 @@ with checkpoint(folder, run, every=1, blob=torch.nn.Linear(700, 700)) as saves:
         writer.communicate()
         assert writer.returncode == -signal.SIGKILL
         run = training(sizes=[5])
-        with checkpoint(tmp_path, run, blob=nn.Linear(700, 700)) as saves:
-            assert saves.restore()
+        restore_checkpoint(tmp_path, run, blob=nn.Linear(700, 700))
         assert reached - (not waits) <= run.optimizer.updates <= reached + 1
     run.run(1)
-    with checkpoint(tmp_path, run, blob=nn.Linear(700, 700)) as saves:
-        saves.save()
+    save_checkpoint(tmp_path, run, blob=nn.Linear(700, 700))
     assert len(names(tmp_path)) == len(updates(tmp_path))
 
 
-def test_leftovers_of_a_killed_writer_are_ignored_and_deleted_and_files_of_others_stay(saved: Path) -> None:
+def test_leftovers_of_a_killed_writer_are_ignored_and_deleted_and_files_of_others_stay(saved):
     left = saved / "update-00000003-0001-3-2"
     shutil.copytree(path_of(saved, 2), left)  # of which rank 1 has not written
     (saved / "update-00000007-0001-9-1").mkdir()
@@ -350,12 +347,11 @@ def test_leftovers_of_a_killed_writer_are_ignored_and_deleted_and_files_of_other
     assert all((saved / name).read_text() == "of the user" for name in others)
 
 
-def test_rejects_different_folders_on_different_ranks(tmp_path: Path) -> None:
-    def save(backend: Backend) -> None:
-        with checkpoint(tmp_path / "0", training(backend=backend).run(1)) as saves:
-            saves.save()
+def test_rejects_different_folders_on_different_ranks(tmp_path):
+    def save(backend):
+        save_checkpoint(tmp_path / "0", training(backend=backend).run(1))
 
-    def restore(backend: Backend) -> None:
+    def restore(backend):
         run = training(backend=backend)
         with checkpoint(tmp_path / str(backend.world.rank), run) as saves:
             saves.restore()

@@ -5,18 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import variable_batch_size as vbs
-from helpers.checkpoints import checkpoint, messages, start, told, updates
+from helpers.checkpoints import checkpoint, messages, restore_checkpoint, save_checkpoint, start, told, updates
 from helpers.reference import SIZES, training
-from variable_batch_size.backend import Backend
 from variable_batch_size.checkpoint import tensor_file
 from variable_batch_size.checkpoint.messages import UNCALLED_STEP
 from variable_batch_size.testing import run_ranks
@@ -30,7 +27,7 @@ NEWEST = "Checkpoint update-00000002-0001-1-1 is the newest one; {}; restore() r
 
 @pytest.mark.slow("starts torchrun")
 @pytest.mark.torch
-def test_the_other_rank_says_what_to_resume_from_if_a_worker_is_killed(tmp_path: Path) -> None:
+def test_the_other_rank_says_what_to_resume_from_if_a_worker_is_killed(tmp_path):
     script = """
 import os, time
 import torch.distributed as dist
@@ -67,14 +64,12 @@ with checkpoint(folder / "saved", run, every=2) as saves:
         (4, NEWEST.format("2 updates are lost")),
     ],
 )
-def test_an_exception_tells_rank_0_what_to_resume_from(
-    made: int, line: str | None, end: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def train(backend: Backend) -> None:
+def test_an_exception_tells_rank_0_what_to_resume_from(made, line, end, tmp_path, caplog):
+    def train(backend):
         run = training(backend=backend)
         saves = checkpoint(tmp_path, run)
 
-        def loop() -> None:
+        def loop():
             for update in range(1, made + 1):
                 run.run(1)
                 if update == 2:
@@ -96,10 +91,8 @@ def test_an_exception_tells_rank_0_what_to_resume_from(
 
 
 @pytest.mark.parametrize("error", [SystemExit(143), SystemExit(1), GeneratorExit(), None])
-def test_an_end_that_was_asked_for_says_nothing(
-    error: BaseException | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def train() -> None:
+def test_an_end_that_was_asked_for_says_nothing(error, tmp_path, caplog):
+    def train():
         with checkpoint(tmp_path, training().run(2)) as saves:
             saves.save()
             if error:
@@ -114,13 +107,11 @@ def test_an_end_that_was_asked_for_says_nothing(
 
 
 @pytest.mark.parametrize("by", ["", "preemption", "checkpoint", "both"])
-def test_ctrl_c_saves_where_it_is_asked_to_and_tells_what_is_lost_elsewhere(
-    by: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_ctrl_c_saves_where_it_is_asked_to_and_tells_what_is_lost_elsewhere(by, tmp_path, caplog):
     signals = (signal.SIGTERM,) if by == "both" else (signal.SIGINT,)
     preemption = vbs.Preemption(signals) if by in ("preemption", "both") else nullcontext()
     run, asked = training(), by != ""
-    options: dict[str, Any] = {"on_interrupt": "save"} if by in ("checkpoint", "both") else {}
+    options = {"on_interrupt": "save"} if by in ("checkpoint", "both") else {}
     expected = pytest.raises(SystemExit if asked else KeyboardInterrupt)
     with expected, preemption, checkpoint(tmp_path, run, **options) as saves:
         for _ in range(1000):
@@ -136,18 +127,18 @@ def test_ctrl_c_saves_where_it_is_asked_to_and_tells_what_is_lost_elsewhere(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_another_wish_for_ctrl_c_is_refused(tmp_path: Path) -> None:
-    wrong: Any = "stop"
+def test_another_wish_for_ctrl_c_is_refused(tmp_path):
+    wrong = "stop"
     with pytest.raises(ValueError, match=r"^on_interrupt must be \"save\" or None, got 'stop'; pass one of these$"):
         checkpoint(tmp_path, training(), on_interrupt=wrong)
 
 
-def test_only_updates_since_the_restore_are_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def save() -> None:
+def test_only_updates_since_the_restore_are_lost(tmp_path, caplog):
+    def save():
         with checkpoint(tmp_path, training().run(2), best="min:loss") as saves:
             saves.report(loss=1)
 
-    def fail(made: int, after: Callable[[Any], object]) -> list[str]:
+    def fail(made, after):
         run = training()
         with pytest.raises(KeyError), checkpoint(tmp_path, run) as saves:  # noqa: PT012
             after(saves)
@@ -166,9 +157,7 @@ def test_only_updates_since_the_restore_are_lost(tmp_path: Path, caplog: pytest.
     ]
 
 
-def test_what_cannot_be_written_is_not_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_written_is_not_named(tmp_path, caplog, monkeypatch):
     run = training()
     saves = checkpoint(tmp_path, run)
     run.run(2)
@@ -181,22 +170,18 @@ def test_what_cannot_be_written_is_not_named(
     assert told(caplog) == [NEWEST.format("1 update is lost")]
 
 
-def test_rank_0_says_once_what_was_restored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with checkpoint(tmp_path, training().run(2)) as saves:
-        saves.save()
+def test_rank_0_says_once_what_was_restored(tmp_path, caplog):
+    save_checkpoint(tmp_path, training().run(2))
 
-    def restore(backend: Backend) -> None:
-        with checkpoint(tmp_path, training(backend=backend)) as saves:
-            assert saves.restore()
+    def restore(backend):
+        restore_checkpoint(tmp_path, training(backend=backend))
 
     run_ranks(restore, 3)
     assert told(caplog) == [RESTORED.format(0).replace("batch size", "world 1 -> 3, batch size")]
 
 
-def test_rank_0_says_once_that_there_is_nothing_to_restore(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def restore(backend: Backend) -> None:
+def test_rank_0_says_once_that_there_is_nothing_to_restore(tmp_path, monkeypatch, caplog):
+    def restore(backend):
         with checkpoint(Path("runs"), training(backend=backend)) as saves:
             assert not saves.restore()
             assert not saves.restore(best=True)
@@ -211,8 +196,8 @@ def test_rank_0_says_once_that_there_is_nothing_to_restore(
 
 @pytest.mark.parametrize("every", [1, timedelta(hours=1), None])
 @pytest.mark.parametrize("steps", [0, 1])
-def test_an_interval_without_step_is_told(every: int | timedelta | None, steps: int, tmp_path: Path) -> None:
-    def train(backend: Backend) -> None:
+def test_an_interval_without_step_is_told(every, steps, tmp_path):
+    def train(backend):
         run = training(backend=backend)
         with checkpoint(tmp_path, run, every=every) as saves:
             run.run(2)
@@ -225,6 +210,5 @@ def test_an_interval_without_step_is_told(every: int | timedelta | None, steps: 
     assert [str(warning.message) for warning in caught] == [UNCALLED_STEP] * (every is not None and not steps)
 
 
-def test_saves_of_the_loop_need_no_step(tmp_path: Path) -> None:
-    with checkpoint(tmp_path, training().run(2), every=1) as saves:
-        saves.save()
+def test_saves_of_the_loop_need_no_step(tmp_path):
+    save_checkpoint(tmp_path, training().run(2), every=1)

@@ -14,23 +14,21 @@ import pytest
 import torch
 
 import variable_batch_size as vbs
-from helpers.checkpoints import checkpoint, start, updates
+from helpers.checkpoints import checkpoint, save_checkpoint, start, updates
 from helpers.reference import training
 from variable_batch_size.checkpoint import writer
 from variable_batch_size.checkpoint.background import Background
 from variable_batch_size.checkpoint.storage import Storage
 
 
-def test_an_interrupt_after_the_json_leaves_no_checkpoint_without_tensors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_after_the_json_leaves_no_checkpoint_without_tensors(tmp_path, monkeypatch):
     run = training().run(1)
     saves = checkpoint(tmp_path, run, keep=1)
     saves.save()
     run.run(1)
     fsync = os.fsync
 
-    def interrupt(descriptor: int) -> None:
+    def interrupt(descriptor):
         fsync(descriptor)
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
             raise KeyboardInterrupt
@@ -44,14 +42,12 @@ def test_an_interrupt_after_the_json_leaves_no_checkpoint_without_tensors(
 
 
 @pytest.mark.parametrize("begins", [True, False])
-def test_an_interrupt_while_a_write_begins_leaves_its_memory_alone(
-    begins: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_while_a_write_begins_leaves_its_memory_alone(begins, tmp_path, monkeypatch):
     run = training().run(1)
     saves = checkpoint(tmp_path, run, keep=9)
     begin = Background.begin
 
-    def interrupt(background: Background) -> None:
+    def interrupt(background):
         if begins:
             begin(background)
         raise KeyboardInterrupt
@@ -108,13 +104,13 @@ print(done == [*range(number)])
 """
 
 
-def test_interrupts_at_any_instant_leave_work_in_the_background_whole() -> None:
+def test_interrupts_at_any_instant_leave_work_in_the_background_whole():
     """Work is done once, and a wait for it ends, whenever signals come: also those that no `except` gets."""
     ended = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, check=True)
     assert ended.stdout == "True\n"
 
 
-def test_a_write_that_fails_is_told_at_the_end_of_the_process(tmp_path: Path) -> None:
+def test_a_write_that_fails_is_told_at_the_end_of_the_process(tmp_path):
     """Also if the training ends without close()."""
     script = """
 saves = checkpoint(folder, training().run(1))
@@ -128,7 +124,7 @@ saves.save(wait=False)
     assert "RuntimeWarning: Checkpoint update-00000001 could not be written to" in told
 
 
-def test_a_writer_whose_folder_was_deleted_and_begun_again_raises(tmp_path: Path) -> None:
+def test_a_writer_whose_folder_was_deleted_and_begun_again_raises(tmp_path):
     folder = tmp_path / "a"
     first = checkpoint(folder, training().run(1))
     shutil.rmtree(folder)
@@ -139,12 +135,10 @@ def test_a_writer_whose_folder_was_deleted_and_begun_again_raises(tmp_path: Path
     second.close()
 
 
-def test_a_damaged_file_of_a_writer_hides_and_deletes_nothing(tmp_path: Path) -> None:
+def test_a_damaged_file_of_a_writer_hides_and_deletes_nothing(tmp_path):
     run = training().run(1)
-    with checkpoint(tmp_path, run, keep=9) as saves:
-        saves.save()
-    with checkpoint(tmp_path, run.run(1), keep=9) as saves:
-        saves.save()
+    save_checkpoint(tmp_path, run, keep=9)
+    save_checkpoint(tmp_path, run.run(1), keep=9)
     (path,) = tmp_path.glob(".writer-*")
     path.write_text(path.read_text().replace("update-00000001", "update-00000007"))
     with checkpoint(tmp_path, again := training(), keep=9) as saves:
@@ -154,7 +148,7 @@ def test_a_damaged_file_of_a_writer_hides_and_deletes_nothing(tmp_path: Path) ->
     assert updates(tmp_path) == [1, 2, 3]
 
 
-def test_the_best_checkpoint_stays_where_it_cannot_be_read_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_checkpoint_stays_where_it_cannot_be_read_now(tmp_path, monkeypatch):
     run = training().run(1)
     with checkpoint(tmp_path, run, keep=1, best="min:loss") as saves:
         saves.report(loss=1.0)
@@ -162,7 +156,7 @@ def test_the_best_checkpoint_stays_where_it_cannot_be_read_now(tmp_path: Path, m
         saves.save()
     read = Storage.read
 
-    def stale(storage: Storage, *names: str) -> bytes:
+    def stale(storage, *names):
         if names[0].startswith("update-00000001"):
             raise OSError(116, "Stale file handle")
         return read(storage, *names)
@@ -174,7 +168,7 @@ def test_the_best_checkpoint_stays_where_it_cannot_be_read_now(tmp_path: Path, m
     assert updates(tmp_path) == [1, 3]
 
 
-def test_a_link_to_the_folder_is_the_folder(tmp_path: Path) -> None:
+def test_a_link_to_the_folder_is_the_folder(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     first, second = (checkpoint(tmp_path / name, training().run(1)) for name in ("link", "real"))
@@ -184,7 +178,7 @@ def test_a_link_to_the_folder_is_the_folder(tmp_path: Path) -> None:
     second.close()
 
 
-def test_a_changed_version_is_damage(tmp_path: Path) -> None:
+def test_a_changed_version_is_damage(tmp_path):
     run = training().run(1)
     with checkpoint(tmp_path, run) as saves:
         saves.save()
@@ -197,7 +191,7 @@ def test_a_changed_version_is_damage(tmp_path: Path) -> None:
         assert "update-00000001" in str(saves.latest)
 
 
-def test_a_cell_that_runs_again_takes_ctrl_c_over(tmp_path: Path) -> None:
+def test_a_cell_that_runs_again_takes_ctrl_c_over(tmp_path):
     """Whether the earlier object is closed, or not, and after it has got an interrupt."""
     before = signal.getsignal(signal.SIGINT)
     first = checkpoint(tmp_path, training().run(1), on_interrupt="save")

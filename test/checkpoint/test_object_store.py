@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
 import s3fs
 
 import variable_batch_size as vbs
-from helpers.checkpoints import checkpoint, intact, told, updates
+from helpers.checkpoints import as_another_process, checkpoint, intact, save_checkpoint, told, updates
 from helpers.commands import run as execute
 from helpers.object_stores import s3
-from helpers.reference import SIZES, Training, assert_equal, training
+from helpers.reference import SIZES, assert_equal, training
 from helpers.sharded import always_sharded, wide
-from variable_batch_size.backend import Backend
 from variable_batch_size.checkpoint import writer
 from variable_batch_size.checkpoint.events import read
 from variable_batch_size.checkpoint.folder import Folder
@@ -26,24 +21,19 @@ __all__ = ["always_sharded"]
 
 
 @pytest.fixture(scope="module")
-def bucket() -> Iterator[str]:
+def bucket():
     with pytest.MonkeyPatch.context() as patch, s3(patch) as url:
         yield url
 
 
 @pytest.fixture
-def folder(bucket: str, request: pytest.FixtureRequest) -> str:
+def folder(bucket, request):
     return f"{bucket}/{request.node.name}"
-
-
-def as_another_process() -> None:
-    """Let this process be another one than that of the writers so far."""
-    writer._open.clear()
 
 
 @pytest.mark.slow("saves to S3")
 @pytest.mark.parametrize("wait", [False, True])
-def test_a_training_is_saved_and_goes_on(wait: bool, folder: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_training_is_saved_and_goes_on(wait, folder, caplog):
     run = training()
     with checkpoint(folder, run, best="min:loss") as saves:
         assert not saves.restore()
@@ -66,9 +56,8 @@ def test_a_training_is_saved_and_goes_on(wait: bool, folder: str, caplog: pytest
 
 
 @pytest.mark.nightly("starts commands that import torch")
-def test_commands_take_urls(folder: str) -> None:
-    with checkpoint(folder, training().run(1)) as saves:
-        saves.save()
+def test_commands_take_urls(folder):
+    save_checkpoint(folder, training().run(1))
     assert "update-00000001-0001-1-1" in execute("vbs", "checkpoint", "show", folder).stdout
     assert execute("vbs", "checkpoint", "verify", f"{folder}/update-00000001-0001-1-1").stdout.endswith(
         "-1-1: intact\n"
@@ -76,8 +65,8 @@ def test_commands_take_urls(folder: str) -> None:
     assert "1 runs, 1 saves" in execute("vbs", "goodput", folder).stdout
 
 
-def test_ranks_write_together(folder: str, always_sharded: None) -> None:
-    def train(backend: Backend) -> Training:
+def test_ranks_write_together(folder, always_sharded):
+    def train(backend):
         run = wide(backend)
         with checkpoint(folder, run) as saves:
             saves.restore()
@@ -92,7 +81,7 @@ def test_ranks_write_together(folder: str, always_sharded: None) -> None:
     assert_equal(found[0].weights(), wide().run(4).weights())
 
 
-def test_the_folder_has_one_writer(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_has_one_writer(folder, monkeypatch):
     first = checkpoint(folder, training(), run="a")
     for job in (None, "b"):
         as_another_process()
@@ -105,9 +94,7 @@ def test_the_folder_has_one_writer(folder: str, monkeypatch: pytest.MonkeyPatch)
     checkpoint(folder, training()).close()
 
 
-def test_a_restart_of_the_job_takes_over_and_what_the_earlier_writer_adds_does_not_count(
-    folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_restart_of_the_job_takes_over_and_what_the_earlier_writer_adds_does_not_count(folder, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     stale, run, later = training(), training(), training()
     old = checkpoint(folder, stale)
@@ -136,7 +123,7 @@ def test_a_restart_of_the_job_takes_over_and_what_the_earlier_writer_adds_does_n
     assert "update-00000009-0001-7-1" not in place.listed()
 
 
-def test_files_without_the_json_of_each_rank_are_no_checkpoint_and_are_deleted(folder: str) -> None:
+def test_files_without_the_json_of_each_rank_are_no_checkpoint_and_are_deleted(folder):
     run, place = training().run(1), Storage(folder)
     place.put("half", "update-00000009-0001-1-1", "tensors-0.safetensors")
     place.put("of the user", "notes.txt")
@@ -153,12 +140,10 @@ class BrokenError(OSError):
 
 
 @pytest.mark.parametrize("what", ["create", "put"])
-def test_a_write_that_fails_leaves_the_earlier_checkpoints(
-    what: str, folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_that_fails_leaves_the_earlier_checkpoints(what, folder, monkeypatch):
     run = training()
 
-    def fail(*args: Any) -> None:
+    def fail(*args):
         raise BrokenError(5, "connection reset")
 
     with checkpoint(folder, run) as saves:
@@ -174,11 +159,11 @@ def test_a_write_that_fails_leaves_the_earlier_checkpoints(
         assert updates(folder) == [1, 2]
 
 
-def test_a_store_that_cannot_be_reached_loses_nothing(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_cannot_be_reached_loses_nothing(folder, monkeypatch):
     """Updates go on, a save raises and a later one succeeds, and a restore raises: the newest is not damaged."""
     run, reached = training(), s3fs.S3FileSystem._call_s3
 
-    async def fail(*args: Any, **options: Any) -> None:
+    async def fail(*args, **options):
         raise PermissionError(13, "the network is away")
 
     with checkpoint(folder, run) as saves:
@@ -201,13 +186,11 @@ def test_a_store_that_cannot_be_reached_loses_nothing(folder: str, monkeypatch: 
     assert updates(folder) == [2, 3]
 
 
-def test_the_error_of_a_training_propagates_if_the_store_cannot_be_reached(
-    folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def fail(*args: Any, **options: Any) -> None:
+def test_the_error_of_a_training_propagates_if_the_store_cannot_be_reached(folder, monkeypatch):
+    async def fail(*args, **options):
         raise ConnectionError("the network is away")
 
-    def train() -> None:
+    def train():
         run = training()
         with checkpoint(folder, run):
             run.run(1)
@@ -218,7 +201,7 @@ def test_the_error_of_a_training_propagates_if_the_store_cannot_be_reached(
         train()
 
 
-def test_damage_is_found(folder: str) -> None:
+def test_damage_is_found(folder):
     run = training()
     with checkpoint(folder, run) as saves:
         for _ in range(2):
@@ -233,7 +216,7 @@ def test_damage_is_found(folder: str) -> None:
     assert run.optimizer.updates == 1
 
 
-def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_library_is_named(monkeypatch, tmp_path):
     import sys
 
     monkeypatch.setitem(sys.modules, "gcsfs", None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,9 +19,9 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import variable_batch_size as vbs
-from helpers.checkpoints import checkpoint
+from helpers.checkpoints import restore_checkpoint, save_checkpoint
 from helpers.properties import examples
-from helpers.reference import Training, assert_equal, data, filled, training
+from helpers.reference import assert_equal, data, filled, training
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
@@ -56,10 +55,10 @@ class Dataset:
     seeded: bool
     epoch: int = 0
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.x)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, index):
         generator = torch.Generator().manual_seed(self.epoch * len(self) + index) if self.seeded else None
         noise = torch.randn(3, generator=generator).double() if self.augments else 0
         return self.x[index] + noise, self.target[index]
@@ -68,32 +67,29 @@ class Dataset:
 class Script:
     """A user's script."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case):
         model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Dropout(0.4), nn.Linear(4, 2)).double()
         sampling = {"on_end": "cycle", "fixed_shape": case.fixed_shape}
         self.case = case
-        self.run: Training = training(
+        self.run = training(
             sizes=case.sizes,
             dataset_size=case.dataset_size,
             minibatch_size=case.minibatch_size,
             model=filled(model),
             sampling=sampling,
         )
-        self.dataset: Any = Dataset(*data(case.dataset_size), augments=case.augments, seeded=case.seeded)
+        self.dataset = Dataset(*data(case.dataset_size), augments=case.augments, seeded=case.seeded)
         self.loader = case.kind(
-            self.dataset,
-            batch_sampler=self.run.sampler,
-            num_workers=case.workers,
-            persistent_workers=case.persistent,
+            self.dataset, batch_sampler=self.run.sampler, num_workers=case.workers, persistent_workers=case.persistent
         )
-        self.parts: dict[str, Any] = {"loader": self.loader} if case.loader_is_saved else {}
+        self.parts = {"loader": self.loader} if case.loader_is_saved else {}
 
-    def evaluate(self) -> None:
+    def evaluate(self):
         if self.case.evaluates:
-            some: Any = range(5)
+            some = range(5)
             list(DataLoader(some, batch_size=2, shuffle=True))
 
-    def microbatches(self) -> Iterator[Any]:
+    def microbatches(self):
         """Those of an epoch; only `vbs.updates` sees that a loader starts workers for all epochs to come."""
         if self.case.persistent:
             for update in vbs.updates(self.loader, self.run.optimizer):
@@ -101,7 +97,7 @@ class Script:
         else:
             yield from self.loader
 
-    def updates(self, first_epoch: int = 0) -> Iterator[None]:
+    def updates(self, first_epoch=0):
         """Train; yield after every update."""
         run = self.run
         for epoch in range(first_epoch, self.case.epochs):
@@ -116,13 +112,13 @@ class Script:
             self.evaluate()
 
 
-def seed(number: int) -> None:
+def seed(number):
     torch.manual_seed(number)
     np.random.seed(number)
     random.seed(number)
 
 
-def check(case: Case, folder: Path) -> None:
+def check(case, folder):
     seed(1)
     unbroken = Script(case)
     number = sum(1 for _ in unbroken.updates())
@@ -132,23 +128,21 @@ def check(case: Case, folder: Path) -> None:
     begun = Script(case)
     for _ in itertools.islice(begun.updates(), stop):
         pass
-    with checkpoint(folder, begun.run, **begun.parts) as saves:
-        saves.save()
+    save_checkpoint(folder, begun.run, **begun.parts)
     seed(2)
     resumed = Script(case)
     resumed.evaluate()
-    with checkpoint(folder, resumed.run, **resumed.parts) as saves:
-        assert saves.restore()
+    restore_checkpoint(folder, resumed.run, **resumed.parts)
     resumed.evaluate()  # at the end of an epoch, the one that follows it
     assert sum(1 for _ in resumed.updates(resumed.run.optimizer.epoch)) == number - stop
     assert_equal(resumed.run.weights(), unbroken.run.weights())
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw):
     dataset_size = draw(st.integers(1, 40))
     sizes = draw(st.lists(st.integers(1, min(dataset_size, 20)), min_size=1, max_size=6))
-    kind: Any = draw(st.sampled_from([DataLoader, StatefulDataLoader]))
+    kind = draw(st.sampled_from([DataLoader, StatefulDataLoader]))
     loader_is_saved = kind is StatefulDataLoader and draw(st.booleans())
     return Case(
         kind=kind,
@@ -167,7 +161,7 @@ def cases(draw: st.DrawFn) -> Case:
 @pytest.mark.torch
 @examples(100)
 @given(cases())
-def test_dropout_and_augmentation_resume_with_any_loader_without_workers(case: Case) -> None:
+def test_dropout_and_augmentation_resume_with_any_loader_without_workers(case):
     with TemporaryDirectory() as folder:
         check(case, Path(folder))
 
@@ -192,7 +186,7 @@ STOPPED = [
 
 
 @pytest.mark.parametrize(("case", "stop"), STOPPED)
-def test_dropout_resumes_with_workers(case: Case, stop: float, tmp_path: Path) -> None:
+def test_dropout_resumes_with_workers(case, stop, tmp_path):
     check(replace(case, stop=stop), tmp_path)
 
 
@@ -200,7 +194,7 @@ UNSAVED = [case for case in WORKERS if not case.loader_is_saved]
 
 
 @pytest.mark.parametrize(("case", "epoch"), [*zip(UNSAVED, itertools.cycle(range(3)))], ids=range(len(UNSAVED)))
-def test_a_save_before_an_epoch_is_read_resumes_before_the_loader_draws(case: Case, epoch: int, tmp_path: Path) -> None:
+def test_a_save_before_an_epoch_is_read_resumes_before_the_loader_draws(case, epoch, tmp_path):
     """As the first checkpoint, or one at the begin of each epoch; a loader that is saved begins to iterate for that."""
     seed(1)
     unbroken = Script(case)
@@ -210,17 +204,15 @@ def test_a_save_before_an_epoch_is_read_resumes_before_the_loader_draws(case: Ca
     made = sum(1 for _ in begun.updates())
     begun.run.sampler.set_epoch(epoch)
     begun.run.optimizer.set_epoch(epoch)
-    with checkpoint(tmp_path, begun.run, **begun.parts) as saves:
-        saves.save()
+    save_checkpoint(tmp_path, begun.run, **begun.parts)
     seed(2)
     resumed = Script(case)
-    with checkpoint(tmp_path, resumed.run, **resumed.parts) as saves:
-        assert saves.restore()
+    restore_checkpoint(tmp_path, resumed.run, **resumed.parts)
     assert sum(1 for _ in resumed.updates(epoch)) == number - made
     assert_equal(resumed.run.weights(), unbroken.run.weights())
 
 
-def test_a_batch_that_is_looked_at_before_the_loop_draws_nothing(tmp_path: Path) -> None:
+def test_a_batch_that_is_looked_at_before_the_loop_draws_nothing(tmp_path):
     case = Case()
     seed(1)
     unbroken = Script(case)
@@ -228,11 +220,9 @@ def test_a_batch_that_is_looked_at_before_the_loop_draws_nothing(tmp_path: Path)
     seed(1)
     begun = Script(case)
     next(begun.updates())
-    with checkpoint(tmp_path, begun.run) as saves:
-        saves.save()
+    save_checkpoint(tmp_path, begun.run)
     resumed = Script(case)
-    with checkpoint(tmp_path, resumed.run) as saves:
-        assert saves.restore()
+    restore_checkpoint(tmp_path, resumed.run)
     next(iter(resumed.loader))
     list(resumed.updates())
     assert_equal(resumed.run.weights(), unbroken.run.weights())

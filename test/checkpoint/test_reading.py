@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -13,7 +10,7 @@ from helpers.checkpoints import checkpoint, path_of, truncate_state, two_saved
 from helpers.reference import training
 
 
-def updates(contents: dict[str, Any]) -> int:
+def updates(contents):
     weights = training()
     for update in range(1, 5):
         weights.run(1)
@@ -22,13 +19,13 @@ def updates(contents: dict[str, Any]) -> int:
     raise AssertionError("the weights are those of no update")
 
 
-def test_the_folder_of_a_training_stands_for_its_newest_checkpoint(tmp_path: Path) -> None:
+def test_the_folder_of_a_training_stands_for_its_newest_checkpoint(tmp_path):
     folder = two_saved(tmp_path)
     assert updates(vbs.read_checkpoint(folder)) == updates(vbs.read_checkpoint(path_of(folder, 2))) == 2
     assert updates(vbs.read_checkpoint(str(path_of(folder, 1)))) == 1
 
 
-def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path):
     folder = two_saved(tmp_path)
     newest, older = path_of(folder, 2), path_of(folder, 1)
     truncate_state(newest)
@@ -40,7 +37,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("mode", "best"), [("min", 2), ("max", 3)])
-def test_reads_the_best_checkpoint(mode: str, best: int, tmp_path: Path) -> None:
+def test_reads_the_best_checkpoint(mode, best, tmp_path):
     run = training()
     with checkpoint(tmp_path, run, best=f"{mode}:loss", keep=4) as saves:
         for loss in (2.0, 1.0, 3.0, 1.5):
@@ -51,7 +48,7 @@ def test_reads_the_best_checkpoint(mode: str, best: int, tmp_path: Path) -> None
     assert updates(vbs.read_checkpoint(tmp_path)) == 4
 
 
-def test_best_needs_a_reported_value(tmp_path: Path) -> None:
+def test_best_needs_a_reported_value(tmp_path):
     folder = two_saved(tmp_path)
     for path in (folder, path_of(folder, 2)):
         with pytest.raises(ValueError, match=r"^best=True needs the folder of a training .*, got .*; pass best=\"min:"):
@@ -59,6 +56,6 @@ def test_best_needs_a_reported_value(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("best", [False, True])
-def test_a_missing_folder_is_named(best: bool, tmp_path: Path) -> None:
+def test_a_missing_folder_is_named(best, tmp_path):
     with pytest.raises(ValueError, match=rf"got {tmp_path}/missing; nothing is there$"):
         vbs.read_checkpoint(tmp_path / "missing", best=best)

@@ -5,19 +5,17 @@ from __future__ import annotations
 import threading
 from datetime import timedelta
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from helpers.checkpoints import checkpoint, names, path_of, truncate_state, updates
 from helpers.reference import training
-from variable_batch_size.backend import Backend
 from variable_batch_size.checkpoint import checkpoint as module
 from variable_batch_size.testing import run_ranks
 
 
-def test_keeps_the_newest_intact_checkpoints(tmp_path: Path) -> None:
+def test_keeps_the_newest_intact_checkpoints(tmp_path):
     run = training()
     with checkpoint(tmp_path, run, keep=3) as saves:
         for _ in range(5):
@@ -34,21 +32,21 @@ def test_keeps_the_newest_intact_checkpoints(tmp_path: Path) -> None:
         assert updates(tmp_path) == [5, 6, 7]
 
 
-def test_an_update_can_be_saved_twice(tmp_path: Path) -> None:
+def test_an_update_can_be_saved_twice(tmp_path):
     run = training().run(1)
     with checkpoint(tmp_path, run, keep=1) as saves:
         first = saves.save()
-        run.model[0].weight.data.zero_()  # type: ignore[index, union-attr]
+        run.model[0].weight.data.zero_()
         assert saves.save() == saves.latest != first
         assert updates(tmp_path) == [1]
-        run.model[0].weight.data.fill_(1)  # type: ignore[index, union-attr]
+        run.model[0].weight.data.fill_(1)
         saves.restore()
         assert not run.weights()[0].any()
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_saves_at_an_interval_of_updates(world: int, tmp_path: Path) -> None:
-    def train(backend: Backend) -> list[int]:
+def test_saves_at_an_interval_of_updates(world, tmp_path):
+    def train(backend):
         run, at = training(backend=backend, minibatch_size=2), []
         with checkpoint(tmp_path, run, every=2) as saves:
             while run.optimizer.updates < 6:
@@ -64,7 +62,7 @@ def test_saves_at_an_interval_of_updates(world: int, tmp_path: Path) -> None:
         assert at[:3] == [2, 4, 6]
 
 
-def test_a_save_that_falls_due_within_an_accumulation_waits_for_the_update(tmp_path: Path) -> None:
+def test_a_save_that_falls_due_within_an_accumulation_waits_for_the_update(tmp_path):
     run = training(minibatch_size=2)
     with checkpoint(tmp_path, run, every=1) as saves:
         steps = run.steps()
@@ -80,14 +78,12 @@ def test_a_save_that_falls_due_within_an_accumulation_waits_for_the_update(tmp_p
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_saves_at_an_interval_of_time_on_the_clock_of_rank_0(
-    world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_saves_at_an_interval_of_time_on_the_clock_of_rank_0(world, tmp_path, monkeypatch):
     """After the same update on all ranks, which no rank waits for; other clocks do not count."""
-    now: dict[str, float] = {}  # by thread
+    now = {}  # by thread
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[threading.current_thread().name]))
 
-    def train(backend: Backend) -> tuple[list[int], list[int]]:
+    def train(backend):
         name, rank = threading.current_thread().name, backend.world.rank
         now[name] = 0.0
         run, saved, collectives = training(backend=backend), list[int](), list[int]()
@@ -110,14 +106,12 @@ def test_saves_at_an_interval_of_time_on_the_clock_of_rank_0(
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_save_of_the_user_restarts_the_interval_of_time(
-    world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_of_the_user_restarts_the_interval_of_time(world, tmp_path, monkeypatch):
     """Also if the ranks have already agreed on the update after which they would have saved."""
     now = [0.0]
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
-    def train(backend: Backend) -> list[bool]:
+    def train(backend):
         run, saved = training(backend=backend).run(1), []
         with checkpoint(tmp_path, run, every=timedelta(seconds=60)) as saves:
             backend._gather_bytes(b"")

@@ -5,15 +5,13 @@ from __future__ import annotations
 import threading
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import variable_batch_size as vbs
-from helpers.checkpoints import checkpoint, intact, path_of, updates
+from helpers.checkpoints import checkpoint, intact, path_of, restore_checkpoint, save_checkpoint, updates
 from helpers.reference import assert_equal
 from helpers.sharded import always_sharded, wide
-from variable_batch_size.backend import Backend
 from variable_batch_size.checkpoint import checkpoint as module
 from variable_batch_size.preemption import EXIT_CODE
 from variable_batch_size.testing import ThreadBackend, run_ranks
@@ -24,19 +22,19 @@ pytestmark = pytest.mark.usefixtures("always_sharded")
 STOP, END = 3, 5
 
 
-def written(ranks: int) -> list[str]:
+def written(ranks):
     """Return the names of what so many ranks have written."""
     return [*(f"rank-{rank}.json" for rank in range(ranks)), *(f"tensors-{rank}.safetensors" for rank in range(ranks))]
 
 
-def files(folder: Path) -> list[str]:
+def files(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def save(folder: Path, world: int, made: int = STOP, wait: bool = True, **options: Any) -> Path:
+def save(folder, world, made=STOP, wait=True, **options):
     """Save a checkpoint in a world of this size, and return its path."""
 
-    def train(backend: Backend) -> Path:
+    def train(backend):
         run = wide(backend).run(made)
         with checkpoint(folder, run, **options) as saves:
             return Path(saves.save(wait))
@@ -49,14 +47,13 @@ def save(folder: Path, world: int, made: int = STOP, wait: bool = True, **option
 @pytest.mark.parametrize(
     ("before", "after", "wait"), [(2, 1, True), (3, 2, False), (2, 3, False), (1, 2, True), (3, 3, True)]
 )
-def test_every_rank_writes_a_file_and_any_world_restores(before: int, after: int, wait: bool, tmp_path: Path) -> None:
+def test_every_rank_writes_a_file_and_any_world_restores(before, after, wait, tmp_path):
     path = save(tmp_path, before, wait=wait)
     assert files(path) == written(before)
 
-    def resume(backend: Backend) -> Any:
+    def resume(backend):
         run = wide(backend)
-        with checkpoint(tmp_path, run) as saves:
-            assert saves.restore()
+        restore_checkpoint(tmp_path, run)
         assert run.optimizer.updates == STOP
         return run.run(END - STOP)
 
@@ -65,7 +62,7 @@ def test_every_rank_writes_a_file_and_any_world_restores(before: int, after: int
         assert_equal(rank.weights(), uninterrupted.weights())
 
 
-def test_read_checkpoint_returns_what_one_file_would_hold(tmp_path: Path) -> None:
+def test_read_checkpoint_returns_what_one_file_would_hold(tmp_path):
     path, one = save(tmp_path / "sharded", 3), save(tmp_path / "one", 1)
     sharded, whole = vbs.read_checkpoint(path), vbs.read_checkpoint(str(one))
     assert files(one) == written(1)
@@ -78,7 +75,7 @@ def test_read_checkpoint_returns_what_one_file_would_hold(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("how", "world"), [("missing", 2), ("changed", 1), ("another", 1), ("both", 1)])
-def test_a_damaged_shard_makes_the_checkpoint_damaged(how: str, world: int, tmp_path: Path) -> None:
+def test_a_damaged_shard_makes_the_checkpoint_damaged(how, world, tmp_path):
     first, path = save(tmp_path, 2, made=1), save(tmp_path, 2, made=2)
     shard = path / "tensors-1.safetensors"
     contents = bytearray(shard.read_bytes())
@@ -98,7 +95,7 @@ def test_a_damaged_shard_makes_the_checkpoint_damaged(how: str, world: int, tmp_
         vbs.read_checkpoint(path)
     assert not intact(path)
 
-    def restore(backend: Backend) -> int:
+    def restore(backend):
         run = wide(backend)
         with checkpoint(tmp_path, run) as saves:
             assert saves.restore()
@@ -110,13 +107,12 @@ def test_a_damaged_shard_makes_the_checkpoint_damaged(how: str, world: int, tmp_
         assert run_ranks(restore, world) == world * [1]
 
 
-def test_rank_0_writes_alone_if_the_ranks_do_not_see_the_same_folder(tmp_path: Path) -> None:
+def test_rank_0_writes_alone_if_the_ranks_do_not_see_the_same_folder(tmp_path):
     for stale in (False, True):  # a file of the same name on another machine
 
-        def train(backend: Backend) -> None:
+        def train(backend):
             run = wide(backend).run(1 + stale)  # noqa: B023
-            with checkpoint(tmp_path / str(backend.world.rank), run) as saves:
-                saves.save()
+            save_checkpoint(tmp_path / str(backend.world.rank), run)
 
         if stale:
             checkpoint(tmp_path / "1", wide()).close()
@@ -125,18 +121,16 @@ def test_rank_0_writes_alone_if_the_ranks_do_not_see_the_same_folder(tmp_path: P
         assert not list((tmp_path / "1").glob("*update*"))
 
 
-def test_rank_0_writes_alone_if_ranks_may_be_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_writes_alone_if_ranks_may_be_threads(tmp_path, monkeypatch):
     monkeypatch.setattr(ThreadBackend, "threads", True)
     assert files(save(tmp_path, 2)) == written(1)
 
 
-def test_a_signal_to_one_rank_saves_after_the_same_update_while_another_waits_for_the_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    notices: dict[str, str] = {}
+def test_a_signal_to_one_rank_saves_after_the_same_update_while_another_waits_for_the_time(tmp_path, monkeypatch):
+    notices = {}
     monkeypatch.setattr(module, "signal_notice", lambda: notices.get(threading.current_thread().name, ""))
 
-    def train(backend: Backend) -> tuple[Any, int]:
+    def train(backend):
         run = wide(backend)
         with checkpoint(tmp_path, run, every=timedelta(hours=1)) as saves:
             while True:

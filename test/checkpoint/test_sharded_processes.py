@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from helpers.checkpoints import checkpoint, messages, path_of, start, updates
+from helpers.checkpoints import messages, path_of, restore_checkpoint, start, updates
 from helpers.reference import assert_equal
 from helpers.sharded import always_sharded, wide
 
@@ -33,7 +31,7 @@ assert saves.step()
 
 
 @pytest.mark.parametrize(("size", "end"), [(2, "saves.close()\n"), (3, "")])
-def test_processes_write_equally_much_and_another_world_restores(size: int, end: str, tmp_path: Path) -> None:
+def test_processes_write_equally_much_and_another_world_restores(size, end, tmp_path):
     """Also if they end without close(): every process then ends after its thread."""
     ranks = [start(SCRIPT + end + "dist.destroy_process_group()", tmp_path, rank, size) for rank in range(size)]
     ends = [(messages(process.communicate(timeout=100)[1]), process.returncode) for process in ranks]
@@ -44,6 +42,5 @@ def test_processes_write_equally_much_and_another_world_restores(size: int, end:
     assert sizes.keys() == {f"tensors-{rank}.safetensors" for rank in range(size)}
     assert max(sizes.values()) < 1.3 * min(sizes.values())
     run = wide()
-    with checkpoint(tmp_path / "saved", run) as saves:
-        assert saves.restore()
+    restore_checkpoint(tmp_path / "saved", run)
     assert_equal(run.weights(), wide().run(2).weights())

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,12 +10,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import variable_batch_size as vbs
-from helpers.checkpoints import Held, checkpoint, updates
+from helpers.checkpoints import Held, checkpoint, save_checkpoint, updates
 from helpers.processes import run_job
 from helpers.properties import examples
-from helpers.reference import Training, network, training
+from helpers.reference import network, training
 from helpers.worlds import Layout, Place
-from variable_batch_size.backend import Backend, LocalBackend
+from variable_batch_size.backend import LocalBackend
 from variable_batch_size.checkpoint import shards
 from variable_batch_size.checkpoint.folder import Folder
 from variable_batch_size.checkpoint.names import Names
@@ -36,7 +34,7 @@ from variable_batch_size.testing import run_ranks
     others=st.integers(0, 3000),
     smallest=st.integers(1, 2000),
 )
-def test_the_ranks_write_equally_much(sizes: list[int], world_size: int, others: int, smallest: int) -> None:
+def test_the_ranks_write_equally_much(sizes, world_size, others, smallest):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shards, "SMALLEST", smallest)
         ranks = assign({str(number): size for number, size in enumerate(sizes)}, world_size, others)
@@ -54,7 +52,7 @@ def test_the_ranks_write_equally_much(sizes: list[int], world_size: int, others:
     place=st.integers(0, 10**6),
     bit=st.integers(0, 7),
 )
-def test_each_bit_changes_a_sum(contents: bytes, kind: torch.dtype, place: int, bit: int) -> None:
+def test_each_bit_changes_a_sum(contents, kind, place, bit):
     size = len(contents) // kind.itemsize * kind.itemsize
     if not size:
         return
@@ -66,7 +64,7 @@ def test_each_bit_changes_a_sum(contents: bytes, kind: torch.dtype, place: int, 
 
 
 @given(st.integers(2, 9000), st.sampled_from([torch.uint8, torch.float32, torch.float64]), st.integers(0, 10**6))
-def test_an_exchange_of_two_values_changes_a_digest(size: int, kind: torch.dtype, seed: int) -> None:
+def test_an_exchange_of_two_values_changes_a_digest(size, kind, seed):
     """As in the counts of classes on two ranks, which have the same sum; of any number of bytes."""
     generator = torch.Generator().manual_seed(seed)
     one = (torch.rand(size, generator=generator) * 200 + torch.arange(size) % 3).to(kind)
@@ -78,34 +76,29 @@ def test_an_exchange_of_two_values_changes_a_digest(size: int, kind: torch.dtype
     assert byte_digests({"a": one[1:]}) == byte_digests({"a": one[1:].clone()})  # wherever it begins in memory
 
 
-def change_weight(run: Training) -> None:
+def change_weight(run):
     with torch.no_grad():
         run.model.get_parameter("2.bias")[0] += 1e-4
 
 
-def change_state(run: Training) -> None:
+def change_state(run):
     next(iter(run.optimizer.state.values()))["momentum_buffer"].view(-1)[0] += 1e-4
 
 
-def drop_state(run: Training) -> None:
+def drop_state(run):
     del next(iter(run.optimizer.state.values()))["momentum_buffer"]
 
 
 CHANGES = [
-    (
-        change_weight,
-        r"2\.bias of the model \(Sequential\) on rank 1 is another one than on rank 0; write weights",
-    ),
+    (change_weight, r"2\.bias of the model \(Sequential\) on rank 1 is another one than on rank 0; write weights"),
     (change_state, r"state/0\.weight/momentum_buffer of the optimizer \(LinearRuleOptimizer\) on rank 1 is another"),
     (drop_state, r"state/0\.weight/momentum_buffer of the optimizer \(LinearRuleOptimizer\) on rank 1 is another"),
 ]
 
 
 @pytest.mark.parametrize(("change", "told"), CHANGES)
-def test_ranks_that_differ_in_what_they_share_are_told_at_the_first_save(
-    change: Any, told: str, tmp_path: Path
-) -> None:
-    def train(backend: Backend) -> None:
+def test_ranks_that_differ_in_what_they_share_are_told_at_the_first_save(change, told, tmp_path):
+    def train(backend):
         run = training(backend=backend, hyperparameters={"lr": 0.01, "momentum": 0.9}).run(2)
         with checkpoint(tmp_path, run) as saves:
             if backend.world.rank == 1:
@@ -118,10 +111,10 @@ def test_ranks_that_differ_in_what_they_share_are_told_at_the_first_save(
     assert updates(tmp_path) == []
 
 
-def test_contents_are_compared_at_every_tenth_save(tmp_path: Path) -> None:
+def test_contents_are_compared_at_every_tenth_save(tmp_path):
     """A save between two of these is as fast as without."""
 
-    def train(backend: Backend) -> int:
+    def train(backend):
         run, saved = training(backend=backend).run(1), 0
         with checkpoint(tmp_path, run) as saves:
             for _ in range(2 * COMPARED_EVERY):
@@ -137,10 +130,10 @@ def test_contents_are_compared_at_every_tenth_save(tmp_path: Path) -> None:
     assert run_ranks(train, 2) == 2 * [COMPARED_EVERY]
 
 
-def test_a_difference_by_rounding_is_told_once(tmp_path: Path) -> None:
+def test_a_difference_by_rounding_is_told_once(tmp_path):
     """As between devices of different kinds, on which ranks make the same updates."""
 
-    def train(backend: Backend) -> None:
+    def train(backend):
         run = training(backend=backend).run(1)
         with checkpoint(tmp_path, run) as saves:
             with torch.no_grad():
@@ -156,20 +149,20 @@ def test_a_difference_by_rounding_is_told_once(tmp_path: Path) -> None:
     assert updates(tmp_path)[-1] == COMPARED_EVERY + 1
 
 
-def holder() -> Held:
+def holder():
     return Held({"count": 3, "names": ["a", "b"], "by": {"loss": 0.5}, "seen": torch.arange(3.0)})
 
 
 class Everything:
     """A training with all kinds of parts."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend):
         model = network()
         model.register_buffer("queue", torch.zeros(6, 2))
         model.register_buffer("steps", torch.tensor(0))
         model.register_parameter("frozen", torch.nn.Parameter(torch.ones(3), requires_grad=False))
         self.run = training(backend=backend, model=model, hyperparameters={"lr": 0.01, "momentum": 0.9})
-        self.others: dict[str, Any] = {
+        self.others = {
             "average": vbs.WeightAverage(model.parameters(), 0.9, self.run.optimizer),
             "scheduler": vbs.ProgressScheduler(
                 torch.optim.lr_scheduler.StepLR(self.run.optimizer, 3), self.run.optimizer
@@ -186,20 +179,20 @@ class Everything:
         for parameter in self.others["teacher"].parameters():
             torch.nn.init.ones_(parameter)
 
-    def checkpoint(self, folder: Path) -> vbs.Checkpoint:
+    def checkpoint(self, folder):
         return checkpoint(folder, self.run, **self.others)
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self):
         """The tensors of all parts, by the names of a checkpoint."""
         return self._encoded()[1]
 
-    def state(self) -> str:
+    def state(self):
         """All of it, as text."""
         parts, tensors = self._encoded()
         return f"{parts} { {name: one.tolist() for name, one in tensors.items()} }"
 
-    def _encoded(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        found: dict[str, torch.Tensor] = {}
+    def _encoded(self):
+        found = {}
         names = Names(self.run.model)
         states = {"model": names.of_model(), "optimizer": names.of_optimizer(self.run.optimizer)}
         states |= {name: part.state_dict() for name, part in self.others.items()}
@@ -209,18 +202,18 @@ class Everything:
 SHARED = "model/0", "model/2", "model/frozen", "optimizer/state"  # the optimizer has all parameters of the model
 
 
-def names() -> list[str]:
+def names():
     everything = Everything(LocalBackend())
     everything.run.run(1)
     return [*everything.tensors()]
 
 
 @pytest.mark.parametrize("name", [*names(), "holder"])
-def test_what_differs_on_a_rank_raises_or_comes_back(name: str, tmp_path: Path) -> None:
+def test_what_differs_on_a_rank_raises_or_comes_back(name, tmp_path):
     """Every tensor of every part, and what is no tensor; buffers and the user's parts at each save."""
     late = not name.startswith((*SHARED, "average"))
 
-    def save(backend: Backend) -> Any:
+    def save(backend):
         everything = Everything(backend)
         everything.run.run(2)
         with everything.checkpoint(tmp_path) as saves:
@@ -237,7 +230,7 @@ def test_what_differs_on_a_rank_raises_or_comes_back(name: str, tmp_path: Path) 
                 return str(error)
         return everything.state()
 
-    def restore(backend: Backend) -> Any:
+    def restore(backend):
         everything = Everything(backend)
         with everything.checkpoint(tmp_path) as saves:
             assert saves.restore()
@@ -255,13 +248,13 @@ def test_what_differs_on_a_rank_raises_or_comes_back(name: str, tmp_path: Path) 
     assert run_ranks(restore, 3) == 3 * [saved[0]]
 
 
-def test_each_file_of_each_rank_is_verified(tmp_path: Path) -> None:
+def test_each_file_of_each_rank_is_verified(tmp_path):
     """The one that holds only what rank 1 had of its own, too."""
 
-    def save(backend: Backend) -> None:
+    def save(backend):
         everything = Everything(backend)
         everything.run.run(2)
-        everything.run.model.queue.fill_(backend.world.rank)  # type: ignore[operator]
+        everything.run.model.queue.fill_(backend.world.rank)
         with everything.checkpoint(tmp_path) as saves:
             saves.save()
 
@@ -278,10 +271,10 @@ def test_each_file_of_each_rank_is_verified(tmp_path: Path) -> None:
         (tmp_path / name / file).write_bytes(content)
 
 
-def test_names_of_a_part_do_not_meet_those_of_ranks(tmp_path: Path) -> None:
+def test_names_of_a_part_do_not_meet_those_of_ranks(tmp_path):
     held = {"a": torch.zeros(2), "a@1": torch.ones(2), "1/a": torch.ones(2)}
 
-    def one(backend: Backend, restores: bool) -> Any:
+    def one(backend, restores):
         run = training(backend=backend).run(0 if restores else 1)
         holder = Held({name: tensor + backend.world.rank for name, tensor in held.items()})
         with checkpoint(tmp_path, run, holder=holder) as saves:
@@ -294,36 +287,33 @@ def test_names_of_a_part_do_not_meet_those_of_ranks(tmp_path: Path) -> None:
     assert run_ranks(lambda backend: one(backend, False), 2) == run_ranks(lambda backend: one(backend, True), 2)
 
 
-def test_a_part_that_one_rank_lacks_is_named(tmp_path: Path) -> None:
-    def one(backend: Backend) -> None:
+def test_a_part_that_one_rank_lacks_is_named(tmp_path):
+    def one(backend):
         others = {} if backend.world.rank else {"holder": holder()}
-        with checkpoint(tmp_path, training(backend=backend).run(1), **others) as saves:
-            saves.save()
+        save_checkpoint(tmp_path, training(backend=backend).run(1), **others)
 
     with pytest.raises(RuntimeError, match=r"must save the same parts, but rank 1 has no holder; pass it"):
         run_ranks(one, 2)
 
 
-def shards_without_elements(backend: Backend, folder: Path) -> None:
+def shards_without_elements(backend, folder):
     """Save a model whose tensors have fewer rows than there are ranks."""
     run = Place.of(Layout(shards=3), backend).training(model=network(width=2))
     run.run(2)
-    with checkpoint(folder, run) as saves:
-        saves.save()
+    save_checkpoint(folder, run)
 
 
 @pytest.mark.slow("starts processes")
-def test_ranks_without_a_part_of_a_tensor_differ_in_nothing(tmp_path: Path) -> None:
+def test_ranks_without_a_part_of_a_tensor_differ_in_nothing(tmp_path):
     run_job("gloo", shards_without_elements, tmp_path / "saved", ranks=3)
     assert updates(tmp_path / "saved") == [2]
 
 
-def replicas(backend: Backend, folder: Path) -> list[str]:
+def replicas(backend, folder):
     """Save on two replicas of two shards; on rank 3 a shard differs from that of rank 1."""
     run, errors = Place.of(Layout(2, 2), backend).training(), list[str]()
     run.run(2)
-    with checkpoint(folder, run) as saves:
-        saves.save()
+    save_checkpoint(folder, run)
     again = checkpoint(folder, run)
     if backend.world.rank == 3:
         with torch.no_grad():
@@ -336,7 +326,7 @@ def replicas(backend: Backend, folder: Path) -> list[str]:
 
 
 @pytest.mark.slow("starts processes")
-def test_replicas_of_a_shard_are_compared(tmp_path: Path) -> None:
+def test_replicas_of_a_shard_are_compared(tmp_path):
     for errors in run_job("gloo", replicas, tmp_path / "saved", ranks=4):
         assert len(errors) == 1
         assert "0.weight of the model" in errors[0]
@@ -344,16 +334,15 @@ def test_replicas_of_a_shard_are_compared(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow("restores on 128 ranks")
-def test_128_ranks_restore_what_two_have_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_128_ranks_restore_what_two_have_saved(tmp_path, monkeypatch):
     """Rank 0 reads the small files for all of them."""
     monkeypatch.setattr(shards, "SMALLEST", 1)
     read, ranks = list[str](), 128
 
-    def save(backend: Backend) -> None:
-        with checkpoint(tmp_path, training(backend=backend).run(3)) as saves:
-            saves.save()
+    def save(backend):
+        save_checkpoint(tmp_path, training(backend=backend).run(3))
 
-    def restore(backend: Backend) -> int:
+    def restore(backend):
         run = training(backend=backend)
         saves = checkpoint(tmp_path, run)
         original = saves._folder.texts

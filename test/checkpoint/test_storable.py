@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
 from helpers.checkpoints import Held, checkpoint, updates
 from helpers.reference import training
-from variable_batch_size.backend import Backend
 from variable_batch_size.testing import run_ranks
 
 
-def test_a_part_whose_state_holds_a_function_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_part_whose_state_holds_a_function_is_refused_at_once(tmp_path):
     run = training()
     with pytest.raises(RuntimeError, match=r"got a builtins\.function at scheduler/value; return numbers"):
         checkpoint(tmp_path, run, scheduler=Held({"value": lambda t: t}))
@@ -22,7 +19,7 @@ def test_a_part_whose_state_holds_a_function_is_refused_at_once(tmp_path: Path) 
         saves.save()
 
 
-def test_a_scheduler_of_torch_whose_state_holds_a_function_keeps_its_own(tmp_path: Path) -> None:
+def test_a_scheduler_of_torch_whose_state_holds_a_function_keeps_its_own(tmp_path):
     rates = []
     for resumes in (False, True):
         run = training()
@@ -38,15 +35,15 @@ def test_a_scheduler_of_torch_whose_state_holds_a_function_keeps_its_own(tmp_pat
     assert rates[0] == rates[1]
 
 
-def test_a_name_that_could_be_that_of_other_tensors_is_refused(tmp_path: Path) -> None:
+def test_a_name_that_could_be_that_of_other_tensors_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"^the name of a part must have no \"/\", got 'a/b'; pass the part"):
         checkpoint(tmp_path, training(), **{"a/b": Held({})})
 
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("bad_rank", [0, 1])
-def test_every_rank_raises(world: int, bad_rank: int, tmp_path: Path) -> None:
-    def train(backend: Backend) -> int:
+def test_every_rank_raises(world, bad_rank, tmp_path):
+    def train(backend):
         run = training(backend=backend)
         part = Held({"value": np.float64(1) if backend.world.rank == bad_rank % world else 1.0})
         with pytest.raises(RuntimeError, match=r"got a numpy\.float64 at part/value; return"):
@@ -57,8 +54,8 @@ def test_every_rank_raises(world: int, bad_rank: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_what_the_first_update_adds_is_found_after_it(world: int, tmp_path: Path) -> None:
-    def train(backend: Backend) -> int:
+def test_what_the_first_update_adds_is_found_after_it(world, tmp_path):
+    def train(backend):
         run, part = training(backend=backend), Held({"value": None})
         with checkpoint(tmp_path, run, part=part) as saves:
             for updated in run.steps():
@@ -74,7 +71,7 @@ def test_what_the_first_update_adds_is_found_after_it(world: int, tmp_path: Path
     assert updates(tmp_path) == []
 
 
-def test_a_checkpoint_that_is_made_inside_a_step_looks_after_it(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_made_inside_a_step_looks_after_it(tmp_path):
     run = training()
     for _ in run.steps():
         break

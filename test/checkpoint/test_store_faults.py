@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Iterator
 from uuid import uuid4
 
 import pytest
@@ -16,12 +15,12 @@ import variable_batch_size as vbs
 from helpers.checkpoints import checkpoint
 from helpers.object_stores import FAULTS, Server, s3
 from helpers.properties import examples
-from helpers.reference import SIZES, Training, assert_equal, training
+from helpers.reference import SIZES, assert_equal, training
 from variable_batch_size.checkpoint import writer
 
 
 @pytest.fixture(scope="module")
-def store() -> Iterator[tuple[Server, str]]:
+def store():
     server = Server()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_MAX_ATTEMPTS", "1")  # botocore waits for seconds between attempts; s3fs has its own
@@ -41,18 +40,16 @@ PROCESSES = 6  # of the job, until the store is well again
     attempts=st.sampled_from([1, 3]),
     kinds=st.lists(st.sampled_from(FAULTS), min_size=1, max_size=4, unique=True),
 )
-def test_what_was_saved_is_restored(
-    store: tuple[Server, str], seed: int, share: float, attempts: int, kinds: list[str]
-) -> None:
+def test_what_was_saved_is_restored(store, seed, share, attempts, kinds):
     """A save that returned is there, one that raised may be, and the next process of the job loses nothing else."""
     server, bucket = store
     folder, rng, requests = f"{bucket}/{uuid4().hex}", random.Random(seed), random.Random(seed + 1)
     saved, losses = 0, defaultdict[int, set[float]](set)  # the newest update of which a save returned; those reported
 
-    def fault() -> str:
+    def fault():
         return requests.choice(kinds) if requests.random() < share else ""
 
-    def train(run: Training) -> None:
+    def train(run):
         nonlocal saved
         writer._open.clear()  # it is another process
         saves = checkpoint(folder, run, run="job", best="min:loss")

@@ -6,7 +6,6 @@ import io
 import math
 import warnings
 from collections import Counter, OrderedDict
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ from variable_batch_size.checkpoint.shards import Part
 from variable_batch_size.checkpoint.values import DTYPES, decode, encode
 
 
-def is_copied(kind: torch.dtype) -> bool:
+def is_copied(kind):
     """Return whether torch can copy tensors of a dtype: it only has the names of some, as uint4."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # complex32 is experimental
@@ -43,7 +42,7 @@ KINDS = [kind for kind in DTYPES.values() if is_copied(kind)]
 COPIES = Copies(vbs.backend.LocalBackend())  # whose memory each save reuses
 
 
-def through_json(value: Any) -> Any:
+def through_json(value):
     """A value as it is read from a checkpoint with one file that was saved in the background."""
     tensors = dict[str, Tensor]()
     state = encode(value, "", tensors, {})
@@ -60,7 +59,7 @@ def through_json(value: Any) -> Any:
     return decode(read["state"], loaded.whole().__getitem__)
 
 
-def assert_same(found: Any, expected: Any, where: str = "") -> None:
+def assert_same(found, expected, where=""):
     if isinstance(expected, Tensor):
         assert (type(found), found.dtype, found.shape, found.layout) == (
             Tensor,
@@ -98,7 +97,7 @@ def assert_same(found: Any, expected: Any, where: str = "") -> None:
 
 
 @st.composite
-def tensors(draw: st.DrawFn) -> Tensor:
+def tensors(draw):
     kind, shape = draw(st.sampled_from(KINDS)), draw(st.lists(st.integers(0, 4), max_size=3))
     size = math.prod(shape) * kind.itemsize
     contents = draw(st.binary(min_size=size, max_size=size))
@@ -137,7 +136,7 @@ values = st.recursive(
 
 @examples(200)
 @given(values)
-def test_what_is_loaded_equals_what_was_saved(value: Any) -> None:
+def test_what_is_loaded_equals_what_was_saved(value):
     assert_same(through_json(value), value)
 
 
@@ -155,23 +154,23 @@ LAYOUTS = {
 }
 
 
-def test_tensors_of_every_layout() -> None:
+def test_tensors_of_every_layout():
     for _ in range(2):  # the second copies reuse the memory of the first
         assert_same(through_json(LAYOUTS), LAYOUTS)
 
 
 @pytest.mark.parametrize("name", sorted({*LAYOUTS} - {"expanded", "parameter"}))  # which torch does not fill
-def test_a_copy_does_not_change_with_the_tensor(name: str) -> None:
+def test_a_copy_does_not_change_with_the_tensor(name):
     tensor = LAYOUTS[name].clone()
     copy, before = COPIES.take({"part": tensor})["part"], tensor.to_dense().clone()
     tensor.zero_()
     assert torch.equal(copy.to_dense(), before)
 
 
-def test_memory_is_reused_for_tensors_of_the_same_layout_and_freed_otherwise() -> None:
+def test_memory_is_reused_for_tensors_of_the_same_layout_and_freed_otherwise():
     kept = Copies(vbs.backend.LocalBackend())
 
-    def addresses(*shapes: tuple[int, ...]) -> list[int]:
+    def addresses(*shapes):
         tensors = {str(number): torch.randn(shape) for number, shape in enumerate(shapes)}
         return [copy.data_ptr() for copy in kept.take(tensors).values()]
 
@@ -184,7 +183,7 @@ def test_memory_is_reused_for_tensors_of_the_same_layout_and_freed_otherwise() -
     assert len(buffers) == 2
 
 
-def test_safetensors_reads_the_files() -> None:
+def test_safetensors_reads_the_files():
     kept = {name: torch.randn(3, 4).to(kind) for name, kind in (("a", torch.float64), ("b/c", torch.bfloat16))}
     kept |= {
         "i": torch.arange(5),
@@ -201,7 +200,7 @@ def test_safetensors_reads_the_files() -> None:
     assert_same(found, {name: kept[name] for name in found})
 
 
-def test_tied_tensors_are_saved_once_and_stay_tied() -> None:
+def test_tied_tensors_are_saved_once_and_stay_tied():
     weight = nn.Parameter(torch.randn(3))
     found = through_json({"a": weight, "b": [weight.detach()], "part": weight[:2]})
     assert found["a"] is found["b"][0]
@@ -210,7 +209,7 @@ def test_tied_tensors_are_saved_once_and_stay_tied() -> None:
     assert [*tensors] == ["own/a", "own/part"]
 
 
-def test_keys_with_the_same_text_do_not_mix_their_tensors() -> None:
+def test_keys_with_the_same_text_do_not_mix_their_tensors():
     state = {1: torch.ones(1), "1": torch.zeros(1), "a/b": torch.ones(2), "a": {"b": torch.zeros(2)}}
     assert_same(through_json(state), state)
 
@@ -218,7 +217,7 @@ def test_keys_with_the_same_text_do_not_mix_their_tensors() -> None:
 # The states that torch has. ------------------------------------------------------------------------------------------
 
 
-def optimizers() -> dict[str, torch.optim.Optimizer]:
+def optimizers():
     """One of each, after two updates."""
     found = {}
     for name, kind in vars(torch.optim).items():
@@ -226,9 +225,7 @@ def optimizers() -> dict[str, torch.optim.Optimizer]:
             continue
         torch.manual_seed(0)
         weights = nn.Parameter(torch.randn(4, 3))
-        options: dict[str, Any] = {"ASGD": {}, "Rprop": {}}.get(
-            name, {"lr": torch.tensor(0.1)} if name == "Adam" else {}
-        )
+        options = {"ASGD": {}, "Rprop": {}}.get(name, {"lr": torch.tensor(0.1)} if name == "Adam" else {})
         own = kind([weights], **options)
         for _ in range(2):
             loss = weights.square().sum()
@@ -242,7 +239,7 @@ def optimizers() -> dict[str, torch.optim.Optimizer]:
 
 
 @pytest.mark.torch
-def test_states_of_all_optimizers_of_torch() -> None:
+def test_states_of_all_optimizers_of_torch():
     found = optimizers()
     assert len(found) >= 13
     for name, own in found.items():
@@ -250,12 +247,12 @@ def test_states_of_all_optimizers_of_torch() -> None:
         assert_same(through_json(state), state, name)
 
 
-def test_states_of_a_gradient_scaler_a_model_and_a_loader() -> None:
+def test_states_of_a_gradient_scaler_a_model_and_a_loader():
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scaler.scale(torch.ones(1))
-    model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3)).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3)).to(memory_format=torch.channels_last)
     loader = StatefulDataLoader(range(9), batch_size=2, shuffle=True)
     next(iter(loader))
     for state in (scaler.state_dict(), model.state_dict(), loader.state_dict()):
@@ -278,12 +275,12 @@ def test_states_of_a_gradient_scaler_a_model_and_a_loader() -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_what_no_checkpoint_can_hold_is_named_with_its_place(value: Any) -> None:
+def test_what_no_checkpoint_can_hold_is_named_with_its_place(value):
     with pytest.raises(TypeError, match=r"only tensors and plain Python values, got a .* at part/a"):
         encode(value, "part", {}, {})
 
 
-def test_any_change_of_the_text_is_seen() -> None:
+def test_any_change_of_the_text_is_seen():
     text = sealed({"state": [1, {"b": 0.1}], "trace": "\u00e9"})
     assert unsealed(text)["state"] == [1, {"b": 0.1}]
     for place in range(len(text)):
@@ -293,14 +290,14 @@ def test_any_change_of_the_text_is_seen() -> None:
                 unsealed(other)
 
 
-def test_endless_values_are_named() -> None:
-    value: list[Any] = []
+def test_endless_values_are_named():
+    value = []
     value.append(value)
     with pytest.raises(TypeError, match="got endless or very deep ones at part"):
         encode(value, "part", {}, {})
 
 
 @pytest.mark.parametrize("version", ['"2"', "null", "true", "2.0"])
-def test_a_version_that_is_no_number_is_damage(version: str) -> None:
+def test_a_version_that_is_no_number_is_damage(version):
     with pytest.raises(ValueError, match="it is no JSON of vbs-checkpoint"):
         unsealed(resealed(sealed({}), version))

@@ -44,17 +44,17 @@ class Values:
 
     state: Any = None
 
-    def state_dict(self) -> Any:
+    def state_dict(self):
         return VALUES
 
-    def load_state_dict(self, state_dict: Any) -> None:
+    def load_state_dict(self, state_dict):
         self.state = state_dict
 
 
-def train(world_and_rank: tuple[int, int], until: int, folder: Path | None = None) -> list[Tensor]:
+def train(world_and_rank, until, folder=None):
     """Train until an update as a rank of a world, from a checkpoint in the folder if there is one; else save one."""
     features = torch.sin(torch.arange(120.0, dtype=torch.float64)).view(40, 3)
-    model: Any = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
             parameter.copy_(torch.cos(number + torch.arange(float(parameter.numel()))).view_as(parameter))
@@ -64,7 +64,7 @@ def train(world_and_rank: tuple[int, int], until: int, folder: Path | None = Non
     inner = torch.optim.AdamW(model.parameters(), lr=0.1)
     optimizer = vbs.AdamScaleOptimizer(inner, sampler, ref_batchsize=4, model=model)
     cosine = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
-    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": cosine, "values": Values()}
+    parts = {"model": model, "optimizer": optimizer, "scheduler": cosine, "values": Values()}
     saves = vbs.Checkpoint(folder, **parts, best="max:accuracy") if folder else None
     resumed = saves is not None and saves.restore()
     for _ in vbs.remaining_epochs(sampler, optimizer, until=9):
@@ -84,13 +84,13 @@ def train(world_and_rank: tuple[int, int], until: int, folder: Path | None = Non
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def encoded(value: Any) -> tuple[Any, dict[str, Tensor]]:
+def encoded(value):
     tensors = dict[str, Tensor]()
     return encode(value, "", tensors, {}), tensors
 
 
 @pytest.mark.parametrize("version", [2])
-def test_a_training_resumes_from_a_checkpoint_of_a_version(version: int, tmp_path: Path) -> None:
+def test_a_training_resumes_from_a_checkpoint_of_a_version(version, tmp_path):
     folder = Path(__file__).parent / f"version-{version}"
     found = vbs.read_checkpoint(folder)["parts"]["values"]
     (json, tensors), (own, expected) = encoded(found), encoded(VALUES)
@@ -105,7 +105,7 @@ def test_a_training_resumes_from_a_checkpoint_of_a_version(version: int, tmp_pat
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-def test_the_page_has_the_list_of_keys_and_no_other_key_is_written() -> None:
+def test_the_page_has_the_list_of_keys_and_no_other_key_is_written():
     page = (DOCS / "checkpoints.md").read_text()
     page = page[page.index("- `rank-0.json`") : page.index("- `tensors-0.safetensors`")]
     assert not [key for key in KEYS if f"`{key}`" not in page]
@@ -113,12 +113,12 @@ def test_the_page_has_the_list_of_keys_and_no_other_key_is_written() -> None:
         sealed({"color": 1})
 
 
-def test_the_page_reads_the_weights_without_the_library() -> None:
+def test_the_page_reads_the_weights_without_the_library():
     page = (DOCS / "checkpoints.md").read_text()
     code = page[page.index("import json\n") :].partition("```")[0]
     assert len(code.splitlines()) <= 20
     folder = Path(__file__).parent / "version-2"
-    found: dict[str, Any] = {"folder": folder}
+    found = {"folder": folder}
     exec(code, found)
     expected = vbs.read_checkpoint(folder)["parts"]["model"]
     assert found["weights"].keys() == expected.keys()
@@ -126,7 +126,7 @@ def test_the_page_reads_the_weights_without_the_library() -> None:
         assert torch.equal(found["weights"][name], tensor)
 
 
-def write(backend: vbs.backend.Backend, folder: Path) -> None:
+def write(backend, folder):
     train((2, backend.world.rank), UPDATES, folder)
 
 

@@ -15,10 +15,9 @@ from typing import Any
 
 import pytest
 
-from helpers.checkpoints import checkpoint, names, start, two_saved, updates
+from helpers.checkpoints import as_another_process, checkpoint, names, start, two_saved, updates
 from helpers.reference import training
 from helpers.sharded import always_sharded, wide
-from variable_batch_size.backend import Backend
 from variable_batch_size.checkpoint import tensor_file, writer
 from variable_batch_size.checkpoint.folder import Folder
 from variable_batch_size.testing import run_ranks
@@ -27,27 +26,22 @@ __all__ = ["always_sharded"]
 
 
 @pytest.fixture
-def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_locks(monkeypatch):
     """Let all file systems be ones without locks, as some network file systems are: they count as stores."""
 
-    def refuse(*_: object) -> None:
+    def refuse(*_):
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
     monkeypatch.setattr(fcntl, "lockf", refuse)
 
 
-def as_another_process() -> None:
-    """Let this process be another one than that of the writers so far."""
-    writer._open.clear()
-
-
-def make_old(folder: Path, seconds: float) -> None:
+def make_old(folder, seconds):
     """Let the file of the writer be older."""
     (file,) = folder.glob(".writer-*")
     os.utime(file, (time.time() - seconds,) * 2)
 
 
-def test_a_checkpoint_is_not_a_folder_of_checkpoints(tmp_path: Path) -> None:
+def test_a_checkpoint_is_not_a_folder_of_checkpoints(tmp_path):
     folder = two_saved(tmp_path)
     before, path = names(folder), folder / names(folder)[1]
     with pytest.raises(RuntimeError, match=r"got the checkpoint .*/update-00000002\S+; pass the folder that it is in"):
@@ -57,7 +51,7 @@ def test_a_checkpoint_is_not_a_folder_of_checkpoints(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow("starts a process")
-def test_another_process_is_refused_at_once_and_may_write_when_the_first_one_is_killed(tmp_path: Path) -> None:
+def test_another_process_is_refused_at_once_and_may_write_when_the_first_one_is_killed(tmp_path):
     """Also if a child of the one that was killed lives on."""
     script = """
 import os, time
@@ -81,7 +75,7 @@ time.sleep(100)
         process.communicate()
 
 
-def test_a_later_object_of_this_process_takes_over(tmp_path: Path) -> None:
+def test_a_later_object_of_this_process_takes_over(tmp_path):
     """As when a notebook's cell runs again."""
     run, again = training(), training()
     first = checkpoint(tmp_path, run)
@@ -101,11 +95,11 @@ def test_a_later_object_of_this_process_takes_over(tmp_path: Path) -> None:
         second.save()
 
 
-def test_a_forked_child_neither_writes_nor_releases(tmp_path: Path) -> None:
+def test_a_forked_child_neither_writes_nor_releases(tmp_path):
     run = training().run(1)
     saves = checkpoint(tmp_path, run)
 
-    def child(pipe: Any) -> None:
+    def child(pipe):
         for call in (saves.save, lambda: checkpoint(tmp_path, training())):
             try:
                 call()
@@ -122,9 +116,7 @@ def test_a_forked_child_neither_writes_nor_releases(tmp_path: Path) -> None:
     saves.close()
 
 
-def test_without_locks_another_job_waits_for_ten_minutes_whatever_the_clocks_say(
-    tmp_path: Path, no_locks: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_locks_another_job_waits_for_ten_minutes_whatever_the_clocks_say(tmp_path, no_locks, monkeypatch):
     stale = training().run(1)
     first = checkpoint(tmp_path, stale, run="a")
     refused = pytest.raises(RuntimeError, match=r'"a"; end that process or .* Checkpoint, pass run="a" .* for \d+ s')
@@ -146,15 +138,13 @@ def test_without_locks_another_job_waits_for_ten_minutes_whatever_the_clocks_say
     checkpoint(tmp_path, training()).close()  # a folder that was closed is free
 
 
-def test_a_writer_on_another_host_may_have_ended_without_a_word(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_writer_on_another_host_may_have_ended_without_a_word(tmp_path, monkeypatch):
     """A network file system may hold the lock of a host that has ended, for minutes or for ever."""
     monkeypatch.setattr(socket, "gethostname", lambda: "a")
     first = checkpoint(tmp_path, training(), run="job")
     monkeypatch.setattr(socket, "gethostname", lambda: "b")
 
-    def held(*_: object) -> None:
+    def held(*_):
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
     monkeypatch.setattr(fcntl, "lockf", held)
@@ -165,7 +155,7 @@ def test_a_writer_on_another_host_may_have_ended_without_a_word(
     del first
 
 
-def test_a_writer_lives_between_its_saves(tmp_path: Path, no_locks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_lives_between_its_saves(tmp_path, no_locks, monkeypatch):
     """As in a job that saves every 30 minutes, and calls nothing in between."""
     monkeypatch.setattr(writer, "RENEWAL", 0.02)
     saves = checkpoint(tmp_path, training())
@@ -180,7 +170,7 @@ def test_a_writer_lives_between_its_saves(tmp_path: Path, no_locks: None, monkey
     saves.close()
 
 
-def lock_at_once(folder: Path, begins: Any, results: Any) -> None:
+def lock_at_once(folder, begins, results):
     begins.wait()
     try:
         Folder(folder, "job").lock()
@@ -192,7 +182,7 @@ def lock_at_once(folder: Path, begins: Any, results: Any) -> None:
     os._exit(0)  # without what the process has inherited
 
 
-def test_of_six_that_begin_at_the_same_time_the_last_one_writes(tmp_path: Path, no_locks: None) -> None:
+def test_of_six_that_begin_at_the_same_time_the_last_one_writes(tmp_path, no_locks):
     fork = multiprocessing.get_context("fork")
     begins, results = fork.Barrier(6), fork.Queue()
     processes = [fork.Process(target=lock_at_once, args=(tmp_path, begins, results)) for _ in range(6)]
@@ -206,9 +196,7 @@ def test_of_six_that_begin_at_the_same_time_the_last_one_writes(tmp_path: Path, 
     assert len(list(tmp_path.glob(".writer-*"))) >= 1
 
 
-def test_a_third_writer_leaves_out_what_the_first_one_saves_late(
-    tmp_path: Path, no_locks: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_third_writer_leaves_out_what_the_first_one_saves_late(tmp_path, no_locks, monkeypatch):
     """Those of a job take over at once; every reader leaves it out, too; the second one has listed what was there."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     stale, run = training().run(1), training()
@@ -237,12 +225,12 @@ def test_a_third_writer_leaves_out_what_the_first_one_saves_late(
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_a_writer_saves_while_another_one_takes_over_does_not_count(
-    rank: int, tmp_path: Path, always_sharded: None, no_locks: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    rank, tmp_path, always_sharded, no_locks, monkeypatch
+):
     """It is replaced while a rank of it writes."""
     new, write = list[Any](), tensor_file.write
 
-    def replace_and_write(file: Any, *rest: Any) -> Any:
+    def replace_and_write(file, *rest):
         if f"tensors-{rank}" in file.name and not new:
             as_another_process()
             new.append(None)
@@ -251,7 +239,7 @@ def test_what_a_writer_saves_while_another_one_takes_over_does_not_count(
 
     monkeypatch.setattr(tensor_file, "write", replace_and_write)
 
-    def train(backend: Backend) -> None:
+    def train(backend):
         run = wide(backend).run(1)
         saves = checkpoint(tmp_path, run, run="job")
         with pytest.raises(RuntimeError, match="was taken over by process"):
@@ -263,8 +251,8 @@ def test_what_a_writer_saves_while_another_one_takes_over_does_not_count(
     new[1].close()
 
 
-def test_ranks_without_locks_write_together(tmp_path: Path, no_locks: None, always_sharded: None) -> None:
-    def train(backend: Backend) -> str:
+def test_ranks_without_locks_write_together(tmp_path, no_locks, always_sharded):
+    def train(backend):
         run = wide(backend).run(1)
         with checkpoint(tmp_path, run) as saves:
             return saves.save()

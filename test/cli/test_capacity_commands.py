@@ -6,8 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,7 +19,7 @@ from variable_batch_size.lab.simulation import to_batch_trace
 LOG = ROOT / "traces" / "spot_example.json"
 
 
-def test_the_facts_are_those_of_the_trace(tmp_path: Path) -> None:
+def test_the_facts_are_those_of_the_trace(tmp_path):
     capacity = cluster.read(LOG)
     facts = run_json("capacity", "show", LOG)
     assert (facts["seconds"], facts["mean"], facts["changes"]) == (capacity.end, capacity.mean, capacity.changes)
@@ -34,14 +32,14 @@ def test_the_facts_are_those_of_the_trace(tmp_path: Path) -> None:
     assert (tmp_path / "log.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_prices_are_shown(tmp_path: Path) -> None:
+def test_prices_are_shown(tmp_path):
     path = tmp_path / "log.json"
     path.write_text(json.dumps({"metadata": {"gap_seconds": 60}, "data": [1, 0], "prices": [0.5, 1.5]}))
     assert run_json("capacity", "show", path)["mean_price"] == 1.0
     assert "price           1 a node-hour, on average" in run_main("capacity", "show", path)[1]
 
 
-def test_options_of_the_formats_are_passed_on(tmp_path: Path) -> None:
+def test_options_of_the_formats_are_passed_on(tmp_path):
     path = tmp_path / "log.json"
     path.write_text('{"metadata": {"gap_seconds": 60}, "data": [0, 3]}')
     assert run_json("capacity", "show", path, "--inverted", 4)["mean"] == 2.5
@@ -51,7 +49,7 @@ def test_options_of_the_formats_are_passed_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("policy", "controller"), [("per-device:16", PerDevice(16)), ("constant:128", ConstantBatch(128))]
 )
-def test_a_log_becomes_a_batch_trace(policy: str, controller: Any, tmp_path: Path) -> None:
+def test_a_log_becomes_a_batch_trace(policy, controller, tmp_path):
     path = tmp_path / "trace.csv"
     options = ["--policy", policy, "--samples-per-second", 100, "--communication-seconds", 0.25, "--scale-time", 0.01]
     cut = ["--start", 3600, "--stop", 90000, "--min-nodes", 1, "--max-nodes", 6, "--devices-per-node", 2]
@@ -67,13 +65,13 @@ def test_a_log_becomes_a_batch_trace(policy: str, controller: Any, tmp_path: Pat
     assert len(vbs.BatchTrace.from_csv(path)) == 7
 
 
-def test_without_a_policy_the_capacity_is_written(tmp_path: Path) -> None:
+def test_without_a_policy_the_capacity_is_written(tmp_path):
     path = tmp_path / "capacity.csv"
     assert run_main("capacity", "convert", LOG, "--out", path, "--resample", 3600)[0] == 0
     assert cluster.CapacityTrace.from_csv(path) == cluster.read(LOG).resampled(3600)
 
 
-def test_synthetic_traces_are_written(tmp_path: Path) -> None:
+def test_synthetic_traces_are_written(tmp_path):
     path = tmp_path / "capacity.csv"
     machines = ["--nodes", 5, "--mean-up", 600, "--mean-down", 60, "--duration", 9000, "--seed", 3, "--out", path]
     assert run_main("capacity", "synthetic", *machines)[0] == 0
@@ -83,13 +81,13 @@ def test_synthetic_traces_are_written(tmp_path: Path) -> None:
     assert cluster.CapacityTrace.from_csv(path) == bulk
 
 
-def test_public_traces_are_listed() -> None:
+def test_public_traces_are_listed():
     out = run_main("capacity", "fetch")[1]
     assert all(trace.name in out and trace.address in out for trace in cluster.PUBLIC.values())
     assert [trace["name"] for trace in run_json("capacity", "fetch")] == list(cluster.PUBLIC)
 
 
-def test_cores_are_divided_into_machines(tmp_path: Path) -> None:
+def test_cores_are_divided_into_machines(tmp_path):
     path, converted = tmp_path / "tpu.csv", tmp_path / "capacity.csv"
     path.write_text(",Time,TPU_cores\n0,1651064000,24\n1,1651064300,120\n2,1651064600,120\n")
     cores = ("--cores-per-node", 8)
@@ -102,13 +100,13 @@ def test_cores_are_divided_into_machines(tmp_path: Path) -> None:
     assert found[0] == pytest.approx(8 * found[1])
 
 
-def test_a_log_on_standard_input() -> None:
+def test_a_log_on_standard_input():
     command = [sys.executable, "-m", "variable_batch_size", "capacity", "show", "-", "--json"]
     done = subprocess.run(command, input=LOG.read_bytes(), stdout=subprocess.PIPE, check=True, cwd=ROOT)
     assert json.loads(done.stdout) == run_json("capacity", "show", LOG)
 
 
-def test_a_picture_has_the_name_of_the_log_and_whole_nodes(tmp_path: Path) -> None:
+def test_a_picture_has_the_name_of_the_log_and_whole_nodes(tmp_path):
     path = tmp_path / "log.svg"
     assert run_main("capacity", "show", LOG, "--png", path)[0] == 0
     comments = re.findall("<!-- (.*?) -->", path.read_text())
@@ -116,7 +114,7 @@ def test_a_picture_has_the_name_of_the_log_and_whole_nodes(tmp_path: Path) -> No
     assert not [text for text in comments if text.endswith(".5")]
 
 
-def test_standard_output_that_is_appended_to_a_file_keeps_what_it_has(tmp_path: Path) -> None:
+def test_standard_output_that_is_appended_to_a_file_keeps_what_it_has(tmp_path):
     path = tmp_path / "both.csv"
     path.write_text("first\n")
     command = [sys.executable, "-m", "variable_batch_size", "capacity", "convert", str(LOG), "--out", "-"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 
 import pytest
 
@@ -16,16 +15,16 @@ SHORT = ["--samples", "3000", "--epochs", "2", "--target", "0"]  # of the traini
 
 
 @pytest.mark.slow("simulates for a page")
-def test_the_commands_of_the_page_of_controllers() -> None:
+def test_the_commands_of_the_page_of_controllers():
     for command in commands(DOCS / "controllers.md"):
         done = run(*shlex.split(command), cwd=ROOT)
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout.split()[:3] == ["constant:512", "noise-scale:1", "goodput:64-4096"]
 
 
-def test_the_blocks_of_the_page_run_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_blocks_of_the_page_run_one_after_another(monkeypatch):
     monkeypatch.chdir(ROOT)
-    names: dict[str, object] = {}
+    names = {}
     for block in blocks(DOCS / "capacity.md", "python"):
         if "vbs.updates" not in block:  # trains with the objects of the quick start, as the page does when it is run
             exec(block, names)
@@ -33,7 +32,7 @@ def test_the_blocks_of_the_page_run_one_after_another(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.nightly("trains")
-def test_the_commands_lead_from_a_log_to_a_training(tmp_path: Path) -> None:
+def test_the_commands_lead_from_a_log_to_a_training(tmp_path):
     for folder in ("traces", "test"):
         (tmp_path / folder).symlink_to(ROOT / folder)
     outputs = []

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 
 import variable_batch_size as vbs
-from helpers.checkpoints import checkpoint, path_of, truncate_state
+from helpers.checkpoints import checkpoint, path_of, save_checkpoint, truncate_state
 from helpers.console import run_main
-from helpers.reference import ADAM, Training, assert_equal, network, training
+from helpers.reference import ADAM, assert_equal, network, training
 from variable_batch_size.checkpoint import conversion
 
 
@@ -24,7 +23,7 @@ class Done(NamedTuple):
     stderr: str
 
 
-def execute(*words: object) -> Done:
+def execute(*words):
     return Done(*run_main("checkpoint", *words))
 
 
@@ -32,8 +31,8 @@ OPTIONS = {"kind": vbs.AdamScaleOptimizer, "inner": torch.optim.AdamW, "hyperpar
 
 
 @pytest.fixture
-def trained(tmp_path: Path) -> tuple[Training, Path]:
-    run = training(**OPTIONS)  # type: ignore[arg-type]
+def trained(tmp_path):
+    run = training(**OPTIONS)
     with checkpoint(tmp_path / "run", run, best="min:loss") as saves:
         for loss in (0.5, 1.5, 2.5):
             run.run(1)
@@ -42,7 +41,7 @@ def trained(tmp_path: Path) -> tuple[Training, Path]:
     return run, tmp_path / "run"
 
 
-def test_show_and_verify(trained: tuple[Training, Path]) -> None:
+def test_show_and_verify(trained):
     run, folder = trained
     shown = execute("show", folder)
     lines = shown.stdout.splitlines()
@@ -75,16 +74,15 @@ def test_show_and_verify(trained: tuple[Training, Path]) -> None:
 
 
 @pytest.mark.parametrize("samples", [True, False])
-def test_a_training_begins_with_the_states_of_one_that_had_a_sampler(samples: bool, tmp_path: Path) -> None:
+def test_a_training_begins_with_the_states_of_one_that_had_a_sampler(samples, tmp_path):
     """Its position stays behind."""
     run = training().run(3)
-    with checkpoint(tmp_path / "run", run) as saves:
-        saves.save()
+    save_checkpoint(tmp_path / "run", run)
     conversion.to_torch(tmp_path / "run", tmp_path / "state.pt")
     assert set(torch.load(tmp_path / "state.pt", weights_only=True)) == {"model", "optimizer"}
     conversion.from_torch(tmp_path / "state.pt", tmp_path / "begun")
     later = training()
-    parts: dict[str, Any] = {"model": later.model, "optimizer": later.optimizer}
+    parts = {"model": later.model, "optimizer": later.optimizer}
     with vbs.Checkpoint(tmp_path / "begun", **parts, **({"sampler": later.sampler} if samples else {})) as saves:
         assert saves.restore(strict=False)
         assert_equal(later.weights(), run.weights(), tolerance=0)
@@ -92,7 +90,7 @@ def test_a_training_begins_with_the_states_of_one_that_had_a_sampler(samples: bo
         saves.save()
 
 
-def test_a_training_begins_with_the_weights_of_a_data_parallel_model(tmp_path: Path) -> None:
+def test_a_training_begins_with_the_weights_of_a_data_parallel_model(tmp_path):
     run = training().run(1)
     torch.save({"model": {f"module.{key}": one for key, one in run.model.state_dict().items()}}, tmp_path / "state.pt")
     conversion.from_torch(tmp_path / "state.pt", tmp_path / "begun")
@@ -105,14 +103,14 @@ def test_a_training_begins_with_the_weights_of_a_data_parallel_model(tmp_path: P
     assert not later.optimizer.inner.state
 
 
-def test_a_module_of_that_name_keeps_it(tmp_path: Path) -> None:
+def test_a_module_of_that_name_keeps_it(tmp_path):
     state = torch.optim.swa_utils.AveragedModel(network()).state_dict()
     torch.save({"model": state}, tmp_path / "state.pt")
     conversion.from_torch(tmp_path / "state.pt", tmp_path / "begun")
     assert set(vbs.read_checkpoint(tmp_path / "begun")["parts"]["model"]) == set(state)
 
 
-def test_plain_states_go_out_and_in(trained: tuple[Training, Path], tmp_path: Path) -> None:
+def test_plain_states_go_out_and_in(trained, tmp_path):
     run, folder = trained
     file = tmp_path / "state.pt"
     done = execute("to-torch", folder, file)
@@ -120,7 +118,7 @@ def test_plain_states_go_out_and_in(trained: tuple[Training, Path], tmp_path: Pa
     states = torch.load(file, weights_only=True)
     assert execute("to-torch", folder, tmp_path / "best.pt", "--best").returncode == 0
     best = torch.load(tmp_path / "best.pt", weights_only=True)["model"]
-    assert_equal([*best.values()], training(**OPTIONS).run(1).weights(), tolerance=0)  # type: ignore[arg-type]
+    assert_equal([*best.values()], training(**OPTIONS).run(1).weights(), tolerance=0)
     model = network()
     model.load_state_dict(states["model"])
     inner = torch.optim.AdamW(model.parameters(), **ADAM)
@@ -131,7 +129,7 @@ def test_plain_states_go_out_and_in(trained: tuple[Training, Path], tmp_path: Pa
     torch.save({"model": model.state_dict(), "optimizer": inner.state_dict()}, file)
     done = execute("from-torch", file, tmp_path / "begun")
     assert done.returncode == 0, done.stderr
-    later = training(**OPTIONS)  # type: ignore[arg-type]
+    later = training(**OPTIONS)
     with vbs.Checkpoint(tmp_path / "begun", model=later.model, optimizer=later.optimizer) as saves:
         assert saves.restore(strict=False)
     assert later.optimizer.updates == 0

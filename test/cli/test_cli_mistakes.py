@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -36,7 +35,7 @@ MACHINES = "--nodes, --mean-up, --mean-down and --duration must be given togethe
 SEVERAL = "a batch must have at most the 100 samples of the dataset, got "
 KIND = r"capacity trace \({}.csv:1\): .* nodes, not .* of a batch trace, got 'step,{}'; pass a log, .* vbs trace show$"
 TRACE_OUT = "--trace-out is for one policy and one capacity trace, got 2 and 1; pass one of each$"
-MISTAKES: list[tuple[tuple[Any, ...], int, str]] = [
+MISTAKES = [
     ((*SIMULATE, "--policy", "linear:3"), 2, "--policy linear:3: a policy must be per-device:SAMPLES, constant:SAMPLE"),
     ((*SIMULATE, "--policy", "norm-test:1"), 2, "--policy norm-test:1 needs the .* noise, got no --noise; pass --nois"),
     ((*SIMULATE, "--policy", "per-device:0"), 2, "--policy per-device:0: samples must be an integer >= 1, got 0; pass"),
@@ -119,7 +118,7 @@ MISTAKES: list[tuple[tuple[Any, ...], int, str]] = [
         )
     ),
 ]
-OF_OTHERS: list[tuple[tuple[Any, ...], int, str]] = [  # of typer, and of the operating system
+OF_OTHERS = [  # of typer, and of the operating system
     (SIMULATE, 2, "Missing option '--policy'; see vbs simulate --help"),
     ((*THREE, "--least-nodes", 0), 2, "Invalid value for '--least-nodes'"),
     (("plan", "9", "--microbatch", 4), 2, "Missing option '--dataset-size'; see vbs plan --help"),
@@ -133,9 +132,7 @@ OF_OTHERS: list[tuple[tuple[Any, ...], int, str]] = [  # of typer, and of the op
 
 
 @pytest.mark.parametrize(("command", "status", "message"), [*MISTAKES, *OF_OTHERS])
-def test_a_mistake_is_one_line(
-    command: list[Any], status: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mistake_is_one_line(command, status, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, text in FILES.items():
         Path(name).write_text(text)

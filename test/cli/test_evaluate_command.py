@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -22,7 +21,7 @@ BOTH = ["--rule", "constant", "--rule", "linear"]
 
 
 @pytest.mark.slow("trains")
-def test_trains_each_cell_once(tmp_path: Path) -> None:
+def test_trains_each_cell_once(tmp_path):
     (tmp_path / "nodes.csv").write_text("seconds,nodes\n0,1\n5,3\n600,3\n")
     arguments = ["evaluate", TINY, "--trace", "0:8 10:32", "--trace", f"per-device:4@{tmp_path / 'nodes.csv'}"]
     arguments += ["--rule", "linear", "--samples-per-second", 10, "--price", 2, "--folder", tmp_path / "runs"]
@@ -47,13 +46,13 @@ def test_trains_each_cell_once(tmp_path: Path) -> None:
     assert (tmp_path / "runs" / NAME).read_bytes() == written
 
 
-def test_traces_have_a_name_each(tmp_path: Path) -> None:
+def test_traces_have_a_name_each(tmp_path):
     arguments = ["evaluate", TINY, "--trace", 8, "--trace", "0:8 10:32", *BOTH, "--name", "small"]
     said = "--name must be given once for each --trace, each another one, got 1: ['small']"
     assert error_of(*arguments) == (2, said)
 
 
-def test_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+def test_goes_on_from_a_checkpoint(tmp_path):
     task = Tiny()
     model = task.model(0)
     sampler = vbs.CustomSampler(task.dataset(), 8, 1, 0, 4, fixed_shape=False)
@@ -84,7 +83,7 @@ def test_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
         ([TINY, "--trace", "per-device:4@nodes.csv", *BOTH], 1, "trace per-device:4@nodes.csv of the task"),
     ],
 )
-def test_a_wrong_argument_is_one_line(arguments: list[object], status: int, message: str, tmp_path: Path) -> None:
+def test_a_wrong_argument_is_one_line(arguments, status, message, tmp_path):
     found = error_of("evaluate", *arguments, "--folder", tmp_path / "records")
     assert found[0] == status
     assert found[1].startswith(message), found[1]
@@ -92,7 +91,7 @@ def test_a_wrong_argument_is_one_line(arguments: list[object], status: int, mess
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://[::1]:1", "cluster"])
-def test_an_address_where_no_ray_runs_is_one_line(address: str, tmp_path: Path) -> None:
+def test_an_address_where_no_ray_runs_is_one_line(address, tmp_path):
     pytest.importorskip("ray")
     message = "address must be auto, or HOST:PORT or ray://HOST:PORT of a running Ray"
     options = ["--trace", 8, *BOTH, "--folder", tmp_path, "--engine", "ray"]
@@ -101,9 +100,7 @@ def test_an_address_where_no_ray_runs_is_one_line(address: str, tmp_path: Path) 
     assert err.splitlines()[-1].startswith(f"vbs: error: {message}, got {address!r} ("), err  # after the progress bar
 
 
-def test_a_missing_ray_is_named_with_the_command_that_installs_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_ray_is_named_with_the_command_that_installs_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     _, _, err = run_main("evaluate", TINY, "--trace", 8, *BOTH, "--folder", tmp_path, "--engine", "ray")
     message = "this needs ray, which is not installed; run: pip install 'variable_batch_size[ray]'"
@@ -117,13 +114,13 @@ def test_a_missing_ray_is_named_with_the_command_that_installs_it(
         ("NoData", "task {task}, trace 8, rule constant: RuntimeError: an error of the task"),
     ],
 )
-def test_an_error_of_the_code_of_a_task_names_it(task: str, beginning: str, tmp_path: Path) -> None:
+def test_an_error_of_the_code_of_a_task_names_it(task, beginning, tmp_path):
     status, message = error_of("evaluate", f"{TASKS}{task}", "--trace", 8, *BOTH, "--folder", tmp_path)
     remedy = "; mend it and run the command again, or set VBS_TRACEBACK=1 to see where"
     assert (status, message) == (1, beginning.format(task=f"{TASKS}{task}") + remedy)
 
 
-def test_a_training_that_fails_is_named(tmp_path: Path) -> None:
+def test_a_training_that_fails_is_named(tmp_path):
     status, out, err = run_main("evaluate", f"{TASKS}Failing", "--trace", 8, *BOTH, "--folder", tmp_path)
     last = err.splitlines()[-1]
     assert (status, out) == (1, "")
@@ -140,9 +137,7 @@ def test_a_training_that_fails_is_named(tmp_path: Path) -> None:
         ("def (:", "the task faulty:Task cannot be imported: SyntaxError: invalid syntax"),
     ],
 )
-def test_a_task_that_cannot_be_imported(
-    content: str, beginning: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_that_cannot_be_imported(content, beginning, tmp_path, monkeypatch):
     (tmp_path / "faulty.py").write_text(content)
     monkeypatch.chdir(tmp_path)
     status, message = error_of("evaluate", "faulty:Task", "--trace", 8, *BOTH)
@@ -150,7 +145,7 @@ def test_a_task_that_cannot_be_imported(
     assert message.startswith(beginning)
 
 
-def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
+def test_a_folder_that_is_a_file(tmp_path):
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "records"):
         _, message = error_of("evaluate", TINY, "--trace", 8, *BOTH, "--folder", folder)

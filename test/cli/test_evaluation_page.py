@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader
@@ -20,7 +18,7 @@ PAGE = DOCS / "evaluation.md"
 LINES = [line for page in (PAGE, DOCS / "evaluations.md") for line in commands(page) if line.startswith("vbs ")]
 
 
-def small(words: list[str]) -> list[str]:
+def small(words):
     """Return the arguments of a command that trains for a moment."""
     words = ["helpers.evaluation_tasks:Tiny" if word == "mnist-cnn" else word for word in words]
     words = [
@@ -34,11 +32,11 @@ def small(words: list[str]) -> list[str]:
     return [*words, "--samples", "128", "--between", "64"] if words[0] == "evaluate" else words
 
 
-def save(folder: str) -> None:
+def save(folder):
     """Save a checkpoint of a training of the task of the page."""
     task = load_task("ball:Ball")
     model = task.model(0)
-    sampler = vbs.CustomSampler(task.dataset(), 16, 1, 0, 8)  # type: ignore[arg-type]
+    sampler = vbs.CustomSampler(task.dataset(), 16, 1, 0, 8)
     optimizer = vbs.LinearRuleOptimizer(task.optimizer(model, 0.05), sampler, ref_batchsize=16)
     with vbs.Checkpoint(folder, model=model, optimizer=optimizer) as checkpoint:
         for update in vbs.updates(DataLoader(task.dataset(), batch_sampler=sampler), optimizer):
@@ -52,7 +50,7 @@ def save(folder: str) -> None:
 
 @pytest.mark.nightly("trains for its page")
 @pytest.mark.filterwarnings("ignore:trace .* the batch size is")  # the traces of the page change
-def test_the_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commands_of_the_page(tmp_path, monkeypatch):
     (tmp_path / "traces").symlink_to(ROOT / "traces")
     task, _ = blocks(PAGE, "python")
     (tmp_path / "ball.py").write_text(task)
@@ -80,7 +78,7 @@ def test_the_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.filterwarnings("ignore:trace .* the batch size is")
-def test_the_task_of_the_page_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_task_of_the_page_learns(tmp_path, monkeypatch):
     task, _ = blocks(PAGE, "python")
     assert len(task.splitlines()) <= 27
     (tmp_path / "learned_ball.py").write_text(task)
@@ -92,13 +90,13 @@ def test_the_task_of_the_page_learns(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.nightly("trains for its page")
-def test_the_tuning_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tuning_of_the_page(tmp_path, monkeypatch):
     optuna = pytest.importorskip("optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     task, tuning = blocks(PAGE, "python")
     (tmp_path / "tuned_ball.py").write_text(task.replace("8192", "2048"))
     monkeypatch.chdir(tmp_path)
-    namespace: dict[str, Any] = {}
+    namespace = {}
     exec(tuning.replace("ball:Ball", "tuned_ball:Ball").replace("n_trials=20", "n_trials=4"), namespace)
     assert 0 < namespace["study"].best_value < 0.7
     assert 0.01 <= namespace["study"].best_params["lr"] <= 1

@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -41,7 +40,7 @@ HEAVY = ["torch", "pandas", "matplotlib", "scipy"]
     ],
     ids=lambda command: command[0],
 )
-def test_a_command_imports_no_more_than_it_needs(command: list[str]) -> None:
+def test_a_command_imports_no_more_than_it_needs(command):
     script = f"""
 import sys
 from variable_batch_size.cli.main import main
@@ -56,14 +55,14 @@ finally:
 
 
 @pytest.mark.slow("starts processes")
-def test_it_runs_as_a_program_and_as_a_module() -> None:
+def test_it_runs_as_a_program_and_as_a_module():
     modules = "variable_batch_size", "variable_batch_size.cli.main"
     for program in (["vbs"], *([sys.executable, "-m", name] for name in modules)):
         done = run(*program, "--version")
         assert (done.returncode, done.stdout, done.stderr) == (0, f"{vbs.__version__}\n", "")
 
 
-def test_the_reader_of_a_pipe_may_stop() -> None:
+def test_the_reader_of_a_pipe_may_stop():
     done = run("bash", "-c", "vbs plan 0:8 --dataset-size 50 --microbatch 4 --epochs 2 --world 1-4096 | head -n 1")
     assert (done.returncode, done.stdout, done.stderr) == (0, "epochs       2\n", "") or done.stdout.startswith(
         "epochs"
@@ -72,14 +71,14 @@ def test_the_reader_of_a_pipe_may_stop() -> None:
 
 
 @pytest.mark.parametrize(("args", "status"), [([], 2), (["--help"], 0), (["trace"], 2), (["plan", "-h"], 0)])
-def test_help_is_printed(args: list[str], status: int) -> None:
+def test_help_is_printed(args, status):
     found, out, err = run_main(*args)
     assert (found, err) == (status, "")
     assert "Usage: vbs" in out
 
 
 @given(st.floats(0, 1e9), st.sampled_from([("", 1), ("s", 1), ("m", 60), ("h", 3600), ("d", 86400)]))
-def test_a_duration_may_have_a_unit(number: float, unit: tuple[str, int]) -> None:
+def test_a_duration_may_have_a_unit(number, unit):
     suffix, seconds = unit
     assert duration(f"{number}{suffix}") == duration(f" {number} {suffix}") == number * seconds
     assert duration(number) == number
@@ -92,14 +91,14 @@ def test_a_duration_may_have_a_unit(number: float, unit: tuple[str, int]) -> Non
 
 
 @pytest.mark.parametrize(("text", "number"), [("60k", 60_000), ("60K", 60_000), ("1.5M", 1_500_000), ("7", 7)])
-def test_a_count_may_have_a_unit(text: str, number: int) -> None:
+def test_a_count_may_have_a_unit(text, number):
     assert count(text) == number
     for wrong in (f"-{text}", f"{text}x", "0.5", ""):
         with pytest.raises(BadParameter, match=r"it must be an integer >= 1, got .*; pass one such as 512 or 60k"):
             count(wrong)
 
 
-def test_commas_and_repetition_are_the_same() -> None:
+def test_commas_and_repetition_are_the_same():
     plan = ("plan", "64", "--dataset-size", "60k", "--microbatch", 32, "--max-updates", 3, "--json")
     joined, apart = (run_main(*plan, *more)[1] for more in (["--world", "8,1-2"], ["--world", "1-2", "--world", "8"]))
     assert joined == apart
@@ -107,13 +106,13 @@ def test_commas_and_repetition_are_the_same() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_help_has_no_types_of_python(command: str) -> None:
+def test_a_help_has_no_types_of_python(command):
     out = run_main(*command.split(), "--help")[1]
     assert "Usage: vbs" in out
     assert not re.findall(r"<\w+|TEXT|BOOLEAN|INTEGER", out)
 
 
-def test_a_command_of_a_group_is_pointed_to() -> None:
+def test_a_command_of_a_group_is_pointed_to():
     assert error_of("convert", "a.json") == (
         2,
         "the command must be one of vbs --help, got convert; use vbs capacity convert",
@@ -134,7 +133,7 @@ DURATIONS = {
 
 
 @pytest.mark.parametrize("command", DURATIONS)
-def test_every_option_in_seconds_is_a_duration(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_option_in_seconds_is_a_duration(command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     options = [line.split() for line in run_main(*command.split(), "--help")[1].splitlines()]
     found = {line[line.index(name) - 1] for line in options for name in ("DURATION", "DURATIONS") if name in line}
@@ -149,15 +148,15 @@ def test_every_option_in_seconds_is_a_duration(command: str, monkeypatch: pytest
             )
 
 
-def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(library: str, extra: str) -> None:
+def test_a_missing_extra_is_named(monkeypatch):
+    def missing(library, extra):
         raise ModuleNotFoundError(f"this needs {library}, ...[{extra}]")
 
     monkeypatch.setattr(module, "import_extra", missing)
     assert error_of("--help") == (1, "this needs typer, ...[cli]")
 
 
-def test_warnings_are_one_line(tmp_path: Path) -> None:
+def test_warnings_are_one_line(tmp_path):
     path = tmp_path / "trace.csv"
     path.write_text("step,batchsize\n0,4\n1,4\n0,4\n1,4\n")
     done = run("vbs", "trace", "show", str(path))
@@ -167,7 +166,7 @@ def test_warnings_are_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow("starts processes")
-def test_completion_scripts_are_printed() -> None:
+def test_completion_scripts_are_printed():
     done = run("bash", "-c", "_VBS_COMPLETE=complete_bash COMP_WORDS='vbs tr' COMP_CWORD=1 vbs")
     assert (done.returncode, done.stdout.split()) == (0, ["trace"])
     words = "vbs capacity show --format b"
@@ -176,8 +175,8 @@ def test_completion_scripts_are_printed() -> None:
 
 
 @pytest.mark.parametrize("error", [MemoryError("8 TiB"), OverflowError("inf"), AttributeError("x"), UserWarning("odd")])
-def test_no_error_has_a_traceback(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: object) -> None:
+def test_no_error_has_a_traceback(error, monkeypatch):
+    def fail(*args):
         raise error
 
     monkeypatch.setattr(module, "import_extra", fail)
@@ -190,7 +189,7 @@ def test_no_error_has_a_traceback(error: Exception, monkeypatch: pytest.MonkeyPa
             module.main(["--help"])
 
 
-def test_a_file_that_is_overwritten_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_overwritten_is_named(tmp_path):
     path, picture = tmp_path / "trace.csv", tmp_path / "trace.png"
     make = ("trace", "make", "0:8 9:16", "--steps", 20, "--out", path)
     show = ("trace", "show", path, "--png", picture)
@@ -199,12 +198,12 @@ def test_a_file_that_is_overwritten_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("redirection", [">&-", "2>&-"])
-def test_closed_streams_are_no_error(redirection: str) -> None:
+def test_closed_streams_are_no_error(redirection):
     done = run("bash", "-c", f"vbs trace show 0:8 {redirection}")
     assert done.returncode == 0
     assert "Traceback" not in done.stderr
 
 
-def test_a_picture_in_another_encoding_is_no_error() -> None:
+def test_a_picture_in_another_encoding_is_no_error():
     done = run("vbs", "trace", "show", "0:8", PYTHONIOENCODING="cp1252")
     assert (done.returncode, done.stderr) == (0, "")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,19 +16,19 @@ PLAN = ("--dataset-size", 50, "--microbatch", 4)
 
 @given(SIZES, st.integers(24, 40), st.integers(1, 9), st.integers(1, 5), st.booleans(), st.booleans())
 def test_the_numbers_are_those_of_the_samplers(
-    tmp_path_factory: pytest.TempPathFactory,
-    sizes: list[int],
-    dataset: int,
-    microbatch: int,
-    world: int,
-    fixed: bool,
-    drop_last: bool,
-) -> None:
+    tmp_path_factory,
+    sizes,
+    dataset,
+    microbatch,
+    world,
+    fixed,
+    drop_last,
+):
     path = tmp_path_factory.mktemp("plan") / "trace.csv"
     vbs.BatchTrace.from_sizes(sizes).to_csv(path)
     command = ["plan", path, "--dataset-size", dataset, "--microbatch", microbatch, "--world", f"1,{world}"]
     found = run_json(*command, *["--fixed-shape"] * fixed, *["--drop-last"] * drop_last)
-    ranks: list[list[int]] = []  # rows of each microbatch
+    ranks = []  # rows of each microbatch
     for rank in range(world):
         sampler = vbs.CustomSampler(
             dataset, path, world, rank, microbatch, on_end="stop", fixed_shape=fixed, drop_last=drop_last
@@ -52,7 +49,7 @@ def test_the_numbers_are_those_of_the_samplers(
     assert found["epochs"] == sum(run["epochs"] for run in epochs) - (found["ends_within_epoch"] is not None)
 
 
-def test_predicted_seconds_are_those_of_the_updates() -> None:
+def test_predicted_seconds_are_those_of_the_updates():
     arguments = ("--samples-per-second", 8, "--communication-seconds", 0.5, "--world", "1,3", "--max-updates", 11)
     found = run_json("plan", "0:9 4:20", *PLAN, *arguments)
     simple = Throughput.simple(8, 0.5)
@@ -62,12 +59,12 @@ def test_predicted_seconds_are_those_of_the_updates() -> None:
         assert load["seconds"] == pytest.approx(sum(simple.seconds(size, devices, 4) for size in sizes), rel=1e-12)
 
 
-def steps(plan: Any) -> list[tuple[Any, int]]:
+def steps(plan):
     epochs = [plan.epoch(number) for number in range(9)]
     return [(epoch, step) for epoch in epochs for step in range(epoch.first_step, epoch.end_step)]
 
 
-def test_the_table_has_a_row_for_each_world() -> None:
+def test_the_table_has_a_row_for_each_world():
     status, out, _ = run_main("plan", "0:9 4:20", *PLAN, "--world", "1-3,8", "--epochs", 2)
     assert status == 0
     assert [line.split()[0] for line in out.splitlines()[-4:]] == ["1", "2", "3", "8"]
@@ -75,7 +72,7 @@ def test_the_table_has_a_row_for_each_world() -> None:
     assert "batch size   9 to 20, 4 different ones" in out
 
 
-def test_the_end_of_the_trace_is_told(tmp_path: Path) -> None:
+def test_the_end_of_the_trace_is_told(tmp_path):
     path = tmp_path / "trace.csv"
     vbs.BatchTrace.from_sizes([20, 20, 20, 20]).to_csv(path)
     assert "epochs       1, then 40.0% of epoch 1" in run_main("plan", path, *PLAN)[1]
@@ -83,7 +80,7 @@ def test_the_end_of_the_trace_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a", "1-", "-1", "3-1", "1-4097", "4097", "1,,2", "1.5", "²"])
-def test_other_worlds_are_an_error(text: str) -> None:
+def test_other_worlds_are_an_error(text):
     status, message = error_of("plan", "64", "--dataset-size", 64, "--microbatch", 8, "--epochs", 1, "--world", text)
     assert status == 2
     assert "'--world': they must be numbers of ranks from 1 to 4096, got " in message

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -18,17 +17,17 @@ NOTEBOOK = ROOT / "benchmarks" / "NOTEBOOK.md"
 SECTION = NOTEBOOK.read_text().split("## Policies under real capacity traces\n")[1].split("\n## ")[0]
 
 
-def rows(text: str) -> list[str]:
+def rows(text):
     return [line for line in text.splitlines() if line.startswith("|")]
 
 
-def printed(folder: Path) -> list[str]:
+def printed(folder):
     done = run("bash", "-c", f"shopt -s nullglob; {COMMAND}", CAPACITY_TRACES=str(folder))
     assert done.returncode == 0, done.stderr
     return rows(done.stdout)
 
 
-def test_the_table_is_printed_by_the_command(tmp_path: Path) -> None:
+def test_the_table_is_printed_by_the_command(tmp_path):
     names = [line.split("`")[1] for line in rows(SECTION) if "`per-device:64`" in line]
     if missing := [name for name in names if not (COLLECTION / name).exists()]:
         pytest.skip(f"{COLLECTION} has no {missing[0]}")
@@ -38,7 +37,7 @@ def test_the_table_is_printed_by_the_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow("simulates many trainings")
-def test_a_row_has_the_numbers_of_the_sweep(tmp_path: Path) -> None:
+def test_a_row_has_the_numbers_of_the_sweep(tmp_path):
     log, short = tmp_path / "b.json", tmp_path / "a.csv"
     shutil.copy(ROOT / "traces" / "spot_example.json", log)
     cluster.CapacityTrace([0], [2], 60, prices=[1.0]).to_csv(short)  # ends before the first update

@@ -23,13 +23,13 @@ BOTH = ["--rule", "constant", "--rule", "linear"]
 SMALL = [TINY, "--trace", "8", "--trace", "0:8 10:32", *BOTH, "--seeds", "2"]  # 14 trainings of a tenth of a second
 
 
-def lines(folder: Path) -> int:
+def lines(folder):
     """Return the number of trainings that have ended."""
     return max(0, (folder / NAME).read_bytes().count(b"\n") - 1) if (folder / NAME).exists() else 0
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def done(tmp_path_factory):
     """The folder of a complete evaluation."""
     folder = tmp_path_factory.mktemp("evaluation") / "records"
     status, _, err = run_main("evaluate", *SMALL, "--folder", folder)
@@ -38,7 +38,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.nightly("kills an evaluation")
-def test_a_killed_evaluation_has_a_report_and_continues(tmp_path: Path) -> None:
+def test_a_killed_evaluation_has_a_report_and_continues(tmp_path):
     arguments = ["evaluate", *SMALL, "--samples", "2400", "--folder", tmp_path]
     variables = environment(PYTHONPATH=f"{ROOT}:{ROOT / 'test'}", OMP_NUM_THREADS="1")
     command = [sys.executable, "-m", "variable_batch_size", *map(str, arguments)]
@@ -61,7 +61,7 @@ def test_a_killed_evaluation_has_a_report_and_continues(tmp_path: Path) -> None:
     assert len(read(tmp_path).plans) == 1
 
 
-def test_which_rule_to_use_is_printed(tmp_path: Path, done: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_rule_to_use_is_printed(tmp_path, done, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     _, out, _ = run_main("report", done, "--output", tmp_path)
     first, empty, task, *lines = out.splitlines()
@@ -73,14 +73,14 @@ def test_which_rule_to_use_is_printed(tmp_path: Path, done: Path, monkeypatch: p
     assert (tmp_path / "report.csv").exists()
 
 
-def test_the_report_of_a_file_is_that_of_its_folder(tmp_path: Path, done: Path) -> None:
+def test_the_report_of_a_file_is_that_of_its_folder(tmp_path, done):
     (tmp_path / "kept.jsonl.gz").write_bytes(gzip.compress((done / NAME).read_bytes()))
     _, out, _ = run_main("report", tmp_path / "kept.jsonl.gz")
     assert out == run_main("report", done)[1].replace(str(done), str(tmp_path / "kept"))
     assert (tmp_path / "kept" / "report.csv").read_bytes() == (done / "report.csv").read_bytes()
 
 
-def test_a_wrong_argument_is_one_line(tmp_path: Path, done: Path) -> None:
+def test_a_wrong_argument_is_one_line(tmp_path, done):
     for name in (".", "a", "a.csv.gz"):
         nothing = f"an evaluation must be a folder with {NAME}, got '{tmp_path / name}'"
         assert error_of("report", tmp_path / name) == (1, f"{nothing}; pass the --folder of vbs evaluate, or its file")
@@ -95,11 +95,11 @@ def test_a_wrong_argument_is_one_line(tmp_path: Path, done: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a folder that not even root may write to")
-def test_a_folder_where_nothing_may_be_written(done: Path) -> None:
+def test_a_folder_where_nothing_may_be_written(done):
     assert "/proc/report.html" in error_of("report", done, "--output", "/proc")[1]
 
 
-def test_the_report_of_a_command_is_that_of_its_plan(tmp_path: Path, done: Path) -> None:
+def test_the_report_of_a_command_is_that_of_its_plan(tmp_path, done):
     shutil.copytree(done, tmp_path, dirs_exist_ok=True)
     status, out, err = run_main("evaluate", TINY, "--trace", "8", *BOTH, "--seeds", "1", "--folder", tmp_path)
     assert status == 0, err

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -27,11 +25,11 @@ MORE = ("--communication-seconds", 0.5, "--devices-per-node", 2, "--microbatch",
 NAMES = ["per-device:16", "constant:128"]
 
 
-def policy_flags(names: list[str]) -> list[str]:
+def policy_flags(names):
     return [word for name in names for word in ("--policy", name)]
 
 
-def test_the_numbers_are_those_of_the_simulation(tmp_path: Path) -> None:
+def test_the_numbers_are_those_of_the_simulation(tmp_path):
     one = ["--policy", "per-device:16"]
     command = ["simulate", LOG, *RATE, *COSTS, *MORE, "--price", 0.5, "--max-progress", 9000, "--rule", "root"]
     found = run_json(*command, *one, "--policy", "constant:128")
@@ -59,9 +57,7 @@ def test_the_numbers_are_those_of_the_simulation(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("flags", "every"), [([], 100), (["--every", 7], 7)])
 @pytest.mark.parametrize(("bounds", "start"), [(None, 128), ((200, 4000), 200), ((1, 100), 100)])
-def test_a_policy_that_reads_the_noise_is_asked_as_it_trains(
-    flags: list[Any], every: int, bounds: tuple[int, int] | None, start: int, tmp_path: Path
-) -> None:
+def test_a_policy_that_reads_the_noise_is_asked_as_it_trains(flags, every, bounds, start, tmp_path):
     scalars = tmp_path / "scalars.csv"
     scalars.write_text("vbs/progress,vbs/sigma2,vbs/mu2\n0,100,1\n300,2000,1\n900,500,0\n")
     limits = [] if bounds is None else ["--bounds", *bounds]
@@ -99,7 +95,7 @@ def test_a_policy_that_reads_the_noise_is_asked_as_it_trains(
 
 
 @pytest.mark.parametrize("policies", [1, 4])
-def test_policies_share_a_picture(policies: int, tmp_path: Path) -> None:
+def test_policies_share_a_picture(policies, tmp_path):
     picture = tmp_path / "run.svg"
     names = [f"constant:{64 + number}" for number in range(policies)]
     assert run_main("simulate", LOG, *RATE, *COSTS, *policy_flags(names), "--png", picture)[0] == 0
@@ -107,7 +103,7 @@ def test_policies_share_a_picture(policies: int, tmp_path: Path) -> None:
     assert f"<!-- {title} -->" in picture.read_text()
 
 
-def test_the_times_of_a_part_of_the_log_and_of_the_overheads_are_scaled(tmp_path: Path) -> None:
+def test_the_times_of_a_part_of_the_log_and_of_the_overheads_are_scaled(tmp_path):
     scaled = tmp_path / "scaled.csv"
     cluster.read(LOG).slice(3600, 86400).scaled(0.25).to_csv(scaled)
     quarter = [
@@ -119,7 +115,7 @@ def test_the_times_of_a_part_of_the_log_and_of_the_overheads_are_scaled(tmp_path
     assert run_json("simulate", LOG, *COSTS, *part, *command) == run_json("simulate", scaled, *costs, *command)
 
 
-def test_a_log_is_read_as_by_capacity_convert(tmp_path: Path) -> None:
+def test_a_log_is_read_as_by_capacity_convert(tmp_path):
     """With the same options; some of them need a LOG."""
     skypilot, gcloud, converted = tmp_path / "log.json", tmp_path / "log.txt", tmp_path / "capacity.csv"
     skypilot.write_text('{"metadata": {"gap_seconds": 600}, "data": [0, 3, 1, 4]}')
@@ -134,14 +130,14 @@ def test_a_log_is_read_as_by_capacity_convert(tmp_path: Path) -> None:
         assert found == run_json("simulate", converted, *command) != run_json("simulate", log, *command)
 
 
-def test_what_a_preemption_loses_without_checkpoints_is_said() -> None:
+def test_what_a_preemption_loses_without_checkpoints_is_said():
     said = "No --save-every and no --notice: a preemption loses everything since the last stop.\n"
     command = ["simulate", LOG, *RATE, "--policy", NAMES[0]]
     assert run_main(*command, "--restart", 0)[2] == run_main(*command, "--save", 9)[2] == said
     assert run_main(*command, "--save-every", 60)[2] == run_main(*command, "--notice", 60)[2] == ""
 
 
-def test_without_overheads_nothing_interrupts_the_training() -> None:
+def test_without_overheads_nothing_interrupts_the_training():
     """As in Python; any of their options is enough."""
     command = ["simulate", LOG, *RATE, "--policy", NAMES[0]]
     arguments = {"throughput": Throughput.simple(20), "ref_batchsize": 128}
@@ -158,7 +154,7 @@ def test_without_overheads_nothing_interrupts_the_training() -> None:
     )
 
 
-def test_the_seconds_of_a_training(tmp_path: Path) -> None:
+def test_the_seconds_of_a_training(tmp_path):
     """--throughput fits them; its error is told, and that there are more devices than it has measured."""
     scalars = ROOT / "traces" / "throughput_example.csv"
     command = ["simulate", LOG, "--throughput", scalars, "--ref-batchsize", 128, *COSTS, "--policy", NAMES[0]]
@@ -180,7 +176,7 @@ def test_the_seconds_of_a_training(tmp_path: Path) -> None:
     assert " on 1 device; the simulation has up to 4.\n" in alone
 
 
-def test_a_trace_on_standard_output_is_alone() -> None:
+def test_a_trace_on_standard_output_is_alone():
     command = ["vbs", "simulate", LOG, *RATE, *COSTS, "--policy", NAMES[0], "--max-progress", 3, "--trace-out", "-"]
     done = command_run(*map(str, command))
     assert done.stdout.splitlines()[:2] == ["step,batchsize", "0,96"]
@@ -188,7 +184,7 @@ def test_a_trace_on_standard_output_is_alone() -> None:
     assert "preemptions" in done.stderr
 
 
-def test_a_sweep_has_each_run_and_the_statistics() -> None:
+def test_a_sweep_has_each_run_and_the_statistics():
     machines = {"nodes": 4, "mean_up": 600, "mean_down": 60, "duration": 9000}
     bulks = {"bulk_every": 900, "bulk_fraction": 0.5}
     flags = [word for name, value in (machines | bulks).items() for word in ("--" + name.replace("_", "-"), value)]
@@ -214,7 +210,7 @@ def test_a_sweep_has_each_run_and_the_statistics() -> None:
     assert "Paired differences to per-device:16, in percent of its means:" in out
 
 
-def test_a_trace_without_an_update_is_shown(tmp_path: Path) -> None:
+def test_a_trace_without_an_update_is_shown(tmp_path):
     idle = tmp_path / "idle.csv"
     cluster.CapacityTrace([0], [0], 60).to_csv(idle)
     command = ["simulate", idle, LOG, *RATE, "--price", 1, *policy_flags(NAMES)]
@@ -231,7 +227,7 @@ def test_a_trace_without_an_update_is_shown(tmp_path: Path) -> None:
     assert alone[2].startswith("The training makes no update: it has at most 0 of 1 nodes.\n")
 
 
-def test_a_training_without_an_update_is_told() -> None:
+def test_a_training_without_an_update_is_told():
     command = ["simulate", LOG, "--ref-batchsize", 128, "--policy", NAMES[0], "--save-every", 9]
     few = run_main(*command, "--samples-per-second", 20, "--least-nodes", 9)
     assert (few[0], few[2]) == (0, "The training makes no update: it has at most 8 of 9 nodes.\n")
@@ -241,7 +237,7 @@ def test_a_training_without_an_update_is_told() -> None:
     assert "makes no update" not in run_main(*command, *RATE[:2])[2]
 
 
-def test_costs_are_named_and_divided_by_the_progress() -> None:
+def test_costs_are_named_and_divided_by_the_progress():
     command = ["simulate", LOG, *RATE, "--policy", NAMES[0], "--price", 2]
     summary = run_json(*command)[NAMES[0]]
     assert summary["cost_per_progress"] == summary["cost"] / summary["progress"]
@@ -251,7 +247,7 @@ def test_costs_are_named_and_divided_by_the_progress() -> None:
     assert found == pytest.approx({name: summary[fact] for name, fact in names.items()}, rel=1e-3)
 
 
-def test_costs_may_have_a_currency(tmp_path: Path) -> None:
+def test_costs_may_have_a_currency(tmp_path):
     command = ["simulate", LOG, *RATE, "--policy", NAMES[0], "--price", 2, "--on-demand", 3, "--currency", "USD"]
     costs = [line.rsplit(maxsplit=1)[0].strip() for line in run_main(*command)[1].splitlines() if "cost" in line]
     assert costs == [f"{name} (USD)" for name in ("cost", "cost per progress", "on demand cost of the productive time")]
@@ -260,7 +256,7 @@ def test_costs_may_have_a_currency(tmp_path: Path) -> None:
     assert "cost per hour (USD)" in run_main(*command, other)[1]
 
 
-def test_printed_intervals_are_not_negative() -> None:
+def test_printed_intervals_are_not_negative():
     """What they cannot be; those of differences can."""
     machines = ["--nodes", 1, "--mean-up", "1h", "--mean-down", "2h", "--duration", "3h", "--seeds", 2]
     command = ["simulate", *machines, *RATE, "--policy", NAMES[0], "--restart", 60, "--price", 1]
@@ -270,7 +266,7 @@ def test_printed_intervals_are_not_negative() -> None:
 
 
 @pytest.mark.slow("simulates many trainings")
-def test_several_intervals_between_saves_are_compared(tmp_path: Path) -> None:
+def test_several_intervals_between_saves_are_compared(tmp_path):
     """Each beside the others, in order of the policies, as if it were given alone."""
     other = tmp_path / "other.csv"
     cluster.read(LOG).slice(0, 90000).to_csv(other)
@@ -288,7 +284,7 @@ def test_several_intervals_between_saves_are_compared(tmp_path: Path) -> None:
         assert "differences" not in found or list(found["differences"]) == labels
 
 
-def test_noise_chooses_the_rule(tmp_path: Path) -> None:
+def test_noise_chooses_the_rule(tmp_path):
     """Without it, every sample counts the same, which is said where policies are compared."""
     noise = ROOT / "traces" / "noise_example.csv"
     command = ["simulate", LOG, *RATE, *COSTS, *policy_flags(NAMES)]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 import variable_batch_size as vbs
@@ -15,7 +12,7 @@ SCHEDULE = "0:8 4:12 10:6"
 
 
 @pytest.mark.parametrize("more", [[], ["--round-to", 4], ["--unit", "samples"]])
-def test_a_schedule_becomes_a_file(more: list[Any], tmp_path: Path) -> None:
+def test_a_schedule_becomes_a_file(more, tmp_path):
     path = tmp_path / "trace.csv"
     status, out, err = run_main("trace", "make", SCHEDULE, "--steps", 20, "--out", path, *more)
     expected = vbs.BatchTrace.parse(SCHEDULE, 20, unit="samples" if "samples" in more else "steps")
@@ -25,7 +22,7 @@ def test_a_schedule_becomes_a_file(more: list[Any], tmp_path: Path) -> None:
     assert vbs.BatchTrace.from_csv(path) == expected
 
 
-def test_the_facts_are_those_of_the_trace(tmp_path: Path) -> None:
+def test_the_facts_are_those_of_the_trace(tmp_path):
     path = tmp_path / "trace.csv"
     trace = vbs.BatchTrace.parse(SCHEDULE, 20)
     trace.to_csv(path)
@@ -35,7 +32,7 @@ def test_the_facts_are_those_of_the_trace(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", [SCHEDULE, "64"])
-def test_infinite_traces_are_shown(source: str, tmp_path: Path) -> None:
+def test_infinite_traces_are_shown(source, tmp_path):
     facts = run_json("trace", "show", source)
     assert (facts["steps"], facts["samples"]) == (None, None)
     status, out, _ = run_main("trace", "show", source, "--png", tmp_path / "trace.png")
@@ -44,13 +41,13 @@ def test_infinite_traces_are_shown(source: str, tmp_path: Path) -> None:
     assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_folder_of_a_file_is_created(tmp_path: Path) -> None:
+def test_the_folder_of_a_file_is_created(tmp_path):
     path = tmp_path / "some" / "where" / "trace.csv"
     assert run_main("trace", "make", SCHEDULE, "--steps", 30, "-o", path)[0] == 0
     assert len(vbs.BatchTrace.from_csv(path)) == 30
 
 
-def test_a_link_is_followed_and_a_pipe_is_written_to(tmp_path: Path) -> None:
+def test_a_link_is_followed_and_a_pipe_is_written_to(tmp_path):
     vbs.BatchTrace.constant(8, 3).to_csv(tmp_path / "trace.csv")
     (tmp_path / "link.csv").symlink_to(tmp_path / "trace.csv")
     assert run_main("trace", "make", SCHEDULE, "--steps", 30, "-o", tmp_path / "link.csv")[0] == 0
@@ -62,14 +59,14 @@ def test_a_link_is_followed_and_a_pipe_is_written_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["0:768 250B:1536", "0:128 100000000:256"])
-def test_long_schedules_are_shown_at_once(schedule: str, tmp_path: Path) -> None:
+def test_long_schedules_are_shown_at_once(schedule, tmp_path):
     assert run_json("trace", "show", schedule)["changes"] == 1
     assert run_main("trace", "show", schedule, "--png", tmp_path / "trace.png")[0] == 0
     tokens = run_json("trace", "show", schedule, "--unit", "tokens", "--sequence-length", 4096)
     assert tokens["max"] == run_json("trace", "show", schedule)["max"]
 
 
-def test_pictures_are_png_or_svg(tmp_path: Path) -> None:
+def test_pictures_are_png_or_svg(tmp_path):
     for suffix, beginning in (("png", b"\x89PNG"), ("PNG", b"\x89PNG"), ("svg", b"<?xml")):
         picture = tmp_path / f"trace.{suffix}"
         assert run_main("trace", "show", "64", "--png", picture)[0] == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Iterator
 from fractions import Fraction
 
 import numpy as np
@@ -12,29 +11,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.properties import examples
-from helpers.runs import Case, cases, speeds_of, worlds
+from helpers.runs import cases, speeds_of, worlds
 from helpers.splitting import rows_of, split_sizes
-from variable_batch_size._validation import IntArray
 from variable_batch_size.data import plan as plan_module
-from variable_batch_size.data.deal import Deal, Dealing, Step
-from variable_batch_size.data.plan import Epoch, Plan
+from variable_batch_size.data.deal import Dealing
+from variable_batch_size.data.plan import Plan
 from variable_batch_size.data.shares import check_speeds
-from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.trace.batch_trace import BatchTrace
 from variable_batch_size.world import World
 
 
-def ranks(size: int) -> list[World]:
+def ranks(size):
     return [World(rank, size) for rank in range(size)]
 
 
-def scalar(plan: Plan, epoch: Epoch, world: World, first_step: int, dealing: Dealing) -> list[Microbatch]:
+def scalar(plan, epoch, world, first_step, dealing):
     """The rank's microbatches to the end of the epoch, one by one."""
     steps = (plan.step(epoch, number, dealing) for number in range(first_step, epoch.end_step))
     return [step.microbatch(round_index, world) for step in steps for round_index in range(step.rounds(world))]
 
 
-def map_steps(plan: Plan, epoch: Epoch, dealing: Dealing) -> Iterator[Step]:
+def map_steps(plan, epoch, dealing):
     return (plan.step(epoch, number, dealing) for number in range(epoch.first_step, epoch.end_step))
 
 
@@ -43,9 +40,7 @@ def map_steps(plan: Plan, epoch: Epoch, dealing: Dealing) -> Iterator[Step]:
 
 @given(cases(), worlds, st.integers(0, 2), st.booleans(), st.booleans())
 @examples(150)
-def test_the_microbatches_of_all_ranks_make_up_the_batch(
-    case: Case, size: int, number: int, spread: bool, padded: bool
-) -> None:
+def test_the_microbatches_of_all_ranks_make_up_the_batch(case, size, number, spread, padded):
     plan, m, multiple_of = case.plan(), case.minibatch_size, size if spread else 1
     for step in map_steps(plan, plan.epoch(number), Dealing(multiple_of, padded)):
         expected = split_sizes(step.batch_size, m, case.fixed_shape, multiple_of)
@@ -71,7 +66,7 @@ def test_the_microbatches_of_all_ranks_make_up_the_batch(
 # ------------------------------------------------------------------------------------- law 3: the world does not matter
 
 
-def assert_deals_equal_steps(plan: Plan, epoch: Epoch, world: World, first_step: int, dealing: Dealing) -> None:
+def assert_deals_equal_steps(plan, epoch, world, first_step, dealing):
     expected = scalar(plan, epoch, world, first_step, dealing)
     done = 0
     step = first_step
@@ -93,7 +88,7 @@ def assert_deals_equal_steps(plan: Plan, epoch: Epoch, world: World, first_step:
     assert plan.count(epoch, first_step, world, dealing) == len(expected)
 
 
-def assert_parts_agree(deal: Deal, start: IntArray, samples: IntArray) -> None:
+def assert_parts_agree(deal, start, samples):
     """Any part of a deal equals that part of the complete result."""
     middle = len(deal) // 2
     for begin, end in ((0, middle), (middle, len(deal)), (middle, middle)):
@@ -104,9 +99,7 @@ def assert_parts_agree(deal: Deal, start: IntArray, samples: IntArray) -> None:
 
 @given(cases(), worlds, st.integers(0, 2), st.data(), st.integers(1, 9), st.booleans(), st.booleans())
 @examples(300)
-def test_deals_of_many_steps_equal_single_steps(
-    case: Case, size: int, number: int, data: st.DataObject, steps_per_deal: int, spread: bool, padded: bool
-) -> None:
+def test_deals_of_many_steps_equal_single_steps(case, size, number, data, steps_per_deal, spread, padded):
     speeds = check_speeds(data.draw(speeds_of(size)), size) if data.draw(st.booleans()) else ()
     if speeds:
         spread = spread and not case.fixed_shape
@@ -125,7 +118,7 @@ def test_deals_of_many_steps_equal_single_steps(
 
 
 @pytest.mark.parametrize(("batch_size", "minibatch_size"), [(10**8, 32), (10**8 - 1, 32), (10**8, 29), (7, 32)])
-def test_a_billion_samples_need_no_memory(batch_size: int, minibatch_size: int) -> None:
+def test_a_billion_samples_need_no_memory(batch_size, minibatch_size):
     plan, world = Plan(BatchTrace.constant(batch_size), 10**9, minibatch_size), World(5, 8)
     tracemalloc.start()
     epoch = plan.epoch(2)
@@ -143,7 +136,7 @@ def test_a_billion_samples_need_no_memory(batch_size: int, minibatch_size: int) 
         assert positions[k].tolist() == rows_of(b.start, int(samples[k]), minibatch_size, True)
 
 
-def test_the_last_microbatches_of_a_long_trace_need_no_earlier_ones() -> None:
+def test_the_last_microbatches_of_a_long_trace_need_no_earlier_ones():
     sizes = np.random.default_rng(0).integers(1, 200_000, 10**6)
     plan, world = Plan(BatchTrace.from_sizes(sizes), 10**9, 32), World(5, 8)
     before = np.concatenate([[0], np.cumsum(sizes)])

@@ -20,9 +20,7 @@ SIZES = st.lists(st.integers(1, 30), min_size=1, max_size=12)
 @given(
     SIZES, st.integers(30, 60), st.integers(1, 12), st.booleans(), st.booleans(), st.integers(1, 9), st.integers(1, 4)
 )
-def test_every_number_is_that_of_the_plan(
-    sizes: list[int], dataset: int, minibatch: int, drop_last: bool, fixed: bool, world: int, epochs: int
-) -> None:
+def test_every_number_is_that_of_the_plan(sizes, dataset, minibatch, drop_last, fixed, world, epochs):
     trace = BatchTrace.from_sizes(sizes, on_end=("stop", "hold", "cycle")[epochs % 3])
     plan = Plan(trace, dataset, minibatch, drop_last=drop_last, fixed_shape=fixed)
     run = dry_run(plan, epochs)
@@ -63,7 +61,7 @@ def test_every_number_is_that_of_the_plan(
             assert set(rows) <= set(load.shapes)
 
 
-def test_the_default_is_the_end_of_the_training() -> None:
+def test_the_default_is_the_end_of_the_training():
     plan = Plan(BatchTrace.from_sizes([4, 4, 4], on_end="stop"), 8, 2)
     run = dry_run(plan)
     assert [(epoch.samples, alike) for epoch, alike in run.epochs] == [(8, 1), (4, 1)]
@@ -79,14 +77,14 @@ def test_the_default_is_the_end_of_the_training() -> None:
 
 @pytest.mark.parametrize("end", [{"max_updates": 10**12}, {"max_samples": 10**14}])
 @pytest.mark.parametrize("trace", [BatchTrace.constant(64), BatchTrace.from_runs([32, 64], [9, 5], on_end="hold")])
-def test_long_trainings_are_counted_at_once(trace: BatchTrace, end: dict[str, int]) -> None:
-    run = dry_run(Plan(trace, 50_000, 32, fixed_shape=False, **end))  # type: ignore[arg-type]
+def test_long_trainings_are_counted_at_once(trace, end):
+    run = dry_run(Plan(trace, 50_000, 32, fixed_shape=False, **end))
     assert run.updates.sum() == end.get("max_updates", run.updates.sum())
     assert run.samples == run.sizes @ run.updates == end.get("max_samples", run.samples)
     assert len(run.epochs) < 9
 
 
-def test_a_cycle_is_counted_at_once() -> None:
+def test_a_cycle_is_counted_at_once():
     trace = BatchTrace.from_sizes([10, 20, 30] * 2, on_end="cycle")
     run = dry_run(Plan(trace, 10**9, 32, max_updates=10**7))
     assert dict(zip(run.sizes.tolist(), run.updates.tolist(), strict=True)) == {10: 3333334, 20: 3333333, 30: 3333333}

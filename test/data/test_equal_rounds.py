@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -13,15 +12,14 @@ from hypothesis import strategies as st
 import variable_batch_size as vbs
 from helpers.properties import examples
 from helpers.reference import training
-from helpers.runs import Case, Update, cases, error_of, minibatch_sizes, worlds
+from helpers.runs import cases, error_of, minibatch_sizes, worlds
 from helpers.splitting import split_sizes
-from variable_batch_size.backend import Backend
 from variable_batch_size.data.equal_rounds import next_equal
 from variable_batch_size.testing import run_ranks
 from variable_batch_size.world import World
 
 
-def is_equal(batch_size: int, minibatch_size: int, world: int, fixed_shape: bool, multiple_of: int) -> bool:
+def is_equal(batch_size, minibatch_size, world, fixed_shape, multiple_of):
     sizes = split_sizes(batch_size, minibatch_size, fixed_shape, multiple_of)
     shares = {len(sizes[rank::world]) for rank in range(world)}
     return len(shares) == 1 and shares != {0}
@@ -29,9 +27,7 @@ def is_equal(batch_size: int, minibatch_size: int, world: int, fixed_shape: bool
 
 @given(st.integers(1, 300), minibatch_sizes, worlds, st.booleans(), st.booleans())
 @examples(200)
-def test_the_next_equal_batch_size_is_the_smallest(
-    batch_size: int, minibatch_size: int, world: int, fixed_shape: bool, spread: bool
-) -> None:
+def test_the_next_equal_batch_size_is_the_smallest(batch_size, minibatch_size, world, fixed_shape, spread):
     multiple_of = world if spread and not fixed_shape else 1
     found = next_equal(batch_size, minibatch_size, world, fixed_shape=fixed_shape, multiple_of=multiple_of)
     expected = batch_size
@@ -52,14 +48,12 @@ LARGER = r"choose a batch size of (\d+), the next one without replays(?: \((\d+)
 
 @given(cases(), worlds, st.booleans(), st.data())
 @examples(200)
-def test_a_step_without_equal_rounds_raises_when_its_epoch_is_read(
-    case: Case, size: int, spread: bool, data: st.DataObject
-) -> None:
+def test_a_step_without_equal_rounds_raises_when_its_epoch_is_read(case, size, spread, data):
     number = data.draw(st.integers(0, case.epochs - 1))
     m, fixed = case.minibatch_size, case.fixed_shape
     cut = {"multiple_of": 1 if fixed else size}  # when the sampler is created; an optimizer may change it
 
-    def read() -> None:
+    def read():
         sampler = case.sampler(World(data.draw(st.integers(0, size - 1)), size), equal_rounds=True)
         cut["multiple_of"] = size if spread and not fixed else 1
         sampler.attach(spread=spread)
@@ -68,7 +62,7 @@ def test_a_step_without_equal_rounds_raises_when_its_epoch_is_read(
         rounds = [len(list(sampler))]
         assert rounds == [sum(len(sizes_of(update)) // size for update in case.updates[number])]
 
-    def sizes_of(update: Update) -> list[int]:
+    def sizes_of(update):
         return split_sizes(update.batch_size, m, fixed, cut["multiple_of"])
 
     error = error_of(read)
@@ -104,14 +98,12 @@ def test_a_step_without_equal_rounds_raises_when_its_epoch_is_read(
 
 @given(st.integers(1, 40), st.integers(1, 6), st.sampled_from([2, 3, 4]), st.booleans())
 @examples(60)
-def test_the_proposed_batch_size_has_equal_rounds(
-    batch_size: int, minibatch_size: int, size: int, measured: bool
-) -> None:
+def test_the_proposed_batch_size_has_equal_rounds(batch_size, minibatch_size, size, measured):
     """Whether a rule measures the noise is not known when the sampler raises."""
-    kind: Any = vbs.AdaScaleOptimizer if measured else vbs.ConstantOptimizer
+    kind = vbs.AdaScaleOptimizer if measured else vbs.ConstantOptimizer
 
-    def train(backend: Backend) -> int:
-        def read(batch_size: int) -> None:
+    def train(backend):
+        def read(batch_size):
             sampler = vbs.CustomSampler(
                 1000 * batch_size, batch_size, size, backend.world.rank, minibatch_size, equal_rounds=True
             )
@@ -129,7 +121,7 @@ def test_the_proposed_batch_size_has_equal_rounds(
     assert run_ranks(train, size)[0] >= batch_size
 
 
-def test_a_constant_trace_raises_at_once() -> None:
+def test_a_constant_trace_raises_at_once():
     vbs.CustomSampler(10, 4, 2, 0, 2, equal_rounds=True)
     with pytest.raises(
         ValueError,
@@ -143,7 +135,7 @@ def test_a_constant_trace_raises_at_once() -> None:
         vbs.CustomSampler(12, 6, 2, 0, 2, equal_rounds=True).attach(spread=False)
 
 
-def test_an_optimizer_may_need_equal_rounds() -> None:
+def test_an_optimizer_may_need_equal_rounds():
     sampler = vbs.CustomSampler(20, [8, 3, 9], 4, 1, 2)
     sampler.attach(equal_rounds=True)
     sampler.attach()
@@ -154,11 +146,11 @@ def test_an_optimizer_may_need_equal_rounds() -> None:
         vbs.CustomSampler(20, 3, 4, 1, 2).attach(equal_rounds=True)
 
 
-def test_a_past_with_fewer_ranks_does_not_matter() -> None:
+def test_a_past_with_fewer_ranks_does_not_matter():
     """A training on four ranks goes on on eight, which have no equal rounds in the updates that were made."""
     trace = vbs.BatchTrace.parse("0:4 3:8")
 
-    def train(backend: Backend) -> dict[str, Any]:
+    def train(backend):
         run = training(vbs.ConstantOptimizer, [1], backend=backend)
         world = backend.world
         sampler = vbs.CustomSampler(36, trace, world.size, world.rank, 4, equal_rounds=True)
@@ -175,15 +167,15 @@ def test_a_past_with_fewer_ranks_does_not_matter() -> None:
     assert run_ranks(train, 8)[0]["vbs"]["sampler"]["samples"] == 36
 
 
-def test_a_chosen_batch_size_without_equal_rounds_raises_when_it_is_dealt() -> None:
-    def train(backend: Backend) -> int:
+def test_a_chosen_batch_size_without_equal_rounds_raises_when_it_is_dealt():
+    def train(backend):
         trace = vbs.AdaptiveTrace(lambda input: 8 if input.updates < 12 else 3, start=8, every=4, delay=4)
         world = backend.world
         sampler = vbs.CustomSampler(1000, trace, world.size, world.rank, 4, equal_rounds=True)
         weight = torch.nn.Parameter(torch.zeros(()))
         optimizer = vbs.ConstantOptimizer(torch.optim.SGD([weight], lr=0.0), sampler, backend=backend)
 
-        def loop() -> None:
+        def loop():
             for _ in sampler:
                 weight.backward()
                 optimizer.step()
@@ -195,8 +187,8 @@ def test_a_chosen_batch_size_without_equal_rounds_raises_when_it_is_dealt() -> N
     assert run_ranks(train, 4) == [16] * 4
 
 
-def test_ranks_must_agree_on_equal_rounds() -> None:
-    def train(backend: Backend) -> str:
+def test_ranks_must_agree_on_equal_rounds():
+    def train(backend):
         sampling = {"equal_rounds": backend.world.rank == 1}
         run = training(vbs.ConstantOptimizer, [20], backend=backend, minibatch_size=8, sampling=sampling)
         return error_of(lambda: run.run(1)) or ""

@@ -6,7 +6,6 @@ import math
 import sys
 from collections import Counter
 from itertools import chain
-from typing import Any
 
 import pytest
 import torch
@@ -20,12 +19,10 @@ from helpers.properties import examples
 
 @examples(150)
 @given(n=st.integers(1, 300), world=st.integers(1, 9), minibatch_size=st.integers(1, 70), fixed_shape=st.booleans())
-def test_every_sample_counts_once_and_every_rank_has_the_same_number_of_batches(
-    n: int, world: int, minibatch_size: int, fixed_shape: bool
-) -> None:
+def test_every_sample_counts_once_and_every_rank_has_the_same_number_of_batches(n, world, minibatch_size, fixed_shape):
     samplers = [vbs.EvaluationSampler(n, world, rank, minibatch_size, fixed_shape=fixed_shape) for rank in range(world)]
     dealt = [list(sampler) for sampler in samplers]  # [rank][batch]
-    counted: list[list[int]] = []
+    counted = []
     for batch in range(len(samplers[0])):
         for sampler, batches in zip(samplers, dealt, strict=True):
             rows, samples = Counter(batches[batch]), sampler.samples(batch)
@@ -49,29 +46,29 @@ def test_every_sample_counts_once_and_every_rank_has_the_same_number_of_batches(
         (7, False, [[[0], [5, 6]], [[1, 2], [0]], [[3, 4], [1, 2]]]),
     ],
 )
-def test_small_datasets_and_large_worlds(n: int, fixed_shape: bool, expected: list[list[list[int]]]) -> None:
+def test_small_datasets_and_large_worlds(n, fixed_shape, expected):
     found = [list(vbs.EvaluationSampler(n, 3, rank, minibatch_size=2, fixed_shape=fixed_shape)) for rank in range(3)]
     assert found == expected
 
 
-def test_a_long_dataset_is_read_in_chunks() -> None:
+def test_a_long_dataset_is_read_in_chunks():
     sampler = vbs.EvaluationSampler(100_001, 1, 0, minibatch_size=7, fixed_shape=False)
     assert list(chain(*sampler)) == list(range(100_001))
     assert next(iter(vbs.EvaluationSampler(2**40, 2, 1, minibatch_size=4))) == [4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}])
-def test_a_loader_yields_all_batches_in_every_pass(options: dict[str, Any]) -> None:
+def test_a_loader_yields_all_batches_in_every_pass(options):
     dataset = TensorDataset(torch.arange(10))
     sampler = vbs.EvaluationSampler(dataset, 1, 0, minibatch_size=4, fixed_shape=False)
-    loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=sampler, **options)
+    loader = DataLoader(dataset, batch_sampler=sampler, **options)
     assert len(loader) == len(sampler) == 3
     for epoch in range(2):
         assert [x.tolist() for (x,) in loader] == [[0, 1, 2], [3, 4, 5], [6, 7, 8, 9]]
         assert sampler.passes == epoch + 1
 
 
-def test_the_shape_is_fixed_by_default_on_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shape_is_fixed_by_default_on_xla(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch_xla", raising=False)
     assert list(vbs.EvaluationSampler(3, 1, 0, 2)) == [[0], [1, 2]]
     monkeypatch.setitem(sys.modules, "torch_xla", sys)  # what only has to be there
@@ -90,12 +87,12 @@ def test_the_shape_is_fixed_by_default_on_xla(monkeypatch: pytest.MonkeyPatch) -
         ((5, 1, 0, 0), ValueError, r"^minibatch_size must be an integer >= 1, got 0; pass"),
     ],
 )
-def test_rejects(arguments: tuple[Any, ...], error: type[Exception], match: str) -> None:
+def test_rejects(arguments, error, match):
     with pytest.raises(error, match=match):
         vbs.EvaluationSampler(*arguments)
 
 
-def test_rejects_several_processes_without_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_several_processes_without_a_process_group(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delitem(sys.modules, "torch_xla", raising=False)
     with pytest.raises(RuntimeError, match=r"several processes need torch\.distributed"):

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.properties import examples
-from helpers.runs import Case, cases
-from variable_batch_size.data import plan as plan_module
-from variable_batch_size.data.plan import Epoch, Plan
+from helpers.runs import cases
+from variable_batch_size.data.plan import Plan
 from variable_batch_size.trace.batch_trace import BatchTrace
 
 # --------------------------------------------------------------------------------------------------------------- epochs
@@ -21,7 +17,7 @@ from variable_batch_size.trace.batch_trace import BatchTrace
 
 @given(cases(epochs=4), st.lists(st.integers(0, 3), max_size=6))
 @examples(120)
-def test_epochs_follow_one_another_along_the_trace(case: Case, visits: list[int]) -> None:
+def test_epochs_follow_one_another_along_the_trace(case, visits):
     plan, expected = case.plan(), case.updates
     for number in [*visits, 3, 0]:  # whatever was asked before
         epoch, steps = plan.epoch(number), expected[number]
@@ -41,7 +37,7 @@ def test_epochs_follow_one_another_along_the_trace(case: Case, visits: list[int]
 
 @given(cases())
 @examples(100)
-def test_an_epoch_uses_every_position_once_except_a_dropped_tail(case: Case) -> None:
+def test_an_epoch_uses_every_position_once_except_a_dropped_tail(case):
     plan = case.plan()
     for number in range(case.epochs):
         epoch = plan.epoch(number)
@@ -61,7 +57,7 @@ def test_an_epoch_uses_every_position_once_except_a_dropped_tail(case: Case) -> 
 
 @given(cases(epochs=4))
 @examples(60)
-def test_the_fraction_of_a_training_that_lies_before_a_step(case: Case) -> None:
+def test_the_fraction_of_a_training_that_lies_before_a_step(case):
     plan, epochs = case.plan(), len(case.updates)
     for number, steps in enumerate(case.updates):
         epoch = plan.epoch(number)
@@ -72,14 +68,14 @@ def test_the_fraction_of_a_training_that_lies_before_a_step(case: Case) -> None:
             assert plan.ends or fraction == pytest.approx(of_epochs)
 
 
-def map_steps(plan: Plan, epoch: Epoch) -> Iterator[plan_module.Step]:
+def map_steps(plan, epoch):
     return (plan.step(epoch, number) for number in range(epoch.first_step, epoch.end_step))
 
 
 # --------------------------------------------------------------------------------------------------------------- errors
 
 
-def test_the_updates_of_a_number_of_epochs() -> None:
+def test_the_updates_of_a_number_of_epochs():
     plan = Plan(BatchTrace.parse("0:24 3:10 9:37 12:9 18:50"), 203, 8)
     assert [plan.updates_in(epochs) for epochs in (0.5, 1, 1.5, 3)] == [6, 11, 19, 26]
     assert [plan.epochs_before(plan.epoch(1), step) for step in (11, 12, 21)] == [1, 1 + 37 / 203, 2]
@@ -87,17 +83,17 @@ def test_the_updates_of_a_number_of_epochs() -> None:
     assert (ended.updates_in(3), ended.epochs_before(ended.epoch(1), 7)) == (7, 1 + 100 / 203)
 
 
-def test_sizes_of_numpy_become_numbers_of_python() -> None:
+def test_sizes_of_numpy_become_numbers_of_python():
     """A state holds them, and JSON writes it."""
     sizes = {"dataset_size": 10, "minibatch_size": 4, "max_updates": 3, "max_samples": 9}
-    plan = Plan(BatchTrace.constant(1), **{name: np.int64(size) for name, size in sizes.items()})  # type: ignore[arg-type]
+    plan = Plan(BatchTrace.constant(1), **{name: np.int64(size) for name, size in sizes.items()})
     found = {name: getattr(plan, name) for name in sizes}
     assert found == sizes
     assert {*map(type, found.values())} == {int}
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_rejects_a_trace_that_ends_inside_an_epoch(drop_last: bool) -> None:
+def test_rejects_a_trace_that_ends_inside_an_epoch(drop_last):
     plan = Plan(BatchTrace.from_sizes([4, 4, 4, 4, 1]), 10, 4, drop_last)
     first = plan.epoch(0)
     missing = 10 - (17 - plan.trace.offset(first.end_step))
@@ -111,7 +107,7 @@ def test_rejects_a_trace_that_ends_inside_an_epoch(drop_last: bool) -> None:
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_accepts_a_trace_that_ends_with_the_epoch(drop_last: bool) -> None:
+def test_accepts_a_trace_that_ends_with_the_epoch(drop_last):
     plan = Plan(BatchTrace.from_sizes([4, 6, 5, 5]), 10, 4, drop_last)
     assert [plan.epoch(number).end_step for number in (0, 1)] == [2, 4]
     with pytest.raises(ValueError, match="epoch 2, which begins at step 4, 10 samples before"):
@@ -120,9 +116,7 @@ def test_accepts_a_trace_that_ends_with_the_epoch(drop_last: bool) -> None:
 
 @given(st.integers(1, 30), st.integers(1, 40), st.integers(0, 200), st.booleans(), st.sampled_from(["hold", "cycle"]))
 @examples(100)
-def test_a_far_epoch_is_the_one_that_is_reached_step_by_step(
-    size: int, more: int, number: int, drop_last: bool, on_end: Any
-) -> None:
+def test_a_far_epoch_is_the_one_that_is_reached_step_by_step(size, more, number, drop_last, on_end):
     """Epochs of a constant batch size are not counted one by one."""
     sizes = [7, 3, size] if more % 2 else [size]
     plans = [Plan(BatchTrace.from_sizes(sizes, on_end=on_end), size + more + 7, 4, drop_last) for _ in range(2)]

@@ -7,9 +7,7 @@ import itertools
 import pickle
 import tracemalloc
 from collections import Counter
-from collections.abc import Iterator
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,13 +18,12 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import variable_batch_size as vbs
 from helpers.properties import examples
-from helpers.runs import Case, Run, cases, minibatch_sizes, read_ahead, together, worlds
+from helpers.runs import Case, Run, cases, read_ahead, together, worlds
 from helpers.splitting import rows_of, split_sizes
 from variable_batch_size.data import iteration as iteration_module
 from variable_batch_size.data import plan as plan_module
 from variable_batch_size.data.deal import Dealing
 from variable_batch_size.data.shuffle import order
-from variable_batch_size.testing import run_ranks
 from variable_batch_size.world import World
 
 CASE = Case(vbs.BatchTrace.from_sizes([7, 3, 12, 1, 5], on_end="cycle"), 40, 4, False, True, seed=3, epochs=4)
@@ -37,7 +34,7 @@ CASE = Case(vbs.BatchTrace.from_sizes([7, 3, 12, 1, 5], on_end="cycle"), 40, 4, 
 
 @given(cases(), worlds, st.integers(1, 9), st.integers(1, 100))
 @examples(80)
-def test_each_row_equals_the_slow_twin(case: Case, size: int, steps_per_deal: int, indices_per_chunk: int) -> None:
+def test_each_row_equals_the_slow_twin(case, size, steps_per_deal, indices_per_chunk):
     m, world = case.minibatch_size, World(size // 2, size)
     sampler = case.sampler(world)
     with pytest.MonkeyPatch.context() as patch:
@@ -58,10 +55,10 @@ def test_each_row_equals_the_slow_twin(case: Case, size: int, steps_per_deal: in
 
 @given(cases(), worlds)
 @examples(60)
-def test_every_sample_counts_once_an_epoch_over_all_ranks(case: Case, size: int) -> None:
+def test_every_sample_counts_once_an_epoch_over_all_ranks(case, size):
     samplers = [case.sampler(World(rank, size)) for rank in range(size)]
     for number, updates in enumerate(case.updates):
-        weights: Counter[int] = Counter()
+        weights = Counter()
         for sampler in samplers:
             sampler.set_epoch(number)
             plan, epoch = sampler.plan, sampler.plan.epoch(number)
@@ -77,21 +74,14 @@ def test_every_sample_counts_once_an_epoch_over_all_ranks(case: Case, size: int)
         assert case.drop_last or not epoch.complete or len(used) == case.dataset_size
 
 
-@given(cases(largest_dataset=60), st.integers(1, 5), minibatch_sizes)
-@examples(30)
-def test_the_order_within_a_step_does_not_depend_on_the_world(case: Case, size: int, minibatch_size: int) -> None:
-    logs = run_ranks(lambda backend: Run(case, backend, minibatch_size).train().log, size)
-    assert together(logs) == case.steps
-
-
-def test_without_shuffle_the_order_is_that_of_the_dataset() -> None:
+def test_without_shuffle_the_order_is_that_of_the_dataset():
     sampler = vbs.CustomSampler(10, 4, minibatch_size=2, shuffle=False)
     for epoch in (0, 3):
         sampler.set_epoch(epoch)
         assert list(sampler) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
 
 
-def test_the_first_microbatch_of_a_billion_samples_needs_little_memory() -> None:
+def test_the_first_microbatch_of_a_billion_samples_needs_little_memory():
     sampler = vbs.CustomSampler(10**9, 10**8 - 1, num_replicas=8, rank=5, minibatch_size=32)
     tracemalloc.start()
     sampler.set_epoch(90)
@@ -110,7 +100,7 @@ def test_the_first_microbatch_of_a_billion_samples_needs_little_memory() -> None
 @pytest.mark.filterwarnings("ignore:set_epoch")
 @given(cases(largest_dataset=60), st.integers(0, 40), st.data())
 @examples(60)
-def test_prefetched_microbatches_do_not_count(case: Case, ahead: int, data: st.DataObject) -> None:
+def test_prefetched_microbatches_do_not_count(case, ahead, data):
     """Break after any update, keep the iterator alive, and continue in the epoch or in the next one."""
     run, alive, expected = Run(case), [], []
     for number, updates in enumerate(case.updates):
@@ -131,7 +121,7 @@ def test_prefetched_microbatches_do_not_count(case: Case, ahead: int, data: st.D
 
 @given(cases(largest_dataset=60), st.integers(0, 40))
 @examples(60)
-def test_the_length_is_that_of_the_pass_under_way_or_of_the_next_one(case: Case, ahead: int) -> None:
+def test_the_length_is_that_of_the_pass_under_way_or_of_the_next_one(case, ahead):
     run, lengths = Run(case), [*(sum(map(len, cuts(case, epoch))) for epoch in range(case.epochs)), 0]
     for number, length in enumerate(lengths[:-1]):
         run.set_epoch(number)
@@ -147,7 +137,7 @@ def test_the_length_is_that_of_the_pass_under_way_or_of_the_next_one(case: Case,
 
 @given(cases(largest_dataset=60), st.data())
 @examples(60)
-def test_after_a_restore_the_length_is_that_of_the_rest(case: Case, data: st.DataObject) -> None:
+def test_after_a_restore_the_length_is_that_of_the_rest(case, data):
     run, resumed = Run(case), case.sampler()
     every = [update for epoch in case.updates for update in epoch]
     run.train(updates=(stop := data.draw(st.integers(1, len(every)), label="stop")))
@@ -159,7 +149,7 @@ def test_after_a_restore_the_length_is_that_of_the_rest(case: Case, data: st.Dat
         )
 
 
-def cuts(case: Case, epoch: int) -> list[list[int]]:
+def cuts(case, epoch):
     """The sizes of the microbatches of each update of an epoch."""
     return [split_sizes(u.batch_size, case.minibatch_size, case.fixed_shape) for u in case.updates[epoch]]
 
@@ -178,7 +168,7 @@ pytestmark = [
 
 
 @with_workers
-def test_a_loader_with_workers_yields_what_the_sampler_yields(options: dict[str, Any]) -> None:
+def test_a_loader_with_workers_yields_what_the_sampler_yields(options):
     run = Run(CASE)
     loader = DataLoader(range(40), batch_sampler=run.sampler, **options)
     assert together([run.train(loader).log]) == CASE.steps
@@ -186,7 +176,7 @@ def test_a_loader_with_workers_yields_what_the_sampler_yields(options: dict[str,
 
 @pytest.mark.filterwarnings("ignore:set_epoch")
 @with_workers
-def test_peeking_and_breaking_do_not_move_the_clock(options: dict[str, Any]) -> None:
+def test_peeking_and_breaking_do_not_move_the_clock(options):
     run = Run(CASE)
     loader = DataLoader(range(40), batch_sampler=run.sampler, **options)
     first = next(iter(loader)).tolist()
@@ -202,7 +192,7 @@ def test_peeking_and_breaking_do_not_move_the_clock(options: dict[str, Any]) -> 
 
 
 @with_workers
-def test_the_length_of_a_loader_is_exact_at_every_position(options: dict[str, Any]) -> None:
+def test_the_length_of_a_loader_is_exact_at_every_position(options):
     run = Run(CASE)
     loader = DataLoader(range(40), batch_sampler=run.sampler, **options)
     for updates in CASE.updates[:2]:
@@ -221,11 +211,11 @@ def test_the_length_of_a_loader_is_exact_at_every_position(options: dict[str, An
 
 
 class Endless(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         return iter(int, 1)
 
 
-def test_accepts_a_dataset_or_its_size_and_every_form_of_trace(tmp_path: Any) -> None:
+def test_accepts_a_dataset_or_its_size_and_every_form_of_trace(tmp_path):
     csv = tmp_path / "trace.csv"
     csv.write_text("step,batchsize\n0,4\n1,4\n2,2\n")
     expected = list(vbs.CustomSampler(10, [4, 4, 2], 1, 0, 2))
@@ -268,14 +258,14 @@ def test_accepts_a_dataset_or_its_size_and_every_form_of_trace(tmp_path: Any) ->
     ],
     ids=lambda wrong: "-".join(wrong) if isinstance(wrong, dict) else "",
 )
-def test_rejects_wrong_arguments(wrong: dict[str, Any], error: type[Exception], message: str) -> None:
-    arguments: dict[str, Any] = {"dataset_size": 10, "trace": [5, 5, 5, 5], "epochs": 2}
+def test_rejects_wrong_arguments(wrong, error, message):
+    arguments = {"dataset_size": 10, "trace": [5, 5, 5, 5], "epochs": 2}
     vbs.CustomSampler(**arguments)
     with pytest.raises(error, match=message):
         vbs.CustomSampler(**{**arguments, **wrong})
 
 
-def test_set_epoch_rejects_an_epoch_that_the_trace_does_not_cover() -> None:
+def test_set_epoch_rejects_an_epoch_that_the_trace_does_not_cover():
     sampler = vbs.CustomSampler(10, [5, 5, 5, 5])
     sampler.set_epoch(1)
     with pytest.raises(ValueError, match="epoch 2, which begins at step 4, 10 samples before"):
@@ -285,7 +275,7 @@ def test_set_epoch_rejects_an_epoch_that_the_trace_does_not_cover() -> None:
         sampler.set_epoch(-1)
 
 
-def test_a_copy_is_read_by_itself() -> None:
+def test_a_copy_is_read_by_itself():
     sampler = vbs.CustomSampler(100, 8, num_replicas=1, rank=0, minibatch_size=4)
     microbatches = iter(sampler)
     next(microbatches)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,15 +13,15 @@ from hypothesis import strategies as st
 
 import variable_batch_size as vbs
 from helpers.properties import examples
-from helpers.runs import Case, cases, error_of, speeds_of, worlds
+from helpers.runs import cases, error_of, speeds_of, worlds
 from helpers.splitting import split_sizes
 from variable_batch_size.data.batches import Place, Position
 from variable_batch_size.data.deal import Dealing
-from variable_batch_size.data.shares import PERIOD, Speeds, check_speeds, share, turns
+from variable_batch_size.data.shares import PERIOD, check_speeds, share, turns
 from variable_batch_size.world import World
 
 
-def in_turns(units: int, speeds: list[int] | Speeds) -> list[int]:
+def in_turns(units, speeds):
     """The slow twin: the rank of each unit, each next one to the rank that would finish it first."""
     taken, owners = [0] * len(speeds), []
     for _ in range(units):
@@ -37,7 +36,7 @@ def in_turns(units: int, speeds: list[int] | Speeds) -> list[int]:
 
 @given(st.integers(0, 14), st.integers(2, 4).flatmap(speeds_of))
 @examples(100)
-def test_no_other_shares_end_earlier(units: int, speeds: list[int]) -> None:
+def test_no_other_shares_end_earlier(units, speeds):
     whole = check_speeds(speeds, len(speeds)) or (1,) * len(speeds)
     found = [int(turns(whole, rank).count(units)) for rank in range(len(speeds))]
     every = itertools.product(range(units + 1), repeat=len(speeds))
@@ -48,7 +47,7 @@ def test_no_other_shares_end_earlier(units: int, speeds: list[int]) -> None:
 
 @given(st.integers(1, 6).flatmap(speeds_of), st.integers(0, 200))
 @examples(100)
-def test_turns_equal_the_slow_twin(speeds: list[int], units: int) -> None:
+def test_turns_equal_the_slow_twin(speeds, units):
     whole = check_speeds(speeds, len(speeds)) or (1,) * len(speeds)
     owners = np.array(in_turns(units, whole), dtype=np.int64)
     for rank in range(len(speeds)):
@@ -61,7 +60,7 @@ def test_turns_equal_the_slow_twin(speeds: list[int], units: int) -> None:
 
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=8), st.integers(1, 10**15))
 @examples(100)
-def test_measured_speeds_are_nearly_kept(speeds: list[float], batch_size: int) -> None:
+def test_measured_speeds_are_nearly_kept(speeds, batch_size):
     whole = check_speeds(speeds, len(speeds)) or (1,) * len(speeds)
     assert math.gcd(*whole) == 1
     found = [int(turns(whole, rank).count(batch_size)) for rank in range(len(speeds))]
@@ -71,13 +70,13 @@ def test_measured_speeds_are_nearly_kept(speeds: list[float], batch_size: int) -
     assert max(n / speed for n, speed in zip(found, speeds, strict=True)) <= ideal * rounded**2 + 1 / min(speeds)
 
 
-def test_only_the_ratios_of_speeds_count() -> None:
+def test_only_the_ratios_of_speeds_count():
     assert check_speeds([0.1, 0.3], 2) == check_speeds(np.array([2.0, 6.0]), 2) == (1, 3)
     assert check_speeds([5e-324, 1e308, 1], 3) == (1, PERIOD, 1)
     assert check_speeds([1], 1) == check_speeds([2.5] * 3, 3) == ()
 
 
-MISTAKES: list[tuple[Any, type[Exception], str]] = [
+MISTAKES = [
     (3, TypeError, r"^speeds must be a sequence of numbers, got 3 \(int\); pass a number for each rank"),
     ("31", TypeError, r"^speeds must be a sequence of numbers, got '31' \(str\)"),
     ([3, "1"], TypeError, r"^speeds\[1\] must be a finite number >= 0, got '1' \(str\)"),
@@ -88,7 +87,7 @@ MISTAKES: list[tuple[Any, type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("speeds", "kind", "message"), MISTAKES)
-def test_wrong_speeds_raise(speeds: Any, kind: type[Exception], message: str) -> None:
+def test_wrong_speeds_raise(speeds, kind, message):
     with pytest.raises(kind, match=message):
         vbs.CustomSampler(10, 4, 2, 0, speeds=speeds)
 
@@ -98,9 +97,7 @@ def test_wrong_speeds_raise(speeds: Any, kind: type[Exception], message: str) ->
 
 @given(cases(), worlds, st.integers(0, 2), st.booleans(), st.booleans(), st.data())
 @examples(150)
-def test_the_microbatches_of_all_ranks_make_up_the_batch(
-    case: Case, size: int, number: int, spread: bool, padded: bool, data: st.DataObject
-) -> None:
+def test_the_microbatches_of_all_ranks_make_up_the_batch(case, size, number, spread, padded, data):
     speeds = check_speeds(data.draw(speeds_of(size)), size)
     spread = (spread and not case.fixed_shape) or padded
     if not speeds or (case.fixed_shape and spread):
@@ -141,12 +138,10 @@ def test_the_microbatches_of_all_ranks_make_up_the_batch(
 
 @given(cases(), worlds, st.booleans(), st.booleans(), st.data())
 @examples(100)
-def test_an_epoch_has_each_sample_once_and_a_run_resumes_with_other_speeds(
-    case: Case, size: int, spread: bool, padded: bool, data: st.DataObject
-) -> None:
+def test_an_epoch_has_each_sample_once_and_a_run_resumes_with_other_speeds(case, size, spread, padded, data):
     """A run reads some updates with one list of speeds in one world, and the rest of its epoch with another."""
     number, read = data.draw(st.integers(0, case.epochs - 1)), dict[int, set[int]]()
-    state: dict[str, Any] | None = None
+    state = None
     stop = data.draw(st.integers(0, len(case.updates[number])))
     for part, world_size in enumerate((size, data.draw(worlds))):
         speeds = data.draw(speeds_of(world_size))
@@ -178,8 +173,8 @@ def test_an_epoch_has_each_sample_once_and_a_run_resumes_with_other_speeds(
     assert read == expected
 
 
-def test_a_loader_resumes_within_a_step_only_with_the_same_speeds() -> None:
-    def batches(*speeds: float) -> Any:
+def test_a_loader_resumes_within_a_step_only_with_the_same_speeds():
+    def batches(*speeds):
         return iter(vbs.CustomSampler(40, 40, 2, 0, 8, speeds=speeds, fixed_shape=False))
 
     whole = batches(3, 1)
@@ -192,7 +187,7 @@ def test_a_loader_resumes_within_a_step_only_with_the_same_speeds() -> None:
         batches(2, 1).load_state_dict(saved)
 
 
-def test_a_billion_samples_need_no_work_per_sample() -> None:
+def test_a_billion_samples_need_no_work_per_sample():
     owned = [share((3, 2, 2), rank, np.array([10**15 + 3, 1]), 32, padded=False) for rank in range(3)]
     assert np.sum([own.samples for own in owned], axis=0).tolist() == [10**15 + 3, 1]
     sampler = vbs.CustomSampler(10**9, 10**9, 3, 2, 10**6, speeds=(3, 2, 2), fixed_shape=False)
@@ -204,13 +199,13 @@ def test_a_billion_samples_need_no_work_per_sample() -> None:
 
 @given(st.integers(1, 60), st.integers(1, 8), st.integers(2, 4), st.booleans(), st.data())
 @examples(100)
-def test_equal_rounds_hold_or_raise(batch: int, m: int, size: int, spread: bool, data: st.DataObject) -> None:
+def test_equal_rounds_hold_or_raise(batch, m, size, spread, data):
     """Every rank has as many rounds as the fastest one and no replay, or a step raises; whole ones go round robin."""
     speeds = check_speeds(data.draw(speeds_of(size)), size)
     if not speeds:
         return
 
-    def read(rank: int) -> int:
+    def read(rank):
         sampler = vbs.CustomSampler(batch, batch, size, rank, m, speeds=speeds, equal_rounds=True, fixed_shape=False)
         sampler.attach(spread=spread)
         step = sampler.batches.step(sampler.position)
@@ -220,7 +215,7 @@ def test_equal_rounds_hold_or_raise(batch: int, m: int, size: int, spread: bool,
     owners = in_turns(batch, speeds)
     shares = [owners.count(rank) for rank in range(size)]
     rounds = -(-max(shares) // m)
-    errors = [error_of(lambda rank=rank: read(rank)) for rank in range(size)]  # type: ignore[misc]
+    errors = [error_of(lambda rank=rank: read(rank)) for rank in range(size)]
     possible = min(shares) >= rounds  # also asked before an optimizer attaches
     assert {error is None for error in errors} == {possible and (spread or -(-batch // m) % size == 0)}
     if errors[0] is None and spread:
@@ -229,7 +224,7 @@ def test_equal_rounds_hold_or_raise(batch: int, m: int, size: int, spread: bool,
         assert errors[0].endswith("; choose a larger batch size or minibatch_size, or speeds that differ less")
 
 
-def test_one_graph_for_all_ranks_leaves_no_room_for_speeds() -> None:
+def test_one_graph_for_all_ranks_leaves_no_room_for_speeds():
     sampler = vbs.CustomSampler(8, 8, 2, 0, 4, speeds=(3, 1))
     with pytest.raises(
         ValueError,
@@ -240,7 +235,7 @@ def test_one_graph_for_all_ranks_leaves_no_room_for_speeds() -> None:
         sampler.attach(elastic=True)
 
 
-def test_microbatches_stay_the_same_where_the_result_depends_on_them() -> None:
+def test_microbatches_stay_the_same_where_the_result_depends_on_them():
     """Of five microbatches the fast rank computes four, also if the noise is measured."""
     sampler = vbs.CustomSampler(40, 40, 2, 0, 8, speeds=(3, 1), fixed_shape=False)
     assert [len(row) for row in sampler] == [7, 7, 8, 8]

@@ -26,7 +26,7 @@ SIZES = st.one_of(st.integers(1, 3000), st.integers(1, 2**48), st.integers(2**28
 
 @examples(100)
 @given(SIZES, SEEDS, EPOCHS, st.data())
-def test_equals_the_twin_whose_inverse_restores_positions(n: int, seed: int, epoch: int, data: st.DataObject) -> None:
+def test_equals_the_twin_whose_inverse_restores_positions(n, seed, epoch, data):
     positions = [0, n - 1, *data.draw(st.lists(st.integers(0, n - 1), max_size=5))]
     samples = Permutation(n, seed, epoch)(np.array(positions)).tolist()
     twin = Twin(n, seed, epoch)
@@ -50,7 +50,7 @@ GOLDEN_ORDERS = {
 
 
 @pytest.mark.parametrize(("n", "seed", "epoch"), GOLDEN_ORDERS)
-def test_the_order_is_that_of_the_first_release(n: int, seed: int, epoch: int) -> None:
+def test_the_order_is_that_of_the_first_release(n, seed, epoch):
     positions = np.array([0, min(1, n - 1), n // 2, n - 1])
     assert Permutation(n, seed, epoch)(positions).tolist() == GOLDEN_ORDERS[n, seed, epoch]
 
@@ -58,14 +58,14 @@ def test_the_order_is_that_of_the_first_release(n: int, seed: int, epoch: int) -
 # ------------------------------------------------------------------------------------------------------------ bijection
 
 
-def assert_bijection(n: int, seed: int, epoch: int) -> None:
+def assert_bijection(n, seed, epoch):
     samples = Permutation(n, seed, epoch)(np.arange(n))
     assert samples.min() >= 0
     assert samples.max() < n
     assert (np.bincount(samples, minlength=n) == 1).all(), (n, seed, epoch)
 
 
-def test_every_sample_is_used_once_for_every_size_up_to_4096() -> None:
+def test_every_sample_is_used_once_for_every_size_up_to_4096():
     for n in range(1, 4097):
         assert_bijection(n, seed=n * n, epoch=n % 7)
 
@@ -75,7 +75,7 @@ def test_every_sample_is_used_once_for_every_size_up_to_4096() -> None:
 
 @pytest.mark.parametrize("n", [100, 5000, 2**40])
 @pytest.mark.parametrize("shuffled", [True, False])
-def test_samples_have_the_shape_of_the_positions(n: int, shuffled: bool) -> None:
+def test_samples_have_the_shape_of_the_positions(n, shuffled):
     samples_at = order(n, 1, 2, shuffle=shuffled)
     positions = np.arange(24)
     flat = samples_at(positions)
@@ -93,7 +93,7 @@ def test_samples_have_the_shape_of_the_positions(n: int, shuffled: bool) -> None
         assert np.array_equal(foreign, flat)
 
 
-def test_identity_is_the_order_of_the_dataset() -> None:
+def test_identity_is_the_order_of_the_dataset():
     positions = np.array([3, 0, 9])
     samples = order(10, 0, 0, shuffle=False)(positions)
     assert samples.tolist() == [3, 0, 9]
@@ -101,7 +101,7 @@ def test_identity_is_the_order_of_the_dataset() -> None:
 
 
 @pytest.mark.parametrize("value", [Permutation(5, 1, 2), Permutation(5000, 2**64 - 1, 2**70), Identity(5)])
-def test_orders_are_values(value: Permutation | Identity) -> None:
+def test_orders_are_values(value):
     positions = np.arange(value.n)
     travelled = pickle.dumps(value)
     assert len(travelled) < 200
@@ -111,10 +111,10 @@ def test_orders_are_values(value: Permutation | Identity) -> None:
         assert repr(other) == repr(value)
         assert np.array_equal(other(positions), value(positions))
     with pytest.raises(AttributeError):
-        value.n = 6  # type: ignore[misc]
+        value.n = 6
 
 
-def test_memory_does_not_grow_with_the_dataset() -> None:
+def test_memory_does_not_grow_with_the_dataset():
     tracemalloc.start()
     try:
         Permutation(2**48, 1, 2)(np.arange(8192))
@@ -142,7 +142,7 @@ def test_memory_does_not_grow_with_the_dataset() -> None:
         (10, 0, True, TypeError, "epoch must be an integer >= 0, got True (bool); count epochs from 0"),
     ],
 )
-def test_rejects_numbers_out_of_range(n: int, seed: int, epoch: int, error: type[Exception], message: str) -> None:
+def test_rejects_numbers_out_of_range(n, seed, epoch, error, message):
     for make in (Permutation, partial(order, shuffle=False)):
         with pytest.raises(error) as raised:
             make(n, seed, epoch)
@@ -151,7 +151,7 @@ def test_rejects_numbers_out_of_range(n: int, seed: int, epoch: int, error: type
 
 @pytest.mark.parametrize("n", [10, 5000, 2**48])
 @pytest.mark.parametrize("shuffled", [True, False])
-def test_rejects_positions_out_of_range(n: int, shuffled: bool) -> None:
+def test_rejects_positions_out_of_range(n, shuffled):
     samples_at = order(n, 1, 2, shuffle=shuffled)
     for wrong in (-1, n, 2**63 - 1, -(2**63)):
         with pytest.raises(IndexError) as raised:

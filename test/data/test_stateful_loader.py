@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,8 +15,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import variable_batch_size as vbs
 from helpers.properties import examples
-from helpers.runs import Case, Log, Run, Steps, cases, error_of, read_ahead, together
-from variable_batch_size.backend import Backend
+from helpers.runs import Case, Run, cases, error_of, read_ahead, together
 from variable_batch_size.testing import run_ranks
 from variable_batch_size.world import World
 
@@ -34,11 +32,11 @@ with_options = pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".joi
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
-def stateful(run: Run, **options: Any) -> Any:
+def stateful(run, **options):
     return StatefulDataLoader(range(run.case.dataset_size), batch_sampler=run.sampler, **options)
 
 
-def microbatches(run: Run, loader: Any) -> Iterator[bool]:
+def microbatches(run, loader):
     """Train to the end of the last epoch; yields after every microbatch whether it ended an update."""
     for epoch in range(run.optimizer.epoch, run.case.epochs):
         run.set_epoch(epoch)
@@ -46,7 +44,7 @@ def microbatches(run: Run, loader: Any) -> Iterator[bool]:
             yield run.take(batch)
 
 
-def saved_after(updates: int, options: dict[str, Any], case: Case = CASE) -> tuple[Run, dict[str, Any], dict[str, Any]]:
+def saved_after(updates, options, case=CASE):
     """A run that stopped, and the states of its loader and of its optimizer."""
     run = Run(case)
     loader = stateful(run, **options)
@@ -59,7 +57,7 @@ def saved_after(updates: int, options: dict[str, Any], case: Case = CASE) -> tup
 
 @with_options
 @pytest.mark.parametrize(("stop", "loader_first"), [(5, False), (8, True), (22, True)])
-def test_resumes_with_the_remaining_microbatches(options: dict[str, Any], stop: int, loader_first: bool) -> None:
+def test_resumes_with_the_remaining_microbatches(options, stop, loader_first):
     """8 is the last update of an epoch, whose end the loader has not met; 22 is the last but one of all."""
     begun, of_loader, of_optimizer = saved_after(stop, options)
     run = Run(CASE)
@@ -74,7 +72,7 @@ def test_resumes_with_the_remaining_microbatches(options: dict[str, Any], stop: 
     assert together([run.log]) == CASE.steps[stop:]
 
 
-def test_the_initial_state_may_be_saved_before_the_first_epoch() -> None:
+def test_the_initial_state_may_be_saved_before_the_first_epoch():
     run = Run(CASE)
     loader = stateful(run, num_workers=2)
     initial = copy.deepcopy(loader.state_dict())
@@ -89,7 +87,7 @@ def test_the_initial_state_may_be_saved_before_the_first_epoch() -> None:
 
 @with_options
 @pytest.mark.parametrize("again", [False, True])
-def test_a_loader_read_to_the_end_continues_with_the_next_epoch(options: dict[str, Any], again: bool) -> None:
+def test_a_loader_read_to_the_end_continues_with_the_next_epoch(options, again):
     """Whether or not it is set once more before it."""
     begun = Run(CASE)
     loader = stateful(begun, **options)
@@ -112,7 +110,7 @@ def test_a_loader_read_to_the_end_continues_with_the_next_epoch(options: dict[st
 
 @given(cases(largest_dataset=40), st.data())
 @examples(50)
-def test_a_loader_without_workers_resumes_with_another_minibatch_size(case: Case, data: st.DataObject) -> None:
+def test_a_loader_without_workers_resumes_with_another_minibatch_size(case, data):
     stop = data.draw(st.integers(1, len(case.steps)))
     _, of_loader, of_optimizer = saved_after(stop, OPTIONS[data.draw(st.integers(0, 1))], case)
     run = Run(case, minibatch_size=data.draw(st.integers(1, 64)))
@@ -129,10 +127,10 @@ def test_a_loader_without_workers_resumes_with_another_minibatch_size(case: Case
 class Resumed:
     """A loader that resumes from an iterator's snapshot, reads forward and prefetches; later a plain loader."""
 
-    def __init__(self, run: Run, snapshot: dict[str, int], forward: int, ahead: int) -> None:
+    def __init__(self, run, snapshot, forward, ahead):
         self.sampler, self.snapshot, self.forward, self.ahead = run.sampler, snapshot, forward, ahead
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self):
         if self.snapshot:
             iter(self.sampler)
             self.sampler.load_state_dict(self.sampler.state_dict())
@@ -155,7 +153,7 @@ class Moment:
     optimizer: dict[str, Any]  # of the last whole update
 
 
-def moments(case: Case, backend: Backend | None = None) -> list[Moment]:
+def moments(case, backend=None):
     """All of a training."""
     run, result = Run(case, backend), []
     updates, optimizer = 0, copy.deepcopy(run.optimizer.state_dict())
@@ -170,14 +168,14 @@ def moments(case: Case, backend: Backend | None = None) -> list[Moment]:
     return result
 
 
-def rest_of(case: Case, moment: Moment, *snapshot: Any, minibatch_size: int | None = None) -> Steps:
+def rest_of(case, moment, *snapshot, minibatch_size=None):
     run = Run(case, minibatch_size=minibatch_size)
     run.optimizer.load_state_dict(moment.optimizer)
     list(microbatches(run, Resumed(run, *snapshot)))
     return together([run.log])
 
 
-def test_a_loader_that_resumes_where_the_training_ends_reads_nothing() -> None:
+def test_a_loader_that_resumes_where_the_training_ends_reads_nothing():
     case = Case(vbs.BatchTrace.from_sizes([2] * 20), 2, 1, False, False, seed=0, epochs=3, max_updates=1)
     first, last = moments(case)
     assert rest_of(case, last, first.iterator, 1, 0) == []
@@ -185,7 +183,7 @@ def test_a_loader_that_resumes_where_the_training_ends_reads_nothing() -> None:
 
 @given(cases(largest_dataset=30), st.integers(0, 12), st.data())
 @examples(60)
-def test_reading_forward_from_an_older_snapshot_reaches_the_update(case: Case, ahead: int, data: st.DataObject) -> None:
+def test_reading_forward_from_an_older_snapshot_reaches_the_update(case, ahead, data):
     every = moments(case)
     stop = data.draw(st.sampled_from([moment for moment in every if moment.ends_update]))
     older = [moment for moment in every if moment.epoch == stop.epoch and moment.microbatch <= stop.microbatch]
@@ -197,11 +195,11 @@ def test_reading_forward_from_an_older_snapshot_reaches_the_update(case: Case, a
         assert rest_of(case, stop, snapshot.iterator, forward, ahead) == case.steps[stop.updates :]
 
 
-def test_reading_forward_counts_the_rounds_of_its_world() -> None:
+def test_reading_forward_counts_the_rounds_of_its_world():
     """On three ranks a batch of 17 takes two rounds of each, although five microbatches would do."""
     case = replace(CASE, trace=vbs.BatchTrace.from_sizes([17, 3, 20], on_end="hold"), fixed_shape=False)
 
-    def train(backend: Backend) -> Log:
+    def train(backend):
         every = moments(case, backend)
         stop = next(moment for moment in every if moment.updates == 2)
         run = Run(case, backend)
@@ -214,7 +212,7 @@ def test_reading_forward_counts_the_rounds_of_its_world() -> None:
 
 @given(cases(largest_dataset=30), st.integers(0, 12), st.data())
 @examples(60)
-def test_a_snapshot_is_read_forward_only_with_its_own_split(case: Case, ahead: int, data: st.DataObject) -> None:
+def test_a_snapshot_is_read_forward_only_with_its_own_split(case, ahead, data):
     """What was one microbatch may be several for another `minibatch_size`; at the update itself it does not matter."""
     every = moments(case)
     ends = [sum(map(len, case.updates[:epoch])) for epoch in range(case.epochs + 1)]
@@ -238,7 +236,7 @@ REFUSED = (
 
 @given(cases(largest_dataset=30), st.data())
 @examples(60)
-def test_states_of_different_times_never_train_on_wrong_samples(case: Case, data: st.DataObject) -> None:
+def test_states_of_different_times_never_train_on_wrong_samples(case, data):
     """Whichever is older; inside an update only the loader has a state, and that fits no optimizer's."""
     every = moments(case)
     of_loader, of_optimizer = (data.draw(st.sampled_from(every)) for _ in range(2))
@@ -256,7 +254,7 @@ def test_states_of_different_times_never_train_on_wrong_samples(case: Case, data
         assert not of_loader.ends_update or of_loader.updates != of_optimizer.updates
 
 
-def test_the_state_of_a_restored_iterator_is_that_it_was_restored_from() -> None:
+def test_the_state_of_a_restored_iterator_is_that_it_was_restored_from():
     for moment in moments(CASE):
         batches = iter(CASE.sampler())
         batches.load_state_dict(moment.iterator)
@@ -264,17 +262,16 @@ def test_the_state_of_a_restored_iterator_is_that_it_was_restored_from() -> None
 
 
 @pytest.mark.parametrize("change", [{"fixed_shape": False}, {"minibatch_size": 8}])
-def test_another_split_within_an_update_raises_with_a_remedy(change: dict[str, Any]) -> None:
+def test_another_split_within_an_update_raises_with_a_remedy(change):
     inside = moments(CASE)[0].iterator
     run = Run(replace(CASE, **change))
     with pytest.raises(
-        ValueError,
-        match=r"same split, but it was .*'minibatch_size': 4, 'fixed_shape': True.*or save when",
+        ValueError, match=r"same split, but it was .*'minibatch_size': 4, 'fixed_shape': True.*or save when"
     ):
         iter(run.sampler).load_state_dict(inside)
 
 
-def test_the_iterator_of_another_rank_raises_only_within_an_update() -> None:
+def test_the_iterator_of_another_rank_raises_only_within_an_update():
     first, second = (CASE.sampler(World(rank, 2)) for rank in (0, 1))
     batches = iter(first)
     next(batches)
@@ -286,7 +283,7 @@ def test_the_iterator_of_another_rank_raises_only_within_an_update() -> None:
     assert list(other) == list(second)[1:]
 
 
-def test_a_loader_of_other_samples_raises() -> None:
+def test_a_loader_of_other_samples_raises():
     _, of_loader, _ = saved_after(3, OPTIONS[0])
     run = Run(replace(CASE, seed=4))
     loader = stateful(run)
@@ -295,7 +292,7 @@ def test_a_loader_of_other_samples_raises() -> None:
         iter(loader)
 
 
-def test_a_loader_restored_without_its_optimizer_raises() -> None:
+def test_a_loader_restored_without_its_optimizer_raises():
     _, of_loader, _ = saved_after(3, OPTIONS[0])
     run = Run(CASE)
     loader = stateful(run)

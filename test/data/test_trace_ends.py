@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 import variable_batch_size as vbs
 from helpers.properties import examples
 from helpers.runs import error_of, sizes
-from variable_batch_size.data.batches import Place
 
 Ends = dict[str, int]
 
 
-def missing(trace: list[int], dataset_size: int, drop_last: bool, ends: Ends) -> dict[str, int] | None:
+def missing(trace, dataset_size, drop_last, ends):
     """The slow twin: walk over the updates; what is missing up to each end if the trace ends before, or None."""
     epoch = start = samples = step = 0
     while ends.get("epochs") != epoch and ends.get("max_updates") != step and ends.get("max_samples") != samples:
@@ -33,7 +32,7 @@ def missing(trace: list[int], dataset_size: int, drop_last: bool, ends: Ends) ->
 
 
 @st.composite
-def trainings(draw: st.DrawFn) -> tuple[list[int], int, bool, Ends]:
+def trainings(draw):
     dataset_size = draw(st.integers(1, 40))
     trace = draw(sizes(dataset_size)) * draw(st.integers(1, 3))
     near = sum(trace) - draw(st.integers(-5, 3 * dataset_size))
@@ -45,7 +44,7 @@ def trainings(draw: st.DrawFn) -> tuple[list[int], int, bool, Ends]:
 
 @given(trainings())
 @examples(400)
-def test_creation_raises_if_and_only_if_the_walk_over_the_epochs_would(case: tuple[list[int], int, bool, Ends]) -> None:
+def test_creation_raises_if_and_only_if_the_walk_over_the_epochs_would(case):
     trace, dataset_size, drop_last, ends = case
     found = error_of(lambda: vbs.CustomSampler(dataset_size, trace, 1, 0, 4, drop_last=drop_last, **ends))
     expected = missing(*case)
@@ -66,7 +65,7 @@ def test_creation_raises_if_and_only_if_the_walk_over_the_epochs_would(case: tup
     assert (updates in found) == ("max_updates" in ends)
 
 
-def after(sampler: vbs.CustomSampler, place: Place) -> Place:
+def after(sampler, place):
     """Return the place of a training that has made one update more."""
     batches = sampler.batches
     return batches.after(place, batches.batch(batches.next_update(place.position)))
@@ -74,20 +73,18 @@ def after(sampler: vbs.CustomSampler, place: Place) -> Place:
 
 @given(trainings(), st.data())
 @examples(100)
-def test_a_training_whose_trace_is_long_enough_resumes_after_any_update(
-    case: tuple[list[int], int, bool, Ends], data: st.DataObject
-) -> None:
+def test_a_training_whose_trace_is_long_enough_resumes_after_any_update(case, data):
     trace, dataset_size, drop_last, ends = case
     cut = vbs.BatchTrace.from_sizes(trace, on_end="error" if missing(*case) is None else "hold")
 
-    def start() -> tuple[vbs.CustomSampler, list[int]]:
+    def start():
         sampler = vbs.CustomSampler(dataset_size, cut, 1, 0, dataset_size, drop_last=drop_last, **ends)
         return sampler, [sampler.plan.step(e, n).batch_size for e in epochs(sampler) for n in of(e)]
 
-    def epochs(sampler: vbs.CustomSampler) -> list[vbs.data.plan.Epoch]:
+    def epochs(sampler):
         return [sampler.plan.epoch(n) for n in range(sampler.epoch, min(ends.get("epochs", 50), 50))]
 
-    def of(epoch: vbs.data.plan.Epoch) -> range:
+    def of(epoch):
         return range(epoch.first_step, epoch.end_step)
 
     sampler, expected = start()
@@ -101,7 +98,7 @@ def test_a_training_whose_trace_is_long_enough_resumes_after_any_update(
     assert left == expected[stop:]
 
 
-def test_the_message_counts_up_to_the_end_of_the_training() -> None:
+def test_the_message_counts_up_to_the_end_of_the_training():
     """Epoch 0 shortens its last step from 64 to 44 samples, so 1276 samples need more than the sum of 1276."""
     trace = [16] * 12 + [48] * 10 + [32] * 8 + [7] * 4 + [64] * 5
     assert sum(trace) == 1276
@@ -113,11 +110,11 @@ def test_the_message_counts_up_to_the_end_of_the_training() -> None:
     with pytest.raises(ValueError, match=message):
         vbs.CustomSampler(1000, trace, 1, 0, max_samples=1276)
     for end in ({"max_samples": 1256}, {"max_samples": 1276, "on_end": "hold"}, {"max_updates": 39}):
-        vbs.CustomSampler(1000, trace, 1, 0, **end)  # type: ignore[arg-type]
+        vbs.CustomSampler(1000, trace, 1, 0, **end)
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_many_epochs_of_one_batch_size_are_counted_at_once(drop_last: bool) -> None:
+def test_many_epochs_of_one_batch_size_are_counted_at_once(drop_last):
     long = vbs.BatchTrace.parse("0:7 1T:3 2T:4", steps=3 * 10**12)
     for samples in (long.total_samples // 2, 10**12):
         vbs.CustomSampler(10, long, 1, 0, max_samples=samples, drop_last=drop_last)
@@ -127,7 +124,7 @@ def test_many_epochs_of_one_batch_size_are_counted_at_once(drop_last: bool) -> N
         vbs.CustomSampler(10, long, 1, 0, epochs=10**14, drop_last=drop_last)
 
 
-def test_a_restore_raises_if_the_trace_is_too_short_from_there() -> None:
+def test_a_restore_raises_if_the_trace_is_too_short_from_there():
     """An earlier end has shortened an update, which counts as a whole step."""
     sampler = vbs.CustomSampler(10, [4, 4, 4, 4], 1, 0, max_samples=6)
     place = after(sampler, after(sampler, sampler.place))

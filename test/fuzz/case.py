@@ -29,14 +29,11 @@ FEATURES = {
     "clipping": 0.25,
     "noise_rules": 0.3,
     "squares": 0.3,  # a rule of Adam's second moment
-    "early_gain": 1.0,  # the gain before the first estimate is min(1, k)
     "timescale": 0.1,  # the rule is wrapped in ConstantTimescale
     "loss_scale": 0.15,  # a loss times c changes no gain
     "schedule": 0.2,  # the user changes lr after every update
     "poison": 0.1,  # a sample with an infinite loss, where the noise is measured
     "cut": 0.5,  # fixed_shape=False
-    "even_cut": 1.0,  # fixed_shape=False makes ceil(B / m) microbatches whose sizes differ by at most one
-    "spread": 1.0,  # and as many on each rank, unless the noise is measured or the model has batch normalization
     "worlds": 0.3,
     "resume": 0.4,
     "other_cut": 0.2,  # resume with another fixed_shape: the saved one wins
@@ -52,7 +49,6 @@ FEATURES = {
     "save_inside": 0.1,  # state_dict() inside a step raises
     "set_epoch": 0.15,  # of the epoch under way
     "finished_epoch": 0.15,  # set_epoch of an epoch that is over raises
-    "epoch_number": 1.0,  # at the end of an epoch optimizer.epoch is the next one
     "rollback": 0.1,
     "faults": 0.15,  # exceptions inside step()
     "misuse": 0.1,  # zero_grad of the model inside a step, step() without backward()
@@ -209,7 +205,7 @@ class Case:
 
     def ranks(self, update: int) -> int:
         """The number of ranks over which a step is spread."""
-        if self.measures_noise or self.measures_squares or "batchnorm" in self.parts or "spread" in self.without:
+        if self.measures_noise or self.measures_squares or "batchnorm" in self.parts:
             return 1
         return self._segment(update).world
 

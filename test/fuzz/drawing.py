@@ -62,7 +62,7 @@ def draw_case(seed: int, without: frozenset[str] = frozenset()) -> Case:
     }
     fixed_shape = not draw.feature("cut")
     counts = draw.feature("counts", not compared)
-    minibatch_size = _minibatch_size(draw, planned, measured)
+    minibatch_size = _minibatch_size(draw, planned)
     reference = max(reference, minibatch_size) if squares else reference
     segments = _segments(draw, len(planned), fixed_shape, minibatch_size, compared)
     case = Case(
@@ -166,11 +166,8 @@ def _saves(draw: Draw) -> SavesCase | None:
     return SavesCase(draw.integer("keep", 1, 3), every, mode)
 
 
-def _minibatch_size(draw: Draw, planned: list[Any], measured: bool) -> int:
+def _minibatch_size(draw: Draw, planned: list[Any]) -> int:
     size = draw.choice("minibatch_size", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16])
-    first = len(planned[0].samples)
-    if measured and "early_gain" in draw.without:  # the first update gives an estimate
-        size = min(size, max(1, first // 2))
     while sum(-(-len(update.samples) // size) for update in planned) > MOST_MICROBATCHES:
         size += 2
     return size

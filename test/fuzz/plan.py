@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -71,37 +70,17 @@ class Planned:
     samples: tuple[int, ...]
     ends_epoch: bool
 
-    def microbatches(
-        self, minibatch_size: int, fixed_shape: bool, even: bool = True, ranks: int = 1
-    ) -> list[tuple[int, list[int]]]:
+    def microbatches(self, minibatch_size: int, fixed_shape: bool, ranks: int) -> list[tuple[int, list[int]]]:
         """The number of distinct samples and the rows (indices in the dataset) of each microbatch of the update.
 
         `ranks`: the number of ranks over which steps are spread.
         """
         result, start = [], 0
-        sizes = split_sizes(len(self.samples), minibatch_size, fixed_shape, ranks)
-        if even and not fixed_shape and not is_even(sizes, minibatch_size, ranks):
-            sizes = even_sizes(len(self.samples), minibatch_size, ranks)
-        for size in sizes:
+        for size in split_sizes(len(self.samples), minibatch_size, fixed_shape, ranks):
             positions = rows_of(start, size, minibatch_size, fixed_shape)
             result.append((size, [self.samples[position] for position in positions]))
             start += size
         return result
-
-
-def is_even(sizes: Sequence[int], minibatch_size: int, ranks: int) -> bool:
-    """The law of fixed_shape=False: microbatches whose sizes differ by at most one, in any order."""
-    return len(sizes) == even_number(sum(sizes), minibatch_size, ranks) and max(sizes) - min(sizes) <= 1
-
-
-def even_number(batch_size: int, minibatch_size: int, ranks: int) -> int:
-    """As many for each rank as necessary, or one for each sample if there are fewer."""
-    return min(batch_size, math.ceil(batch_size / (minibatch_size * ranks)) * ranks)
-
-
-def even_sizes(batch_size: int, minibatch_size: int, ranks: int) -> list[int]:
-    number = even_number(batch_size, minibatch_size, ranks)
-    return sorted(batch_size // number + (index < batch_size % number) for index in range(number))
 
 
 def planned_updates(

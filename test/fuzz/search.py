@@ -122,9 +122,8 @@ def difference(case: Case, records: list[list[Record]], wanted: list[Expected], 
             ("counted", record.count is not None, case.counts and not case.divides),
             ("logged", set(record.logged), {"one", "value"} if case.logs else set()),
             ("done", record.done, is_done(case, record.update, update.samples)),
+            ("epoch", record.epoch, update.epoch),
         ]
-        if "epoch_number" not in case.without:
-            pairs.append(("epoch", record.epoch, update.epoch))
         for name, found, right in pairs:
             if found != right:
                 return f"after update {record.update} {name}: {found} instead of {right}"

@@ -16,13 +16,13 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_random_training_equals_its_twin(seed: int) -> None:
+def test_a_random_training_equals_its_twin(seed):
     outcome = run_case(seed)
     assert outcome.kind != "finding", f"PYTHONPATH=test python -m fuzz --case {seed}: {outcome.message}"
 
 
 @pytest.mark.slow("starts four processes")
 @pytest.mark.torch
-def test_random_trainings_equal_one_process_whoever_sums() -> None:
+def test_random_trainings_equal_one_process_whoever_sums():
     ended = run(sys.executable, "-m", "fuzz.sums", "--number", "15", "--seed", "31", PYTHONPATH="test")
     assert ended.returncode == 0, ended.stdout

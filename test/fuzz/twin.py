@@ -24,7 +24,6 @@ class Expected:
 
     weights: dict[str, Tensor]
     microbatches: list[tuple[int, list[int]]]  # distinct samples and rows
-    touched: list[frozenset[str]]  # parameters with a gradient, of each microbatch
     updated: bool
     samples: int
     epoch: int  # of the next update
@@ -46,7 +45,7 @@ class Twin:
         self.groups = [dict(group) for group in case.groups]
         names = parameter_groups(self.model, len(self.groups))
         inner = InnerTwin(getattr(torch.optim, case.optimizer), weights, list(zip(names, self.groups, strict=True)))
-        noise = NoiseTwin(case.ref_batchsize, case.noise == "differenced", "early_gain" not in case.without)
+        noise = NoiseTwin(case.ref_batchsize, case.noise == "differenced")
         self.plain = PlainTraining(weights, inner.step, case.max_grad_norm, noise if case.measures_noise else None)
         if case.measures_squares:
             own = zip(names, self.rules, strict=True)
@@ -61,9 +60,7 @@ class Twin:
     def update(self, number: int) -> Expected:
         case, planned = self.case, self.case.updates[number]
         batch_size = len(planned.samples)
-        microbatches = planned.microbatches(
-            case.minibatch_size(number), case.fixed_shape, "even_cut" not in case.without, case.ranks(number)
-        )
+        microbatches = planned.microbatches(case.minibatch_size(number), case.fixed_shape, case.ranks(number))
         gradients = self.gradients(number, microbatches)
         reduced: dict[str, Any] = {}
         for samples, own in gradients:
@@ -86,7 +83,6 @@ class Twin:
         return Expected(
             weights=self.weights(),
             microbatches=microbatches,
-            touched=[frozenset(own) for _, own in gradients],
             updated=updated,
             samples=self.samples,
             epoch=planned.epoch + planned.ends_epoch,

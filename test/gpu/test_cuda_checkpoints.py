@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -19,9 +17,7 @@ pytestmark = MARKS
 @pytest.mark.parametrize("kind", OPTIMIZERS.values(), ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("wait", [True, False], ids=["", "in the background"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_a_checkpoint_of_a_gpu_continues_bit_for_bit(
-    kind: type[vbs.CustomOptimizer], wait: bool, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_a_gpu_continues_bit_for_bit(kind, wait, dtype, tmp_path):
     run, other = (on_device(kind, SIZES, dtype=dtype) for _ in range(2))
     with checkpoint(tmp_path, run) as saves:
         for _ in range(3):
@@ -36,7 +32,7 @@ def test_a_checkpoint_of_a_gpu_continues_bit_for_bit(
     assert other.optimizer.progress == run.optimizer.progress
 
 
-def test_a_copy_for_the_background_is_in_pinned_memory() -> None:
+def test_a_copy_for_the_background_is_in_pinned_memory():
     weights = torch.arange(1000.0, device=DEVICE)
     copied = Copies(vbs.backend.LocalBackend()).take({"weights": weights})["weights"]
     weights.zero_()

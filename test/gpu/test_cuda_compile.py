@@ -6,8 +6,6 @@ import logging
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -21,14 +19,12 @@ pytestmark = [*MARKS, pytest.mark.skipif(ON_GPU and not COMPILER, reason="Triton
 BACKEND = "inductor" if ON_GPU else "eager"
 SIZES = [8, 12] * 5  # of one epoch: few learning rates, for each of which an inner step may be compiled
 every_kind = pytest.mark.parametrize(
-    "kind",
-    [vbs.LinearRuleOptimizer, vbs.SqrtSDERuleOptimizer, vbs.AdaScaleOptimizer],
-    ids=lambda kind: kind.__name__,
+    "kind", [vbs.LinearRuleOptimizer, vbs.SqrtSDERuleOptimizer, vbs.AdaScaleOptimizer], ids=lambda kind: kind.__name__
 )
 
 
 @pytest.fixture(autouse=True)
-def new_compiler() -> Iterator[None]:
+def new_compiler():
     torch._dynamo.reset()
     logging.getLogger("torch.__trace").propagate = False  # pytest would format each of its many records
     with warnings.catch_warnings():
@@ -39,15 +35,15 @@ def new_compiler() -> Iterator[None]:
 
 @every_kind
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_a_compiled_model_on_a_gpu_equals_the_eager_one(kind: Any, dtype: torch.dtype) -> None:
+def test_a_compiled_model_on_a_gpu_equals_the_eager_one(kind, dtype):
     eager, run = (on_device(kind, SIZES, dataset_size=100, dtype=dtype) for _ in range(2))
-    run.model = torch.compile(run.model, backend=BACKEND, dynamic=True)  # type: ignore[assignment]
+    run.model = torch.compile(run.model, backend=BACKEND, dynamic=True)
     assert difference(run.run(10), eager.run(10).weights()) <= (1e-5 if dtype is torch.float32 else 1e-12)
 
 
 @every_kind
-def test_a_compiled_inner_step_on_a_gpu_equals_the_eager_one(kind: Any) -> None:
+def test_a_compiled_inner_step_on_a_gpu_equals_the_eager_one(kind):
     eager, run = (on_device(kind, SIZES, dataset_size=100) for _ in range(2))
     inner = run.optimizer.inner
-    inner.step = torch.compile(inner.step, backend=BACKEND)  # type: ignore[method-assign]
+    inner.step = torch.compile(inner.step, backend=BACKEND)
     assert difference(run.run(10), eager.run(10).weights()) <= 1e-5  # a compiled Adam corrects its bias in float32

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -12,12 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import variable_batch_size as vbs
-from helpers.denominators import Divided, plain
+from helpers.denominators import DATASET, Divided, batches_of, plain
 from helpers.gpu import DEVICE, MARKS, TOLERANCES, deviation, difference, on_device
 from helpers.properties import examples
-from helpers.reference import EQUATIONS, HYPERPARAMETERS, OPTIMIZERS, SIZES, Training, twin
-from helpers.tokens import DATASET, batches_of
-from variable_batch_size.backend import Backend
+from helpers.reference import EQUATIONS, HYPERPARAMETERS, OPTIMIZERS, SIZES, twin
 from variable_batch_size.testing import run_ranks
 
 pytestmark = MARKS
@@ -38,16 +35,14 @@ every_dtype = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
     seed=st.integers(0, 2**64 - 1),
     tail=st.integers(0, 40),
 )
-def test_an_update_on_a_gpu_equals_that_of_one_big_batch(
-    kind: Kind, dtype: torch.dtype, sizes: list[int], tail: int, **options: Any
-) -> None:
+def test_an_update_on_a_gpu_equals_that_of_one_big_batch(kind, dtype, sizes, tail, **options):
     assert deviation(kind, sizes, dtype, dataset_size=max(sizes) + tail, **options) <= TOLERANCES[dtype]
 
 
 @every_class
 @every_dtype
-def test_the_world_does_not_matter_on_a_gpu(kind: Kind, dtype: torch.dtype) -> None:
-    def train(backend: Backend) -> Training:
+def test_the_world_does_not_matter_on_a_gpu(kind, dtype):
+    def train(backend):
         return on_device(kind, SIZES, dtype=dtype, backend=backend).run(len(SIZES))
 
     for run in run_ranks(train, 3):
@@ -55,8 +50,8 @@ def test_the_world_does_not_matter_on_a_gpu(kind: Kind, dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("counted_on", ["cpu", DEVICE])
-def test_denominators_on_a_gpu_are_those_of_all_ranks(counted_on: str) -> None:
-    def train(backend: Backend) -> Training:
+def test_denominators_on_a_gpu_are_those_of_all_ranks(counted_on):
+    def train(backend):
         run = on_device(vbs.ConstantOptimizer, SIZES, dataset_size=DATASET, ref_batchsize=None, backend=backend)
         Divided(run, {name: number.to(counted_on) for name, number in numbers.items()}).train(len(SIZES))
         return run
@@ -76,15 +71,13 @@ INNERS = [(kind, inner) for kind in OPTIMIZERS.values() for inner in EQUATIONS[k
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
 @every_dtype
-def test_an_implementation_of_the_inner_optimizer_changes_nothing(
-    kind: Kind, inner: type[torch.optim.Optimizer], implementation: str, dtype: torch.dtype
-) -> None:
+def test_an_implementation_of_the_inner_optimizer_changes_nothing(kind, inner, implementation, dtype):
     values = HYPERPARAMETERS[inner] | {implementation: True}
     run = on_device(kind, SIZES, dtype=dtype, inner=inner, hyperparameters=values).run(len(SIZES))
     assert difference(run, twin(kind, SIZES, dtype=dtype, inner=inner)) <= TOLERANCES[dtype]
 
 
-def test_a_non_finite_gradient_leaves_the_weights_if_the_noise_is_measured() -> None:
+def test_a_non_finite_gradient_leaves_the_weights_if_the_noise_is_measured():
     """On a device the host does not read it: the update is made, with a learning rate of 0."""
     run = on_device(vbs.AdaScaleOptimizer, [12] * 4, dataset_size=48)
     weights = []

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 import variable_batch_size as vbs
 from helpers.gpu import DEVICE, MARKS, difference, on_device
-from helpers.reference import HYPERPARAMETERS, SIZES, Training, twin
+from helpers.reference import HYPERPARAMETERS, SIZES, twin
 
 pytestmark = MARKS
 
-EPOCH: dict[str, Any] = {"sizes": SIZES[:4], "dataset_size": 61}  # of four updates, of 5, 2, 1 and 9 microbatches
+EPOCH = {"sizes": SIZES[:4], "dataset_size": 61}  # of four updates, of 5, 2, 1 and 9 microbatches
 every_kind = pytest.mark.parametrize(
     "kind",
     [vbs.RootRuleOptimizer, vbs.LinearRuleMomentumOptimizer, vbs.AdaScaleOptimizer, vbs.SqrtSDERuleOptimizer],
@@ -23,12 +19,12 @@ every_kind = pytest.mark.parametrize(
 )
 
 
-def grad_scaler(growth_interval: int = 2) -> torch.amp.GradScaler:
+def grad_scaler(growth_interval=2):
     """Return one whose scale grows at every second microbatch."""
     return torch.amp.GradScaler(DEVICE, init_scale=2.0**8, growth_interval=growth_interval)
 
 
-def scaled_steps(run: Training, scaler: torch.amp.GradScaler, spoil: int = -1) -> Iterator[Any]:
+def scaled_steps(run, scaler, spoil=-1):
     """Train for an epoch; yield what each step returns. The loss of microbatch number `spoil` is infinite."""
     for number, indices in enumerate(run.sampler):
         run.optimizer.backward(run.loss(indices) * (torch.inf if number == spoil else 1), scaler=scaler)
@@ -38,7 +34,7 @@ def scaled_steps(run: Training, scaler: torch.amp.GradScaler, spoil: int = -1) -
 
 @every_kind
 @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
-def test_an_update_under_a_grad_scaler_on_a_gpu_is_exact(kind: Any, fused: bool) -> None:
+def test_an_update_under_a_grad_scaler_on_a_gpu_is_exact(kind, fused):
     inner = type(on_device(kind, **EPOCH).optimizer.inner)
     values = HYPERPARAMETERS[inner] | ({"fused": True} if fused else {})
     run, scaler = on_device(kind, **EPOCH, max_grad_norm=0.5, hyperparameters=values), grad_scaler()
@@ -48,7 +44,7 @@ def test_an_update_under_a_grad_scaler_on_a_gpu_is_exact(kind: Any, fused: bool)
 
 
 @every_kind
-def test_an_overflow_on_a_gpu_skips_the_update(kind: Any) -> None:
+def test_an_overflow_on_a_gpu_skips_the_update(kind):
     run, scaler = on_device(kind, **EPOCH), grad_scaler()
     assert sum(scaled_steps(run, scaler, spoil=2)) == 3
     assert difference(run, twin(kind, **EPOCH, skipped={0})) <= 1e-12
@@ -58,14 +54,14 @@ def test_an_overflow_on_a_gpu_skips_the_update(kind: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", [vbs.LinearRuleOptimizer, vbs.AdaScaleOptimizer], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("scales", [False, True], ids=["", "GradScaler"])
-def test_trains_with_autocast_on_a_gpu(kind: Any, dtype: torch.dtype, scales: bool) -> None:
+def test_trains_with_autocast_on_a_gpu(kind, dtype, scales):
     run = on_device(kind, **EPOCH, dtype=torch.float32)
     whole_loss = run.loss
 
-    def loss(indices: Any) -> Tensor:
+    def loss(indices):
         with torch.autocast(DEVICE, dtype=dtype):
             return whole_loss(indices)
 
-    run.loss = loss  # type: ignore[method-assign]
+    run.loss = loss
     assert sum(scaled_steps(run, grad_scaler(growth_interval=8)) if scales else run.steps()) == 4
     assert difference(run, twin(kind, **EPOCH)) <= 1e-2

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -30,14 +28,14 @@ pytestmark = [*MARKS, pytest.mark.skipif(not ON_GPU, reason="a CPU neither synch
 WARM_UP = 8  # updates: hooks watch the first ones, and memory is allocated
 
 
-def set_mode(mode: str) -> None:
+def set_mode(mode):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "a prototype feature"
         torch.cuda.set_sync_debug_mode(mode)
 
 
 @contextmanager
-def synchronizing_raises() -> Iterator[None]:
+def synchronizing_raises():
     torch.cuda.synchronize()
     set_mode("error")
     try:
@@ -46,7 +44,7 @@ def synchronizing_raises() -> Iterator[None]:
         set_mode("default")
 
 
-def test_a_read_of_the_gpu_raises_in_this_mode() -> None:
+def test_a_read_of_the_gpu_raises_in_this_mode():
     norm = torch.ones(3, device="cuda").sum()
     with synchronizing_raises(), pytest.raises(RuntimeError, match="synchron"):
         norm.item()
@@ -56,7 +54,7 @@ def test_a_read_of_the_gpu_raises_in_this_mode() -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"max_grad_norm": 1.0}, {"noise": "differenced"}], ids=lambda one: "".join(one)
 )
-def test_the_host_does_not_wait_within_an_update(kind: type[vbs.CustomOptimizer], options: dict[str, Any]) -> None:
+def test_the_host_does_not_wait_within_an_update(kind, options):
     """Also if the noise is measured: only `noise()`, `progress`, a tracker's rows, a controller and a state read it."""
     each = updates(kind, VARYING, **options)
     make(each, WARM_UP)
@@ -64,7 +62,7 @@ def test_the_host_does_not_wait_within_an_update(kind: type[vbs.CustomOptimizer]
         make(each, 2 * len(VARYING))
 
 
-def test_the_host_does_not_wait_for_denominators() -> None:
+def test_the_host_does_not_wait_for_denominators():
     each = divided_updates(VARYING)
     make(each, WARM_UP)
     with synchronizing_raises():
@@ -89,9 +87,7 @@ MICROBATCHES = 4
     ],
     ids=["constant", "linear", "linear, clipped", "AdaScale"],
 )
-def test_an_update_launches_few_kernels_more_than_a_loop_by_hand(
-    kind: type[vbs.CustomOptimizer], options: dict[str, Any], of_update: int, of_microbatch: int
-) -> None:
+def test_an_update_launches_few_kernels_more_than_a_loop_by_hand(kind, options, of_update, of_microbatch):
     sizes = [MICROBATCHES * ROWS]
     by_hand = launches(updates_by_hand(sizes))
     assert by_hand > 4 * MICROBATCHES  # a forward and a backward are more

@@ -14,6 +14,7 @@ import pytest
 
 import variable_batch_size as vbs
 from helpers.reference import Training, training
+from variable_batch_size.checkpoint import writer
 from variable_batch_size.checkpoint.folder import Folder, update_of
 
 STATE = "tensors-0.safetensors"
@@ -21,6 +22,18 @@ STATE = "tensors-0.safetensors"
 
 def checkpoint(folder: Path | str, run: Training, /, **options: Any) -> vbs.Checkpoint:
     return vbs.Checkpoint(folder, model=run.model, optimizer=run.optimizer, sampler=run.sampler, **options)
+
+
+def save_checkpoint(folder: Path | str, run: Training, /, **options: Any) -> None:
+    """Save one, and close it."""
+    with checkpoint(folder, run, **options) as saves:
+        saves.save()
+
+
+def restore_checkpoint(folder: Path | str, run: Training, /, **options: Any) -> None:
+    """Restore one, which has to be there."""
+    with checkpoint(folder, run, **options) as saves:
+        assert saves.restore()
 
 
 class Held:
@@ -107,6 +120,11 @@ def start(script: str, *arguments: object, new_session: bool = False) -> subproc
     command = [sys.executable, "-c", HEAD + script, *map(str, arguments)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, env=environment, start_new_session=new_session, **pipes)
+
+
+def as_another_process() -> None:
+    """Let this process be another one than that of the writers so far."""
+    writer._open.clear()
 
 
 def resealed(text: str, version: int | str) -> str:

@@ -6,15 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from helpers.pages import DOCS, blocks
-from variable_batch_size.adaptive import (
-    ConstantBatch,
-    Controller,
-    Goodput,
-    NoiseScale,
-    NormTest,
-    PerDevice,
-    Seesaw,
-)
+from variable_batch_size.adaptive import ConstantBatch, Controller, Goodput, NoiseScale, NormTest, PerDevice, Seesaw
 from variable_batch_size.trace import BatchTrace
 
 

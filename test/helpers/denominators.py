@@ -11,8 +11,8 @@ from torch import Tensor
 
 import variable_batch_size as vbs
 from helpers.reference import Array, Training, data, network
-from helpers.tokens import DATASET
 
+DATASET = 50
 Numbers = Mapping[str, Tensor]  # what each sample counts, by term, (samples,)
 
 
@@ -76,3 +76,18 @@ def plain(numbers: Numbers, batches: Sequence[list[int]], max_grad_norm: float |
             torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
         inner.step()
     return [parameter.detach().numpy() for parameter in model.parameters()]
+
+
+def batches_of(sizes: list[int]) -> list[list[int]]:
+    """The samples of each update."""
+    sampler = vbs.CustomSampler(DATASET, sizes, 1, 0, DATASET, on_end="hold", fixed_shape=False)
+    optimizer = vbs.ConstantOptimizer(torch.optim.SGD(network().parameters(), lr=0.0), sampler)
+    result: list[list[int]] = []
+    while len(result) < len(sizes):
+        sampler.set_epoch(optimizer.epoch)
+        for indices in sampler:
+            result.append(indices)
+            for parameter in optimizer.param_groups[0]["params"]:
+                parameter.sum().backward()
+            optimizer.step()
+    return result[: len(sizes)]

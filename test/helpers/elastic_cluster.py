@@ -35,34 +35,19 @@ Cause = Literal["start", "preemption", "growth"]
 
 @dataclass(frozen=True)
 class Start:
-    """One start of the training. All times are in seconds from the start of the cluster.
-
-    Attributes:
-        cause: why it was started.
-        nodes: number of nodes.
-        begun: when the start began: at the kill before, or at the end of the last update before.
-        killed: when its nodes were killed; None if it saved and exited, or ran to the end.
-        ends: when it was restored, and when each update ended, (updates + 1,); empty if it was killed before.
-        updates: number of updates at these times, (updates + 1,).
-        samples: likewise.
-        saves: the updates after which it was saved at the interval, (saves,).
-    """
+    """One start of the training. All times are in seconds from the start of the cluster."""
 
     cause: Cause
     nodes: int
-    begun: float
-    killed: float | None
-    ends: list[float]
-    updates: list[int]
-    samples: list[int]
-    saves: list[int]
+    begun: float  # at the kill before, or at the end of the last update before
+    killed: float | None  # None if it saved and exited, or ran to the end
+    ends: list[float]  # when it was restored, and when each update ended; empty if it was killed before
+    updates: list[int]  # number of updates at these times
+    samples: list[int]  # likewise
+    saves: list[int]  # the updates after which it was saved at the interval
 
     def seconds_of(self, batch_size: int) -> list[float]:
-        """Return the seconds of each update of so many samples, but not of the first one, in which a process does more.
-
-        Args:
-            batch_size: samples of an update; the last one of an epoch has fewer.
-        """
+        """Return the seconds of each update of so many samples, without the first one, in which a process does more."""
         rows = zip(itertools.pairwise(self.ends), itertools.pairwise(self.samples), strict=True)
         sizes = [(end - begin, after - before) for (begin, end), (before, after) in rows]
         return [seconds for seconds, samples in sizes[1:] if samples == batch_size]
@@ -200,15 +185,8 @@ def replay(
 def assert_replayed(trace: BatchTrace, elastic: Path, folder: Path, flags: Sequence[str]) -> tuple[int, float]:
     """Train in one process under a batch trace, and check that it makes the updates of an elastic training.
 
-    Args:
-        trace: the batch trace.
-        elastic: folder of the elastic training.
-        folder: folder for this training.
-        flags: those of elastic_training.py, without the trace.
-
-    Returns:
-        The number of updates, up to the newest checkpoint of the elastic training within the trace; and the largest
-        difference between the parameters of both after them.
+    Return the number of updates, up to the newest checkpoint of the elastic training, in its folder, within the trace;
+    and the largest difference between the parameters of both after them.
     """
     folder.mkdir()
     trace.to_csv(folder / "trace.csv")

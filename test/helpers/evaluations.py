@@ -25,11 +25,9 @@ Kind = tuple[str, str] | tuple[str, str, float]  # trace, rule and factor on the
 
 
 def trainings(losses: Mapping[Kind, Sequence[float | None]], **columns: Any) -> pd.DataFrame:
-    """Return the trainings of an evaluation, as `evaluation.records.read` does.
+    """Return the trainings of an evaluation, as `evaluation.records.read` does, with other columns the same of all.
 
-    Args:
-        losses: final losses by seed of each kind of trainings; nan of those that diverged, None of those killed.
-        columns: other columns, the same of all trainings.
+    `losses`: final losses by seed of each kind of trainings; nan of those that diverged, None of those killed.
     """
     rows = [
         _training(kind[0], kind[1], kind[2] if len(kind) > 2 else 1.0, seed, loss, columns)

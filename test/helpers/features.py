@@ -28,31 +28,18 @@ MARKS = (torch.arange(50) % 7 == 0).double() / 3  # weights of samples
 
 @dataclass(frozen=True)
 class Feature:
-    """A kind of training.
-
-    Attributes:
-        kind: the class of the optimizer.
-        options: further arguments of it.
-        sampling: further arguments of the sampler, in a world of a size.
-        model: what creates the model.
-        microbatch: what the loop does with a microbatch; it returns what `step()` has returned.
-        by_updates: whether the loop is over `vbs.updates`.
-        counts: what that counts of a microbatch.
-        sizes: batch sizes.
-        tolerance: relative to the largest weight.
-        unlike: where it cannot be: "ddp", "sharded", "tensors", "threads", "cores".
-    """
+    """A kind of training."""
 
     kind: type[vbs.CustomOptimizer] = vbs.LinearRuleOptimizer
-    options: dict[str, Any] = field(default_factory=dict)
-    sampling: Callable[[int], dict[str, Any]] = lambda size: {}
+    options: dict[str, Any] = field(default_factory=dict)  # of the optimizer
+    sampling: Callable[[int], dict[str, Any]] = lambda size: {}  # options of the sampler, in a world of a size
     model: Callable[[], nn.Module] | None = None
-    microbatch: Callable[[Run, list[int]], bool] | None = None
-    by_updates: bool = False
-    counts: Callable[[Run, list[int]], dict[str, Any]] | None = None
+    microbatch: Callable[[Run, list[int]], bool] | None = None  # what the loop does; it returns what `step()` has
+    by_updates: bool = False  # whether the loop is over `vbs.updates`
+    counts: Callable[[Run, list[int]], dict[str, Any]] | None = None  # of a microbatch, for `vbs.updates`
     sizes: Sequence[int] = ODD
-    tolerance: float = 1e-12
-    unlike: tuple[str, ...] = ()
+    tolerance: float = 1e-12  # relative to the largest weight
+    unlike: tuple[str, ...] = ()  # where it cannot be: "ddp", "sharded", "tensors", "threads", "cores"
 
     def fits(self, layout: Layout) -> bool:
         """Return whether it can be trained over ranks of a layout."""
@@ -77,13 +64,9 @@ class Feature:
 
 
 class Run:
-    """A training of a feature, in a place.
+    """A training of a feature, in a place; `raw`: whether the loop calls `loss.backward()`, where that is allowed.
 
-    Args:
-        feature: the feature.
-        place: the place.
-        raw: whether the loop calls `loss.backward()`, where that is allowed.
-        options: of the sampler and the training, in the place of those of the feature.
+    Options of the sampler and the training come in the place of those of the feature.
     """
 
     def __init__(self, feature: Feature, place: Place, *, raw: bool = False, **options: Any) -> None:

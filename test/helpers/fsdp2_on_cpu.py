@@ -20,11 +20,6 @@ def enable() -> None:
     AcceleratorState.__init__ = _init_with_plugin
 
 
-def disable() -> None:
-    """Let it be as it was."""
-    AcceleratorState.__init__ = _init
-
-
 def _init_with_plugin(self: Any, *args: Any, **options: Any) -> None:
     _init(self, *args, **options)
     plugin = options.get("fsdp_plugin")

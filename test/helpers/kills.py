@@ -86,16 +86,9 @@ class Job:
         return Journals.read(self._folder, self._attempt)
 
     def wait(self, condition: Callable[[], bool], what: str, alive: bool = True) -> None:
-        """Wait until the condition is true.
+        """Wait until the condition is true; if `alive`, the processes must not end before.
 
-        Args:
-            condition: what to wait for.
-            what: its description, for errors.
-            alive: whether the processes must not end before.
-
-        Raises:
-            AssertionError: if the processes end before, or TIMEOUT is exceeded; it shows their output and, in the
-                second case, their tracebacks.
+        An error shows their output and, if they hang, their tracebacks.
         """
         deadline = time.monotonic() + TIMEOUT
         while not condition():
@@ -252,15 +245,9 @@ def assert_exact(attempts: Sequence[Journals], dataset_size: int) -> int:
 
 
 class Campaign:
-    """A training that is killed and resumed repeatedly.
+    """A training that is killed and resumed repeatedly; `by`: what starts the processes, "torchrun" or "cores".
 
-    Args:
-        run: the training.
-        folder: for its checkpoints and journals; empty.
-        seed: seed of all random choices.
-        by: how the processes are started, "torchrun" or "cores".
-        minibatch_sizes: sizes from which each attempt draws one.
-        sums: what sums the gradients, "plain", "ddp" or "fsdp", from which each attempt draws one.
+    Each attempt draws a minibatch size, and what sums the gradients: "plain", "ddp" or "fsdp".
     """
 
     def __init__(

@@ -16,8 +16,6 @@ HITS = VALUES > 5  # (samples,)
 
 
 class Measured:
-    """A training with an accumulator."""
-
     def __init__(self, sizes: Sequence[int] = SIZES, dataset_size: int = 50, **options: Any) -> None:
         self.training = training(vbs.ConstantOptimizer, sizes, dataset_size=dataset_size, **options)
         self.optimizer = self.training.optimizer
@@ -32,13 +30,6 @@ class Measured:
 
     def run(self, updates: int) -> Measured:
         """Train for `updates` more updates, over as many epochs as needed."""
-        run = self.training
-        while updates:
-            epoch = run.optimizer.epoch
-            run.sampler.set_epoch(epoch)
-            run.optimizer.set_epoch(epoch)
-            for indices in run.sampler:
-                updates -= self.microbatch(indices)
-                if updates == 0:
-                    break
+        for indices in self.training.microbatches(self.optimizer.updates + updates):
+            self.microbatch(indices)
         return self

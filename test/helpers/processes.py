@@ -34,22 +34,12 @@ IMPORTED += ["torch.distributed.fsdp", "variable_batch_size.integrations.torchft
 multiprocessing.set_forkserver_preload(IMPORTED)
 
 
-def run_job(
-    where: Literal["threads", "gloo", "cores"],
-    job: Job[Result],
-    *arguments: Any,
-    ranks: int,
-    folder: Path | None = None,
-) -> list[Result]:
+def run_job(where: Where, job: Job[Result], *arguments: Any, ranks: int, folder: Path | None = None) -> list[Result]:
     """Call `job(backend, *arguments)` on each rank of a world, and return the results by rank.
 
-    Args:
-        where: what the ranks are: threads of this process, processes of a gloo group, or cores of XLA:CPU.
-        job: function; unless the ranks are threads, at the top level of a module, with a result that can be pickled.
-        arguments: further arguments of it; unless the ranks are threads, they can be pickled.
-        ranks: the size of the world.
-        folder: where each process leaves what it has written to standard error, in `stderr<rank>`. Default: a temporary
-            one; what is in it is printed if a process fails.
+    Ranks are threads of this process, processes of a gloo group, or cores of XLA:CPU; unless they are threads, the job
+    is at the top level of a module, and its arguments and results can be pickled. Each process leaves what it has
+    written to standard error in `folder / f"stderr{rank}"`, which is printed if a process fails.
     """
     if where == "threads":
         return run_ranks(lambda backend: job(backend, *arguments), ranks)

@@ -226,15 +226,26 @@ class Training:
         rows = (self.model(self.x[indices]) - self.target[indices]).square().sum(dim=1)
         return rows.mean() if self.optimizer.reduction == "mean" else rows.sum()
 
+    def step(self, indices: Sequence[int]) -> bool:
+        """Train on a microbatch; return the result of `optimizer.step()`."""
+        loss = self.loss(indices)
+        if isinstance(getattr(self.model, "_orig_mod", self.model), (FSDPModule, DistributedDataParallel)):
+            self.optimizer.backward(loss)
+        else:
+            loss.backward()
+        return self.optimizer.step()
+
     def steps(self) -> Iterator[bool]:
-        """Train for the rest of the epoch; yield the result of `optimizer.step()` for each microbatch."""
-        for indices in self.sampler:
-            loss = self.loss(indices)
-            if isinstance(getattr(self.model, "_orig_mod", self.model), (FSDPModule, DistributedDataParallel)):
-                self.optimizer.backward(loss)
-            else:
-                loss.backward()
-            yield self.optimizer.step()
+        """Train for the rest of the epoch; yield the result of `step` for each microbatch."""
+        return map(self.step, self.sampler)
+
+    def microbatches(self, until: int) -> Iterator[list[int]]:
+        """Those up to this update, over any number of epochs, for a loop that makes a step of each."""
+        while self.optimizer.updates < until:
+            for indices in self.sampler:
+                yield indices
+                if self.optimizer.updates == until:
+                    return
 
     def run(self, updates: int) -> Training:
         """Train for a number of updates, over any number of epochs."""

@@ -88,8 +88,12 @@ class Groups:
         time.sleep(pause)
         self.start_lighthouse()
 
-    def start(self, number: int) -> None:
-        """Start a group."""
+    def start(self, *numbers: int) -> None:
+        """Start groups."""
+        for number in numbers:
+            self._start(number)
+
+    def _start(self, number: int) -> None:
         self._began[number] = time.time()
         address = f"http://localhost:{self.port}"
         if not self.programs:
@@ -203,8 +207,7 @@ def run_script(groups: Groups, number: int, events: int, drawn: random.Random) -
 
     The settings need `retries`, since the lighthouse is among those that are started again.
     """
-    for group in range(number):
-        groups.start(group)
+    groups.start(*range(number))
     groups.wait_for(5)
     for _ in range(events):
         holders = groups.holders

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import variable_batch_size as vbs
 from helpers.commands import free_port
@@ -38,20 +38,12 @@ TRACES: dict[str, Any] = {
 Settings = dict[str, Any]  # trace, rule, pause, processes
 
 
-class Samples(Dataset[tuple[int, Tensor, Tensor]]):
+def samples() -> TensorDataset:
     """Random samples with their indices, in float64."""
-
-    def __init__(self) -> None:
-        drawn = torch.Generator().manual_seed(3)
-        self.x = torch.randn(SAMPLES, WIDTH, generator=drawn, dtype=torch.float64)
-        noise = torch.randn(SAMPLES, generator=drawn, dtype=torch.float64)
-        self.y = self.x @ torch.arange(WIDTH, dtype=torch.float64) + noise
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> tuple[int, Tensor, Tensor]:
-        return index, self.x[index], self.y[index]
+    drawn = torch.Generator().manual_seed(3)
+    x = torch.randn(SAMPLES, WIDTH, generator=drawn, dtype=torch.float64)
+    noise = torch.randn(SAMPLES, generator=drawn, dtype=torch.float64)
+    return TensorDataset(torch.arange(SAMPLES), x, x @ torch.arange(WIDTH, dtype=torch.float64) + noise)
 
 
 def network(seed: int) -> nn.Module:
@@ -82,7 +74,7 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 def loader_of(optimizer: vbs.CustomOptimizer) -> DataLoader[Any]:
     """Return the loader of an optimizer's sampler."""
-    return DataLoader(Samples(), batch_sampler=optimizer.sampler)
+    return DataLoader(samples(), batch_sampler=optimizer.sampler)
 
 
 def weights_of(model: nn.Module) -> list[Tensor]:
@@ -188,30 +180,32 @@ def start(folder: Path, number: int, settings: Settings) -> None:
     os._exit(0)  # torchft's threads would keep the process
 
 
+def manager_of(port: int, seconds: float = 5, **options: Any) -> Any:
+    """Return a Manager of torchft whose store has this port."""
+    from torchft import Manager, ProcessGroupGloo
+
+    usual = {"load_state_dict": None, "state_dict": None, "min_replica_size": 1, "use_async_quorum": False}
+    place = {"store_addr": "localhost", "store_port": port, "rank": 0, "world_size": 1}
+    return Manager(pg=ProcessGroupGloo(timeout=timedelta(seconds=seconds)), **(usual | place | options))
+
+
 def train(folder: Path, number: int, settings: Settings, rank: int, port: int) -> None:
     """Train as a process of a replica group."""
     processes = settings.get("processes", 1)
-    from torchft import Manager, ProcessGroupGloo
-
     from variable_batch_size.integrations.torchft import TorchftBackend
     from variable_batch_size.integrations.torchft import backend as torchft_backend
 
     store = dist.TCPStore("localhost", port, is_master=rank == 0, wait_for_workers=False)
     if processes > 1:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=processes)
-    seconds = settings.get("timeout", 5)
-    manager = Manager(
-        pg=ProcessGroupGloo(timeout=timedelta(seconds=seconds)),
-        load_state_dict=None,
-        state_dict=None,
+    manager = manager_of(
+        store.port,
+        settings.get("timeout", 5),
         min_replica_size=settings.get("least", 1),
         replica_id=f"group{number}",
-        use_async_quorum=False,
         quorum_retries=settings.get("retries", 0),
         timeout=timedelta(seconds=10),
         quorum_timeout=timedelta(seconds=settings.get("quorum_timeout", 60)),
-        store_addr="localhost",
-        store_port=store.port,
         rank=rank,
         world_size=processes,
         init_sync=processes == 1,

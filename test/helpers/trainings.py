@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import TensorDataset
 
 import variable_batch_size as vbs
 from helpers.reference import batches
@@ -39,7 +40,7 @@ WARM_UP, EVALUATED, VOCABULARY, LENGTH = 4, 200, 11, 8
 IGNORED = -100  # the label of a token that does not count
 
 
-class Texts(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+class Texts(TensorDataset):
     """Ragged texts: tokens and labels, (8,) each; of a text of n tokens n - 1 labels count, and never the first."""
 
     def __init__(self) -> None:
@@ -47,44 +48,26 @@ class Texts(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
         self.tokens = torch.from_numpy(rng.integers(VOCABULARY, size=(SAMPLES, LENGTH)))
         counts = torch.arange(LENGTH) < torch.from_numpy(rng.integers(2, LENGTH + 1, size=(SAMPLES, 1)))
         self.labels = torch.where(counts & (torch.arange(LENGTH) > 0), self.tokens, IGNORED)
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.tokens[index], self.labels[index]
+        super().__init__(self.tokens, self.labels)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A training: 3 epochs of the yardstick's 203 samples, at most 8 rows a microbatch, the reference at 16.
+    """A training: 3 epochs of the yardstick's 203 samples, at most 8 rows a microbatch, the reference at 16."""
 
-    Attributes:
-        inner: "adamw" or "sgd".
-        rule: the learning-rate rule.
-        clip: the largest norm of a gradient.
-        schedule: "", "step", or "cosine" with warm-up.
-        dropout: the rate of dropout.
-        adaptive: whether a controller chooses the batch sizes.
-        patience: if not 0, the mean loss of the first 200 samples is evaluated after each epoch, in batches of 50, and
-            the training ends after so many epochs in which it did not rise.
-        tokens: whether samples are texts, whose loss is a mean over all tokens of an update.
-        uncounted: whether the script does not say how many tokens that are.
-        workers: number of the loader's workers.
-        wrapper: "", "ddp" or "fsdp2".
-    """
-
-    inner: str = "adamw"
+    inner: str = "adamw"  # or "sgd"
     rule: str = "root"
-    clip: float | None = None
-    schedule: str = ""
+    clip: float | None = None  # the largest norm of a gradient
+    schedule: str = ""  # "step", or "cosine" with warm-up
     dropout: float = 0.0
-    adaptive: bool = False
+    adaptive: bool = False  # whether a controller chooses the batch sizes
+    # If not 0, the mean loss of the first 200 samples is evaluated after each epoch, in batches of 50, and the training
+    # ends after so many epochs in which it did not rise.
     patience: int = 0
-    tokens: bool = False
-    uncounted: bool = False
-    workers: int = 0
-    wrapper: str = ""
+    tokens: bool = False  # whether samples are texts, whose loss is a mean over all tokens of an update
+    uncounted: bool = False  # whether the script does not say how many tokens that are
+    workers: int = 0  # of the loader
+    wrapper: str = ""  # "ddp" or "fsdp2"
 
     def __str__(self) -> str:
         return "-".join(str(value) for value in vars(self).values() if value)
@@ -158,25 +141,15 @@ CASES = [
 
 @dataclass(frozen=True)
 class Trained:
-    """What came of a training, or of what a resume has left of it.
+    """What came of a training, or of what a resume has left of it."""
 
-    Attributes:
-        weights: all weights, (parameters,).
-        losses: the loss of each update, as the trainer logs it.
-        rates: the learning rate of the inner optimizer at each update.
-        sizes: the batch sizes that the trace, or a controller, gives for all updates so far.
-        updates: number of updates, with those before a resume.
-        samples: number of samples, likewise.
-        evaluations: what was evaluated after each epoch; by hand, after the last update only.
-    """
-
-    weights: Tensor
-    losses: Sequence[float]
-    rates: Sequence[float]
-    sizes: Sequence[int]
-    updates: int
-    samples: int
-    evaluations: Sequence[float] = ()
+    weights: Tensor  # (parameters,)
+    losses: Sequence[float]  # of each update, as the trainer logs it
+    rates: Sequence[float]  # of the inner optimizer at each update
+    sizes: Sequence[int]  # that the trace, or a controller, gives for all updates so far
+    updates: int  # with those before a resume
+    samples: int  # likewise
+    evaluations: Sequence[float] = ()  # after each epoch; by hand, after the last update only
 
     @staticmethod
     def of(model: nn.Module, optimizer: Any, losses: Sequence[float], rates: Sequence[float], **more: Any) -> Trained:
@@ -190,13 +163,9 @@ class Adapter(Protocol):
     """A trainer; one that goes into processes can be pickled."""
 
     def fit(self, case: Case, folder: Path, *, save_at: Collection[int] = (), resume: Path | None = None) -> Trained:
-        """Train on all ranks.
+        """Train on all ranks; after each update n of `save_at`, the state is at `folder / f"at-{n}"`.
 
-        Args:
-            case: the training.
-            folder: where the trainer may write; after each update n of `save_at`, its state is at `folder / f"at-{n}"`.
-            save_at: numbers of updates.
-            resume: where a state was saved, of which this run is the rest.
+        `resume`: where a state was saved, of which this run is the rest.
         """
 
 
@@ -258,14 +227,13 @@ class Run:
         return replace(self, case=replace(self.case, wrapper=wrapper))
 
 
-def fit_in_processes(adapter: Adapter, runs: Sequence[Run], world: int, folder: Path) -> list[Trained]:
+def fit_in_processes(adapter: Adapter, runs: Sequence[Run], world: int) -> list[Trained]:
     """Return what rank 0 of some processes gets, of each run, after comparing all ranks' weights."""
-    in_processes(_fit_on_rank, world, folder, adapter, runs)
-    ranks = [torch.load(folder / f"rank-{rank}", weights_only=False) for rank in range(world)]
+    ranks = in_processes(_fit_on_rank, world, adapter, runs)
     for trained in zip(*ranks, strict=True):
         assert all(torch.equal(each.weights, trained[0].weights) for each in trained)
     return ranks[0]  # type: ignore[no-any-return]
 
 
-def _fit_on_rank(folder: Path, adapter: Adapter, runs: Sequence[Run]) -> None:
-    torch.save([run.fit(adapter) for run in runs], folder / f"rank-{dist.get_rank()}")
+def _fit_on_rank(adapter: Adapter, runs: Sequence[Run]) -> list[Trained]:
+    return [run.fit(adapter) for run in runs]

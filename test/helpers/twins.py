@@ -106,14 +106,10 @@ TWINS: dict[Any, Callable[..., Array]] = {
 
 
 class InnerTwin:
-    """One of `TWINS` with its parameter groups, whose hyperparameters each update multiplies by the group's factors.
+    """The twin of a class of torch, whose hyperparameters each update multiplies by the factors of their group.
 
-    A parameter without a gradient is left alone, as torch does.
-
-    Args:
-        kind: the class of torch.
-        weights: name of each parameter -> its numbers, which are changed in place.
-        groups: names and hyperparameters of each group.
+    A parameter without a gradient is left alone, as torch does. The weights, by name, are changed in place; a group has
+    names and hyperparameters.
     """
 
     def __init__(
@@ -154,15 +150,11 @@ def scaled(reference: Mapping[str, Any], by: vbs.rules.Scaling) -> dict[str, Any
 class NoiseTwin:
     """The gradient's noise and AdaScale's gain (Johnson et al. 2020), one update at a time.
 
-    Args:
-        ref_batchsize: the reference.
-        differenced: whether an update of one microbatch is compared with the update before.
-        early_gain: whether the gain before the first estimate is min(1, k), or 1.
+    `differenced`: whether an update of one microbatch is compared with the update before.
     """
 
-    def __init__(self, ref_batchsize: int, differenced: bool = False, early_gain: bool = True) -> None:
-        self.ref = ref_batchsize
-        self.differenced, self.early_gain = differenced, early_gain
+    def __init__(self, ref_batchsize: int, differenced: bool = False) -> None:
+        self.ref, self.differenced = ref_batchsize, differenced
         self.earlier: tuple[int, Array] | None = None  # samples and gradient of the last update
         self.updates = 0
         self.average_sigma2 = self.average_mu2 = 0.0  # biased towards 0, the initial value
@@ -213,7 +205,7 @@ class NoiseTwin:
         if len(groups) > 1:
             self.average(batch_size, *self.estimate(groups))
         self.earlier = now
-        early = min(1.0, batch_size / self.ref) if self.early_gain else 1.0
+        early = min(1.0, batch_size / self.ref)  # before the first estimate
         if self.updates == 0:
             return early
         sigma2, mu2 = max(self.sigma2, 0.0), max(self.mu2, 0.0)
@@ -249,34 +241,21 @@ def excess_squares(
 
 @dataclass
 class PlainTraining:
-    """A training without ranks, microbatches and buffers: an update has one big batch.
+    """A training without ranks, microbatches and buffers: an update has one big batch."""
 
-    Attributes:
-        weights: name of each parameter -> its numbers.
-        step: what updates them, given the gradients and the factors of each rule.
-        max_grad_norm: maximum norm of the gradient, before the factors.
-        noise: what measures the noise; None for rules that do not use it.
-        squares_at: the reference of batch-size-invariant Adam; None for other rules.
-        squares_of: the parameters with that rule. Default: all.
-    """
-
-    weights: Mapping[Any, Array]
-    step: Callable[..., None]
-    max_grad_norm: float | None = None
-    noise: NoiseTwin | None = None
-    squares_at: int | None = None
-    squares_of: Sequence[Any] | None = None
+    weights: Mapping[Any, Array]  # by name
+    step: Callable[..., None]  # updates them, given the gradients and the factors of each rule
+    max_grad_norm: float | None = None  # before the factors
+    noise: NoiseTwin | None = None  # None for rules that do not use it
+    squares_at: int | None = None  # the reference of batch-size-invariant Adam; None for other rules
+    squares_of: Sequence[Any] | None = None  # the parameters with that rule; None: all
 
     def update(
         self, gradients: Gradients, microbatches: Sequence[tuple[int, Gradients]], rules: Sequence[Rule]
     ) -> list[vbs.rules.Scaling]:
-        """Make one update; return the factors of each rule.
+        """Make one update with the mean gradient of the batch; return the factors of each group's rule.
 
-        Args:
-            gradients: the mean gradient of the batch.
-            microbatches: samples and mean gradient of each microbatch, from which the noise is measured; a gradient
-                that is missing counts as 0.
-            rules: a rule for each parameter group.
+        The noise is measured from samples and mean gradient of each microbatch; one that is missing counts as 0.
         """
         gain = noise_scale = math.nan
         if self.noise is not None:

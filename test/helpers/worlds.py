@@ -38,22 +38,15 @@ WRAPPERS: tuple[dict[str, Any], ...] = (  # options of DistributedDataParallel, 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is spread over ranks: replicas x shards x tensor parallel.
-
-    Attributes:
-        by: what sums; "fsdp" is FSDP2, or tensor parallelism alone.
-        where: what the ranks are.
-        wrapper: options of DistributedDataParallel; "hook": a communication hook of the user.
-        reproducible: whether updates are the same to the last bit in any world.
-    """
+    """How a model is spread over ranks: replicas x shards x tensor parallel."""
 
     replicas: int = 1
     shards: int = 1
     tensors: int = 1
-    by: Literal["plain", "ddp", "fsdp"] = "fsdp"
-    where: Where = "gloo"
-    wrapper: dict[str, Any] = field(default_factory=dict, hash=False)
-    reproducible: bool = False
+    by: Literal["plain", "ddp", "fsdp"] = "fsdp"  # what sums; "fsdp" is FSDP2, or tensor parallelism alone
+    where: Where = "gloo"  # what the ranks are
+    wrapper: dict[str, Any] = field(default_factory=dict, hash=False)  # for DDP; "hook": a communication hook
+    reproducible: bool = False  # whether updates are the same to the last bit in any world
 
     @property
     def size(self) -> int:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import variable_batch_size as vbs
+from helpers.xla_graphs import quietly
 from helpers.xla_training import Case, Replica
 from variable_batch_size.backend.xla import compiled_graphs
 
@@ -22,9 +23,7 @@ def save(backend: vbs.backend.Backend, folder: Path, case: Case, stop: int) -> t
         if updated:
             updates += 1
             if updates <= stop:
-                replica.backend.barrier()
-                before = compiled_graphs()
-                replica.backend.barrier()
+                before = quietly(replica.backend, compiled_graphs)
                 checkpoint.save(wait=updates == 1)
                 compiled.append(compiled_graphs() - before)
                 replica.backend.barrier()

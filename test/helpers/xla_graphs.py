@@ -81,9 +81,9 @@ def _updates(training: Training, width: int) -> list[Update]:
     import torch_xla
 
     backend = vbs.backend.XlaBackend()
-    found, before = list[Update](), _compiled(backend)
+    found, before = list[Update](), quietly(backend, compiled_graphs)
     for rounds in rounds_of(training, width, torch_xla.device()):
-        now = _compiled(backend)
+        now = quietly(backend, compiled_graphs)
         found.append(Update(rounds, now - before))
         before = now
     return found
@@ -167,9 +167,9 @@ def _read(
             yield indices, update.counts
 
 
-def _compiled(backend: vbs.backend.XlaBackend) -> int:
-    """Return how many graphs have been compiled, read while no replica compiles."""
+def quietly(backend: vbs.backend.XlaBackend, read: Callable[[], Any]) -> Any:
+    """Return what is read while no replica compiles."""
     backend.barrier()
-    number = compiled_graphs()
+    found = read()
     backend.barrier()
-    return number
+    return found

@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from helpers.xla_graphs import quietly
 from variable_batch_size.backend.xla import XlaBackend, compiled_graphs
 from variable_batch_size.optim.tensors import squared_norm
 
-MICROBATCH = 32
 STOP = threading.Event()  # set by a handler in the main thread
 _rank_0_arrived = threading.Event()
 _decision = {"stop": False}  # rank 0 writes it between two barriers
@@ -25,7 +24,7 @@ NORMS = (torch.float32, torch.float64, torch.bfloat16)
 NUMBERS = (0.3, 1.0, 0.0, -1.0, 2.0, 0.5, 1.0, 0.0)
 
 
-def report(folder: Path, updates: int) -> None:
+def report(folder: Path) -> None:
     """Compute all results that the tests read; rank r writes them to `rank<r>.pt`."""
     backend = XlaBackend()
     results: dict[str, Any] = {"size": backend.world.size}
@@ -36,7 +35,6 @@ def report(folder: Path, updates: int) -> None:
     results["norms"] = {dtype: squared_norm([one.to(device()) for one in norm_of(dtype)]).cpu() for dtype in NORMS}
     results["scalar compiles"] = compiles(backend, lambda x, number: two_scalars(backend, x, number))
     results["lr compiles"] = compiles(backend, sgd_step)
-    results["parameters"], results["train compiles"] = train(backend, updates)
     torch.save(results, folder / f"rank{backend.world.rank}.pt")
 
 
@@ -51,14 +49,6 @@ def device() -> torch.device:
     import torch_xla
 
     return torch_xla.device()
-
-
-def quiet_count(backend: XlaBackend) -> int:
-    """Return the number of compilations so far, read while no replica compiles."""
-    backend.barrier()
-    count = compiled_graphs()
-    backend.barrier()
-    return count
 
 
 def mixed_sums(backend: XlaBackend) -> tuple[list[Tensor], list[str]]:
@@ -117,7 +107,7 @@ def compiles(backend: XlaBackend, apply: Callable[[Tensor, float], object]) -> i
         backend.mark_step()
         apply(x, number)
         backend.mark_step()
-        counts.append(quiet_count(backend))
+        counts.append(quietly(backend, compiled_graphs))
     return counts[-1] - counts[0]
 
 
@@ -130,81 +120,6 @@ def sgd_step(x: Tensor, lr: float) -> None:
     parameter = nn.Parameter(x)
     parameter.grad = torch.full_like(x, 3.0)
     torch.optim.SGD([parameter], lr=abs(lr), momentum=0.9, weight_decay=1e-4).step()
-
-
-# --------------------------------------------------------------------------------------------------- a training
-
-
-class Net(nn.Sequential):
-    """Two convolutional and two linear layers, with an explicit generator: threads share the global one."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            *(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 16, 3), nn.ReLU(), nn.MaxPool2d(2)),
-            *(nn.Flatten(), nn.Linear(400, 32), nn.ReLU(), nn.Linear(32, 10)),
-        )
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) / max(1, parameter[0].numel()) ** 0.5)
-
-
-def plan(updates: int) -> list[list[int]]:
-    """Return the samples of each microbatch of each update; some rank accumulates in the first two updates."""
-    rng = np.random.default_rng(0)
-    counts = [6, 6, *rng.integers(1, 7, size=updates)][:updates]
-    return [sorted(int(size) for size in rng.choice([1, 8, 32], size=count)) for count in counts]
-
-
-def microbatch(update: int, index: int) -> tuple[Tensor, Tensor]:
-    """Return a microbatch of 32 rows, the same on every rank."""
-    generator = torch.Generator().manual_seed(1000 * update + index)
-    data = torch.randn(MICROBATCH, 1, 28, 28, generator=generator)
-    return data, torch.randint(10, (MICROBATCH,), generator=generator)
-
-
-def train(backend: XlaBackend, updates: int) -> tuple[list[Tensor], int]:
-    """Train with unequal weights and uneven numbers of microbatches.
-
-    Return the parameters, and the number of graphs that compiled after the third update.
-    """
-    model = Net().to(device())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    backend.mark_step()
-    after_third = 0
-    for update, sizes in enumerate(plan(updates)):
-        one_update(backend, model, optimizer, update, sizes)
-        if update == 2:
-            after_third = quiet_count(backend)
-    late = quiet_count(backend) - after_third
-    return [backend.host(parameter) for parameter in model.parameters()], late
-
-
-def one_update(
-    backend: XlaBackend, model: nn.Module, optimizer: torch.optim.Optimizer, update: int, sizes: list[int]
-) -> None:
-    """Compute microbatch i on rank i mod W; a rank without one replays the first microbatch with weight 0."""
-    own = list(enumerate(sizes))[backend.world.rank :: backend.world.size]  # (index, samples) of this rank
-    weight = float(own[0][1]) if own else 0.0
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    for index, size in own or [(0, 1)]:
-        scale(gradients, backend.scalar(weight / size, gradients[0]))
-        data, target = (tensor.to(device()) for tensor in microbatch(update, index))
-        nn.functional.cross_entropy(model(data), target).backward()
-        backend.mark_step()
-        weight = float(size)
-    scale(gradients, backend.scalar((weight if own else 0.0) / sum(sizes), gradients[0]))
-    backend.all_reduce_sum(gradients)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=False)
-    backend.mark_step()
-
-
-def scale(tensors: list[Tensor], factor: Tensor) -> None:
-    for tensor in tensors:
-        tensor.mul_(factor)
 
 
 # ---------------------------------------------------------------------------------------------------- failures

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import variable_batch_size as vbs
 from helpers.models import Experts
 from helpers.reference import EQUATIONS, HYPERPARAMETERS, data, filled, network, wrap
 from helpers.worlds import Layout, Place
-from helpers.xla_graphs import Listed
+from helpers.xla_graphs import Listed, quietly
 
 SAMPLES = 50
 
@@ -179,12 +180,16 @@ def watch(folder: Path, case: Case, warm: int, by_progress: bool = False, logs: 
     schedule: Any = LambdaLR(replica.optimizer, lambda update: (1.0, 50.0, 0.0, 25.0)[update % 4])
     if by_progress:
         schedule = vbs.ProgressScheduler(schedule, replica.optimizer)
-    barrier = replica.backend.barrier
     collectives, original = [], xm.all_reduce
-    barrier()
-    if replica.backend.world.rank == 0:
-        xm.all_reduce = lambda *args, **kwargs: (collectives.append(1), original(*args, **kwargs))[1]
-    barrier()
+
+    def patch() -> None:
+        if replica.backend.world.rank == 0:
+            xm.all_reduce = lambda *args, **kwargs: (collectives.append(1), original(*args, **kwargs))[1]
+
+    def counted() -> dict[str, int]:
+        return counters(met) | {"all_reduce": len(collectives)}
+
+    quietly(replica.backend, patch)
     before: dict[str, int] = {}
     updates = 0
     for updated in replica.steps():
@@ -192,14 +197,10 @@ def watch(folder: Path, case: Case, warm: int, by_progress: bool = False, logs: 
             updates += 1
             schedule.step()
             if updates == warm:
-                barrier()
-                before = counters(met) | {"all_reduce": len(collectives)}
-                barrier()
+                before = quietly(replica.backend, counted)
             if updates == len(case.sizes):
                 break
-    barrier()
-    after = counters(met) | {"all_reduce": len(collectives)}
-    barrier()
+    after = quietly(replica.backend, counted)
     if replica.backend.world.rank == 0:
         assert not by_progress or schedule.passed > 4
         tracker.close()
@@ -214,7 +215,7 @@ def measure(folder: Path, case: Case, warm: int) -> None:
     import torch_xla.debug.metrics as met
 
     replica, updates, before, found = Replica(case), 0, {}, []
-    metrics, barrier = vbs.Accumulator(replica.optimizer), replica.backend.barrier
+    metrics, read = vbs.Accumulator(replica.optimizer), partial(counters, met)
 
     def add(loss: Tensor, x: Tensor) -> None:
         uneven = 2.0**30 if replica.optimizer.microbatch.step in (0, warm) else 0.5
@@ -226,16 +227,12 @@ def measure(folder: Path, case: Case, warm: int) -> None:
         if updated and updates == warm:
             found.append(metrics.read())
             metrics.reset()
-            barrier()
-            before = counters(met)
-            barrier()
+            before = quietly(replica.backend, read)
         if updates == len(case.sizes):
             break
-    barrier()
-    after = counters(met)
-    barrier()
+    after = quietly(replica.backend, read)
     found.append(metrics.read())
-    barrier()
+    replica.backend.barrier()
     compiled = counters(met)["compiled"] - after["compiled"]
     delta = {name: count - before.get(name, 0) for name, count in after.items()} | {"compiled by read": compiled}
     torch.save((found, delta), folder / f"means{replica.backend.world.rank}.pt")

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import copy
 import os
-import socket
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.data import TensorDataset
 
 import variable_batch_size as vbs
-from helpers.processes import spawn
+from helpers.commands import free_port
+from helpers.processes import run_job
 from helpers.reference import EQUATIONS, OPTIMIZERS, batches, rule_at
 from helpers.splitting import split_batch
 from helpers.twins import Gradients, NoiseTwin, PlainTraining
+from variable_batch_size.backend import Backend
 
 SAMPLES, MICROBATCH, REF, EPOCHS = 203, 8, 16, 3
 TRACE = "0:24 3:10 9:37 12:9 18:50"
@@ -41,17 +40,11 @@ def samples() -> tuple[Tensor, Tensor]:
     return torch.from_numpy(rng.normal(size=(SAMPLES, FEATURES))), torch.from_numpy(rng.integers(CLASSES, size=SAMPLES))
 
 
-class Samples(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+class Samples(TensorDataset):
     """`samples()` as a map-style dataset."""
 
     def __init__(self) -> None:
-        self.x, self.target = samples()
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.x[index], self.target[index]
+        super().__init__(*samples())
 
 
 def network(dropout: float = 0.0) -> nn.Sequential:
@@ -83,18 +76,9 @@ def by_hand(
     sizes: Sequence[int] = SIZES,
     seed: int = 0,
 ) -> list[float]:
-    """Train `model` in place, a whole batch an update, and return the loss of each update.
+    """Train a model in float64 in place, a whole batch an update, and return the loss of each update.
 
-    Args:
-        model: the model, in float64.
-        inner: its optimizer.
-        loss: the mean loss of a batch.
-        rule: "constant", "linear", "root" or "adascale", with `REF`.
-        max_grad_norm: maximum norm of a gradient.
-        scheduler: a scheduler of torch for `inner`, stepped after each update.
-        updates: how many.
-        sizes: the batch size of each update, for as many as it takes.
-        seed: that of the shuffle.
+    The rule has `REF`; a scheduler of torch is stepped after each update; `seed` is that of the shuffle.
     """
     parameters, losses = dict(enumerate(model.parameters())), []
 
@@ -139,28 +123,14 @@ def difference(model: nn.Module, expected: Tensor) -> float:
     return float((weights(model) - expected).abs().max() / expected.abs().max())
 
 
-def twin_of(model: nn.Module) -> nn.Module:
-    """A copy, to be trained by hand."""
-    return copy.deepcopy(model)
+def in_processes(function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
+    """Call `function(*args)` in processes that are ranks of a gloo group, also by their environment."""
+    return run_job("gloo", _as_torchrun, free_port(), function, args, ranks=world)
 
 
-def in_processes(function: Callable[..., None], world: int, folder: Path, *args: Any) -> None:
-    """Call `function(folder, *args)` in `world` processes that are ranks of a gloo group, also by their environment."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    spawn(_rank, (world, str(folder), port, function, args), world)
-
-
-def _rank(rank: int, world: int, folder: str, port: int, function: Callable[..., None], args: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    os.environ.update({name: str(value) for name, value in ranks.items()})
-    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
-    store = dist.FileStore(f"{folder}/store-{os.getppid()}-{port}", world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    try:
-        function(Path(folder), *args)
-    finally:
-        dist.destroy_process_group()
+def _as_torchrun(backend: Backend, port: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    rank, size = backend.world.rank, backend.world.size
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    return function(*args)

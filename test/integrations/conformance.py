@@ -102,7 +102,7 @@ class Conformance:
         """Check all laws on two processes, and resumes on another number of them."""
         one, two = folder / "one", folder / "two"
         alone = wrapper if wrapper == "fsdp2" else ""  # whose states are those of shards
-        self.hold([(Run(RESUMED, one / "whole", STOPS), self.check)], 1, alone, folder / "first")
+        self.hold([(Run(RESUMED, one / "whole", STOPS), self.check)], 1, alone)
         # Without workers, for whose end a forked process waits five seconds.
         laws: list[Law] = [(Run(replace(case, workers=0), two / str(case)), self.check) for case in CASES]
         laws += [(Run(RESUMED, two / "whole", STOPS), self.check), *self.resumes(RESUMED, one, self.check)]
@@ -113,18 +113,18 @@ class Conformance:
             ("evaluation", EVALUATED, self.check_evaluated),
         ):
             laws += [(Run(case, two / feature), check)] if feature in self.features else []
-        self.hold(laws, 2, wrapper, folder / "second")
-        self.hold(self.resumes(RESUMED, two, self.check), 1, alone, folder / "third")
+        self.hold(laws, 2, wrapper)
+        self.hold(self.resumes(RESUMED, two, self.check), 1, alone)
 
     # Trainings, and what is checked of each. -------------------------------------------------------------------------
 
-    def hold(self, laws: Sequence[Law], world: int = 1, wrapper: str = "", folder: Path = Path()) -> None:
+    def hold(self, laws: Sequence[Law], world: int = 1, wrapper: str = "") -> None:
         """Check each training, in processes unless there is one without a wrapper."""
         runs = [run.within(wrapper) for run, _ in laws]
         if world == 1 and not wrapper:
             trained = [run.fit(self.adapter) for run in runs]
         else:
-            trained = fit_in_processes(self.adapter, runs, world, folder)
+            trained = fit_in_processes(self.adapter, runs, world)
         for each, (run, check) in zip(trained, laws, strict=True):
             check(each, run.case)
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,14 +24,14 @@ class TestAccelerate(Conformance):
 
 
 @pytest.fixture(autouse=True)
-def _new_state() -> Iterator[None]:
+def _new_state():
     """Leave no state of Accelerate, which it keeps for a whole process, to other tests."""
     reset()
     yield
     reset()
 
 
-def objects(case: Case, accelerator: Accelerator) -> tuple[Any, Any, Any]:
+def objects(case, accelerator):
     """A model, its optimizer, and the loader of the training."""
     model = accelerator.prepare_model(case.model())
     sampler = vbs.CustomSampler(Samples(), TRACE, minibatch_size=MICROBATCH)
@@ -42,7 +39,7 @@ def objects(case: Case, accelerator: Accelerator) -> tuple[Any, Any, Any]:
     return model, optimizer, DataLoader(Samples(), batch_sampler=sampler)
 
 
-def train(model: Any, optimizer: Any, loader: Any) -> None:
+def train(model, optimizer, loader):
     for _ in range(EPOCHS):
         for x, target in loader:
             optimizer.backward(cross_entropy(model(x), target))
@@ -52,7 +49,7 @@ def train(model: Any, optimizer: Any, loader: Any) -> None:
 # A loader that Accelerate has prepared. --------------------------------------------------------------------------
 
 
-def prepare_loader(folder: Path) -> None:
+def prepare_loader():
     """Neither a plain loop nor `vbs.updates` reads what Accelerate deals once more."""
     accelerator = Accelerator(cpu=True)
     model, optimizer, loader = objects(Case(), accelerator)
@@ -64,11 +61,11 @@ def prepare_loader(folder: Path) -> None:
     assert difference(model, expected(Case()).weights) < 1e-12
 
 
-def test_a_prepared_loader_is_refused_on_several_processes(tmp_path: Path) -> None:
-    in_processes(prepare_loader, 2, tmp_path)
+def test_a_prepared_loader_is_refused_on_several_processes():
+    in_processes(prepare_loader, 2)
 
 
-def test_a_prepared_loader_deals_right_on_one_process() -> None:
+def test_a_prepared_loader_deals_right_on_one_process():
     accelerator = Accelerator(cpu=True)
     model, optimizer, loader = objects(Case(), accelerator)
     train(model, optimizer, accelerator.prepare(loader))
@@ -87,7 +84,7 @@ def test_a_prepared_loader_deals_right_on_one_process() -> None:
 # What accelerators do. -------------------------------------------------------------------------------------------
 
 
-def test_bfloat16() -> None:
+def test_bfloat16():
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     model = accelerator.prepare_model(network().float())
     sampler = vbs.CustomSampler(Samples(), TRACE, minibatch_size=MICROBATCH)
@@ -104,7 +101,7 @@ def test_bfloat16() -> None:
     assert losses == pytest.approx(expected(Case()).losses, rel=2e-2)
 
 
-def test_an_overflow_skips_the_update() -> None:
+def test_an_overflow_skips_the_update():
     """With a GradScaler, as "fp16" brings one on an accelerator; the overflow is in the third update."""
     accelerator = Accelerator(cpu=True)
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -122,8 +119,8 @@ def test_an_overflow_skips_the_update() -> None:
     assert accelerator.scaler.get_scale() < 8
 
 
-def test_the_example_runs_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def last(*flags: str) -> str:
+def test_the_example_runs_and_resumes(tmp_path, capsys):
+    def last(*flags):
         reset()
         run_script("accelerate_classifier.py", *flags)
         return capsys.readouterr().out.splitlines()[-1]

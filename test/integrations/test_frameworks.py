@@ -10,5 +10,5 @@ from helpers.frameworks import NEEDED, missing
 
 
 @pytest.mark.skipif("INTEGRATIONS" not in os.environ, reason="make test-integrations checks it")
-def test_every_framework_is_there() -> None:
+def test_every_framework_is_there():
     assert not [name for word in NEEDED for name in missing(word)]

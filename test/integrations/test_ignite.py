@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import re
 from operator import mul
-from pathlib import Path
-from typing import Any
 
 import ignite
 import pytest
@@ -23,17 +21,7 @@ from torch.utils.data import DataLoader
 from helpers.ignite_adapter import Ignite, Script
 from helpers.trainer_examples import run_script
 from helpers.trainings import Case, expected
-from helpers.yardstick import (
-    ENDS,
-    MICROBATCH,
-    SAMPLES,
-    SIZES,
-    TRACE,
-    UPDATES,
-    Samples,
-    network,
-    weights,
-)
+from helpers.yardstick import ENDS, MICROBATCH, SAMPLES, SIZES, TRACE, UPDATES, Samples, network, weights
 from variable_batch_size.integrations.ignite import VariableBatchEngine, create_supervised_trainer, variable_batch
 
 
@@ -44,9 +32,9 @@ class TestIgnite(Conformance):
     )
 
 
-def note(script: Script, event: Any, value: Any) -> list[Any]:
+def note(script, event, value):
     """Return what a handler of the user finds at each event."""
-    found: list[Any] = []
+    found = []
     script.trainer.add_event_handler(event, lambda: found.append(value()))
     return found
 
@@ -54,7 +42,7 @@ def note(script: Script, event: Any, value: Any) -> list[Any]:
 # Counting. -------------------------------------------------------------------------------------------------------
 
 
-def test_epochs_have_unequal_lengths() -> None:
+def test_epochs_have_unequal_lengths():
     script = Script()
     state = script.trainer.state
     lengths = note(script, Events.ITERATION_STARTED, lambda: state.epoch_length)
@@ -67,7 +55,7 @@ def test_epochs_have_unequal_lengths() -> None:
 
 
 @pytest.mark.parametrize("end", ["terminate", "interrupt", "max_iters"])
-def test_a_run_that_ends_early_continues(end: str) -> None:
+def test_a_run_that_ends_early_continues(end):
     script = Script()
     if end == "max_iters":
         if TorchVersion(ignite.__version__) < "0.5.5":
@@ -82,7 +70,7 @@ def test_a_run_that_ends_early_continues(end: str) -> None:
     torch.testing.assert_close(weights(script.model), expected(Case()).weights, rtol=0, atol=1e-12)
 
 
-def test_the_end_of_the_sampler_ends_the_run() -> None:
+def test_the_end_of_the_sampler_ends_the_run():
     script = Script(sampler_options={"max_updates": 15})
     completed = note(script, Events.COMPLETED, lambda: script.trainer.state.epoch)
     assert script.run().trainer.optimizer.done
@@ -103,7 +91,7 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_schedules_of_ignite_count_updates(name: str) -> None:
+def test_schedules_of_ignite_count_updates(name):
     """The rates are those of Ignite itself in as many iterations; that of the page ends at 0."""
     script, rates = Script(Case("sgd", "constant")), list[float]()
     script.trainer.add_event_handler(Events.ITERATION_STARTED, SCHEDULES[name](script.inner))
@@ -118,7 +106,7 @@ def test_schedules_of_ignite_count_updates(name: str) -> None:
         assert rates == pytest.approx(cosine, abs=1e-15)
 
 
-def test_metrics_weigh_by_samples() -> None:
+def test_metrics_weigh_by_samples():
     script = Script(Case("sgd"), output_transform=lambda x, y, y_pred, loss: (y_pred, y, loss.item()))
     trainer = script.trainer
     Loss(cross_entropy, output_transform=lambda output: output[:2]).attach(trainer, "loss")
@@ -136,23 +124,23 @@ def test_metrics_weigh_by_samples() -> None:
         assert 0 < accuracy <= 1
 
 
-def own_engine(step: Any, trace: Any = TRACE, inner: Any = None) -> tuple[VariableBatchEngine, Any, Any]:
+def own_engine(step, trace):
     """An engine whose step is `step(model, optimizer, batch)`, its model and its loader."""
     model, loader = network(), DataLoader(Samples(), MICROBATCH)
-    optimizer = variable_batch(inner or SGD(model.parameters(), lr=0.1), loader, trace=trace)
+    optimizer = variable_batch(SGD(model.parameters(), lr=0.1), loader, trace=trace)
     return VariableBatchEngine(lambda _, batch: step(model, optimizer, batch), optimizer), model, loader
 
 
-def test_outputs_and_batches_of_an_update() -> None:
+def test_outputs_and_batches_of_an_update():
     """Means of numbers, rows put together, and the last one of anything else."""
 
-    def step(model: Any, optimizer: Any, batch: Any) -> Any:
+    def step(model, optimizer, batch):
         optimizer.backward(cross_entropy(model(batch[0]), batch[1]))
         optimizer.step()
         return {"hits": torch.tensor(len(batch[0])), "all": ((float(len(batch[0])), batch[1]), "last")}
 
     engine, _, loader = own_engine(step, trace=[10] * 30)
-    seen: list[Any] = []
+    seen = []
     engine.add_event_handler(Events.ITERATION_COMPLETED, lambda: seen.append((engine.state.output, engine.state.batch)))
     engine.run(loader, max_epochs=1)
     output, batch = seen[0]
@@ -166,7 +154,7 @@ def test_outputs_and_batches_of_an_update() -> None:
 # Refusals. -------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_refused() -> None:
+def test_what_is_refused():
     script = Script()
     arguments = script.model, script.inner, cross_entropy
     optimizer = variable_batch(script.inner, script.loader, trace=TRACE)
@@ -185,11 +173,11 @@ def test_what_is_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Data iterator can not provide data")
-def test_a_run_ends_where_a_handler_hides_the_exceptions_of_every_update() -> None:
+def test_a_run_ends_where_a_handler_hides_the_exceptions_of_every_update():
     """Ignite goes on with the next epoch, which is the rest of this one, and would end in the same exception."""
-    errors: list[BaseException] = []
+    errors = []
 
-    def step(model: Any, optimizer: Any, batch: Any) -> None:
+    def step(model, optimizer, batch):
         if optimizer.updates == 5 or len(errors) > 9:
             raise KeyError("on purpose")
         optimizer.backward(cross_entropy(model(batch[0]), batch[1]))
@@ -202,8 +190,8 @@ def test_a_run_ends_where_a_handler_hides_the_exceptions_of_every_update() -> No
 
 
 @pytest.mark.parametrize("zeros", [1, 40])
-def test_a_term_that_is_0_in_the_first_updates_is_warned_of_in_a_later_one(zeros: int) -> None:
-    def loss(y_pred: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def test_a_term_that_is_0_in_the_first_updates_is_warned_of_in_a_later_one(zeros):
+    def loss(y_pred, y):
         return cross_entropy(y_pred, y) + (script.trainer.state.iteration > zeros) * y_pred.mean(0).square().sum()
 
     script = Script()
@@ -215,7 +203,7 @@ def test_a_term_that_is_0_in_the_first_updates_is_warned_of_in_a_later_one(zeros
 # What else. ------------------------------------------------------------------------------------------------------
 
 
-def test_the_example_runs_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_runs_and_resumes(tmp_path, capsys):
     run_script("ignite_classifier.py", "--epochs", "2", "--folder", str(tmp_path))
     whole = capsys.readouterr().out.splitlines()
     run_script("ignite_classifier.py", "--epochs", "2", "--resume", str(tmp_path / "checkpoint_30.pt"))

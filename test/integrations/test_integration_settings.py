@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-import variable_batch_size as vbs
 from helpers.yardstick import MICROBATCH, SAMPLES, TRACE, Samples, network
 from variable_batch_size.integrations.loading import sampler_for, with_sampler
 from variable_batch_size.integrations.settings import Settings
@@ -20,16 +16,16 @@ MANY = 1_000
 
 
 class Stream(IterableDataset[int]):
-    def __iter__(self) -> Any:
+    def __iter__(self):
         return iter(range(MANY))
 
 
-def dealt(**options: Any) -> vbs.CustomSampler:
+def dealt(**options):
     settings = Settings(TRACE, sampler_options={"fixed_shape": False, **options})
     return sampler_for(DataLoader(Samples(), MICROBATCH, shuffle=True), settings, num_replicas=1, rank=0)
 
 
-def test_options_are_known_by_their_names_and_win() -> None:
+def test_options_are_known_by_their_names_and_win():
     with pytest.raises(ValueError, match=r"options must be arguments of CustomSampler, got sed; pass some of .*seed"):
         Settings(TRACE, sampler_options={"sed": 1})
     with pytest.raises(ValueError, match="options must be arguments of CustomOptimizer, got nois; pass some"):
@@ -42,8 +38,8 @@ def test_options_are_known_by_their_names_and_win() -> None:
 
 
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
-def test_a_loader_keeps_its_settings(kind: Any) -> None:
-    def collate(rows: list[Any]) -> Any:
+def test_a_loader_keeps_its_settings(kind):
+    def collate(rows):
         return rows
 
     sampler = dealt()
@@ -57,18 +53,18 @@ def test_a_loader_keeps_its_settings(kind: Any) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_loader_without_batches_gets_them() -> None:
+def test_a_loader_without_batches_gets_them():
     x, target = next(iter(with_sampler(DataLoader(Samples(), batch_size=None), dealt())))
     assert x.shape == (MICROBATCH, 6)
     assert target.shape == (MICROBATCH,)
 
 
-def test_iterable_datasets_are_refused() -> None:
+def test_iterable_datasets_are_refused():
     with pytest.raises(TypeError, match=r"the dataset must have an index.*pass a map-style dataset"):
         sampler_for(DataLoader(Stream()), Settings(8))
 
 
-def test_versions_are_checked() -> None:
+def test_versions_are_checked():
     require_version("torch", "2.9", "transformers")
     for library, below, found in (
         ("torch", None, r"99 or newer, got 2\."),
@@ -85,12 +81,12 @@ def test_versions_are_checked() -> None:
 class Noisy(Samples):
     """Each item is a number that a worker draws."""
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         return torch.randint(2**62, ())
 
 
-def test_workers_draw_other_numbers_in_each_epoch_run_and_seed() -> None:
-    def drawn(seed: int, epochs: Sequence[int]) -> list[set[int]]:
+def test_workers_draw_other_numbers_in_each_epoch_run_and_seed():
+    def drawn(seed, epochs):
         sampler = dealt(seed=seed)
         loader = with_sampler(DataLoader(Noisy(), num_workers=1, persistent_workers=False), sampler)
         found = []

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import runpy
-from collections.abc import Iterator
-from typing import Any
 
 import jax
 import numpy as np
@@ -20,27 +18,27 @@ NAMES = ("w1", "b1", "w2", "b2")
 
 
 @pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
+def float64():
     with jax.enable_x64(True):
         yield
 
 
-def sampler(**options: Any) -> vbs.CustomSampler:
+def sampler(**options):
     return vbs.CustomSampler(SAMPLES, TRACE, 1, 0, MICROBATCH, fixed_shape=True, **options)
 
 
-def begin() -> tuple[Any, Any, Any, Any]:
+def begin():
     x, target = (part.numpy() for part in samples())
     params = {name: p.detach().numpy().T for name, p in zip(NAMES, network().parameters(), strict=True)}
     return x, target, params, {name: np.zeros_like(value) for name, value in params.items()}
 
 
-def difference(params: Any, twin: torch.nn.Module) -> float:
+def difference(params, twin):
     pairs = zip((params[name] for name in NAMES), twin.parameters(), strict=True)
     return max(float(np.abs(np.asarray(own).T - p.detach().numpy()).max()) for own, p in pairs)
 
 
-def test_it_makes_the_updates_of_whole_batches_with_one_compilation_of_each_function() -> None:
+def test_it_makes_the_updates_of_whole_batches_with_one_compilation_of_each_function():
     example = runpy.run_path(EXAMPLE)
     x, target, params, velocity = begin()
     params, _, losses = example["train"](x, target, sampler(), params, velocity, UPDATES)
@@ -52,7 +50,7 @@ def test_it_makes_the_updates_of_whole_batches_with_one_compilation_of_each_func
 
 
 @pytest.mark.parametrize("stop", STOPS)
-def test_the_state_of_the_sampler_resumes_after_any_update(stop: int) -> None:
+def test_the_state_of_the_sampler_resumes_after_any_update(stop):
     train = runpy.run_path(EXAMPLE)["train"]
     whole = train(*begin()[:2], sampler(), *begin()[2:], UPDATES)[0]
     x, target, params, velocity = begin()
@@ -63,7 +61,7 @@ def test_the_state_of_the_sampler_resumes_after_any_update(stop: int) -> None:
     assert all(np.array_equal(params[name], whole[name]) for name in NAMES)
 
 
-def test_data_may_be_arrays_of_jax() -> None:
+def test_data_may_be_arrays_of_jax():
     train = runpy.run_path(EXAMPLE)["train"]
     x, target, params, velocity = begin()
     expected = train(x, target, sampler(), params, velocity, 5)[0]
@@ -80,7 +78,7 @@ def test_data_may_be_arrays_of_jax() -> None:
         ("invariant-adam", "beta1_power, beta2_power"),
     ],
 )
-def test_a_rule_that_scales_more_than_the_learning_rate_is_refused(rule: str, factors: str) -> None:
+def test_a_rule_that_scales_more_than_the_learning_rate_is_refused(rule, factors):
     train = runpy.run_path(EXAMPLE)["train"]
     x, target, params, velocity = begin()
     train.__globals__["RULE"] = vbs.rules.RULES[rule]()
@@ -88,7 +86,7 @@ def test_a_rule_that_scales_more_than_the_learning_rate_is_refused(rule: str, fa
         train(x, target, sampler(), params, velocity, UPDATES)
 
 
-def test_rules_that_scale_the_learning_rate_alone_are_accepted() -> None:
+def test_rules_that_scale_the_learning_rate_alone_are_accepted():
     check = runpy.run_path(EXAMPLE)["check_rule"]
     for rule in (
         vbs.rules.ConstantRule(),
@@ -101,12 +99,12 @@ def test_rules_that_scale_the_learning_rate_alone_are_accepted() -> None:
 
 
 @pytest.mark.parametrize("end", [5, 11])
-def test_it_ends_where_the_sampler_does(end: int) -> None:
+def test_it_ends_where_the_sampler_does(end):
     train = runpy.run_path(EXAMPLE)["train"]
     x, target, params, velocity = begin()
     assert len(train(x, target, sampler(max_updates=end), params, velocity, UPDATES)[2]) == end
 
 
-def test_the_script_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_script_runs(capsys):
     runpy.run_path(EXAMPLE, run_name="__main__")
     assert "update 32" in capsys.readouterr().out

@@ -6,10 +6,7 @@ import os
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +16,7 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 from helpers.keras_adapter import ByHand, CaseModel, Keras
 from helpers.keras_backend import keras
 from helpers.pages import ROOT
-from helpers.trainings import Case, Trained
+from helpers.trainings import Case
 from helpers.yardstick import CLASSES, ENDS, FEATURES, MICROBATCH, SAMPLES, SIZES, TRACE, UPDATES, Samples, samples
 from variable_batch_size.integrations.keras import VariableBatchCheckpoint, VariableBatchModel, VariableBatchModelMixin
 
@@ -36,47 +33,47 @@ class TestKeras(Conformance):
     adapter = Keras()
     features = frozenset({"to the last bit", "controller", "tokens", "looks at losses", "evaluation", "processes"})
 
-    def expected(self, case: Case, **options: Any) -> Trained:
+    def expected(self, case, **options):
         return super().expected(case, inner_of=ByHand, **options)
 
 
-def dense(*middle: Any, **how: Any) -> Any:
+def dense(*middle, **how):
     first = layers.Dense(16, activation="tanh", **how)
     return keras.Sequential([keras.Input((FEATURES,)), first, *middle, layers.Dense(CLASSES)])
 
 
-def made(model: Any = None, optimizer: Any = "sgd", trace: Any = TRACE, loss: Any = None, **options: Any) -> Any:
+def made(model=None, optimizer="sgd", trace=TRACE, loss=None, **options):
     wrapped = VariableBatchModel(model or dense(), trace=trace, rule="root", ref_batchsize=16, **options)
     wrapped.compile(optimizer, loss or ce(from_logits=True), metrics=["accuracy"])
     return wrapped
 
 
-def fit(model: Any, epochs: int = 1, **options: Any) -> Any:
+def fit(model, epochs=1, **options):
     return model.fit(X, Y, batch_size=MICROBATCH, epochs=epochs, verbose=0, **options)
 
 
 # A constant trace against Keras itself. --------------------------------------------------------------------------
 
 
-def two_heads() -> Any:
+def two_heads():
     inputs = {"x": keras.Input((FEATURES,), name="x"), "w": keras.Input((1,), name="w")}
     both = layers.Concatenate()([inputs["x"], layers.Dense(3)(inputs["w"])])
     return keras.Model(inputs, {"a": layers.Dense(CLASSES)(both), "b": layers.Dense(1)(both)})
 
 
-def tagger() -> Any:
+def tagger():
     return keras.Sequential(
         [keras.Input((8,), dtype="int32"), layers.Embedding(7, 4), layers.GRU(7, return_sequences=True)]
     )
 
 
-def one(kind: Any, *args: Any, **options: Any) -> Any:
+def one(kind, *args, **options):
     return {"callbacks": lambda: [kind(*args, **options)]}
 
 
 sgd, both = opt.SGD, {"a": ce(from_logits=True), "b": "mse"}
-valid: dict[str, Any] = {"validation_data": (X[:50], Y[:50]), "validation_batch_size": 25}
-HELD: dict[str, tuple[Callable[[], Any], Callable[[], Any], dict[str, Any]]] = {
+valid = {"validation_data": (X[:50], Y[:50]), "validation_batch_size": 25}
+HELD = {
     "clipnorm": (dense, lambda: sgd(0.1, 0.9, clipnorm=0.1), {}),
     "global_clipnorm": (dense, lambda: opt.Adam(0.01, global_clipnorm=0.1), {}),
     "clipvalue": (dense, lambda: sgd(0.1, clipvalue=0.01), {}),
@@ -101,7 +98,7 @@ HELD: dict[str, tuple[Callable[[], Any], Callable[[], Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", HELD)
-def test_a_constant_trace_is_keras_with_that_batch_size(name: str) -> None:
+def test_a_constant_trace_is_keras_with_that_batch_size(name):
     make, optimizer, options = HELD[name]
     weights, logs = [], []
     for plain in True, False:
@@ -126,23 +123,23 @@ def test_a_constant_trace_is_keras_with_that_batch_size(name: str) -> None:
 class Seen(callbacks.Callback):
     """Notes batches and rates, and ends the training after an update or raises in it."""
 
-    def __init__(self, stop: int = -1, error: int = -1) -> None:
+    def __init__(self, stop=-1, error=-1):
         super().__init__()
         self.stop, self.error, self.rates = stop, error, list[float]()
         self.steps, self.sizes = list[tuple[int, int]](), list[int]()
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch, logs=None):
         if self.model.custom_optimizer.updates == self.error:
             raise KeyboardInterrupt
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch, logs=None):
         self.steps.append((batch, self.params["steps"]))
         self.sizes.append(logs["batch_size"])
         self.rates.append(logs["effective_learning_rate"])
         self.model.stop_training |= self.model.custom_optimizer.updates == self.stop
 
 
-def test_batches_of_keras_are_updates(capsys: pytest.CaptureFixture[str]) -> None:
+def test_batches_of_keras_are_updates(capsys):
     model, seen, rate = made(), Seen(), 0.01
     history = model.fit(X, Y, batch_size=MICROBATCH, epochs=3, verbose=2, callbacks=[seen]).history
     assert seen.steps == [
@@ -157,7 +154,7 @@ def test_batches_of_keras_are_updates(capsys: pytest.CaptureFixture[str]) -> Non
     assert [f"{number}/{number}" in printed for number in (11, 10, 5)] == [True] * 3
 
 
-def test_a_training_goes_on_in_a_later_fit() -> None:
+def test_a_training_goes_on_in_a_later_fit():
     model = made(sampler_options={"max_updates": 23})
     with pytest.raises(KeyboardInterrupt):
         fit(model, 3, callbacks=[Seen(error=5)])
@@ -173,8 +170,8 @@ def test_a_training_goes_on_in_a_later_fit() -> None:
 
 
 @pytest.mark.parametrize(("stop", "every"), [(11, 99), (14, 1)])
-def test_a_resume_has_the_epochs_and_the_rate_of_the_script(stop: int, every: int, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"initial_epoch": 2, "epochs": 5}
+def test_a_resume_has_the_epochs_and_the_rate_of_the_script(stop, every, tmp_path):
+    options = {"initial_epoch": 2, "epochs": 5}
     with pytest.raises(KeyboardInterrupt):
         fit(made(), callbacks=[VariableBatchCheckpoint(tmp_path, every=every), Seen(error=stop)], **options)
     model = made(optimizer=opt.SGD(0.3))
@@ -183,13 +180,13 @@ def test_a_resume_has_the_epochs_and_the_rate_of_the_script(stop: int, every: in
     assert float(model.optimizer.learning_rate) == pytest.approx(0.01)  # a number is that of the checkpoint
 
 
-def functional() -> Any:
+def functional():
     inputs = keras.Input((FEATURES,))
     return keras.Model(inputs, layers.Dense(CLASSES)(inputs))
 
 
 @pytest.mark.parametrize("make", [dense, functional])
-def test_files_are_those_of_the_model_within(make: Any, tmp_path: Path) -> None:
+def test_files_are_those_of_the_model_within(make, tmp_path):
     inner, saver = make(), callbacks.ModelCheckpoint
     model = made(inner, opt.Adam(0.01))
     whole = saver(tmp_path / "{epoch}.keras", "val_loss", save_best_only=True)
@@ -206,7 +203,7 @@ def test_files_are_those_of_the_model_within(make: Any, tmp_path: Path) -> None:
     assert not np.array_equal(other.predict(X, verbose=0), model.predict(X, verbose=0))
 
 
-def test_bfloat16_layers() -> None:
+def test_bfloat16_layers():
     keras.mixed_precision.set_global_policy("mixed_bfloat16")
     try:
         fit(model := made(dense(layers.BatchNormalization(), layers.Dropout(0.2)), "adamw"), 3)
@@ -224,20 +221,20 @@ def test_bfloat16_layers() -> None:
 class Masked(VariableBatchModelMixin, keras.Model):
     """A tagger that masks its padding, over whose other tokens Keras takes means."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options):
         super().__init__(**options)
         self.logits = layers.Embedding(7, 7, keras.initializers.RandomNormal(stddev=2.0, seed=1), mask_zero=True)
 
-    def call(self, x: Any) -> Any:
+    def call(self, x):
         return self.logits(x)
 
 
-def ignoring(**options: Any) -> Any:
+def ignoring(**options):
     return VariableBatchModel(tagger(), **options)
 
 
 @pytest.mark.parametrize(("make", "loss"), [(ignoring, ce(from_logits=True, ignore_class=0)), (Masked, None)])
-def test_a_mean_over_tokens_needs_their_count(make: Any, loss: Any) -> None:
+def test_a_mean_over_tokens_needs_their_count(make, loss):
     for options in {}, {"count": lambda y, _: (y != 0).sum()}:
         model = make(trace=16, **options)
         model.compile(opt.SGD(1.0), loss or ce(from_logits=True))
@@ -249,11 +246,11 @@ def test_a_mean_over_tokens_needs_their_count(make: Any, loss: Any) -> None:
 # Refusals. -------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_what_is_refused(tmp_path):
     choice = DataLoader([*zip(X, Y, strict=True)], 8, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES))
     compiled, own = dense(), type("Own", (keras.Sequential,), {"train_step": lambda self, data: {}})
     compiled.compile("sgd", "mse")
-    calls: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    calls = [
         (lambda: fit(made(optimizer=opt.SGD(gradient_accumulation_steps=4))), ValueError, "'gradient_accumulation_st"),
         (lambda: fit(made(), steps_per_epoch=5), ValueError, "steps_per_epoch must be None, got 5; pass max_updates"),
         (lambda: fit(made(), callbacks=[callbacks.BackupAndRestore(tmp_path)]), ValueError, "VariableBatchCheckpoint"),
@@ -290,7 +287,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
             fit(model)
 
 
-def test_another_backend_is_refused() -> None:
+def test_another_backend_is_refused():
     lines = "import variable_batch_size.integrations.keras, keras; print(keras.config.backend())"
     for backend in "jax", "":
         environment = {**os.environ, "KERAS_BACKEND": backend, "PYTHONPATH": str(ROOT)}
@@ -300,6 +297,6 @@ def test_another_backend_is_refused() -> None:
         assert (refused, ran.stdout.strip()) == ((True, "") if backend else (False, "torch"))
 
 
-def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_runs(capsys):
     runpy.run_path(str(ROOT / "examples" / "trainers" / "keras_digits.py"), run_name="__main__")
     assert "updates" in capsys.readouterr().out

@@ -5,9 +5,7 @@ The extra `test-optimizers` has them. docs/loops.md has the table of what is fou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -15,18 +13,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import variable_batch_size as vbs
-from helpers.checkpoints import checkpoint
+from helpers.checkpoints import checkpoint, restore_checkpoint, save_checkpoint
 from helpers.reference import REF, SIZES, assert_equal, batches, network, training
 
 pytestmark = pytest.mark.nightly("needs the extra test-optimizers")
 Make = Callable[[Iterable[Tensor]], Optimizer]
 
 
-def of(package: str, name: str, **options: Any) -> Make:
-    def make(parameters: Iterable[Tensor], **_: Any) -> Optimizer:
+def of(package, name, **options):
+    def make(parameters, **_):
         module = pytest.importorskip(package)
-        made: Optimizer = getattr(module, name)(parameters, **options)
-        return made
+        return getattr(module, name)(parameters, **options)
 
     make.__name__ = name
     return make
@@ -43,13 +40,13 @@ REFUSED = [
 ]
 
 
-def mode(optimizer: Any, name: str) -> None:
+def mode(optimizer, name):
     """Call `train` or `eval`, which schedule-free optimizers have."""
     if hasattr(optimizer, name):
         getattr(optimizer, name)()
 
 
-def by_hand(make: Make, power: float) -> list[Any]:
+def by_hand(make, power):
     run = training(vbs.ConstantOptimizer, hyperparameters={})
     inner = make(run.model.parameters())
     lr = inner.param_groups[0]["lr"]
@@ -65,15 +62,15 @@ def by_hand(make: Make, power: float) -> list[Any]:
 
 
 @pytest.fixture(autouse=True)
-def eager() -> Iterator[None]:
+def eager():
     """torchao compiles its step, which would take a minute and change nothing."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
 
 @pytest.mark.parametrize(("make", "power"), EXACT, ids=lambda value: getattr(value, "__name__", value))
-def test_it_steps_as_on_whole_batches_and_resumes(make: Make, power: float, tmp_path: Path) -> None:
-    def begin() -> Any:
+def test_it_steps_as_on_whole_batches_and_resumes(make, power, tmp_path):
+    def begin():
         run = training(vbs.RootRuleOptimizer if power else vbs.ConstantOptimizer, inner=make, hyperparameters={})
         mode(run.optimizer, "train")
         return run
@@ -82,16 +79,14 @@ def test_it_steps_as_on_whole_batches_and_resumes(make: Make, power: float, tmp_
     mode(whole.optimizer, "eval")
     assert_equal(whole.weights(), by_hand(make, power), 1e-6 if make is ADAM8BIT else 1e-9)  # its rate is a float32
     half, rest = begin().run(3), begin()
-    with checkpoint(tmp_path, half) as saves:
-        saves.save()
-    with checkpoint(tmp_path, rest) as saves:
-        assert saves.restore()
+    save_checkpoint(tmp_path, half)
+    restore_checkpoint(tmp_path, rest)
     rest.run(len(SIZES) - 3)
     mode(rest.optimizer, "eval")
     assert_equal(rest.weights(), whole.weights(), 0)
 
 
-def test_moments_in_8_bits_are_not_saved(tmp_path: Path) -> None:
+def test_moments_in_8_bits_are_not_saved(tmp_path):
     """Those of parameters with 4096 elements and more."""
     run = training(vbs.ConstantOptimizer, inner=ADAM8BIT, hyperparameters={}, model=network(width=2048)).run(1)
     told = r"only tensors and plain Python values, got a torchao\..*OptimState8bit .* at optimizer/state/0\.weight"
@@ -100,6 +95,6 @@ def test_moments_in_8_bits_are_not_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("make", "rule", "told"), REFUSED)
-def test_it_is_refused_in_a_sentence(make: Make, rule: str, told: str) -> None:
+def test_it_is_refused_in_a_sentence(make, rule, told):
     with pytest.raises((TypeError, ValueError), match=told):
         training(vbs.CustomOptimizer, inner=make, hyperparameters={}, rule=rule).run(1)

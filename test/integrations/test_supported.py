@@ -13,7 +13,7 @@ TABLES = {"keras": "keras.model", "lightning": "lightning.supported", "transform
 
 
 @pytest.mark.parametrize("trainer", [name for name in TABLES if not missing(name)])
-def test_the_page_has_the_table_of_settings(trainer: str) -> None:
+def test_the_page_has_the_table_of_settings(trainer):
     settings = import_module(f"variable_batch_size.integrations.{TABLES[trainer]}").SETTINGS
     rows = (f"| {each.name} | {each.supported} | {each.remedy} |" for each in settings)
     table = "\n".join(("| setting | supported | otherwise |", "|---|---|---|", *rows))

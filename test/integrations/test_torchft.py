@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import random
-import subprocess
 import time
-from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +11,11 @@ import pytest
 import torch.distributed as dist
 import yaml
 from torch.nn.parallel import DistributedDataParallel
-from torchft import Manager, ProcessGroupGloo
 
 import variable_batch_size as vbs
 from helpers.jobs import STOPPED, logs, place, signal_step, slurm, start
 from helpers.torchft_groups import Groups, check, run_script, train_alone
-from helpers.torchft_training import TRACE, loader_of, loss_of, make
+from helpers.torchft_training import TRACE, loader_of, loss_of, make, manager_of
 from variable_batch_size.integrations.torchft import TorchftBackend
 
 __all__ = ["place"]
@@ -30,7 +26,7 @@ SEEDS = {2: ("noise", "adascale"), 3: ("per-device", "linear")}  # by number of 
 
 
 @pytest.mark.parametrize("number", [3, pytest.param(2, marks=pytest.mark.nightly("starts processes"))])
-def test_groups_that_fail_and_come_back_make_the_planned_updates(number: int, tmp_path: Path) -> None:
+def test_groups_that_fail_and_come_back_make_the_planned_updates(number, tmp_path):
     seed = 5
     print("seed", seed)
     trace, rule = SEEDS[number]
@@ -41,19 +37,19 @@ def test_groups_that_fail_and_come_back_make_the_planned_updates(number: int, tm
     assert found["worlds"] > 1, found
 
 
-def test_a_group_with_another_model_takes_over_that_of_the_others(tmp_path: Path) -> None:
+def test_a_group_with_another_model_takes_over_that_of_the_others(tmp_path):
     with Groups(tmp_path, LINEAR, join_ms=10_000) as groups:
         holds = [tmp_path / f"hold-{number}" for number in (0, 1)]
         for number, hold in enumerate(holds):  # each trains alone up to update 5
             hold.write_text("5")
             groups.start(number)
-            groups.wait(lambda number=number: groups.reached(number, "held") == 5, "its quorum")  # type: ignore[misc]
+            groups.wait(lambda number=number: groups.reached(number, "held") == 5, "its quorum")
             if number == 0:
                 groups.freeze(0)
         groups.thaw(0)
         for number, hold in enumerate(holds):  # and makes that one alone: then both are at the same update
             hold.unlink()
-            groups.wait(lambda number=number: groups.reached(number) >= 5, "update 5")  # type: ignore[misc]
+            groups.wait(lambda number=number: groups.reached(number) >= 5, "update 5")
         ends = [event for event in groups.finish() if event["event"] == "end"]
     assert [("update alone" in (tmp_path / f"log-{number}").read_text()) for number in (0, 1)] == [False, True]
     expected = train_alone(LINEAR, vbs.BatchTrace.of(TRACE), ends[0]["updates"], 0)
@@ -63,30 +59,28 @@ def test_a_group_with_another_model_takes_over_that_of_the_others(tmp_path: Path
 
 
 @pytest.mark.nightly("starts processes")
-def test_all_groups_are_lost_and_fewer_resume_from_the_checkpoint_of_one(tmp_path: Path) -> None:
+def test_all_groups_are_lost_and_fewer_resume_from_the_checkpoint_of_one(tmp_path):
     with Groups(tmp_path, settings := LINEAR | {"checkpoint": True}, 2) as groups:
-        for number in range(3):
-            groups.start(number)
+        groups.start(*range(3))
         groups.wait_for(25)
         for number in range(3):
             groups.kill(number)
         killed = time.time()
         saved = vbs.read_checkpoint(tmp_path / "checkpoints")["facts"]["updates"]
-        for number in (0, 2):
-            groups.start(number)
+        groups.start(0, 2)
         events = groups.finish()
     check(events, settings)
     made = [event["step"] for event in events if event["event"] == "commit" and event["time"] > killed]
     assert min(made) == saved >= 10
 
 
-def test_a_lighthouse_that_comes_back_connects_no_group_at_an_earlier_place(tmp_path: Path) -> None:
+def test_a_lighthouse_that_comes_back_connects_no_group_at_an_earlier_place(tmp_path):
     """It counts quorums from 1 again, and group 2 has had the second one."""
     with Groups(tmp_path, settings := LINEAR | {"retries": 30, "quorum_timeout": 30}, 2) as groups:
         for number in range(3):
             groups.start(number)
             if number:
-                groups.wait(lambda number=number: len(groups.holders) == number + 1, "it")  # type: ignore[misc]
+                groups.wait(lambda number=number: len(groups.holders) == number + 1, "it")
         assert groups.events()[-1]["quorum"] == 2
         groups.freeze(2)
         groups.restart_lighthouse()
@@ -104,10 +98,9 @@ def test_a_lighthouse_that_comes_back_connects_no_group_at_an_earlier_place(tmp_
 
 
 @pytest.mark.parametrize("retries", [0, 30])
-def test_without_a_lighthouse_every_group_ends_with_one_sentence(retries: int, tmp_path: Path) -> None:
+def test_without_a_lighthouse_every_group_ends_with_one_sentence(retries, tmp_path):
     with Groups(tmp_path, LINEAR | {"quorum_timeout": 3, "retries": retries}, 2) as groups:
-        for number in range(2):
-            groups.start(number)
+        groups.start(*range(2))
         groups.wait_for(5)
         groups.kill_lighthouse()
         for number in range(2):
@@ -118,11 +111,10 @@ def test_without_a_lighthouse_every_group_ends_with_one_sentence(retries: int, t
 
 
 @pytest.mark.parametrize(("there", "comes"), [([0, 1], 2), ([1], 0)])
-def test_a_group_that_trains_otherwise_ends_and_says_in_what(there: list[int], comes: int, tmp_path: Path) -> None:
+def test_a_group_that_trains_otherwise_ends_and_says_in_what(there, comes, tmp_path):
     """It is the first one by name in some cases."""
     with Groups(tmp_path, settings := LINEAR | {"only": {str(comes): {"rule": "root"}}}, len(there)) as groups:
-        for number in there:
-            groups.start(number)
+        groups.start(*there)
         groups.wait(lambda: groups.holders == there, "those")
         groups.start(comes)
         assert groups.ended(comes) == 1
@@ -130,7 +122,7 @@ def test_a_group_that_trains_otherwise_ends_and_says_in_what(there: list[int], c
         check(groups.finish(), settings)
 
 
-def test_a_group_that_dies_within_the_sum_holds_up_nobody(tmp_path: Path) -> None:
+def test_a_group_that_dies_within_the_sum_holds_up_nobody(tmp_path):
     """Those that have no connection with it either: the timeout of the process group is longer than the test waits."""
     settings = LINEAR | {"timeout": 1000, "only": {"1": {"dies": 60}}}
     with Groups(tmp_path, settings, 3) as groups:
@@ -141,11 +133,10 @@ def test_a_group_that_dies_within_the_sum_holds_up_nobody(tmp_path: Path) -> Non
         check(groups.finish(), settings)
 
 
-def test_a_group_that_misses_the_last_update_takes_over_its_result(tmp_path: Path) -> None:
+def test_a_group_that_misses_the_last_update_takes_over_its_result(tmp_path):
     settings = LINEAR | {"max_updates": 12, "only": {"1": {"misses": 12}}}
     with Groups(tmp_path, settings, 2) as groups:
-        for number in (0, 1):
-            groups.start(number)
+        groups.start(0, 1)
         assert [groups.ended(number) for number in (0, 1)] == [0, 0]
         ends = [event for event in groups.events() if event["event"] == "end"]
         assert [event["group"] for event in groups.events() if event["event"] == "broken"][-1] == 1
@@ -153,7 +144,7 @@ def test_a_group_that_misses_the_last_update_takes_over_its_result(tmp_path: Pat
     assert ends[0]["updates"] == ends[1]["updates"] == 12
 
 
-def start_together(groups: Groups, size: int) -> None:
+def start_together(groups, size):
     """Start groups that wait for one another at update 10."""
     for number in range(size):
         (groups.folder / f"hold-{number}").write_text("10")
@@ -164,7 +155,7 @@ def start_together(groups: Groups, size: int) -> None:
     groups.wait(lambda: len(groups.holders) == size, "all")
 
 
-def test_a_group_that_misses_an_update_takes_over_its_result(tmp_path: Path) -> None:
+def test_a_group_that_misses_an_update_takes_over_its_result(tmp_path):
     with Groups(tmp_path, settings := LINEAR | {"only": {"1": {"misses": 60}}}, 2) as groups:
         start_together(groups, 3)
         assert groups.reached() < 59
@@ -174,10 +165,9 @@ def test_a_group_that_misses_an_update_takes_over_its_result(tmp_path: Path) -> 
     assert [(e["step"], e["group"]) for e in events if e["event"] == "broken" and e["step"] > 50] == [(59, 1)]
 
 
-def test_values_that_are_logged_now_and_then_do_not_keep_a_group_out(tmp_path: Path) -> None:
+def test_values_that_are_logged_now_and_then_do_not_keep_a_group_out(tmp_path):
     with Groups(tmp_path, settings := LINEAR | {"period": 10}, 2) as groups:
-        for number in range(3):
-            groups.start(number)
+        groups.start(*range(3))
         groups.wait(lambda: len(groups.holders) == 3, "all")
         groups.kill(2)
         groups.start(2)
@@ -185,7 +175,7 @@ def test_values_that_are_logged_now_and_then_do_not_keep_a_group_out(tmp_path: P
 
 
 @pytest.mark.nightly("starts processes")
-def test_the_example_trains_with_the_groups_that_are_left(place: Path) -> None:
+def test_the_example_trains_with_the_groups_that_are_left(place):
     """A pod of Kubernetes, a machine of SkyPilot, and a job of Slurm, which is preempted."""
     clusters = ROOT / "examples" / "clusters"
     *_, pods = yaml.safe_load_all((clusters / "kubernetes_groups.yaml").read_text())
@@ -197,7 +187,7 @@ def test_the_example_trains_with_the_groups_that_are_left(place: Path) -> None:
         run = task["run"].replace("http://lighthouse-0.$SKYPILOT_JOBGROUP_NAME:29510", address)
         of_task = {name: str(value) for name, value in task["envs"].items()} | own | {"SKYPILOT_NODE_IPS": "127.0.0.1"}
 
-        def job() -> subprocess.Popen[bytes]:
+        def job():
             return slurm(place, "examples/replica_groups.py", 7, tasks=1, **own, SLURM_ARRAY_TASK_ID="0")
 
         groups.running = {
@@ -220,44 +210,34 @@ def test_the_example_trains_with_the_groups_that_are_left(place: Path) -> None:
 
 
 @pytest.fixture
-def manager(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Manager]:
+def manager(tmp_path, request):
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     with Groups(tmp_path, {}) as groups:
-        made = Manager(
-            pg=ProcessGroupGloo(timeout=timedelta(seconds=5)),
-            load_state_dict=None,
-            state_dict=None,
-            min_replica_size=1,
-            use_async_quorum=getattr(request, "param", False),
-            store_addr="localhost",
-            store_port=store.port,
-            rank=0,
-            world_size=1,
-            lighthouse_addr=f"http://localhost:{groups.port}",
-        )
+        own = {"use_async_quorum": getattr(request, "param", False)}
+        made = manager_of(store.port, lighthouse_addr=f"http://localhost:{groups.port}", **own)
         yield made
         made.shutdown(wait=False)
 
 
 @pytest.mark.parametrize("manager", [True], indirect=True)
-def test_an_asynchronous_quorum_is_refused(manager: Manager) -> None:
+def test_an_asynchronous_quorum_is_refused(manager):
     with pytest.raises(ValueError, match="pass use_async_quorum=False"):
         TorchftBackend(manager)
 
 
-def test_what_is_no_manager_is_refused() -> None:
+def test_what_is_no_manager_is_refused():
     with pytest.raises(TypeError, match=r"manager must be a torchft\.Manager, got 3"):
-        TorchftBackend(3)  # type: ignore[arg-type]
+        TorchftBackend(3)
 
 
-def test_a_loop_needs_the_updates_and_a_state(manager: Manager) -> None:
+def test_a_loop_needs_the_updates_and_a_state(manager):
     backend = TorchftBackend(manager)
     model, optimizer = make(LINEAR, TRACE, 0, backend=backend)
     loader = loader_of(optimizer)
     with pytest.raises(RuntimeError, match=r"call backend\.register\(model=model, optimizer=optimizer\)"):
         next(iter(vbs.updates(loader, optimizer)))
     with pytest.raises(TypeError, match="epoch must have state_dict"):
-        backend.register(model=model, optimizer=optimizer, epoch=3)  # type: ignore[arg-type]
+        backend.register(model=model, optimizer=optimizer, epoch=3)
     backend.register(model=model, optimizer=optimizer)
     with pytest.raises(RuntimeError, match=r"loop over vbs\.updates"):  # noqa: PT012
         for _, x, y in loader:
@@ -265,7 +245,7 @@ def test_a_loop_needs_the_updates_and_a_state(manager: Manager) -> None:
             optimizer.step()
 
 
-def test_a_model_that_sums_by_itself_is_refused(manager: Manager) -> None:
+def test_a_model_that_sums_by_itself_is_refused(manager):
     backend = TorchftBackend(manager)
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)

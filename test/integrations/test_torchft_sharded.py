@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -13,12 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torchft import Manager, ProcessGroupGloo
 
 from helpers.commands import free_job
 from helpers.jobs import logs, place, slurm, start
 from helpers.torchft_groups import Groups, check
-from helpers.torchft_training import TRACE, make
+from helpers.torchft_training import TRACE, make, manager_of
 from variable_batch_size.integrations.torchft import TorchftBackend
 
 __all__ = ["place"]
@@ -26,12 +23,11 @@ __all__ = ["place"]
 SHARDED = {"trace": "fixed", "rule": "linear", "processes": 2, "pause": 0.2}
 
 
-def test_a_group_that_is_killed_and_one_that_loses_a_process_come_back(tmp_path: Path) -> None:
+def test_a_group_that_is_killed_and_one_that_loses_a_process_come_back(tmp_path):
     own = {"1": {"quorum_timeout": 20}}  # so long it waits for the process that ends, if it has just asked
     settings = SHARDED | {"trace": "noise", "rule": "adascale", "only": own}
     with Groups(tmp_path, settings) as groups:
-        for number in (0, 1):
-            groups.start(number)
+        groups.start(0, 1)
         groups.wait(lambda: len(groups.holders) == 2, "both")
         groups.kill(0)
         groups.wait_for(5)
@@ -46,12 +42,11 @@ def test_a_group_that_is_killed_and_one_that_loses_a_process_come_back(tmp_path:
     assert found["worlds"] > 3, found
 
 
-def test_a_group_that_has_got_half_of_the_state_gets_all_of_it_again(tmp_path: Path) -> None:
+def test_a_group_that_has_got_half_of_the_state_gets_all_of_it_again(tmp_path):
     """Its process 0 takes it over from group 0, and process 1 from group 1, which is lost before."""
     settings = SHARDED | {"timeout": 20, "only": {"2": {"receives_later": 1}}}
     with Groups(tmp_path, settings) as groups:
-        for number in (0, 1):
-            groups.start(number)
+        groups.start(0, 1)
         groups.wait(lambda: len(groups.holders) == 2, "both")
         groups.start(2)
         groups.wait((tmp_path / "waits").exists, "the newcomer")
@@ -61,16 +56,15 @@ def test_a_group_that_has_got_half_of_the_state_gets_all_of_it_again(tmp_path: P
         check(groups.finish(3), settings)
 
 
-def test_a_group_with_other_weights_or_settings_ends_and_says_so(tmp_path: Path) -> None:
+def test_a_group_with_other_weights_or_settings_ends_and_says_so(tmp_path):
     with Groups(tmp_path, SHARDED | {"only": {"1": {"seed": 7, "rule": "root"}}}, 2) as groups:
-        for number in (0, 1):
-            groups.start(number)
+        groups.start(0, 1)
         assert groups.ended(1) == 1
     assert "this one differs from the others in parameters, rule;" in (tmp_path / "log-1").read_text()
 
 
 @pytest.mark.nightly("starts processes")
-def test_a_group_of_another_size_ends_and_says_so(tmp_path: Path) -> None:
+def test_a_group_of_another_size_ends_and_says_so(tmp_path):
     with Groups(tmp_path, settings := SHARDED | {"only": {"1": {"processes": 3}}}) as groups:
         groups.start(0)
         groups.wait_for(5)
@@ -83,15 +77,13 @@ def test_a_group_of_another_size_ends_and_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow("starts eight processes")
-def test_a_checkpoint_of_one_group_starts_all_again(tmp_path: Path) -> None:
+def test_a_checkpoint_of_one_group_starts_all_again(tmp_path):
     with Groups(tmp_path, settings := SHARDED | {"checkpoint": True}, 2) as groups:
-        for number in (0, 1):
-            groups.start(number)
+        groups.start(0, 1)
         groups.wait_for(11)
         for number in (0, 1):
             groups.kill(number)
-        for number in (0, 1):
-            groups.start(number)
+        groups.start(0, 1)
         events = groups.finish(3)
     check(events, settings)
     again = [event["time"] for event in events if event["event"] == "up"][4]
@@ -99,7 +91,7 @@ def test_a_checkpoint_of_one_group_starts_all_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly("starts four processes, and torchrun")
-def test_the_example_trains(place: Path) -> None:
+def test_the_example_trains(place):
     """A group of torchrun, and one of a job of Slurm."""
     script = "examples/sharded_groups.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
@@ -113,21 +105,10 @@ def test_the_example_trains(place: Path) -> None:
     assert "update 300: 4 processes" in logs(place)
 
 
-def test_what_is_not_supported_within_a_group_is_refused(tmp_path: Path) -> None:
+def test_what_is_not_supported_within_a_group_is_refused(tmp_path):
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     with Groups(tmp_path, {}) as groups:
-        manager = Manager(
-            pg=ProcessGroupGloo(timeout=timedelta(seconds=5)),
-            load_state_dict=None,
-            state_dict=None,
-            min_replica_size=1,
-            use_async_quorum=False,
-            store_addr="localhost",
-            store_port=store.port,
-            rank=0,
-            world_size=2,
-            lighthouse_addr=f"http://localhost:{groups.port}",
-        )
+        manager = manager_of(store.port, world_size=2, lighthouse_addr=f"http://localhost:{groups.port}")
         with pytest.raises(ValueError, match=r"call init_process_group\(\) first, with the rank and world_size"):
             TorchftBackend(manager)
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)

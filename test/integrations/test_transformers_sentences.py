@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import datasets
 import numpy as np
 import pytest
 import sentence_transformers as st
 import torch
 from sentence_transformers.sentence_transformer.losses import CoSENTLoss, CosineSimilarityLoss
-from torch import Tensor, nn
+from torch import nn
 
 from helpers.transformers_adapter import QUIET
 from variable_batch_size.integrations.transformers import VariableBatchMixin
@@ -22,17 +19,17 @@ class Words(nn.Module):
 
     tokenizer, max_seq_length = None, 16
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(3)
         self.embedding = nn.Embedding(40, 8).double()
 
-    def tokenize(self, texts: list[Any], **_: Any) -> dict[str, Tensor]:
+    def tokenize(self, texts, **_):
         numbers = [torch.tensor([int(word) for word in text.split()]) for text in texts]
         padded = nn.utils.rnn.pad_sequence(numbers, batch_first=True)
         return {"input_ids": padded, "attention_mask": (padded > 0).long()}
 
-    def forward(self, features: dict[str, Any], **_: Any) -> dict[str, Any]:
+    def forward(self, features, **_):
         mask = features["attention_mask"].double()[..., None]
         summed = (self.embedding(features["input_ids"]) * mask).sum(1)
         return {**features, "sentence_embedding": summed / mask.sum(1)}
@@ -42,7 +39,7 @@ class Pairs(VariableBatchMixin, st.SentenceTransformerTrainer):
     """The changed line."""
 
 
-def pairs(folder: Path, rows: int, data: Any = None, loss: Any = CosineSimilarityLoss, **options: Any) -> Any:
+def pairs(folder, rows, data=None, loss=CosineSimilarityLoss, **options):
     rng = np.random.default_rng(2)
     texts = [[" ".join(map(str, rng.integers(1, 40, rng.integers(2, 8)))) for _ in range(50)] for _ in range(2)]
     data = data or datasets.Dataset.from_dict({"a": texts[0], "b": texts[1], "score": rng.random(50)})
@@ -54,7 +51,7 @@ def pairs(folder: Path, rows: int, data: Any = None, loss: Any = CosineSimilarit
     return model[0].embedding.weight.detach().clone()
 
 
-def test_sentence_transformers_train_on_whole_batches(tmp_path: Path) -> None:
+def test_sentence_transformers_train_on_whole_batches(tmp_path):
     whole, cut = pairs(tmp_path, 24), pairs(tmp_path, 5)
     torch.testing.assert_close(cut, whole, rtol=0, atol=1e-12)
     with pytest.warns(UserWarning, match="updates depend on how they are cut into microbatches"):

@@ -13,15 +13,7 @@ from torch.optim import Adam, AdamW, NAdam
 
 import variable_batch_size as vbs
 from helpers.properties import examples
-from helpers.reference import (
-    ADAM,
-    SIZES,
-    assert_equal,
-    batches,
-    network,
-    training,
-    twin,
-)
+from helpers.reference import ADAM, SIZES, assert_equal, batches, network, training, twin
 from variable_batch_size.optim.scaling import HyperparameterScaling
 from variable_batch_size.testing import run_ranks
 
@@ -109,18 +101,7 @@ def test_the_terms_are_exact_for_betas_close_to_one(factors, beta):
     assert found[1:] == pytest.approx([float(1 - product) for product in products], rel=1e-13)
 
 
-# ------------------------------------------------------------------------------- updates and optimizers not corrected
-
-
-def test_a_skipped_update_does_not_count():
-    run, scaler = training(KIND, SIZES[:4], dataset_size=61), torch.amp.GradScaler("cpu", init_scale=2.0**8)
-    for indices in run.sampler:
-        loss = run.loss(indices) * (torch.inf if run.optimizer.microbatch.step == 1 else 1)
-        run.optimizer.backward(loss, scaler=scaler)
-        scaler.step(run.optimizer)
-        scaler.update()
-    assert terms(run)[0][0] == 3
-    assert_equal(run.weights(), twin(KIND, SIZES[:4], dataset_size=61, skipped=[1]))
+# ------------------------------------------------------------------------------------------- optimizers not corrected
 
 
 def test_other_optimizers_keep_their_own_correction():

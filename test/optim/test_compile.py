@@ -10,13 +10,7 @@ from torch._dynamo import compiled_autograd
 from torch._dynamo.utils import counters
 
 import variable_batch_size as vbs
-from helpers.reference import (
-    HYPERPARAMETERS,
-    OPTIMIZERS,
-    SIZES,
-    assert_equal,
-    training,
-)
+from helpers.reference import HYPERPARAMETERS, OPTIMIZERS, SIZES, assert_equal, training
 
 SETTLED = 3  # updates after which nothing compiles
 # Rules share one step(): those that scale the learning rate, the betas too, and by the noise of SGD and of Adam.
@@ -57,13 +51,9 @@ def trained(run, updates=50, *, step=None):
     graphs = []
     if step is not None:
         run.optimizer.step = step
-    while run.optimizer.updates < updates:
-        run.sampler.set_epoch(run.optimizer.epoch)
-        for updated in run.steps():
-            if updated:
-                graphs.append(counters["stats"]["unique_graphs"])
-            if run.optimizer.updates == updates:
-                break
+    for indices in run.microbatches(updates):
+        if run.step(indices):
+            graphs.append(counters["stats"]["unique_graphs"])
     return graphs
 
 

@@ -142,16 +142,6 @@ def test_a_rank_that_fails_or_returns_does_not_block_the_others(monkeypatch):
         run_ranks(end, 3)
 
 
-def test_ranks_train_identically_after_broadcast_parameters():
-    def train(backend):
-        model = shifted(backend.world.rank)
-        vbs.broadcast_parameters(model, backend)
-        return list(training(model=model, backend=backend).run(3).model.parameters())
-
-    ranks = run_ranks(train, 3)
-    assert all(torch.equal(one, other) for rank in ranks for one, other in zip(rank, ranks[0], strict=True))
-
-
 @pytest.mark.parametrize(
     ("option", "sentence"),
     [

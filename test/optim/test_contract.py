@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 import variable_batch_size as vbs
@@ -22,7 +19,6 @@ from helpers.reference import (
     HYPERPARAMETERS,
     OPTIMIZERS,
     SIZES,
-    Training,
     assert_equal,
     factors_along,
     network,
@@ -30,19 +26,18 @@ from helpers.reference import (
     twin,
     wrap,
 )
-from variable_batch_size.backend import Backend
 from variable_batch_size.testing import run_ranks
 
 Kind = type[vbs.CustomOptimizer]
 every_class = pytest.mark.parametrize("kind", OPTIMIZERS.values(), ids=lambda kind: kind.__name__)
 
 
-def test_the_suite_covers_every_named_optimizer() -> None:
+def test_the_suite_covers_every_named_optimizer():
     public = {getattr(vbs, name) for name in vbs.__all__ if name.endswith("Optimizer")}
     assert public - {vbs.CustomOptimizer} <= set(OPTIMIZERS.values())
 
 
-def test_a_rule_is_chosen_by_its_name() -> None:
+def test_a_rule_is_chosen_by_its_name():
     by_name = training(vbs.CustomOptimizer, rule="linear").run(len(SIZES))
     assert_equal(by_name.weights(), twin(vbs.LinearRuleOptimizer, SIZES), tolerance=1e-12)
     groups = training(vbs.CustomOptimizer, rule=("root",)).optimizer
@@ -70,27 +65,27 @@ def test_a_rule_is_chosen_by_its_name() -> None:
     tail=st.integers(0, 40),
 )
 def test_an_update_equals_that_of_one_big_batch(
-    kind: Kind,
-    sizes: list[int],
-    minibatch_size: int,
-    world: int,
-    fixed_shape: bool,
-    reduction: str,
-    single: bool,
-    seed: int,
-    tail: int,
-) -> None:
+    kind,
+    sizes,
+    minibatch_size,
+    world,
+    fixed_shape,
+    reduction,
+    single,
+    seed,
+    tail,
+):
     dtype, tolerance = (torch.float32, 1e-5) if single else (torch.float64, 1e-12)
     dataset_size = max(sizes) + tail
 
-    def train(backend: Backend) -> Training:
+    def train(backend):
         sampling = {"seed": seed, "fixed_shape": fixed_shape}
-        options: dict[str, Any] = {"minibatch_size": minibatch_size, "reduction": reduction, "dtype": dtype}
+        options = {"minibatch_size": minibatch_size, "reduction": reduction, "dtype": dtype}
         return training(kind, sizes, dataset_size=dataset_size, sampling=sampling, backend=backend, **options).run(
             len(sizes)
         )
 
-    cut: dict[str, Any] = {"minibatch_size": minibatch_size, "fixed_shape": fixed_shape}
+    cut = {"minibatch_size": minibatch_size, "fixed_shape": fixed_shape}
     expected = twin(kind, sizes, dataset_size=dataset_size, dtype=dtype, seed=seed, **cut)
     ranks = run_ranks(train, world)
     for rank in ranks:
@@ -100,8 +95,8 @@ def test_an_update_equals_that_of_one_big_batch(
 
 @every_class
 @pytest.mark.parametrize("max_grad_norm", [0.5, 1e6])
-def test_clips_the_gradient_of_the_whole_update(kind: Kind, max_grad_norm: float) -> None:
-    def train(backend: Backend) -> Training:
+def test_clips_the_gradient_of_the_whole_update(kind, max_grad_norm):
+    def train(backend):
         return training(kind, SIZES, backend=backend, max_grad_norm=max_grad_norm).run(len(SIZES))
 
     for rank in run_ranks(train, 3):
@@ -109,10 +104,10 @@ def test_clips_the_gradient_of_the_whole_update(kind: Kind, max_grad_norm: float
 
 
 @every_class
-def test_an_update_makes_one_collective_call(kind: Kind) -> None:
-    def calls(backend: Backend) -> list[int]:
+def test_an_update_makes_one_collective_call(kind):
+    def calls(backend):
         run = training(kind, SIZES, dataset_size=sum(SIZES), backend=backend)
-        counts = [backend.collectives for updated in run.steps() if updated]  # type: ignore[attr-defined]
+        counts = [backend.collectives for updated in run.steps() if updated]
         return [after - before for before, after in pairwise(counts)]
 
     assert run_ranks(calls, 3) == 3 * [[1] * (len(SIZES) - 1)]  # after the first one, which compares the ranks
@@ -130,25 +125,23 @@ def test_an_update_makes_one_collective_call(kind: Kind) -> None:
     choice=st.integers(0, 2),
     fixed_shape=st.booleans(),
 )
-def test_resumes_in_another_world(
-    kind: Kind, stop: int, before: tuple[int, int], after: tuple[int, int], choice: int, fixed_shape: bool
-) -> None:
+def test_resumes_in_another_world(kind, stop, before, after, choice, fixed_shape):
     """Also where the default for `fixed_shape` is another one: the noise depends on the saved one."""
     inners = EQUATIONS[kind].inners
     inner = inners[choice % len(inners)]
-    options: dict[str, Any] = {"inner": inner, "sampling": {"fixed_shape": fixed_shape}}
+    options = {"inner": inner, "sampling": {"fixed_shape": fixed_shape}}
     other = {"sampling": {"fixed_shape": not fixed_shape}}
     if EQUATIONS[kind].depends_on_cut:
         after = before[0], after[1]
 
-    def begin(backend: Backend) -> bytes:
+    def begin(backend):
         run = training(kind, SIZES, minibatch_size=before[0], backend=backend, **options).run(stop)
         file = io.BytesIO()
         torch.save((run.model.state_dict(), run.optimizer.state_dict()), file)
         rates.append((run.optimizer.lr_factor(), run.optimizer.current_lr()))
         return file.getvalue()
 
-    def resume(backend: Backend) -> Training:
+    def resume(backend):
         run = training(kind, SIZES, minibatch_size=after[0], backend=backend, **options | other)
         model, optimizer = torch.load(io.BytesIO(saved[0]), weights_only=True)
         run.model.load_state_dict(model)
@@ -156,7 +149,7 @@ def test_resumes_in_another_world(
         assert (run.optimizer.lr_factor(), run.optimizer.current_lr()) == rates[0]
         return run.run(len(SIZES) - stop)
 
-    rates: list[tuple[float, float]] = []
+    rates = []
     saved = run_ranks(begin, before[1])
     unbroken = training(kind, SIZES, minibatch_size=after[0], **options).run(len(SIZES))
     for rank in run_ranks(resume, after[1]):
@@ -170,7 +163,7 @@ def test_resumes_in_another_world(
 
 
 @every_class
-def test_is_a_torch_optimizer_that_shares_the_inner_state(kind: Kind) -> None:
+def test_is_a_torch_optimizer_that_shares_the_inner_state(kind):
     run = training(kind).run(2)
     optimizer, inner = run.optimizer, run.optimizer.inner
     assert isinstance(optimizer, torch.optim.Optimizer)
@@ -182,19 +175,19 @@ def test_is_a_torch_optimizer_that_shares_the_inner_state(kind: Kind) -> None:
 
 @every_class
 @pytest.mark.parametrize("fails", [False, True])
-def test_hyperparameters_are_scaled_only_inside_an_update(kind: Kind, fails: bool) -> None:
-    def groups(parameters: Iterable[Tensor], **common: Any) -> torch.optim.Optimizer:
+def test_hyperparameters_are_scaled_only_inside_an_update(kind, fails):
+    def groups(parameters, **common):
         own = [{"params": [p], "lr": 0.01 * (i + 1)} for i, p in enumerate(parameters)]
-        return EQUATIONS[kind].inners[0](own, **common)  # type: ignore[call-arg]
+        return EQUATIONS[kind].inners[0](own, **common)
 
     run = training(kind, [20, 7], inner=groups)
     outside = [dict(group) for group in run.optimizer.param_groups]
-    inside: list[list[float]] = []
+    inside = []
 
-    def numbers(group: dict[str, Any]) -> list[float]:
+    def numbers(group):
         return [group["lr"], group["weight_decay"], group.get("eps", 1.0), *group.get("betas", ())]
 
-    def look(inner: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    def look(inner, args, kwargs):
         inside.extend(map(numbers, inner.param_groups))
         if fails:
             raise LookupError
@@ -214,7 +207,7 @@ def test_hyperparameters_are_scaled_only_inside_an_update(kind: Kind, fails: boo
 
 
 @every_class
-def test_lr_factor_and_current_lr_describe_the_last_update(kind: Kind) -> None:
+def test_lr_factor_and_current_lr_describe_the_last_update(kind):
     run = training(kind, SIZES, dataset_size=sum(SIZES))
     lr = run.optimizer.param_groups[0]["lr"]
     assert (run.optimizer.lr_factor(), run.optimizer.current_lr()) == (1, lr)
@@ -226,14 +219,14 @@ def test_lr_factor_and_current_lr_describe_the_last_update(kind: Kind) -> None:
 
 
 @every_class
-def test_progress_counts_reference_updates(kind: Kind) -> None:
+def test_progress_counts_reference_updates(kind):
     run = training(kind, SIZES, dataset_size=sum(SIZES)).run(len(SIZES))
     expected = sum(by.progress for by in factors_along(kind, SIZES, dataset_size=sum(SIZES)))
     assert run.optimizer.progress == pytest.approx(expected)
 
 
 @every_class
-def test_a_scheduler_changes_the_reference_lr(kind: Kind) -> None:
+def test_a_scheduler_changes_the_reference_lr(kind):
     inner = EQUATIONS[kind].inners[0]
     run, plain = training(kind, SIZES, dataset_size=sum(SIZES)), inner(network().parameters(), **HYPERPARAMETERS[inner])
     ours, theirs = (LambdaLR(optimizer, lambda step: 1 / (step + 1)) for optimizer in (run.optimizer, plain))
@@ -248,7 +241,7 @@ def test_a_scheduler_changes_the_reference_lr(kind: Kind) -> None:
 
 
 @every_class
-def test_zero_grad_after_each_microbatch_has_no_effect(kind: Kind) -> None:
+def test_zero_grad_after_each_microbatch_has_no_effect(kind):
     run = training(kind, SIZES)
     for updated in run.steps():
         run.optimizer.zero_grad()
@@ -259,13 +252,13 @@ def test_zero_grad_after_each_microbatch_has_no_effect(kind: Kind) -> None:
 
 
 @every_class
-def test_state_dict_holds_plain_numbers_and_no_world(kind: Kind) -> None:
+def test_state_dict_holds_plain_numbers_and_no_world(kind):
     state = training(kind, SIZES).run(3).optimizer.state_dict()
     assert set(state) == {"state", "param_groups", "vbs"}
     position = {"epoch": 0, "step": 3, "samples": sum(SIZES[:3])}
     assert position.items() <= state["vbs"]["sampler"].items()
 
-    def leaves(value: Any) -> Iterator[Any]:
+    def leaves(value):
         parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
         yield from [value] if parts is None else (leaf for part in parts for leaf in leaves(part))
 
@@ -274,7 +267,7 @@ def test_state_dict_holds_plain_numbers_and_no_world(kind: Kind) -> None:
 
 
 @every_class
-def test_state_dict_raises_in_the_middle_of_a_step(kind: Kind) -> None:
+def test_state_dict_raises_in_the_middle_of_a_step(kind):
     run = training(kind, SIZES)
     assert next(run.steps()) is False
     with pytest.raises(
@@ -284,7 +277,7 @@ def test_state_dict_raises_in_the_middle_of_a_step(kind: Kind) -> None:
 
 
 @every_class
-def test_rejects_wrapped_wrappers(kind: Kind) -> None:
+def test_rejects_wrapped_wrappers(kind):
     run = training(kind, SIZES)
     if EQUATIONS[kind].any_inner:
         with pytest.raises(TypeError, match=f"{kind.__name__} cannot be the inner .* wrap the optimizer inside it"):

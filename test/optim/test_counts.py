@@ -12,12 +12,11 @@ from torch import Tensor
 
 import variable_batch_size as vbs
 from helpers.arrivals import Arriving, whole
-from helpers.denominators import Divided, plain, terms
+from helpers.denominators import DATASET, Divided, batches_of, plain, terms
 from helpers.elastic_threads import ElasticThreads, Script
 from helpers.mistakes import Mistake, check
 from helpers.properties import examples
 from helpers.reference import assert_equal, network, training
-from helpers.tokens import DATASET, batches_of
 from variable_batch_size.backend.sent_numbers import SentNumbers
 from variable_batch_size.testing import run_ranks
 

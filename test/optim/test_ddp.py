@@ -37,12 +37,10 @@ def two_optimizers(place):
     )
     given = {"model": module} if place.layout.by == "ddp" else {}
     other = vbs.RootRuleOptimizer(torch.optim.AdamW(second, **ADAM), run.sampler, 20, backend=place.backend, **given)
-    for indices in run.sampler:
+    for indices in run.microbatches(len(ODD)):
         run.optimizer.backward(run.loss(indices), others=other)
         run.optimizer.step()
         other.step()
-        if other.updates == len(ODD):
-            break
     return run.weights()
 
 

@@ -26,13 +26,13 @@ def dealt(run):
     raise AssertionError("the epoch has no update")
 
 
-def in_world(size, batch, minibatch_size, kind=vbs.ConstantOptimizer, **options):
+def in_world(size, batch, minibatch_size, **options):
     """The samples of the microbatches of an update, in their order."""
     model = options.pop("model", None)
 
     def train(backend):
         own = {} if model is None else {"model": model()}
-        run = training(kind, [batch], backend=backend, minibatch_size=minibatch_size, **own, **options)
+        run = training(vbs.ConstantOptimizer, [batch], backend=backend, minibatch_size=minibatch_size, **own, **options)
         assert len(run.sampler) == len(list(run.sampler))  # the epoch is one update
         run.optimizer.discard_step()
         return dealt(run)

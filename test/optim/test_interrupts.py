@@ -177,7 +177,6 @@ OTHER_CALLS = [
 @pytest.mark.parametrize("by_state", [False, True])
 @pytest.mark.parametrize("where", ["rule", "pre-hook", "inner step", "post-hook"])
 def test_nothing_goes_on_and_the_ways_out_lead_on(where, by_state):
-    """Interrupts elsewhere are those of test_interrupts.py."""
     run = training().iterate(2)
     states = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict()))
     with pytest.MonkeyPatch.context() as monkeypatch:

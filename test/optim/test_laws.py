@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,9 +14,8 @@ from hypothesis import strategies as st
 from helpers.features import FEATURES, Run
 from helpers.laws import REFUSED, check, features_of, reproducible
 from helpers.properties import examples
-from helpers.reference import Array, assert_equal
+from helpers.reference import assert_equal
 from helpers.worlds import ALONE, Layout, Place, alone
-from variable_batch_size.backend import Backend
 from variable_batch_size.testing import run_ranks
 
 SLOW, NIGHTLY = pytest.mark.slow("starts processes"), pytest.mark.nightly("starts processes")
@@ -47,12 +45,12 @@ LAYOUTS = {
         for name in features_of(layout)
     ],
 )
-def test_processes_make_the_updates_of_one_from_any_state(layout: Layout, name: str) -> None:
+def test_processes_make_the_updates_of_one_from_any_state(layout, name):
     check(name, layout)
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_reproducible_is_refused(name: str) -> None:
+def test_what_is_not_reproducible_is_refused(name):
     with pytest.raises(ValueError, match=f"reproducible=True.*{REFUSED[name]}"):
         Run(reproducible(name), alone()).until(3)
 
@@ -72,15 +70,8 @@ worlds = st.integers(1, 4)
 )
 @examples(600)
 def test_threads_make_the_updates_of_one_from_any_state(
-    name: str,
-    sizes: list[int],
-    minibatch_size: int,
-    fixed_shape: bool,
-    raw: bool,
-    stop: int,
-    before: int,
-    after: int,
-) -> None:
+    name, sizes, minibatch_size, fixed_shape, raw, stop, before, after
+):
     feature = replace(FEATURES[name], sizes=sizes)
     if name == "equal rounds":
         feature, fixed_shape, minibatch_size = FEATURES[name], False, 4
@@ -88,13 +79,13 @@ def test_threads_make_the_updates_of_one_from_any_state(
         minibatch_size = min(minibatch_size, 4)  # its reference, above which there must be several microbatches
     end = len(feature.sizes)
     stop = min(stop, end - 1)
-    how: dict[str, Any] = {"minibatch_size": minibatch_size, "sampling": {"fixed_shape": fixed_shape}}
+    how = {"minibatch_size": minibatch_size, "sampling": {"fixed_shape": fixed_shape}}
 
-    def begin(backend: Backend) -> Any:
+    def begin(backend):
         place = Place.of(Layout(before, by="plain", where="threads"), backend)
         return Run(feature, place, raw=raw, **how).until(stop)
 
-    def resume(backend: Backend) -> list[Array]:
+    def resume(backend):
         place = Place.of(Layout(after, by="plain", where="threads"), backend)
         return Run(feature, place, raw=not raw, **how).load(state).until(end).results()
 

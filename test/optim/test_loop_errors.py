@@ -253,10 +253,7 @@ LEAVING = {
     "a new iteration": lambda run: next(iter(run.sampler)),
     "vbs.updates": lambda run: list(next(iter(vbs.updates(run.sampler, run.optimizer)))),
 }
-SAVING = {
-    "done": lambda run: run.optimizer.done,
-    "state_dict": lambda run: run.optimizer.state_dict(),
-}
+SAVING = {"done": lambda run: run.optimizer.done, "state_dict": lambda run: run.optimizer.state_dict()}
 
 
 @with_prefetching

@@ -12,16 +12,15 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.optim import SGD, lr_scheduler
 
 import variable_batch_size as vbs
+from helpers.denominators import DATASET
 from helpers.elastic_threads import ElasticThreads, Script
 from helpers.fingerprint import compile_on_the_cpu
-from helpers.foreign_optimizers import SAM
 from helpers.loops import CASE
 from helpers.mistakes import Mistake, check
 from helpers.models import Words
 from helpers.reference import network, training
 from helpers.runs import Run
 from helpers.schedules import counter, sequential
-from helpers.tokens import DATASET
 from variable_batch_size.world import World
 
 RULES = vbs.rules
@@ -130,6 +129,23 @@ class Prepared(torch.optim.Optimizer):
 
     def __init__(self, inner):
         self.optimizer = inner
+
+
+class SAM(torch.optim.Optimizer):
+    """Steps by a second backward at weights that are moved along the gradient.
+
+    Source: Foret et al. 2021, arXiv 2010.01412, with the methods of github.com/davda54/sam.
+    """
+
+    def __init__(self, params, base, **options):
+        super().__init__(params, {"rho": 0.05, **options})
+        self.base_optimizer = base(self.param_groups, **options)
+
+    def first_step(self, zero_grad=False):
+        """Move the weights."""
+
+    def second_step(self, zero_grad=False):
+        """Move them back, and step."""
 
 
 class OwnStep(torch.optim.Adam):

@@ -10,18 +10,7 @@ from torch import Tensor, nn
 
 import variable_batch_size as vbs
 from helpers.properties import examples
-from helpers.reference import (
-    EQUATIONS,
-    REF,
-    SGD,
-    SIZES,
-    assert_equal,
-    batches,
-    gradient,
-    network,
-    rule_at,
-    training,
-)
+from helpers.reference import EQUATIONS, REF, SGD, SIZES, assert_equal, batches, gradient, network, rule_at, training
 from helpers.twins import InnerTwin, PlainTraining
 from variable_batch_size.testing import run_ranks
 

@@ -338,8 +338,7 @@ def test_what_must_be_the_same_is_compared_at_a_restore():
     train(run, 3)
     state = run.optimizer.state_dict()
     with pytest.raises(
-        ValueError,
-        match=r"saved, but reproducible was 'minibatch_size=4, torch\.set_num_threads\(\d+\)' and is ''",
+        ValueError, match=r"saved, but reproducible was 'minibatch_size=4, torch\.set_num_threads\(\d+\)' and is ''"
     ):
         training().optimizer.load_state_dict(state)
     with pytest.raises(ValueError, match=r"and is 'minibatch_size=5, torch\.set_num_threads"):

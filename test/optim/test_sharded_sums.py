@@ -2,6 +2,7 @@
 
 import time
 from functools import cache
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,12 +13,74 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.distributed.tensor import DTensor
 
 import variable_batch_size as vbs
-from helpers.mishaps import assert_discarded, discard
 from helpers.mistakes import OnEveryRank
 from helpers.processes import run_job
-from helpers.reference import SGD, assert_equal, network, training
+from helpers.reference import SGD, Array, assert_equal, network, training, twin
 from helpers.worlds import ODD, Layout, Place, bare
 from variable_batch_size.world import World
+
+SECONDS = 20  # within which ranks end, or go on
+
+
+class StopError(Exception):
+    """Raised by a loop, which swallows it."""
+
+
+def _fail(*_):
+    raise StopError
+
+
+class Ended(NamedTuple):
+    """How a training has ended on a rank."""
+
+    message: str
+    seconds: float
+    weights: list[Array]  # none after an error
+
+
+def discard(run, layer, updates, where, *, fails):
+    """Raise in the last microbatch of the third update if this rank fails, and start the step over.
+
+    `where`: in the "forward" or "backward" of a layer in the middle of the model, or "between" them and `step()`.
+    """
+    began = time.monotonic()
+    try:
+        while run.optimizer.updates < updates:
+            run.sampler.set_epoch(run.optimizer.epoch)
+            try:
+                for indices in run.sampler:
+                    due = run.optimizer.microbatch
+                    failing = fails and due.ends_step and due.step == 2
+                    fails = fails and not failing
+                    if failing and where == "forward":
+                        layer.register_forward_hook(_fail)
+                    if failing and where == "backward":
+                        layer.register_full_backward_hook(_fail)
+                    run.optimizer.backward(run.loss(indices))
+                    if failing and where == "between":
+                        raise StopError
+                    run.optimizer.step()
+            except StopError:
+                layer._forward_hooks.clear()
+                layer._backward_hooks.clear()
+                run.optimizer.discard_step(timeout=3)
+    except RuntimeError as error:
+        return Ended(str(error), time.monotonic() - began, [])
+    return Ended("finished", time.monotonic() - began, run.weights())
+
+
+def assert_discarded(ranks, who, updates):
+    """Check that all ranks go on, if all have discarded the step, or that all have ended."""
+    messages, seconds, weights = zip(*ranks, strict=True)
+    assert max(seconds) < SECONDS
+    if who == "one rank":
+        assert "every rank must come to discard_step(), but" in messages[-1]
+        assert "finished" not in messages
+    else:
+        assert messages == len(ranks) * ("finished",)
+        for own in weights:
+            assert_equal(own, twin(vbs.LinearRuleOptimizer, updates))
+
 
 SLOW, TORCH = pytest.mark.slow("starts processes"), pytest.mark.torch
 TWO = Layout(shards=2)
@@ -37,7 +100,7 @@ def context_parallel(backend, by_updates):
 
 def parts(run, *columns, counted=True):
     """Train on the losses of these outputs; return the error."""
-    for indices in run.sampler:
+    for indices in run.microbatches(len(ODD)):
         squares = (run.model(run.x[indices]) - run.target[indices]).square()
         run.optimizer.backward(squares[:, list(columns)].sum())
         try:
@@ -45,8 +108,6 @@ def parts(run, *columns, counted=True):
         except RuntimeError as error:
             run.optimizer.discard_step()
             return str(error)
-        if run.optimizer.updates == len(ODD):
-            break
     return ""
 
 
@@ -284,10 +345,7 @@ raises.add(
         lambda place: step(place, cleared),
     ),
     clipping=(rf"{CHANGED} parameter 0", lambda place: step(place, clipped)),
-    clipping_after_step=(
-        CHANGED,
-        lambda place: step(place, lambda run, loss: run.optimizer.backward(loss), then=clip),
-    ),
+    clipping_after_step=(CHANGED, lambda place: step(place, lambda run, loss: run.optimizer.backward(loss), then=clip)),
     other_parts=(
         r"but rank 0 is in the first forward of 0 in a sharded model and rank 1 in the first forward of 1",
         lambda place: place.training(sizes=[50], model=Choosing(nn.Linear(3, 2), nn.Linear(3, 2)).double()).run(1),

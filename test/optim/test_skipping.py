@@ -44,12 +44,9 @@ class ByHand:
 def train(run, until):
     """Train up to an update; return the numbers of those whose step() returned False."""
     skipped = []
-    while run.optimizer.updates < until:
-        for updated in run.steps():
-            if not (updated or run.optimizer.inside_step):
-                skipped.append(run.optimizer.updates - 1)
-            if run.optimizer.updates == until:
-                break
+    for indices in run.microbatches(until):
+        if not (run.step(indices) or run.optimizer.inside_step):
+            skipped.append(run.optimizer.updates - 1)
     return skipped
 
 
@@ -91,14 +88,11 @@ def test_the_noise_does_not_take_a_gradient_that_is_skipped(noise):
     skipped = train(run, 10)
     assert skipped
     other, scaler = training(vbs.AdaScaleOptimizer, SIZES, noise=noise), torch.amp.GradScaler("cpu", init_scale=4.0)
-    while other.optimizer.updates < 10:
-        for indices in other.sampler:
-            factor = torch.inf if other.optimizer.updates in skipped else 1.0
-            other.optimizer.backward(other.loss(indices) * factor, scaler=scaler)
-            scaler.step(other.optimizer)
-            scaler.update(4.0)
-            if other.optimizer.updates == 10:
-                break
+    for indices in other.microbatches(10):
+        factor = torch.inf if other.optimizer.updates in skipped else 1.0
+        other.optimizer.backward(other.loss(indices) * factor, scaler=scaler)
+        scaler.step(other.optimizer)
+        scaler.update(4.0)
     assert_equal(run.weights(), other.weights())
     np.testing.assert_allclose(
         [*vars_of(run.optimizer.noise()), run.optimizer.progress],
@@ -114,12 +108,10 @@ def vars_of(noise):
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_norm_that_is_no_number_is_too_large(value):
     run = training(sizes=(4,), minibatch_size=4, skip_grad_norm=1e6)
-    for indices in run.sampler:
+    for indices in run.microbatches(3):
         run.optimizer.backward(run.loss(indices) * (value if run.optimizer.updates == 1 else 1))
         updated = run.optimizer.step()
         assert updated is (run.optimizer.updates != 2)
-        if run.optimizer.updates == 3:
-            break
     assert run.optimizer.skipped == 1
     assert all(np.isfinite(weights).all() for weights in run.weights())
 

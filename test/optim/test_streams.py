@@ -189,10 +189,10 @@ def test_a_stream_that_all_ranks_read_resumes_in_any_world():
     assert together == expected[3:]
 
 
-def fail_in_update(optimizer, updates, number):
-    """Leave the loop at the top of an update, and return the state as it is there."""
+def leave_update_2(optimizer, updates):
+    """Leave the loop at the top of the update, and return the state as it is there."""
     for update in updates:
-        if optimizer.updates == number:
+        if optimizer.updates == 2:
             return {"optimizer": optimizer.state_dict(), "stream": updates.state_dict()}
         for rows in update:
             optimizer.backward(optimizer.model(rows.double().view(-1, 1)).mean())
@@ -204,11 +204,11 @@ def test_rows_of_an_update_that_was_not_made_come_again():
     """To a new loop over the iterator, and from a state at the top of the update."""
     expected, optimizer = run(vbs.backend.LocalBackend()), source(vbs.backend.LocalBackend(), SIZES)
     rows = iter(Chunks(STREAMS[0], 1))
-    fail_in_update(optimizer, vbs.updates(rows, optimizer), 2)
+    leave_update_2(optimizer, vbs.updates(rows, optimizer))
     assert train(optimizer, vbs.updates(rows, optimizer)) == expected[2:]
 
     optimizer, again = (source(vbs.backend.LocalBackend(), SIZES) for _ in range(2))
-    state = fail_in_update(optimizer, vbs.updates(Chunks(STREAMS[0], 1), optimizer), 2)
+    state = leave_update_2(optimizer, vbs.updates(Chunks(STREAMS[0], 1), optimizer))
     updates = vbs.updates(Chunks(STREAMS[0], 1), again)
     again.load_state_dict(state["optimizer"])
     updates.load_state_dict(state["stream"])

@@ -9,10 +9,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import variable_batch_size as vbs
-from helpers.denominators import plain, terms
+from helpers.denominators import DATASET, batches_of, plain, terms
 from helpers.properties import examples
 from helpers.reference import assert_equal, training
-from helpers.tokens import DATASET, batches_of
 from variable_batch_size.backend import LocalBackend
 from variable_batch_size.backend.sent_numbers import SentNumbers
 from variable_batch_size.testing import run_ranks
@@ -32,16 +31,13 @@ def sums(run, lengths, indices):
 def train(run, lengths, updates, *, on_host=False, scaler=None):
     """Train until this update; return the results of all `step()` that ended one."""
     results, scaler = [], scaler or torch.amp.GradScaler("cpu", enabled=False)
-    while run.optimizer.updates < updates:
-        for indices in run.sampler:
-            due = run.optimizer.microbatch
-            loss, tokens = sums(run, lengths, indices)
-            run.optimizer.backward(loss, scaler=scaler)
-            run.optimizer.log(loss=loss / tokens, ones=1.0)
-            results += [scaler.step(run.optimizer, count=int(tokens) if on_host else tokens)][: due.ends_step]
-            scaler.update()
-            if run.optimizer.updates == updates:
-                break
+    for indices in run.microbatches(updates):
+        due = run.optimizer.microbatch
+        loss, tokens = sums(run, lengths, indices)
+        run.optimizer.backward(loss, scaler=scaler)
+        run.optimizer.log(loss=loss / tokens, ones=1.0)
+        results += [scaler.step(run.optimizer, count=int(tokens) if on_host else tokens)][: due.ends_step]
+        scaler.update()
     return results
 
 

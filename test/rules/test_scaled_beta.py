@@ -14,13 +14,13 @@ from variable_batch_size.rules.base import Scaling
 betas = st.floats(0, 1, exclude_max=True)
 
 
-def scaled_beta(beta: float, factor: float) -> float:
+def scaled_beta(beta, factor):
     return Scaling(one_minus_beta=factor).scaled_beta(beta)
 
 
 @examples(200)
 @given(thousandths=st.integers(0, 999), reference=st.integers(1, 10**6))
-def test_a_beta_that_becomes_zero_is_exactly_zero(thousandths: int, reference: int) -> None:
+def test_a_beta_that_becomes_zero_is_exactly_zero(thousandths, reference):
     beta = thousandths / 1000
     k = reference * 1000 / (1000 - thousandths) / reference  # 1 / (1 - beta), up to rounding
     assert scaled_beta(beta, k) == 0
@@ -30,7 +30,7 @@ def test_a_beta_that_becomes_zero_is_exactly_zero(thousandths: int, reference: i
 
 @examples(200)
 @given(pair=st.tuples(betas, betas), factor=st.floats(0.01, 5))
-def test_without_a_power_every_beta_is_scaled_alike(pair: tuple[float, float], factor: float) -> None:
+def test_without_a_power_every_beta_is_scaled_alike(pair, factor):
     scaling = Scaling(one_minus_beta=factor)
     assert scaling.scaled_betas(pair) == tuple(map(scaling.scaled_beta, pair))
     assert scaling.scaled_alpha(pair[0]) == scaling.scaled_beta(pair[0])
@@ -38,9 +38,7 @@ def test_without_a_power_every_beta_is_scaled_alike(pair: tuple[float, float], f
 
 @examples(200)
 @given(pair=st.tuples(betas, st.floats(0, 1 - 1e-6)), batch_size=st.integers(1, 10**6), ref=st.integers(1, 10**6))
-def test_a_power_keeps_the_half_life_of_the_second_beta_and_never_leaves_its_range(
-    pair: tuple[float, float], batch_size: int, ref: int
-) -> None:
+def test_a_power_keeps_the_half_life_of_the_second_beta_and_never_leaves_its_range(pair, batch_size, ref):
     first, second = Scaling(beta2_power=batch_size / ref).scaled_betas(pair)
     assert first == pair[0]
     assert 0 <= second < 1
@@ -50,6 +48,6 @@ def test_a_power_keeps_the_half_life_of_the_second_beta_and_never_leaves_its_ran
         assert own * batch_size == pytest.approx(half_life * ref, rel=1e-3)
 
 
-def test_the_power_comes_after_the_factor() -> None:
+def test_the_power_comes_after_the_factor():
     assert Scaling(one_minus_beta=2.0, beta2_power=3.0).scaled_betas((0.75, 0.75, 0.75)) == (0.5, 0.125, 0.5)
     assert Scaling(one_minus_beta=5.0, beta2_power=0.5).scaled_alpha(0.75) == -0.25  # which is refused

@@ -53,7 +53,7 @@ print(vbs.__file__)
 
 
 @pytest.mark.nightly("runs pytest in a copy")
-def test_one_more_rule_touches_two_files(tmp_path: Path) -> None:
+def test_one_more_rule_touches_two_files(tmp_path):
     package = shutil.copytree(Path(vbs.__file__).parent, tmp_path / "variable_batch_size")
     (package / "rules" / "cube_root.py").write_text(RULE)
     table = package / "rules" / "table.py"
@@ -68,7 +68,7 @@ def test_one_more_rule_touches_two_files(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     path = os.pathsep.join([str(tmp_path), str(root / "test"), str(root / "docs")])
 
-    def run(*arguments: str) -> str:
+    def run(*arguments):
         variables = {**os.environ, "PYTHONPATH": path}
         command = [sys.executable, *arguments]
         done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
@@ -80,12 +80,12 @@ def test_one_more_rule_touches_two_files(tmp_path: Path) -> None:
     assert " passed" in run("-m", "pytest", "-p", "no:cacheprovider", rules, "-k", "CubeRoot")
 
 
-def test_every_rule_describes_itself() -> None:
+def test_every_rule_describes_itself():
     for rule in vbs.rules.RULES.values():
         assert set(description(rule)) >= {"Scales", "Progress", "Use when", "Fails when"}, rule.__name__
 
 
-def test_the_page_of_rules_describes_each_rule() -> None:
+def test_the_page_of_rules_describes_each_rule():
     for name, rule in vbs.rules.RULES.items():
         about = description(rule)
         assert f"| `{name}` |" in rule_table()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import random
 import warnings
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, dropout
 
 from variable_batch_size.data.rows import of_tensors
@@ -18,54 +17,54 @@ from variable_batch_size.testing import check_loss
 ROWS = 8
 
 
-def batch_of(rows: int = ROWS) -> dict[str, Tensor]:
+def batch_of(rows=ROWS):
     """Texts of 2 to 6 tokens, the others are 0."""
     generator = torch.Generator().manual_seed(1)
     texts = torch.randint(1, 9, (rows, 6), generator=generator)
     return {"texts": texts * (torch.arange(6) < torch.arange(2, 2 + rows)[:, None] % 7), "x": torch.rand(rows, 3)}
 
 
-def model_of() -> Any:
+def model_of():
     embedding = nn.Embedding(9, 9).double()
     torch.nn.init.normal_(embedding.weight, generator=torch.Generator().manual_seed(2))
     return nn.Sequential(embedding, nn.Dropout(0.5), nn.BatchNorm1d(6).double())
 
 
-def by_token(model: nn.Module, batch: Any, **options: Any) -> Tensor:
+def by_token(model, batch, **options):
     texts = batch["texts"]
     return cross_entropy(model(texts).mT[..., :-1], texts[:, 1:], ignore_index=0, **options)
 
 
-def by_row(model: nn.Module, batch: Any) -> Tensor:
+def by_row(model, batch):
     return by_token(model, batch, reduction="none").sum(dim=1).mean()
 
 
-def summed(model: nn.Module, batch: Any) -> Tensor:
+def summed(model, batch):
     return by_token(model, batch, reduction="sum")
 
 
-def contrastive(model: nn.Module, batch: Any) -> Tensor:
+def contrastive(model, batch):
     found = model(batch["texts"]).mean(dim=1)
     return cross_entropy(found @ found.T, torch.arange(len(found)))
 
 
-def weighing_classes(model: nn.Module, batch: Any) -> Tensor:
+def weighing_classes(model, batch):
     return by_token(model, batch, weight=torch.arange(1.0, 10.0).double())
 
 
-def drawn(model: nn.Module, batch: Any) -> Tensor:
+def drawn(model, batch):
     return by_token(model, batch) + random.random() + dropout(torch.ones(3), 0.5).sum()
 
 
-def multi_label(model: nn.Module, batch: Any) -> Tensor:
+def multi_label(model, batch):
     return binary_cross_entropy_with_logits(model(batch["texts"]).mean(dim=(1, 2)), batch["x"][:, 0].double())
 
 
-def counts() -> Tensor:
+def counts():
     return (batch_of()["texts"][:, 1:] != 0).sum(dim=1)
 
 
-def said(loss: Any, batch: Any = None, **options: Any) -> str:
+def said(loss, batch=None, **options):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         check_loss(model_of(), loss, batch_of() if batch is None else batch, **options)
@@ -85,7 +84,7 @@ def said(loss: Any, batch: Any = None, **options: Any) -> str:
         (by_token, {"tolerance": 1.0}),
     ],
 )
-def test_losses_that_are_right(loss: Any, options: dict[str, Any]) -> None:
+def test_losses_that_are_right(loss, options):
     assert not said(loss, **options)
 
 
@@ -101,7 +100,7 @@ def test_losses_that_are_right(loss: Any, options: dict[str, Any]) -> None:
         (by_token, {"batch": batch_of(2)}),
     ],
 )
-def test_losses_that_depend_on_the_microbatch(loss: Any, options: dict[str, Any]) -> None:
+def test_losses_that_depend_on_the_microbatch(loss, options):
     words = said(loss, **options)
     assert words.startswith("the loss of a microbatch must be a ")
     assert (
@@ -109,7 +108,7 @@ def test_losses_that_depend_on_the_microbatch(loss: Any, options: dict[str, Any]
     )
 
 
-def test_short_and_long_texts_are_set_apart() -> None:
+def test_short_and_long_texts_are_set_apart():
     """The first third has as many tokens a row as the others, so that a cut there would find nothing."""
     texts = torch.randint(1, 9, (12, 6), generator=torch.Generator().manual_seed(1))
     batch = {"x": torch.rand(12, 3), "texts": texts * (torch.arange(6) < torch.tensor([2, 6] * 6)[:, None])}
@@ -118,10 +117,10 @@ def test_short_and_long_texts_are_set_apart() -> None:
         assert bool(said(by_token, batch, counts=counted)) == (counted.unique().numel() == 1)
 
 
-def test_rows_in_a_list_are_collated_by_the_loss() -> None:
+def test_rows_in_a_list_are_collated_by_the_loss():
     texts = [{"texts": text} for text in batch_of()["texts"]]
 
-    def collated(model: nn.Module, rows: list[Any]) -> Tensor:
+    def collated(model, rows):
         return by_token(model, torch.utils.data.default_collate(rows))
 
     assert "that of 8 rows is" in said(collated, texts)
@@ -131,27 +130,27 @@ def test_rows_in_a_list_are_collated_by_the_loss() -> None:
     assert said(collated, texts, remedy="sum").endswith("; sum")
 
 
-def test_nothing_is_changed() -> None:
+def test_nothing_is_changed():
     model, batch = model_of(), batch_of()
     model[1].eval()
     model.register_buffer("calls", torch.zeros(1))
 
-    def counting(model: Any, batch: Any) -> Tensor:
+    def counting(model, batch):
         model.calls += 1
         return drawn(model, batch) + np.random.rand()
 
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()  # type: ignore[index]
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
     check_loss(model, counting, batch)
     assert [module.training for module in model] == [True, False, True]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
-    assert np.array_equal(np.random.get_state()[1], states[2])  # type: ignore[index]
+    assert np.array_equal(np.random.get_state()[1], states[2])
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_what_cannot_be_cut_is_refused() -> None:
+def test_what_cannot_be_cut_is_refused():
     assert of_tensors(batch_of())
     assert not any(map(of_tensors, [{"x": torch.ones(3), "y": torch.ones(2)}, (torch.ones(3), None), torch.ones(())]))
     with pytest.raises(TypeError, match="each field of a batch must have rows"):

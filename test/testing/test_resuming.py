@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
 
 import variable_batch_size as vbs
 from helpers.reference import EQUATIONS, SIZES, data, training
-from variable_batch_size.backend import Backend
 from variable_batch_size.testing import assert_resumes_identically, run_ranks
 
 X, TARGET = data(50)
 
 
-def loss(model: nn.Module, indices: list[int]) -> Tensor:
-    output: Tensor = model(X[indices])
+def loss(model, indices):
+    output = model(X[indices])
     return (output - TARGET[indices]).square().sum(dim=1).mean()
 
 
-def builder(kind: type[vbs.CustomOptimizer], **options: Any) -> Any:
-    def build(backend: Backend) -> Any:
+def builder(kind, **options):
+    def build(backend):
         run = training(kind, SIZES, backend=backend, **options)
         return run.model, run.sampler, run.optimizer
 
@@ -35,17 +31,15 @@ def builder(kind: type[vbs.CustomOptimizer], **options: Any) -> Any:
     + [(kind, equation.inners[0], {"noise": "differenced"}) for kind, equation in EQUATIONS.items() if equation.noise],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_every_optimizer_resumes_identically(
-    kind: type[vbs.CustomOptimizer], inner: Any, options: dict[str, Any]
-) -> None:
+def test_every_optimizer_resumes_identically(kind, inner, options):
     assert_resumes_identically(builder(kind, inner=inner, **options), loss, updates=12, seed=1)
 
 
-def test_finds_state_that_updates_read_and_state_dict_omits() -> None:
-    def build(backend: Backend) -> Any:
-        calls: list[int] = []
+def test_finds_state_that_updates_read_and_state_dict_omits():
+    def build(backend):
+        calls = []
 
-        def rule(update: vbs.rules.RuleInput) -> vbs.rules.Scaling:
+        def rule(update):
             calls.append(update.batch_size)
             return vbs.rules.Scaling(lr=len(calls))
 
@@ -58,20 +52,20 @@ def test_finds_state_that_updates_read_and_state_dict_omits() -> None:
         assert_resumes_identically(build, loss, updates=12, seed=7)
 
 
-def test_a_training_that_ends_before_raises() -> None:
+def test_a_training_that_ends_before_raises():
     build = builder(vbs.LinearRuleOptimizer, sampling={"max_updates": 5})
     with pytest.raises(ValueError, match="must have 12 updates, but it ends after 5; pass fewer updates, or a sampler"):
         assert_resumes_identically(build, loss, updates=12, seed=1)
 
 
-def with_lr_by_world(backend: Backend) -> Any:
+def with_lr_by_world(backend):
     """Build a training whose learning rate depends on the world."""
     model, sampler, optimizer = builder(vbs.LinearRuleOptimizer)(backend)
     optimizer.param_groups[0]["lr"] *= backend.world.size
     return model, sampler, optimizer
 
 
-def test_finds_a_dependence_on_the_world_with_another_seed_at_each_call() -> None:
+def test_finds_a_dependence_on_the_world_with_another_seed_at_each_call():
     seeds = set()
     for _ in range(3):
         with pytest.raises(AssertionError, match="differs after 6 updates") as error:
@@ -80,8 +74,8 @@ def test_finds_a_dependence_on_the_world_with_another_seed_at_each_call() -> Non
     assert len(seeds) == 3
 
 
-def test_ranks_that_sum_different_tensors_are_told() -> None:
-    def different(backend: Backend) -> None:
+def test_ranks_that_sum_different_tensors_are_told():
+    def different(backend):
         backend.all_reduce_sum([torch.ones(1 + backend.world.rank)])
 
     with pytest.raises(RuntimeError, match=r"same shapes and dtypes, but rank 0 has \[\(\(1,\), torch.float32\)\] and"):

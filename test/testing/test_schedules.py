@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import torch
 
@@ -12,7 +11,7 @@ from helpers.yardstick import MICROBATCH, TRACE, Samples
 from variable_batch_size.testing import check_schedule
 
 
-def warned(schedule: Any, batches: int = 13, **options: Any) -> bool:
+def warned(schedule, batches=13, **options):
     """Whether a schedule of a training with 26 updates in 3 epochs is said to count batches."""
     sampler = vbs.CustomSampler(Samples(), TRACE, minibatch_size=MICROBATCH)
     with warnings.catch_warnings(record=True) as caught:
@@ -21,11 +20,11 @@ def warned(schedule: Any, batches: int = 13, **options: Any) -> bool:
     return bool(caught)
 
 
-def test_schedules_that_count_batches() -> None:
+def test_schedules_that_count_batches():
     inner = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     cosine, sequence = torch.optim.lr_scheduler.CosineAnnealingLR, torch.optim.lr_scheduler.SequentialLR
 
-    def after_warm_up(steps: int) -> Any:
+    def after_warm_up(steps):
         warm_up = torch.optim.lr_scheduler.LinearLR(inner, total_iters=3)
         return sequence(inner, [warm_up, cosine(inner, T_max=steps - 3)], [3])
 

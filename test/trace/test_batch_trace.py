@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import pickle
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.traces import (
-    TraceTwin,
-    any_on_end,
-    any_sizes,
-    any_sizes_or_runs,
-    hold_or_cycle,
-    schedule_of,
-)
+from helpers.traces import TraceTwin, any_on_end, any_sizes, any_sizes_or_runs, hold_or_cycle, schedule_of
 from variable_batch_size.trace import BatchTrace, TraceEndError
 
 # Queries
@@ -199,7 +191,7 @@ RUNS = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5)), min_size=1, max
 
 
 @given(RUNS, st.sampled_from(["error", "stop", "hold", "cycle"]))
-def test_runs_repeat_their_sizes(runs: list[tuple[int, int]], on_end: Any) -> None:
+def test_runs_repeat_their_sizes(runs, on_end):
     sizes, lengths = zip(*runs, strict=True)
     expected = BatchTrace.from_sizes([size for size, length in runs for _ in range(length)], on_end=on_end)
     trace = BatchTrace.from_runs(sizes, lengths, on_end=on_end)
@@ -211,7 +203,7 @@ def test_runs_repeat_their_sizes(runs: list[tuple[int, int]], on_end: Any) -> No
     )
 
 
-def test_long_runs_take_no_memory() -> None:
+def test_long_runs_take_no_memory():
     trace = BatchTrace.from_runs([3, 5], [2**40, 2**40])
     assert trace.steps == 2**41
     assert trace.total_samples == 8 * 2**40

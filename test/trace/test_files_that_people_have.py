@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -25,13 +22,13 @@ BATCHES = {
 
 
 @pytest.mark.parametrize("name", BATCHES)
-def test_a_batch_trace(name: str, tmp_path: Path) -> None:
+def test_a_batch_trace(name, tmp_path):
     text, options = BATCHES[name]
     (tmp_path / "trace.csv").write_text(text, newline="")
     assert vbs.BatchTrace.from_csv(tmp_path / "trace.csv", **options) == vbs.BatchTrace.from_sizes([32, 64])
 
 
-def test_rows_where_the_size_changes(tmp_path: Path) -> None:
+def test_rows_where_the_size_changes(tmp_path):
     path = tmp_path / "trace.csv"
     path.write_text("step;batchsize\n0;32\n100;64.0\n10000;128\n")
     assert vbs.BatchTrace.from_csv(path, every="change") == vbs.BatchTrace.parse("0:32 100:64 10000:128")
@@ -60,7 +57,7 @@ def test_rows_where_the_size_changes(tmp_path: Path) -> None:
     ],
     ids=lambda sizes: f"{type(sizes).__name__} of {sizes.dtype}",
 )
-def test_what_holds_a_size_for_each_step(sizes: Any) -> None:
+def test_what_holds_a_size_for_each_step(sizes):
     assert vbs.BatchTrace.of(sizes) == vbs.BatchTrace.from_sizes(sizes) == vbs.BatchTrace.from_sizes([32, 64])
 
 
@@ -68,12 +65,12 @@ MASKED = np.ma.array([32, 64], mask=[False, True])
 
 
 @pytest.mark.parametrize("sizes", [pd.Series([32, 3.5]), torch.tensor([32.0, float("nan")]), pd.Series(["32"]), MASKED])
-def test_what_holds_something_else(sizes: Any) -> None:
+def test_what_holds_something_else(sizes):
     with pytest.raises(TypeError, match=r"^trace step \d \(sizes\[\d\]\): batch_size must be an integer >= 1, got "):
         vbs.BatchTrace.of(sizes)
 
 
-def test_masked_capacity_is_not_read() -> None:
+def test_masked_capacity_is_not_read():
     with pytest.raises(TypeError, match=r"^nodes\[1\] must be an integer >= 0, got masked"):
         cluster.CapacityTrace([0, 1], MASKED)
     with pytest.raises(ValueError, match=r"^seconds\[1\] must be in \[0, 2\*\*53\], got nan; correct it"):
@@ -81,7 +78,7 @@ def test_masked_capacity_is_not_read() -> None:
 
 
 @pytest.mark.parametrize("size", ["1.000", "1,000", "1 000", "32.00"])
-def test_a_point_may_separate_thousands(size: str, tmp_path: Path) -> None:
+def test_a_point_may_separate_thousands(size, tmp_path):
     (tmp_path / "trace.csv").write_text(f"step;batchsize\n0;{size}\n")
     why = "" if size == "32.00" else ", which may be thousands"
     with pytest.raises(
@@ -91,14 +88,14 @@ def test_a_point_may_separate_thousands(size: str, tmp_path: Path) -> None:
     check_shape(str(caught.value))
 
 
-def test_steps_that_begin_at_1_are_numbered_anew(tmp_path: Path) -> None:
+def test_steps_that_begin_at_1_are_numbered_anew(tmp_path):
     (tmp_path / "trace.csv").write_text("step,batchsize\n1,32\n2,64\n")
     with pytest.raises(ValueError, match=r"got 1; fix the column, or ignore it with renumber=True in .*from_csv$"):
         vbs.BatchTrace.from_csv(tmp_path / "trace.csv")
     assert vbs.BatchTrace.from_csv(tmp_path / "trace.csv", renumber=True) == vbs.BatchTrace.from_sizes([32, 64])
 
 
-def test_steps_of_changes_are_not_ignored(tmp_path: Path) -> None:
+def test_steps_of_changes_are_not_ignored(tmp_path):
     (tmp_path / "trace.csv").write_text("step,batchsize\n0,32\n100,64\n")
     with pytest.raises(
         ValueError, match=r'^every="change" needs the column step, got renumber=True, .*; leave out one'
@@ -124,7 +121,7 @@ LOGS = {
 
 
 @pytest.mark.parametrize("name", LOGS)
-def test_a_capacity_trace(name: str, tmp_path: Path) -> None:
+def test_a_capacity_trace(name, tmp_path):
     text, options = LOGS[name]
     (tmp_path / "log").write_text(text)
     trace = cluster.read(tmp_path / "log", **options)

@@ -7,8 +7,6 @@ import math
 import pickle
 from bisect import bisect_right
 from fractions import Fraction
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +21,7 @@ EXTRA = st.integers(0, 100).map(lambda quarter: quarter / 4)
 
 
 @st.composite
-def traces(draw: st.DrawFn) -> tuple[CapacityTrace, list[tuple[float, int, int]]]:
+def traces(draw):
     rows = draw(ROWS)
     seconds, nodes, prices = zip(*rows, strict=True)
     priced = draw(st.booleans())
@@ -31,17 +29,17 @@ def traces(draw: st.DrawFn) -> tuple[CapacityTrace, list[tuple[float, int, int]]
     return CapacityTrace(seconds, nodes, end, prices if priced else None), rows
 
 
-def nodes_at(rows: list[tuple[float, int, int]], second: float) -> int:
+def nodes_at(rows, second):
     row = bisect_right([time for time, _, _ in rows], second) - 1
     return rows[row][1] if row >= 0 else 0
 
 
-def grid(trace: CapacityTrace, every: float = 0.125) -> np.ndarray[Any, Any]:
+def grid(trace, every=0.125):
     return np.arange(math.floor(trace.end / every) + 1) * every
 
 
 @given(traces())
-def test_at_is_the_last_row_up_to_a_time(case: tuple[CapacityTrace, list[tuple[float, int, int]]]) -> None:
+def test_at_is_the_last_row_up_to_a_time(case):
     trace, rows = case
     expected = [nodes_at(rows, second) for second in grid(trace)]
     assert trace.at(grid(trace)).tolist() == expected
@@ -56,9 +54,7 @@ def test_at_is_the_last_row_up_to_a_time(case: tuple[CapacityTrace, list[tuple[f
 
 
 @given(traces(), st.integers(10**9, 4 * 10**9))
-def test_unix_times_begin_at_the_first_row(
-    case: tuple[CapacityTrace, list[tuple[float, int, int]]], shift: int
-) -> None:
+def test_unix_times_begin_at_the_first_row(case, shift):
     trace, rows = case
     seconds, nodes, _ = (np.array(column, float) for column in zip(*rows, strict=True))
     if (end := trace.end - seconds[0]) > 0:
@@ -74,7 +70,7 @@ def test_unix_times_begin_at_the_first_row(
 
 
 @given(traces(), st.integers(0, 99), st.integers(1, 100))
-def test_a_slice_begins_at_0(case: tuple[CapacityTrace, Any], low: int, high: int) -> None:
+def test_a_slice_begins_at_0(case, low, high):
     trace, _ = case
     start, stop = sorted([trace.end * low / 100 // 0.25 * 0.25, trace.end * high / 100 // 0.25 * 0.25])
     if start == stop:
@@ -90,7 +86,7 @@ def test_a_slice_begins_at_0(case: tuple[CapacityTrace, Any], low: int, high: in
 
 
 @given(traces(), st.floats(0.1, 30))
-def test_resampling_reads_the_trace_at_equal_intervals(case: tuple[CapacityTrace, Any], every: float) -> None:
+def test_resampling_reads_the_trace_at_equal_intervals(case, every):
     trace, _ = case
     resampled = trace.resampled(every)
     readings = np.arange(math.floor(trace.end / every) + 1) * every
@@ -101,9 +97,7 @@ def test_resampling_reads_the_trace_at_equal_intervals(case: tuple[CapacityTrace
 
 
 @given(traces(), st.integers(0, 9), st.integers(0, 9), st.integers(1, 8))
-def test_clip_devices_and_scaled_change_the_values(
-    case: tuple[CapacityTrace, Any], one: int, other: int, per_node: int
-) -> None:
+def test_clip_devices_and_scaled_change_the_values(case, one, other, per_node):
     trace, _ = case
     times, (low, high) = grid(trace), sorted([one, other])
     assert trace.clip(low, high).at(times).tolist() == trace.at(times).clip(low, high).tolist()
@@ -120,7 +114,7 @@ def test_clip_devices_and_scaled_change_the_values(
 
 
 @given(traces())
-def test_a_csv_file_holds_the_trace(tmp_path_factory: pytest.TempPathFactory, case: tuple[CapacityTrace, Any]) -> None:
+def test_a_csv_file_holds_the_trace(tmp_path_factory, case):
     path = tmp_path_factory.mktemp("csv") / "capacity.csv"
     trace = case[0].scaled(1 / 3)
     trace.to_csv(path)
@@ -131,18 +125,18 @@ def test_a_csv_file_holds_the_trace(tmp_path_factory: pytest.TempPathFactory, ca
 
 
 @given(traces())
-def test_a_copy_is_as_immutable(case: tuple[CapacityTrace, Any]) -> None:
+def test_a_copy_is_as_immutable(case):
     for again in (pickle.loads(pickle.dumps(case[0])), copy.deepcopy(case[0])):
         assert again == case[0]
         assert not again.nodes.flags.writeable
 
 
-def test_a_reading_is_not_missed_by_rounding() -> None:
+def test_a_reading_is_not_missed_by_rounding():
     resampled = CapacityTrace([0, 18.3], [1, 2], 30).resampled(0.3)  # 61 * 0.3 == 18.3, and 18.3 / 0.3 > 61
     assert resampled.at(61 * 0.3) == 2
 
 
-def test_equal_functions_are_equal() -> None:
+def test_equal_functions_are_equal():
     trace = CapacityTrace([0, 5, 10], [0, 3, 3], end=20)
     assert trace == CapacityTrace([5, 5], [7, 3], end=20.0)
     assert trace != CapacityTrace([5], [3], end=21)
@@ -153,10 +147,10 @@ def test_equal_functions_are_equal() -> None:
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 1
     with pytest.raises(AttributeError):
-        trace.end = 3.0  # type: ignore[misc]
+        trace.end = 3.0
 
 
-def test_it_draws_itself() -> None:
+def test_it_draws_itself():
     import matplotlib
 
     matplotlib.use("Agg")
@@ -164,11 +158,11 @@ def test_it_draws_itself() -> None:
     assert CapacityTrace([0, 3600], [4, 0], end=7200).plot(axes) is axes
     assert [axes.get_xlabel(), axes.get_ylabel()] == ["time (hours)", "nodes"]
     assert axes.get_xlim() == (0, 2)
-    values = [patch.get_data().values.tolist() for patch in axes.patches]  # type: ignore[attr-defined]
+    values = [patch.get_data().values.tolist() for patch in axes.patches]
     assert values == [[4, 2], [4, 2], [4, 0], [4, 0]]
 
 
-def test_a_missing_library_names_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_names_its_extra(tmp_path, monkeypatch):
     from variable_batch_size._extras import import_extra
 
     with pytest.raises(ModuleNotFoundError, match=r"^this needs nothing_here, .*'variable_batch_size\[plot\]'$"):

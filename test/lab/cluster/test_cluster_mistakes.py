@@ -137,10 +137,7 @@ LOGS = [  # text, and what follows "capacity trace (log:"
     ("time,nodes\n20260101,4\n20260102,2\n", rf"2\): time {TIME}, got '20260101'; add the date, or correct it"),
     ("JobID|Start|End|NNodes\n1|08:00|Unknown|2\n", r"2\): Start must be a time such as 2026-11-24T10:00:00, got '08:"),
     ("JobID|Start|End|NNodes\n1|None|Unknown|2\n", r"2\): there must be a job that has started, got 'JobID"),
-    (
-        "JobID|Start|End|NNodes\n1|2026-01-01T08:00|2026-01-01T07:00|2\n",
-        r"2\): End must not be before Start, 2026-01",
-    ),
+    ("JobID|Start|End|NNodes\n1|2026-01-01T08:00|2026-01-01T07:00|2\n", r"2\): End must not be before Start, 2026-01"),
     (ticks("[0, 3")[:-1], r"2\): the text must be JSON \(expecting ',' delimiter, column 14\), got 'the end'; "),
     (ticks("[0,\n3,\n-1]"), rf"1\): data\[2\] {INTEGER} -1; correct it"),
     (ticks('["3"]'), rf"1\): data\[0\] {INTEGER} '3'; correct it"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -25,10 +24,10 @@ with_times = pytest.mark.parametrize("name", [name for name in READERS if name i
 
 
 @pytest.fixture
-def file(tmp_path: Path):
+def file(tmp_path):
     """Return a function that writes a file and returns its path."""
 
-    def write(text: str | bytes) -> Path:
+    def write(text):
         path = tmp_path / "trace"
         path.write_bytes(text.encode() if isinstance(text, str) else text)
         return path
@@ -36,7 +35,7 @@ def file(tmp_path: Path):
     return write
 
 
-def error_of(path, *arguments, **options) -> str:
+def error_of(path, *arguments, **options):
     """Return the message of the ValueError, with "FILE" for the path."""
     with pytest.raises(ValueError, match=r", got .*; ") as caught:
         read(path, *arguments, **options)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import warnings
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 
 from helpers.capacity_files import TEXTS
 from helpers.properties import examples
-from variable_batch_size.lab.cluster import CapacityTrace, read
+from variable_batch_size.lab.cluster import read
 from variable_batch_size.lab.cluster.readers.base import Text
 from variable_batch_size.lab.cluster.reading import READERS
 
@@ -23,7 +22,7 @@ BYTES = st.one_of(st.integers(0, 255), st.sampled_from(b'0123456789.-,:e_ \n"'))
 
 
 @st.composite
-def mutated(draw: st.DrawFn, content: bytes) -> bytes:
+def mutated(draw, content):
     """Change, remove or insert bytes, and cut, swap or repeat lines, up to three times."""
     for _ in range(draw(st.integers(1, 3))):
         lines = content.splitlines(keepends=True) or [b""]
@@ -46,7 +45,7 @@ def mutated(draw: st.DrawFn, content: bytes) -> bytes:
     return content
 
 
-def outcome(path: Path, name: str | None) -> CapacityTrace | None:
+def outcome(path, name):
     """Return the trace; None after an error, which has to be one sentence in three parts."""
     try:
         with warnings.catch_warnings():
@@ -59,7 +58,7 @@ def outcome(path: Path, name: str | None) -> CapacityTrace | None:
         return None
 
 
-def check(path: Path, name: str) -> bool:
+def check(path, name):
     """Hold a file against what every one keeps; return whether it is read as one of a format."""
     trace, recognized = outcome(path, name), outcome(path, None)
     if recognized is not None:
@@ -71,17 +70,17 @@ def check(path: Path, name: str) -> bool:
     return trace is not None
 
 
-def rows_of(trace: CapacityTrace) -> list[tuple[float, ...]]:
+def rows_of(trace):
     columns = [trace.seconds, trace.nodes, *([] if trace.prices is None else [trace.prices])]
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
-def test_a_damaged_file_is_a_trace_or_an_error(tmp_path: Path) -> None:
-    outcomes: list[bool] = []
+def test_a_damaged_file_is_a_trace_or_an_error(tmp_path):
+    outcomes = []
 
     @examples(1000)
     @given(st.data())
-    def run(data: st.DataObject) -> None:
+    def run(data):
         name = data.draw(st.sampled_from(ALL))
         path = tmp_path / "trace"
         path.write_bytes(data.draw(mutated(TEXTS[name].encode())))
@@ -92,7 +91,7 @@ def test_a_damaged_file_is_a_trace_or_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_truncated_file_is_the_beginning_of_the_trace_or_an_error(name: str, tmp_path: Path) -> None:
+def test_a_truncated_file_is_the_beginning_of_the_trace_or_an_error(name, tmp_path):
     content = TEXTS[name].encode()
     path = tmp_path / "trace"
     path.write_bytes(content)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import warnings
 from datetime import datetime, timedelta
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,10 +17,10 @@ from variable_batch_size.lab.cluster import CapacityTrace, read
 
 
 @pytest.fixture
-def rows(tmp_path: Path):
+def rows(tmp_path):
     """Return a function that reads a text, and returns rows and end."""
 
-    def reading(text: str, **options):
+    def reading(text, **options):
         (tmp_path / "trace").write_text(text, encoding="utf-8")
         trace = read(tmp_path / "trace", **options)
         return list(zip(trace.seconds.tolist(), trace.nodes.tolist(), strict=True)), trace.end

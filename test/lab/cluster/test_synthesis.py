@@ -29,32 +29,32 @@ class Process:
     bulk_fraction: float = 1.0
 
     @property
-    def bulk_rate(self) -> float:
+    def bulk_rate(self):
         return 0.0 if self.bulk_every is None else 1 / self.bulk_every
 
     @property
-    def decay(self) -> float:
+    def decay(self):
         """Rate at which the autocovariance decays, in 1/s."""
         return 1 / self.mean_up + self.bulk_fraction * self.bulk_rate + 1 / self.mean_down
 
     @property
-    def up(self) -> float:
+    def up(self):
         return 1 / self.mean_down / self.decay
 
     @property
-    def mean(self) -> float:
+    def mean(self):
         return self.nodes * self.up
 
     @property
-    def variance(self) -> float:
+    def variance(self):
         shared = self.bulk_rate * self.bulk_fraction**2
         between = self.up**2 * shared / (2 * self.decay - shared)
         return self.nodes * self.up * (1 - self.up) + self.nodes * (self.nodes - 1) * between
 
-    def covariance(self, lag: float) -> float:
+    def covariance(self, lag):
         return self.variance * math.exp(-lag * self.decay)
 
-    def arguments(self) -> dict[str, float | None]:
+    def arguments(self):
         """Return the arguments of `synthetic` but `duration` and `seed`."""
         fraction = None if self.bulk_every is None else self.bulk_fraction
         return {**vars(self), "bulk_fraction": fraction}

@@ -8,8 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +16,7 @@ import torch
 from helpers.commands import environment
 from helpers.evaluation_tasks import brought, experiment
 from helpers.pages import ROOT
-from variable_batch_size.lab.evaluation import Evaluation, Experiment, read, run
+from variable_batch_size.lab.evaluation import Experiment, read, run
 from variable_batch_size.lab.evaluation.provenance import content_hash, facts_of
 from variable_batch_size.lab.evaluation.records import NAME, REFERENCE
 
@@ -27,13 +25,13 @@ TINY = "helpers.evaluation_tasks:Tiny"
 TRACES = ["0:8 10:32", "noise-scale:1"]
 
 
-def trained(cells: Experiment, folder: Path, **options: Any) -> Evaluation:
+def trained(cells, folder, **options):
     return run(cells, folder, progress=False, **options)
 
 
-def test_a_second_run_trains_nothing_and_an_extended_one_only_what_is_new(tmp_path: Path) -> None:
+def test_a_second_run_trains_nothing_and_an_extended_one_only_what_is_new(tmp_path):
     order = tmp_path / "order"
-    own: dict[str, Any] = {"task": "Ordered", "arguments": {"file": str(order)}, "baseline": "linear"}
+    own = {"task": "Ordered", "arguments": {"file": str(order)}, "baseline": "linear"}
     first = trained(experiment(**own), tmp_path / "runs", command="first")
     assert len(first.trainings) == 1 + 3
     written, seeds = (tmp_path / "runs" / NAME).read_bytes(), order.read_text()
@@ -46,7 +44,7 @@ def test_a_second_run_trains_nothing_and_an_extended_one_only_what_is_new(tmp_pa
     assert more.trainings["plan"].tolist() == [0] * 4 + [1] * 4
 
 
-def test_the_same_training_under_two_names_is_made_once(tmp_path: Path) -> None:
+def test_the_same_training_under_two_names_is_made_once(tmp_path):
     order = tmp_path / "order"
     cells = experiment("Ordered", arguments={"file": str(order)}, rules=["constant"])
     rows = trained(cells, tmp_path / "runs").trainings
@@ -57,7 +55,7 @@ def test_the_same_training_under_two_names_is_made_once(tmp_path: Path) -> None:
     assert order.read_text() == "0" * 3 * 5  # trainings, with evaluations
 
 
-def test_a_line_says_where_it_comes_from(tmp_path: Path) -> None:
+def test_a_line_says_where_it_comes_from(tmp_path):
     rows = trained(experiment(seeds=[3]), tmp_path).trainings
     for facts in rows["environment"]:
         assert facts["torch"] == torch.__version__
@@ -67,7 +65,7 @@ def test_a_line_says_where_it_comes_from(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["samples in the dataset", "hash of the dataset"])
-def test_another_dataset_is_refused_beside_what_was_trained(name: str, tmp_path: Path) -> None:
+def test_another_dataset_is_refused_beside_what_was_trained(name, tmp_path):
     trained(experiment(), tmp_path)
     lines = [json.loads(line) for line in (tmp_path / NAME).read_text().splitlines()]
     for line in lines[1:]:
@@ -80,7 +78,7 @@ def test_another_dataset_is_refused_beside_what_was_trained(name: str, tmp_path:
     assert len(read(tmp_path).trainings) == 5
 
 
-def test_another_source_of_the_task_is_told(tmp_path: Path) -> None:
+def test_another_source_of_the_task_is_told(tmp_path):
     trained(experiment(), tmp_path)
     path = tmp_path / NAME
     source = facts_of(TINY, "{}", None)["source of the task"]
@@ -98,14 +96,14 @@ def test_another_source_of_the_task_is_told(tmp_path: Path) -> None:
         (torch.tensor(0.0), torch.tensor(-0.0)),
     ],
 )
-def test_a_hash_is_that_of_the_content(first: Any, second: Any) -> None:
+def test_a_hash_is_that_of_the_content(first, second):
     digits = content_hash(first)
     assert content_hash(first) == digits != content_hash(second)
     assert len(digits) == 16
 
 
 @pytest.mark.slow("starts processes")
-def test_processes_bring_the_same(tmp_path: Path) -> None:
+def test_processes_bring_the_same(tmp_path):
     cells = experiment(traces=TRACES, rules=["linear", "adascale"], seeds=2)
     here, there = (trained(cells, tmp_path / str(jobs), jobs=jobs) for jobs in (1, 2))
     assert brought(there) == brought(here)
@@ -113,7 +111,7 @@ def test_processes_bring_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow("starts processes")
-def test_a_killed_process_is_replaced_and_its_training_goes_on(tmp_path: Path) -> None:
+def test_a_killed_process_is_replaced_and_its_training_goes_on(tmp_path):
     (tmp_path / "processes").mkdir()
     cells = experiment("KilledLater", arguments={"folder": str(tmp_path / "processes")}, rules=["constant"])
     found = trained(cells, tmp_path / "runs", jobs=2, save_every=2)
@@ -123,7 +121,7 @@ def test_a_killed_process_is_replaced_and_its_training_goes_on(tmp_path: Path) -
 
 
 @pytest.mark.slow("starts processes")
-def test_a_training_that_kills_two_processes_is_killed_and_the_others_are_trained(tmp_path: Path) -> None:
+def test_a_training_that_kills_two_processes_is_killed_and_the_others_are_trained(tmp_path):
     wanted = experiment("KilledAlways", arguments={"seed": 1}, seeds=4, baseline="linear").cells()
     cells = [cell for cell in wanted if cell.rule == "linear"]
     found = run(cells, tmp_path, jobs=2, progress=False)
@@ -133,8 +131,8 @@ def test_a_training_that_kills_two_processes_is_killed_and_the_others_are_traine
 
 @pytest.mark.nightly("kills an evaluation several times")
 @pytest.mark.parametrize("jobs", [1, 2])
-def test_trainings_killed_at_any_time_bring_the_same(jobs: int, tmp_path: Path) -> None:
-    arguments: dict[str, Any] = {"tasks": [TINY], "traces": TRACES, "rules": ["linear", "adascale"], "seeds": 2}
+def test_trainings_killed_at_any_time_bring_the_same(jobs, tmp_path):
+    arguments = {"tasks": [TINY], "traces": TRACES, "rules": ["linear", "adascale"], "seeds": 2}
     expected = trained(Experiment(**arguments), tmp_path / "expected")
     command = [sys.executable, "-m", "helpers.killed_evaluation", tmp_path / "killed", json.dumps(arguments)]
     variables = environment(PYTHONPATH=f"{ROOT}:{ROOT / 'test'}", OMP_NUM_THREADS="1")
@@ -149,7 +147,7 @@ def test_trainings_killed_at_any_time_bring_the_same(jobs: int, tmp_path: Path) 
 
 @pytest.mark.slow("starts a process")
 @pytest.mark.parametrize("jobs", [1, 2])
-def test_ctrl_c_says_how_to_go_on(jobs: int, tmp_path: Path) -> None:
+def test_ctrl_c_says_how_to_go_on(jobs, tmp_path):
     rest = ["--rule", "linear", "--seeds", "40", "--folder", str(tmp_path / "runs"), "--jobs", str(jobs)]
     command = ["evaluate", TINY, "--trace", "0:8 10:32", *rest]
     process = subprocess.Popen(
@@ -172,7 +170,7 @@ def test_ctrl_c_says_how_to_go_on(jobs: int, tmp_path: Path) -> None:
     assert 3 <= len(read(tmp_path / "runs").trainings) < 200
 
 
-def test_an_error_of_a_training_keeps_what_is_done(tmp_path: Path) -> None:
+def test_an_error_of_a_training_keeps_what_is_done(tmp_path):
     cells = [*experiment().cells(), *experiment("Failing").cells()]
     with pytest.raises(
         RuntimeError, match=r"the training [0-9a-f]{16} \(helpers.*Failing, trace 8.* failed: ZeroDivis"
@@ -181,7 +179,7 @@ def test_an_error_of_a_training_keeps_what_is_done(tmp_path: Path) -> None:
     assert set(read(tmp_path).trainings["task"]) == {TINY}
 
 
-def test_a_progress_bar_shows_cells_and_the_time_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_progress_bar_shows_cells_and_the_time_left(tmp_path, capsys):
     run(experiment(), tmp_path)
     assert "5/5" in capsys.readouterr().err.rstrip().rpartition("\r")[2]
     run(experiment(seeds=2), tmp_path)

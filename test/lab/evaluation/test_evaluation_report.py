@@ -6,15 +6,14 @@ import re
 import sys
 from html import unescape
 from html.parser import HTMLParser
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from helpers.evaluations import Kind, trainings
+from helpers.evaluations import trainings
 from variable_batch_size.lab.evaluation.figures import draw
-from variable_batch_size.lab.evaluation.judgement import Judgement, judge
+from variable_batch_size.lab.evaluation.judgement import judge
 from variable_batch_size.lab.evaluation.records import REFERENCE, Evaluation, EvaluationPlan
 from variable_batch_size.lab.evaluation.report import render, write_report
 from variable_batch_size.lab.evaluation.wording import failures, reference, verdict
@@ -24,11 +23,11 @@ VOID = {"meta", "br", "link", "img", "hr"}
 NAN = float("nan")
 
 
-def noise(mean: float, seed: int, seeds: int = 5) -> list[float]:
+def noise(mean, seed, seeds=5):
     return (mean + 0.01 * np.random.default_rng(seed).standard_normal(seeds)).tolist()
 
 
-def frame(**columns: object) -> pd.DataFrame:
+def frame(**columns):
     """A tuned reference; root is better on the ramp, linear fails, and under the constant trace nothing is decided."""
     found = {(REFERENCE, "constant", factor): noise(0.4 + 0.1 * (factor != 1), 9) for factor in (0.5, 1.0, 2.0)}
     found[RAMP, "constant"], found[RAMP, "root"] = noise(0.5, 0), noise(0.45, 1)
@@ -38,12 +37,12 @@ def frame(**columns: object) -> pd.DataFrame:
     return trainings(found, **columns)
 
 
-def judged(rows: pd.DataFrame, *plans: EvaluationPlan) -> tuple[Evaluation, list[Judgement]]:
+def judged(rows, *plans):
     evaluation = Evaluation(rows, plans)
     return evaluation, judge(evaluation)
 
 
-def said(rows: pd.DataFrame) -> dict[str, list[str]]:
+def said(rows):
     (judgement,) = judged(rows)[1]
     return {trace.name: [str(sentence) for sentence in verdict(judgement, trace)] for trace in judgement.traces}
 
@@ -51,45 +50,42 @@ def said(rows: pd.DataFrame) -> dict[str, list[str]]:
 class Page(HTMLParser):
     """The elements of a page, each of which is closed, and its text without style."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text):
         super().__init__()
-        self.open: list[str] = []
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open = []
+        self.tags = []
         self.text = ""
         self.feed(text)
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
         if tag not in VOID:
             self.open.append(tag)
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         self.text += data if not {"style", "svg"} & set(self.open) else ""
 
 
 @pytest.fixture(scope="module")
-def page() -> str:
+def page():
     rows = frame()
     return render(*judged(rows, EvaluationPlan("vbs evaluate 'a & b' <c>", tuple(rows["key"]))))
 
 
-def test_the_verdict_of_each_trace() -> None:
+def test_the_verdict_of_each_trace():
     found = said(frame())
     assert re.fullmatch(r"\u25b2 root: better than constant by 0\.0\d+ \(0\.0\d+ to 0\.0\d+\)", found[RAMP][0])
     assert found[RAMP][1:] == ["? not decided: linear", "\u2715 linear: fails in 3 of 5"]
     first, *others = found[CONSTANT]
     assert re.match(r"\? not decided, use constant: no rule is seen to be better; root is (ahead|behind) by 0\.", first)
     assert re.search(r"; a new evaluation of \d+ seeds would see 0\.\d+$", first)
-    assert others == [
-        "\u2715 linear: fails in 5 of 5",
-        "= the batch size is constant: a rule is a learning rate here",
-    ]
+    assert others == ["\u2715 linear: fails in 5 of 5", "= the batch size is constant: a rule is a learning rate here"]
 
 
-def test_what_is_worse_and_what_is_the_same() -> None:
+def test_what_is_worse_and_what_is_the_same():
     rows = {(RAMP, "constant"): noise(0.5, 0), (RAMP, "root"): noise(0.6, 1), (RAMP, "linear"): noise(0.5, 0)}
     first, worse, same = said(trainings(rows))[RAMP]
     assert first == "= constant: no other rule is better"
@@ -108,10 +104,7 @@ def test_what_is_worse_and_what_is_the_same() -> None:
         (
             [NAN] * 3 + [0.5],
             noise(0.5, 0, 4),
-            [
-                "? not decided, use root: it failed in 0 of 4, constant in 3 of 4",
-                "\u2715 constant: fails in 3 of 4",
-            ],
+            ["? not decided, use root: it failed in 0 of 4, constant in 3 of 4", "\u2715 constant: fails in 3 of 4"],
         ),
         (
             [0.5],
@@ -121,16 +114,14 @@ def test_what_is_worse_and_what_is_the_same() -> None:
     ],
     ids=["all fail", "the baseline fails", "one seed"],
 )
-def test_what_is_said_of_failures_and_of_one_seed(
-    constant: list[float], root: list[float], expected: list[str]
-) -> None:
+def test_what_is_said_of_failures_and_of_one_seed(constant, root, expected):
     assert said(trainings({(RAMP, "constant"): constant, (RAMP, "root"): root})) == {RAMP: expected}
 
 
-def test_a_difference_that_another_rate_may_bring_says_so() -> None:
+def test_a_difference_that_another_rate_may_bring_says_so():
     rows = {(RAMP, "constant"): noise(0.5, 0), (RAMP, "root"): noise(0.45, 1)}
     at = zip((0.5, 1.0, 2.0), (0.5, 0.4, 0.33), strict=True)
-    rows |= {(REFERENCE, "constant", factor): noise(mean, int(10 * mean)) for factor, mean in at}  # type: ignore[misc]
+    rows |= {(REFERENCE, "constant", factor): noise(mean, int(10 * mean)) for factor, mean in at}
     (judgement,) = judged(trainings(rows))[1]
     assert reference(judgement).startswith(
         "The reference is not tuned: at batch size 64 and learning rate 0.1, 2 times"
@@ -140,14 +131,14 @@ def test_a_difference_that_another_rate_may_bring_says_so() -> None:
     assert re.search(r", which another learning rate may bring, too \(up to 0\.\d+\)$", first)
 
 
-def test_rules_that_fail_more_often_are_said_to() -> None:
+def test_rules_that_fail_more_often_are_said_to():
     rows = {(RAMP, "constant"): noise(0.5, 0, 10), (RAMP, "linear"): [NAN] * 8 + noise(0.5, 1, 2)}
     (judgement,) = judged(trainings(rows))[1]
     text = "\u25bc linear fails more often than constant: 8 of 10 against 0 of 10 trainings under all traces"
     assert [*map(str, failures(judgement))] == [text]
 
 
-def test_the_page_says_it(page: str) -> None:
+def test_the_page_says_it(page):
     parsed = Page(page)
     assert parsed.open == []
     for name, sentences in said(frame()).items():
@@ -162,13 +153,13 @@ def test_the_page_says_it(page: str) -> None:
         assert text in parsed.text
 
 
-def test_a_claim_stands_beside_the_number_that_it_is_about(page: str) -> None:
+def test_a_claim_stands_beside_the_number_that_it_is_about(page):
     """Also without colors, and whatever columns there are."""
     (claimed,) = re.findall(r'<td class="claimed">([^<]+)</td>', page)
     assert re.fullmatch(r"-0\.0\d+ \(-0\.0\d+ to -0\.0\d+\): better", claimed)
 
 
-def test_the_page_needs_no_other_file(page: str) -> None:
+def test_the_page_needs_no_other_file(page):
     for tag, attributes in Page(page).tags:
         assert tag not in ("script", "link", "img", "iframe", "object")
         for name in ("href", "xlink:href", "src"):
@@ -176,20 +167,20 @@ def test_the_page_needs_no_other_file(page: str) -> None:
     assert not re.search(r"url\((?!#)|@import", page)
 
 
-def test_the_figure_has_a_look_for_each_rule() -> None:
+def test_the_figure_has_a_look_for_each_rule():
     (judgement,) = judged(frame())[1]
     figure = draw(judgement)
     panels = figure.get_axes()
     assert len(panels) == 6
     lines = [line for line in panels[4].get_lines() if line.get_label() in judgement.rules]
-    assert len({line.get_color() for line in lines}) == len({str(line._dash_pattern) for line in lines}) == 3  # type: ignore[attr-defined]
+    assert len({line.get_color() for line in lines}) == len({str(line._dash_pattern) for line in lines}) == 3
     crosses = [line for line in panels[4].get_lines() if line.get_label() == "_failed"]
     low, high = panels[4].get_ylim()
     assert len(crosses) == 3
-    assert all(low <= line.get_ydata()[-1] <= high for line in crosses)  # type: ignore[index]
+    assert all(low <= line.get_ydata()[-1] <= high for line in crosses)
 
 
-def test_other_learning_rates_are_a_response_curve() -> None:
+def test_other_learning_rates_are_a_response_curve():
     kinds = [(RAMP, rule, factor) for rule in ("constant", "root") for factor in (1.0, 2.0)]
     rows = {kind: noise(0.1 if number == 3 else 0.5, number) for number, kind in enumerate(kinds)}
     evaluation, judgements = judged(trainings(rows))
@@ -200,7 +191,7 @@ def test_other_learning_rates_are_a_response_curve() -> None:
     assert len(draw(judgements[0]).get_axes()) == 4
 
 
-def test_notes_name_what_is_missing() -> None:
+def test_notes_name_what_is_missing():
     rows = frame(start="runs/a, after 64 updates")
     rows["environment"] = [{"source of the task": f"{seed % 2}"} for seed in rows["seed"]]
     rows.loc[rows["seed"] == 4, "status"] = "killed"
@@ -227,7 +218,7 @@ def test_notes_name_what_is_missing() -> None:
         ({(RAMP, "constant"): [0.4, NAN], (RAMP, "root"): [NAN, NAN]}, "= constant: no other rule is better"),
     ],
 )
-def test_an_evaluation_that_has_little_has_a_report(losses: dict[Kind, list[float | None]], first: str | None) -> None:
+def test_an_evaluation_that_has_little_has_a_report(losses, first):
     rows = trainings(losses)
     rows["curve"] = [
         {} if status == "killed" else curve for status, curve in zip(rows["status"], rows["curve"], strict=True)
@@ -238,7 +229,7 @@ def test_an_evaluation_that_has_little_has_a_report(losses: dict[Kind, list[floa
 
 
 @pytest.mark.slow("draws the figure twice in each format")
-def test_the_files_beside_the_page(tmp_path: Path) -> None:
+def test_the_files_beside_the_page(tmp_path):
     evaluation, judgements = judged(frame())
     (tmp_path / "report-earlier.png").touch()
     assert write_report(evaluation, judgements, tmp_path) == tmp_path / "report.html"
@@ -255,7 +246,7 @@ def test_the_files_beside_the_page(tmp_path: Path) -> None:
     pd.testing.assert_frame_equal(again, rows, check_dtype=False)
 
 
-def test_parquet_needs_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_needs_a_library(tmp_path, monkeypatch):
     found = judged(frame())
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'variable_batch_size\[parquet\]'"):

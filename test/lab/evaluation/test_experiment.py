@@ -9,7 +9,6 @@ import sys
 import warnings
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,14 +20,14 @@ from variable_batch_size.lab.cluster import CapacityTrace
 from variable_batch_size.lab.evaluation import Experiment, ModelTime, UnderCapacity, load_task, run
 from variable_batch_size.lab.evaluation.records import REFERENCE
 from variable_batch_size.lab.evaluation.task import FUNCTIONS, TASKS
-from variable_batch_size.lab.evaluation.timed_trace import TraceOptions, TraceSource
+from variable_batch_size.lab.evaluation.timed_trace import TraceOptions
 
 pytestmark = pytest.mark.filterwarnings("ignore:trace .*the batch size is")
 TINY = "helpers.evaluation_tasks:Tiny"
 MODEL = Throughput.simple(samples_per_second=10)
 
 
-def test_cells_are_the_product_with_the_baseline_and_factor_1() -> None:
+def test_cells_are_the_product_with_the_baseline_and_factor_1():
     traces, rules = ["0:4 10:16", "0:8 10:32"], ["linear", "power:0.75", "linear"]
     cells = Experiment([TINY], traces, rules, seeds=[3, 5], lr_factors=(0.5, 2, 2), baseline="root").cells()
     found = [(cell.trace, cell.rule, cell.lr_factor, cell.seed) for cell in cells]
@@ -42,12 +41,12 @@ def test_cells_are_the_product_with_the_baseline_and_factor_1() -> None:
     assert {cell.timed.trace.batch_size(9) for cell in cells if cell.trace == REFERENCE} == {8}
 
 
-def test_without_a_reference_batch_size_there_is_no_reference() -> None:
+def test_without_a_reference_batch_size_there_is_no_reference():
     cells = Experiment(["helpers.evaluation_tasks:NoReference"], ["0:8 9:16"], ["constant"]).cells()
     assert [(cell.seed, cell.trace) for cell in cells] == [(seed, "0:8 9:16") for seed in range(5)]
 
 
-def test_a_remark_is_of_the_line_that_asks_for_cells() -> None:
+def test_a_remark_is_of_the_line_that_asks_for_cells():
     experiment = Experiment([TINY], ["0:8 1000:32"], ["linear"], seeds=1)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
@@ -59,9 +58,9 @@ def test_a_remark_is_of_the_line_that_asks_for_cells() -> None:
     )
 
 
-def test_a_key_is_that_of_what_determines_the_training() -> None:
-    def keys(**other: Any) -> set[str]:
-        arguments: dict[str, Any] = {"tasks": [TINY], "traces": ["0:8 10:32"], "rules": ["linear"], "seeds": 1}
+def test_a_key_is_that_of_what_determines_the_training():
+    def keys(**other):
+        arguments = {"tasks": [TINY], "traces": ["0:8 10:32"], "rules": ["linear"], "seeds": 1}
         rule, *_ = (arguments | other)["rules"]
         cells = [cell for cell in Experiment(**arguments | other, baseline=rule).cells() if cell.trace != REFERENCE]
         return {cell.key for cell in cells if cell.lr_factor == cells[-1].lr_factor}
@@ -86,17 +85,17 @@ def test_a_key_is_that_of_what_determines_the_training() -> None:
         assert not here & keys(**other), other
 
 
-def test_a_key_does_not_change_between_versions() -> None:
+def test_a_key_does_not_change_between_versions():
     cell = Experiment([TINY], ["8"], ["linear"], seeds=1).cells()[1]
     assert cell.key == "2d35b1ac0ff7d322"
     assert json.loads(json.dumps(cell.as_json())) == cell.as_json()
 
 
-def test_traces_are_schedules_files_policies_objects_and_capacity_traces(tmp_path: Path) -> None:
+def test_traces_are_schedules_files_policies_objects_and_capacity_traces(tmp_path):
     BatchTrace.from_sizes([8, 16, 8]).to_csv(tmp_path / "sizes.csv")
     capacity = CapacityTrace([0, 2, 5], [1, 4, 2], end=1000)
     capacity.to_csv(tmp_path / "nodes.csv")
-    traces: dict[str, Any] = {
+    traces = {
         "file": str(tmp_path / "sizes.csv"),
         "policy": "noise-scale:1",
         "adaptive": AdaptiveTrace(NoiseScale(), 8, (4, 32)),
@@ -119,7 +118,7 @@ def test_traces_are_schedules_files_policies_objects_and_capacity_traces(tmp_pat
 OWN = "helpers.evaluation_tasks:"
 
 
-def under(seconds: float, policy: str) -> UnderCapacity:
+def under(seconds, policy):
     return UnderCapacity(CapacityTrace([0], [1], seconds), policy, MODEL)
 
 
@@ -150,21 +149,21 @@ def under(seconds: float, policy: str) -> UnderCapacity:
         ({"baseline": "linear:2"}, "ValueError: the rule linear takes no number, got 'linear:2'; pass linear"),
     ],
 )  # fmt: skip
-def test_errors_come_before_anything_trains(change: dict[str, Any], message: str, tmp_path: Path) -> None:
-    arguments: dict[str, Any] = {"tasks": [TINY], "traces": ["8"], "rules": ["linear"]}
+def test_errors_come_before_anything_trains(change, message, tmp_path):
+    arguments = {"tasks": [TINY], "traces": ["8"], "rules": ["linear"]}
     with pytest.raises((TypeError, ValueError)) as caught:
         run(Experiment(**arguments | change), tmp_path / "records", progress=False)
     assert re.match(message, f"{type(caught.value).__name__}: {caught.value}"), caught.value
     assert not list(tmp_path.iterdir())
 
 
-def test_a_task_is_an_object_a_class_a_function_or_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_is_an_object_a_class_a_function_or_a_module(tmp_path, monkeypatch):
     text = "from helpers.evaluation_tasks import tiny\nmodel, dataset, loss = tiny.model, tiny.dataset, tiny.loss\n"
     text += "evaluate, optimizer, lr = tiny.evaluate, tiny.optimizer, 0.5\ndef make(): return tiny\n"
     (tmp_path / "task_of_a_user.py").write_text(text)
     monkeypatch.chdir(tmp_path)
     assert load_task("task_of_a_user:make") is load_task("helpers.evaluation_tasks:tiny")
-    module: Any = load_task("task_of_a_user")
+    module = load_task("task_of_a_user")
     assert module.lr == 0.5
     assert load_task(TINY, {"shift": 1.0}) is load_task(TINY, {"shift": 1.0}) is not load_task(TINY)
     with pytest.raises(TypeError, match="must be a class or a function to take arguments"):
@@ -174,7 +173,7 @@ def test_a_task_is_an_object_a_class_a_function_or_a_module(tmp_path: Path, monk
         load_task("broken_task_of_a_user:Task")
 
 
-def test_a_task_imports_what_lies_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_imports_what_lies_beside_it(tmp_path, monkeypatch):
     """When it is imported, and when one of its functions is called."""
     (tmp_path / "model_of_a_user.py").write_text("from helpers.evaluation_tasks import Tiny\n")
     (tmp_path / "later_of_a_user.py").write_text("import torch\ndef model(seed): return torch.nn.Linear(6, 1)\n")
@@ -201,12 +200,10 @@ def test_a_task_imports_what_lies_beside_it(tmp_path: Path, monkeypatch: pytest.
         ({"model": lambda seed, width=3: None}, None),
     ],
 )
-def test_functions_of_a_task_take_the_arguments_that_they_get(
-    change: dict[str, Any], message: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_functions_of_a_task_take_the_arguments_that_they_get(change, message, tmp_path, monkeypatch):
     name = f"changed_{tmp_path.name}"
     module = ModuleType(name)
-    module.task = SimpleNamespace(**{each: getattr(Tiny(), each) for each in FUNCTIONS} | change)  # type: ignore[attr-defined]
+    module.task = SimpleNamespace(**{each: getattr(Tiny(), each) for each in FUNCTIONS} | change)
     monkeypatch.setitem(sys.modules, name, module)
     if message is None:
         assert load_task(f"{name}:task") is module.task
@@ -215,8 +212,8 @@ def test_functions_of_a_task_take_the_arguments_that_they_get(
             Experiment([f"{name}:task"], ["8"], ["linear"], samples=96, lr=0.1, ref_batchsize=8).cells()
 
 
-def test_a_constant_trace_says_that_rules_are_learning_rates_there() -> None:
-    def warnings_of(source: TraceSource) -> list[str]:
+def test_a_constant_trace_says_that_rules_are_learning_rates_there():
+    def warnings_of(source):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             Experiment([TINY], {"a": source}, ["root"], samples=240).cells()
@@ -231,7 +228,7 @@ def test_a_constant_trace_says_that_rules_are_learning_rates_there() -> None:
     assert not warnings_of(UnderCapacity(CapacityTrace([0, 23], [1, 2], 60), "per-device:8", MODEL))
 
 
-def test_a_task_without_its_arguments_says_which() -> None:
+def test_a_task_without_its_arguments_says_which():
     with pytest.raises(
         TypeError, match=r"the task .*:KilledLater must be created with \(folder: .*got no arguments \(missing"
     ):
@@ -240,9 +237,9 @@ def test_a_task_without_its_arguments_says_which() -> None:
         load_task(TINY, {"scale": 1.0})
 
 
-def test_the_tasks_of_the_package_are_tasks() -> None:
+def test_the_tasks_of_the_package_are_tasks():
     for name in TASKS:
-        task: Any = load_task(name)
+        task = load_task(name)
         (cell, *_) = Experiment([name], [str(task.ref_batchsize)], ["linear"], seeds=1).cells()
         assert cell.samples == task.samples
         assert task.schedule(2**14, 2**17) > 0.9 > 0.1 + 1e-9 > task.schedule(2**17, 2**17)

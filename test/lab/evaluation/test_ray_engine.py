@@ -5,11 +5,8 @@ from __future__ import annotations
 import secrets
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import partial
 from itertools import groupby
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +14,7 @@ from helpers import evaluation_tasks
 from helpers.commands import environment
 from helpers.evaluation_tasks import brought
 from helpers.pages import ROOT
-from variable_batch_size.lab.evaluation import Evaluation, Experiment, read, run
+from variable_batch_size.lab.evaluation import read, run
 
 pytestmark = [
     pytest.mark.nightly("starts a Ray cluster"),
@@ -38,7 +35,7 @@ class Task(Tiny):
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def cluster(tmp_path_factory):
     """A cluster of this machine with 2 CPUs; its address."""
     token = tmp_path_factory.mktemp("ray") / "token"
     token.write_text(secrets.token_hex(32))  # Ray would write one into the home folder; it is used where there is one
@@ -53,11 +50,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             ray.shutdown()
 
 
-def on_cluster(cells: Experiment, folder: Path, **options: Any) -> Evaluation:
+def on_cluster(cells, folder, **options):
     return run(cells, folder, engine="ray", progress=False, **options)
 
 
-def test_what_is_brought_is_that_of_joblib_and_divergence_is_a_part_of_it(cluster: str, tmp_path: Path) -> None:
+def test_what_is_brought_is_that_of_joblib_and_divergence_is_a_part_of_it(cluster, tmp_path):
     cells = experiment(traces=["0:8 10:32", "noise-scale:1"], rules=["linear", "adascale"], lr_factors=[1, 1e30])
     found = on_cluster(cells, tmp_path / "ray")
     assert brought(found) == brought(run(cells, tmp_path / "here", progress=False))
@@ -65,7 +62,7 @@ def test_what_is_brought_is_that_of_joblib_and_divergence_is_a_part_of_it(cluste
     assert ray.is_initialized()
 
 
-def test_a_training_whose_process_is_killed_is_repeated_and_goes_on(cluster: str, tmp_path: Path) -> None:
+def test_a_training_whose_process_is_killed_is_repeated_and_goes_on(cluster, tmp_path):
     (tmp_path / "processes").mkdir()
     wanted = experiment("KilledLater", arguments={"folder": str(tmp_path / "processes")}).cells()
     found = run(wanted[:1], tmp_path / "runs", engine="ray", progress=False, save_every=2)
@@ -77,7 +74,7 @@ def test_a_training_whose_process_is_killed_is_repeated_and_goes_on(cluster: str
     assert total < first + second <= total + 2 * (2 + 2)  # two updates since the last save, and two while it is written
 
 
-def test_a_training_that_kills_two_processes_is_killed_and_the_others_are_trained(cluster: str, tmp_path: Path) -> None:
+def test_a_training_that_kills_two_processes_is_killed_and_the_others_are_trained(cluster, tmp_path):
     wanted = experiment("KilledAlways", arguments={"seed": 1}, seeds=3).cells()
     cells = [cell for cell in wanted if cell.trace == "8"]
     found = run(cells, tmp_path, engine="ray", progress=False)
@@ -85,14 +82,14 @@ def test_a_training_that_kills_two_processes_is_killed_and_the_others_are_traine
 
 
 @pytest.mark.parametrize("task", ["Failing", "Unpicklable"])
-def test_an_error_of_a_training_names_it(task: str, cluster: str, tmp_path: Path) -> None:
+def test_an_error_of_a_training_names_it(task, cluster, tmp_path):
     message = rf"the training [0-9a-f]{{16}} \(helpers.*{task}, trace .*, .*\) failed: ZeroDivisionError: an"
     with pytest.raises(RuntimeError, match=message):
         on_cluster(experiment(task, seeds=3), tmp_path)
     assert read(tmp_path).trainings.empty
 
 
-def test_jobs_are_the_most_trainings_at_the_same_time(cluster: str, tmp_path: Path) -> None:
+def test_jobs_are_the_most_trainings_at_the_same_time(cluster, tmp_path):
     cells = experiment("Ordered", arguments={"file": str(tmp_path / "order")}, seeds=4)
     on_cluster(cells, tmp_path / "runs", jobs=1)
     assert [(seed, len(list(own))) for seed, own in groupby((tmp_path / "order").read_text())] == [
@@ -100,14 +97,14 @@ def test_jobs_are_the_most_trainings_at_the_same_time(cluster: str, tmp_path: Pa
     ]
 
 
-def test_arguments_that_do_not_fit_the_cluster_are_refused(cluster: str, tmp_path: Path) -> None:
+def test_arguments_that_do_not_fit_the_cluster_are_refused(cluster, tmp_path):
     with pytest.raises(ValueError, match="threads must be at most the 2 CPUs of the largest machine of Ray, got 3"):
         on_cluster(experiment(), tmp_path, threads=3)
     with pytest.raises(ValueError, match=r"address must be None after ray.init\(\), got 'auto'; leave it out"):
         on_cluster(experiment(), tmp_path, address="auto")
 
 
-def test_the_command_trains_a_task_of_its_working_directory_at_an_address(cluster: str, tmp_path: Path) -> None:
+def test_the_command_trains_a_task_of_its_working_directory_at_an_address(cluster, tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "shift").write_text("0.5")

@@ -7,7 +7,6 @@ import math
 import multiprocessing
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,13 +20,13 @@ CELL = {"task": "t", "task_version": "", "trace": "8", "rule": "root", "lr": 0.1
 CELL |= {"samples": 64, "ref_batchsize": 8, "minibatch_size": 4, "task_arguments": {}}
 
 
-def line(key: str, **other: Any) -> dict[str, Any]:
+def line(key, **other):
     curve = {"updates": [0, 8], "samples": [0, 64], "lr": [None, 0.1], "loss": [2.0, 1.0 / 3], "seconds": None}
     own = {"key": key, "cell": CELL, "status": "finished", "untrained": 2.0, "wall_seconds": 0.1}
     return {**own, "curve": curve, "environment": {"torch": "2.9.0"}, **other}
 
 
-def write(folder: Path, *lines: dict[str, Any], plans: tuple[str, ...] = ("a b",)) -> bytes:
+def write(folder, *lines, plans=("a b",)):
     with Journal(folder) as journal:
         for number, keys in enumerate(plans):
             journal.plan(f"command {number}", keys.split())
@@ -36,7 +35,7 @@ def write(folder: Path, *lines: dict[str, Any], plans: tuple[str, ...] = ("a b",
     return (folder / NAME).read_bytes()
 
 
-def test_a_training_has_a_row_in_the_order_of_the_plans(tmp_path: Path) -> None:
+def test_a_training_has_a_row_in_the_order_of_the_plans(tmp_path):
     write(
         tmp_path, line("c"), line("b"), line("x"), line("a", cell=CELL | {"end": "progress:3.0"}), plans=("a b", "b c")
     )
@@ -56,14 +55,14 @@ def test_a_training_has_a_row_in_the_order_of_the_plans(tmp_path: Path) -> None:
     assert math.isnan(curves["effective_lr"][0])
 
 
-def test_a_plan_of_the_same_trainings_is_the_same_plan(tmp_path: Path) -> None:
+def test_a_plan_of_the_same_trainings_is_the_same_plan(tmp_path):
     write(tmp_path)
     write(tmp_path, plans=("b a", "a", "a b c"))
     assert [plan.command for plan in read(tmp_path).plans] == ["command 0", "command 1", "command 2"]
     assert read(tmp_path).trainings.empty
 
 
-def test_a_killed_training_has_a_row_without_numbers(tmp_path: Path) -> None:
+def test_a_killed_training_has_a_row_without_numbers(tmp_path):
     write(tmp_path, line("a", status="killed", untrained=None, wall_seconds=None, curve={}), line("b"))
     rows = read(tmp_path).trainings
     assert rows["status"].tolist() == ["killed", "finished"]
@@ -73,7 +72,7 @@ def test_a_killed_training_has_a_row_without_numbers(tmp_path: Path) -> None:
 
 @examples(40)
 @given(st.data())
-def test_whatever_tears_the_last_line_all_others_stay(data: st.DataObject) -> None:
+def test_whatever_tears_the_last_line_all_others_stay(data):
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         content = write(folder, line("a"), line("b"))
@@ -85,7 +84,7 @@ def test_whatever_tears_the_last_line_all_others_stay(data: st.DataObject) -> No
         assert read(folder).trainings["key"].tolist() == [*"ab"[: max(0, whole - 1)], "c"]
 
 
-def test_a_folder_has_one_driver(tmp_path: Path) -> None:
+def test_a_folder_has_one_driver(tmp_path):
     with Journal(tmp_path):
         with pytest.raises(BlockingIOError, match=r"one evaluation at a time, got .*; wait until it ends, or choose"):
             Journal(tmp_path)
@@ -95,7 +94,7 @@ def test_a_folder_has_one_driver(tmp_path: Path) -> None:
     Journal(tmp_path).__exit__(None, None, None)
 
 
-def _open(folder: Path) -> str:
+def _open(folder):
     try:
         Journal(folder)
     except OSError as error:
@@ -112,14 +111,14 @@ def _open(folder: Path) -> str:
         ('{"format": 7, "command": "", "keys": []}', r"jsonl:1 must be of format 2, got .*format 7"),
     ],
 )
-def test_a_damaged_line_is_named(text: str, message: str, tmp_path: Path) -> None:
+def test_a_damaged_line_is_named(text, message, tmp_path):
     (tmp_path / NAME).write_text(f"{text}\n")
     for way in (read, Journal):
         with pytest.raises(ValueError, match=message):
             way(tmp_path)
 
 
-def test_a_folder_without_an_evaluation_is_told(tmp_path: Path) -> None:
+def test_a_folder_without_an_evaluation_is_told(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"must be a folder with evaluation\.jsonl, got .*; pass the --folder"):
         read(tmp_path)
     (tmp_path / "file").touch()
@@ -127,7 +126,7 @@ def test_a_folder_without_an_evaluation_is_told(tmp_path: Path) -> None:
         Journal(tmp_path / "file" / "folder")
 
 
-def test_a_file_is_read_alone_and_compressed(tmp_path: Path) -> None:
+def test_a_file_is_read_alone_and_compressed(tmp_path):
     content = write(tmp_path / "runs.csv.gz", line("a"))
     (tmp_path / "kept.jsonl.gz").write_bytes(gzip.compress(content))
     for place in ("runs.csv.gz", f"runs.csv.gz/{NAME}", "kept.jsonl.gz"):
@@ -135,7 +134,7 @@ def test_a_file_is_read_alone_and_compressed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["evaluation_large", "evaluation_adam", "late_switch"])
-def test_tables_of_before_are_read(name: str) -> None:
+def test_tables_of_before_are_read(name):
     found = read(ROOT / "benchmarks" / f"{name}.csv.gz")
     rows = found.trainings
     assert found.plans == ()
@@ -147,7 +146,7 @@ def test_tables_of_before_are_read(name: str) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"format,key\n1,2\n", gzip.compress(b"format,key\n1,key\n", mtime=0)])
-def test_a_damaged_table_is_named(content: bytes, tmp_path: Path) -> None:
+def test_a_damaged_table_is_named(content, tmp_path):
     (tmp_path / "table.csv.gz").write_bytes(content)
     with pytest.raises(ValueError, match=r"table\.csv\.gz must be a table of trainings, got .*; copy it again"):
         read(tmp_path / "table.csv.gz")

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +17,7 @@ import variable_batch_size as vbs
 from helpers.evaluation_tasks import SIZE, Tiny, brought
 from variable_batch_size.adaptive import Throughput
 from variable_batch_size.lab.cluster import CapacityTrace
-from variable_batch_size.lab.evaluation import Cell, Experiment, ModelTime, UnderCapacity, run
+from variable_batch_size.lab.evaluation import Experiment, ModelTime, UnderCapacity, run
 from variable_batch_size.lab.evaluation.experiment import check
 from variable_batch_size.lab.evaluation.records import REFERENCE
 from variable_batch_size.lab.evaluation.training import train
@@ -31,18 +28,16 @@ SAMPLES, SEED, LR = 480, 3, 0.05
 LOSS = Tiny.loss
 
 
-def saved(
-    folder: Path, updates: int = 14, by: Any = "samples", model: Any = None, more: Any = None, **options: Any
-) -> list[float]:
+def saved(folder, updates=14, by="samples", model=None, more=None, **options):
     """Train the task as a user would, save after so many updates, and return the weights at the end of the epoch."""
-    arguments: dict[str, Any] = {"rule": "linear", "ref_batchsize": 8} | options
+    arguments = {"rule": "linear", "ref_batchsize": 8} | options
     task, trace = Tiny(), "0:8 10:16"
     model = task.model(SEED) if model is None else model
     dataset = task.dataset()
     sampler = vbs.CustomSampler(dataset, trace, 1, 0, 4, SEED, fixed_shape=False, max_samples=SAMPLES)
     optimizer = vbs.CustomOptimizer(task.optimizer(model, LR), sampler, max_grad_norm=5.0, **arguments)
     schedule = LambdaLR(optimizer, lambda step: task.schedule(step * 8, SAMPLES))
-    parts: dict[str, Any] = {"model": model, "optimizer": optimizer} | ({} if more is None else {"more": more})
+    parts = {"model": model, "optimizer": optimizer} | ({} if more is None else {"more": more})
     if by is not None:
         parts["scheduler"] = vbs.ProgressScheduler(schedule, optimizer, by=by)
     with vbs.Checkpoint(folder, **parts) as checkpoint:
@@ -58,28 +53,28 @@ def saved(
     return torch.cat([one.detach().flatten() for one in model.parameters()]).tolist()
 
 
-def cells(folder: Path, **other: Any) -> list[Cell]:
-    arguments: dict[str, Any] = {"tasks": [TINY], "traces": ["16"], "rules": ["linear", "root", "adascale"], "seeds": 2}
+def cells(folder, **other):
+    arguments = {"tasks": [TINY], "traces": ["16"], "rules": ["linear", "root", "adascale"], "seeds": 2}
     arguments["between"] = 16
     return Experiment(**arguments | {"samples": SAMPLES, "start": folder} | other).cells()
 
 
-def of(wanted: list[Cell], rule: str, seed: int = 0, trace: str = "16", factor: float = 1.0) -> Cell:
+def of(wanted, rule, seed=0, trace="16", factor=1.0):
     kind = (rule, seed, trace, factor)
     return next(cell for cell in wanted if (cell.rule, cell.seed, cell.trace, cell.lr_factor) == kind)
 
 
-def test_the_epoch_that_has_begun_is_that_of_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_epoch_that_has_begun_is_that_of_the_training(tmp_path, monkeypatch):
     """Its order, dropout, momentum and schedule, to the last bit: other objects, and another trace with equal sizes."""
     weights, found = saved(tmp_path), list[list[float]]()
 
     class Watched(Tiny):
-        def evaluate(self, model: nn.Module) -> dict[str, float]:
+        def evaluate(self, model):
             found.append(torch.cat([one.detach().flatten() for one in model.parameters()]).tolist())
             return super().evaluate(model)
 
     module = ModuleType("watched_task")
-    module.task = Watched()  # type: ignore[attr-defined]
+    module.task = Watched()
     monkeypatch.setitem(sys.modules, "watched_task", module)
     line = train(of(cells(tmp_path, tasks=["watched_task:task"]), "linear"))
     assert line["curve"]["samples"][:4] == [144, 160, 176, 192]
@@ -90,7 +85,7 @@ def test_the_epoch_that_has_begun_is_that_of_the_training(tmp_path: Path, monkey
     )
 
 
-def test_a_seed_changes_the_next_epoch_and_nothing_before(tmp_path: Path) -> None:
+def test_a_seed_changes_the_next_epoch_and_nothing_before(tmp_path):
     saved(tmp_path)
     wanted = cells(tmp_path)
     first, second, again = (train(of(wanted, "root", seed))["curve"] for seed in (0, 1, 0))
@@ -100,7 +95,7 @@ def test_a_seed_changes_the_next_epoch_and_nothing_before(tmp_path: Path) -> Non
     assert first == again
 
 
-def test_every_sample_of_a_later_epoch_is_used_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_sample_of_a_later_epoch_is_used_once(tmp_path, monkeypatch):
     saved(tmp_path)
     cell = of(cells(tmp_path), "root", seed=1)
     rows = list[Tensor]()
@@ -114,7 +109,7 @@ def test_every_sample_of_a_later_epoch_is_used_once(tmp_path: Path, monkeypatch:
     assert not torch.equal(inputs[48:144], inputs[144:240])
 
 
-def test_the_schedule_ends_with_the_task_and_the_factor_multiplies_it(tmp_path: Path) -> None:
+def test_the_schedule_ends_with_the_task_and_the_factor_multiplies_it(tmp_path):
     saved(tmp_path)
     wanted = cells(tmp_path, lr_factors=[1, 2])
     for factor in (1.0, 2.0):
@@ -127,7 +122,7 @@ def test_the_schedule_ends_with_the_task_and_the_factor_multiplies_it(tmp_path: 
 
 
 @pytest.mark.parametrize("every", [2, 7])
-def test_a_training_that_is_stopped_goes_on(every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_that_is_stopped_goes_on(every, tmp_path, monkeypatch):
     saved(tmp_path / "start")
     cell = of(cells(tmp_path / "start", lr_factors=[2]), "adascale" if every == 2 else "linear", factor=2.0)
     expected = train(cell)["curve"]
@@ -138,7 +133,7 @@ def test_a_training_that_is_stopped_goes_on(every: int, tmp_path: Path, monkeypa
     for microbatches in (3, 9, 40):
         left = iter(range(microbatches))
 
-        def stop(self: Tiny, model: nn.Module, batch: Any, left: Iterator[int] = left) -> Tensor:
+        def stop(self, model, batch, left=left):
             if next(left, None) is None:
                 raise StoppedError
             return LOSS(self, model, batch)
@@ -150,12 +145,12 @@ def test_a_training_that_is_stopped_goes_on(every: int, tmp_path: Path, monkeypa
     assert train(cell, tmp_path / "checkpoints", save_every=every)["curve"] == expected
 
 
-def test_the_trace_and_its_time_begin_at_the_checkpoint(tmp_path: Path) -> None:
+def test_the_trace_and_its_time_begin_at_the_checkpoint(tmp_path):
     saved(tmp_path)
     path, time = tmp_path / "trace.csv", ModelTime(Throughput.simple(samples_per_second=10))
     path.write_text("step,batch_size\n" + "".join(f"{step},{8 + 8 * (step % 3)}\n" for step in range(21)))
     log = UnderCapacity(CapacityTrace([0, 9.5], [1, 2], 200), "per-device:8", Throughput.simple(10))
-    traces: dict[str, Any] = {"a": "0:12 4:24", "b": str(path), "c": log, "d": "noise-scale:1", "e": [8, 16, 24]}
+    traces = {"a": "0:12 4:24", "b": str(path), "c": log, "d": "noise-scale:1", "e": [8, 16, 24]}
     traces["e"] = vbs.BatchTrace.from_sizes([8, 16, 24], on_end="cycle")
     wanted = cells(tmp_path, traces=traces, time=time, between=1, seeds=1)
     sizes = {name: train(of(wanted, "constant", trace=name))["curve"] for name in traces}
@@ -170,9 +165,9 @@ def test_the_trace_and_its_time_begin_at_the_checkpoint(tmp_path: Path) -> None:
         assert curve["seconds"][1] == pytest.approx(curve["batch_size"][1] / 10)
 
 
-def test_the_whole_evaluation(tmp_path: Path) -> None:
+def test_the_whole_evaluation(tmp_path):
     saved(tmp_path / "run", noise="microbatches")
-    arguments: dict[str, Any] = {"seeds": 1, "rules": ["linear", "adascale"]}
+    arguments = {"seeds": 1, "rules": ["linear", "adascale"]}
     found = run(cells(tmp_path / "run", **arguments), tmp_path / "runs", progress=False)
     rows = found.trainings
     assert set(rows["start"]) == {"run, 14 updates"}
@@ -201,7 +196,7 @@ def test_the_whole_evaluation(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:The checkpoint has no scheduler")
-def test_what_does_not_fit_is_told(options: Any, other: Any, message: str, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_told(options, other, message, tmp_path):
     saved(tmp_path, **options)
     if "traces" in other:
         other = {"traces": {"short": vbs.BatchTrace.from_sizes(*other["traces"])}}
@@ -209,7 +204,7 @@ def test_what_does_not_fit_is_told(options: Any, other: Any, message: str, tmp_p
         check(cells(tmp_path, **other))
 
 
-def test_a_checkpoint_that_is_gone_is_told(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_gone_is_told(tmp_path):
     saved(tmp_path)
     cell = of(cells(tmp_path), "root")
     shutil.rmtree(tmp_path)
@@ -217,13 +212,13 @@ def test_a_checkpoint_that_is_gone_is_told(tmp_path: Path) -> None:
         train(cell)
 
 
-def test_parts_that_no_training_has_are_left_out(tmp_path: Path) -> None:
+def test_parts_that_no_training_has_are_left_out(tmp_path):
     saved(tmp_path / "run")
     whole = train(of(cells(tmp_path / "run"), "root"))["curve"]
     saved(tmp_path / "other", more=nn.Linear(2, 2))
     assert train(of(cells(tmp_path / "other"), "root"))["curve"] == whole
 
 
-def test_a_folder_without_a_checkpoint_is_told(tmp_path: Path) -> None:
+def test_a_folder_without_a_checkpoint_is_told(tmp_path):
     with pytest.raises(ValueError, match="path must be the folder of a checkpoint or of a training, got "):
         cells(tmp_path / "nothing")

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy import stats
 
-from variable_batch_size._validation import FloatArray
 from variable_batch_size.lab.evaluation.statistics import (
     claims,
     compare,
@@ -25,7 +24,7 @@ rates = arrays(float, st.integers(1, 12), elements=st.sampled_from([0.0, 0.001, 
 
 
 @given(samples, samples)
-def test_means_are_compared_as_by_scipy(first: FloatArray, second: FloatArray) -> None:
+def test_means_are_compared_as_by_scipy(first, second):
     own, theirs = compare(first, second), stats.ttest_ind(first, second, equal_var=False)
     assert own.p == pytest.approx(theirs.pvalue, rel=1e-6)
     assert own.interval(0.9)[1:] == pytest.approx(tuple(theirs.confidence_interval(0.9)), rel=1e-6, abs=1e-9)
@@ -33,7 +32,7 @@ def test_means_are_compared_as_by_scipy(first: FloatArray, second: FloatArray) -
     assert mean_interval(first)[1:] == pytest.approx(theirs, rel=1e-6, abs=1e-9)
 
 
-def test_many_comparisons_are_each_one_alone() -> None:
+def test_many_comparisons_are_each_one_alone():
     rng = np.random.default_rng(0)
     values = rng.standard_normal((3, 4, 5))
     values[0, 1, 2:] = np.nan
@@ -42,7 +41,7 @@ def test_many_comparisons_are_each_one_alone() -> None:
     assert whole.p[2, 3] == pytest.approx(float(compare(values[2, 3], values[2, 0]).p), rel=0.01)
 
 
-def test_values_in_steps_have_the_variance_of_their_rounding() -> None:
+def test_values_in_steps_have_the_variance_of_their_rounding():
     """Four accuracies of 1,000 test samples that are all equal prove little."""
     first, second = np.full(2, 0.97), np.full(2, 0.96)
     assert smallest_step(np.stack([first, second])) == pytest.approx(0.01)
@@ -52,7 +51,7 @@ def test_values_in_steps_have_the_variance_of_their_rounding() -> None:
 
 
 @given(rates, st.sampled_from([0.01, 0.03, 0.5]))
-def test_holm_goes_down_step_by_step(p: FloatArray, level: float) -> None:
+def test_holm_goes_down_step_by_step(p, level):
     expected, left = np.zeros(len(p), bool), int((~np.isnan(p)).sum())
     for number in np.argsort(p, kind="stable")[:left]:
         if p[number] > level / left:
@@ -63,7 +62,7 @@ def test_holm_goes_down_step_by_step(p: FloatArray, level: float) -> None:
     assert (holm(np.stack([p, p[::-1]]), level).sum(-1) == expected.sum()).all()
 
 
-def test_failures_are_compared_by_fisher() -> None:
+def test_failures_are_compared_by_fisher():
     counts = np.array([[5, 5, 0, 5], [2, 5, 0, 5], [0, 0, 1, 5]])
     p = fisher(counts)
     assert p[:2].tolist() == pytest.approx([1 / 126, stats.fisher_exact([[2, 3], [0, 5]])[1]])
@@ -71,7 +70,7 @@ def test_failures_are_compared_by_fisher() -> None:
 
 
 @pytest.mark.parametrize(("seeds", "ratio"), [(3, 1.0), (5, 5.0), (14, 1.0)])
-def test_the_difference_that_is_seen_is_seen_in_four_of_five(seeds: int, ratio: float) -> None:
+def test_the_difference_that_is_seen_is_seen_in_four_of_five(seeds, ratio):
     rng, level = np.random.default_rng(0), 0.03 / 6
     difference = float(seen(1.0, ratio**2, np.array(float(seeds)), level))
     first = rng.standard_normal((4000, seeds))
@@ -80,7 +79,7 @@ def test_the_difference_that_is_seen_is_seen_in_four_of_five(seeds: int, ratio: 
 
 
 @pytest.mark.parametrize(("rules", "traces", "seeds", "failing"), [(4, 2, 5, 0.0), (8, 1, 10, 0.1), (4, 4, 3, 0.2)])
-def test_reports_of_equal_rules_seldom_claim_anything(rules: int, traces: int, seeds: int, failing: float) -> None:
+def test_reports_of_equal_rules_seldom_claim_anything(rules, traces, seeds, failing):
     rng = np.random.default_rng(0)
     values = rng.standard_normal((1000, traces, rules, seeds))
     failed = rng.random(values.shape) < failing
@@ -92,14 +91,14 @@ def test_reports_of_equal_rules_seldom_claim_anything(rules: int, traces: int, s
 
 @settings(max_examples=30)
 @given(st.integers(0, 2**32 - 1), st.floats(-5, 5), st.floats(0.1, 10))
-def test_claims_do_not_depend_on_the_unit_of_the_metric(seed: int, shift: float, scale: float) -> None:
+def test_claims_do_not_depend_on_the_unit_of_the_metric(seed, shift, scale):
     rng = np.random.default_rng(seed)
     values = rng.standard_normal((2, 3, 5)) + 3 * rng.standard_normal((2, 3, 1))
     none = np.zeros(values.shape, bool)
     assert (claims(values, none).differs == claims(scale * (values + shift), none).differs).all()
 
 
-def test_a_rule_that_fails_more_often_is_never_better() -> None:
+def test_a_rule_that_fails_more_often_is_never_better():
     values = np.arange(10.0)[None, None, :] / 10 + np.array([[[10.0], [0.0], [20.0]]])
     failed = np.zeros(values.shape, bool)
     assert claims(values, failed).differs.tolist() == [[0, -1, 1]]
@@ -111,7 +110,7 @@ def test_a_rule_that_fails_more_often_is_never_better() -> None:
     assert (found.fails == 0).all()
 
 
-def test_trainings_that_are_the_same_are_no_test() -> None:
+def test_trainings_that_are_the_same_are_no_test():
     rng = np.random.default_rng(1)
     values = rng.standard_normal((1, 8, 5))
     values[:, 1] += 5

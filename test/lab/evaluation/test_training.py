@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
 
 from helpers.evaluation_tasks import Tiny
 from variable_batch_size import AdaptiveTrace
 from variable_batch_size.adaptive import Throughput
 from variable_batch_size.lab.cluster import CapacityTrace
-from variable_batch_size.lab.evaluation import Cell, Experiment, ModelTime, UnderCapacity
+from variable_batch_size.lab.evaluation import Experiment, ModelTime, UnderCapacity
 from variable_batch_size.lab.evaluation.curve import Curve
 from variable_batch_size.lab.evaluation.end import MOST, End
 from variable_batch_size.lab.evaluation.experiment import check
@@ -30,16 +26,16 @@ TINY, HERE = "helpers.evaluation_tasks:Tiny", f"{__name__}:"
 MODEL = Throughput.simple(samples_per_second=10)
 
 
-def one(**other: Any) -> Cell:
+def one(**other):
     """Return the first cell of an experiment with a task."""
-    arguments: dict[str, Any] = {"tasks": [TINY], "traces": ["8"], "rules": ["constant"], "seeds": 1} | other
+    arguments = {"tasks": [TINY], "traces": ["8"], "rules": ["constant"], "seeds": 1} | other
     return next(cell for cell in Experiment(**arguments).cells() if cell.rule == arguments["rules"][0])
 
 
 # What is trained. ----------------------------------------------------------------------------------------------------
 
 
-def test_the_curve_is_that_of_a_plain_loop() -> None:
+def test_the_curve_is_that_of_a_plain_loop():
     """With the reference batch size, a training is that of plain PyTorch on the samples of the sampler."""
     line = train(one(seeds=[4]))
     curve = line["curve"]
@@ -55,7 +51,7 @@ def test_the_curve_is_that_of_a_plain_loop() -> None:
     assert line["environment"]["optimizer"].startswith("SGD(momentum=0.9, ")
 
 
-def test_time_and_cost_are_those_of_the_simulation() -> None:
+def test_time_and_cost_are_those_of_the_simulation():
     time = ModelTime(MODEL, devices=2, price=1.0)
     curve = train(one(time=time))["curve"]
     assert curve["seconds"] == pytest.approx([0, 3.2, 6.4, 9.6, 12.0])  # 20 samples a second
@@ -79,13 +75,13 @@ def test_time_and_cost_are_those_of_the_simulation() -> None:
 class Differentiates(Tiny):
     """Its evaluation leaves gradients, as one of the sensitivity to the inputs does."""
 
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
+    def evaluate(self, model):
         with torch.enable_grad():
             model(self.inputs[:8]).sum().backward()
         return super().evaluate(model)
 
 
-def test_gradients_of_an_evaluation_change_no_training() -> None:
+def test_gradients_of_an_evaluation_change_no_training():
     plain, other = (train(one(tasks=[task], between=16)) for task in (TINY, HERE + "Differentiates"))
     assert plain["curve"]["loss"] == other["curve"]["loss"]
 
@@ -95,7 +91,7 @@ def test_gradients_of_an_evaluation_change_no_training() -> None:
 
 @pytest.mark.parametrize("rule", ["constant", "adascale"])
 @pytest.mark.parametrize("end", ["progress", "progress:7.5", "seconds:20", "cost:0.25"])
-def test_a_training_ends_with_the_first_update_that_reaches_its_end(end: str, rule: str) -> None:
+def test_a_training_ends_with_the_first_update_that_reaches_its_end(end, rule):
     cell = one(traces=["0:8 10:32"], rules=[rule], ends=[end], time=ModelTime(MODEL, 2, 60.0), between=1)
     line, amount = train(cell), End.of(cell.end).amount
     before, last = line["curve"][End.of(cell.end).by][-2:]
@@ -105,7 +101,7 @@ def test_a_training_ends_with_the_first_update_that_reaches_its_end(end: str, ru
 
 
 @pytest.mark.parametrize("end", ["progress:20", "seconds:20", "cost:0.4"])
-def test_a_schedule_ends_with_the_end(end: str) -> None:
+def test_a_schedule_ends_with_the_end(end):
     curve = train(one(traces=["0:8 10:32"], ends=[end], time=ModelTime(MODEL, price=60.0), between=1))["curve"]
     shares = np.asarray(curve[End.of(end).by]) / End.of(end).amount
     assert shares[-2] < 1 <= shares[-1]
@@ -114,18 +110,18 @@ def test_a_schedule_ends_with_the_end(end: str) -> None:
 
 
 @pytest.mark.parametrize("seconds", [1, 7])
-def test_rounding_adds_no_update(seconds: int) -> None:
+def test_rounding_adds_no_update(seconds):
     cell = one(traces=["1"], ends=[f"seconds:{seconds}"], time=ModelTime(MODEL))
     assert train(cell)["curve"]["updates"][-1] == 10 * seconds
 
 
-def test_equal_progress_is_that_of_the_samples_at_the_reference_batch_size() -> None:
+def test_equal_progress_is_that_of_the_samples_at_the_reference_batch_size():
     cell = one(traces=["0:8 10:32"], rules=["linear"], ends=["progress"])
     assert (cell.trace, cell.end) == ("0:8 10:32, equal progress", "progress:30.0")
     assert 240 <= train(cell)["curve"]["samples"][-1] < 240 + 32  # of a rule whose progress is its samples
 
 
-def test_a_training_ends_at_the_latest_after_8_times_the_samples_or_with_its_trace(tmp_path: Path) -> None:
+def test_a_training_ends_at_the_latest_after_8_times_the_samples_or_with_its_trace(tmp_path):
     line = train(one(traces=["0:8 4:32"], samples=64, ends=["progress:60"]))
     assert line["curve"]["samples"][-1] == MOST * 64  # it makes one unit of progress in 32 samples
     assert line["curve"]["progress"][-1] < 60
@@ -135,7 +131,7 @@ def test_a_training_ends_at_the_latest_after_8_times_the_samples_or_with_its_tra
         assert train(one(traces=[str(path)], ends=[end]))["curve"]["updates"][-1] == updates
 
 
-def test_the_time_under_a_capacity_trace_ends_a_training() -> None:
+def test_the_time_under_a_capacity_trace_ends_a_training():
     log = CapacityTrace([0, 20, 40], [1, 2, 1], end=100.1)
     trace = UnderCapacity(log, "per-device:8", MODEL, price=3600.0, overheads=Overheads(restart=1, save_every=5))
     time, cost = (train(one(traces={"log": trace}, ends=[end]))["curve"] for end in ("seconds:60", "cost:80"))
@@ -146,7 +142,7 @@ def test_the_time_under_a_capacity_trace_ends_a_training() -> None:
             one(traces={"log": trace}, ends=[end])
 
 
-def test_a_training_that_was_killed_behind_its_last_update_makes_no_further_one(tmp_path: Path) -> None:
+def test_a_training_that_was_killed_behind_its_last_update_makes_no_further_one(tmp_path):
     cell = one(ends=["seconds:20"], time=ModelTime(MODEL), between=1)
     first, second = (train(cell, tmp_path / "checkpoints", save_every=1) for _ in range(2))
     assert first["curve"] == second["curve"]
@@ -163,12 +159,12 @@ def test_a_training_that_was_killed_behind_its_last_update_makes_no_further_one(
         ("seconds:20", "needs the time of an update"),
     ],
 )
-def test_an_end_that_is_none_is_refused(end: str, message: str) -> None:
+def test_an_end_that_is_none_is_refused(end, message):
     with pytest.raises(ValueError, match=message):
         one(ends=[end])
 
 
-def test_an_end_needs_what_it_goes_by() -> None:
+def test_an_end_needs_what_it_goes_by():
     with pytest.raises(ValueError, match="needs a price"):
         one(ends=["cost:20"], time=ModelTime(MODEL))
     with pytest.raises(TypeError, match='an end must be "samples", "progress"'):
@@ -181,7 +177,7 @@ def test_an_end_needs_what_it_goes_by() -> None:
         check([one(tasks=scheduled)])
 
 
-def test_the_texts_of_ends_stand_for_them() -> None:
+def test_the_texts_of_ends_stand_for_them():
     for text in ["samples", "progress", "progress:7.5", "seconds:20.0", "cost:0.25"]:
         assert str(End.of(text)) == text
     assert "end" not in one().as_json()
@@ -195,7 +191,7 @@ def test_the_texts_of_ends_stand_for_them() -> None:
 
 @pytest.mark.parametrize("factor", [1e3, 1e30])
 @pytest.mark.parametrize("rule", ["linear", "adascale"])
-def test_divergence_is_a_result(rule: str, factor: float) -> None:
+def test_divergence_is_a_result(rule, factor):
     line = train(one(rules=[rule], lr=0.05 * factor))
     assert line["status"] == "diverged"
     assert line["curve"]["samples"][-1] < 240
@@ -206,7 +202,7 @@ def test_divergence_is_a_result(rule: str, factor: float) -> None:
     ("losses", "diverged"),
     [([5.0, 50.0], False), ([5.0, 50.1], True), ([5.0, math.nan], True), ([5.0, math.inf], True), ([-5.0, 900], False)],
 )
-def test_a_loss_diverges_above_ten_times_that_of_the_untrained_model(losses: list[float], diverged: bool) -> None:
+def test_a_loss_diverges_above_ten_times_that_of_the_untrained_model(losses, diverged):
     by_evaluation, by_update = Curve(None, 4), Curve(None, 4)
     by_evaluation.evaluation(0, 0, 0, {"loss": losses[0]})
     by_evaluation.microbatch(losses[0], 4)
@@ -224,22 +220,22 @@ def test_a_loss_diverges_above_ten_times_that_of_the_untrained_model(losses: lis
 class Trained(Tiny):
     """Its training loss is another one."""
 
-    def __init__(self, other: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, other):
         super().__init__()
         self.other = other
 
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+    def loss(self, model, batch):
         return self.other(super().loss(model, batch))
 
 
 class Evaluated(Tiny):
     """Its evaluation says more, of the loss."""
 
-    def __init__(self, more: Callable[[float], dict[str, float]]) -> None:
+    def __init__(self, more):
         super().__init__()
         self.more = more
 
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
+    def evaluate(self, model):
         loss = super().evaluate(model)["loss"]
         return {"loss": loss} | self.more(loss)
 
@@ -255,7 +251,7 @@ never_finite = Evaluated(lambda loss: {"loss": math.nan})
 class Heavy(Tiny):
     """The losses of its samples differ by a factor of a thousand, so that a batch of one tells little."""
 
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+    def loss(self, model, batch):
         inputs, outputs = batch
         return (torch.where(inputs[:, :1] > 1.5, 30.0, 0.03) * (model(inputs) - outputs).square()).mean()
 
@@ -263,7 +259,7 @@ class Heavy(Tiny):
 class Checks(Tiny):
     """Its loss raises if the weights are not finite."""
 
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+    def loss(self, model, batch):
         if not all(bool(one.isfinite().all()) for one in model.parameters()):
             raise ValueError("the mean of a distribution must be finite")
         return super().loss(model, batch).nan_to_num(1.0, 1.0)
@@ -272,7 +268,7 @@ class Checks(Tiny):
 class ChecksLater(Tiny):
     """Its loss raises if an output is too large, while the weights are finite."""
 
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+    def loss(self, model, batch):
         if model(batch[0]).abs().max() > 1e6:
             raise ValueError("the mean of a distribution must be at most 1e6")
         return super().loss(model, batch)
@@ -281,22 +277,22 @@ class ChecksLater(Tiny):
 class Fixed(Tiny):
     """Its optimizer has a learning rate of its own."""
 
-    def optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    def optimizer(self, model, lr):
         return super().optimizer(model, 0.1)
 
 
-def test_large_losses_that_tell_nothing_are_no_divergence() -> None:
+def test_large_losses_that_tell_nothing_are_no_divergence():
     assert train(one(tasks=[HERE + "scaled"], lr=0.0025))["status"] == "finished"
     rare = one(tasks=[HERE + "Heavy"], lr=1e-12, ref_batchsize=1, traces=["1"])
     assert train(rare)["status"] == "finished"
 
 
 @pytest.mark.parametrize(("task", "lr"), [("overflows", 40.0), ("Checks", 1e20), ("ChecksLater", 2.0)])
-def test_an_error_of_a_model_that_has_diverged_is_a_divergence(task: str, lr: float) -> None:
+def test_an_error_of_a_model_that_has_diverged_is_a_divergence(task, lr):
     assert train(one(tasks=[HERE + task], lr=lr))["status"] == "diverged"
 
 
-def test_a_metric_that_is_not_finite_is_missing_in_a_row_that_stays() -> None:
+def test_a_metric_that_is_not_finite_is_missing_in_a_row_that_stays():
     curve = train(one(tasks=[HERE + "infinite_before_and_no_number"]))["curve"]
     assert curve["loss"] == train(one())["curve"]["loss"]
     assert curve["perplexity"][0] is None
@@ -316,7 +312,7 @@ def test_a_metric_that_is_not_finite_is_missing_in_a_row_that_stays() -> None:
         ),
     ],
 )
-def test_a_mistake_of_a_task_is_an_error_that_names_the_training(task: str, message: str) -> None:
+def test_a_mistake_of_a_task_is_an_error_that_names_the_training(task, message):
     cell = one(tasks=[task])
     with pytest.raises(RuntimeError, match=message) as caught:
         train(cell)
@@ -325,7 +321,7 @@ def test_a_mistake_of_a_task_is_an_error_that_names_the_training(task: str, mess
     )
 
 
-def test_an_optimizer_without_the_learning_rate_is_told() -> None:
+def test_an_optimizer_without_the_learning_rate_is_told():
     with pytest.raises(ValueError, match=r"optimizer\(model, lr\) must use lr, got lr 0.1 for 0.05 and twice it; pass"):
         check([one(tasks=[HERE + "Fixed"])])
 
@@ -333,11 +329,11 @@ def test_an_optimizer_without_the_learning_rate_is_told() -> None:
 class Plain:
     """A controller that does not say what it is."""
 
-    def __call__(self, _: Any) -> int:
+    def __call__(self, _):
         return 8
 
 
 @pytest.mark.parametrize("controller", [Plain(), lambda _: 8])
-def test_a_controller_that_does_not_tell_its_numbers_is_refused(controller: Any) -> None:
+def test_a_controller_that_does_not_tell_its_numbers_is_refused(controller):
     with pytest.raises(ValueError, match=r"the repr of a controller must tell its numbers, .* at 0x"):
         one(traces={"own": AdaptiveTrace(controller, start=8)})

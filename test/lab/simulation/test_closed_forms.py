@@ -18,7 +18,7 @@ from variable_batch_size.trace import BatchTrace
 SECOND = Throughput.simple(samples_per_second=64)  # a device computes 64 samples in a second
 
 
-def nodes(*rows: tuple[float, int], end: float) -> CapacityTrace:
+def nodes(*rows, end):
     return CapacityTrace([time for time, _ in rows], [number for _, number in rows], end)
 
 
@@ -26,7 +26,7 @@ QUARTERS = st.integers(240, 4 * 10**6).map(lambda quarters: quarters / 4)  # sec
 
 
 @given(st.integers(1, 16), QUARTERS, QUARTERS, st.integers(1, 512))
-def test_constant_capacity(devices: int, start: float, end: float, ref: int) -> None:
+def test_constant_capacity(devices, start, end, ref):
     run = simulate(
         nodes((0, devices), end=start + end),
         PerDevice(64),
@@ -49,7 +49,7 @@ def test_constant_capacity(devices: int, start: float, end: float, ref: int) -> 
 
 @pytest.mark.parametrize("dataset_size", [None, 2**20 + 1])
 @pytest.mark.parametrize("overheads", [None, Overheads(grow_every=1e7, save_every=1e6)])
-def test_no_update_is_made_in_a_loop(dataset_size: int | None, overheads: Overheads | None) -> None:
+def test_no_update_is_made_in_a_loop(dataset_size, overheads):
     update = 2.0**-20
     within_one = (10 + 0.2 * update, 2), (10 + 0.4 * update, 3)
     run = simulate(
@@ -65,7 +65,7 @@ def test_no_update_is_made_in_a_loop(dataset_size: int | None, overheads: Overhe
     assert run.summary["updates"] > 1e13
 
 
-def test_a_notice_as_long_as_an_update_and_a_save_loses_nothing() -> None:
+def test_a_notice_as_long_as_an_update_and_a_save_loses_nothing():
     capacity = nodes((0, 4), (100, 2), end=200)
     lost, kept, late = (
         simulate(
@@ -88,7 +88,7 @@ def test_a_notice_as_long_as_an_update_and_a_save_loses_nothing() -> None:
     st.integers(40, 200),
     st.integers(1, 300),
 )
-def test_epochs_are_those_of_the_sampler(runs: list[tuple[int, int]], dataset_size: int, updates: int) -> None:
+def test_epochs_are_those_of_the_sampler(runs, dataset_size, updates):
     trace = BatchTrace.from_runs(*zip(*runs, strict=True), on_end="hold")
     planned = dry_run(Plan(trace, dataset_size, 8, max_updates=updates))
     run = simulate(
@@ -108,13 +108,13 @@ def test_epochs_are_those_of_the_sampler(runs: list[tuple[int, int]], dataset_si
 
 
 @pytest.mark.slow("simulates many trainings")
-def test_youngs_interval_is_nearly_the_best() -> None:
+def test_youngs_interval_is_nearly_the_best():
     """Young 1974: sqrt(2 * seconds of a save * mean time between kills)."""
     save, between = 60.0, 3600.0
     young = math.sqrt(2 * save * between)
     kills = [synthetic(1, between, 1e-3, 200 * between, seed) for seed in range(3)]
 
-    def seconds_a_productive_one(interval: float) -> float:
+    def seconds_a_productive_one(interval):
         overheads = Overheads(save_every=interval, save=save, restart=30)
         runs = [
             simulate(trace, PerDevice(64), throughput=SECOND, ref_batchsize=64, overheads=overheads) for trace in kills

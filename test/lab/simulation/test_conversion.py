@@ -16,10 +16,8 @@ ROWS = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 4)), min_size=1, ma
 POLICY = st.one_of(st.integers(1, 40).map(PerDevice), st.integers(1, 40).map(ConstantBatch))
 
 
-def update_by_update(
-    rows: list[tuple[int, int]], end: int, policy: PerDevice | ConstantBatch, rate: int, network: int
-) -> list[int]:
-    sizes: list[int] = []
+def update_by_update(rows, end, policy, rate, network):
+    sizes = []
     now = Fraction(0)
     while now < end:
         devices = ([0] + [nodes for time, nodes in rows if time <= now])[-1]
@@ -35,9 +33,7 @@ def update_by_update(
 
 @example([(0, 1), (10, 4)], 20, ConstantBatch(40), 1, 0)  # an update that does not end hides the devices to come
 @given(ROWS, st.integers(1, 60), POLICY, st.sampled_from([1, 2, 4, 8]), st.integers(0, 3))
-def test_updates_follow_one_another(
-    rows: list[tuple[int, int]], extra: int, policy: PerDevice | ConstantBatch, rate: int, network: int
-) -> None:
+def test_updates_follow_one_another(rows, extra, policy, rate, network):
     end = rows[-1][0] + extra
     expected = update_by_update(rows, end, policy, rate, network)
     capacity = CapacityTrace([time for time, _ in rows], [nodes for _, nodes in rows], end)
@@ -54,18 +50,18 @@ def test_updates_follow_one_another(
     assert limited.batch_sizes(range(len(limited))).tolist() == expected[:limit]
 
 
-def test_ten_million_updates_take_no_loop() -> None:
+def test_ten_million_updates_take_no_loop():
     capacity = CapacityTrace(range(0, 1000, 2), [4, 8] * 250, end=1000)
     assert len(to_batch_trace(capacity, PerDevice(1), Throughput.simple(2**14))) == 1000 * 2**14
 
 
 @pytest.mark.parametrize("seconds", [100_001, 1e10])
-def test_a_batch_trace_may_have_a_hundred_million_steps(seconds: float) -> None:
+def test_a_batch_trace_may_have_a_hundred_million_steps(seconds):
     capacity = CapacityTrace([0], [1], end=seconds)
     limited = to_batch_trace(capacity, PerDevice(1), Throughput.simple(1000), max_updates=10**8)
     assert len(limited) == len(to_batch_trace(capacity.slice(0, 1e5), PerDevice(1), Throughput.simple(1000))) == 10**8
 
 
 @pytest.mark.parametrize(("end", "rate", "updates"), [(0.3, 10, 3), (0.7, 10, 7), (7.6, 80, 608), (2.3, 1000, 2300)])
-def test_an_update_that_ends_with_the_trace_up_to_rounding_counts(end: float, rate: int, updates: int) -> None:
+def test_an_update_that_ends_with_the_trace_up_to_rounding_counts(end, rate, updates):
     assert len(to_batch_trace(CapacityTrace([0], [1], end), PerDevice(1), Throughput.simple(rate))) == updates

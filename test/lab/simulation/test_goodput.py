@@ -5,11 +5,11 @@ from __future__ import annotations
 from variable_batch_size.lab.simulation.goodput import TimeSpent
 
 
-def event(name: str, time: float, update: int, **facts: float) -> dict[str, object]:
+def event(name, time, update, **facts):
     return {"version": 1, "event": name, "time": time, "update": update, "world": 1, **facts}
 
 
-def test_the_seconds_of_a_training_that_is_killed_and_resumes() -> None:
+def test_the_seconds_of_a_training_that_is_killed_and_resumes():
     """10 updates of 1 s, two of them lost; a save of 2 s after the 6th; 5 s down; 1 s to restore."""
     run = [
         event("start", 0, 0),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -17,14 +16,14 @@ from variable_batch_size.tracker import Tracker
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=6, unique=True).map(sorted), st.integers(0, 25))
-def test_a_row_holds_up_to_the_next_one(knots: list[int], progress: int) -> None:
+def test_a_row_holds_up_to_the_next_one(knots, progress):
     curve = NoiseCurve(knots, [float(knot + 1) for knot in knots], [1.0] * len(knots))
     assert curve.at(progress).sigma2 == max([knot for knot in knots if knot <= progress], default=knots[0]) + 1
     change = curve.next_change(progress)
     assert change == min((knot for knot in knots[1:] if knot > progress), default=math.inf)
 
 
-def test_the_gain() -> None:
+def test_the_gain():
     assert NoiseCurve.constant(100.0, 1.0).gain(0, 100, 50) == pytest.approx(1.5)
     tiny = NoiseCurve.constant(1e-320, 0.0)
     assert tiny.gain(0, 100, 50) == 2
@@ -32,7 +31,7 @@ def test_the_gain() -> None:
     assert huge.gain(0, 4, 1) == NoiseCurve.constant(1.0, 1.0).gain(0, 4, 1)
 
 
-def test_from_the_scalars_of_a_training(tmp_path: Path) -> None:
+def test_from_the_scalars_of_a_training(tmp_path):
     rows = [(1.0, math.nan, math.nan), (2.5, 8.0, 2.0), (3.0, 8.0, 2.0), (4.0, 9.0, -1.0), (5.0, -1.0, 0.0)]
     with Tracker(tmp_path, progress=False) as tracker:
         tracker.log(0, {"lr": 0.1})
@@ -46,7 +45,7 @@ def test_from_the_scalars_of_a_training(tmp_path: Path) -> None:
     assert NoiseCurve.from_csv(marked) == curve
 
 
-def test_progress_follows_the_noise() -> None:
+def test_progress_follows_the_noise():
     run = simulate(
         CapacityTrace([0], [1], 30),
         ConstantBatch(4),

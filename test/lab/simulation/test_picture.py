@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
@@ -14,11 +11,11 @@ from hypothesis import strategies as st
 from variable_batch_size.adaptive import ConstantBatch, PerDevice, Throughput
 from variable_batch_size.lab.cluster import CapacityTrace
 from variable_batch_size.lab.cluster.capacity_trace import bin_means
-from variable_batch_size.lab.simulation import Overheads, Run, plot_runs, simulate
+from variable_batch_size.lab.simulation import Overheads, plot_runs, simulate
 from variable_batch_size.lab.simulation.result import COLUMNS
 
 CAPACITY = CapacityTrace([0, 60, 90], [4, 2, 4], 180, prices=[1.0, 3.0, 1.0])
-ARGUMENTS: dict[str, Any] = {
+ARGUMENTS = {
     "throughput": Throughput.simple(samples_per_second=64),
     "ref_batchsize": 256,
     "overheads": Overheads(restart=20, save_every=30, save=5, notice=2),
@@ -27,20 +24,20 @@ POLICIES = {"a": PerDevice(64), "b": ConstantBatch(100), "c": ConstantBatch(300)
 
 
 @pytest.fixture(autouse=True)
-def _closed() -> Iterator[None]:
+def _closed():
     yield
     plt.close("all")
 
 
-def runs(number: int, capacity: CapacityTrace = CAPACITY) -> dict[str, Run]:
+def runs(number, capacity=CAPACITY):
     return {name: simulate(capacity, POLICIES[name], **ARGUMENTS) for name in list(POLICIES)[:number]}
 
 
-def labels(legend: Any) -> list[str]:
+def labels(legend):
     return [text.get_text() for text in legend.get_texts()]
 
 
-def test_the_picture_of_one_run() -> None:
+def test_the_picture_of_one_run():
     figure = runs(1)["a"].plot()
     nodes, batch, progress, lost = figure.axes
     assert [axes.get_ylabel().split("\n")[0] for axes in (nodes, batch, progress)] == [
@@ -51,7 +48,7 @@ def test_the_picture_of_one_run() -> None:
     assert progress.get_legend() is None
 
 
-def test_several_runs_have_a_color_each() -> None:
+def test_several_runs_have_a_color_each():
     figure = plot_runs(runs(3))
     _, batch, progress, *lost = figure.axes
     assert labels(figure.legends[0]) == ["there", "redone", "restarting", "saving", "idle"]
@@ -65,7 +62,7 @@ def test_several_runs_have_a_color_each() -> None:
     assert set(constant[np.isfinite(constant)]) == {100}
 
 
-def test_the_colors_are_the_shares_of_the_time() -> None:
+def test_the_colors_are_the_shares_of_the_time():
     for axes, run in zip(plot_runs(runs(3)).axes[3:], runs(3).values(), strict=True):
         for patch in axes.patches:
             values, _, below = patch.get_data()
@@ -74,7 +71,7 @@ def test_the_colors_are_the_shares_of_the_time() -> None:
             )
 
 
-def test_no_batch_size_is_drawn_without_nodes() -> None:
+def test_no_batch_size_is_drawn_without_nodes():
     run = simulate(CapacityTrace([0, 60, 90], [4, 0, 4], 180), POLICIES["a"], **ARGUMENTS)
     figure = plot_runs({"a": run}, "spot.csv: $a")
     assert figure.axes[0].get_title() == "spot.csv: $a"
@@ -87,7 +84,7 @@ def test_no_batch_size_is_drawn_without_nodes() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 9)), min_size=1, max_size=20), st.integers(1, 40))
-def test_bins_keep_the_integral(parts: list[tuple[int, int]], columns: int) -> None:
+def test_bins_keep_the_integral(parts, columns):
     lengths, values = np.array(parts, np.float64).T
     borders, found = bin_means(np.cumsum([0, *lengths]), values, columns)
     assert found @ np.diff(borders) == pytest.approx(values @ lengths)

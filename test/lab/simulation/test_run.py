@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from variable_batch_size.adaptive import ConstantBatch, ControlInput, PerDevice, Throughput
+from variable_batch_size.adaptive import ConstantBatch, PerDevice, Throughput
 from variable_batch_size.lab.cluster import CapacityTrace
-from variable_batch_size.lab.simulation import NoiseCurve, Overheads, Run, simulate
+from variable_batch_size.lab.simulation import NoiseCurve, Overheads, simulate
 from variable_batch_size.lab.simulation.result import cost_until, with_prices
 from variable_batch_size.trace import BatchTrace
 
@@ -20,8 +19,8 @@ SECOND = Throughput.simple(samples_per_second=64)
 CAPACITY = CapacityTrace([0, 60, 90], [4, 2, 4], 180, prices=[1.0, 3.0, 1.0])
 
 
-def run(**changes: Any) -> Run:
-    arguments: dict[str, Any] = {
+def run(**changes):
+    arguments = {
         "capacity": CAPACITY,
         "controller": PerDevice(64),
         "throughput": SECOND,
@@ -32,7 +31,7 @@ def run(**changes: Any) -> Run:
     return simulate(**(arguments | changes))
 
 
-def test_the_timeline() -> None:
+def test_the_timeline():
     table = run().timeline
     assert table.columns.tolist() == [
         *("begin", "end", "state", "nodes", "devices", "batch_size", "updates", "samples", "progress")
@@ -42,17 +41,17 @@ def test_the_timeline() -> None:
     assert table["begin"].tolist() == [0, 20, 60, 80, 90, 110]
 
 
-def test_a_run_can_be_sent_to_another_process() -> None:
+def test_a_run_can_be_sent_to_another_process():
     assert pickle.loads(pickle.dumps(run())) == run()
 
 
-def test_neighbors_of_one_kind_are_one_row() -> None:
+def test_neighbors_of_one_kind_are_one_row():
     overheads = Overheads(save_every=1, save=0.5, blocking=False)
     found = run(overheads=overheads, capacity=CapacityTrace([0], [4], 180))
     assert found.timeline["updates"].tolist() == [180]
 
 
-def test_the_trace_is_that_of_the_kept_updates() -> None:
+def test_the_trace_is_that_of_the_kept_updates():
     assert run().trace == BatchTrace.from_runs([256, 512], [10, 70])
     empty = run(until=0.5, by="seconds")
     assert (empty.summary["updates"], empty.summary["elapsed"], empty.timeline["state"].tolist()) == (
@@ -62,17 +61,17 @@ def test_the_trace_is_that_of_the_kept_updates() -> None:
     assert "efficiency" not in empty.summary
 
 
-def test_the_replay_of_the_trace_makes_the_same_updates() -> None:
+def test_the_replay_of_the_trace_makes_the_same_updates():
     found = run(overheads=None)
     again = run(overheads=None, controller=found.trace.with_on_end("stop"))
     assert again.trace == found.trace
     assert again.summary["progress"] == found.summary["progress"]
 
 
-def test_a_lost_decision_is_made_again() -> None:
+def test_a_lost_decision_is_made_again():
     asked = []
 
-    def controller(input: ControlInput) -> int:
+    def controller(input):
         asked.append((input.updates, input.devices, input.batch_size))
         return 64 * input.devices
 
@@ -89,7 +88,7 @@ def test_a_lost_decision_is_made_again() -> None:
     assert found.trace == BatchTrace.from_runs([128, 512, 256, 512], [5, 24, 10, 70])
 
 
-def test_the_answer_counts_after_the_delay() -> None:
+def test_the_answer_counts_after_the_delay():
     sizes = iter([100, 200, 300, 400])
     found = run(
         controller=lambda input: next(sizes),
@@ -110,11 +109,9 @@ def test_the_answer_counts_after_the_delay() -> None:
     st.lists(st.tuples(st.integers(0, 50), st.integers(0, 5)), min_size=1, max_size=6).map(sorted),
     st.integers(0, 60),
 )
-def test_the_cost_is_a_sum_over_seconds(
-    nodes: list[tuple[int, int]], prices: list[tuple[int, int]], elapsed: int
-) -> None:
+def test_the_cost_is_a_sum_over_seconds(nodes, prices, elapsed):
     capacity = CapacityTrace(*zip(*nodes, strict=True), end=60)
-    rented = with_prices(capacity, tuple(zip(*prices, strict=True)))  # type: ignore[arg-type]
+    rented = with_prices(capacity, tuple(zip(*prices, strict=True)))
     total = 0
     for second in range(elapsed):
         total += capacity.at(second) * [price for time, price in prices if time <= max(second, prices[0][0])][-1]
@@ -122,7 +119,7 @@ def test_the_cost_is_a_sum_over_seconds(
     assert rented.at(np.arange(60)).tolist() == capacity.at(np.arange(60)).tolist()
 
 
-def test_whose_prices_count() -> None:
+def test_whose_prices_count():
     assert run().summary["cost"] == pytest.approx((60 * 4 + 30 * 2 * 3 + 90 * 4) / 3600)
     assert run(prices=3.6).summary["cost"] == pytest.approx((60 * 4 + 30 * 2 + 90 * 4) / 1000)
     assert run(until=60, by="seconds").summary["cost"] == pytest.approx(240 / 3600)
@@ -130,11 +127,11 @@ def test_whose_prices_count() -> None:
     assert run(on_demand=36).summary["on_demand_cost"] == pytest.approx((10 * 2 + 70 * 4) / 100)
 
 
-def test_a_batch_trace_that_stops_ends_the_run() -> None:
+def test_a_batch_trace_that_stops_ends_the_run():
     assert run(controller=BatchTrace.of([64, 64, 64], on_end="stop")).summary["updates"] == 3
 
 
-def test_the_constant_rule_needs_no_reference() -> None:
+def test_the_constant_rule_needs_no_reference():
     found = run(rule="constant", ref_batchsize=None, noise=NoiseCurve.constant(1.0, 1.0), controller=ConstantBatch(64))
     assert found.summary["progress"] == found.summary["updates"]
     assert "efficiency" not in found.summary

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,9 +11,9 @@ from hypothesis import strategies as st
 
 from helpers.properties import examples
 from helpers.slow_simulation import SlowSimulation
-from variable_batch_size.adaptive import ConstantBatch, ControlInput, PerDevice, Throughput
+from variable_batch_size.adaptive import ConstantBatch, PerDevice, Throughput
 from variable_batch_size.lab.cluster import CapacityTrace
-from variable_batch_size.lab.simulation import NoiseCurve, Overheads, Run, simulate
+from variable_batch_size.lab.simulation import NoiseCurve, Overheads, simulate
 from variable_batch_size.rules.selection import rules_for_groups
 from variable_batch_size.trace import BatchTrace
 
@@ -27,17 +26,17 @@ class Wild:
 
     salt: int
 
-    def __call__(self, input: ControlInput) -> int:
+    def __call__(self, input):
         noise = 0 if input.noise is None else int(input.noise.sigma2) + (input.noise.gain > 1.01)
         known = (input.batch_size or 0, input.updates, input.samples, int(input.progress), noise, self.salt)
         return 1 + (7 * input.devices + sum((k + 3) * value for k, value in enumerate(known))) % 24
 
 
-def restart(nodes: int, cause: str) -> float:
+def restart(nodes, cause):
     return nodes / 2 + {"start": 1.0, "preemption": 3.0, "growth": 2.5}[cause]
 
 
-def numbers(grid: bool, low: float, high: float) -> st.SearchStrategy[float]:
+def numbers(grid, low, high):
     """Multiples of 1/4, whose sums are exact, or numbers whose sums are neither equal nor nearly so by chance."""
     if grid:
         return st.integers(math.ceil(4 * low), int(4 * high)).map(lambda quarters: quarters / 4)
@@ -45,7 +44,7 @@ def numbers(grid: bool, low: float, high: float) -> st.SearchStrategy[float]:
 
 
 @st.composite
-def cases(draw: st.DrawFn, grid: bool) -> dict[str, Any]:
+def cases(draw, grid):
     some = lambda strategy: draw(st.none() | strategy)  # noqa: E731
     times = draw(st.lists(numbers(grid, 0, 100), min_size=1, max_size=10).map(sorted))
     nodes = draw(st.lists(st.integers(0, 4), min_size=len(times), max_size=len(times)))
@@ -106,11 +105,11 @@ def cases(draw: st.DrawFn, grid: bool) -> dict[str, Any]:
     }
 
 
-def check(case: dict[str, Any], exact: bool) -> None:
+def check(case, exact):
     run = simulate(**case)
     named = {**case, "rule": rules_for_groups(case["rule"], 1)[0], "bounds": case["bounds"] or (1, 2**53)}
     slow = SlowSimulation(**named).run()
-    expected: dict[str, Any] = {
+    expected = {
         "elapsed": slow.now,
         **slow.seconds,
         "updates": slow.updates,
@@ -127,7 +126,7 @@ def check(case: dict[str, Any], exact: bool) -> None:
     check_conservation(run)
 
 
-def check_conservation(run: Run) -> None:
+def check_conservation(run):
     assert math.fsum(run.summary[state] for state in STATES) == pytest.approx(run.summary["elapsed"], rel=1e-9)
     table = run.timeline
     assert table["begin"].tolist() == [0.0, *table["end"][:-1]]
@@ -143,17 +142,17 @@ def check_conservation(run: Run) -> None:
 @pytest.mark.slow("simulates many trainings")
 @examples(500)
 @given(cases(grid=True))
-def test_the_twin_agrees_where_times_coincide(case: dict[str, Any]) -> None:
+def test_the_twin_agrees_where_times_coincide(case):
     check(case, exact=True)
 
 
 @examples(250)
 @given(cases(grid=False))
-def test_the_twin_agrees_with_other_numbers(case: dict[str, Any]) -> None:
+def test_the_twin_agrees_with_other_numbers(case):
     check(case, exact=False)
 
 
-def in_other_units(case: dict[str, Any], unit: float) -> dict[str, Any]:
+def in_other_units(case, unit):
     """The case with all seconds times `unit`, by which their sums are rounded."""
     model, costs = case["throughput"], case["overheads"]
     if costs is not None:
@@ -170,15 +169,15 @@ def in_other_units(case: dict[str, Any], unit: float) -> dict[str, Any]:
     }
 
 
-def restart_of(case: dict[str, Any], nodes: int, cause: Any) -> float:
-    costs: Overheads = case["overheads"]
+def restart_of(case, nodes, cause):
+    costs = case["overheads"]
     return costs.restart_seconds(nodes, cause)
 
 
 @pytest.mark.slow("simulates many trainings")
 @examples(400)
 @given(cases(grid=True), st.sampled_from([0.1, 1 / 3, 1e-3, 0.7, 86400 / 7]))
-def test_rounding_changes_no_event(case: dict[str, Any], unit: float) -> None:
+def test_rounding_changes_no_event(case, unit):
     run, other = simulate(**case), simulate(**in_other_units(case, unit))
     for count in ("updates", "samples", "progress", "preemptions", "restarts"):
         assert other.summary[count] == run.summary[count]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from variable_batch_size.lab.simulation import Overheads, compare, means, simula
 from variable_batch_size.lab.simulation.sweep import RATES, SHARES
 
 POLICIES = {"z": PerDevice(64), "a": ConstantBatch(200)}
-ARGUMENTS: dict[str, Any] = {
+ARGUMENTS = {
     "throughput": Throughput.simple(samples_per_second=64, communication_seconds=0.25),
     "ref_batchsize": 256,
     "overheads": Overheads(restart=20, save_every=300, save=5, notice=2),
@@ -36,12 +35,12 @@ capacities = st.builds(
 )
 
 
-def several(*found: CapacityTrace) -> dict[str, CapacityTrace]:
+def several(*found):
     return {f"trace {number}": capacity for number, capacity in enumerate(found)}
 
 
 @given(capacities)
-def test_a_sweep_of_one_is_a_simulation(capacity: CapacityTrace) -> None:
+def test_a_sweep_of_one_is_a_simulation(capacity):
     row = sweep({"t": capacity}, {"p": PerDevice(64)}, **ARGUMENTS).loc[("t", "p")]
     summary = simulate(capacity, PerDevice(64), **ARGUMENTS).summary
     assert {name: row[name] for name in summary} == dict(summary)
@@ -59,7 +58,7 @@ def test_a_sweep_of_one_is_a_simulation(capacity: CapacityTrace) -> None:
 
 @examples(30)
 @given(st.lists(capacities, min_size=2, max_size=5))
-def test_intervals_are_those_of_the_t_tests_and_contain_the_mean(found: list[CapacityTrace]) -> None:
+def test_intervals_are_those_of_the_t_tests_and_contain_the_mean(found):
     table = sweep(several(*found), POLICIES, **ARGUMENTS)
     for statistic, test in ((means, stats.ttest_1samp), (compare, stats.ttest_rel)):
         shown = statistic(table)
@@ -79,7 +78,7 @@ def test_intervals_are_those_of_the_t_tests_and_contain_the_mean(found: list[Cap
 
 
 @given(st.lists(capacities, min_size=1, max_size=5))
-def test_a_policy_differs_from_itself_by_exactly_0(found: list[CapacityTrace]) -> None:
+def test_a_policy_differs_from_itself_by_exactly_0(found):
     table = sweep(several(*found), {"z": PerDevice(64), "again": PerDevice(64)}, **ARGUMENTS)
     differences = compare(table)
     finite = np.isfinite(means(table)["mean"])
@@ -87,13 +86,13 @@ def test_a_policy_differs_from_itself_by_exactly_0(found: list[CapacityTrace]) -
     assert (differences.loc[finite, columns] == 0).all(axis=None)
 
 
-def test_one_trace_has_no_interval() -> None:
+def test_one_trace_has_no_interval():
     shown = means(sweep({"t": synthetic(4, 600, 60, 7200, 1)}, POLICIES, **ARGUMENTS))
     assert shown["mean"].notna().all()
     assert shown[["low", "high"]].isna().all(axis=None)
 
 
-def test_traces_in_which_nothing_runs_leave_the_other_facts() -> None:
+def test_traces_in_which_nothing_runs_leave_the_other_facts():
     table = sweep(several(synthetic(4, 600, 60, 7200, 1), NO_UPDATE, NO_NODES), POLICIES, **ARGUMENTS)
     assert table["updates"].tolist()[2:] == [0] * 4
     assert table["cost_per_progress"].tolist()[2:] == [math.inf] * 4
@@ -106,7 +105,7 @@ def test_traces_in_which_nothing_runs_leave_the_other_facts() -> None:
         assert np.isfinite(differences.loc[("a", fact)]).all()
 
 
-def test_prices_of_some_traces_only() -> None:
+def test_prices_of_some_traces_only():
     priced = CapacityTrace([0], [2], 600, prices=[1.0])
     table = sweep(several(priced, CapacityTrace([0], [2], 600)), POLICIES, **(ARGUMENTS | {"prices": None}))
     assert means(table).loc[("z", "cost_per_hour")].isna().all()
