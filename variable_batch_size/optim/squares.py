@@ -45,7 +45,7 @@ class Squares:
         self.parameters = list(parameters)
         self._ask = needs
         self._hooks: list[RemovableHandle] = []
-        finalize(self, _remove, self._hooks).atexit = False
+        finalize(self, _remove_hooks, self._hooks).atexit = False
         self.clear()
 
     def clear(self) -> None:
@@ -67,16 +67,16 @@ class Squares:
             self._needs = self._ask()
         return self._needs
 
-    def watch(self) -> None:
+    def add_hooks(self) -> None:
         """Measure what each backward gives to each parameter, before autograd adds it to `.grad`."""
         for number, parameter in enumerate(self.parameters):
             if parameter.is_leaf:
                 trains = parameter.requires_grad
-                hook = _hook(ref(self), number)
+                hook = _measuring_hook(ref(self), number)
                 self._hooks.append(parameter.requires_grad_().register_hook(hook))  # type: ignore[no-untyped-call]
                 parameter.requires_grad_(trains)  # it may be unfrozen later
 
-    def take(self, number: int, gradient: Tensor, *, whole: bool = False) -> None:
+    def measure(self, number: int, gradient: Tensor, *, whole: bool = False) -> None:
         """Measure the gradient of a parameter; `whole`: with all that this microbatch has given it before."""
         needs = self._needs or self.needs
         if not (needs.norm or needs.elements):
@@ -94,7 +94,7 @@ class Squares:
             wide = widen(gradient)
             self.elements[self.parameters[number]] = wide.square()
 
-    def total(self, fresh: Iterable[bool]) -> Tensor | None:
+    def total_square(self, fresh: Iterable[bool]) -> Tensor | None:
         """Return |g|^2 over all parameters, 0-D; None if it is not needed.
 
         Args:
@@ -127,20 +127,20 @@ class Squares:
         return torch.stack(totals).sum() if totals else torch.zeros(())
 
 
-def _hook(squares: ref[Squares], number: int) -> Callable[[Tensor], None]:
+def _measuring_hook(squares: ref[Squares], number: int) -> Callable[[Tensor], None]:
     def hook(gradient: Tensor) -> None:
         if (alive := squares()) is not None:
             # Compiled autograd would compile it, and again for each gradient.
-            (_take_uncompiled if torch.compiler.is_compiling() else Squares.take)(alive, number, gradient)
+            (_measure_uncompiled if torch.compiler.is_compiling() else Squares.measure)(alive, number, gradient)
 
     return hook
 
 
 @uncompiled
-def _take_uncompiled(squares: Squares, number: int, gradient: Tensor) -> None:
-    squares.take(number, gradient)
+def _measure_uncompiled(squares: Squares, number: int, gradient: Tensor) -> None:
+    squares.measure(number, gradient)
 
 
-def _remove(hooks: list[RemovableHandle]) -> None:
+def _remove_hooks(hooks: list[RemovableHandle]) -> None:
     for hook in hooks:
         hook.remove()
