@@ -19,13 +19,13 @@ def written(path: str | os.PathLike[str]) -> Iterator[TextIO]:
     Raises:
         OSError: if the file cannot be written.
     """
-    with _named(path):
+    with _named_errors(path):
         given = Path(path)
         if given.is_relative_to("/dev") or (given.exists() and not given.is_file()):
             with given.open("a", encoding="utf-8", newline="") as file:  # a shell's >> keeps what the file has
                 yield file
             return
-        with _replaced(given) as temporary, temporary.open("x", encoding="utf-8", newline="") as file:
+        with _replacing_file(given) as temporary, temporary.open("x", encoding="utf-8", newline="") as file:
             yield file
 
 
@@ -35,12 +35,12 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
     Raises:
         OSError: if the file cannot be written.
     """
-    with _named(path), _replaced(Path(path)) as temporary:
+    with _named_errors(path), _replacing_file(Path(path)) as temporary:
         temporary.write_bytes(content)
 
 
 @contextmanager
-def _replaced(path: Path) -> Iterator[Path]:
+def _replacing_file(path: Path) -> Iterator[Path]:
     """Yield the path of a file beside `path`, which it replaces at the end of the block; a link is followed."""
     target = path.resolve()
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
@@ -52,7 +52,7 @@ def _replaced(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _named(path: str | os.PathLike[str]) -> Iterator[None]:
+def _named_errors(path: str | os.PathLike[str]) -> Iterator[None]:
     """Name the file in errors, and say what to do."""
     try:
         yield

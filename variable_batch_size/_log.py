@@ -18,7 +18,7 @@ _INSIDE = "variable_batch_size", "torch", *_TRAINERS  # packages
 
 def log(message: str, *, level: int = logging.INFO, rank: int | None = None, update: int | None = None) -> None:
     """Log a sentence with the attributes `rank` and `update` (updates made so far), where they are known."""
-    _show()
+    _show_log_lines()
     LOGGER.log(level, message, extra={"rank": rank, "update": update})
 
 
@@ -37,7 +37,8 @@ def stacklevel_of_user() -> int:
 
 
 @cache
-def _show() -> None:
+def _show_log_lines() -> None:
+    """Let lines of this logger be seen, once: on standard error unless the program has configured logging."""
     if LOGGER.level == logging.NOTSET:
         LOGGER.setLevel(logging.INFO)  # that of the root logger is WARNING, also where a handler was added to it
     if not LOGGER.handlers:

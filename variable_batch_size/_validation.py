@@ -94,11 +94,7 @@ def as_int(value: object) -> int | None:
 
 
 def check_int(
-    value: object,
-    name: str,
-    minimum: int = 0,
-    maximum: int | None = None,
-    remedy: str = "pass an int in this range",
+    value: object, name: str, minimum: int = 0, maximum: int | None = None, remedy: str = "pass an int in this range"
 ) -> int:
     """Return `value` as a Python int in [minimum, maximum].
 

@@ -35,7 +35,7 @@ class TrainingSource:
         """Return whether earlier values do not count any more: no, the user decides by `set_epoch` or `reset`."""
         return False
 
-    def weights(self, names: Set[str]) -> dict[str, int]:
+    def weigh(self, names: Set[str]) -> dict[str, int]:
         """Return the samples that a value of each name stands for, with `SAMPLES` once a microbatch.
 
         The microbatch is the one that the next `step()` counts. Raise RuntimeError if it has a value of such a name.
@@ -57,15 +57,15 @@ class TrainingSource:
         """Return whether all values of the pass count from now on: no, the optimizer commits."""
         return False
 
-    def settle(self) -> None:
+    def complete_update(self) -> None:
         """Let the optimizer commit what an exception has kept it from."""
-        self._optimizer._settle()
+        self._optimizer._complete_update()
 
     def discard(self) -> None:
         """Forget the microbatch of the last value."""
         self._microbatch, self._names = None, frozenset()
 
-    def missing(self) -> int:
+    def count_missing(self) -> int:
         """Return how many values a name lacks: none, it may have values for some microbatches only."""
         return 0
 
@@ -113,8 +113,8 @@ class EvaluationSource:
         """Return whether the sampler is in another pass than that of the last value."""
         return not self._added or self._pass != self._sampler.passes
 
-    def weights(self, names: Set[str]) -> dict[str, int]:
-        """Weigh values of the first batch that has none of the same name."""
+    def weigh(self, names: Set[str]) -> dict[str, int]:
+        """Return the samples of the first batch that has no value of each name, with `SAMPLES` once a batch."""
         batches = len(self._sampler)
         if extra := sorted(name for name in names if self._added[name] == batches):
             raise RuntimeError(
@@ -132,9 +132,9 @@ class EvaluationSource:
     def end_add(self) -> bool:
         """Run what XLA has recorded for the batch, and return whether the pass is complete."""
         self.backend.mark_step()
-        return self.missing() == 0
+        return self.count_missing() == 0
 
-    def settle(self) -> None:
+    def complete_update(self) -> None:
         """Do nothing: values count when a pass is complete."""
 
     def discard(self) -> None:
@@ -142,7 +142,7 @@ class EvaluationSource:
         self._added.clear()
         self._pass = self._sampler.passes
 
-    def missing(self) -> int:
+    def count_missing(self) -> int:
         """Return the largest number of batches for which a name has no value; 0 before the first value."""
         return max((len(self._sampler) - values for values in self._added.values()), default=0)
 

@@ -72,13 +72,13 @@ class Accumulator:
     """
 
     def __init__(self, source: CustomOptimizer | EvaluationSampler, *, backend: Backend | None = None) -> None:
-        self._source = _source(source, backend)
+        self._source = _source_of(source, backend)
         self._epoch: int | None = None  # that of `set_epoch`
         self._restored: dict[str, tuple[int, float]] = {}  # name -> samples and sum over all ranks, from a checkpoint
         self._committed: dict[str, _Sum] = {}  # of this rank since then, up to the last commit
         self._pending: dict[str, _Sum] = {}  # the same, with the values that do not count yet
         if isinstance(source, CustomOptimizer):
-            source._watch(self)
+            source._add_watcher(self)
 
     def reset(self) -> None:
         """Start again with no samples."""
@@ -108,11 +108,11 @@ class Accumulator:
             ValueError: if a tensor has not exactly one element, or a name is "samples".
         """
         for name, mean in means.items():
-            _check(name, mean)
+            _check_mean(name, mean)
         if self._source.starts_over():
             self.reset()
-        for name, samples in self._source.weights(means.keys()).items():
-            self._pending[name] = self._plus(self._pending.get(name, _Sum()), means.get(name, 1.0), samples)
+        for name, samples in self._source.weigh(means.keys()).items():
+            self._pending[name] = self._add_weighted(self._pending.get(name, _Sum()), means.get(name, 1.0), samples)
         if self._source.end_add():
             self.commit(updated=True)
 
@@ -162,7 +162,8 @@ class Accumulator:
         self._pending = dict(self._committed)
         self._source.discard()
 
-    def _plus(self, old: _Sum, mean: Tensor | float, samples: int) -> _Sum:
+    def _add_weighted(self, old: _Sum, mean: Tensor | float, samples: int) -> _Sum:
+        """Return a sum with one more value, the mean of a microbatch of so many samples."""
         number = old.samples + samples
         value = mean.reshape(()) if isinstance(mean, Tensor) else torch.tensor(float(mean), dtype=torch.float64)
         if value.device.type not in WITHOUT_FLOAT64:
@@ -176,10 +177,10 @@ class Accumulator:
 
     def _sums_over_ranks(self) -> dict[str, tuple[int, float]]:
         """Return name -> number of samples and sum of the value, over all ranks, with those of the checkpoint."""
-        self._source.settle()
+        self._source.complete_update()
         committed = dict(sorted(self._committed.items()))
         of_rank = [(name, sums.samples, self._to_float(sums.parts)) for name, sums in committed.items()]
-        message = json.dumps([self._source.missing(), of_rank])
+        message = json.dumps([self._source.count_missing(), of_rank])
         by_rank = [json.loads(text) for text in self._source.agreement.gather("Accumulator.read()", message)]
         for rank, (missing, _) in enumerate(by_rank):
             if missing:
@@ -200,7 +201,8 @@ class Accumulator:
         return sum((self._source.backend.host(part).double().item() for part in parts), 0.0)
 
 
-def _source(source: object, backend: Backend | None) -> Source:
+def _source_of(source: object, backend: Backend | None) -> Source:
+    """Return what tells to which microbatch a value belongs; raise an error if `source` is neither."""
     if isinstance(source, EvaluationSampler):
         return EvaluationSource(source, backend)
     if not isinstance(source, CustomOptimizer):
@@ -216,7 +218,7 @@ def _source(source: object, backend: Backend | None) -> Source:
     return TrainingSource(source)
 
 
-def _check(name: str, mean: Tensor | float) -> None:
+def _check_mean(name: str, mean: Tensor | float) -> None:
     if name == SAMPLES:
         raise ValueError(
             f"the name {SAMPLES!r} is reserved for the number of samples, which is counted by itself; choose another "

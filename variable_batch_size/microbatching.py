@@ -133,15 +133,16 @@ def microbatch_counts(batch_size: int, max_minibatch_size: int, *, fixed_shape: 
     left = np.full(max_minibatch_size + 1, batch_size)  # (sizes,): samples not yet in a microbatch, by minibatch_size
     counts = np.zeros(max_minibatch_size + 1, dtype=np.int64)  # (sizes,): microbatches
 
-    def take(sizes: slice, divisor: IntArray | int) -> None:
+    def fill_greedily(sizes: slice, divisor: IntArray | int) -> None:
+        """Make microbatches of `divisor` rows of what is left, for these minibatch sizes."""
         times, left[sizes] = np.divmod(left[sizes], divisor)
         counts[sizes] += times
 
     last = math.isqrt(max_minibatch_size)
     for quotient in range(1, last + 1):
-        take(slice(quotient, None, quotient), np.arange(1, max_minibatch_size // quotient + 1))
+        fill_greedily(slice(quotient, None, quotient), np.arange(1, max_minibatch_size // quotient + 1))
     for divisor in range(max_minibatch_size // (last + 1), 0, -1):
-        take(slice(divisor * (last + 1), None, divisor), divisor)
+        fill_greedily(slice(divisor * (last + 1), None, divisor), divisor)
     counts.flags.writeable = False
     return counts[1:]
 

@@ -70,10 +70,10 @@ class Preemption:
         finally:
             self._forward = None
 
-    def _add(self, signum: signal.Signals) -> None:
-        """Handle one more signal."""
+    def _add_signal(self, signum: signal.Signals) -> None:
+        """Handle one more signal until the context ends."""
         if signum not in self.signals:
-            self._previous_handlers[signum] = signal.signal(signum, self._record)
+            self._previous_handlers[signum] = signal.signal(signum, self._record_first)
             self.signals += (signum,)
 
     @staticmethod
@@ -111,7 +111,7 @@ class Preemption:
         _active = self
         try:
             for signum in self.signals:
-                self._previous_handlers[signum] = signal.signal(signum, self._record)
+                self._previous_handlers[signum] = signal.signal(signum, self._record_first)
         except BaseException:  # for example, SIGKILL has no handlers
             self.__exit__(None, None, None)
             raise
@@ -122,13 +122,14 @@ class Preemption:
     ) -> None:
         if _active is not self:  # a forked child, which shares the socket with its parent
             return
-        self._restore()
+        self._restore_handlers()
         self._writer.send(_STOP)
         self._thread.join()
         self._reader.close()
         self._writer.close()
 
-    def _restore(self) -> None:
+    def _restore_handlers(self) -> None:
+        """Give signals back to the handlers that there were before."""
         global _active
         _active = None
         for signum, handler in self._previous_handlers.items():
@@ -136,14 +137,15 @@ class Preemption:
         signal.set_wakeup_fd(self._previous_wakeup_fd)
 
     def _read_wakeup_socket(self) -> None:
+        """Handle each signal when it arrives, in a thread, until the context ends."""
         while (received := self._reader.recv(1)) not in (_STOP, b""):
             if self._previous_wakeup_fd != -1:
                 with suppress(OSError):
                     os.write(self._previous_wakeup_fd, received)
             if received[0] in self.signals:
-                self._handle(signal.Signals(received[0]))
+                self._handle_signal(signal.Signals(received[0]))
 
-    def _record(self, signum: int, frame: FrameType | None = None) -> tuple[signal.Signals, float]:
+    def _record_first(self, signum: int, frame: FrameType | None = None) -> tuple[signal.Signals, float]:
         """Record the first signal, and return it with its time.
 
         Also the signal handler, in case other code has called `signal.set_wakeup_fd`.
@@ -151,9 +153,10 @@ class Preemption:
         self._first = self._first or (signal.Signals(signum), time.monotonic())
         return self._first
 
-    def _handle(self, signum: signal.Signals) -> None:
-        _, first_time = self._record(signum)
-        if not self._announced:  # here and not in `_record`: the main thread may wait in a collective
+    def _handle_signal(self, signum: signal.Signals) -> None:
+        """Log the first signal, forward each, and end the process at a second one."""
+        _, first_time = self._record_first(signum)
+        if not self._announced:  # here and not in `_record_first`: the main thread may wait in a collective
             self._announced = True
             log(f"{signum.name}: Checkpoint.step() saves after this update, and exits.")
         if self._forward is not None:
@@ -188,7 +191,7 @@ class Interrupts:
         if self._own is not None:
             self._own.__enter__()
         elif _active is not None:
-            _active._add(signal.SIGINT)
+            _active._add_signal(signal.SIGINT)
 
     def end(self) -> None:
         """Let Ctrl-C do again what it did before."""
@@ -224,6 +227,6 @@ def _reset_after_fork() -> None:
 
     def restore() -> None:
         if _active is not None:
-            _active._restore()
+            _active._restore_handlers()
 
     os.register_at_fork(after_in_child=restore)

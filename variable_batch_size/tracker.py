@@ -54,13 +54,13 @@ class ScalarsFile:
         self._last: dict[str, str] = {}  # the last row
         self._columns, rows = read_scalars(path)
         self._continued = bool(rows)  # whether later rows of an earlier run may be left
-        self._write(rows)
+        self._write_anew(rows)
 
     def add(self, update: int, scalars: Mapping[str, float]) -> None:
         """Write the values of an update, beside those that it has already."""
         if self._continued and update > 0:
             self._continued = False
-            self._write([row for row in read_scalars(self._path)[1] if int(row["update"]) < update])
+            self._write_anew([row for row in read_scalars(self._path)[1] if int(row["update"]) < update])
         cells = {"update": str(update), **{tag: str(value) for tag, value in scalars.items()}}
         new = [tag for tag in cells if tag not in self._columns]
         last = int(self._last["update"]) if self._last else update - 1
@@ -68,7 +68,7 @@ class ScalarsFile:
             rows = {int(row["update"]): row for row in read_scalars(self._path)[1]}
             rows[update] = rows.get(update, {}) | cells
             self._columns += new
-            self._write([rows[number] for number in sorted(rows)])
+            self._write_anew([rows[number] for number in sorted(rows)])
             return
         if update == last and self._file is not None:
             self._file.seek(self._start)
@@ -81,7 +81,8 @@ class ScalarsFile:
         if self._file is not None:
             self._file.close()
 
-    def _write(self, rows: Sequence[dict[str, str]]) -> None:
+    def _write_anew(self, rows: Sequence[dict[str, str]]) -> None:
+        """Replace the file by one with these rows, and go on behind them."""
         temporary = self._path.with_suffix(f".{os.getpid()}.part")
         file = temporary.open("w", newline="", encoding="utf-8")
         if self._file is not None:
@@ -153,16 +154,17 @@ class EventsFile:
         for tag, value in scalars.items():
             if math.isfinite(value):
                 event.summary.MergeFrom(self._scalar(tag, value))
-        self._try(self._writer.write_event, event)
+        self._write_unless_full(self._writer.write_event, event)
         if time.monotonic() > self._flushed + FLUSH:
-            self._try(self._writer.flush)
+            self._write_unless_full(self._writer.flush)
             self._flushed = time.monotonic()
 
     def close(self) -> None:
         """Write what is left, and close the file."""
-        self._try(self._writer.close)
+        self._write_unless_full(self._writer.close)
 
-    def _try(self, write: Callable[..., object], *arguments: object) -> None:
+    def _write_unless_full(self, write: Callable[..., object], *arguments: object) -> None:
+        """Call a function that writes; warn once if it cannot, and write no more."""
         if self._full:
             return
         try:
@@ -234,14 +236,14 @@ class Tracker:
                 Tracker.
         """
         update = check_int(update, "update", 0, remedy="pass optimizer.updates")
-        values = {tag: _number(tag, value) for tag, value in scalars.items()}
+        values = {tag: _checked_number(tag, value) for tag, value in scalars.items()}
         self._latest |= values
         if self.logdir is None:
             return
         if self._files is None:
-            self._files = self._open(self.logdir, update)
+            self._files = self._open_files(self.logdir, update)
             # If the user does not call close(): a process started by multiprocessing does not run atexit handlers.
-            self._close_files = Finalize(self, _close, self._files, exitpriority=0)
+            self._close_files = Finalize(self, _close_files_of, self._files, exitpriority=0)
         events, table = self._files
         table.add(update, values)
         events.add(update, values)
@@ -302,7 +304,7 @@ class Tracker:
             self._bar = None
 
     @staticmethod
-    def _open(logdir: Path, update: int) -> tuple[EventsFile, ScalarsFile]:
+    def _open_files(logdir: Path, update: int) -> tuple[EventsFile, ScalarsFile]:
         """Open the files; TensorBoard drops the events from `update` on of an earlier run, unless it is 0."""
         logdir.mkdir(parents=True, exist_ok=True)
         resumed = update > 0 and (logdir / SCALARS).exists()
@@ -310,7 +312,8 @@ class Tracker:
         return EventsFile(logdir, update if resumed else None), table
 
 
-def _number(tag: str, value: Any) -> float:
+def _checked_number(tag: str, value: Any) -> float:
+    """Return the value of a tag as an int or a float; raise an error if it is none, or the tag is not allowed."""
     if tag in ("update", ""):
         raise ValueError(
             f'a tag must not be empty or "update", the column of the update, got {tag!r}; choose another tag'
@@ -326,6 +329,6 @@ def _number(tag: str, value: Any) -> float:
     return float(number)
 
 
-def _close(events: EventsFile, table: ScalarsFile) -> None:
+def _close_files_of(events: EventsFile, table: ScalarsFile) -> None:
     events.close()
     table.close()

@@ -175,9 +175,9 @@ def test_a_world_of_one_needs_no_store():
     agreement.publish("decision", 1, "8")
     for _ in range(2):
         agreement.after_update(1, 0, ())
-        assert not agreement.take("stop")
+        assert not agreement.take_granted("stop")
         agreement.wish("stop")
-        assert [agreement.take("stop") for _ in range(2)] == [True, False]
+        assert [agreement.take_granted("stop") for _ in range(2)] == [True, False]
 
 
 @pytest.mark.parametrize("later", [0, 2])
@@ -260,7 +260,7 @@ def test_ranks_learn_what_rank_0_tells_whenever_they_ask(told):
 
 
 def identity_of(process):
-    return f"{departure._machine()} {process.pid} {departure._state_and_start(process.pid)[1]}"
+    return f"{departure._machine_identity()} {process.pid} {departure._state_and_start(process.pid)[1]}"
 
 
 def killed():
@@ -295,7 +295,9 @@ def test_ranks_do_not_wait_for_a_process_that_was_killed(victim, came):
         agreement = ranks[rank]
         agreement._processes[victim] = killed()
         if rank == victim:
-            return came and agreement._store.set(f"1/{rank}", json.dumps(["read()", "", agreement._history.after(0)]))
+            return came and agreement._store.set(
+                f"1/{rank}", json.dumps(["read()", "", agreement._history.text_after(0)])
+            )
         return message_of(lambda: agreement.gather("read()", f"of {rank}"))
 
     found = in_threads(run, 3)

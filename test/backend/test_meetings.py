@@ -131,7 +131,7 @@ def test_ranks_meet_after_the_same_updates_for_any_order_of_their_accesses(monke
                     agreement.wish("stop")
                 passed += 1
                 agreement.after_update(passed, 0, ())
-                if agreement.take("stop"):
+                if agreement.take_granted("stop"):
                     held.append(passed)
                     begun = passed
                 assert passed < LONG
@@ -157,7 +157,7 @@ def test_ranks_that_were_interrupted_in_different_updates_meet_after_a_restore(m
                 if update >= when and rank == odd:  # noqa: B023
                     agreement.wish("stop")
                 agreement.after_update(update, 0, ())
-                if agreement.take("stop"):
+                if agreement.take_granted("stop"):
                     return update
             raise AssertionError
 
@@ -172,13 +172,13 @@ def test_concurrent_ranks_meet_after_the_same_update(kind):
     def run(agreement, seed, when):
         rng, passed = random.Random(seed), 0
         began = time.perf_counter()
-        while not (agreement.take("save") or agreement.take("stop")):
+        while not (agreement.take_granted("save") or agreement.take_granted("stop")):
             if time.perf_counter() - began > when:
                 agreement.wish(rng.choice(["save", "stop"]))
             passed += 1
             agreement.after_update(passed, 0, ())
             time.sleep(rng.choice([0, 1e-5, 1e-4]))
-        return passed, agreement.take("stop")
+        return passed, agreement.take_granted("stop")
 
     server = dist.HashStore() if kind == "hash" else dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30))
     for _ in range(20 if kind == "hash" else 5):
@@ -209,7 +209,7 @@ def test_ranks_make_their_last_updates_although_the_process_with_the_store_has_e
     for update in range(2, 6):
         late.wish("stop")
         late.after_update(update, 0, ())
-        assert not late.take("stop")
+        assert not late.take_granted("stop")
     with pytest.raises(AbsentRankError, match=r"come to save\(\), but the process that holds the store, .*, has ended"):
         late.gather("save()", "")
 

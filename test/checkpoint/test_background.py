@@ -44,7 +44,7 @@ def test_a_background_save_holds_the_state_at_the_call(kind, world, tmp_path):
             run.run(stop - 1)
             state = {
                 "model": run.model.state_dict(),
-                "optimizer": Names(run.model).of_optimizer(run.optimizer),
+                "optimizer": Names(run.model).optimizer_state(run.optimizer),
                 "blob": blob.state_dict(),
             }
             state = copy.deepcopy(state)

@@ -141,7 +141,7 @@ def test_there_is_an_intact_best_one_at_every_moment(values, deaths, every, keep
                     if update:
                         under_way = min(completed, values[update - 1])
                         saves.report(loss=values[update - 1])
-                        saves._saver.settle("test")
+                        saves._saver.finish_pending("test")
                         completed = under_way
                 saves.close()
             finally:

@@ -29,7 +29,7 @@ def test_a_training_writes_its_events_on_rank_0(tmp_path):
     later = training()
     restore_checkpoint(tmp_path, later)
     Events(Storage(tmp_path), World(1, 2)).add("start", 0)
-    found = [(line["event"], line["update"]) for line in events.read(Storage(tmp_path))]
+    found = [(line["event"], line["update"]) for line in events.read_events(Storage(tmp_path))]
     assert found[:4] == [("start", 0), ("save", 2), ("save", 4), ("end", 5)]
     assert found[-2:] == [("restore", 4), ("end", 4)]
     done = execute("vbs", "goodput", str(tmp_path), "--json")
@@ -45,7 +45,7 @@ def test_a_line_without_its_numbers_is_left_out(change, tmp_path):
     found = {"version": 1, "event": "save", "time": 1, "update": 1, "world": 1, "seconds": 1}
     lines = [json.dumps(found), json.dumps(found | change), "[" * 100_000]
     (tmp_path / FILE).write_text("\n".join(lines))
-    assert events.read(Storage(tmp_path)) == [found]
+    assert events.read_events(Storage(tmp_path)) == [found]
 
 
 def test_a_run_that_was_killed_may_have_made_more_updates(tmp_path, caplog):
@@ -60,7 +60,7 @@ def test_a_run_that_was_killed_may_have_made_more_updates(tmp_path, caplog):
     with checkpoint(tmp_path, training()) as later, pytest.warns(RuntimeWarning, match="restoring update-00000001-"):
         assert later.restore()
     assert told(caplog)[-1].endswith("lost at least 1.")
-    (restored,) = [line for line in events.read(Storage(tmp_path)) if line["event"] == "restore"]
+    (restored,) = [line for line in events.read_events(Storage(tmp_path)) if line["event"] == "restore"]
     assert (restored["lost"], restored["damaged"]) == (1, "update-00000002-0001-2-1")
 
 
@@ -74,4 +74,4 @@ def test_a_skipped_update_is_an_event(tmp_path):
             scaler.step(run.optimizer)
             scaler.update()
             saves.step()
-    assert [line["update"] for line in events.read(Storage(tmp_path)) if line["event"] == "skip"] == [2]
+    assert [line["update"] for line in events.read_events(Storage(tmp_path)) if line["event"] == "skip"] == [2]

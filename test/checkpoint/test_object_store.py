@@ -12,7 +12,7 @@ from helpers.object_stores import s3
 from helpers.reference import SIZES, assert_equal, training
 from helpers.sharded import always_sharded, wide
 from variable_batch_size.checkpoint import writer
-from variable_batch_size.checkpoint.events import read
+from variable_batch_size.checkpoint.events import read_events
 from variable_batch_size.checkpoint.folder import Folder
 from variable_batch_size.checkpoint.storage import Storage
 from variable_batch_size.testing import run_ranks
@@ -52,7 +52,7 @@ def test_a_training_is_saved_and_goes_on(wait, folder, caplog):
     assert_equal(later.weights(), training().run(len(SIZES)).weights())
     assert vbs.read_checkpoint(folder, best=True)["facts"]["metrics"] == {"loss": 0.1}
     assert "restored: batch size" in told(caplog)[1]
-    assert [event["event"] for event in read(Storage(folder))].count("start") == 2
+    assert [event["event"] for event in read_events(Storage(folder))].count("start") == 2
 
 
 @pytest.mark.nightly("starts commands that import torch")

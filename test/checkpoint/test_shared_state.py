@@ -21,7 +21,7 @@ from variable_batch_size.checkpoint.folder import Folder
 from variable_batch_size.checkpoint.names import Names
 from variable_batch_size.checkpoint.reading import DamagedError, read_verified
 from variable_batch_size.checkpoint.saving import COMPARED_EVERY
-from variable_batch_size.checkpoint.shards import assign
+from variable_batch_size.checkpoint.shards import assign_writers
 from variable_batch_size.checkpoint.shared_state import byte_digests
 from variable_batch_size.checkpoint.values import encode
 from variable_batch_size.testing import run_ranks
@@ -37,7 +37,7 @@ from variable_batch_size.testing import run_ranks
 def test_the_ranks_write_equally_much(sizes, world_size, others, smallest):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shards, "SMALLEST", smallest)
-        ranks = assign({str(number): size for number, size in enumerate(sizes)}, world_size, others)
+        ranks = assign_writers({str(number): size for number, size in enumerate(sizes)}, world_size, others)
     writers, loads = max(1, min(world_size, sum(sizes) // smallest)), Counter[int]()
     for number, size in enumerate(sizes):
         loads[ranks[str(number)]] += size
@@ -194,7 +194,7 @@ class Everything:
     def _encoded(self):
         found = {}
         names = Names(self.run.model)
-        states = {"model": names.of_model(), "optimizer": names.of_optimizer(self.run.optimizer)}
+        states = {"model": names.model_state(), "optimizer": names.optimizer_state(self.run.optimizer)}
         states |= {name: part.state_dict() for name, part in self.others.items()}
         return {name: encode(state, name, found, {}) for name, state in states.items()}, found
 

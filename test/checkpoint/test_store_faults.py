@@ -68,7 +68,7 @@ def test_what_was_saved_is_restored(store, seed, share, attempts, kinds):
             saves.save(wait=wait)
             if rng.random() < 0.2:
                 return  # killed, and what its thread still writes is late
-            saves.close() if run.optimizer.updates == len(SIZES) else saves._saver.settle("test")
+            saves.close() if run.optimizer.updates == len(SIZES) else saves._saver.finish_pending("test")
             saved = run.optimizer.updates
 
     with pytest.MonkeyPatch.context() as patch:

@@ -20,7 +20,7 @@ from helpers.properties import examples
 from variable_batch_size.checkpoint import tensor_file
 from variable_batch_size.checkpoint.folder import sealed, unsealed
 from variable_batch_size.checkpoint.reading import _Tensors
-from variable_batch_size.checkpoint.saving import Copies, described
+from variable_batch_size.checkpoint.saving import Copies, describe
 from variable_batch_size.checkpoint.shards import Part
 from variable_batch_size.checkpoint.values import DTYPES, decode, encode
 
@@ -47,9 +47,9 @@ def through_json(value):
     tensors = dict[str, Tensor]()
     state = encode(value, "", tensors, {})
     file, parts = io.BytesIO(), {name: Part.whole(one.shape) for name, one in tensors.items()}
-    facts = tensor_file.write(file, COPIES.take(tensors), parts)
+    facts = tensor_file.write(file, COPIES.copy_to_host(tensors), parts)
     assert facts["bytes"] == len(file.getvalue())
-    known = {name: described(one) for name, one in tensors.items()}
+    known = {name: describe(one) for name, one in tensors.items()}
     read = unsealed(sealed({"state": state, "tensors": known, "file": facts}))
     tensor_file.check(file, read["file"])
     loaded = _Tensors(read["tensors"], {})
@@ -162,7 +162,7 @@ def test_tensors_of_every_layout():
 @pytest.mark.parametrize("name", sorted({*LAYOUTS} - {"expanded", "parameter"}))  # which torch does not fill
 def test_a_copy_does_not_change_with_the_tensor(name):
     tensor = LAYOUTS[name].clone()
-    copy, before = COPIES.take({"part": tensor})["part"], tensor.to_dense().clone()
+    copy, before = COPIES.copy_to_host({"part": tensor})["part"], tensor.to_dense().clone()
     tensor.zero_()
     assert torch.equal(copy.to_dense(), before)
 
@@ -172,7 +172,7 @@ def test_memory_is_reused_for_tensors_of_the_same_layout_and_freed_otherwise():
 
     def addresses(*shapes):
         tensors = {str(number): torch.randn(shape) for number, shape in enumerate(shapes)}
-        return [copy.data_ptr() for copy in kept.take(tensors).values()]
+        return [copy.data_ptr() for copy in kept.copy_to_host(tensors).values()]
 
     first = addresses((3, 4), (3, 4), (5,))
     assert len(set(first)) == 3

@@ -53,7 +53,7 @@ def test_turns_equal_the_slow_twin(speeds, units):
     for rank in range(len(speeds)):
         own, first = turns(whole, rank), np.arange(units + 1)
         assert own.count(first).tolist() == [int((owners[:n] == rank).sum()) for n in first]
-        assert own.first(first).tolist() == [int((owners[:n] < rank).sum()) for n in first]
+        assert own.count_of_lower(first).tolist() == [int((owners[:n] < rank).sum()) for n in first]
         numbers = np.flatnonzero(owners == rank)
         assert own.number(np.arange(len(numbers))).tolist() == numbers.tolist()
 

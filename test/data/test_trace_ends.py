@@ -68,7 +68,7 @@ def test_creation_raises_if_and_only_if_the_walk_over_the_epochs_would(case):
 def after(sampler, place):
     """Return the place of a training that has made one update more."""
     batches = sampler.batches
-    return batches.after(place, batches.batch(batches.next_update(place.position)))
+    return batches.place_after(place, batches.batch(batches.next_update(place.position)))
 
 
 @given(trainings(), st.data())

@@ -34,7 +34,7 @@ def test_a_checkpoint_of_a_gpu_continues_bit_for_bit(kind, wait, dtype, tmp_path
 
 def test_a_copy_for_the_background_is_in_pinned_memory():
     weights = torch.arange(1000.0, device=DEVICE)
-    copied = Copies(vbs.backend.LocalBackend()).take({"weights": weights})["weights"]
+    copied = Copies(vbs.backend.LocalBackend()).copy_to_host({"weights": weights})["weights"]
     weights.zero_()
     assert copied.device.type == "cpu"
     assert copied.is_pinned() == ON_GPU

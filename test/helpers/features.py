@@ -137,7 +137,7 @@ def results(run: Training) -> list[Array]:
 
     An error of the noise may not reach the weights.
     """
-    large = run.optimizer._updater.large
+    large = run.optimizer._updater.skipper
     skipped = [] if large is None else large.state_dict()["skipped"].values()
     numbers = np.array([run.optimizer.progress, *skipped])
     if run.optimizer._updater.gradient_noise is not None:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from helpers.xla_graphs import Training, rounds_of
 from variable_batch_size.backend import Backend, detection
-from variable_batch_size.backend.sent_numbers import SentNumbers, copied
+from variable_batch_size.backend.sent_numbers import SentNumbers, copy_to_device
 
 WARM = 3  # updates of one microbatch, and of several, after which nothing is new
 
@@ -50,7 +50,7 @@ def _text(value: Any) -> str:
 def _send(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Send numbers, which is no part of an update's operations."""
     with _disable_current_modes():
-        return copied(values, dtype, device)
+        return copy_to_device(values, dtype, device)
 
 
 def compile_on_the_cpu() -> AbstractContextManager[object]:

@@ -206,7 +206,7 @@ def test_a_flag_that_is_not_read_at_once_raises_some_updates_later(late):
 
     def update(*has_gradient):
         (flag,) = agreed.message(has_gradient, replay=False)
-        agreed.settle([flag])
+        agreed.find_used([flag])
 
     for _ in range(100):
         update(True, False)

@@ -12,7 +12,7 @@ import variable_batch_size as vbs
 from helpers.models import Everything, everything, shifted
 from helpers.reference import REF, training
 from variable_batch_size.backend.agreement import Agreement
-from variable_batch_size.optim.consistency import check_same
+from variable_batch_size.optim.consistency import check_same_facts
 from variable_batch_size.testing import run_ranks
 
 
@@ -34,7 +34,7 @@ def test_broadcast_parameters_copies_rank_0_in_place(world):
 def test_of_long_values_an_error_shows_where_they_differ():
     def message(backend):
         with pytest.raises(RuntimeError) as raised:
-            check_same("test", {"rule": f"{1000 * 'a'}{backend.world.rank}{100 * 'b'}"}, Agreement(backend))
+            check_same_facts("test", {"rule": f"{1000 * 'a'}{backend.world.rank}{100 * 'b'}"}, Agreement(backend))
         return str(raised.value)
 
     first, other = (f"...{60 * 'a'}{rank}{59 * 'b'}..." for rank in range(2))

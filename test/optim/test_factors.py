@@ -174,6 +174,6 @@ def test_later_reads_the_sum_as_of_the_call():
     for gain in (1.0, torch.tensor(1.0)):
         progress = Progress()
         progress.add(gain)
-        later = progress.later()
+        later = progress.reader()
         progress.add(gain)
         assert (later(), float(progress)) == (1.0, 2.0)

@@ -46,7 +46,7 @@ def test_its_expectation_is_that_at_the_reference(cut):
         moment.add({parameter: gradient.square()}, n)
         whole += n / sum(cut) * gradient
     parameter.grad = whole
-    moment.settle(step)
+    moment.subtract_squared_mean(step)
     moment.apply(step, [vbs.rules.InvariantAdamRule()])
     inner.step()
     found = inner.state[parameter]["exp_avg_sq"] / (1 - 0.5)

@@ -143,7 +143,7 @@ def test_it_is_an_event_and_a_scalar(tmp_path):
             saves.step()
         saves.save()
     tracker.close()
-    rows = [line for line in events.read(Storage(tmp_path / "saved")) if line["event"] == "skip"]
+    rows = [line for line in events.read_events(Storage(tmp_path / "saved")) if line["event"] == "skip"]
     assert [(row["update"], row["large"]) for row in rows] == [(update + 1, 1) for update in skipped]
     header, *lines = (tmp_path / "log" / "scalars.csv").read_text().splitlines()
     column = header.split(",").index("vbs/skipped")
@@ -152,9 +152,9 @@ def test_it_is_an_event_and_a_scalar(tmp_path):
     with checkpoint(tmp_path / "saved", again) as saves:
         saves.restore()
         assert again.optimizer.skipped == len(skipped)
-        again.optimizer._updater.large.judge(0.0, 1, first=False)
+        again.optimizer._updater.skipper.judge(0.0, 1, first=False)
         saves.step()
-    rows = [line for line in events.read(Storage(tmp_path / "saved")) if line["event"] == "skip"]
+    rows = [line for line in events.read_events(Storage(tmp_path / "saved")) if line["event"] == "skip"]
     assert len(rows) == len(skipped)
 
 
@@ -163,7 +163,7 @@ def test_rank_0_decides_for_all():
 
     def decide(backend):
         run = training(sizes=SIZES, backend=backend, skip_grad_norm=1.0)
-        large = run.optimizer._updater.large
+        large = run.optimizer._updater.skipper
         assert large is not None
         return large.judge(1.0 + (backend.world.rank == 1) * 1e-9, 20, first=False)
 

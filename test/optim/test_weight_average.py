@@ -27,7 +27,7 @@ def averaged(run, updates, by="progress"):
     for _ in range(updates):
         before = run.optimizer.progress
         run.run(1)
-        size = run.optimizer._cursor.made.batch_size
+        size = run.optimizer._cursor.last_batch.batch_size
         k = run.optimizer.progress - before if by == "progress" else size / REF
         pairs = zip(expected, run.weights(), strict=True)
         expected = [DECAY**k * old + (1 - DECAY**k) * new for old, new in pairs]

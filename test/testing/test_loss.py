@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, dropout
 
-from variable_batch_size.data.rows import of_tensors
+from variable_batch_size.data.rows import has_tensor_rows
 from variable_batch_size.testing import check_loss
 
 ROWS = 8
@@ -151,8 +151,10 @@ def test_nothing_is_changed():
 
 
 def test_what_cannot_be_cut_is_refused():
-    assert of_tensors(batch_of())
-    assert not any(map(of_tensors, [{"x": torch.ones(3), "y": torch.ones(2)}, (torch.ones(3), None), torch.ones(())]))
+    assert has_tensor_rows(batch_of())
+    assert not any(
+        map(has_tensor_rows, [{"x": torch.ones(3), "y": torch.ones(2)}, (torch.ones(3), None), torch.ones(())])
+    )
     with pytest.raises(TypeError, match="each field of a batch must have rows"):
         check_loss(model_of(), by_row, {"texts": 3})
     with pytest.raises(ValueError, match=r"a number for each of 8 rows, got \(3,\); pass one for each"):

@@ -56,10 +56,10 @@ def run_child(work: Callable[..., int], args: Sequence[Any], environment: Mappin
 
     with preemption.forwarding_to(forward) if preemption else _on_sigterm(forward), _stop_on_exit(child):
         with environment_with(environment):
-            _start(child)
+            _start_child(child)
         if forwarded or (preemption and preemption.requested):  # before the child had a pid
             child.terminate()
-        _join(child)
+        _join_interruptibly(child)
     code = child.exitcode or 0
     _exit_as(-signal.SIGTERM if forwarded and code == -forwarded else code)  # the child had installed no handlers yet
 
@@ -124,7 +124,7 @@ def run_threads(jobs: Sequence[Callable[[], object]]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        _join(thread)
+        _join_interruptibly(thread)
 
 
 @final
@@ -160,7 +160,7 @@ class Rendezvous:
             self._change.notify_all()
 
 
-def _join(worker: threading.Thread | BaseProcess) -> None:
+def _join_interruptibly(worker: threading.Thread | BaseProcess) -> None:
     """Wait for a thread or a process, and wake up meanwhile, because Python runs signal handlers only then.
 
     A signal wakes the main thread only if this thread receives it, and after it has begun to wait.
@@ -182,7 +182,8 @@ def _on_sigterm(handler: Callable[[int, FrameType | None], None]) -> Iterator[No
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)  # None: not installed by Python
 
 
-def _start(child: BaseProcess) -> None:
+def _start_child(child: BaseProcess) -> None:
+    """Start a process; raise TypeError if its function or arguments cannot be pickled."""
     try:
         child.start()
     except (AttributeError, TypeError, pickle.PicklingError) as error:
@@ -200,7 +201,7 @@ def _stop_on_exit(child: BaseProcess) -> Iterator[None]:
     except KeyboardInterrupt:
         if child.pid is not None:
             child.terminate()
-            _join(child)
+            _join_interruptibly(child)
         raise
     finally:
         if child.is_alive():
@@ -225,6 +226,7 @@ def _exit_as(code: int) -> None:
 
 
 def _child_main(signals: Sequence[signal.Signals], work: Callable[..., int], *args: Any) -> None:
+    """Run the work in the child, see the module, and exit with its code."""
     _terminate_with_parent()
     threading.excepthook = _exit_after_thread
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -233,7 +235,7 @@ def _child_main(signals: Sequence[signal.Signals], work: Callable[..., int], *ar
         with Preemption(signals) if signals else nullcontext():
             code = work(*args)
     except BaseException as error:  # also one that a user's signal handler raises
-        _exit_immediately(_report(error))
+        _exit_immediately(_print_failure(error))
     sys.exit(code)
 
 
@@ -250,13 +252,14 @@ def _terminate_with_parent() -> None:
 
 
 def _exit_after_thread(failure: threading.ExceptHookArgs) -> None:
+    """End the process after the first exception in a thread, as its `threading.excepthook`."""
     with _first_failure:  # later failures block here while the process exits, so that only the first is printed
-        code = _report(failure.exc_value)
+        code = _print_failure(failure.exc_value)
         if code:
             _exit_immediately(code)
 
 
-def _report(error: BaseException | None) -> int:
+def _print_failure(error: BaseException | None) -> int:
     """Print what ended this thread, as the interpreter does for a process, and return the exit code."""
     if not isinstance(error, SystemExit):
         lines = "".join(traceback.format_exception(error))

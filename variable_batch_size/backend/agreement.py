@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from variable_batch_size.backend.base import Backend
 from variable_batch_size.backend.departure import LEFT, AskedOnce, has_ended, identity, register_leave
-from variable_batch_size.backend.update_history import Groups, UpdateHistory, difference
+from variable_batch_size.backend.update_history import Groups, UpdateHistory, difference_in_words
 
 _MAX_SHARE = 0.005  # largest share of an update's time to spend on looks into the store
 _MAX_INTERVAL = 0.5  # seconds between two looks, unless one update takes longer
@@ -67,7 +67,7 @@ class Agreement:
         self._gathered, self._restores = 0, 0  # calls so far
         self._wishes: set[str] = set()  # of this rank, for the next meeting
         self._granted: set[str] = set()  # of all ranks, at the last meetings
-        self._count_from_here()
+        self._restart_counts()
         if self.world.size > 1:
             store = backend.store()
             self._patience = store.timeout.total_seconds()  # type: ignore[attr-defined]
@@ -81,9 +81,10 @@ class Agreement:
             look = WeakMethod(self._look_while_waiting)
             backend.while_waiting = lambda *waits: (alive := look()) and alive(*waits)
 
-    def _count_from_here(self) -> None:
+    def _restart_counts(self) -> None:
+        """Forget updates, meetings and comparisons: they are counted from here on."""
         self._updates, self._compared = 0, 0  # made from here on, and before the last call of all ranks
-        self._meetings, self._held = 0, 0  # meetings so far, and the update after which the last one was held
+        self._meetings, self._met_at = 0, 0  # meetings so far, and the update after which the last one was held
         self._reserved = 1  # a rank that has written nothing has reserved one update after the previous meeting
         self._next: int | None = None  # update after which all ranks meet, once it is agreed
         self._history = UpdateHistory()
@@ -113,16 +114,16 @@ class Agreement:
         number, self._compared = self._gathered, self._updates
         keys = {rank: f"{number}/{rank}" for rank in range(self.world.size)}
         all_of_them = f"{number}/all"
-        with _store_needed(what):
-            self._store.set(keys[self.world.rank], json.dumps([what, message, self._history.after(self._updates)]))
+        with _absence_if_store_ends(what):
+            self._store.set(keys[self.world.rank], json.dumps([what, message, self._history.text_after(self._updates)]))
             if self.world.rank == 0:
-                self._wait(what, keys, patience=patience, within=within)
+                self._wait_for_keys(what, keys, patience=patience, within=within)
                 texts = [text.decode() for text in self._store.multi_get([*keys.values()])]
                 self._store.set(all_of_them, f"[{','.join(texts)}]")
                 for key in (*keys.values(), f"{number - 1}/all"):  # which all ranks have read: they are here
                     self._store.delete_key(key)
             else:
-                self._wait(what, keys, ready=all_of_them, patience=patience, within=within)
+                self._wait_for_keys(what, keys, ready=all_of_them, patience=patience, within=within)
             calls = json.loads(self._store.get(all_of_them))
         first, _, history = calls[0]
         for rank, (call, _, other) in enumerate(calls):
@@ -131,25 +132,25 @@ class Agreement:
                     f"all ranks must make the same calls in the same order, but rank 0 is in {first} and rank {rank} "
                     f"in {call}; call both on every rank, after the same updates"
                 )
-            if sentence := difference(history, other, rank):
+            if sentence := difference_in_words(history, other, rank):
                 raise RuntimeError(sentence)
         return [text for _, text, _ in calls]
 
-    def compare(self, what: str) -> None:
+    def compare(self, call: str) -> None:
         """Compare step, epoch and hyperparameters, if there was an update since the ranks have done so last.
 
         Raises:
             RuntimeError: as `gather`.
         """
         if self._updates > self._compared:
-            self.gather(what, "")
+            self.gather(call, "")
 
     def forget(self) -> None:
         """Count and compare updates from here on: every rank restores a state, and they may have made unequal many."""
         self._restores += 1
-        self._count_from_here()
+        self._restart_counts()
 
-    def run_on_all(self, what: str, work: Callable[[], str]) -> list[str]:
+    def run_on_all(self, call: str, work: Callable[[], str]) -> list[str]:
         """Return the results of `work` by rank.
 
         Raises:
@@ -161,19 +162,19 @@ class Agreement:
         except Exception as error:
             failure = error
             message = f"-{error}"
-        messages = self.gather(what, message)
+        messages = self.gather(call, message)
         for message in messages:
             if not message.startswith("+"):
                 raise RuntimeError(message[1:]) from failure
         return [message[1:] for message in messages]
 
-    def run_on_rank_0(self, what: str, work: Callable[[], str]) -> str:
+    def run_on_rank_0(self, call: str, work: Callable[[], str]) -> str:
         """Call `work` on rank 0, and return its result on every rank; raise as `run_on_all` does."""
-        return self.run_on_all(what, lambda: "" if self.world.rank else work())[0]
+        return self.run_on_all(call, lambda: "" if self.world.rank else work())[0]
 
-    def any_rank(self, what: str, condition: bool) -> bool:
+    def any_rank(self, call: str, condition: bool) -> bool:
         """Return whether the condition is true on any rank."""
-        return "1" in self.gather(what, str(int(condition)))
+        return "1" in self.gather(call, str(int(condition)))
 
     # What one rank publishes, and no other rank waits for before it needs it. --------------------------------------
 
@@ -190,8 +191,8 @@ class Agreement:
             RuntimeError: if rank 0 has ended or does not publish it.
         """
         key, what = f"{name}/{number}", f"{name} {number}"
-        with _store_needed(what):
-            self._wait(what, {0: key})
+        with _absence_if_store_ends(what):
+            self._wait_for_keys(what, {0: key})
             return str(self._store.get(key).decode())
 
     # Meetings after updates. --------------------------------------------------------------------------------------
@@ -201,7 +202,7 @@ class Agreement:
         if word not in self._granted:
             (self._wishes if self.world.size > 1 else self._granted).add(word)
 
-    def take(self, word: str) -> bool:
+    def take_granted(self, word: str) -> bool:
         """Return whether the ranks have met since a rank has asked for this; once, and the same on every rank."""
         granted = word in self._granted
         self._granted.discard(word)
@@ -223,42 +224,44 @@ class Agreement:
         self._updates += 1
         self._history.add(self._updates, step, epoch, groups)
         if self._updates >= self._compared_at:
-            self._compare()
+            self._compare_with_rank_0()
         wanted = bool(self._wishes or self._difference)
         if self._next is None and (wanted or self._updates >= self._reserved):
             # If the process with the store has ended, it has made the last update, or the next sum of gradients fails.
             with suppress(dist.DistNetworkError):
-                self._look(wanted)
+                self._look_for_request(wanted)
         if self._next is not None and self._updates >= self._next:
-            self._meet()
+            self._meet_ranks()
 
-    def _look(self, wanted: bool) -> None:
+    def _look_for_request(self, wanted: bool) -> None:
+        """Ask for a meeting if that is `wanted`, or reserve updates; agree on the next meeting if one was asked for."""
         began = time.perf_counter()
-        self._check_passed(self._updates)
+        self._check_no_call_passed(self._updates)
         if self.world.rank == 0:
-            self._store.set(self._key(_HISTORY), self._history.after(self._updates))
+            self._store.set(self._meeting_key(_HISTORY), self._history.text_after(self._updates))
         elif self._compared_at == math.inf:
-            self._read_history()
+            self._read_posted_history()
         wanted = wanted or bool(self._difference)
         if wanted:
-            self._store.set(self._key(_REQUESTED), "")
+            self._store.set(self._meeting_key(_REQUESTED), "")
         else:
-            self._reserve(self._updates + self._interval(began))
+            self._reserve_until(self._updates + self._updates_to_next_look(began))
         # A rank writes its reservation before it looks for a request, and a rank that wants to meet writes its request
         # before it reads the reservations. So either the first one sees the request, or the second one sees the
         # reservation: no rank passes the update of the meeting.
-        if self._store.check([self._key(_REQUESTED)]):
-            self._reserve(self._updates)  # this rank makes no further update before it knows the next meeting
+        if self._store.check([self._meeting_key(_REQUESTED)]):
+            self._reserve_until(self._updates)  # this rank makes no further update before it knows the next meeting
             last = max(map(self._reserved_by, range(self.world.size)))
             # Ranks may find different ones: the first counts.
-            self._next = int(self._store.compare_set(self._key(_LAST), "", str(last)))
+            self._next = int(self._store.compare_set(self._meeting_key(_LAST), "", str(last)))
         self._looked_at, self._looked_time = self._updates, time.perf_counter()
         self._look_seconds += (self._looked_time - began - self._look_seconds) / 4
 
-    def _meet(self) -> None:
+    def _meet_ranks(self) -> None:
+        """Exchange wishes with all ranks, after the update of the meeting, and raise if ranks have differed."""
         message = json.dumps([sorted(self._wishes), self._difference])
-        keys = [self._key(name) for name in (_REQUESTED, _LAST, _HISTORY, *range(self.world.size))]
-        self._meetings, self._held, self._reserved = self._meetings + 1, self._updates, self._updates + 1
+        keys = [self._meeting_key(name) for name in (_REQUESTED, _LAST, _HISTORY, *range(self.world.size))]
+        self._meetings, self._met_at, self._reserved = self._meetings + 1, self._updates, self._updates + 1
         self._wishes, self._difference, self._next = set(), "", None
         messages = [json.loads(text) for text in self.gather("optimizer.step()", message)]
         if self.world.rank == 0:
@@ -269,38 +272,39 @@ class Agreement:
                 raise RuntimeError(sentence)
             self._granted.update(wishes)
 
-    def _key(self, name: object) -> str:
+    def _meeting_key(self, name: object) -> str:
         return f"{self._restores} restores, {self._meetings} meetings/{name}"
 
-    def _reserve(self, update: int) -> None:
+    def _reserve_until(self, update: int) -> None:
         self._reserved = update
-        self._store.set(self._key(self.world.rank), str(update))
+        self._store.set(self._meeting_key(self.world.rank), str(update))
 
     def _reserved_by(self, rank: int) -> int:
-        key = self._key(rank)
-        return int(self._store.get(key)) if self._store.check([key]) else self._held + 1
+        key = self._meeting_key(rank)
+        return int(self._store.get(key)) if self._store.check([key]) else self._met_at + 1
 
-    def _interval(self, now: float) -> int:
+    def _updates_to_next_look(self, now: float) -> int:
         """Return the number of updates until the next look, such that looks take a small share of the time."""
         update_seconds = (now - self._looked_time) / (self._updates - self._looked_at)
         return max(1, math.ceil(min(self._look_seconds / _MAX_SHARE, _MAX_INTERVAL) / max(update_seconds, 1e-9)))
 
     # Do ranks differ? Rank 0 posts where it is, and the others compare themselves when they are there. -------------
 
-    def _read_history(self) -> None:
+    def _read_posted_history(self) -> None:
         """Read what rank 0 has posted last, and compare it with this rank as soon as that has made the same update."""
-        key = self._key(_HISTORY)
+        key = self._meeting_key(_HISTORY)
         posted = self._store.get(key).decode() if self._store.check([key]) else self._posted
         if posted != self._posted:
             self._posted = posted
             self._compared_at = UpdateHistory.update_of(posted)
         if self._updates >= self._compared_at:
-            self._compare()
+            self._compare_with_rank_0()
 
-    def _compare(self) -> None:
+    def _compare_with_rank_0(self) -> None:
+        """Note how this rank differs from rank 0 after the update of the posted history."""
         update = int(self._compared_at)
         self._compared_at = math.inf
-        self._difference = difference(self._posted, self._history.after(update), self.world.rank)
+        self._difference = difference_in_words(self._posted, self._history.text_after(update), self.world.rank)
 
     def drop_store(self) -> None:
         """Let go of the store, and of its threads."""
@@ -308,8 +312,8 @@ class Agreement:
 
     # Waiting. -----------------------------------------------------------------------------------------------------
 
-    def _wait(
-        self, what: str, keys: Mapping[int, str], ready: str = "", patience: float | None = None, within: bool = False
+    def _wait_for_keys(
+        self, call: str, keys: Mapping[int, str], ready: str = "", patience: float | None = None, within: bool = False
     ) -> None:
         """Wait for the keys of ranks, or for `ready` in their place, which rank 0 writes when it has seen these.
 
@@ -326,7 +330,7 @@ class Agreement:
             if time.monotonic() > looks:
                 looks += _SECONDS_TO_LOOK
                 ended = ended or any(starmap(self._has_left, [*keys.items(), *[(0, ready)] * bool(ready)]))
-                self._store.set(_WAITS, json.dumps([self._gathered, self._updates, within, self.world.rank, what]))
+                self._store.set(_WAITS, json.dumps([self._gathered, self._updates, within, self.world.rank, call]))
             if (ended or waited > _SECONDS_TO_LOOK) and self._store.check([_PASSED]):
                 raise AbsentRankError(self._store.get(_PASSED).decode())
             if (ended or waited > patience) and not self._store.check(wanted):  # who has ended may have come before
@@ -336,7 +340,7 @@ class Agreement:
                 who = f"rank {absent[0]} has" if len(absent) == 1 else f"ranks {', '.join(absent)} have"
                 why = "and a rank has ended" if ended else f"for {patience:g} s"
                 raise AbsentRankError(
-                    f"every rank must come to {what}, but {who} not, {why}; see the output of all ranks, and make the "
+                    f"every rank must come to {call}, but {who} not, {why}; see the output of all ranks, and make the "
                     f"same calls on every rank after the same updates"
                 )
             time.sleep(pause)  # and not in the store, whose connection the threads of this process share
@@ -350,19 +354,19 @@ class Agreement:
         made = self._updates + 1  # before another thread learns that the host still waits
         with suppress(dist.DistNetworkError):
             if waits is None or waits():
-                self._check_passed(made, early=waits is not None)
+                self._check_no_call_passed(made, early=waits is not None)
 
-    def _check_passed(self, made: int, *, early: bool = False) -> None:
+    def _check_no_call_passed(self, made: int, *, early: bool = False) -> None:
         """Raise AbsentRankError, on all ranks that wait, if this one has passed a call by, in which another one waits.
 
         It has made or begun `made` updates; `early`: it may still come to calls within the last one.
         """
         if not self._store.check([_WAITS]):
             return
-        number, updates, within, rank, what = json.loads(self._store.get(_WAITS))
+        number, updates, within, rank, call = json.loads(self._store.get(_WAITS))
         if number > self._gathered and made > updates + (within and early):
             sentence = (
-                f"every rank must come to {what}, but rank {rank} waits there and rank {self.world.rank} makes the "
+                f"every rank must come to {call}, but rank {rank} waits there and rank {self.world.rank} makes the "
                 f"next update; load, save, read metrics and change param_groups on every rank, after the same updates"
             )
             raise AbsentRankError(self._store.compare_set(_PASSED, "", sentence).decode())
@@ -374,11 +378,12 @@ class Agreement:
 
 
 @contextmanager
-def _store_needed(what: str) -> Iterator[None]:
+def _absence_if_store_ends(call: str) -> Iterator[None]:
+    """Raise AbsentRankError, with the call in it, if the process with the store ends within the block."""
     try:
         yield
     except dist.DistNetworkError:
         raise AbsentRankError(
-            f"every rank must come to {what}, but the process that holds the store, torchrun or rank 0, has ended; see "
+            f"every rank must come to {call}, but the process that holds the store, torchrun or rank 0, has ended; see "
             f"its output"
         ) from None

@@ -57,7 +57,7 @@ def register_leave(party: Any, world: World, store: AskedOnce, *, in_memory: boo
         store: the store through which the ranks agree.
         in_memory: whether the store is in the memory of this process, so that no rank can outlive it.
     """
-    leave = finalize(party, _leave, store, world.rank, os.getpid())  # a second call does nothing
+    leave = finalize(party, _tell_leaving, store, world.rank, os.getpid())  # a second call does nothing
     if not in_memory:
         if not _last_joined or _last_joined[0][2] != os.getpid():  # a fork has no finalizers of multiprocessing yet
             atexit.register(_leave_all)  # registered late, so that it runs before the handlers of imported modules
@@ -67,7 +67,7 @@ def register_leave(party: Any, world: World, store: AskedOnce, *, in_memory: boo
     return leave
 
 
-def _leave(store: AskedOnce, rank: int, pid: int) -> None:
+def _tell_leaving(store: AskedOnce, rank: int, pid: int) -> None:
     with suppress(RuntimeError):  # the process with the store has ended
         if os.getpid() == pid:  # and this is not a fork of it
             store.set(f"{LEFT}/{rank}", "")
@@ -95,7 +95,7 @@ def _leave_all() -> None:
 def identity() -> str:
     """Return what identifies this process: machine, process id and start; "" on other systems."""
     try:
-        return f"{_machine()} {os.getpid()} {_state_and_start(os.getpid())[1]}"
+        return f"{_machine_identity()} {os.getpid()} {_state_and_start(os.getpid())[1]}"
     except OSError:
         return ""
 
@@ -104,7 +104,7 @@ def has_ended(process: str) -> bool:
     """Return whether the process with an `identity` has ended; False if it is on another machine."""
     try:
         machine, pid, start = process.rsplit(" ", 2)
-        if machine != _machine():
+        if machine != _machine_identity():
             return False
     except (OSError, ValueError):
         return False
@@ -115,11 +115,12 @@ def has_ended(process: str) -> bool:
     return state in "ZX" or began != start  # it waits for its parent to take its exit code; or another one has its id
 
 
-def _machine() -> str:
+def _machine_identity() -> str:
     """Return the boot of the machine, and the namespace of its process ids."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').readlink()}"
 
 
 def _state_and_start(pid: int) -> tuple[str, str]:
+    """Return the state of a process and when it began, as proc(5) has them; raise OSError without one."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # from the third field of proc(5) on
     return fields[0], fields[19]

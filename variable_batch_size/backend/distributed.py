@@ -43,9 +43,9 @@ class DistributedBackend(Backend):
             return
 
         def reduce(flat: Tensor) -> None:
-            self._wait(dist.all_reduce(flat, group=self._group, async_op=True), flat)
+            self._wait_for_sum(dist.all_reduce(flat, group=self._group, async_op=True), flat)
 
-        self._messages.reduce(tensors, reduce)
+        self._messages.reduce_flat(tensors, reduce)
 
     def _gather_bytes(self, message: bytes) -> list[bytes]:
         messages: list[Any] = [message] * self.world.size
@@ -77,7 +77,7 @@ class DistributedBackend(Backend):
         assert group is not None  # for mypy: the constructor has raised otherwise
         return group
 
-    def _wait(self, work: Any, flat: Tensor) -> None:
+    def _wait_for_sum(self, work: Any, flat: Tensor) -> None:
         """Wait for a sum; where the host waits, on the CPU, look every second why a rank does not come."""
         while flat.device.type == "cpu":
             with suppress(RuntimeError):  # the time is over, or the sum has failed

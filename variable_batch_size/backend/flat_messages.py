@@ -17,7 +17,7 @@ class FlatMessages:
     def __init__(self) -> None:
         self._buffers: dict[tuple[torch.device, torch.dtype, int], Tensor] = {}
 
-    def reduce(self, tensors: Sequence[Tensor], reduce: Callable[[Tensor], object]) -> None:
+    def reduce_flat(self, tensors: Sequence[Tensor], reduce: Callable[[Tensor], object]) -> None:
         """Call `reduce` for a flat message of each dtype and device, and copy what it leaves there into the tensors."""
 
         def key(tensor: Tensor) -> str:
@@ -25,13 +25,13 @@ class FlatMessages:
 
         for _, same_key in groupby(sorted(tensors, key=key), key=key):
             parts = list(same_key)
-            flat = self._buffer(parts[0], sum(part.numel() for part in parts))  # (sum of numels,)
+            flat = self._buffer_of_length(parts[0], sum(part.numel() for part in parts))  # (sum of numels,)
             torch.cat([part.detach().reshape(-1) for part in parts], out=flat)
             reduce(flat)
             views = torch.split(flat, [part.numel() for part in parts])
             torch._foreach_copy_(parts, [view.view(part.shape) for view, part in zip(views, parts, strict=True)])
 
-    def _buffer(self, like: Tensor, length: int) -> Tensor:
+    def _buffer_of_length(self, like: Tensor, length: int) -> Tensor:
         """Return the buffer of this length, and drop those of other lengths with the device and dtype of `like`."""
         key = (like.device, like.dtype, length)
         if key not in self._buffers:

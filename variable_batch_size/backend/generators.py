@@ -37,13 +37,13 @@ class HostStates(NamedTuple):
     cuda: Tensor | None = None
 
     @classmethod
-    def now(cls) -> HostStates:
+    def present(cls) -> HostStates:
         """Return the states that the generators have now."""
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
         return cls(torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate(), cuda)
 
     def restore(self) -> None:
-        """Let the generators go on from there."""
+        """Let the generators go on from these states."""
         torch.set_rng_state(self.torch)
         np.random.set_state(self.numpy)
         random.setstate(self.python)
@@ -54,7 +54,7 @@ class HostStates(NamedTuple):
 @contextmanager
 def kept_states() -> Iterator[None]:
     """Let the generators of this process go on afterwards as if the block had drawn nothing."""
-    states = HostStates.now()
+    states = HostStates.present()
     try:
         yield
     finally:

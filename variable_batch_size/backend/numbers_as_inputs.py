@@ -69,8 +69,8 @@ class NumbersAsInputs(TorchFunctionMode):
         if len(args) in (2, 3) and self._compiles(args[0]):
             plain = name.strip("_")
             if plain in self._binary and len(args) == 2 and not kwargs:
-                args = args[0], self._input(args[1], args)
-            elif (increment := self._increment(plain, args, kwargs)) is not None:
+                args = args[0], self._as_input(args[1], args)
+            elif (increment := self._added_term(plain, args, kwargs)) is not None:
                 name = "add_" if name.endswith("_") else "add"
                 args = (args[0], increment)
                 kwargs = {}
@@ -79,26 +79,26 @@ class NumbersAsInputs(TorchFunctionMode):
                 return args[0].copy_(getattr(Tensor, name.rstrip("_"))(*args, **kwargs))
         return func(*args, **kwargs)
 
-    def _increment(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _added_term(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what a function adds to the first one of `args`; None if it is none that uses a number for that.
 
         The result is the same up to rounding. PyTorch/XLA traces sums and products faster than these functions.
         """
         start, other, *third = args
         if name == "lerp" and third and not kwargs and not isinstance(third[0], Tensor):
-            return (other - start) * self._input(third[0], args)
+            return (other - start) * self._as_input(third[0], args)
         if name == "add" and not third and kwargs.keys() == {"alpha"}:
-            return other * self._input(kwargs["alpha"], args)
+            return other * self._as_input(kwargs["alpha"], args)
         if name == "addcmul" and third and kwargs.keys() == {"value"}:
-            return other * third[0] * self._input(kwargs["value"], args)
+            return other * third[0] * self._as_input(kwargs["value"], args)
         if name == "addcdiv" and third and kwargs.keys() == {"value"}:
-            return other / third[0] * self._input(kwargs["value"], args)
+            return other / third[0] * self._as_input(kwargs["value"], args)
         return None
 
     def _compiles(self, tensor: Any) -> bool:
         return isinstance(tensor, Tensor) and tensor.device.type == self._device_type and tensor.is_floating_point()
 
-    def _input(self, value: Any, args: tuple[Any, ...]) -> Any:
+    def _as_input(self, value: Any, args: tuple[Any, ...]) -> Any:
         """Return a number as a tensor that fits the first one of `args`; anything else as it is."""
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             return value

@@ -13,8 +13,8 @@ _KEPT = 64  # numbers on the device, because an update may use them again
 Send = Callable[[Sequence[Any], torch.dtype, torch.device], "list[Tensor]"]
 
 
-def copied(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Return numbers, or tuples of numbers, as tensors on a device, without a wait for it."""
+def copy_to_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Return numbers, or tuples of them, as tensors on a device, each copied, without a wait for it."""
     return [torch.tensor(value, dtype=dtype).to(device, non_blocking=True) for value in values]
 
 
@@ -27,7 +27,7 @@ class SentNumbers:
         send: copies numbers to it.
     """
 
-    def __init__(self, device_type: str, send: Send = copied) -> None:
+    def __init__(self, device_type: str, send: Send = copy_to_device) -> None:
         self.device_type, self._send = device_type, send
         self._sent: dict[tuple[str, int, torch.dtype, Any], Tensor] = {}  # by place and number
 

@@ -25,8 +25,8 @@ class UpdateHistory:
         if not self._runs or self._runs[-1][1] != run:
             self._runs.append((update, run))
 
-    def after(self, update: int) -> str:
-        """Return the position and the hyperparameters after an update, for `difference`; forget earlier ones."""
+    def text_after(self, update: int) -> str:
+        """Return the position and the hyperparameters after an update, for `difference_in_words`; forget earlier."""
         while len(self._runs) > 1 and self._runs[1][0] <= update:
             self._runs.popleft()
         begins, run = self._runs[0] if self._runs else (update + 1, None)
@@ -34,14 +34,14 @@ class UpdateHistory:
 
     @staticmethod
     def update_of(text: str) -> int:
-        """Return the update of a result of `after`."""
+        """Return the update of a result of `text_after`."""
         return int(json.loads(text)[0])
 
 
-def difference(first: str, other: str, rank: int) -> str:
+def difference_in_words(first: str, other: str, rank: int) -> str:
     """Return the sentence for how another rank differs from rank 0; "" if it does not, or it is too long ago to know.
 
-    `first` and `other` are the results of `UpdateHistory.after` on both ranks, for the same update.
+    `first` and `other` are the results of `UpdateHistory.text_after` on both ranks, for the same update.
     """
     if first == other or not (first and other):
         return ""
@@ -52,11 +52,11 @@ def difference(first: str, other: str, rank: int) -> str:
             remedy = "set it to one value on all ranks, and restore a checkpoint: the weights may differ, too"
             if name in ("epoch", "step"):
                 remedy = "let all ranks end an epoch after the same update, and restore the same checkpoint"
-            return differing(name, a, b, rank, remedy, f" after update {values['step']}")
+            return differing_in_words(name, a, b, rank, remedy, f" after update {values['step']}")
     return ""
 
 
-def differing(name: str, first: object, other: object, rank: int, remedy: str, when: str = "") -> str:
+def differing_in_words(name: str, first: object, other: object, rank: int, remedy: str, when: str = "") -> str:
     """Return the sentence for a value that differs from that of rank 0."""
     return (
         f"all ranks must train with the same {name}, but it is {first} on rank 0 and {other} on rank {rank}{when}; "
@@ -65,6 +65,7 @@ def differing(name: str, first: object, other: object, rank: int, remedy: str, w
 
 
 def _by_name(update: int, offset: int, epoch: int, groups: Sequence[Sequence[Sequence[Any]]]) -> dict[str, Any]:
+    """Return epoch, step and hyperparameters of an update by their names in an error."""
     named = {
         f"{name} of parameter group {number}": tuple(value) if isinstance(value, list) else value  # as it was
         for number, group in enumerate(groups)

@@ -55,8 +55,8 @@ class XlaBackend(Backend):
     threads = True
 
     def __init__(self) -> None:
-        runtime = _torch_xla("torch_xla.runtime")
-        super().__init__(World(runtime.global_ordinal(), runtime.world_size()), SentNumbers("xla", _send))
+        runtime = _import_torch_xla("torch_xla.runtime")
+        super().__init__(World(runtime.global_ordinal(), runtime.world_size()), SentNumbers("xla", _send_numbers))
         self._on_cpu = runtime.device_type() == "CPU"
         if self._on_cpu and self.world.size > 1 and _rendezvous is None:
             raise RuntimeError(
@@ -76,7 +76,7 @@ class XlaBackend(Backend):
             return
         if _rendezvous is not None:
             _rendezvous.wait()  # XLA:CPU aborts the process if a rank waits alone in a collective for 15 s
-        xm = _torch_xla("torch_xla.core.xla_model")
+        xm = _import_torch_xla("torch_xla.core.xla_model")
         sums = [t.float() if self._on_cpu and t.dtype == torch.bfloat16 else t for t in tensors]
         xm.all_reduce(xm.REDUCE_SUM, sums)
         for tensor, total in zip(tensors, sums, strict=True):
@@ -92,7 +92,7 @@ class XlaBackend(Backend):
             keys = [f"message {number}/{rank}" for rank in range(self.world.size)]
             _store.set(keys[self.world.rank], message.decode())
             return [_store.get(key) for key in keys]
-        messages: list[bytes] = _torch_xla("torch_xla.core.xla_model").rendezvous("variable_batch_size", message)
+        messages: list[bytes] = _import_torch_xla("torch_xla.core.xla_model").rendezvous("variable_batch_size", message)
         return messages
 
     def barrier(self) -> None:
@@ -100,7 +100,7 @@ class XlaBackend(Backend):
         if _rendezvous is not None:
             _rendezvous.wait()
         elif self.world.size > 1:
-            _torch_xla("torch_xla.core.xla_model").rendezvous("variable_batch_size")
+            _import_torch_xla("torch_xla.core.xla_model").rendezvous("variable_batch_size")
 
     def store(self) -> dist.Store:
         """Return a key-value store that all ranks share; in memory if the replicas are threads of one process."""
@@ -116,7 +116,7 @@ class XlaBackend(Backend):
     @property
     def device(self) -> torch.device:
         """The XLA device of this thread."""
-        device: torch.device = _torch_xla().device()
+        device: torch.device = _import_torch_xla().device()
         return device
 
     def hyperparameter(self, value: Any) -> Any:
@@ -130,11 +130,11 @@ class XlaBackend(Backend):
 
     def mark_step(self) -> None:
         """Execute the operations that this replica has recorded since its last step marker."""
-        _torch_xla().sync()
+        _import_torch_xla().sync()
 
     def seed(self, seed: int) -> None:
         """Seed the generator of this rank's device."""
-        _torch_xla("torch_xla.core.xla_model").set_rng_state(seed)
+        _import_torch_xla("torch_xla.core.xla_model").set_rng_state(seed)
 
     def host(self, tensor: Tensor) -> Tensor:
         """Return `tensor` in host memory, detached. Ends the current graph.
@@ -180,7 +180,7 @@ def launch(fn: Callable[..., object], args: Sequence[Any] = (), *, cores: int | 
     if cores is not None:
         raise ValueError(f"launch uses all cores of a {kind}, got cores={cores}; omit cores, or set PJRT_DEVICE=CPU")
     with environment_with(_ENVIRONMENT):
-        run_by(_torch_xla().launch, functools.partial(_without_ordinal, fn), args)
+        run_by(_import_torch_xla().launch, functools.partial(_without_ordinal, fn), args)
 
 
 def is_cpu(device: torch.device) -> bool:
@@ -194,20 +194,21 @@ def compiled_graphs() -> int:
     Call it while no replica is working, between two calls of `barrier`: reading torch_xla's counters while threads
     register new ones can crash the process.
     """
-    return _torch_xla("torch_xla.debug.metrics").counter_value("UncachedCompile") or 0
+    return _import_torch_xla("torch_xla.debug.metrics").counter_value("UncachedCompile") or 0
 
 
-def _send(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+def _send_numbers(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Return numbers as tensors on an XLA device, which are no constants of its graphs."""
     if not values:
         return []
     # A 0-D tensor of 0 or 1 that is moved by .to(device) would be a constant of the graph.
-    sent: list[Tensor] = _torch_xla("torch_xla.core.xla_model").send_cpu_data_to_device(
+    sent: list[Tensor] = _import_torch_xla("torch_xla.core.xla_model").send_cpu_data_to_device(
         [torch.tensor(value, dtype=dtype) for value in values], device
     )
     return sent
 
 
-def _torch_xla(module: str = "torch_xla") -> Any:
+def _import_torch_xla(module: str = "torch_xla") -> Any:
     _require_torch_xla()
     return importlib.import_module(module)
 
@@ -223,7 +224,7 @@ def _require_torch_xla() -> None:
 def _device_kind() -> str:
     """Return CPU, TPU or another kind: from PJRT_DEVICE, which torch_xla sets on import if it is unset."""
     if "PJRT_DEVICE" not in os.environ:
-        _torch_xla()
+        _import_torch_xla()
     return os.environ.get("PJRT_DEVICE", "CPU").split("_")[0]
 
 
@@ -247,7 +248,7 @@ def _run_replicas(fn: Callable[..., object], args: Sequence[Any]) -> int:
     """Make this child process a host of replicas, run `fn` on each, and return the exit code."""
     global _rendezvous, _store
     code = 0
-    torch_xla, xm = _torch_xla(), _torch_xla("torch_xla.core.xla_model")
+    torch_xla, xm = _import_torch_xla(), _import_torch_xla("torch_xla.core.xla_model")
     devices = torch_xla.devices()
     xm.set_replication(devices[0], devices)
     _serialize_step_markers(torch_xla._XLAC)

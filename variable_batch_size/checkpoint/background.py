@@ -28,7 +28,7 @@ class Background:
         self._error: BaseException | None = None
         self._reader, self._writer = socket.socketpair()
         self._pid = os.getpid()
-        atexit.register(self._end)
+        atexit.register(self._wait_at_exit)
 
     def begin(self) -> None:
         """Start the thread."""
@@ -40,10 +40,11 @@ class Background:
         if self._reader.fileno() >= 0:
             self._reader.recv(1, socket.MSG_PEEK)
             self._reader.close()
-        atexit.unregister(self._end)
+        atexit.unregister(self._wait_at_exit)
         return self._error
 
     def _run(self) -> None:
+        """Do the work, unless another thread has begun it; then let those that wait go on."""
         with suppress(IndexError):
             work = self._works.pop()  # which one thread can do
             try:
@@ -54,6 +55,6 @@ class Background:
                 self._writer.send(b"\0")
                 self._writer.close()
 
-    def _end(self) -> None:
+    def _wait_at_exit(self) -> None:
         if self._pid == os.getpid() and (error := self.wait()) is not None:  # a forked process has no such thread
             warnings.warn(str(error), RuntimeWarning, stacklevel=2)

@@ -50,7 +50,7 @@ class Criterion(NamedTuple):
         return Criterion(mode, name)
 
     @staticmethod
-    def of(manifest: Mapping[str, Any]) -> Criterion | None:
+    def of_manifest(manifest: Mapping[str, Any]) -> Criterion | None:
         """Return the criterion by which the checkpoint was the best one when it was saved, or None."""
         try:
             return Criterion.parse(manifest[_CRITERION])
@@ -60,7 +60,7 @@ class Criterion(NamedTuple):
     def __str__(self) -> str:
         return f"{self.mode}:{self.name}"
 
-    def check(self, metrics: Mapping[str, object], decides: bool) -> None:
+    def check_metrics(self, metrics: Mapping[str, object], decides: bool) -> None:
         """Check the values that a rank reports.
 
         Args:
@@ -78,13 +78,13 @@ class Criterion(NamedTuple):
             if not _is_real(value) and (decides or value is not None):
                 raise type_error(f"{name} must be a number or a tensor with one", value, "pass its value")
 
-    def facts(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    def manifest_entries(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the manifest holds of reported values; of one that is not finite, None."""
         values = {name: float(value.item() if isinstance(value, Tensor) else value) for name, value in metrics.items()}
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         return {_CRITERION: str(self), _METRICS: finite}
 
-    def rank(self, manifest: Mapping[str, Any]) -> float:
+    def score(self, manifest: Mapping[str, Any]) -> float:
         """Return a number that is lower for a better checkpoint, and infinite for one without a finite value."""
         metrics = manifest.get(_METRICS)
         value = metrics.get(self.name) if isinstance(metrics, dict) else None

@@ -28,7 +28,7 @@ from variable_batch_size.checkpoint.reading import read_first
 from variable_batch_size.checkpoint.saving import Saver
 from variable_batch_size.checkpoint.stored import StoredState
 from variable_batch_size.optim.hooks import uncompiled
-from variable_batch_size.optim.normalization import check_known
+from variable_batch_size.optim.normalization import check_model_known
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.preemption import EXIT_CODE, Interrupts, signal_notice
 
@@ -97,7 +97,7 @@ class Checkpoint:
         optional = {"sampler": sampler, "scheduler": scheduler}
         passed = {name: part for name, part in optional.items() if part is not None}
         self._parts = Parts(model, optimizer, passed | parts)
-        check_known(model, optimizer.sampler)
+        check_model_known(model, optimizer.sampler)
         self._optimizer, self._backend = optimizer, optimizer.backend
         keep = check_int(keep, "keep", 1)
         self._every = None if every is None else check_interval(every, "every", "pass a positive one, or omit it")
@@ -116,7 +116,7 @@ class Checkpoint:
             token = agreement.run_on_rank_0("Checkpoint()", self._folder.lock)
             shares = [] if alone else agreement.run_on_all("Checkpoint()", lambda: str(self._folder.is_shared(token)))
         except BaseException:
-            self._release()
+            self._release_folder()
             raise
         together = not alone and set(shares) == {str(True)}
         self._due = f"save {token}"  # what rank 0 wishes when the interval of time has passed
@@ -124,8 +124,8 @@ class Checkpoint:
         self._last_update, self._saved_time = optimizer.updates, time.monotonic()
         self._events = Events(self._folder.storage, world)
         self._events.add("start", optimizer.updates)
-        self._events.large = optimizer.skipped
-        optimizer._watch(self._events)
+        self._events.large_told = optimizer.skipped
+        optimizer._add_watcher(self._events)
 
     @property
     def latest(self) -> str | None:
@@ -164,6 +164,7 @@ class Checkpoint:
         return self._save(wait, in_loop=False)
 
     def _save(self, wait: bool, *, in_loop: bool, reported: dict[str, Any] | None = None) -> str:
+        """Save the state, add the time that it took to the events, and return the location; see `Saver.save`."""
         updates = self._optimizer.updates
         with self._events.timed("save", updates):
             name = self._saver.save(updates, wait, in_loop=in_loop, reported=reported or {})
@@ -190,16 +191,16 @@ class Checkpoint:
         if updates == self._last_update or self._optimizer.inside_step:
             return False
         before, self._last_update = self._last_update, updates
-        self._events.progress(updates, self._optimizer.skipped)
+        self._events.note_update(updates, self._optimizer.skipped)
         in_loop = updates == before + 1  # and not once an epoch, after what the loop does at its end
         if not self._updated:  # an update may have added to the state what no checkpoint can hold
             self._updated = True
             self._agreement.run_on_all("Checkpoint.step()", self._check_storable)
-        self._wish()
-        if self._agreement.take(_STOP):
+        self._wish_to_meet()
+        if self._agreement.take_granted(_STOP):
             self._save_and_exit(in_loop)
         due = isinstance(self._every, int) and updates // self._every > before // self._every
-        due = self._agreement.take(self._due) or due
+        due = self._agreement.take_granted(self._due) or due
         if due:
             self._save(wait=False, in_loop=in_loop)
         return due
@@ -236,13 +237,13 @@ class Checkpoint:
             raise RuntimeError(
                 "report() was called within an accumulation; call it after the last microbatch of a step"
             )
-        self._criterion.check(metrics, decides=self._agreement.world.rank == 0)
+        self._criterion.check_metrics(metrics, decides=self._agreement.world.rank == 0)
         self._backend.mark_step()  # all ranks compute what is pending, so that rank 0 can read its values
-        self._saver.settle("Checkpoint.report()")
+        self._saver.finish_pending("Checkpoint.report()")
         criterion, reported = self._criterion, dict[str, Any]()
 
         def mark_best() -> str:
-            reported.update(criterion.facts(metrics))
+            reported.update(criterion.manifest_entries(metrics))
             return self._saver.mark_best(self._optimizer.updates, reported, criterion)
 
         outcome = self._agreement.run_on_rank_0("Checkpoint.report()", mark_best)
@@ -276,29 +277,29 @@ class Checkpoint:
         """
         began, folder, rank = time.monotonic(), self._folder, self._agreement.world.rank
         self._agreement.forget()
-        self._saver.settle(_RESTORE)
+        self._saver.finish_pending(_RESTORE)
         candidates = partial(folder.candidates, best=best, criterion=self._criterion)
         names = self._agreement.run_on_rank_0(_RESTORE, lambda: " ".join(candidates())).split()
-        name, stored, damaged = read_first(folder, names, self._parts.likes(), self._agreement, _RESTORE)
+        name, stored, damaged = read_first(folder, names, self._parts.sharded_tensors(), self._agreement, _RESTORE)
         which = " with a reported value" if best else ""
         if stored is None:
             absent = f"No checkpoint{which} in {folder.storage.location}: nothing is restored."
             if rank == 0:
-                absent += messages.incomplete(self._incomplete())
+                absent += messages.incomplete_suffix(self._incomplete())
             if damaged or required:
-                raise RuntimeError(messages.unreadable(folder.storage.location, damaged, which) if damaged else absent)
+                raise RuntimeError(messages.no_intact(folder.storage.location, damaged, which) if damaged else absent)
             if rank == 0:
                 log(absent, rank=0, update=self._optimizer.updates)
             return False
         if damaged and rank == 0:
-            warnings.warn(messages.damaged(folder.storage.location, damaged, name), RuntimeWarning, stacklevel=2)
-        folder.trust(name)
-        self._agreement.run_on_all(_RESTORE, partial(self._load, stored, strict))
+            warnings.warn(messages.damage(folder.storage.location, damaged, name), RuntimeWarning, stacklevel=2)
+        folder.mark_intact(name)
+        self._agreement.run_on_all(_RESTORE, partial(self._load_parts, stored, strict))
         self._mark_saved()
         self._first_update = self._optimizer.updates
         self._saver.restored_best = name if best else ""
         if rank == 0:
-            self._tell(name, stored, [*damaged], folder.newer_than(name) if best else [], time.monotonic() - began)
+            self._announce(name, stored, [*damaged], folder.newer_than(name) if best else [], time.monotonic() - began)
         return True
 
     def _incomplete(self, after: int = -1) -> list[str]:
@@ -307,7 +308,7 @@ class Checkpoint:
             return self._folder.incomplete(after)
         return []
 
-    def _tell(self, name: str, stored: StoredState, damaged: list[str], newer: list[str], seconds: float) -> None:
+    def _announce(self, name: str, stored: StoredState, damaged: list[str], newer: list[str], seconds: float) -> None:
         """Log that a checkpoint was restored, and add it to the events."""
         optimizer, parts = self._optimizer, self._parts
         updates = optimizer.updates
@@ -317,9 +318,9 @@ class Checkpoint:
             told = f"at least {lost}" if lost else "an unknown number of updates"
         sizes, worlds = (stored.batch_size, parts.batch_size(updates)), (stored.world, self._agreement.world.size)
         at = updates, optimizer.epoch, optimizer.samples
-        left = messages.of_ranks(stored.of_ranks) + messages.incomplete(self._incomplete(updates))
-        log(messages.restored(name, worlds, sizes, at, told, newer) + left, rank=0, update=updates)
-        self._events.large = self._optimizer.skipped
+        left = messages.ranks_suffix(stored.of_ranks) + messages.incomplete_suffix(self._incomplete(updates))
+        log(messages.restored_line(name, worlds, sizes, at, told, newer) + left, rank=0, update=updates)
+        self._events.large_told = self._optimizer.skipped
         self._events.add("restore", updates, lost=lost, seconds=seconds, damaged=", ".join(damaged))
 
     def close(self) -> None:
@@ -333,7 +334,7 @@ class Checkpoint:
         Raises:
             RuntimeError: on every rank, if that write failed.
         """
-        self._close(sys.exc_info()[1])
+        self._close_after(sys.exc_info()[1])
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -341,13 +342,14 @@ class Checkpoint:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._close(error)
+        self._close_after(error)
 
-    def _close(self, error: BaseException | None) -> None:
+    def _close_after(self, error: BaseException | None) -> None:
+        """Close, after an exception or, if `error` is None, at the end of the training."""
         try:
             if error is None:
-                self._optimizer._settle()
-                self._saver.settle("Checkpoint.close()")
+                self._optimizer._complete_update()
+                self._saver.finish_pending("Checkpoint.close()")
                 self._agreement.compare("Checkpoint.close()")
                 missed = self._every is not None and not self._stepped and self._optimizer.updates > self._last_update
                 if missed and self._agreement.world.rank == 0:
@@ -355,20 +357,20 @@ class Checkpoint:
             else:
                 self._saver.warn_of_error()
             if isinstance(error, (Exception, KeyboardInterrupt)) and self._folder.writer.writes:
-                self._say_what_to_resume_from()
+                self._log_what_to_resume_from()
         finally:
             if self._folder.writer.writes:  # else the folder is that of another training
                 self._events.add("end", self._optimizer.updates, error=type(error).__name__ if error else "")
             if self._saver.idle:  # else an interrupt ended the wait, and the thread still writes
-                self._release()
+                self._release_folder()
 
-    def _release(self) -> None:
+    def _release_folder(self) -> None:
         self._folder.writer.release()
         if self._interrupts is not None:
             self._interrupts.end()
             self._interrupts = None
 
-    def _say_what_to_resume_from(self) -> None:
+    def _log_what_to_resume_from(self) -> None:
         """Say after an exception which checkpoint to resume from, once and if there were updates."""
         updates, best = self._optimizer.updates, self._saver.restored_best
         try:
@@ -377,13 +379,14 @@ class Checkpoint:
             return
         lost = updates - (self._first_update if best else update_of(newest) if newest else 0)
         if updates != self._first_update and lost >= 0:  # else the folder is that of another training
-            message = messages.interrupted(self._folder.storage.location, best or newest, lost, best != "")
+            message = messages.interrupted_line(self._folder.storage.location, best or newest, lost, best != "")
             log(message, level=logging.WARNING if lost else logging.INFO, rank=0, update=updates)
         self._first_update = updates
 
     def _save_and_exit(self, in_loop: bool) -> NoReturn:
+        """Save after a signal, log it when all ranks have done so, and raise SystemExit."""
         try:
-            self._saver.settle(_EXIT)
+            self._saver.finish_pending(_EXIT)
         except RuntimeError as error:  # of the previous save; this one may still succeed
             warnings.warn(str(error), RuntimeWarning, stacklevel=3)
         updates = self._optimizer.updates
@@ -405,7 +408,7 @@ class Checkpoint:
         """Record that the training and the folder now hold the same state."""
         self._last_update, self._saved_time = self._optimizer.updates, time.monotonic()
 
-    def _wish(self) -> None:
+    def _wish_to_meet(self) -> None:
         """Ask for what all ranks are to do after the same update."""
         if signal_notice():
             self._agreement.wish(_STOP)
@@ -414,11 +417,13 @@ class Checkpoint:
             self._agreement.wish(self._due)
 
     def _check_storable(self) -> str:
+        """Raise an error if the state of a part cannot be saved; return "", as a call of all ranks has to."""
         self._parts.check_storable(updated=self._updated)
         self._backend.mark_step()
         return ""
 
-    def _load(self, stored: StoredState, strict: bool) -> str:
+    def _load_parts(self, stored: StoredState, strict: bool) -> str:
+        """Restore all parts from a checkpoint, and return "", as a call of all ranks has to."""
         self._parts.load(stored, strict)
         self._backend.mark_step()
         return ""

@@ -14,7 +14,7 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.checkpoint.folder import Folder
 from variable_batch_size.checkpoint.reading import read_checkpoint
-from variable_batch_size.checkpoint.saving import described, versions
+from variable_batch_size.checkpoint.saving import describe, versions
 from variable_batch_size.checkpoint.shards import Part
 from variable_batch_size.checkpoint.stored import SAMPLER
 from variable_batch_size.checkpoint.values import encode
@@ -36,7 +36,7 @@ def to_torch(checkpoint: str | os.PathLike[str], file: Path, *, best: bool = Fal
     if not file.parent.is_dir():
         raise value_error("FILE must be in a folder that there is", file, "create the folder")
     parts = read_checkpoint(checkpoint, best=best)["parts"]
-    torch.save({name: _numbered(state) for name, state in parts.items() if name != SAMPLER}, file)
+    torch.save({name: _with_numbers(state) for name, state in parts.items() if name != SAMPLER}, file)
 
 
 def from_torch(file: Path, folder: str | os.PathLike[str]) -> str:
@@ -56,15 +56,7 @@ def from_torch(file: Path, folder: str | os.PathLike[str]) -> str:
         requirement = "the file must be one that torch.load(file, weights_only=True) reads"
         remedy = "write state dicts of tensors and plain values, not modules, by torch.save()"
         raise value_error(requirement, f"{file} ({type(error).__name__})", remedy) from error
-    requirement = 'the file must have a dict of state dicts, with "model" and perhaps "optimizer"'
-    remedy = 'write it by torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)'
-    if not isinstance(states, Mapping):
-        raise type_error(requirement, states, remedy)
-    if others := [name for name, state in states.items() if not isinstance(state, Mapping)]:
-        kinds = ", ".join(f"{name!r}, of type {type(states[name]).__name__}" for name in others)
-        raise TypeError(f"{requirement}, got {kinds}; {remedy}")
-    if "model" not in states:
-        raise value_error(requirement, ", ".join(map(repr, states)) or "an empty one", remedy)
+    _check_state_dicts(states)
     if all(name.startswith("module.") for name in states["model"]):  # of a DistributedDataParallel
         consume_prefix_in_state_dict_if_present(states["model"], "module.")
     checkpoints = Folder(folder)
@@ -79,7 +71,7 @@ def from_torch(file: Path, folder: str | os.PathLike[str]) -> str:
             if name != SAMPLER
         }
         position = {"updates": 0, "world": 1, "epoch": 0, "step": 0, "samples": 0, "random": []}
-        contents = {"state": state, "tensors": {name: described(tensor) for name, tensor in tensors.items()}}
+        contents = {"state": state, "tensors": {name: describe(tensor) for name, tensor in tensors.items()}}
         path = checkpoints.begin(0, ranks=1)
         parts = {name: Part.whole(tensor.shape) for name, tensor in tensors.items()}
         checkpoints.write(path, 0, tensors, parts, {**versions(), **position, **contents})
@@ -88,7 +80,20 @@ def from_torch(file: Path, folder: str | os.PathLike[str]) -> str:
     return checkpoints.storage.at(path)
 
 
-def _numbered(state: Any) -> Any:
+def _check_state_dicts(states: Any) -> None:
+    """Raise TypeError or ValueError unless these are state dicts by name, with that of a model."""
+    requirement = 'the file must have a dict of state dicts, with "model" and perhaps "optimizer"'
+    remedy = 'write it by torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)'
+    if not isinstance(states, Mapping):
+        raise type_error(requirement, states, remedy)
+    if others := [name for name, state in states.items() if not isinstance(state, Mapping)]:
+        kinds = ", ".join(f"{name!r}, of type {type(states[name]).__name__}" for name in others)
+        raise TypeError(f"{requirement}, got {kinds}; {remedy}")
+    if "model" not in states:
+        raise value_error(requirement, ", ".join(map(repr, states)) or "an empty one", remedy)
+
+
+def _with_numbers(state: Any) -> Any:
     """Return the state of an optimizer with numbers of parameters, as torch has it; another one as it is."""
     if not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():
         return state

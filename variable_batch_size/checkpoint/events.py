@@ -32,7 +32,7 @@ class Events:
     Attributes:
         reached: the last update in the file of the run before this one; 0 if there was none.
         ended: whether that run has told its end; otherwise it may have made more updates.
-        large: how many updates of the training were skipped because of `skip_grad_norm`, as far as was told.
+        large_told: how many updates of the training were skipped because of `skip_grad_norm`, as far as was told.
     """
 
     def __init__(self, folder: Storage, world: World) -> None:
@@ -40,11 +40,11 @@ class Events:
         self._name = FILE if folder.on_disk else f"events-{time.time():.6f}.jsonl"
         self.reached, self.ended = 0, True
         with suppress(Exception):  # of a store any: a training does not end for its events
-            earlier = [] if world.rank else read(folder)
+            earlier = [] if world.rank else read_events(folder)
             if earlier:
                 self.reached = earlier[-1]["update"]
                 self.ended = earlier[-1]["event"] == "end"
-        self._last, self._skipped, self.large = time.monotonic(), False, 0
+        self._last, self._skipped, self.large_told = time.monotonic(), False, 0
 
     def add(self, event: str, update: int, **facts: float | str) -> None:
         """Add an event; without a word, if that cannot be written."""
@@ -74,18 +74,18 @@ class Events:
     def discard(self) -> None:
         """See `Watcher`."""
 
-    def progress(self, update: int, large: int) -> None:
-        """Add that an update was made, at most once a minute, or that it was skipped; see `large`."""
+    def note_update(self, update: int, large: int) -> None:
+        """Add that the last update was skipped, or, once a minute, that it was made; `large`: see `large_told`."""
         skipped = self._skipped
-        new = large - self.large
-        self._skipped, self.large = False, large
-        if skipped or new > 0:
-            self.add("skip", update, **({"large": new} if new > 0 else {}))
+        more = large - self.large_told
+        self._skipped, self.large_told = False, large
+        if skipped or more > 0:
+            self.add("skip", update, **({"large": more} if more > 0 else {}))
         elif time.monotonic() - self._last >= _PROGRESS_SECONDS:
             self.add("progress", update)
 
 
-def read(folder: Storage) -> list[dict[str, Any]]:
+def read_events(folder: Storage) -> list[dict[str, Any]]:
     """Return the events of a folder, the oldest first, without lines that were cut off or are of another version."""
     events = []
     with suppress(OSError):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from variable_batch_size.checkpoint import seal, tensor_file
 from variable_batch_size.checkpoint.best import Criterion
-from variable_batch_size.checkpoint.rank_state import tensors_of
+from variable_batch_size.checkpoint.rank_state import facts_of_tensors
 from variable_batch_size.checkpoint.shards import Part
 from variable_batch_size.checkpoint.storage import DAMAGE, Storage
 from variable_batch_size.checkpoint.writer import Writer
@@ -69,23 +69,23 @@ class Folder:
 
     def names(self) -> list[str]:
         """Return the names of the checkpoints, the newest first; they are not verified."""
-        return self._listed()[0]
+        return self._list_all()[0]
 
     def candidates(self, *, best: bool, criterion: Criterion | None = None) -> list[str]:
-        """Return the checkpoints in the order in which to try them: the newest first, or the best, see `ranked`.
+        """Return the checkpoints in the order in which to try them: the newest first, or the best, see `best_first`.
 
         Raises:
             VersionError: if there are only checkpoints of version 1.
         """
-        names, others = self._listed()
+        names, others = self._list_all()
         if not names and (earlier := sorted(filter(_EARLIER.fullmatch, others))):
             raise VersionError(
                 f"Checkpoint {self.storage.at(earlier[-1])} must have version {VERSION} of the format {FORMAT}, got "
                 f"version 1; finish that training with the release that saved it, or choose another folder"
             )
-        return self.ranked(criterion) if best else names
+        return self.best_first(criterion) if best else names
 
-    def _listed(self) -> tuple[list[str], dict[str, set[str]]]:
+    def _list_all(self) -> tuple[list[str], dict[str, set[str]]]:
         """Return the checkpoints, the newest first; and all other names in the folder with the files in them."""
         listed = self.storage.listed()
         whole = [
@@ -93,13 +93,13 @@ class Folder:
             for name, files in listed.items()
             if (match := _NAME.fullmatch(name)) and files >= {f"rank-{rank}.json" for rank in range(int(match[4]))}
         ]
-        first, earlier = self.writer.rule([_order(name)[1] for name in whole])
+        first, earlier = self.writer.find_counting([_order(name)[1] for name in whole])
         names = [name for name in whole if _order(name)[1] >= first or name in earlier]
         return sorted(names, key=_order, reverse=True), {name: listed[name] for name in listed.keys() - names}
 
     def incomplete(self, after: int = -1) -> list[str]:
         """Return what is no checkpoint of a later update than `after`, as files of ranks are missing; newest first."""
-        names = [name for name in self._listed()[1] if _NAME.fullmatch(name) and update_of(name) > after]
+        names = [name for name in self._list_all()[1] if _NAME.fullmatch(name) and update_of(name) > after]
         return sorted(names, key=_order, reverse=True)
 
     def newest(self, after: int = -1) -> str | None:
@@ -111,23 +111,23 @@ class Folder:
         names = self.names()
         return names[: names.index(name)] if name in names else []
 
-    def ranked(self, criterion: Criterion | None = None) -> list[str]:
+    def best_first(self, criterion: Criterion | None = None) -> list[str]:
         """Return the checkpoints with a reported value, the best first, and of equal ones the oldest.
 
         Those with a damaged JSON precede them, because any of them may be the best.
         """
         reported = [(name, self.reported(name)) for name in self.names()]
-        criterion = criterion or next(filter(None, (Criterion.of(facts or {}) for _, facts in reported)), None)
-        return _ranked(criterion, reported) if criterion else [name for name, facts in reported if facts is None]
+        criterion = criterion or next(filter(None, (Criterion.of_manifest(facts or {}) for _, facts in reported)), None)
+        return _best_first(criterion, reported) if criterion else [name for name, facts in reported if facts is None]
 
     def best(self, criterion: Criterion | None = None) -> str | None:
-        """Return the first intact checkpoint of `ranked`, or None."""
-        return next(filter(self.is_intact, self.ranked(criterion)), None)
+        """Return the first intact checkpoint of `best_first`, or None."""
+        return next(filter(self.is_intact, self.best_first(criterion)), None)
 
     def is_better(self, facts: Mapping[str, Any], criterion: Criterion) -> bool:
         """Return whether reported values are better than those of every intact checkpoint."""
         best = self.best(criterion)
-        return criterion.rank(facts) < (criterion.rank(self.reported(best) or {}) if best else math.inf)
+        return criterion.score(facts) < (criterion.score(self.reported(best) or {}) if best else math.inf)
 
     def reported(self, name: str) -> dict[str, Any] | None:
         """Return what was reported of a checkpoint; None if its JSON is damaged."""
@@ -145,14 +145,15 @@ class Folder:
 
     # What is in a checkpoint. -----------------------------------------------------------------------------------------
 
-    def texts(self, name: str) -> list[str]:
+    def read_texts(self, name: str) -> list[str]:
         """Return the JSON of each rank that has written a checkpoint, that of rank 0 first.
 
         Raises:
             one of `DAMAGE`: if one is not there.
         """
         first = self.storage.read(name, MANIFEST).decode()
-        return [first, *(self.storage.read(name, f"rank-{rank}.json").decode() for rank in range(1, _ranks_of(first)))]
+        others = range(1, _ranks_in(first))
+        return [first, *(self.storage.read(name, f"rank-{rank}.json").decode() for rank in others)]
 
     def read(
         self,
@@ -177,15 +178,15 @@ class Folder:
 
     def is_intact(self, name: str) -> bool:
         """Return whether all bytes of a checkpoint are as they were written; they are read once."""
-        return self._look(name) is True
+        return self._check_intact(name) is True
 
-    def _look(self, name: str) -> bool | None:
+    def _check_intact(self, name: str) -> bool | None:
         """Return whether a checkpoint is intact; None if a disk does not say it now."""
         if name in self._intact:
             return True
         try:
-            ranks = manifests(self.texts(name), name)
-            dtypes = {key: facts["dtype"] for key, facts in tensors_of(ranks).items()}
+            ranks = manifests(self.read_texts(name), name)
+            dtypes = {key: facts["dtype"] for key, facts in facts_of_tensors(ranks).items()}
             for rank, manifest in enumerate(ranks):
                 if manifest["file"]:
                     self.read(name, rank, manifest["file"], dtypes, manifest["file"]["chunks"], lambda *_: None)
@@ -202,7 +203,7 @@ class Folder:
         if not self.storage.is_damage(error):
             raise error
 
-    def trust(self, name: str, reported: Mapping[str, Any] | None = None) -> None:
+    def mark_intact(self, name: str, reported: Mapping[str, Any] | None = None) -> None:
         """Record that a checkpoint is intact, so that it is not read to find out, and what was reported of it."""
         self._intact.add(name)
         if reported is not None:
@@ -226,7 +227,7 @@ class Folder:
             orders = [_order(name) for name in self.storage.names() if _NAME.fullmatch(name)]
             self.writer.acquire(max((writer for _, writer, _, _ in orders), default=0))
             try:
-                self.writer.know(self.names())
+                self.writer.record_known(self.names())
             except BaseException:
                 self.writer.release()
                 raise
@@ -259,7 +260,7 @@ class Folder:
         self.writer.check()
         for newer in self.newer_than(restored_best) if restored_best else ():
             self.discard(newer)
-        names, others = self._listed()
+        names, others = self._list_all()
         later = next((name for name in names if update_of(name) > update and self.is_intact(name)), None)
         if later:
             raise ValueError(
@@ -285,7 +286,7 @@ class Folder:
             if tensors:
                 with self.storage.create(name, f"tensors-{rank}.safetensors") as stream:
                     file = tensor_file.write(stream, tensors, parts)
-            self._put(name, rank, {"name": name, "ranks": _order(name)[3], **facts, "file": file})
+            self._put_json(name, rank, {"name": name, "ranks": _order(name)[3], **facts, "file": file})
         except BaseException:
             with suppress(Exception):
                 for written in (f"rank-{rank}.json", f"tensors-{rank}.safetensors"):  # the next save deletes the rest
@@ -309,7 +310,7 @@ class Folder:
             OSError: if it cannot be written; the checkpoint is unchanged.
         """
         facts = unsealed(self.storage.read(name, MANIFEST).decode())
-        self._put(name, 0, {**{key: facts[key] for key in facts if key != "seal"}, **reported})
+        self._put_json(name, 0, {**{key: facts[key] for key in facts if key != "seal"}, **reported})
         self._reported[name] = dict(reported)
 
     def prune(self, keep: int) -> None:
@@ -323,18 +324,20 @@ class Folder:
         for name in self.names():
             with suppress(VersionError):
                 reported.append((name, self.reported(name)))
-        criteria = filter(None, {Criterion.of(facts or {}) for _, facts in reported})
-        best = {name for name, facts in reported if facts is None and self._look(name) is None}
+        criteria = filter(None, {Criterion.of_manifest(facts or {}) for _, facts in reported})
+        best = {name for name, facts in reported if facts is None and self._check_intact(name) is None}
         for criterion in criteria:
-            for name in _ranked(criterion, reported):
-                intact = self._look(name)
-                best.update([name] * (intact is not False))
+            for name in _best_first(criterion, reported):
+                intact = self._check_intact(name)
+                if intact is not False:
+                    best.add(name)
                 if intact:
                     break
         for name, _ in reported:
             update = update_of(name)
             if update not in kept_updates and len(kept_updates) < keep:
-                kept_updates.update([update] * self.is_intact(name))
+                if self.is_intact(name):
+                    kept_updates.add(update)
             elif name not in best:
                 self.discard(name)
 
@@ -349,7 +352,8 @@ class Folder:
             if self.storage.on_disk:
                 self.storage.remove(name)
 
-    def _put(self, name: str, rank: int, facts: Mapping[str, Any]) -> None:
+    def _put_json(self, name: str, rank: int, facts: Mapping[str, Any]) -> None:
+        """Write the JSON of a rank, sealed; that of rank 0 only while this process is the writer."""
         if not rank:
             self.writer.check()
         self.storage.put(sealed(facts), name, f"rank-{rank}.json")
@@ -402,15 +406,17 @@ def manifests(texts: Iterable[str], name: str) -> list[dict[str, Any]]:
     return by_rank
 
 
-def _ranks_of(text: str) -> int:
+def _ranks_in(text: str) -> int:
     return int(unsealed(text)["ranks"])
 
 
 def _order(name: str) -> tuple[int, int, int, int]:
+    """Return update, number of the writer, number of its save, and number of ranks of a checkpoint."""
     update, writer, save, ranks = map(int, _NAME.fullmatch(name).groups())  # type: ignore[union-attr]
     return update, writer, save, ranks
 
 
-def _ranked(criterion: Criterion, reported: Iterable[tuple[str, Mapping[str, Any] | None]]) -> list[str]:
-    ranks = [(-math.inf if facts is None else criterion.rank(facts), _order(name), name) for name, facts in reported]
+def _best_first(criterion: Criterion, reported: Iterable[tuple[str, Mapping[str, Any] | None]]) -> list[str]:
+    """Return the checkpoints by the score of what was reported, None first; without those that have no score."""
+    ranks = [(-math.inf if facts is None else criterion.score(facts), _order(name), name) for name, facts in reported]
     return [name for rank, _, name in sorted(ranks) if rank < math.inf]

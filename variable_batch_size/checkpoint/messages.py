@@ -10,20 +10,20 @@ UNCALLED_STEP = (
 )
 
 
-def damaged(folder: str, reasons: Mapping[str, str], restored: str) -> str:
+def damage(folder: str, reasons: Mapping[str, str], restored: str) -> str:
     """Return the warning that these checkpoints are damaged, and what is restored instead."""
     listed = ", ".join(f"{name} ({reason})" for name, reason in reasons.items())
     return f"Damaged checkpoints in {folder}: {listed}; restoring {restored} instead"
 
 
-def unreadable(folder: str, reasons: Mapping[str, str], which: str) -> str:
+def no_intact(folder: str, reasons: Mapping[str, str], which: str) -> str:
     """Return the error that all checkpoints, or all with a reported value, are damaged."""
     listed = ", ".join(f"{name} ({reason})" for name, reason in reasons.items())
     other = " restore() takes the newest one," if which else ""
     return f"no checkpoint{which} in {folder} can be read: {listed};{other} copy an intact one to another folder"
 
 
-def restored(
+def restored_line(
     name: str,
     worlds: tuple[int, int],
     sizes: tuple[int, int],
@@ -39,25 +39,25 @@ def restored(
     return f"Checkpoint {name} restored: {world}{size}{position}{deleted}."
 
 
-def of_ranks(names: Sequence[str]) -> str:
+def ranks_suffix(names: Sequence[str]) -> str:
     """Return what follows a line, if the ranks of another world have got what rank 0 had of these."""
-    return f" In this world all ranks have what rank 0 had of {_few(names)}." if names else ""
+    return f" In this world all ranks have what rank 0 had of {_few_of(names)}." if names else ""
 
 
-def saved_for_each(names: Sequence[str], size: int) -> str:
+def saved_for_each_line(names: Sequence[str], size: int) -> str:
     """Return the line that ranks differ in these, so that each one's are saved, of so many bytes a rank."""
-    return f"Saved for each rank, because they differ: {_few(names)} ({size:,} bytes a rank)."
+    return f"Saved for each rank, because they differ: {_few_of(names)} ({size:,} bytes a rank)."
 
 
-def kept_of_first(names: Sequence[str]) -> str:
+def kept_of_first_warning(names: Sequence[str]) -> str:
     """Return the warning that ranks differ in these, and only rank 0 can save."""
     return (
-        f"ranks differ in {_few(names)}, and only rank 0 saves its own, because not all of them share the folder; "
+        f"ranks differ in {_few_of(names)}, and only rank 0 saves its own, because not all of them share the folder; "
         f"choose a folder that all ranks share"
     )
 
 
-def differences(described: str, rank: int) -> str:
+def rounding_warning(described: str, rank: int) -> str:
     """Return the warning that a tensor of a rank differs from that of rank 0 by rounding."""
     return (
         f"ranks should hold the same parameters and states of optimizers, but {described} on rank {rank} differs by "
@@ -65,18 +65,18 @@ def differences(described: str, rank: int) -> str:
     )
 
 
-def _few(names: Sequence[str]) -> str:
+def _few_of(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} others" if len(names) > 3 else "")
 
 
-def incomplete(names: Sequence[str]) -> str:
+def incomplete_suffix(names: Sequence[str]) -> str:
     """Return what follows a line, if there are folders that are no checkpoints, because files of ranks are missing."""
     if not names:
         return ""
     return f" Incomplete, as after a save that was cut off, and deleted by the next one: {', '.join(names)}."
 
 
-def interrupted(folder: str, name: str | None, lost: int, best: bool) -> str:
+def interrupted_line(folder: str, name: str | None, lost: int, best: bool) -> str:
     """Return the line that tells after an exception what to resume from."""
     updates = "1 update is" if lost == 1 else f"{lost or 'no'} update{'s are' if lost else ' is'}"
     if name is None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from variable_batch_size.checkpoint.shards import placed
+from variable_batch_size.checkpoint.shards import placed_like
 
 State: TypeAlias = dict[str, Any]
 
@@ -31,36 +31,36 @@ class Names:
     def __init__(self, model: nn.Module) -> None:
         self.model = unwrapped(model)
         self._parameters = {
-            id(parameter): _clean(name) for name, parameter in self.model.named_parameters(remove_duplicate=False)
+            id(parameter): _clean_name(name) for name, parameter in self.model.named_parameters(remove_duplicate=False)
         }
 
-    def of_model(self) -> State:
+    def model_state(self) -> State:
         """Return the state of the model by the names of a checkpoint."""
         state = self.model.state_dict()
-        named = OrderedDict((_clean(name), value) for name, value in state.items())
+        named = OrderedDict((_clean_name(name), value) for name, value in state.items())
         if metadata := getattr(state, "_metadata", None):  # versions of modules
-            named._metadata = OrderedDict((_clean(name), value) for name, value in metadata.items())  # type: ignore[attr-defined]
+            named._metadata = OrderedDict((_clean_name(name), value) for name, value in metadata.items())  # type: ignore[attr-defined]
         return named
 
     def load_model(self, saved: Mapping[str, Any]) -> None:
-        """Load a state that `of_model` returned."""
+        """Load a state that `model_state` returned."""
         present = self.model.state_dict()
-        state = OrderedDict((name, saved[_clean(name)]) for name in present)
+        state = OrderedDict((name, saved[_clean_name(name)]) for name in present)
         if metadata := getattr(saved, "_metadata", None):
-            named = {name: metadata.get(_clean(name)) for name in getattr(present, "_metadata", {})}
+            named = {name: metadata.get(_clean_name(name)) for name in getattr(present, "_metadata", {})}
             state._metadata = OrderedDict((name, of) for name, of in named.items() if of is not None)  # type: ignore[attr-defined]
         self.model.load_state_dict(state)
 
-    def of_parameters(self, optimizer: Any) -> list[tuple[str | int, Tensor]]:
+    def named_parameters(self, optimizer: Any) -> list[tuple[str | int, Tensor]]:
         """Return the parameters of an optimizer with their names, in the order of its groups."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         first = {id(tensor): number for number, tensor in reversed([*enumerate(parameters)])}
         return [(self._parameters.get(id(tensor), first[id(tensor)]), tensor) for tensor in parameters]
 
-    def of_optimizer(self, optimizer: Any) -> State:
+    def optimizer_state(self, optimizer: Any) -> State:
         """Return the state of an optimizer by the names of its parameters."""
         state = optimizer.state_dict()
-        named = self.of_parameters(optimizer)
+        named = self.named_parameters(optimizer)
         names = [name for name, _ in named]
         groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
         named_state = {}
@@ -72,7 +72,7 @@ class Names:
         return {**state, "state": named_state, "param_groups": groups}
 
     def check_groups(self, saved: Mapping[str, Any], optimizer: Any) -> None:
-        """Check that an optimizer has the parameters of a state that `of_optimizer` returned.
+        """Check that an optimizer has the parameters of a state that `optimizer_state` returned.
 
         The state can then be loaded as it is: torch's `load_state_dict()` takes any names of parameters. A state of
         torch has numbers.
@@ -80,7 +80,7 @@ class Names:
         Raises:
             ValueError: if it has others, or in another order.
         """
-        names = [name for name, _ in self.of_parameters(optimizer)]
+        names = [name for name, _ in self.named_parameters(optimizer)]
         begin = 0
         for number, group in enumerate(saved["param_groups"]):
             end = begin + len(group["params"])
@@ -88,8 +88,8 @@ class Names:
             if group["params"] not in (present, numbers):
                 raise ValueError(
                     f"the optimizer must have the parameters that were saved, in the same order, but group {number} "
-                    f"has {_listed(present)} in the place of {_listed(group['params'])}; create the groups that were "
-                    "saved"
+                    f"has {_in_words(present)} in the place of {_in_words(group['params'])}; create the groups that "
+                    f"were saved"
                 )
 
 
@@ -100,11 +100,11 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def _clean(name: str) -> str:
+def _clean_name(name: str) -> str:
     return _INSERTED.sub("", name).removeprefix(".")
 
 
-def _listed(names: Sequence[str | int]) -> str:
+def _in_words(names: Sequence[str | int]) -> str:
     shown = ", ".join(f"parameter {name}" if isinstance(name, int) else name for name in names[:3])
     return f"{shown or 'none'}{' ...' * (len(names) > 3)}"
 
@@ -115,5 +115,5 @@ def _as_parameter(value: Any, parameter: Tensor) -> Any:
     torch 2.9 gives momentum other placements than it has, with weight decay and tensor parallelism within FSDP2.
     """
     if isinstance(value, DTensor) and isinstance(parameter, DTensor) and value.shape == parameter.shape:
-        return placed(value.to_local(), parameter)
+        return placed_like(value.to_local(), parameter)
     return value

@@ -104,7 +104,7 @@ class Parts:
         states = tuple(f"{name}/state/" for name in optimizers)
         return {name for name, tensor in tensors.items() if name.startswith(states) or identity(tensor) in updated}
 
-    def compared(self, tensors: Mapping[str, Tensor]) -> tuple[set[str], set[str]]:
+    def names_to_compare(self, tensors: Mapping[str, Tensor]) -> tuple[set[str], set[str]]:
         """Return the names of the tensors and parts that a rank may change alone at any time: all but what updates do.
 
         They leave out averages, and frozen parameters of the model, which may be large.
@@ -137,18 +137,18 @@ class Parts:
         for name in asked:
             encode(self._state_of(name), name, {}, {})
 
-    def likes(self) -> dict[str, DTensor]:
+    def sharded_tensors(self) -> dict[str, DTensor]:
         """Return the sharded tensors of this rank by the names that they, or their states, have in a checkpoint."""
         tensors = dict[str, Any]()
         for name, part in self._by_name.items():
             if isinstance(part, torch.nn.Module):
                 tensors |= {f"{name}/{key}": value for key, value in self._state_of(name).items()}
             elif isinstance(part, OPTIMIZERS):
-                for number, (key, parameter) in enumerate(self._names.of_parameters(part)):
+                for number, (key, parameter) in enumerate(self._names.named_parameters(part)):
                     tensors |= {f"{name}/state/{key}": parameter, f"{name}/{PREVIOUS}/{number}": parameter}
         return {name: value for name, value in tensors.items() if isinstance(value, DTensor)}
 
-    def described(self, tensor: str) -> str:
+    def describe_tensor(self, tensor: str) -> str:
         """Return a tensor in words, by its name in a checkpoint: its place, and the class of the part that has it."""
         name, _, place = tensor.partition("/")
         part = self._by_name.get(name)
@@ -168,21 +168,22 @@ class Parts:
         return 0
 
     def _state_of(self, name: str) -> Any:
+        """Return the state of a part as a checkpoint has it: without functions, by the names of parameters."""
         part = self._by_name[name]
         if name == "model":
-            return self._names.of_model()
+            return self._names.model_state()
         if isinstance(part, torch.optim.lr_scheduler.LRScheduler):  # which updates its attributes with a loaded state
             return {key: value for key, value in part.state_dict().items() if not isinstance(value, FunctionType)}
         if not isinstance(part, OPTIMIZERS):
             return part.state_dict()
-        outside = self._outside(part)
-        return self._names.of_optimizer(part) | ({"outside": outside} if outside else {})
+        outside = self._parameters_outside(part)
+        return self._names.optimizer_state(part) | ({"outside": outside} if outside else {})
 
-    def _outside(self, optimizer: Stateful) -> dict[int, Tensor]:
+    def _parameters_outside(self, optimizer: Stateful) -> dict[int, Tensor]:
         """Return the parameters of an optimizer that no module among the parts has, by their numbers."""
         modules = [part for part in self._by_name.values() if isinstance(part, torch.nn.Module)]
         within = {id(parameter) for module in modules for parameter in module.parameters()}
-        named = self._names.of_parameters(optimizer)
+        named = self._names.named_parameters(optimizer)
         return {name: tensor for name, tensor in named if isinstance(name, int) and id(tensor) not in within}
 
     def load(self, stored: StoredState, strict: bool) -> None:
@@ -193,12 +194,12 @@ class Parts:
         """
         world = self._optimizer.agreement.world
         stored.check_parts(self._by_name, strict)
-        stored.check_model(self._names.of_model(), warn=world.rank == 0)
+        stored.check_model(self._names.model_state(), warn=world.rank == 0)
         there = {name: part for name, part in self._by_name.items() if name in stored.parts}
         for name, part in there.items():
             if isinstance(part, OPTIMIZERS):
                 self._names.check_groups(stored.parts[name], part)
-                stored.check_outside(name, self._outside(part))
+                stored.check_outside(name, self._parameters_outside(part))
         for name, part in there.items():  # the optimizer is first: it raises before it changes anything
             if name == "model":
                 self._names.load_model(stored.parts[name])
@@ -207,17 +208,20 @@ class Parts:
             else:
                 part.load_state_dict(stored.parts[name])
             if isinstance(part, OPTIMIZERS):
-                for number, parameter in self._outside(part).items():
+                for number, parameter in self._parameters_outside(part).items():
                     parameter.detach().copy_(stored.parts[name]["outside"][number])
         for name, part in self._by_name.items():
             if name not in there and (begin := getattr(part, "begin_anew", None)) is not None:
                 begin()
         if len(stored.rng_states) == world.size:
-            random = RNGStates(stored.rng_states[world.rank])
-            random.set()  # before an epoch is read: the loader draws its seed from these states
-            sampler = self._optimizer.sampler
-            if stored.reads_epoch or self._optimizer.updates:  # else also the saved run begins with new workers
-                sampler.before_reading.wait(sampler.position if stored.reads_epoch else None, random)
+            self._restore_random(RNGStates(stored.rng_states[world.rank]), reads_epoch=stored.reads_epoch)
+
+    def _restore_random(self, random: RNGStates, *, reads_epoch: bool) -> None:
+        """Set random numbers now, and again when the sampler is read, if the saved run had begun to read its epoch."""
+        random.set()  # before an epoch is read: the loader draws its seed from these states
+        sampler = self._optimizer.sampler
+        if reads_epoch or self._optimizer.updates:  # else also the saved run begins with new workers
+            sampler.before_reading.wait_for(sampler.position if reads_epoch else None, random)
 
 
 def _check_scheduler(parts: Collection[object], optimizer: CustomOptimizer) -> None:

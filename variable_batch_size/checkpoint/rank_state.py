@@ -40,8 +40,8 @@ class Compared(NamedTuple):
     parts: dict[str, str]
 
     @staticmethod
-    def of(tensors: Mapping[str, Tensor], parts: Mapping[str, Json]) -> Compared:
-        """Compare these tensors, of the host or a GPU, and parts."""
+    def of_state(tensors: Mapping[str, Tensor], parts: Mapping[str, Json]) -> Compared:
+        """Return what a rank says of these tensors, of the host or a GPU, and of these parts."""
         digests = byte_digests(tensors)
         digests_with_shapes = {
             name: f"{digests[name]} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in tensors.items()
@@ -49,7 +49,7 @@ class Compared(NamedTuple):
         return Compared(digests_with_shapes, {name: digest(part) for name, part in parts.items()})
 
 
-def differing(ranks: Sequence[Compared]) -> PerRank:
+def find_differing(ranks: Sequence[Compared]) -> PerRank:
     """Return what is not the same on all ranks.
 
     Raises:
@@ -73,7 +73,7 @@ def name_on(rank: int, name: str) -> str:
     return f"/{rank}/{name}" if rank else name  # the name of a part has no "/"
 
 
-def tensors_of(ranks: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+def facts_of_tensors(ranks: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return what the JSON of all ranks says of tensors, by their names in the checkpoint."""
     described: dict[str, dict[str, Any]] = dict(ranks[0]["tensors"])
     for rank, manifest in enumerate(ranks[1:], start=1):

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from variable_batch_size._validation import value_error
 from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.checkpoint.folder import MANIFEST, Folder, VersionError, manifests
-from variable_batch_size.checkpoint.rank_state import name_on, tensors_of
-from variable_batch_size.checkpoint.shards import Part, placed
+from variable_batch_size.checkpoint.rank_state import facts_of_tensors, name_on
+from variable_batch_size.checkpoint.shards import Part, placed_like
 from variable_batch_size.checkpoint.storage import DAMAGE
 from variable_batch_size.checkpoint.stored import StoredState
 from variable_batch_size.checkpoint.values import DTYPES, decode
@@ -92,7 +92,7 @@ def read_checkpoint(path: str | os.PathLike[str], *, best: bool = False) -> dict
         raise value_error(requirement, path, 'pass best="min:loss" to its Checkpoint, and call report(loss=...)')
     is_checkpoint = not names and MANIFEST in inside
     if is_checkpoint:
-        folder, names = alone(folder)
+        folder, names = folder_and_name(folder)
     damaged, tried = dict[str, str](), set[str]()
     while new := [name for name in names if name not in tried]:
         for name in new:
@@ -114,7 +114,7 @@ def read_checkpoint(path: str | os.PathLike[str], *, best: bool = False) -> dict
     raise value_error(requirement, ", ".join(damaged.values()) or path, "pass another one")
 
 
-def alone(folder: Folder) -> tuple[Folder, list[str]]:
+def folder_and_name(folder: Folder) -> tuple[Folder, list[str]]:
     """Return the folder in which a checkpoint is, and its name there."""
     parent, _, name = folder.storage.location.rpartition("/")
     return Folder(parent or "/"), [name]
@@ -151,10 +151,10 @@ def read_verified(
     """
     seal, what = "", "the JSON of a rank"
     try:
-        ranks = manifests(folder.texts(name) if texts is None else texts, name)
+        ranks = manifests(folder.read_texts(name) if texts is None else texts, name)
         seal = hashlib.sha256("".join(manifest["seal"] for manifest in ranks).encode()).hexdigest()
         states = ranks[0]["state"]
-        described = tensors_of(ranks)
+        described = facts_of_tensors(ranks)
         name_here = dict[str, str]()
         owns = {rank: manifest["own"] for rank, manifest in enumerate(ranks) if "own" in manifest}
         resumes = world is not None and world.size == len(ranks[0]["random"])
@@ -202,7 +202,7 @@ class _Tensors:
             if like is not None and [*like.shape] == described["shape"]:
                 self._likes[name] = like
             self._parts[name] = (
-                Part.of(like) if name in self._likes and like is not None else Part.whole(described["shape"])
+                Part.on_rank(like) if name in self._likes and like is not None else Part.whole(described["shape"])
             )
         self._missing = {name: math.prod(part.shape) for name, part in self._parts.items()}
 
@@ -239,7 +239,7 @@ class _Tensors:
             if tensor is None:  # it has no elements
                 tensor = torch.empty(self._parts[name].shape, dtype=DTYPES[facts["dtype"]])
             if name in self._likes:
-                tensor = placed(tensor, self._likes[name])
+                tensor = placed_like(tensor, self._likes[name])
             elif "stride" in facts:
                 tensor = torch.empty_strided(facts["shape"], facts["stride"], dtype=tensor.dtype).copy_(tensor)
             tensors[name] = tensor
@@ -250,16 +250,18 @@ class _Tensors:
 
 
 def read_first(
-    folder: Folder, names: Iterable[str], likes: Mapping[str, DTensor], agreement: Agreement, what: str
+    folder: Folder, names: Iterable[str], likes: Mapping[str, DTensor], agreement: Agreement, call: str
 ) -> tuple[str, StoredState | None, dict[str, str]]:
     """Return the first of these checkpoints that is intact on all ranks, and what is wrong with earlier ones, by name.
+
+    Every rank calls it, in the `call` that an error names.
 
     Raises:
         RuntimeError: on every rank, if ranks read different checkpoints.
     """
     damaged = dict[str, str]()
     for name in names:
-        outcome = _read_same(folder, name, likes, agreement, what)
+        outcome = _read_same(folder, name, likes, agreement, call)
         if isinstance(outcome, Contents):
             facts = {key: outcome.facts[key] for key in ("batch_size", "reads_epoch") if key in outcome.facts}
             stored = StoredState(folder.storage.at(name), outcome.parts, outcome.rng, outcome.of_ranks, **facts)
@@ -269,11 +271,12 @@ def read_first(
 
 
 def _read_same(
-    folder: Folder, name: str, likes: Mapping[str, DTensor], agreement: Agreement, what: str
+    folder: Folder, name: str, likes: Mapping[str, DTensor], agreement: Agreement, call: str
 ) -> Contents | DamagedError:
+    """Return what this rank has read of a checkpoint, or the damage that one rank has found in it."""
     read, texts = list[Contents | DamagedError](), None
     if agreement.world.size >= MANY:
-        texts = json.loads(agreement.run_on_rank_0(what, lambda: _texts(folder, name)))
+        texts = json.loads(agreement.run_on_rank_0(call, lambda: _texts_as_json(folder, name)))
 
     def seal() -> str:
         try:
@@ -284,7 +287,7 @@ def _read_same(
         read.append(contents)
         return f"{contents.seal} "
 
-    seals, reasons = zip(*(text.split(" ", 1) for text in agreement.run_on_all(what, seal)), strict=True)
+    seals, reasons = zip(*(text.split(" ", 1) for text in agreement.run_on_all(call, seal)), strict=True)
     for rank, seal_of_rank in enumerate(seals):
         if seal_of_rank != seals[0]:
             raise RuntimeError(
@@ -295,10 +298,10 @@ def _read_same(
     return DamagedError(reason) if reason else read[0]
 
 
-def _texts(folder: Folder, name: str) -> str:
+def _texts_as_json(folder: Folder, name: str) -> str:
     """Return the small files of a checkpoint as JSON; no text if they are damaged, which each rank then finds."""
     try:
-        return json.dumps(folder.texts(name))
+        return json.dumps(folder.read_texts(name))
     except DAMAGE as error:
         if not folder.storage.is_damage(error):
             raise

@@ -17,7 +17,7 @@ from variable_batch_size.backend.generators import HostStates
 
 def get_rng_states() -> str:
     """Return the states of the global RNGs of torch (CPU), NumPy and `random`."""
-    now = HostStates.now()
+    now = HostStates.present()
     states = {"torch": now.torch.numpy().tobytes().hex(), "numpy": now.numpy, "python": now.python}
     return json.dumps(states, default=np.ndarray.tolist)
 

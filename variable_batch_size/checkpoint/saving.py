@@ -30,7 +30,7 @@ from variable_batch_size.checkpoint.best import Criterion
 from variable_batch_size.checkpoint.folder import Folder, update_of
 from variable_batch_size.checkpoint.parts import Parts
 from variable_batch_size.checkpoint.rank_state import Compared, PerRank
-from variable_batch_size.checkpoint.shards import Part, assign, is_writer
+from variable_batch_size.checkpoint.shards import Part, assign_writers, is_writer
 from variable_batch_size.checkpoint.shared_state import Summary, digest
 from variable_batch_size.checkpoint.values import Json, encode
 
@@ -78,53 +78,54 @@ class Saver:
                 self.wait()
             except Exception as error:  # raised after state_dict(), which may communicate with other ranks
                 failed = error
-            collected.append(state := self._collect(in_loop, compares))
+            collected.append(state := self._collect_state(in_loop, compares))
             if failed is not None:
                 raise failed
             return json.dumps([state.summary, digest(state.compared), state.others, rng_states.get_rng_states()])
 
-        messages = [json.loads(text) for text in self._run(_SAVE, collect)]
+        messages = [json.loads(text) for text in self._run_on_all(_SAVE, collect)]
         (state,) = collected
         summaries = [Summary(*summary) for summary, *_ in messages]
-        if not shared_state.agree(summaries):
-            self._tell_difference(state.shared)
-        self._compare(state, [message[1] for message in messages], anew=compares, updates=updates)
-        ranks, number, to_write = self._shares(state, others=messages[0][2])
+        if not shared_state.are_equal(summaries):
+            self._report_difference(state.shared)
+        self._find_own_state(state, [message[1] for message in messages], anew=compares, updates=updates)
+        ranks, number, to_write = self._choose_what_to_write(state, others=messages[0][2])
         copies = dict[str, Tensor]()
 
-        def bring() -> str:
-            self._conclude()
-            local = {
-                name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in to_write.items()
-            }
-            to_host = self._backend.host
-            copies.update(
-                {name: to_host(tensor) for name, tensor in local.items()} if wait else self._copies.take(local)
-            )
+        def bring_and_begin() -> str:
+            self._record_written()
+            copies.update(self._bring_to_host(to_write, copy=not wait))
             if world.rank:
                 return ""
             with named_errors(self._folder, updates):
                 return self._folder.begin(updates, ranks, self.restored_best)
 
-        name = self._agreement.run_on_all(_SAVE, bring)[0]
+        name = self._agreement.run_on_all(_SAVE, bring_and_begin)[0]
         self._saves += 1
         self.restored_best = ""
         self._unfinished = name, reported
         if number is not None:
             random = [message[3] for message in messages]
             facts = self._facts_of_rank(state) if world.rank else self._facts(updates, state, reported, random)
-            parts = {key: Part.of(tensor) for key, tensor in to_write.items()}
+            parts = {key: Part.on_rank(tensor) for key, tensor in to_write.items()}
             write = partial(self._write, updates, name, number, copies, parts, facts)
             if wait:
-                self._run(_SAVE, write)
+                self._run_on_all(_SAVE, write)
             else:
                 self._pending = Background(write)
                 self._pending.begin()
         elif wait:
-            self._run(_SAVE, str)
+            self._run_on_all(_SAVE, str)
         if wait:
-            self._agreement.run_on_all(_SAVE, self._tidy)
+            self._agreement.run_on_all(_SAVE, self._delete_old)
         return name
+
+    def _bring_to_host(self, tensors: Mapping[str, Tensor], *, copy: bool) -> dict[str, Tensor]:
+        """Return what this rank has of tensors in host memory; `copy`: so that the training may change them."""
+        local = {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
+        if copy:
+            return self._copies.copy_to_host(local)
+        return {name: self._backend.host(tensor) for name, tensor in local.items()}
 
     def mark_best(self, updates: int, reported: dict[str, Any], criterion: Criterion) -> str:
         """Mark the checkpoint of this update as the best one, if it is and there is one; rank 0 calls it.
@@ -153,11 +154,11 @@ class Saver:
         """Whether this rank has no write that is in progress or waits to be collected by `wait`."""
         return self._pending is None
 
-    def settle(self, what: str) -> None:
+    def finish_pending(self, call: str) -> None:
         """Wait for the writes of all ranks, if there are any, and raise an error of one of them on every rank."""
         if self._unfinished is not None:
-            self._run(what, self.wait)
-            self._agreement.run_on_all(what, self._tidy)
+            self._run_on_all(call, self.wait)
+            self._agreement.run_on_all(call, self._delete_old)
 
     def wait(self) -> str:
         """Wait for the write of this rank, if there is one, and return "".
@@ -179,25 +180,25 @@ class Saver:
         except Exception as error:
             warnings.warn(str(error), RuntimeWarning, stacklevel=4)  # at the user's close() or `with`
 
-    def _run(self, what: str, work: Callable[[], str]) -> list[str]:
+    def _run_on_all(self, call: str, work: Callable[[], str]) -> list[str]:
         """Return the results of `work` by rank; if one of the ranks raises, there is no save that could be finished."""
         try:
-            return self._agreement.run_on_all(what, work)
+            return self._agreement.run_on_all(call, work)
         except BaseException as error:
             if isinstance(error, RuntimeError) or self.idle:  # else it is an interrupt, and the thread still writes
                 self._unfinished = None
             raise
 
-    def _conclude(self) -> None:
+    def _record_written(self) -> None:
         """Record that all ranks have written the last save."""
         unfinished, self._unfinished = self._unfinished, None
         if unfinished is not None and self._agreement.world.rank == 0:
-            self._folder.trust(*unfinished)
+            self._folder.mark_intact(*unfinished)
             self._tidies = True
 
-    def _tidy(self) -> str:
+    def _delete_old(self) -> str:
         """Delete what is not kept, on rank 0 after a save of all ranks; return ""."""
-        self._conclude()
+        self._record_written()
         if self._tidies:
             self._tidies = False
             self._folder.tidy(self._keep)
@@ -205,7 +206,8 @@ class Saver:
 
     # What is saved, and by whom. --------------------------------------------------------------------------------------
 
-    def _collect(self, in_loop: bool, compare: bool) -> _Collected:
+    def _collect_state(self, in_loop: bool, compare: bool) -> _Collected:
+        """Return the state of all parts as this rank has it; `compare`: with digests of what ranks share."""
         parts = self._parts.state_dicts(in_loop=in_loop)
         tensors = dict[str, Tensor]()
         state = {name: encode(part, name, tensors, {}) for name, part in parts.items()}
@@ -224,33 +226,33 @@ class Saver:
             name: tensor for name, tensor in tensors.items() if name in equal and tensor.device.type in ("cpu", "cuda")
         }
         others = sum(whole.values()) - sum(whole.get(name, 0) for name in shared)
-        changing, changing_parts = self._parts.compared(tensors)
+        changing, changing_parts = self._parts.names_to_compare(tensors)
         compared = {
             name: self._backend.host(tensor) if tensor.device.type == "xla" else tensor
             for name, tensor in tensors.items()
             if name in whole and name not in equal and (compare or name in changing)
         }
-        of_rank = Compared.of(
+        of_rank = Compared.of_state(
             compared, {name: part for name, part in state.items() if compare or name in changing_parts}
         )
-        return _Collected(state, tensors, shared, others, Summary.of(shared, compare=compare), of_rank, sampler)
+        return _Collected(state, tensors, shared, others, Summary.of_tensors(shared, compare=compare), of_rank, sampler)
 
-    def _compare(self, state: _Collected, digests: list[str], *, anew: bool, updates: int) -> None:
+    def _find_own_state(self, state: _Collected, digests: list[str], *, anew: bool, updates: int) -> None:
         """Find what ranks have of their own: in buffers and parts at each save, in all that is not shared at some."""
         before = self._per_rank
         self._per_rank = PerRank() if anew else self._per_rank
         if len({*digests}) > 1:
             ranks = self._agreement.gather(_SAVE, json.dumps(state.compared))
-            self._per_rank |= rank_state.differing([Compared(*json.loads(text)) for text in ranks])
+            self._per_rank |= rank_state.find_differing([Compared(*json.loads(text)) for text in ranks])
         new = sorted((self._per_rank.tensors - before.tensors) | (self._per_rank.parts - before.parts))
         if new and self._agreement.world.rank == 0:
             size = sum(state.tensors[name].nbytes for name in self._per_rank.tensors & state.tensors.keys())
             if self._together:
-                log(messages.saved_for_each(new, size), rank=0, update=updates)
+                log(messages.saved_for_each_line(new, size), rank=0, update=updates)
             else:
-                warnings.warn(messages.kept_of_first(new), UserWarning, stacklevel=stacklevel_of_user())
+                warnings.warn(messages.kept_of_first_warning(new), UserWarning, stacklevel=stacklevel_of_user())
 
-    def _shares(self, state: _Collected, others: int) -> tuple[int, int | None, dict[str, Tensor]]:
+    def _choose_what_to_write(self, state: _Collected, others: int) -> tuple[int, int | None, dict[str, Tensor]]:
         """Return how many ranks write, the number of this one among them, if it does, and what it writes.
 
         `others` are the bytes that only rank 0 can write.
@@ -260,7 +262,7 @@ class Saver:
             return 1, None if rank else 0, {} if rank else state.tensors
         whole = {name: tensor for name, tensor in state.tensors.items() if not isinstance(tensor, DTensor)}
         sharded = {name: tensor for name, tensor in state.tensors.items() if isinstance(tensor, DTensor)}
-        ranks = assign({name: whole[name].nbytes for name in whole if name in state.shared}, size, others)
+        ranks = assign_writers({name: whole[name].nbytes for name in whole if name in state.shared}, size, others)
         writers = [*range(size)] if sharded or any(self._per_rank) else sorted({0, *ranks.values()})
         to_write = {name: tensor for name, tensor in whole.items() if ranks.get(name, 0) == rank}
         to_write |= {name: tensor for name, tensor in sharded.items() if is_writer(name, tensor)}
@@ -273,17 +275,18 @@ class Saver:
         """Return what the JSON of rank 0 has besides its file."""
         position = {"updates": updates, "world": len(random), "batch_size": self._parts.batch_size(updates - 1)}
         position |= {key: state.sampler[key] for key in _KNOWN} | {"reads_epoch": self._parts.reads_epoch}
-        tensors = {name: described(tensor) for name, tensor in state.tensors.items()}
+        tensors = {name: describe(tensor) for name, tensor in state.tensors.items()}
         return {**versions(), **position, **reported, "state": state.json, "random": random, "tensors": tensors}
 
     def _facts_of_rank(self, state: _Collected) -> dict[str, Any]:
         """Return what the JSON of another rank has besides its file."""
         if not any(self._per_rank):
             return {}
-        tensors = {name: described(tensor) for name, tensor in state.tensors.items() if name in self._per_rank.tensors}
+        tensors = {name: describe(tensor) for name, tensor in state.tensors.items() if name in self._per_rank.tensors}
         return {"own": {"state": {name: state.json[name] for name in sorted(self._per_rank.parts)}, "tensors": tensors}}
 
     def _write(self, updates: int, name: str, *contents: Any) -> str:
+        """Write what this rank has of a checkpoint, and return ""; the contents are those of `Folder.write`."""
         with named_errors(self._folder, updates):
             if self._tidies:  # here, because the training does not wait for this thread
                 self._tidies = False
@@ -291,18 +294,18 @@ class Saver:
             self._folder.write(name, *contents)
         return ""
 
-    def _tell_difference(self, shared: Mapping[str, Tensor]) -> None:
+    def _report_difference(self, shared: Mapping[str, Tensor]) -> None:
         """Raise RuntimeError on every rank if ranks differ in what they share; warn once if it is by rounding."""
-        texts = self._agreement.gather(_SAVE, shared_state.details(shared))
-        name, rank, rounding = shared_state.difference(texts)
+        texts = self._agreement.gather(_SAVE, shared_state.describe_as_text(shared))
+        name, rank, rounding = shared_state.first_difference(texts)
         if not rounding:
             raise RuntimeError(
-                f"ranks must hold the same parameters and states of optimizers, but {self._parts.described(name)} on "
-                f"rank {rank} is another one than on rank 0; write weights on every rank alike, and begin with "
-                f"vbs.broadcast_parameters(model) or one seed"
+                f"ranks must hold the same parameters and states of optimizers, but "
+                f"{self._parts.describe_tensor(name)} on rank {rank} is another one than on rank 0; write weights on "
+                f"every rank alike, and begin with vbs.broadcast_parameters(model) or one seed"
             )
         if not self._told and self._agreement.world.rank == 0:
-            message = messages.differences(self._parts.described(name), rank)
+            message = messages.rounding_warning(self._parts.describe_tensor(name), rank)
             warnings.warn(message, UserWarning, stacklevel=stacklevel_of_user())
         self._told = True
 
@@ -330,7 +333,7 @@ class _Collected(NamedTuple):
     sampler: Mapping[str, Any]
 
 
-def described(tensor: Tensor) -> dict[str, Json]:
+def describe(tensor: Tensor) -> dict[str, Json]:
     """Return what the JSON says of a tensor: dtype, shape and, if it is a permutation of contiguous memory, stride."""
     facts: dict[str, Json] = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": [*tensor.shape]}
     if not isinstance(tensor, DTensor) and not tensor.is_contiguous():
@@ -373,8 +376,8 @@ class Copies:
         self._backend = backend
         self._buffers: dict[Hashable, list[Tensor]] = {}  # by layout
 
-    def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors in host memory of its own, complete on return."""
+    def copy_to_host(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return copies of tensors in host memory of this object, complete on return."""
         reusable, self._buffers = self._buffers, {}
         copies, buffers, sources = dict[str, Tensor](), list[Tensor](), list[Tensor]()
         for name, tensor in tensors.items():

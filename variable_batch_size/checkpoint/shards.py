@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 SMALLEST = 4 << 20  # bytes of the smallest mean shard: a file for less takes longer than it saves
 
 
-def assign(sizes: Mapping[str, int], world_size: int, others: int = 0) -> dict[str, int]:
+def assign_writers(sizes: Mapping[str, int], world_size: int, others: int = 0) -> dict[str, int]:
     """Return the rank that writes each tensor: the largest first, each to the rank that has the least so far.
 
     At most so many ranks write that their shards have `SMALLEST` bytes on average. They are evenly spaced, because
@@ -61,7 +61,7 @@ class Part(NamedTuple):
         return Part((0,) * len(shape), tuple(shape))
 
     @staticmethod
-    def of(tensor: Tensor) -> Part:
+    def on_rank(tensor: Tensor) -> Part:
         """Return which part of a tensor this rank has.
 
         A tensor is cut into chunks by one dimension of the mesh after the other; those in which FSDP2 shards what
@@ -110,7 +110,7 @@ def is_writer(name: str, tensor: DTensor) -> bool:
     return all(coordinate[dim] == zlib.crc32(name.encode()) % mesh.size(dim) for dim in replicas)
 
 
-def placed(part: Tensor, like: DTensor) -> DTensor:
+def placed_like(part: Tensor, like: DTensor) -> DTensor:
     """Return a sharded tensor from the `part` on this rank, sharded as another one."""
     where = like.device_mesh, like.placements
     return DTensor.from_local(part.to(like.device), *where, shape=like.shape, stride=like.stride())

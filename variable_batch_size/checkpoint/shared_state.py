@@ -37,9 +37,9 @@ class Summary(NamedTuple):
     contents: dict[str, str]
 
     @staticmethod
-    def of(tensors: Mapping[str, Tensor], *, compare: bool) -> Summary:
+    def of_tensors(tensors: Mapping[str, Tensor], *, compare: bool) -> Summary:
         """Return the summary of tensors by name; `compare` tells whether to read their contents."""
-        described = _described(tensors, with_digests=compare)
+        described = _describe(tensors, with_digests=compare)
         layout = digest([[name, facts.dtype, facts.shape] for name, facts in described.items() if facts.whole])
         if not compare:
             return Summary(layout, {})
@@ -72,7 +72,7 @@ class _Facts(NamedTuple):
     sketch: list[list[float]] = []  # noqa: RUF012 (never changed)
 
 
-def agree(summaries: Sequence[Summary]) -> bool:
+def are_equal(summaries: Sequence[Summary]) -> bool:
     """Return whether no rank differs from another one in what they share."""
     first = dict[str, str]()
     same = all(
@@ -83,13 +83,13 @@ def agree(summaries: Sequence[Summary]) -> bool:
     return same and len({summary.layout for summary in summaries}) == 1
 
 
-def details(tensors: Mapping[str, Tensor]) -> str:
-    """Return what one rank has of each tensor, for `difference`."""
-    described = _described(tensors, with_digests=True)
+def describe_as_text(tensors: Mapping[str, Tensor]) -> str:
+    """Return what one rank has of each tensor, for `first_difference`."""
+    described = _describe(tensors, with_digests=True)
     return json.dumps({name: facts._replace(sketch=_sketch(tensors[name])) for name, facts in described.items()})
 
 
-def difference(texts: Sequence[str]) -> tuple[str, int, bool]:
+def first_difference(texts: Sequence[str]) -> tuple[str, int, bool]:
     """Return the first tensor that is not the same on all ranks, a rank that has another one, and if by rounding only.
 
     A tensor that differs by more than rounding comes first. The two are told apart by the norms and sums of some of
@@ -130,7 +130,7 @@ def _are_close(first: list[list[float]], other: list[list[float]]) -> bool:
     )
 
 
-def _described(tensors: Mapping[str, Tensor], *, with_digests: bool) -> dict[str, _Facts]:
+def _describe(tensors: Mapping[str, Tensor], *, with_digests: bool) -> dict[str, _Facts]:
     """Return what this rank has of each tensor; sharded ones without an element here are left out."""
     here = {}
     for name, tensor in tensors.items():
@@ -139,7 +139,7 @@ def _described(tensors: Mapping[str, Tensor], *, with_digests: bool) -> dict[str
     digests = byte_digests(here) if with_digests else {}
     return {
         name: _Facts(
-            not isinstance(tensor, DTensor), str(tensor.dtype), [*tensor.shape], Part.of(tensor), digests.get(name)
+            not isinstance(tensor, DTensor), str(tensor.dtype), [*tensor.shape], Part.on_rank(tensor), digests.get(name)
         )
         for name, tensor in here.items()
     }

@@ -59,8 +59,8 @@ class Storage:
         """Return the names in the folder, or in a folder within it."""
         with suppress(FileNotFoundError, NotADirectoryError):
             if self.on_disk:
-                return os.listdir(self._in(folder))  # noqa: PTH208
-            return [path.rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._in(folder), detail=False)]
+                return os.listdir(self._path_of(folder))  # noqa: PTH208
+            return [path.rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._path_of(folder), detail=False)]
         return []
 
     def listed(self) -> dict[str, set[str]]:
@@ -75,22 +75,22 @@ class Storage:
 
     def read(self, *names: str) -> bytes:
         """Return the contents of a small file."""
-        contents: bytes = self._fs.cat_file(self._in(names))
+        contents: bytes = self._fs.cat_file(self._path_of(names))
         return contents
 
     def put(self, text: str, *names: str, create: bool = False) -> None:
         """Write a small file; with `create` raise FileExistsError if there is one."""
         if not self.on_disk:
-            self._fs.pipe_file(self._in(names), text.encode(), mode="create" if create else "overwrite")
+            self._fs.pipe_file(self._path_of(names), text.encode(), mode="create" if create else "overwrite")
         elif create:
-            with open(self._in(names), "x", encoding="utf-8") as file:  # noqa: PTH123
+            with open(self._path_of(names), "x", encoding="utf-8") as file:  # noqa: PTH123
                 file.write(text)
         else:
             *folder, name = names
             with self.create(*folder, f"{name}.new") as stream:
                 stream.write(text.encode())
-            os.replace(self._in([*folder, f"{name}.new"]), self._in(names))  # noqa: PTH105
-            for path in {self._in(folder), self._path}:  # POSIX requires it for names of files
+            os.replace(self._path_of([*folder, f"{name}.new"]), self._path_of(names))  # noqa: PTH105
+            for path in {self._path_of(folder), self._path}:  # POSIX requires it for names of files
                 descriptor = os.open(path, os.O_RDONLY)
                 try:
                     os.fsync(descriptor)
@@ -100,7 +100,7 @@ class Storage:
     @contextmanager
     def create(self, *names: str) -> Iterator[IO[bytes]]:
         """Write a file, which is flushed to the disk at the end of the block."""
-        path = self._in(names)
+        path = self._path_of(names)
         if self.on_disk:
             os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120
             with open(path, "wb") as file:  # noqa: PTH123
@@ -120,28 +120,28 @@ class Storage:
     @contextmanager
     def open(self, *names: str) -> Iterator[IO[bytes]]:
         """Read a file; on a disk without a buffer, because what is read is large."""
-        path = self._in(names)
+        path = self._path_of(names)
         with open(path, "rb", buffering=0) if self.on_disk else self._fs.open(path, "rb") as file:  # noqa: PTH123
             yield file
 
     def size(self, *names: str) -> int:
         """Return the number of bytes of a file."""
-        return int(self._fs.size(self._in(names)))
+        return int(self._fs.size(self._path_of(names)))
 
     def remove(self, *names: str) -> None:
         """Delete a file, or an empty folder of a disk, if it is there."""
         with suppress(FileNotFoundError, NotADirectoryError):
-            if self.on_disk and os.path.isdir(self._in(names)):  # noqa: PTH112
-                os.rmdir(self._in(names))  # noqa: PTH106
+            if self.on_disk and os.path.isdir(self._path_of(names)):  # noqa: PTH112
+                os.rmdir(self._path_of(names))  # noqa: PTH106
             else:
-                self._fs.rm_file(self._in(names))
+                self._fs.rm_file(self._path_of(names))
 
     def age(self, name: str) -> float:
         """Return the seconds since a file was written, by the clock of the disk or the store."""
         probe = f".probe-{uuid4().hex}"
         self.put("", probe, create=True)
         try:
-            now, then = (self._fs.modified(self._in([file])) for file in (probe, name))
+            now, then = (self._fs.modified(self._path_of([file])) for file in (probe, name))
             return float((now - then).total_seconds())
         finally:
             self.remove(probe)
@@ -150,5 +150,5 @@ class Storage:
         """Return whether an error of `DAMAGE` means that files are damaged, and not that a store cannot be reached."""
         return self.on_disk or not isinstance(error, OSError) or isinstance(error, FileNotFoundError)
 
-    def _in(self, names: Any) -> str:
+    def _path_of(self, names: Any) -> str:
         return "/".join([self._path, *names])

@@ -56,30 +56,23 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor], names: dict[object
 
 
 def _encode(value: Any, name: str, tensors: dict[str, Tensor], names: dict[object, str]) -> Json:
+    """Return a value as JSON, see `encode`; raise RecursionError if it is endless."""
     kind = type(value)
 
-    def of(values: Iterable[Any]) -> list[Json]:
+    def encode_items(values: Iterable[Any]) -> list[Json]:
         return [_encode(item, f"{name}/{index}", tensors, names) for index, item in enumerate(values)]
 
     if isinstance(value, Tensor) and (isinstance(value, DTensor) or _is_plain(value)):
-        if value.layout is torch.sparse_coo:
-            parts = value.detach()._indices(), value.detach()._values()
-            of_parts = [_encode(part, f"{name}/{index}", tensors, {}) for index, part in enumerate(parts)]
-            return {_TAG: "sparse_coo", _OF: [*of_parts, [*value.shape], value.is_coalesced()]}
-        view = identity(value)
-        if view not in names:
-            names[view] = _free(name, tensors)
-            tensors[names[view]] = value.detach()
-        return {_TAG: "tensor", _OF: names[view]}
+        return _encode_tensor(value, name, tensors, names)
     if kind in (bool, int, str) or value is None or (kind is float and math.isfinite(value)):
         return value
     if kind is list:
-        return of(value)
+        return encode_items(value)
     if kind is dict and all(type(key) is str for key in value) and _TAG not in value:
         return {key: _encode(item, f"{name}/{key}", tensors, names) for key, item in value.items()}
     for tag, map_kind in _MAPS.items():
         if kind is map_kind:
-            keys = of(value)
+            keys = encode_items(value)
             items = [_encode(item, f"{name}/{key}", tensors, names) for key, item in value.items()]
             encoded: dict[str, Json] = {_TAG: tag, _OF: [list(pair) for pair in zip(keys, items, strict=True)]}
             if kind is OrderedDict and vars(value):  # `_metadata`: the versions of a model's modules
@@ -87,7 +80,7 @@ def _encode(value: Any, name: str, tensors: dict[str, Tensor], names: dict[objec
             return encoded
     for tag, list_kind in _LISTS.items():
         if kind is list_kind:
-            return {_TAG: tag, _OF: of(value)}
+            return {_TAG: tag, _OF: encode_items(value)}
     for tag, (scalar_kind, to_json, _) in _SCALARS.items():
         if kind is scalar_kind:
             return {_TAG: tag, _OF: to_json(value)}
@@ -98,6 +91,19 @@ def _encode(value: Any, name: str, tensors: dict[str, Tensor], names: dict[objec
         f"a checkpoint can hold only tensors and plain Python values, got {other} at {name}; return numbers, strings, "
         f"lists and dicts from that part's state_dict()"
     )
+
+
+def _encode_tensor(value: Tensor, name: str, tensors: dict[str, Tensor], names: dict[object, str]) -> Json:
+    """Return the JSON of a tensor, and add it, or the parts of a sparse one, to `tensors`."""
+    if value.layout is torch.sparse_coo:
+        parts = value.detach()._indices(), value.detach()._values()
+        of_parts = [_encode(part, f"{name}/{index}", tensors, {}) for index, part in enumerate(parts)]
+        return {_TAG: "sparse_coo", _OF: [*of_parts, [*value.shape], value.is_coalesced()]}
+    view = identity(value)
+    if view not in names:
+        names[view] = _free_name(name, tensors)
+        tensors[names[view]] = value.detach()
+    return {_TAG: "tensor", _OF: names[view]}
 
 
 def decode(value: Json, tensor: Callable[[str], Tensor]) -> Any:
@@ -151,7 +157,8 @@ def _is_plain(tensor: Tensor) -> bool:
     return has_layout and not tensor.is_meta and not tensor.is_quantized and type(tensor.detach()) is Tensor
 
 
-def _free(name: str, taken: dict[str, Tensor]) -> str:
+def _free_name(name: str, taken: dict[str, Tensor]) -> str:
+    """Return a name that no tensor has yet: this one, or with a number after it."""
     number, free = 1, name
     while free in taken:  # keys of a dict can have the same text
         number += 1

@@ -77,12 +77,12 @@ class Writer:
         self._ended, self._writing = threading.Event(), threading.Lock()  # of the thread that writes the file again
 
     def acquire(self, highest: int) -> None:
-        """Become the writer, with a number above `highest`, which a checkpoint has; `know` has to follow.
+        """Become the writer, with a number above `highest`, which a checkpoint has; `record_known` has to follow.
 
         Raises:
             OSError: if another process writes there.
         """
-        records = self._records()
+        records = self._read_records()
         number, last = max(records.items(), default=(0, None))
         of_process = _open.get(self._key)
         of_process = of_process if of_process is not None and of_process._pid == os.getpid() else None
@@ -96,7 +96,7 @@ class Writer:
         process = f"process {os.getpid()} on {host}"
         self._record = Record(self._run, process, host, uuid4().hex, locked, ended=False, known=None)
         try:
-            self._put(self._record, create=True)
+            self._put_record(self._record, create=True)
         except FileExistsError:
             self._stop()
             raise OSError(
@@ -107,14 +107,14 @@ class Writer:
             self._stop()
             raise
         _open[self._key] = self
-        threading.Thread(target=_renew, args=(weakref.ref(self), self._ended), name="writer", daemon=True).start()
+        threading.Thread(target=_keep_alive, args=(weakref.ref(self), self._ended), name="writer", daemon=True).start()
 
-    def know(self, names: list[str]) -> None:
+    def record_known(self, names: list[str]) -> None:
         """Record which checkpoints were there, and delete the files of earlier writers."""
-        self._put(self._record._replace(known=names))
-        for number in self._numbers():
+        self._put_record(self._record._replace(known=names))
+        for number in self._writer_numbers():
             if number < self.number:
-                self._storage.remove(_name(number))
+                self._storage.remove(_file_name(number))
 
     @property
     def token(self) -> str:
@@ -124,16 +124,16 @@ class Writer:
     def is_known(self, token: str) -> bool:
         """Return whether the folder, as this process sees it, has a writer with this token."""
         with suppress(*DAMAGE):
-            return any(record.token == token for record in self._records().values())
+            return any(record.token == token for record in self._read_records().values())
         return False
 
-    def rule(self, numbers: list[int]) -> tuple[int, list[str]]:
-        """Return from which writer on all checkpoints count, and the names of earlier ones that do."""
+    def find_counting(self, numbers: list[int]) -> tuple[int, list[str]]:
+        """Return the number of the writer from which on all checkpoints count, and names of earlier ones that do."""
         if self.number and self._record.known is not None:
             return self.number, self._record.known
-        if max(self._numbers(), default=0) <= min(numbers, default=0):
+        if max(self._writer_numbers(), default=0) <= min(numbers, default=0):
             return 0, []
-        listed = [(number, record.known) for number, record in self._records().items() if record.known is not None]
+        listed = [(number, record.known) for number, record in self._read_records().items() if record.known is not None]
         return max(listed, default=(0, []))
 
     def check(self) -> None:
@@ -149,7 +149,7 @@ class Writer:
                 f"in a forked process, or was followed by another one; {'use' if later else 'create'} another "
                 "Checkpoint"
             )
-        records = self._records()
+        records = self._read_records()
         record = records.get(self.number, self._record)
         if record.token not in ("", self._record.token):
             raise RuntimeError(
@@ -178,17 +178,18 @@ class Writer:
         """Write the file again, as a sign of life; a folder that cannot be reached is tried again later."""
         with suppress(Exception):  # which class it has depends on the store
             self.check()
-            self._put(None)
+            self._put_record(None)
 
     def release(self) -> None:
         """Let other processes write, at once if the folder can be reached."""
         with suppress(Exception):
             if self.number and self._pid == os.getpid():
                 self.check()
-                self._put(self._record._replace(ended=True))
+                self._put_record(self._record._replace(ended=True))
         self._stop()
 
     def _stop(self) -> None:
+        """Write no longer: end the thread that renews, and unlock the file."""
         if self._pid != os.getpid():  # in a forked process, the other thread may have held the lock for ever
             return
         self._ended.set()
@@ -230,18 +231,20 @@ class Writer:
         self._file = file
         return True
 
-    def _continues(self, other: Record) -> bool:
+    def _is_same_job(self, other: Record) -> bool:
         return self._run != "" and other.run == self._run
 
     def _check_free(self, last: Record, number: int, locked: bool) -> None:
-        if last.ended or (locked and last.locked) or self._continues(last):
+        """Raise OSError if the last writer may still live: it has not ended, no lock tells, and it was renewed."""
+        if last.ended or (locked and last.locked) or self._is_same_job(last):
             return
-        left = SECONDS - self._storage.age(_name(number))
+        left = SECONDS - self._storage.age(_file_name(number))
         if left > 0:
             self._stop()
             raise OSError(self._refusal(last, f", wait for {left:.0f} s if it has ended"))
 
     def _refusal(self, other: Record, wait: str = "") -> str:
+        """Return the error of a folder that another process writes to; `wait`: what may help, in words."""
         of = f' of the job "{other.run}"' if other.run else ""
         named = bool(other.run) and other.run != self._run
         take_over = f', pass run="{other.run}" to take over from an earlier process of that job' if named else ""
@@ -250,28 +253,30 @@ class Writer:
             f"process or close() its Checkpoint{take_over}{wait}; another folder begins another training"
         )
 
-    def _numbers(self) -> list[int]:
+    def _writer_numbers(self) -> list[int]:
         return [int(match[1]) for name in self._storage.names() if (match := _NAME.fullmatch(name))]
 
-    def _records(self) -> dict[int, Record]:
+    def _read_records(self) -> dict[int, Record]:
+        """Return the records of all writers by number; that of a damaged file is `_UNREADABLE`."""
         records = dict[int, Record]()
-        for number in self._numbers():
+        for number in self._writer_numbers():
             with suppress(FileNotFoundError):  # a later writer has deleted it
                 try:
-                    records[number] = _read(self._storage.read(_name(number)).decode())
+                    records[number] = _parse_record(self._storage.read(_file_name(number)).decode())
                 except (ValueError, TypeError, LookupError, AttributeError):
                     records[number] = _UNREADABLE
         return records
 
-    def _put(self, record: Record | None, *, create: bool = False) -> None:
+    def _put_record(self, record: Record | None, *, create: bool = False) -> None:
         """Write a record, or the last one again, if the folder was not released meanwhile."""
         with self._writing:
             self._record = record or self._record
             if self.number:
-                self._storage.put(sealed(self._record._asdict()), _name(self.number), create=create)
+                self._storage.put(sealed(self._record._asdict()), _file_name(self.number), create=create)
 
 
-def _renew(writer: weakref.ref[Writer], ended: threading.Event) -> None:
+def _keep_alive(writer: weakref.ref[Writer], ended: threading.Event) -> None:
+    """Renew the file of a writer at intervals, until it has ended."""
     while not ended.wait(RENEWAL):
         if (alive := writer()) is None:
             return
@@ -279,11 +284,12 @@ def _renew(writer: weakref.ref[Writer], ended: threading.Event) -> None:
         del alive
 
 
-def _read(text: str) -> Record:
+def _parse_record(text: str) -> Record:
+    """Return the record in the text of a file; raise ValueError if it is damaged."""
     entries = unsealed(text)
     del entries["seal"]
     return Record(**entries)
 
 
-def _name(number: int) -> str:
+def _file_name(number: int) -> str:
     return f".writer-{number:04d}"

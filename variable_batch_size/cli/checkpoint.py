@@ -56,7 +56,7 @@ def show(folder: Source, json: output.Json = False) -> None:
         output.print_json({name: None if first is None else facts_of(first) for name, first in whole.items()})
         return
     rows = []
-    best = checkpoints.ranked()[:1]
+    best = checkpoints.best_first()[:1]
     for name, *ranks in listed:
         if not ranks:
             rows.append([name, *["?"] * 5, "", "damaged"])
@@ -174,11 +174,11 @@ def goodput(
 
     Example: `vbs goodput runs/a`
     """
-    from variable_batch_size.checkpoint.events import FILE, read
+    from variable_batch_size.checkpoint.events import FILE, read_events
     from variable_batch_size.checkpoint.storage import Storage
     from variable_batch_size.lab.simulation.goodput import TimeSpent
 
-    if not (events := read(Storage(folder))):
+    if not (events := read_events(Storage(folder))):
         raise value_error(f"FOLDER must have the {FILE} of a vbs.Checkpoint", folder, "pass its folder")
     spent = TimeSpent.of(events)
     if json:
@@ -200,7 +200,7 @@ def _manifests(folder: str) -> tuple[Folder, list[tuple[Any, ...]], bool]:
     Each is its name with the JSON of each of its ranks, if these are intact.
     """
     from variable_batch_size.checkpoint.folder import MANIFEST, Folder, manifests
-    from variable_batch_size.checkpoint.reading import alone
+    from variable_batch_size.checkpoint.reading import folder_and_name
     from variable_batch_size.checkpoint.storage import DAMAGE
 
     checkpoints = Folder(folder)
@@ -208,13 +208,13 @@ def _manifests(folder: str) -> tuple[Folder, list[tuple[Any, ...]], bool]:
     names = checkpoints.candidates(best=False)
     is_one = not names and MANIFEST in checkpoints.storage.names()
     if is_one:
-        checkpoints, names = alone(checkpoints)
+        checkpoints, names = folder_and_name(checkpoints)
     requirement = "FOLDER must be the folder of a training with checkpoints, or a checkpoint"
     if not names:
         raise value_error(requirement, f"{folder}, which has none", "pass another one")
     for name in names:
         try:
-            listed.append((name, *manifests(checkpoints.texts(name), name)))
+            listed.append((name, *manifests(checkpoints.read_texts(name), name)))
         except DAMAGE as error:
             if is_one:
                 raise value_error(requirement, f"{folder}, which is damaged: {error}", "pass another one") from None

@@ -12,7 +12,7 @@ from variable_batch_size.data.batches import Batch
 from variable_batch_size.microbatching import Microbatch, cut
 
 
-def arrange(
+def batch_of_rows(
     step: int, batch_size: int, num_microbatches: int, samples: Sequence[int], rows: Sequence[int], replays: int
 ) -> Batch:
     """Return an update whose rows are there, as one rank computes it.
@@ -85,7 +85,7 @@ def first_fit_decreasing(lengths: IntArray, capacity: int) -> list[IntArray]:
     return [np.array(sorted(rows)) for rows in packed]
 
 
-def in_order(rows: int, minibatch_size: int, *, fixed_shape: bool, rounds: int = 1) -> list[IntArray]:
+def rows_in_order(rows: int, minibatch_size: int, *, fixed_shape: bool, rounds: int = 1) -> list[IntArray]:
     """Return the rows of microbatches of consecutive ones, as `cut` makes them: of a fixed shape with repeated rows.
 
     Args:
@@ -105,7 +105,7 @@ def in_order(rows: int, minibatch_size: int, *, fixed_shape: bool, rounds: int =
     return [np.arange(start, start + n).repeat(times) for (start, n), times in zip(parts, repeats, strict=True)]
 
 
-def rounds_of_all(brought: Sequence[Brought], *, fixed: bool, equal: bool) -> list[int]:
+def rounds_by_rank(brought: Sequence[Brought], *, fixed: bool, equal: bool) -> list[int]:
     """Return how many microbatches each rank makes of its rows.
 
     Args:

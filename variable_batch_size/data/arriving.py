@@ -13,7 +13,7 @@ from variable_batch_size._validation import MAX_INT, IntArray, check_int, sugges
 from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace
 from variable_batch_size.backend.detection import resolve_world
 from variable_batch_size.data import rows
-from variable_batch_size.data.arrival import Brought, arrange, first_fit_decreasing, in_order, rounds_of_all
+from variable_batch_size.data.arrival import Brought, batch_of_rows, first_fit_decreasing, rounds_by_rank, rows_in_order
 from variable_batch_size.data.batches import Batch, Batches, Place, Position
 from variable_batch_size.data.dealer import Dealer
 from variable_batch_size.data.plan import Epoch, Plan
@@ -54,7 +54,7 @@ class Arrived(NamedTuple):
     """An update that the ranks have agreed on, until it is made."""
 
     items: Iterator[Any]  # from which this rank has read its rows
-    own: RankRows
+    rows_here: RankRows
     due: Batch
     parts: list[IntArray]  # the rows of each microbatch of this rank
     brought: Sequence[Brought]  # by all ranks
@@ -71,11 +71,11 @@ class _Unplanned(Batches):
         """Return what all ranks have in common."""
         return {**super().fingerprint(), "trace": _ARRIVES}
 
-    def past_at(self, step: int) -> str:
+    def past_before(self, step: int) -> str:
         """Return what a state says of the batches so far."""
         return _ARRIVES
 
-    def enter(self, position: Position, epoch: int) -> Position:
+    def enter_epoch(self, position: Position, epoch: int) -> Position:
         """Raise ValueError for any epoch but the first."""
         if epoch > 0:
             raise value_error("batches that arrive have one epoch, 0", epoch, "loop over vbs.updates without set_epoch")
@@ -194,38 +194,39 @@ class ArrivingBatches(Dealer):
         trace = self._trace
         return trace is not None and trace.on_end == "stop" and trace.steps is not None and updates >= trace.steps
 
-    def adopt(self, state: dict[str, Any], batches: Batches, *, counted: bool = False) -> Place:
-        """Go on at a saved position, as `Dealer.adopt`; another update is due then."""
+    def adopt_state(self, state: dict[str, Any], batches: Batches, *, counted: bool = False) -> Place:
+        """Go on at a saved position, as `Dealer.adopt_state`; another update is due then."""
         self.item = self.arrived = None
-        return super().adopt(state, batches, counted=counted)
+        return super().adopt_state(state, batches, counted=counted)
 
     def is_due(self, items: Iterator[Any]) -> bool:
         """Return whether the next update is one that the ranks have agreed on, with rows of this iterator."""
         arrived = self.arrived
         return arrived is not None and arrived.items is items and arrived.due.step == self.position.step
 
-    def read(self, items: Iterator[Any], kept: Any) -> None:
+    def read_stream(self, items: Iterator[Any], kept: Any) -> None:
         """Read the stream of this rank, which begins with rows that were kept, or goes on with an iterator."""
         if self.stream is None or self.stream.items is not items or kept is not None:
-            self.stream = Stream(items, self._counts_of, collated=self._collate is not None, kept=kept)
+            self.stream = Stream(items, self._counts_of_rows, collated=self._collate is not None, kept=kept)
 
-    def _counts_of(self, batch: Any) -> IntArray:
+    def _counts_of_rows(self, batch: Any) -> IntArray:
+        """Return what each row of an item counts, (rows,): 1 without `counts`."""
         if self._collate is None:
-            number = rows.count(batch)
+            number = rows.count_rows(batch)
         elif batch is None or (isinstance(batch, Sequence) and not isinstance(batch, str)):
             number = len(batch or ())
         else:
             raise type_error("with collate_fn= each item must be a list of rows", batch, "pass a list, or omit it")
         if self._counts is None or not number:
             return np.ones(number, dtype=np.int64)
-        return _numbers("counts", self._counts(batch), number)
+        return _checked_numbers("counts", self._counts(batch), number)
 
-    def bring(self, batch: Any, *, ended: bool, can_replay: bool) -> RankRows:
-        """Return the rows of this rank in the next step."""
+    def bring_rows(self, batch: Any, *, ended: bool, can_replay: bool) -> RankRows:
+        """Return the rows of this rank in the next step, with what the other ranks are told of them."""
         if self._max_tokens is not None and self.plan.fixed_shape:
             found = "a device that compiles shapes"
             raise value_error("max_tokens= makes microbatches of any shape", found, "pass minibatch_size=")
-        counts = self._counts_of(batch)
+        counts = self._counts_of_rows(batch)
         world = self.world
         number = len(counts)
         bounds = (number * world.rank // world.size, number * (world.rank + 1) // world.size)
@@ -237,52 +238,57 @@ class ArrivingBatches(Dealer):
         necessary = count_microbatches(np.array(len(index)), plan.minibatch_size, fixed_shape=plan.fixed_shape)
         if self._max_tokens is not None:
             assert self._lengths is not None
-            lengths = _numbers("lengths", self._lengths(batch), number)[index] if number else index
+            lengths = _checked_numbers("lengths", self._lengths(batch), number)[index] if number else index
             packed = first_fit_decreasing(lengths, self._max_tokens)
             necessary = np.array(len(packed))
         brought = Brought(len(index), int(counts.sum()), int(necessary), ended, can_replay or len(index) > 0, number)
         return RankRows(batch, index, counts, packed, brought)
 
-    def arrange(self, rows_here: RankRows, brought: Sequence[Brought]) -> tuple[Batch, list[IntArray]]:
+    def arrange_update(self, rows_here: RankRows, brought: Sequence[Brought]) -> tuple[Batch, list[IntArray]]:
         """Return the next update, and the rows of each microbatch of this rank; `brought`: by all ranks."""
         plan, step = self.plan, self.position.step
         equal = self.dealing.padded
         fixed = plan.fixed_shape or rows_here.packed is not None
-        by_rank = rounds_of_all(brought, fixed=fixed, equal=equal)
+        by_rank = rounds_by_rank(brought, fixed=fixed, equal=equal)
         needed = by_rank[self.world.rank]
         most = max(by_rank)
         if self.batches.split.equal_rounds and min(by_rank) < most:
-            rank = by_rank.index(min(by_rank))
-            raise value_error(
-                f"every rank must compute {most} microbatches in update {step}, because a layer communicates in "
-                f"forward",
-                f"{brought[rank].rows} rows on rank {rank}",
-                "bring at least as many rows on every rank, or leave the update out on all of them",
-            )
+            raise _unequal_rounds_error(step, by_rank, brought)
         parts = rows_here.packed
         if parts is None:
             rounds = max(1, needed)
             fixed_shape = plan.fixed_shape
-            parts = in_order(len(rows_here.chosen), plan.minibatch_size, fixed_shape=fixed_shape, rounds=rounds)
+            parts = rows_in_order(len(rows_here.chosen), plan.minibatch_size, fixed_shape=fixed_shape, rounds=rounds)
         distinct = [np.unique(part) for part in parts] if plan.fixed_shape else parts
         samples = [int(rows_here.counts[part].sum()) for part in distinct]
         repeats = [len(part) // len(once) for part, once in zip(parts, distinct, strict=True)]
         rows = [n * times for n, times in zip(samples, repeats, strict=True)]
         replays = max(most if equal else 1, needed) - needed
-        batch = arrange(step, sum(of_rank.samples for of_rank in brought), sum(by_rank), samples, rows, replays)
+        batch = batch_of_rows(step, sum(of_rank.samples for of_rank in brought), sum(by_rank), samples, rows, replays)
         return batch, [rows_here.chosen[part] for part in parts]
 
     def microbatch(self, batch: Any, index: IntArray) -> Any:
         """Return these rows of an item as a microbatch."""
         if self._collate is not None:
             return self._collate([batch[number] for number in index.tolist()])
-        return rows.take(batch, index)
+        return rows.take_rows(batch, index)
 
 
-def _numbers(name: str, returned: Any, number: int) -> IntArray:
+def _checked_numbers(name: str, returned: Any, number: int) -> IntArray:
     """Return what a user's function has returned for each row, (rows,)."""
     values = np.asarray(returned.cpu() if isinstance(returned, Tensor) else returned)
     if values.shape != (number,) or values.dtype.kind not in "iub" or (values < 0).any():
-        what = f"{values.dtype} of shape {values.shape}" if values.shape != (number,) else f"{values.min()}"
-        raise value_error(f"{name}= must return an integer >= 0 for each of {number} rows", what, "count its tokens")
+        found = f"{values.dtype} of shape {values.shape}" if values.shape != (number,) else f"{values.min()}"
+        raise value_error(f"{name}= must return an integer >= 0 for each of {number} rows", found, "count its tokens")
     return values.astype(np.int64)
+
+
+def _unequal_rounds_error(step: int, by_rank: Sequence[int], brought: Sequence[Brought]) -> ValueError:
+    """Return the error of ranks that need equal rounds, but make these numbers of microbatches."""
+    rank = by_rank.index(min(by_rank))
+    return value_error(
+        f"every rank must compute {max(by_rank)} microbatches in update {step}, because a layer communicates in "
+        f"forward",
+        f"{brought[rank].rows} rows on rank {rank}",
+        "bring at least as many rows on every rank, or leave the update out on all of them",
+    )

@@ -122,7 +122,7 @@ class Batches:
     # Positions. ------------------------------------------------------------------------------------------------------
 
     @property
-    def first(self) -> Position:
+    def first_position(self) -> Position:
         """The first update that the plan knows."""
         epoch = self.plan.epoch(self.plan.first_epoch)
         return Position(epoch.number, epoch.first_step)
@@ -143,12 +143,12 @@ class Batches:
         """Return the first update of the next epoch for the end of an epoch, and any other position as it is."""
         return Position(position.epoch + 1, position.step) if self.ends_epoch(position) else position
 
-    def after(self, place: Place, batch: Batch) -> Place:
+    def place_after(self, place: Place, batch: Batch) -> Place:
         """Return the place of a training that has made its next update."""
         due = self.next_update(place.position)
         return Place(Position(due.epoch, due.step + 1), place.samples + batch.batch_size)
 
-    def enter(self, position: Position, epoch: int) -> Position:
+    def enter_epoch(self, position: Position, epoch: int) -> Position:
         """Return where a training goes on in an epoch: where it is, or at the start of a later one."""
         return position if epoch == position.epoch else Position(epoch, self.plan.epoch(epoch).first_step)
 
@@ -193,7 +193,7 @@ class Batches:
             changed = replace(changed, plan=replace(self.plan, fixed_shape=fixed_shape))
             if self.decided is not None:
                 changed = changed.decide_first(self.decided.adaptive)
-        return changed.checked()
+        return changed.with_checked_rounds()
 
     def in_world(self, world: World, position: Position) -> Batches:
         """Return the batches for another world; before the first step a controller decides for it.
@@ -204,9 +204,9 @@ class Batches:
         changed = replace(self, world=world)
         if self.decided is not None and position.step == 0:
             changed = changed.decide_first(self.decided.adaptive)
-        return changed.checked()
+        return changed.with_checked_rounds()
 
-    def checked(self) -> Batches:
+    def with_checked_rounds(self) -> Batches:
         """Return these batches; raise ValueError if the trace is constant, and has no equal rounds that are needed."""
         if self.split.equal_rounds and self.decided is None and not self.arriving:
             check_constant(self.plan, self.world, self.dealing)
@@ -217,13 +217,13 @@ class Batches:
     def decide_first(self, adaptive: AdaptiveTrace) -> Batches:
         """Return the batches with what a controller decides before the first step."""
         rows, fixed = self.plan.minibatch_size, self.plan.fixed_shape
-        return self.grow(DecidedTrace.begin(adaptive, self.world.size, rows, fixed_shape=fixed), self.first)
+        return self.grow(DecidedTrace.begin(adaptive, self.world.size, rows, fixed_shape=fixed), self.first_position)
 
     def grow(self, decided: DecidedTrace, position: Position) -> Batches:
         """Return the batches with what was decided since; what lies before the position is the same."""
         if self.decided is not None and decided.trace is self.decided.trace:
             return replace(self, decided=decided)
-        state = {**self.where(position), "fixed_shape": self.plan.fixed_shape}
+        state = {**self.position_state(position), "fixed_shape": self.plan.fixed_shape}
         return replace(self, decided=decided, plan=replace(self.plan, trace=decided.trace).resume(state))
 
     @property
@@ -244,20 +244,20 @@ class Batches:
             bits = f"minibatch_size={plan.minibatch_size}, torch.set_num_threads({threads})"
         return {"dataset_size": plan.dataset_size, **order, "trace": plan.trace.fingerprint, "reproducible": bits}
 
-    def past_at(self, step: int) -> str:
+    def past_before(self, step: int) -> str:
         """Return the fingerprint of the batch sizes before a step."""
         return self.plan.past(step)
 
-    def past(self, state: dict[str, Any]) -> str:
+    def past_of_state(self, state: dict[str, Any]) -> str:
         """Return the fingerprint of the batch sizes that this training has before a saved position."""
         step = check_int(state["step"], "step")
         if self.decided is None:
-            return self.past_at(step)
+            return self.past_before(step)
         if "growth" in state:  # which brings its own
             return str(state["past"])
         return replace(self.plan, trace=DecidedTrace.after_constant(self.decided.adaptive, step).trace).past(step)
 
-    def where(self, position: Position) -> dict[str, Any]:
+    def position_state(self, position: Position) -> dict[str, Any]:
         """Return a position with the past of its epoch, as plain numbers, valid in every world."""
         epoch = self.epoch(position)
         used = self.plan.samples_before(epoch, position.step) - epoch.samples_before
@@ -275,9 +275,9 @@ class Batches:
             end_pending: whether what the loop does at the end of the epoch is to come.
         """
         plan = self.plan
-        past = {"past": self.past_at(place.position.step), "fixed_shape": plan.fixed_shape}
+        past = {"past": self.past_before(place.position.step), "fixed_shape": plan.fixed_shape}
         growth = {} if self.decided is None else {"growth": self.decided.state_dict()}
-        position = {**self.where(place.position), "samples": place.samples, "end_pending": end_pending}
+        position = {**self.position_state(place.position), "samples": place.samples, "end_pending": end_pending}
         return {"version": VERSION, **position, **self.fingerprint(), **past, **growth}
 
     def resume(self, state: dict[str, Any], devices: int | None) -> Batches:
@@ -307,11 +307,12 @@ class Batches:
 
 
 def position_of(state: dict[str, Any]) -> Position:
-    """Return a saved position."""
+    """Return the position that a state holds."""
     return Position(check_int(state["epoch"], "epoch"), check_int(state["step"], "step"))
 
 
 def _resume(decided: DecidedTrace, state: dict[str, Any], devices: int | None, dataset_size: int) -> DecidedTrace:
+    """Return what a controller has decided in a saved run; of a fixed trace, its last batch size goes on."""
     updates = check_int(state["step"], "step")
     if "growth" not in state:  # that of a fixed trace
         return DecidedTrace.after_constant(decided.adaptive, updates)

@@ -38,13 +38,13 @@ class Dealing(NamedTuple):
         """Return the share of a rank in a step, or in each of several, if `shares_samples`."""
         return share(self.speeds, world.rank, batch_sizes, minibatch_size, padded=self.padded)
 
-    def dealt(self, microbatches: Any, world: World) -> Any:
+    def count_dealt(self, microbatches: Any, world: World) -> Any:
         """Return how many of the microbatches of a step, or of each of several, are dealt to a rank."""
         if self.speeds:
             return turns(self.speeds, world.rank).count(microbatches)
         return -(-(microbatches - world.rank) // world.size)
 
-    def number(self, index: Any, world: World) -> Any:
+    def number_in_step(self, index: Any, world: World) -> Any:
         """Return the number in the step of a rank's microbatch `index`, or of each of several."""
         return turns(self.speeds, world.rank).number(index) if self.speeds else world.rank + index * world.size
 
@@ -111,7 +111,7 @@ class Deal:
             Two arrays, (microbatches,).
         """
         counts = self.counts[index]  # (microbatches,)
-        number = self.dealing.number(round_index - self.replays[index], self.world) % counts  # (microbatches,)
+        number = self.dealing.number_in_step(round_index - self.replays[index], self.world) % counts  # (microbatches,)
         start, size = self._deal_fixed(index, number) if self.fixed_shape else self._deal_balanced(index, number)
         return self.starts[index] + start, size
 
@@ -124,16 +124,16 @@ class Deal:
     def _deal_fixed(self, index: IntArray, number: IntArray) -> tuple[IntArray, IntArray]:
         """Return the first sample in the step and the size of microbatches; partial ones come first."""
         in_partial = self.sizes[index] % self.minibatch_size
-        remainders, which = np.unique(in_partial, return_inverse=True)  # (splits,), (microbatches,)
+        remainders, split_of = np.unique(in_partial, return_inverse=True)  # (splits,), (microbatches,)
         splits = [partial_sizes(int(remainder), self.minibatch_size) for remainder in remainders]
         lengths = np.array([len(split) for split in splits], dtype=np.int64)  # (splits,)
         # All splits one after another, each with an end mark, so that every lookup below stays inside its own split.
         sizes = np.array([size for split in splits for size in (*split, 0)], dtype=np.int64)  # (entries,)
         before = np.concatenate(([0], np.cumsum(sizes)[:-1]))  # (entries,)
-        row = (np.cumsum(lengths + 1) - lengths - 1)[which]  # (microbatches,): first entry of the split
-        entry = row + np.minimum(number, lengths[which])  # (microbatches,)
-        full = np.maximum(number - lengths[which], 0)  # (microbatches,): full microbatches before this one
-        size = np.where(number < lengths[which], sizes[entry], self.minibatch_size)  # (microbatches,)
+        row = (np.cumsum(lengths + 1) - lengths - 1)[split_of]  # (microbatches,): first entry of the split
+        entry = row + np.minimum(number, lengths[split_of])  # (microbatches,)
+        full = np.maximum(number - lengths[split_of], 0)  # (microbatches,): full microbatches before this one
+        size = np.where(number < lengths[split_of], sizes[entry], self.minibatch_size)  # (microbatches,)
         return before[entry] - before[row] + full * self.minibatch_size, size
 
     def positions(self, start: IntArray, size: IntArray) -> IntArray:
@@ -179,26 +179,26 @@ class Step:
     def rounds(self, world: World) -> int:
         """Return how many microbatches this rank computes: its share, or one replay if it has none; see `Dealing`."""
         if self.dealing.shares_samples:
-            share, _ = self._part(world)
+            share, _ = self._share_and_cut(world)
             return int(share.microbatches + share.replays)
-        return max(1, int(self.dealing.dealt(self.cut.microbatches, world)) + self._replays(world))
+        return max(1, int(self.dealing.count_dealt(self.cut.microbatches, world)) + self._count_replays(world))
 
-    def _part(self, world: World) -> tuple[Share, Cut]:
-        return _part(self.dealing, self.batch_size, self.minibatch_size, world)
+    def _share_and_cut(self, world: World) -> tuple[Share, Cut]:
+        return _share_and_cut(self.dealing, self.batch_size, self.minibatch_size, world)
 
-    def _replays(self, world: World) -> int:
+    def _count_replays(self, world: World) -> int:
         return int(self.dealing.replays(self.cut.microbatches, world))
 
     def microbatch(self, round_index: int, world: World) -> Microbatch:
         """Return this rank's microbatch of a round; replays come first."""
         if self.dealing.shares_samples:
-            share, sizes = self._part(world)
+            share, sizes = self._share_and_cut(world)
             first = self.start + share.start
             number = round_index - share.replays
             count = share.microbatches
         else:
             first, sizes, count = self.start, self.cut, self.cut.microbatches
-            number = int(self.dealing.number(round_index - self._replays(world), world))
+            number = int(self.dealing.number_in_step(round_index - self._count_replays(world), world))
         start, size = sizes.locate(number % sizes.microbatches)
         return Microbatch(
             step=self.number,
@@ -212,7 +212,7 @@ class Step:
 
 
 @lru_cache(maxsize=1024)  # a loop asks for each microbatch
-def _part(dealing: Dealing, batch_size: int, minibatch_size: int, world: World) -> tuple[Share, Cut]:
+def _share_and_cut(dealing: Dealing, batch_size: int, minibatch_size: int, world: World) -> tuple[Share, Cut]:
     """Return the share of a rank in a step, and its cut; that of one sample, which it replays, if it has none."""
     rank_share = Share(*map(int, dealing.share(batch_size, minibatch_size, world)))
     samples, count = max(1, rank_share.samples), max(1, rank_share.microbatches)

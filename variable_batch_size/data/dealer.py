@@ -68,7 +68,7 @@ class Dealer:
         self.growing = Growing(batches)
         self.epochs = epochs
         self.facts = facts or {}
-        self._place = Place(batches.first, 0)
+        self._place = Place(batches.first_position, 0)
         self.end_pending = False
         self._chosen: tuple[Place, DecidedTrace | None] | None = None  # by set_epoch, and what was decided before it
         self._counter: Counter | None = None  # the optimizer that has counted a microbatch last
@@ -115,12 +115,12 @@ class Dealer:
 
     def __repr__(self) -> str:
         """Return what is dealt, for which rank, and how far the training is."""
-        of = "" if self.batches.arriving else f"{self.plan.dataset_size:,} samples, "
+        samples = "" if self.batches.arriving else f"{self.plan.dataset_size:,} samples, "
         decided = self.batches.decided
         trace = (
             "" if self.batches.arriving else f"{self.plan.trace if decided is None else describe(decided.adaptive)}, "
         )
-        return f"{type(self).__name__}({of}{trace}rank {self.rank} of {self.num_replicas}, at {self.position})"
+        return f"{type(self).__name__}({samples}{trace}rank {self.rank} of {self.num_replicas}, at {self.position})"
 
     @property
     def plan(self) -> Plan:
@@ -201,14 +201,14 @@ class Dealer:
         batches.plan.epoch(epoch)  # raises if the trace ends before
         self.growing.batches, self._chosen, self._announced = batches, None, True
         if last is not None:
-            last.leave()
+            last.note_leaving()
         if epoch > place.position.epoch:
-            self._choose(epoch)
+            self._choose_epoch(epoch)
 
-    def _choose(self, epoch: int) -> None:
+    def _choose_epoch(self, epoch: int) -> None:
         """Go on in a later epoch, which nothing else has chosen."""
         place, batches, decided = self.committed, self.batches, self.batches.decided
-        position = batches.enter(batches.next_update(place.position), epoch)
+        position = batches.enter_epoch(batches.next_update(place.position), epoch)
         self.end_pending = False
         self._chosen = Place(position, place.samples), decided
         if decided is not None and position.step > place.position.step:
@@ -236,15 +236,15 @@ class Dealer:
 
     def advance(self) -> None:
         """Commit the next update, in a loop that has no optimizer of this library; one with an optimizer does it."""
-        made = self.batches.after(self.place, self.batch)
-        self.count_by(None)
+        made = self.batches.place_after(self.place, self.batch)
+        self.follow_counter(None)
         self._place = made
 
     def is_counted_by_other(self, counter: Counter) -> bool:
         """Return whether another optimizer has counted a microbatch last."""
         return self._counter is not None and self._counter is not counter
 
-    def count_by(self, counter: Counter | None) -> None:
+    def follow_counter(self, counter: Counter | None) -> None:
         """Let the place of an optimizer be that of the training from now on."""
         if counter is not self._counter:
             self._place, self._counter = self.committed, counter
@@ -276,16 +276,8 @@ class Dealer:
                 and one graph for all ranks, or a world that may change.
         """
         batches = self._batches_at(self.committed)
-        split, decided = batches.split, batches.decided
-        if batches.arriving and elastic:
-            found = "an elastic backend"
-            raise value_error("batches that arrive need ranks that stay", found, "pass a vbs.CustomSampler")
-        if split.speeds and (compiles_shapes or elastic):
-            found = "a world that may change" if elastic else "a device on which all ranks run one graph, as with XLA"
-            raise value_error("speeds= needs a fixed world whose ranks run on their own", found, "omit speeds=")
-        if elastic and decided is not None and decided.adaptive.every is None:
-            requirement = "where the world may change, an AdaptiveTrace must ask its controller again"
-            raise value_error(requirement, "every=None", "pass every=")
+        split = batches.split
+        _check_can_attach(batches, compiles_shapes=compiles_shapes, elastic=elastic)
         # Where each of several optimizers has a DistributedDataParallel, its first forward after a sum is a collective.
         padded |= batches.arriving and self._attached
         split = Split(split.spread and spread, split.padded or padded, split.equal_rounds or equal_rounds, split.speeds)
@@ -294,7 +286,7 @@ class Dealer:
         self._chosen = None
         self.growing.batches = batches.with_split(split, fixed_shape=fixed)
         if chosen is not None:  # in other batches
-            self._choose(chosen[0].position.epoch)
+            self._choose_epoch(chosen[0].position.epoch)
         self._cut_is_known, self._attached, self._elastic = True, True, elastic
         self.ask_for_iteration()  # microbatches that were read before are not for this optimizer
 
@@ -308,7 +300,7 @@ class Dealer:
 
     # Iterations. -----------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def begin_iteration(self) -> None:
         """Prepare for the first read of an iteration.
 
         Raises:
@@ -324,7 +316,7 @@ class Dealer:
                 f"evaluation; and loop over epochs by vbs.remaining_epochs, or with set_epoch()"
             )
         self.expected = None  # by a loop that was left
-        self.before_reading.begin(self.due)
+        self.before_reading.set_waiting(self.due)
         self.note_iteration()
 
     def note_iteration(self) -> None:
@@ -356,7 +348,7 @@ class Dealer:
             ended: whether it has, also if a loader that prefetches does not tell.
         """
         last, batches = self.iteration, self.batches
-        if last is None or not self._attached or not last.left_over(ended=ended):
+        if last is None or not self._attached or not last.has_left_over(ended=ended):
             return
         number = last.start.epoch
         if number < batches.plan.first_epoch:
@@ -395,7 +387,7 @@ class Dealer:
             check_position(state_dict)
             if strict:
                 self.check_samples(state_dict)
-            self.adopt(state_dict, self.resume(state_dict))
+            self.adopt_state(state_dict, self.resume(state_dict))
         self.ask_for_iteration()
 
     def check_samples(self, state: dict[str, Any]) -> None:
@@ -407,7 +399,7 @@ class Dealer:
         batches = self.batches
         fingerprint = batches.fingerprint()
         trace = fingerprint.pop("trace")
-        check_same_samples(state, fingerprint, batches.past(state))
+        check_same_samples(state, fingerprint, batches.past_of_state(state))
         if batches.decided is None and trace != state["trace"] and self.world.rank == 0:
             warnings.warn(
                 f"The batch trace differs from that of the saved run after update {state['step']} (allowed)",
@@ -427,7 +419,7 @@ class Dealer:
         batches.plan.check_trace(self.epochs)
         return batches
 
-    def adopt(self, state: dict[str, Any], batches: Batches, *, counted: bool = False) -> Place:
+    def adopt_state(self, state: dict[str, Any], batches: Batches, *, counted: bool = False) -> Place:
         """Go on at a saved position, which is returned; `counted`: an optimizer counts from there."""
         place = Place(position_of(state), check_int(state["samples"], "samples"))
         self.growing.batches, self.growing.decided_at = batches, place.position.step
@@ -436,3 +428,16 @@ class Dealer:
         self._cut_is_known = True
         self.end_pending = bool(state["end_pending"]) and batches.ends_epoch(place.position)
         return place
+
+
+def _check_can_attach(batches: Batches, *, compiles_shapes: bool, elastic: bool) -> None:
+    """Raise ValueError if batches cannot be dealt for an optimizer with such a device, or such a world."""
+    if batches.arriving and elastic:
+        found = "an elastic backend"
+        raise value_error("batches that arrive need ranks that stay", found, "pass a vbs.CustomSampler")
+    if batches.split.speeds and (compiles_shapes or elastic):
+        found = "a world that may change" if elastic else "a device on which all ranks run one graph, as with XLA"
+        raise value_error("speeds= needs a fixed world whose ranks run on their own", found, "omit speeds=")
+    if elastic and batches.decided is not None and batches.decided.adaptive.every is None:
+        requirement = "where the world may change, an AdaptiveTrace must ask its controller again"
+        raise value_error(requirement, "every=None", "pass every=")

@@ -128,7 +128,7 @@ def dry_run(plan: Plan, epochs: int | None = None) -> DryRun:
     plan.check_trace(limit)
     runs = tuple(plan.epoch_runs(limit))
     last = plan.epoch(runs[-1][0].number + runs[-1][1] - 1)
-    counts = _count(plan.trace, last.end_step)
+    counts = _count_sizes(plan.trace, last.end_step)
     for epoch, alike in runs:  # the last update of each may be shortened
         step = epoch.end_step - 1
         for size, change in ((plan.trace.batch_size(step), -alike), (plan.step(epoch, step).batch_size, alike)):
@@ -137,7 +137,8 @@ def dry_run(plan: Plan, epochs: int | None = None) -> DryRun:
     return DryRun(plan, runs, last, np.array(sizes), np.array([counts[size] for size in sizes]))
 
 
-def _count(trace: BatchTrace, end_step: int) -> Counter[int]:
+def _count_sizes(trace: BatchTrace, end_step: int) -> Counter[int]:
+    """Return how often each batch size occurs in the steps of a trace before `end_step`."""
     first_step, size = trace.runs  # (runs,) both
     cycles, rest = divmod(end_step, trace.steps) if trace.on_end == "cycle" and trace.steps else (0, end_step)
     counts: Counter[int] = Counter()

@@ -16,7 +16,7 @@ def next_equal(
 ) -> int:
     """Return the smallest batch size from `batch_size` on with which a step has equal rounds.
 
-    >>> next_equal(33, 32, 4, fixed_shape=False, multiple_of=1), next_equal(3, 32, 4, fixed_shape=False, multiple_of=4)
+    >>> next_equal(33, 32, 4, fixed_shape=False), next_equal(3, 32, 4, fixed_shape=False, multiple_of=4)
     (97, 4)
 
     Args:
@@ -55,7 +55,7 @@ def check_equal_rounds(
     for deal in plan.deals(epoch, first_step, World(least, world.size), padded, end_step):
         unequal = np.flatnonzero(deal.replays)
         if len(unequal):
-            raise _unequal(plan, epoch, deal.first_step + int(unequal[0]), world, dealing)
+            raise _unequal_rounds_of_step(plan, epoch, deal.first_step + int(unequal[0]), world, dealing)
 
 
 def check_constant(plan: Plan, world: World, dealing: Dealing) -> None:
@@ -69,17 +69,19 @@ def check_constant(plan: Plan, world: World, dealing: Dealing) -> None:
         check_equal_rounds(plan, epoch, epoch.first_step, world, dealing)
 
 
-def _unequal(plan: Plan, epoch: Epoch, number: int, world: World, dealing: Dealing) -> ValueError:
+def _unequal_rounds_of_step(plan: Plan, epoch: Epoch, number: int, world: World, dealing: Dealing) -> ValueError:
+    """Return the error of a step without equal rounds."""
     step = plan.step(epoch, number, dealing)
     count = f"{step.num_microbatches} microbatch{'es' * (step.num_microbatches > 1)}"
     return ValueError(
         f"with equal_rounds=True every rank must compute the same number of microbatches in every step, and no replay, "
         f"but step {number} has a batch size of {step.batch_size}, cut into {count}, on {world.size} ranks with "
-        f"minibatch_size={plan.minibatch_size}; {_remedy(plan, epoch, step, world, dealing)}"
+        f"minibatch_size={plan.minibatch_size}; {_remedy_for_step(plan, epoch, step, world, dealing)}"
     )
 
 
-def _remedy(plan: Plan, epoch: Epoch, step: Step, world: World, dealing: Dealing) -> str:
+def _remedy_for_step(plan: Plan, epoch: Epoch, step: Step, world: World, dealing: Dealing) -> str:
+    """Return, in words for the error, what gives a step equal rounds."""
     if step.batch_size < plan.trace.batch_size(step.number):  # no batch size of the trace would change it
         if step.start + step.batch_size == plan.dataset_size:
             return f"pass drop_last=True, because the step is the rest of epoch {epoch.number}"

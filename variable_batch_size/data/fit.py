@@ -122,19 +122,19 @@ def find_minibatch_size(
     fits = 0
     too_large = limit + 1
     message = ""
-    if (number := rows.count(example)) != 1:
+    if (number := rows.count_rows(example)) != 1:
         raise value_error("the example must be a batch of one row", f"{number} rows", "pass one, as data[:1]")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     devices = [] if accelerator is None else [torch.accelerator.current_device_index()]
     while too_large - fits > 1:
         try:
             with torch.random.fork_rng(devices, device_type="cuda" if accelerator is None else accelerator.type):
-                _compute(model_fn(), loss_fn, rows.take(example, np.zeros(size, np.int64)), optimizer_fn)
+                _try_batch(model_fn(), loss_fn, rows.take_rows(example, np.zeros(size, np.int64)), optimizer_fn)
             fits = size
         except (MemoryError, RuntimeError) as error:
             message = str(error).partition("\n")[0] or type(error).__name__
-            known = any(text in f"{error}".lower() for text in _OUT_OF_MEMORY)
-            if not known and not isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+            says_so = any(text in f"{error}".lower() for text in _OUT_OF_MEMORY)
+            if not says_so and not isinstance(error, (MemoryError, torch.OutOfMemoryError)):
                 raise
             too_large = size
         gc.collect()  # the exception, which is deleted by now, had frames with tensors
@@ -148,12 +148,13 @@ def find_minibatch_size(
     return fits
 
 
-def _compute(
+def _try_batch(
     model: Model,
     loss_fn: Callable[[Model, Any], Tensor],
     batch: Any,
     optimizer_fn: Callable[[Iterable[torch.nn.Parameter]], Optimizer] | None,
 ) -> None:
+    """Compute forward and backward of a batch twice, as in an accumulation, with a step after each."""
     backend = detect(model.parameters())
     optimizer = None if optimizer_fn is None else optimizer_fn(model.parameters())
     for _ in range(2):

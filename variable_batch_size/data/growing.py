@@ -25,8 +25,8 @@ class Growing:
     """The batches of a training, as far as they are known.
 
     A loader may read in a thread of its own, ahead of the training: where the batch size is not decided yet, it waits
-    in `known`. The thread of the training cannot wait for itself and gets an error. Before the first update nobody
-    knows which one it is: only a daemon, as the thread of a loader is, waits then.
+    in `wait_for`. The thread of the training cannot wait for itself and gets an error. Before the first update
+    nobody knows which one it is: only a daemon, as the thread of a loader is, waits then.
 
     Attributes:
         decided_at: number of updates after which the controller was last checked; several optimizers may share a
@@ -68,7 +68,7 @@ class Growing:
         """Note that this thread trains."""
         self._trainer = threading.get_ident()
 
-    def known(self, number: int, step: int, ahead: int, *, abandoned: Callable[[], bool] = lambda: False) -> Batches:
+    def wait_for(self, number: int, step: int, ahead: int, *, abandoned: Callable[[], bool] = lambda: False) -> Batches:
         """Return batches in which the size of a step is known, or the epoch is known to have ended before it.
 
         Args:
@@ -90,17 +90,19 @@ class Growing:
             if step == epoch.end_step and batches.plan.ends_whatever_follows(epoch):
                 return batches
             thread = threading.current_thread()
-            if not thread.daemon if self._trainer is None else thread.ident == self._trainer:
-                raise _reads_too_far(decided.adaptive.delay, step, batches.known_until, ahead)
+            trains = not thread.daemon if self._trainer is None else thread.ident == self._trainer
+            if trains:
+                raise _reads_too_far_error(decided.adaptive.delay, step, batches.known_until, ahead)
             if abandoned() or not threading.main_thread().is_alive():
                 raise AbandonedError
             with self._changed:
                 if self._batches is batches:
                     self._changed.wait(WAIT_SECONDS)
-            begun = _warn_if_long(begun)
+            begun = _warn_of_long_wait(begun)
 
 
-def _reads_too_far(delay: int, step: int, end_step: int, ahead: int) -> RuntimeError:
+def _reads_too_far_error(delay: int, step: int, end_step: int, ahead: int) -> RuntimeError:
+    """Return the error of a loader that reads step `step` in the thread of the training, which cannot wait."""
     return RuntimeError(
         f"a loader must not read updates whose batch size is not decided yet, but it reads update {step}, {ahead} "
         f"reads ahead of step(), and the batch sizes are known up to update {end_step - 1}; pass "
@@ -109,7 +111,7 @@ def _reads_too_far(delay: int, step: int, end_step: int, ahead: int) -> RuntimeE
     )
 
 
-def _warn_if_long(begun: float | None) -> float:
+def _warn_of_long_wait(begun: float | None) -> float:
     """Warn once after `WARN_SECONDS`; return when the wait began, or infinity after the warning."""
     if begun is not None and time.monotonic() - begun > WARN_SECONDS:
         warnings.warn(

@@ -34,11 +34,11 @@ class Iteration(Pass):
 
     def __next__(self) -> list[int]:
         if not self.reads:
-            self._begin()
+            self._begin_reading()
         self._dealer.iteration = self
         self.reads += 1
         if self._row == len(self._rows):
-            self._refill()
+            self._convert_rows()
         row = self._rows[self._row]
         self._row += 1
         self.yielded += 1
@@ -46,11 +46,12 @@ class Iteration(Pass):
 
     # What is read. ---------------------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
+    def _begin_reading(self) -> None:
+        """Begin the iteration in this thread, where the training is, or where a loader has resumed."""
         dealer = self._dealer
         if not self.loaded:
             self.start = dealer.due
-        dealer.begin()
+        dealer.begin_iteration()
         self.thread = threading.get_ident()
         self._start_at(self.start, self.first_round)
 
@@ -67,7 +68,8 @@ class Iteration(Pass):
         self._deal: Deal | None = None
         self._converted = round_index  # microbatches of the deal that were converted to rows
 
-    def _refill(self) -> None:
+    def _convert_rows(self) -> None:
+        """Make the indices of the next microbatches, about `INDICES_PER_CHUNK`."""
         if self._deal is None or self._converted == len(self._deal):
             self._deal = self._next_deal()
         plan = self._batches.plan
@@ -78,19 +80,10 @@ class Iteration(Pass):
         self._row, self._converted = 0, end
 
     def _next_deal(self) -> Deal:
+        """Return the next steps of the epoch, or of one that follows it; raise StopIteration at the end."""
         dealer = self._dealer
         if self._batches.decided is not None:
-            ahead = self.yielded - self.stepped + 1
-            try:
-                self._batches = dealer.growing.known(
-                    self._epoch.number,
-                    self._next_step,
-                    ahead,
-                    abandoned=lambda: self.stale or dealer.iteration is not self,
-                )
-            except AbandonedError:
-                raise StopIteration from None
-            self._epoch = self._batches.plan.epoch(self._epoch.number)
+            self._wait_for_next_step()
         batches, end_step = self._batches, self._batches.known_until
         if self._next_step == self._epoch.end_step:
             if not (self.resumed and self.stepped == 0 and self._next_epoch_is_due):
@@ -109,6 +102,18 @@ class Iteration(Pass):
         self._converted = self._converted if self._deal is None else 0
         return deal
 
+    def _wait_for_next_step(self) -> None:
+        """Wait until a controller has decided the next step; raise StopIteration if nobody reads it any more."""
+        dealer, ahead = self._dealer, self.yielded - self.stepped + 1
+        number, step = self._epoch.number, self._next_step
+        try:
+            self._batches = dealer.growing.wait_for(
+                number, step, ahead, abandoned=lambda: self.stale or dealer.iteration is not self
+            )
+        except AbandonedError:
+            raise StopIteration from None
+        self._epoch = self._batches.plan.epoch(number)
+
     @property
     def _next_epoch_is_due(self) -> bool:
         ends = self._batches.plan.ends_with(self._epoch)  # the next epoch would have no step
@@ -119,7 +124,7 @@ class Iteration(Pass):
     def state_dict(self) -> dict[str, Any]:
         """Return which microbatch comes next."""
         if not self.reads:
-            return {**self.start._asdict(), "round": self.first_round, **self._split()}
+            return {**self.start._asdict(), "round": self.first_round, **self._facts_of_split()}
         step, round_index = self._next_step, 0
         number = self._converted - len(self._rows) + self._row
         if self._deal is None:
@@ -127,7 +132,7 @@ class Iteration(Pass):
         elif number < len(self._deal):
             (index,), (round_index,) = (array.tolist() for array in self._deal.locate(number, number + 1))
             step = self._deal.first_step + index
-        return {"epoch": self._epoch.number, "step": step, "round": round_index, **self._split()}
+        return {"epoch": self._epoch.number, "step": step, "round": round_index, **self._facts_of_split()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume at a saved position.
@@ -139,7 +144,7 @@ class Iteration(Pass):
             ValueError: if the position is within a step that is split differently here, or before what the resumed
                 training knows.
         """
-        split, batches = self._split(), self._dealer.batches
+        split, batches = self._facts_of_split(), self._dealer.batches
         saved = {key: state_dict[key] for key in split}
         if state_dict["round"] and saved != split:
             raise ValueError(
@@ -164,7 +169,7 @@ class Iteration(Pass):
         self.first_round = state_dict["round"]
         self.loaded = True
 
-    def _split(self) -> dict[str, Any]:
+    def _facts_of_split(self) -> dict[str, Any]:
         """Return what determines the microbatches of this rank within a step."""
         batches = self._dealer.batches
         split = {"minibatch_size": batches.plan.minibatch_size, "fixed_shape": batches.plan.fixed_shape}

@@ -20,7 +20,7 @@ class Pass:
         reads: number of reads, with those that met the end.
         yielded: number of microbatches that were read.
         exhausted: whether a read has met the end.
-        thread: that reads.
+        thread: the one that reads, 0 before.
         by_updates: whether `vbs.updates` reads it, which compares its hand-out with the reads.
         loaded: whether its loader has said where it begins.
         stale: whether its next microbatch is not the one that is due, because an optimizer has moved since.
@@ -56,21 +56,21 @@ class Pass:
                 f"give an optimizer that steps more rarely a sampler of its own"
             )
         self._stepped[optimizer] = received + 1
-        skipped = 0 if self.by_updates else self.left_out(received)
+        skipped = 0 if self.by_updates else self.count_lost(received)
         if skipped:
-            what = (
+            lost = (
                 f"{skipped} of those that were read did not reach step() before step {step} continued"
                 if skipped > 0
                 else f"step() was called {-skipped} times more than microbatches were read"
             )
             raise RuntimeError(
-                f"step() must follow the backward() of every microbatch, but {what}; call it once per microbatch, skip "
+                f"step() must follow the backward() of every microbatch, but {lost}; call it once per microbatch, skip "
                 f"none (after an exception call discard_step() and iterate the loader again), pass the sampler to the "
                 f"loader as batch_sampler, give an optimizer that steps more rarely a sampler of its own, and read "
                 f"several at once only by vbs.updates"
             )
 
-    def left_out(self, received: int) -> int:
+    def count_lost(self, received: int) -> int:
         """Return how many microbatches were lost between sampler and loop, by one that comes after `received` others.
 
         A loader that reads in the thread of the loop is ahead by a constant number of reads: 1 without workers, and
@@ -84,11 +84,11 @@ class Pass:
         self._lead = lead if self._lead is None else self._lead
         return 0 if lead < self._lead and self.exhausted else lead - self._lead  # at the end a loader reads no more
 
-    def leave(self) -> None:
+    def note_leaving(self) -> None:
         """Note that the loop is left on purpose, unless it reads on."""
         self._left_at = self.reads
 
-    def left_over(self, *, ended: bool) -> bool:
+    def has_left_over(self, *, ended: bool) -> bool:
         """Return whether the loop has ended, and a microbatch that it got did not reach `step()`.
 
         With a loader that prefetches, a loop that leaves with the last microbatch in hand counts as one that skips it.

@@ -89,7 +89,7 @@ class Plan:
     max_updates: int | None = None
     max_samples: int | None = None
     _past: Past = field(init=False, repr=False, compare=False)
-    _held: BatchTrace = field(init=False, repr=False, compare=False)  # the trace, as if it never ended
+    _endless_trace: BatchTrace = field(init=False, repr=False, compare=False)  # the trace, as if it never ended
     _latest: list[Epoch] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -104,7 +104,7 @@ class Plan:
             )
         object.__setattr__(self, "_past", Past(self.trace))
         ends = self.trace.on_end in ("error", "stop")
-        object.__setattr__(self, "_held", self.trace.with_on_end("hold") if ends else self.trace)
+        object.__setattr__(self, "_endless_trace", self.trace.with_on_end("hold") if ends else self.trace)
 
     @property
     def first_epoch(self) -> int:
@@ -135,9 +135,9 @@ class Plan:
         )
         self._check_trace_reaches(step)
         complete = bool(state["ended"])
-        offset = self._held.offset(first_step)
+        offset = self._endless_trace.offset(first_step)
         known_from = first_step
-        shortened = self._held.offset(step) - offset - used
+        shortened = self._endless_trace.offset(step) - offset - used
         if shortened and not complete and used >= step - first_step:  # by an earlier end of the training
             offset = offset + shortened
             known_from = step
@@ -162,20 +162,20 @@ class Plan:
                 f"the plan of a run that was resumed, or whose trace grows, knows its epochs from {self.first_epoch} "
                 f"on, got epoch {number}; ask for a later one, or load an earlier state"
             )
-        return self._walk(number, through=None if self.ends else number)
+        return self._walk_to_epoch(number, through=None if self.ends else number)
 
-    def _walk(self, number: int, through: int | None) -> Epoch:
+    def _walk_to_epoch(self, number: int, through: int | None) -> Epoch:
         """Return the steps of epoch `number`; `through`: as for `_next_epoch`."""
         last = self._latest[0] if self._latest else None  # another thread may replace it
         if last is None or last.number > number:
             last = self.begin or self._next_epoch(0, 0, 0, through=through)
         while last.number < number:
             if self.ends_with(last):
-                offset = self._held.offset(last.end_step)
+                offset = self._endless_trace.offset(last.end_step)
                 before = last.samples_before + last.samples
                 last = Epoch(number, last.end_step, last.end_step, 0, offset, before, complete=False)
             else:
-                alike = self._alike(last, number - last.number)
+                alike = self._count_alike(last, number - last.number)
                 first_step = last.first_step + alike * last.updates
                 before = last.samples_before + alike * last.samples
                 last = self._next_epoch(last.number + alike, first_step, before, through=through)
@@ -192,7 +192,7 @@ class Plan:
         while number != epochs:
             epoch = self.epoch(number)
             most = (epochs or number + 2**53) - number
-            alike = 1 if self.ends_with(epoch) else self._alike(epoch, most)
+            alike = 1 if self.ends_with(epoch) else self._count_alike(epoch, most)
             yield epoch, alike
             number += alike
             if self.ends_with(self.epoch(number - 1)):
@@ -213,7 +213,7 @@ class Plan:
         if self.max_updates is None or self.max_updates > steps:
             # An epoch has at least one step, so without a number of epochs the training ends in these.
             last = epochs - 1 if epochs else self.first_epoch + steps
-            self._walk(max(self.first_epoch, last), through=epochs - 1 if epochs else None)
+            self._walk_to_epoch(max(self.first_epoch, last), through=epochs - 1 if epochs else None)
 
     def ends_with(self, epoch: Epoch) -> bool:
         """Return whether the training ends with this epoch, or has ended before."""
@@ -260,9 +260,10 @@ class Plan:
 
     def whole_samples(self, epoch: Epoch) -> int:
         """Return the samples of an epoch, as if the training did not end in it."""
-        return epoch.samples if epoch.complete else self._whole(epoch.trace_offset)[1]
+        return epoch.samples if epoch.complete else self._whole_epoch(epoch.trace_offset)[1]
 
     def _ends_at(self, step: int, samples: int) -> bool:
+        """Return whether the training has ended before a step, with these samples of all earlier ones."""
         too_many_steps = self._end_step is not None and step >= self._end_step
         return too_many_steps or (self.max_samples is not None and samples >= self.max_samples)
 
@@ -272,7 +273,7 @@ class Plan:
         ends = [self.max_updates, self.trace.steps if self.trace.on_end == "stop" else None]
         return min((end for end in ends if end is not None), default=None)
 
-    def _alike(self, epoch: Epoch, most: int) -> int:
+    def _count_alike(self, epoch: Epoch, most: int) -> int:
         """Return how many epochs from `epoch` on, at most `most`, have the same numbers of steps and samples."""
         if epoch is self.begin:  # which another trace, or another end, may have made
             return 1
@@ -302,12 +303,12 @@ class Plan:
         Raises:
             ValueError: if the trace ends inside the epoch and has `on_end="error"`.
         """
-        trace = self._held
+        trace = self._endless_trace
         offset = trace.offset(first_step) if offset is None else offset
         if self._ends_at(first_step, samples_before):
             return Epoch(number, first_step, first_step, 0, offset, samples_before, complete=False)
         end_sample = offset + self.dataset_size
-        whole_end, whole = self._whole(offset)
+        whole_end, whole = self._whole_epoch(offset)
         end_step = whole_end
         samples = whole if self.max_samples is None else min(whole, self.max_samples - samples_before)
         if samples < whole:
@@ -323,13 +324,13 @@ class Plan:
             complete = False  # the next step might belong to it
         return Epoch(number, first_step, end_step, samples, offset, samples_before, complete)
 
-    def _whole(self, offset: int) -> tuple[int, int]:
+    def _whole_epoch(self, offset: int) -> tuple[int, int]:
         """Return the step after the last one of an epoch, and its samples, as if the training did not end in it.
 
         Args:
             offset: samples of the trace before the epoch.
         """
-        trace = self._held
+        trace = self._endless_trace
         end_sample = offset + self.dataset_size
         end_step = trace.step_at(end_sample - 1) + 1
         if self.drop_last and trace.offset(end_step) > end_sample:
@@ -365,21 +366,21 @@ class Plan:
     def step(self, epoch: Epoch, number: int, dealing: Dealing = _SIMPLE) -> Step:
         """Return update `number` of the trace, which lies in `epoch`, split as by `cut`."""
         m, fixed = self.minibatch_size, self.fixed_shape
-        start = self._held.offset(number) - epoch.trace_offset
+        start = self._endless_trace.offset(number) - epoch.trace_offset
         batch_size = min(self.trace.batch_size(number), epoch.samples - start)
         sizes = cut(batch_size, m, fixed_shape=fixed, multiple_of=dealing.multiple_of)
         return Step(number, batch_size, start, m, sizes, fixed, dealing)
 
     def samples_before(self, epoch: Epoch, number: int) -> int:
         """Return the samples of all updates before step `number` of `epoch`, over all epochs and ranks."""
-        return epoch.samples_before + min(epoch.samples, self._held.offset(number) - epoch.trace_offset)
+        return epoch.samples_before + min(epoch.samples, self._endless_trace.offset(number) - epoch.trace_offset)
 
     def deal(
         self, epoch: Epoch, first_step: int, world: World, dealing: Dealing = _SIMPLE, end_step: int = MAX_INT
     ) -> Deal:
         """Return a rank's microbatches in the next `STEPS_PER_DEAL` steps of `epoch`, up to its end or `end_step`."""
         steps = np.arange(first_step, min(end_step, epoch.end_step, first_step + STEPS_PER_DEAL))  # (steps,), as below
-        start = self._held.offset(first_step) - epoch.trace_offset
+        start = self._endless_trace.offset(first_step) - epoch.trace_offset
         ends = np.minimum(start + np.cumsum(self.trace.batch_sizes(steps)), epoch.samples)
         starts = np.concatenate(([start], ends[:-1]))
         sizes = ends - starts
@@ -395,7 +396,7 @@ class Plan:
         else:
             counts = self.microbatches(sizes, dealing.multiple_of)
             replays = dealing.replays(counts, world)
-            rounds = np.maximum(1, dealing.dealt(counts, world) + replays)
+            rounds = np.maximum(1, dealing.count_dealt(counts, world) + replays)
         ends = np.cumsum(rounds)
         cut_by = (self.minibatch_size, self.fixed_shape, dealing)
         return Deal(first_step, ends, counts, starts, sizes, replays, world, *cut_by)

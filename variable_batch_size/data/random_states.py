@@ -29,7 +29,7 @@ class BeforeReading:
         self._position: Position | None = None
         self._states: RandomStates | None = None
 
-    def wait(self, position: Position | None, states: RandomStates) -> None:
+    def wait_for(self, position: Position | None, states: RandomStates) -> None:
         """Set these states at a position; None: at none, because the saved run had not begun to read its epoch."""
         self._position, self._states = position, states
 
@@ -37,14 +37,14 @@ class BeforeReading:
         """Return whether states are set at this position."""
         return self._states is not None and self._position == position
 
-    def begin(self, position: Position) -> None:
+    def set_waiting(self, position: Position) -> None:
         """Set the states that wait for this position, and forget others."""
         if self._states is not None and self._position == position:
             self._states.set()
         else:
             self._states = None
 
-    def keep(self, position: Position) -> None:
+    def wait_with_present(self, position: Position) -> None:
         """Set, at this position, what there is now: undo what starting workers draws, which the saved run had."""
         if self._states is not None and self._position != position:
             self._states.keep()

@@ -19,31 +19,32 @@ def _is_leaf(batch: object) -> bool:
     A TensorDict, which is a dict, has a batch size and is indexed by rows.
     """
     if isinstance(batch, list):  # a loader makes a list of the fields of tuples
-        return not any(isinstance(item, (Tensor, np.ndarray)) for item in _flat(batch))
+        return not any(isinstance(item, (Tensor, np.ndarray)) for item in _flat_items(batch))
     if isinstance(batch, tuple) and batch and all(isinstance(item, str) for item in batch):
         return True  # as a loader collates strings
     return hasattr(batch, "batch_size") or not isinstance(batch, (tuple, Mapping))
 
 
-def _map(function: Callable[[Any], Any], batch: Any) -> Any:
+def _map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
+    """Return a batch of the same structure, with what a function returns for each field."""
     if _is_leaf(batch):
         return function(batch)
     if isinstance(batch, Mapping):
-        return _mapping(batch, {name: _map(function, field) for name, field in batch.items()})
-    fields = [_map(function, field) for field in batch]
+        return _mapping_like(batch, {name: _map_leaves(function, field) for name, field in batch.items()})
+    fields = [_map_leaves(function, field) for field in batch]
     return type(batch)(*fields) if hasattr(batch, "_fields") else type(batch)(fields)
 
 
-def _flat(batch: object) -> Iterator[object]:
+def _flat_items(batch: object) -> Iterator[object]:
     """Yield what is in a list, and in those within it."""
     if isinstance(batch, list):
         for item in batch:
-            yield from _flat(item)
+            yield from _flat_items(item)
     else:
         yield batch
 
 
-def _mapping(like: Mapping[str, Any], fields: dict[str, Any]) -> Any:
+def _mapping_like(like: Mapping[str, Any], fields: dict[str, Any]) -> Any:
     """Return a mapping of the same type, such as a defaultdict, with other fields."""
     if isinstance(like, MutableMapping):
         made = copy.copy(like)
@@ -61,7 +62,7 @@ def leaves(batch: Any) -> Iterator[Any]:
             yield from leaves(field)
 
 
-def count(batch: Any) -> int:
+def count_rows(batch: Any) -> int:
     """Return the number of rows of a batch; 0 for None.
 
     Raises:
@@ -97,13 +98,13 @@ def is_list_of_rows(batch: Any) -> bool:
     return isinstance(batch, list) and _is_leaf(batch)
 
 
-def of_tensors(batch: Any) -> bool:
+def has_tensor_rows(batch: Any) -> bool:
     """Return whether all fields of a batch are tensors with the same number of rows, so that some can be taken."""
     sizes = {len(leaf) if isinstance(leaf, Tensor) and leaf.dim() else None for leaf in leaves(batch)}
     return len(sizes) == 1 and None not in sizes
 
 
-def join(batches: Sequence[Any]) -> Any:
+def join_rows(batches: Sequence[Any]) -> Any:
     """Return the rows of several batches, one after another: one batch as it is.
 
     Raises:
@@ -112,7 +113,7 @@ def join(batches: Sequence[Any]) -> Any:
     if len(batches) == 1:
         return batches[0]
     try:
-        return _join(batches)
+        return _join_fields(batches)
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
         raise value_error(
             "parts of a stream must have the same fields, of the same shape but for the rows",
@@ -121,24 +122,24 @@ def join(batches: Sequence[Any]) -> Any:
         ) from error
 
 
-def _join(batches: Sequence[Any]) -> Any:
+def _join_fields(batches: Sequence[Any]) -> Any:
     first = batches[0]
     if isinstance(first, Mapping) and not _is_leaf(first):
         if any(batch.keys() != first.keys() for batch in batches):
             raise ValueError(f"{sorted({name for batch in batches for name in batch})} in some")
-        return _mapping(first, {name: _join([batch[name] for batch in batches]) for name in first})
+        return _mapping_like(first, {name: _join_fields([batch[name] for batch in batches]) for name in first})
     if _is_leaf(first):
         if isinstance(first, (list, tuple)):
             return [row for batch in batches for row in batch]
         return np.concatenate(batches) if isinstance(first, np.ndarray) else torch.cat(list(batches))
-    fields = [_join(parts) for parts in zip(*batches, strict=True)]
+    fields = [_join_fields(parts) for parts in zip(*batches, strict=True)]
     return type(first)(*fields) if hasattr(first, "_fields") else type(first)(fields)
 
 
-def take(batch: Any, index: IntArray) -> Any:
+def take_rows(batch: Any, index: IntArray) -> Any:
     """Return these rows of a batch, (rows,): without a copy of tensors and arrays if they are consecutive."""
     if len(index) and index[-1] - index[0] == len(index) - 1 and (np.diff(index) == 1).all():
-        return _map(lambda leaf: leaf[int(index[0]) : int(index[-1]) + 1], batch)
+        return _map_leaves(lambda leaf: leaf[int(index[0]) : int(index[-1]) + 1], batch)
 
     def of_leaf(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -147,4 +148,4 @@ def take(batch: Any, index: IntArray) -> Any:
             return leaf[index]
         return [leaf[number] for number in index.tolist()]
 
-    return _map(of_leaf, batch)
+    return _map_leaves(of_leaf, batch)

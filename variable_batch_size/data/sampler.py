@@ -154,7 +154,7 @@ class CustomSampler(Dealer, Sampler[list[int]]):
         plan.check_trace(epochs)
         split = Split(equal_rounds=equal_rounds, speeds=() if speeds is None else check_speeds(speeds, world.size))
         batches = Batches(plan, world, seed, shuffle, split, decided, bool(reproducible))
-        super().__init__(batches.checked(), epochs=epochs, cut_is_known=cut_is_known)
+        super().__init__(batches.with_checked_rounds(), epochs=epochs, cut_is_known=cut_is_known)
 
     @property
     def seed(self) -> int:

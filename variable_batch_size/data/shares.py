@@ -44,14 +44,14 @@ def check_speeds(speeds: object, world_size: int) -> Speeds:
         raise value_error(f"speeds must have a number for each of {world_size} ranks", f"{len(speeds)} numbers", remedy)
     exact = [Fraction(check_positive(speed, f"speeds[{rank}]", remedy)) for rank, speed in enumerate(speeds)]
     common = math.lcm(*(speed.denominator for speed in exact))
-    whole = _reduced([int(speed * common) for speed in exact])
+    whole = _reduce_ratio([int(speed * common) for speed in exact])
     most = max(PERIOD, RESOLUTION * world_size)
     if (total := sum(whole)) > most:
-        whole = _reduced([max(1, round(Fraction(speed * most, total))) for speed in whole])
+        whole = _reduce_ratio([max(1, round(Fraction(speed * most, total))) for speed in whole])
     return () if len(set(whole)) == 1 else whole
 
 
-def _reduced(numbers: Collection[int]) -> Speeds:
+def _reduce_ratio(numbers: Collection[int]) -> Speeds:
     divisor = math.gcd(*numbers)
     return tuple(number // divisor for number in numbers)
 
@@ -61,7 +61,7 @@ def _reduced(numbers: Collection[int]) -> Speeds:
 class Turns:
     """The turns of one rank. Methods take and return a number, or an array of any shape."""
 
-    own: IntArray  # (speed,): the rank's units in a period
+    own_units: IntArray  # (speed,): the rank's units in a period
     counts: IntArray  # (period,): units of the rank before each unit of a period
     lower: IntArray  # (period,): units of lower ranks before each unit of a period
     lower_speeds: int
@@ -69,17 +69,17 @@ class Turns:
     def count(self, units: Any) -> Any:
         """Return how many of the first units are the rank's."""
         periods, rest = np.divmod(units, len(self.counts))
-        return periods * len(self.own) + self.counts[rest]
+        return periods * len(self.own_units) + self.counts[rest]
 
-    def first(self, units: Any) -> Any:
+    def count_of_lower(self, units: Any) -> Any:
         """Return how many of the first units are those of lower ranks."""
         periods, rest = np.divmod(units, len(self.counts))
         return periods * self.lower_speeds + self.lower[rest]
 
     def number(self, index: Any) -> Any:
         """Return the number, among the units of all ranks, of the rank's unit `index` = 0, 1, ..."""
-        periods, rest = np.divmod(index, len(self.own))
-        return periods * len(self.counts) + self.own[rest]
+        periods, rest = np.divmod(index, len(self.own_units))
+        return periods * len(self.counts) + self.own_units[rest]
 
 
 @lru_cache(maxsize=4)
@@ -131,7 +131,7 @@ def share(speeds: Speeds, rank: int, batch_sizes: Any, minibatch_size: int, *, p
     """
     of_rank = turns(speeds, rank)
     samples = of_rank.count(batch_sizes)
-    start = np.minimum(of_rank.first(batch_sizes), batch_sizes - 1)
+    start = np.minimum(of_rank.count_of_lower(batch_sizes), batch_sizes - 1)
     most = turns(speeds, speeds.index(max(speeds))).count(batch_sizes)  # samples of the fastest rank
     rounds = -(-most // minibatch_size) if padded else 1
     microbatches = count_microbatches(samples, minibatch_size, fixed_shape=False, multiple_of=rounds)

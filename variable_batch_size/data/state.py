@@ -61,7 +61,7 @@ def check_same_samples(state: Mapping[str, Any], here: Mapping[str, Any], past: 
 
     Args:
         state: the state.
-        own: what determines the order of the samples here, by name.
+        here: what determines the order of the samples here, by name.
         past: the fingerprint of the batch sizes that the trace has here before the position.
 
     Raises:
@@ -111,6 +111,7 @@ def check_items(values: Sequence[Any], allowed: tuple[type, ...], name: str) -> 
 
 
 def _is_one_of(value: Any, allowed: tuple[type, ...]) -> bool:
+    """Return whether a value has one of these types; a bool is no int, and an int fits 64 bits, unsigned."""
     if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
         return False
     return not isinstance(value, int) or 0 <= value < 2**64

@@ -64,66 +64,67 @@ class Stream:
         self.items, self._counts_of, self._collated, self.ended = items, counts, collated, False
         self._read = _Read([] if kept is None else [kept], [])
 
-    def fill(self, size: int, update: int) -> None:
+    def read_until(self, size: int, update: int) -> None:
         """Read until the rows that are left for an update count `size`, or the stream ends."""
         items, counts, _ = self._read
-        available = self.available(update)
+        available = self.count_available(update)
         while available < size and not self.ended:
             items.extend(islice(self.items, 1))  # at one instant: an interrupt leaves no item that is nowhere
             self.ended = len(items) == len(counts)
-            available += 0 if self.ended else int(self._count(len(counts)).sum())
+            available += 0 if self.ended else int(self._count_chunk(len(counts)).sum())
 
-    def available(self, update: int) -> int:
+    def count_available(self, update: int) -> int:
         """Return what the rows that are left for an update count."""
-        return int(self._left(update)[1].sum())
+        return int(self._rows_left(update)[1].sum())
 
-    def take(self, size: int, update: int) -> Any:
+    def take_rows(self, size: int, update: int) -> Any:
         """Return the first rows that count at least `size`, as few as possible, for an update; None for none.
 
         Those of an update that was not made come again.
         """
-        first, counts = self._left(update)
+        first, counts = self._rows_left(update)
         number = min(len(counts), int(np.searchsorted(np.cumsum(counts), size)) + 1) if size > 0 else 0
-        taken = self._rows(first, first + number)
-        ends = self._ends()
+        taken = self._join_rows_of_chunks(first, first + number)
+        ends = self._ends_of_chunks()
         used = int(np.searchsorted(ends, first, side="right"))  # chunks
         begin = first - (int(ends[used - 1]) if used else 0)
-        items, known, _ = self._read
-        self._read = _Read(items[used:], known[used:], (update, begin, begin + number))
+        items, counts_of_chunks, _ = self._read
+        self._read = _Read(items[used:], counts_of_chunks[used:], (update, begin, begin + number))
         return taken
 
-    def kept(self, updates: int) -> Any:
+    def unused_rows(self, updates: int) -> Any:
         """Return the rows that are read and not used in this number of updates; None for none."""
-        first, counts = self._left(updates)
-        return self._rows(first, first + len(counts))
+        first, counts = self._rows_left(updates)
+        return self._join_rows_of_chunks(first, first + len(counts))
 
-    def _left(self, update: int) -> tuple[int, IntArray]:
+    def _rows_left(self, update: int) -> tuple[int, IntArray]:
         """Return the first row that is left for an update, and what each row from it on counts."""
         items, counts, (lent, begin, end) = self._read
         while len(counts) < len(items):
-            self._count(len(counts))
+            self._count_chunk(len(counts))
         first = begin if lent == update else end
         return first, np.concatenate([np.zeros(0, np.int64), *counts])[first:]
 
-    def _count(self, index: int) -> IntArray:
+    def _count_chunk(self, index: int) -> IntArray:
+        """Count the rows of the chunk at an index, the first one that is not counted yet, (rows,)."""
         counts = self._counts_of(self._read.items[index])
         self._read.counts.append(counts)
         return counts
 
-    def _ends(self) -> IntArray:
+    def _ends_of_chunks(self) -> IntArray:
         return np.cumsum([len(counts) for counts in self._read.counts], dtype=np.int64)
 
-    def _rows(self, first: int, end: int) -> Any:
+    def _join_rows_of_chunks(self, first: int, end: int) -> Any:
         """Return these rows of all that are here, in one chunk; None for none."""
         parts, begin = [], 0
-        for item, stop in zip(self._read.items, self._ends().tolist(), strict=True):
+        for item, stop in zip(self._read.items, self._ends_of_chunks().tolist(), strict=True):
             bounds = max(first, begin) - begin, min(end, stop) - begin
             if bounds[0] < bounds[1]:
-                parts.append(item if bounds == (0, stop - begin) else self._part(item, *bounds))
+                parts.append(item if bounds == (0, stop - begin) else self._rows_of_chunk(item, *bounds))
             begin = stop
         if not parts:
             return None
-        return [row for part in parts for row in part] if self._collated else rows.join(parts)
+        return [row for part in parts for row in part] if self._collated else rows.join_rows(parts)
 
-    def _part(self, item: Any, begin: int, end: int) -> Any:
-        return item[begin:end] if self._collated else rows.take(item, np.arange(begin, end))
+    def _rows_of_chunk(self, item: Any, begin: int, end: int) -> Any:
+        return item[begin:end] if self._collated else rows.take_rows(item, np.arange(begin, end))

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from variable_batch_size._log import stacklevel_of_user
 
 
-def read(batches: Iterable[Any]) -> Iterator[Any]:
+def read_and_compare(batches: Iterable[Any]) -> Iterator[Any]:
     """Return an iterator that warns if the first items of two workers of a loader are the same."""
     several = isinstance(batches, DataLoader) and batches.num_workers > 1
     return _Watched(iter(batches)) if several else iter(batches)
@@ -23,6 +23,8 @@ def read(batches: Iterable[Any]) -> Iterator[Any]:
 
 @final
 class _Watched:
+    """Yields the items of a loader, and warns if its first two are the same: each worker has made one."""
+
     def __init__(self, items: Iterator[Any]) -> None:
         self._items, self._first, self._number = items, None, 0
 
@@ -50,7 +52,7 @@ class _Watched:
 def digest(item: Any) -> str:
     """Return a digest of an item, by which readers of the same are found; "" if it cannot be told, as on a device."""
     try:
-        return hashlib.sha256(pickle.dumps(_plain(item))).hexdigest()[:16]
+        return hashlib.sha256(pickle.dumps(_as_plain(item))).hexdigest()[:16]
     except Exception:  # of whatever the user's rows are
         return ""
 
@@ -70,12 +72,12 @@ def warn_of_ranks(digests: Mapping[int, str]) -> None:
             return
 
 
-def _plain(item: Any) -> Any:
+def _as_plain(item: Any) -> Any:
     """Return an item with the bytes of its tensors."""
     if isinstance(item, Tensor):
         if item.device.type != "cpu":
             raise TypeError("it is not read from a device")
         return str(item.dtype), tuple(item.shape), item.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     if isinstance(item, Mapping):
-        return [(name, _plain(value)) for name, value in item.items()]
-    return [*map(_plain, item)] if isinstance(item, (tuple, list)) else item
+        return [(name, _as_plain(value)) for name, value in item.items()]
+    return [*map(_as_plain, item)] if isinstance(item, (tuple, list)) else item

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from variable_batch_size._validation import type_error
 from variable_batch_size.data.plan import Epoch
-from variable_batch_size.data.rows import of_tensors
+from variable_batch_size.data.rows import has_tensor_rows
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.integrations.loading import sampler_for, with_sampler
 from variable_batch_size.integrations.settings import Settings
@@ -76,7 +76,7 @@ def _supervised_step(
     to_check = {*CHECKED_UPDATES}
 
     def step(_: Engine, batch: Any) -> Any:
-        if optimizer.updates in to_check and of_tensors(batch):
+        if optimizer.updates in to_check and has_tensor_rows(batch):
             to_check.remove(optimizer.updates)
             check_loss(model, lambda model, part: forward(model, part)[-1], batch, reduction=optimizer.reduction)
         model.train()

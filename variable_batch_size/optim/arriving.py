@@ -21,7 +21,7 @@ from variable_batch_size.data.stream import Stream, shares
 from variable_batch_size.optim.counts import Count
 from variable_batch_size.optim.cursor import Phase
 from variable_batch_size.optim.optimizer import CustomOptimizer
-from variable_batch_size.optim.yielded_update import Update, incomplete, stale
+from variable_batch_size.optim.yielded_update import Update, incomplete_update, stale_loop
 from variable_batch_size.trace.runs import TraceEndError
 
 T = TypeVar("T")
@@ -29,7 +29,7 @@ T = TypeVar("T")
 _CALL = "the next update of vbs.updates"
 _SHARES = "the next update of vbs.updates, of streams with a trace"
 _STATE = "state_dict() of vbs.updates"
-_NONE: Any = object()
+_NO_MORE: Any = object()
 
 
 @final
@@ -40,107 +40,116 @@ class Arrivals(Generic[T]):
     """
 
     def __init__(
-        self,
-        batches: Iterable[T],
-        optimizer: CustomOptimizer,
-        source: ArrivingBatches,
-        counts: Count | None = None,
+        self, batches: Iterable[T], optimizer: CustomOptimizer, source: ArrivingBatches, counts: Count | None = None
     ) -> None:
         if not isinstance(batches, Iterable):
             raise type_error("batches must be iterable", batches, "pass this rank's part of each batch, in their order")
         self._batches, self._optimizer, self._source, self._counts = batches, optimizer, source, counts
         source.streams_have_state |= source.has_trace and callable(getattr(batches, "state_dict", None))
         self._items: Iterator[T] | None = None  # that are read
-        self._handed_out: Any = None  # the last microbatch
-        self._kept: Any = None  # rows that a restored state had read
-        self._ended = False  # whether its stream had no more
+        self._last_microbatch: Any = None  # of those that were handed out
+        self._restored_rows: Any = None  # rows that a restored state had read
+        self._restored_ended = False  # whether its stream had no more
 
     def __iter__(self) -> Iterator[Update[T]]:
         """Yield an update for each batch that has rows on any rank."""
         optimizer, source, cursor = self._optimizer, self._source, self._optimizer._cursor
         if optimizer.inside_step:
-            raise incomplete(optimizer.updates)
+            raise incomplete_update(optimizer.updates)
         source.note_iteration()
-        items = workers.read(self._batches)
-        ended = False
+        if source.item is not None and source.item.batch is _NO_MORE:  # there may be more by now
+            source.item = None
+        items = workers.read_and_compare(self._batches)
         restarts = cursor.restarts
         if source.has_trace:
-            self._items = items
-            source.read(items, self._kept)
-            assert source.stream is not None
-            source.stream.ended |= self._ended
-            self._kept, self._ended = None, False
+            self._read_from(items)
         while not source.ends_at(optimizer.updates):
             if not source.is_due(items):  # else its step was discarded, perhaps on this rank alone
-                batch = self._next(items) if not ended else _NONE
-                ended = batch is _NONE
-                rows_here = source.bring(None if ended else batch, ended=ended, can_replay=source.last is not None)
-                brought = self._exchange(rows_here)
-                if all(of_rank.ended for of_rank in brought):
+                arrived = self._next_arrived(items)
+                if arrived is None:
                     return
-                if not any(of_rank.samples for of_rank in brought):
-                    source.item = None
-                    continue
-                source.arrived = Arrived(items, rows_here, *source.arrange(rows_here, brought), brought)
-            arrived = self._complete()
+                source.arrived = arrived
+            arrived = self._complete_arrived()
             due = arrived.due
             source.expected, source.handed_out = due, 0
             yield Update(self._hand_out(due, self._microbatches(arrived)), len(due.microbatches), due.totals)
             if cursor.restarts != restarts:
-                raise stale()
+                raise stale_loop()
             if optimizer.updates == due.step:
-                raise incomplete(optimizer.updates)
+                raise incomplete_update(optimizer.updates)
             if cursor.updated:  # else what it could repeat is not finite
-                source.last = self._handed_out
+                source.last = self._last_microbatch
 
     # What the ranks bring. ---------------------------------------------------------------------------------------
 
-    def _next(self, items: Iterator[T]) -> Any:
-        """Return the rows of this rank in the next step, None for none; `_NONE` if there will be no more.
+    def _read_from(self, items: Iterator[T]) -> None:
+        """Make the stream of this rank of the items, behind the rows that a restored state had read."""
+        self._items = items
+        self._source.read_stream(items, self._restored_rows)
+        assert self._source.stream is not None
+        self._source.stream.ended |= self._restored_ended
+        self._restored_rows, self._restored_ended = None, False
 
-        They are the same again if an error has come before the ranks had agreed on the step.
-        """
+    def _next_arrived(self, items: Iterator[T]) -> Arrived | None:
+        """Return the next batch with rows on any rank, and its update; None if nothing more comes on all ranks."""
+        source = self._source
+        while True:
+            rows = self._item_of_step(items)
+            ended = rows is _NO_MORE
+            rows_here = source.bring_rows(None if ended else rows, ended=ended, can_replay=source.last is not None)
+            brought = self._exchange_counts_of_rows(rows_here)
+            if all(of_rank.ended for of_rank in brought):
+                return None
+            if any(of_rank.samples for of_rank in brought):
+                return Arrived(items, rows_here, *source.arrange_update(rows_here, brought), brought)
+            if not ended:
+                source.item = None  # nobody had rows
+
+    def _item_of_step(self, items: Iterator[T]) -> Any:
+        """Return what this rank has for the next step; again, if an error came before the ranks had agreed on it."""
         source, step = self._source, self._source.position.step
-        if source.item is None or source.item.items is not items or source.item.step != step:
-            source.item = Item(items, step, self._read(items))
-        return source.item.batch
+        item = source.item
+        if item is None or item.items is not items or (item.step != step and item.batch is not _NO_MORE):
+            source.item = item = Item(items, step, self._next_rows(items))
+        return item.batch
 
-    def _read(self, items: Iterator[T]) -> Any:
+    def _next_rows(self, items: Iterator[T]) -> Any:
+        """Return the rows of this rank in the next step, None for none; `_NO_MORE` if there will be no more."""
         stream = self._source.stream
         if stream is None:
-            return next(items, _NONE)
+            return next(items, _NO_MORE)
         too_short = None
         try:
             size = self._source.trace.batch_size(self._optimizer.updates)
         except TraceEndError as error:  # unless the streams have ended, too
             size, too_short = 1, error
-        share = self._share_of(stream, size)
+        share = self._share_of_step(stream, size)
         if too_short is not None and share is not None:
             raise too_short
-        return _NONE if share is None else stream.take(share, self._optimizer.updates)
+        return _NO_MORE if share is None else stream.take_rows(share, self._optimizer.updates)
 
-    def _share_of(self, stream: Stream, size: int) -> int | None:
-        """Return what this rank takes of a step of this size, from its stream, which has it; None if all have ended."""
+    def _share_of_step(self, stream: Stream, size: int) -> int | None:
+        """Return this rank's share of a step of `size` samples, which its stream then has; None if all have ended."""
         world, updates = self._source.world, self._optimizer.updates
         if self._source.shared:
-            stream.fill(size, updates)
-            return min(size, stream.available(updates)) or None
+            stream.read_until(size, updates)
+            return min(size, stream.count_available(updates)) or None
         wanted = shares(size, [size] * world.size)
-        read = False
-        while not read:  # once, unless a stream ends
-            stream.fill(wanted[world.rank], updates)
-            by_rank = self._gather(_SHARES, [stream.available(updates), stream.ended, size])
+        suffices = False
+        while not suffices:  # once, unless a stream ends
+            stream.read_until(wanted[world.rank], updates)
+            by_rank = self._gather_by_rank(_SHARES, [stream.count_available(updates), stream.ended, size])
             if {said[2] for said in by_rank} != {size}:
                 sizes = ", ".join(str(said[2]) for said in by_rank)
                 raise value_error(
                     "all ranks must have the same trace", f"sizes {sizes} of an update", "pass one trace on all ranks"
                 )
             wanted = shares(size, [available if ended else size for available, ended, _ in by_rank])
-            read = all(share <= available for share, (available, *_) in zip(wanted, by_rank, strict=True))
+            suffices = all(share <= available for share, (available, *_) in zip(wanted, by_rank, strict=True))
         return wanted[world.rank] if any(wanted) else None
 
-    def _gather(self, call: str, message: Sequence[Any]) -> list[Any]:
-        """Return what each rank says, by rank; with tensor parallelism several have one, and must say the same."""
+    def _gather_by_rank(self, call: str, message: Sequence[Any]) -> list[Any]:
+        """Return the message of each rank; if tensor parallelism gives several one rank, they must say the same."""
         world, by_rank = self._source.world, dict[int, Any]()
         for text in self._optimizer.agreement.gather(call, json.dumps([world.rank, message])):
             rank, said = json.loads(text)
@@ -151,13 +160,13 @@ class Arrivals(Generic[T]):
                 )
         return [by_rank[rank] for rank in range(world.size)]
 
-    def _exchange(self, rows_here: RankRows) -> list[Brought]:
-        """Return what each rank has brought, by rank; at the first time, warn if two ranks have the same rows."""
+    def _exchange_counts_of_rows(self, rows_here: RankRows) -> list[Brought]:
+        """Return what each rank has brought, by rank; the first time, warn if two ranks have the same rows."""
         source = self._source
-        begun = self._source.last is not None
-        alone = source.world.size == 1 or source.shared or not rows_here.brought.rows
-        first = "" if alone or begun else workers.digest(rows_here.batch)
-        by_rank = self._gather(_CALL, [source.position.step, first, *rows_here.brought])
+        has_begun = self._source.last is not None
+        needs_no_check = source.world.size == 1 or source.shared or not rows_here.brought.rows
+        digest = "" if needs_no_check or has_begun else workers.digest(rows_here.batch)
+        by_rank = self._gather_by_rank(_CALL, [source.position.step, digest, *rows_here.brought])
         if len(steps := {step for step, *_ in by_rank}) > 1:
             raise RuntimeError(
                 f"all ranks must read the same update, but they are at {' and '.join(map(str, sorted(steps)))}, as "
@@ -175,7 +184,7 @@ class Arrivals(Generic[T]):
             )
         return brought
 
-    def _complete(self) -> Arrived:
+    def _complete_arrived(self) -> Arrived:
         """Return the update that is due, with what this rank repeats, and the totals.
 
         The other ranks wait for each of them, also if an error comes here, after which the loop begins again.
@@ -188,7 +197,7 @@ class Arrivals(Generic[T]):
         if self._counts is not None and arrived.due.totals is None:
             options = {"compares": False, "may_repeat": False}
             microbatches = self._microbatches(arrived)
-            totals = self._optimizer._counts.total(self._counts, microbatches, arrived.due, agreement, **options)
+            totals = self._optimizer._counts.sum_counts(self._counts, microbatches, arrived.due, agreement, **options)
             source.arrived = arrived = arrived._replace(due=arrived.due._replace(totals=totals))
         return arrived
 
@@ -196,11 +205,11 @@ class Arrivals(Generic[T]):
         """Return the microbatch that this rank repeats in an update; another rank sends one to those without."""
         _, rows_here, due, parts, brought, _ = arrived
         source, last = self._source, self._source.last
-        known = all(of_rank.can_replay for of_rank in brought)
-        sends = not known and source.world.rank == next(rank for rank, of_rank in enumerate(brought) if of_rank.rows)
+        all_can = all(of_rank.can_replay for of_rank in brought)
+        sends = not all_can and source.world.rank == next(rank for rank, of_rank in enumerate(brought) if of_rank.rows)
         if last is None and parts and (sends or len(due.microbatches) > len(parts)):
             last = source.microbatch(rows_here.batch, parts[0])
-        if known:
+        if all_can:
             return last
         text = max(self._optimizer.agreement.gather(_CALL, _as_text(last) if sends else ""), key=len)
         if last is not None:
@@ -217,10 +226,10 @@ class Arrivals(Generic[T]):
         """Make the microbatches of an update, replays first."""
         yield from [arrived.replay] * (len(arrived.due.microbatches) - len(arrived.parts))
         for part in arrived.parts:
-            yield self._source.microbatch(arrived.own.batch, part)
+            yield self._source.microbatch(arrived.rows_here.batch, part)
 
     def _hand_out(self, due: Batch, microbatches: Iterator[T]) -> Iterator[T]:
-        """Yield the microbatches of an update, and say so."""
+        """Yield the microbatches of an update, and count in the source those that were handed out."""
         for number in range(len(due.microbatches)):
             if self._optimizer.updates != due.step:
                 raise RuntimeError(
@@ -229,7 +238,7 @@ class Arrivals(Generic[T]):
                 )
             microbatch = next(microbatches)
             self._source.handed_out = number + 1
-            self._handed_out = microbatch
+            self._last_microbatch = microbatch
             yield microbatch
 
     # The state of streams. ---------------------------------------------------------------------------------------
@@ -248,15 +257,15 @@ class Arrivals(Generic[T]):
                 "makes them on this rank, and that of the optimizer"
             )
         self._optimizer._cursor.check_phase(_STATE, Phase.BETWEEN_STEPS)
-        state: dict[str, Any] = {"ended": self._ended, "rows": self._kept}
+        state: dict[str, Any] = {"ended": self._restored_ended, "rows": self._restored_rows}
         stream = self._source.stream
         if stream is not None and stream.items is self._items:
-            state = {"ended": stream.ended, "rows": stream.kept(self._optimizer.updates)}
+            state = {"ended": stream.ended, "rows": stream.unused_rows(self._optimizer.updates)}
         if callable(state_of := getattr(self._batches, "state_dict", None)):
             state["source"] = state_of()
         else:
             state["rows"] = None  # which come again
-        return {"version": 1, "ranks": self._optimizer.agreement.gather(_STATE, _checked(state))}
+        return {"version": 1, "ranks": self._optimizer.agreement.gather(_STATE, _checked_text(state))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where the streams were saved, from the next iteration on.
@@ -279,8 +288,8 @@ class Arrivals(Generic[T]):
         if "source" in state and not state["ended"]:
             self._batches.load_state_dict(state["source"])  # type: ignore[attr-defined]
         self._source.stream = self._source.item = None
-        self._kept = state["rows"]
-        self._ended = state["ended"] and "source" in state
+        self._restored_rows = state["rows"]
+        self._restored_ended = state["ended"] and "source" in state
 
 
 def check_stream_is_saved(optimizer: CustomOptimizer, parts: Iterable[object]) -> None:
@@ -296,23 +305,23 @@ def check_stream_is_saved(optimizer: CustomOptimizer, parts: Iterable[object]) -
         )
 
 
-def _compact(value: Any) -> Any:
-    """Return the same tree with copies of the tensors, whose memory has nothing else in it."""
+def _copy_compactly(value: Any) -> Any:
+    """Return a tree with copies of its tensors, which share no memory with larger ones."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, Mapping):
-        return {name: _compact(item) for name, item in value.items()}
+        return {name: _copy_compactly(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(map(_compact, value))
+        return type(value)(map(_copy_compactly, value))
     return value
 
 
 def _as_text(value: Any) -> str:
-    torch.save(_compact(value), file := io.BytesIO())
+    torch.save(_copy_compactly(value), file := io.BytesIO())
     return base64.b64encode(file.getvalue()).decode()
 
 
-def _checked(state: Any) -> str:
+def _checked_text(state: Any) -> str:
     """Return a state as text; raise TypeError if it could not be read again, which executes nothing."""
     text = _as_text(state)
     try:
@@ -326,7 +335,7 @@ def _checked(state: Any) -> str:
 
 
 def _from_text(text: str, device: torch.device | None = None) -> Any:
-    """Return the value; `device`: of tensors that were on an accelerator, otherwise the CPU."""
+    """Return the value of `_as_text`; tensors of an accelerator come to `device`, by default to the CPU."""
     place: Any = "cpu"
     if device is not None and device.type != "cpu":
         place = {f"{device.type}:{number}": str(device) for number in range(torch.accelerator.device_count())}

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from variable_batch_size.optim.tensors import are_parts, local
+from variable_batch_size.optim.tensors import has_dtensor, local_parts
 
 WATCHED = 3  # updates of a run in which hooks count, of those with one microbatch and of those with several
 
@@ -43,6 +43,7 @@ def versions(parameters: Sequence[Tensor]) -> list[int]:
 
 
 def _versions(gradients: Sequence[Tensor | None]) -> list[int]:
+    """Return the version of each gradient, -1 for None; that of a DTensor counts changes of the part of this rank."""
     versions = [-1 if gradient is None else gradient._version for gradient in gradients]
     if DTensor in set(map(type, gradients)):  # FSDP2 adds to the part of this rank
         pairs = zip(versions, gradients, strict=True)
@@ -61,7 +62,8 @@ class _Gradients(NamedTuple):
     norms: list[Tensor] | None = None
 
     @classmethod
-    def of(cls, parameters: Sequence[Tensor], *, norms: bool = False) -> _Gradients:
+    def of_parameters(cls, parameters: Sequence[Tensor], *, norms: bool = False) -> _Gradients:
+        """Return the present gradients, with their norms if `norms` is true; None in the place of a probe."""
         gradients = [parameter.grad for parameter in parameters]
         if PROBES:
             gradients = [None if id(gradient) in PROBES else gradient for gradient in gradients]
@@ -69,16 +71,16 @@ class _Gradients(NamedTuple):
             return cls(gradients, _versions(gradients))
         none = torch.zeros(())
         tensors = [none if gradient is None else gradient for gradient in gradients]
-        return cls(gradients, _versions(gradients), list(torch._foreach_norm(local(tensors))))
+        return cls(gradients, _versions(gradients), list(torch._foreach_norm(local_parts(tensors))))
 
-    def change(self, other: _Gradients) -> int | None:
-        """Return the first parameter whose gradient is another one or was changed; None if there is none."""
-        if self.versions != other.versions or not all(map(is_, self.tensors, other.tensors)):
-            pairs = zip(*self[:2], *other[:2], strict=True)
+    def first_changed(self, later: _Gradients) -> int | None:
+        """Return the index of the first parameter whose gradient was replaced or changed; None if there is none."""
+        if self.versions != later.versions or not all(map(is_, self.tensors, later.tensors)):
+            pairs = zip(*self[:2], *later[:2], strict=True)
             return next(i for i, (old, version, new, now) in enumerate(pairs) if old is not new or version != now)
-        if self.norms is None or other.norms is None:
+        if self.norms is None or later.norms is None:
             return None
-        norms = zip(self.norms, other.norms, strict=True)
+        norms = zip(self.norms, later.norms, strict=True)
         return next((i for i, (old, new) in enumerate(norms) if not old.equal(new) and not old.isnan()), None)
 
 
@@ -97,18 +99,18 @@ class BackwardCheck:
         self._changed = self._compiled = False  # whether a hook has seen a change; whether compiled autograd ran one
         self._hooks: dict[int, RemovableHandle] = {}  # by index of the parameter
         self._left = {False: WATCHED, True: WATCHED}  # updates to watch, by whether they have several microbatches
-        self._probed = {False: WATCHED, True: WATCHED} if are_parts(self._parameters) else {}  # in which norms are
+        self._probed = {False: WATCHED, True: WATCHED} if has_dtensor(self._parameters) else {}  # in which norms are
         self._probes = False
         self.forget()
 
     @property
-    def ours(self) -> bool:
+    def has_backward(self) -> bool:
         """Whether `optimizer.backward()` has run since the last `step()`."""
         return self._ours is not None
 
-    def fresh(self) -> list[bool]:
+    def find_fresh(self) -> list[bool]:
         """Return, for each parameter, whether its gradient is new or has changed since the last `step()`."""
-        self._now = _Gradients.of(self._parameters, norms=self._probes)
+        self._now = _Gradients.of_parameters(self._parameters, norms=self._probes)
         pairs = zip(*self._now[:2], *self._seen[:2], strict=True)
         return [new is not None and (new is not seen or now != known) for new, now, seen, known in pairs]
 
@@ -116,28 +118,29 @@ class BackwardCheck:
         """Check that the gradients are as `step()`, or the last `optimizer.backward()`, has left them."""
         if not self._sums:
             self._left = {False: 0, True: 0}  # without hooks
-            self._stop()
-        self._check_left(self._ours or self._seen, _Gradients.of(self._parameters, norms=self._probes))
+            self._remove_hooks()
+        self._check_unchanged(self._ours or self._seen, _Gradients.of_parameters(self._parameters, norms=self._probes))
 
     def after_backward(self) -> None:
         """Record the gradients that `optimizer.backward()` leaves."""
-        if self._hooks and not self._compiled and not self._ends_with_accumulations():
+        if self._hooks and not self._compiled and not self._nothing_followed_accumulations():
             raise RuntimeError(
                 "the gradients must be summed over the ranks by step() alone, but within backward() something has "
                 "changed those that autograd had accumulated, as a DistributedDataParallel does; pass it to the "
                 "optimizer as model=, or switch its reduction off (model.require_backward_grad_sync = False)"
             )
-        self._ours = _Gradients.of(self._parameters, norms=self._probes)
+        self._ours = _Gradients.of_parameters(self._parameters, norms=self._probes)
 
     @contextmanager
-    def during_another(self) -> Iterator[None]:
+    def note_other_backward(self) -> Iterator[None]:
         """Note whether the `backward()` of another optimizer, within a block, adds to these gradients."""
-        before = _Gradients.of(self._parameters)
+        before = _Gradients.of_parameters(self._parameters)
         yield
-        self._of_another |= before.change(_Gradients.of(self._parameters)) is not None
+        self._of_another |= before.first_changed(_Gradients.of_parameters(self._parameters)) is not None
 
-    def _check_left(self, left: _Gradients, now: _Gradients) -> None:
-        number = left.change(now)
+    def _check_unchanged(self, before: _Gradients, now: _Gradients) -> None:
+        """Raise RuntimeError if a gradient is not as it was before."""
+        number = before.first_changed(now)
         if number is not None:
             raise RuntimeError(
                 f"only optimizer.backward() may change gradients between two calls of step(), but something else has "
@@ -150,12 +153,12 @@ class BackwardCheck:
         """Check that `backward()` has added the gradients of a microbatch, and nothing else has changed them.
 
         Args:
-            fresh: what `fresh` has just returned.
+            fresh: what `find_fresh` has just returned.
             needed: whether there must be gradients, as there need not for a replay.
             accumulating: whether `.grad` holds earlier microbatches of the step.
         """
         if self._ours is not None:
-            self._check_left(self._ours, self._now)
+            self._check_unchanged(self._ours, self._now)
         elif self._of_another:
             raise RuntimeError(
                 "a loss must carry its weight once, but backward() of another optimizer of the sampler has added to "
@@ -163,11 +166,11 @@ class BackwardCheck:
                 "call zero_grad() of this one before its own backward()"
             )
         elif accumulating:
-            self._check_kept()
+            self._check_accumulated_stays()
         if self._compiled:  # there the versions count something else
             self._left = {False: 0, True: 0}
-            self._stop()
-        if self._hooks and self._ours is None and (self._changed or not self._ends_with_accumulations()):
+            self._remove_hooks()
+        if self._hooks and self._ours is None and (self._changed or not self._nothing_followed_accumulations()):
             raise RuntimeError(
                 f"only backward() may change gradients between two calls of step(), but something else has changed "
                 f"them; {_REMEDY}"
@@ -178,7 +181,7 @@ class BackwardCheck:
                 "step(); call loss.backward() first"
             )
 
-    def _check_kept(self) -> None:
+    def _check_accumulated_stays(self) -> None:
         """Check that the gradients of the earlier microbatches are still in `.grad`."""
         for parameter, seen in zip(self._parameters, self._seen.tensors, strict=True):
             if seen is None or (gradient := parameter.grad) is seen:
@@ -192,9 +195,9 @@ class BackwardCheck:
 
     def remember(self) -> None:
         """Record the gradients as they are now."""
-        self._now = self._seen = _Gradients.of(self._parameters, norms=self._probes)
+        self._now = self._seen = _Gradients.of_parameters(self._parameters, norms=self._probes)
         self._ours, self._of_another = None, False
-        self._count_from_here()
+        self._restart_counts()
 
     def forget(self) -> None:
         """Release the gradients, until the next `remember`: a static graph would compute those that are replaced."""
@@ -211,19 +214,20 @@ class BackwardCheck:
         if watched and not self._hooks:
             for index, parameter in enumerate(self._parameters):
                 if parameter.requires_grad and parameter.is_leaf:
-                    hook = _hook(weakref.ref(self), index)
+                    hook = _counting_hook(weakref.ref(self), index)
                     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                     self._hooks[index] = handle
-            self._count_from_here()
+            self._restart_counts()
         elif not watched:
-            self._stop()
+            self._remove_hooks()
 
-    def _stop(self) -> None:
+    def _remove_hooks(self) -> None:
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
 
-    def _count_from_here(self) -> None:
+    def _restart_counts(self) -> None:
+        """Count the accumulations of autograd from the gradients of the last `step()` on."""
         known, self._changed = self._seen, False
         self._counted = {
             i: (gradient, known.versions[i]) for i in self._hooks if (gradient := known.tensors[i]) is not None
@@ -239,13 +243,13 @@ class BackwardCheck:
         self._changed |= known is gradient and now != version + 1
         self._counted[index] = gradient, now
 
-    def _ends_with_accumulations(self) -> bool:
-        """Return whether the gradients are those after the last accumulation; gradients set by hand have none."""
+    def _nothing_followed_accumulations(self) -> bool:
+        """Return whether autograd has changed each gradient last; those that were set by hand are not counted."""
         pairs = ((self._parameters[index].grad, *counted) for index, counted in self._counted.items())
         return all(now is None or (now is seen and _versions([now]) == [version]) for now, seen, version in pairs)
 
 
-def _hook(check: weakref.ref[BackwardCheck], index: int) -> Callable[[Tensor], None]:
+def _counting_hook(check: weakref.ref[BackwardCheck], index: int) -> Callable[[Tensor], None]:
     def hook(parameter: Tensor) -> None:
         alive = check()
         if alive is not None and parameter.grad is not None:

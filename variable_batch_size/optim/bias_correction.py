@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Adam, Optimizer
 
 from variable_batch_size.backend import Backend
-from variable_batch_size.optim.tensors import local, scalar_dtype
+from variable_batch_size.optim.tensors import local_parts, scalar_dtype
 from variable_batch_size.rules import Scaling
 
 Group = dict[str, Any]
@@ -63,7 +63,7 @@ class BiasCorrection:
         self._uncommitted = self._next_terms(scalings) if isinstance(self._inner, Adam) else {}
         groups = zip(self._inner.param_groups, scalings, strict=True)
         return [
-            _correct(group, scaling, self._uncommitted[index]) if index in self._uncommitted else scaling
+            _correct_scaling(group, scaling, self._uncommitted[index]) if index in self._uncommitted else scaling
             for index, (group, scaling) in enumerate(groups)
         ]
 
@@ -94,7 +94,7 @@ class BiasCorrection:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             begins = scaling.scales_betas or any(self._always[index : index + 1])
             if parameters and (index in self._terms or begins):
-                if not _same(parameters, self._members.get(index, [])):
+                if not _are_same_tensors(parameters, self._members.get(index, [])):
                     self._checked.discard(index)  # those that took no part have made fewer updates
                     self._members[index] = parameters
                 updates, *before = self._present_terms(index, group["betas"], parameters)
@@ -117,7 +117,7 @@ class BiasCorrection:
         updates = counts.pop()
         terms = self._terms.get(index, BiasTerms(updates, *(1 - float(beta) ** updates for beta in betas)))
         if self._on_device:
-            (part,) = local(parameters[:1])
+            (part,) = local_parts(parameters[:1])
             like = part.new_empty(0, dtype=scalar_dtype([part]))
             (row,) = self._backend.vectors([list(map(float, terms))], like, f"bias terms of group {index}")
             terms = BiasTerms(*row.unbind())
@@ -134,7 +134,7 @@ class BiasCorrection:
         return new | set(map(int, self._backend.host(torch.stack([s.to(steps[0].device) for s in steps])).tolist()))
 
 
-def _same(parameters: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+def _are_same_tensors(parameters: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     return len(parameters) == len(others) and all(map(operator.is_, parameters, others))
 
 
@@ -142,7 +142,8 @@ def _scaled_betas(group: Group, scaling: Scaling) -> list[float]:
     return list(map(float, scaling.scaled_betas(group["betas"])))
 
 
-def _correct(group: Group, scaling: Scaling, terms: BiasTerms) -> Scaling:
+def _correct_scaling(group: Group, scaling: Scaling, terms: BiasTerms) -> Scaling:
+    """Return the scaling whose lr and eps make torch's Adam, which divides by c1 and c2, divide by C1 and C2."""
     torch_c1, torch_c2 = (1 - beta**terms.updates for beta in _scaled_betas(group, scaling))
     on_eps = (terms.c2 / torch_c2) ** 0.5
     on_lr = on_eps * torch_c1 / terms.c1

@@ -18,12 +18,12 @@ from variable_batch_size._validation import without_addresses
 from variable_batch_size.adaptive.decided_trace import describe
 from variable_batch_size.backend import Backend, detect
 from variable_batch_size.backend.agreement import Agreement
-from variable_batch_size.backend.update_history import differing
+from variable_batch_size.backend.update_history import differing_in_words
 from variable_batch_size.data.dealer import Dealer
 from variable_batch_size.optim.cursor import Cursor
-from variable_batch_size.optim.normalization import check_seen, remember
+from variable_batch_size.optim.normalization import check_remembered_models, remember_model
 from variable_batch_size.optim.participation import FIRST_UPDATE
-from variable_batch_size.optim.tensors import check_whole, local, shard_coordinates
+from variable_batch_size.optim.tensors import check_whole, local_parts, shard_coordinates
 from variable_batch_size.optim.update import Updater
 
 _NUMBERS = frozenset({bool, int, float})
@@ -57,7 +57,7 @@ def broadcast_parameters(model: torch.nn.Module, backend: Backend | None = None)
         "torch.distributed.checkpoint.state_dict"
     )
     check_whole(tensors, "broadcast_parameters()", remedy)
-    remember(model)
+    remember_model(model)
     broadcast_tensors(tensors, backend or detect(tensors))
 
 
@@ -67,7 +67,7 @@ def broadcast_tensors(tensors: Sequence[Tensor], backend: Backend) -> None:
     if backend.world.size == 1 or not tensors:
         return
     is_source = torch.tensor([backend.world.rank == 0]).to(tensors[0].device)  # (1,): as data, in one graph for all
-    values = [_summable(tensor) for tensor in tensors]
+    values = [_as_summable(tensor) for tensor in tensors]
     sums = [torch.where(is_source.view((1,) * value.dim()), value, torch.zeros_like(value)) for value in values]
     backend.all_reduce_sum(sums)
     for tensor, total in zip(tensors, sums, strict=True):
@@ -80,9 +80,9 @@ def compare_ranks(updater: Updater, cursor: Cursor, inner: Optimizer, backend: B
     if agreement.world.size > 1:
         of_update = update_facts(updater, inner, backend)  # before the sampler's, which noise has changed
         sampler, place = cursor.sampler, cursor.place
-        position = {**sampler.batches.where(place.position), "samples": place.samples}
+        position = {**sampler.batches.position_state(place.position), "samples": place.samples}
         facts = {**position, **of_update, **sampler_facts(sampler)}
-        check_same(FIRST_UPDATE, facts, agreement)
+        check_same_facts(FIRST_UPDATE, facts, agreement)
         means = updater.gradient.step_means
         names = json.dumps(means.names_of_step or means.names or ())
         check_names("log()", [*map(json.loads, agreement.gather(FIRST_UPDATE, names, within=True))])
@@ -90,7 +90,7 @@ def compare_ranks(updater: Updater, cursor: Cursor, inner: Optimizer, backend: B
         updater.gradient.sum.agree(agreement)
     elif not backend.alone:
         updater.gradient.sum.agree(agreement)
-    check_seen(updater.parameters, cursor.sampler)
+    check_remembered_models(updater.parameters, cursor.sampler)
     updater.gradient.agreed = True
 
 
@@ -101,7 +101,7 @@ def compare_after_update(agreement: Agreement, cursor: Cursor, inner: Optimizer)
     """
     if agreement.world.size > 1:
         groups = tuple(
-            tuple([item for item in group.items() if item[1].__class__ in _NUMBERS or _is_tuple(item[1])])
+            tuple([item for item in group.items() if item[1].__class__ in _NUMBERS or _is_tuple_of_numbers(item[1])])
             for group in inner.param_groups
         )
         position = cursor.position
@@ -110,23 +110,23 @@ def compare_after_update(agreement: Agreement, cursor: Cursor, inner: Optimizer)
             agreement.compare("the last update of the epoch")
 
 
-def check_same(what: str, facts: Mapping[str, Any], agreement: Agreement) -> None:
+def check_same_facts(call: str, facts: Mapping[str, Any], agreement: Agreement) -> None:
     """Raise RuntimeError on every rank if a value that JSON represents differs; every rank has to call it.
 
-    `what` is the call in which ranks compare them, in words for the error.
+    `call` says in which call the ranks compare them, in words for the error.
     """
     text = json.dumps(facts, default=str)
-    within = what in (FIRST_UPDATE, UPDATE)
-    if len(set(agreement.gather(what, hashlib.sha256(text.encode()).hexdigest(), within=within))) == 1:
+    within = call in (FIRST_UPDATE, UPDATE)
+    if len(set(agreement.gather(call, hashlib.sha256(text.encode()).hexdigest(), within=within))) == 1:
         return
-    first, *others = map(json.loads, agreement.gather(what, text, within=within))
+    first, *others = map(json.loads, agreement.gather(call, text, within=within))
     for rank, other in enumerate(others, start=1):
         for name in {**first, **other}:
             pair = str(first.get(name)), str(other.get(name))
             if pair[0] != pair[1]:
-                usual = "set it to one value on all ranks" if what == UPDATE else "pass the same value on every rank"
+                usual = "set it to one value on all ranks" if call == UPDATE else "pass the same value on every rank"
                 remedy = _REMEDIES.get(name, usual)
-                raise RuntimeError(differing(name, *_excerpts(*pair), rank, remedy))
+                raise RuntimeError(differing_in_words(name, *_excerpts_of_difference(*pair), rank, remedy))
 
 
 def _check_replicas(parameters: Sequence[Tensor], backend: Backend, agreement: Agreement) -> None:
@@ -136,7 +136,7 @@ def _check_replicas(parameters: Sequence[Tensor], backend: Backend, agreement: A
         return
     part = json.dumps([shard_coordinates(parameter) for parameter in sharded])
     known: dict[str, tuple[int, int]] = {}  # part -> the first rank that has it, and its checksum
-    by_rank = agreement.gather(FIRST_UPDATE, json.dumps([part, checksum(local(sharded), backend)]), within=True)
+    by_rank = agreement.gather(FIRST_UPDATE, json.dumps([part, checksum(local_parts(sharded), backend)]), within=True)
     for rank, (other, crc) in enumerate(map(json.loads, by_rank)):
         first, expected = known.setdefault(other, (rank, crc))
         if crc != expected:
@@ -191,6 +191,7 @@ def update_facts(updater: Updater, inner: Optimizer, backend: Backend) -> dict[s
 
 
 def _facts_of_update(updater: Updater, inner: Optimizer, backend: Backend) -> dict[str, Any]:
+    """Return the settings that updates depend on, by name, without the values of the parameters."""
     return {
         "ref_batchsize": updater.ref_batchsize,
         "rule": without_addresses(repr(updater.rules)),
@@ -206,11 +207,12 @@ def _facts_of_update(updater: Updater, inner: Optimizer, backend: Backend) -> di
 
 def common_facts(updater: Updater, sampler: Dealer, inner: Optimizer, backend: Backend) -> dict[str, Any]:
     """Return what the jobs of an update must have in common, by name: the values of the parameters at the first one."""
-    values = {} if sampler.position.step else {"parameters": checksum(local(updater.parameters), backend)}
+    values = {} if sampler.position.step else {"parameters": checksum(local_parts(updater.parameters), backend)}
     return {**_facts_of_update(updater, inner, backend), **sampler_facts(sampler), **values}
 
 
 def _hyperparameters(inner: Optimizer, backend: Backend) -> dict[str, Any]:
+    """Return the plain values and tensors in the parameter groups, as floats or text, by name and group."""
     plain = (bool, int, float, str, tuple, NoneType, Tensor)
     return {
         f"{name} of parameter group {number}": (
@@ -222,12 +224,12 @@ def _hyperparameters(inner: Optimizer, backend: Backend) -> dict[str, Any]:
     }
 
 
-def _is_tuple(value: object) -> bool:
+def _is_tuple_of_numbers(value: object) -> bool:
     return isinstance(value, tuple) and all(number.__class__ in _NUMBERS for number in value)
 
 
-def _excerpts(first: str, other: str) -> tuple[str, str]:
-    """Return what is around the first difference of two texts, if they are long."""
+def _excerpts_of_difference(first: str, other: str) -> tuple[str, str]:
+    """Return two texts; of long ones, `_SHOWN` characters around their first difference."""
     same = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))
     begin = max(0, same - _SHOWN // 2)
     begin = begin if max(len(first), len(other)) > _SHOWN else 0
@@ -235,7 +237,7 @@ def _excerpts(first: str, other: str) -> tuple[str, str]:
     return excerpts[0] + "..." * (len(first) > begin + _SHOWN), excerpts[1] + "..." * (len(other) > begin + _SHOWN)
 
 
-def _summable(tensor: Tensor) -> Tensor:
+def _as_summable(tensor: Tensor) -> Tensor:
     """Return the same values in a dtype that every backend can sum: 16-bit integers, for example, become int64."""
     if tensor.is_complex() or (tensor.is_floating_point() and tensor.dtype.itemsize > 1):
         return tensor

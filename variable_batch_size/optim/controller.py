@@ -49,7 +49,7 @@ class ControllerRunner:
         timed = decided is not None and needs_throughput(decided.adaptive.controller)
         self._stopwatch = UpdateStopwatch() if timed else None
         self._asked = _Asked()
-        self._estimates: list[float] = []  # at the questions since the last new one
+        self._same_estimates: list[float] = []  # at the questions since the last new one
         self._begun = False  # whether an update was made
 
     def after_update(self, step: Batch, agreement: Agreement) -> None:
@@ -60,28 +60,26 @@ class ControllerRunner:
             return
         try:
             growing.decided_at = updates  # also if the controller has failed
-            self._decide(decided, step, agreement, updates)
+            self._ask_and_adopt(decided, step, agreement, updates)
         except Exception:
             raise
         except BaseException:  # an interrupt: what is due is done later
             growing.decided_at = before
             raise
 
-    def _decide(self, decided: DecidedTrace, step: Batch, agreement: Agreement, updates: int) -> None:
-        growing, world, before = self._cursor.sampler.growing, self._backend.world, decided
+    def _ask_and_adopt(self, decided: DecidedTrace, step: Batch, agreement: Agreement, updates: int) -> None:
+        """Ask a question that is due, and let the sampler plan with each answer that is due after `updates`."""
+        growing, before = self._cursor.sampler.growing, decided
         growing.mark_trainer()
-        if self._stopwatch is not None:
-            plan = growing.batches.plan
-            rows = plan.minibatch_size if plan.fixed_shape else -(-step.batch_size // step.num_microbatches)
-            self._stopwatch.after_update(world.size, rows, -(-step.num_microbatches // world.size))
+        self._time_update(step)
         if not self._begun:  # what was decided at the beginning, or at a restart
             self._begun = True
-            self._log(decision_scalars(decided.decisions[0]), updates)
+            self._log_decision(decision_scalars(decided.decisions[0]), updates)
         if is_due(decided.adaptive, updates) and decided.asked != updates:
-            decided = decided.ask(Measurements(updates, self._measure()))
+            decided = decided.ask(Measurements(updates, self._measure_later()))
         while decided.unanswered and updates >= decided.unanswered[0].updates + READ_AFTER:
             if not isinstance(self._backend, ElasticBackend):
-                self._answer(decided, agreement)
+                self._publish_answer(decided, agreement)
             if updates < decided.unanswered[0].updates + ADOPTED_AFTER:
                 break
             decided = self._adopt(decided, updates, agreement)
@@ -90,6 +88,13 @@ class ControllerRunner:
         if decided is not before:
             growing.grow(decided, self._cursor.position)
 
+    def _time_update(self, step: Batch) -> None:
+        """Let the stopwatch, if there is one, take the time of an update of so many rows and rounds."""
+        if self._stopwatch is not None:
+            plan, ranks = self._cursor.sampler.growing.batches.plan, self._backend.world.size
+            rows = plan.minibatch_size if plan.fixed_shape else -(-step.batch_size // step.num_microbatches)
+            self._stopwatch.after_update(ranks, rows, -(-step.num_microbatches // ranks))
+
     def before_update(self, backend: ElasticBackend) -> None:
         """Let the next sum carry the answer that is due after it."""
         decided, updates = self._cursor.sampler.batches.decided, self._cursor.position.step
@@ -97,7 +102,7 @@ class ControllerRunner:
         if decided is None or not decided.unanswered or not backend.leads:
             return
         if updates >= decided.unanswered[0].updates + READ_AFTER:
-            backend.posted = self._decision(decided)
+            backend.posted = self._answer_of_controller(decided)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was measured, if anything is."""
@@ -108,12 +113,12 @@ class ControllerRunner:
         if self._stopwatch is not None and "stopwatch" in state:
             self._stopwatch.load_state_dict(state["stopwatch"])
 
-    def _measure(self) -> Callable[[], dict[str, Any]]:
+    def _measure_later(self) -> Callable[[], dict[str, Any]]:
         """Return a function that returns what is known now; calling it later avoids a wait for a device."""
         place, updater = self._cursor.place, self._updater
         known = {"devices": self._backend.world.size, "updates": place.position.step, "samples": place.samples}
-        known_later = updater.progress.later()
-        noise = None if updater.gradient_noise is None else updater.gradient_noise.later()
+        known_later = updater.progress.reader()
+        noise = None if updater.gradient_noise is None else updater.gradient_noise.reader()
         reference = updater.ref_batchsize
 
         def read() -> dict[str, Any]:
@@ -125,17 +130,18 @@ class ControllerRunner:
 
         return read
 
-    def _answer(self, decided: DecidedTrace, agreement: Agreement) -> None:
+    def _publish_answer(self, decided: DecidedTrace, agreement: Agreement) -> None:
+        """On rank 0, answer the oldest question, once, and publish the answer for the other ranks."""
         oldest = decided.unanswered[0]
         if oldest is not self._asked.question:
             self._asked = _Asked(oldest, self._asked.number + 1)
         if not self._backend.leads or self._asked.answer is not None:
             return
-        answer = self._decision(decided)
+        answer = self._answer_of_controller(decided)
         agreement.publish("decision", self._asked.number, answer)
         self._asked = self._asked._replace(answer=answer)
 
-    def _decision(self, decided: DecidedTrace) -> str:
+    def _answer_of_controller(self, decided: DecidedTrace) -> str:
         """Return the controller's answer to the oldest question, or its error, which every rank raises."""
         plan, stopwatch = self._cursor.sampler.plan, self._stopwatch
         try:
@@ -164,10 +170,10 @@ class ControllerRunner:
         decided = decided.adopt(Decision.from_plain(answer), updates)
         scalars = decision_scalars(decided.decisions[-1])
         self._warn_if_unmeasured(scalars.get("estimates"))
-        self._log(scalars, updates)
+        self._log_decision(scalars, updates)
         return decided
 
-    def _log(self, scalars: Mapping[str, float], updates: int) -> None:
+    def _log_decision(self, scalars: Mapping[str, float], updates: int) -> None:
         if self._tracker is not None and self._backend.leads:
             self._tracker.log(updates, {f"decision/{name}": value for name, value in scalars.items()})
 
@@ -175,8 +181,8 @@ class ControllerRunner:
         """Warn once if a controller gets the same noise again and again, because nothing measures it any more."""
         if estimates is None or not estimates:
             return
-        self._estimates = [*(known for known in self._estimates if known == estimates), estimates]
-        if len(self._estimates) == _REPEATED + 1 and self._backend.leads:
+        self._same_estimates = [*(known for known in self._same_estimates if known == estimates), estimates]
+        if len(self._same_estimates) == _REPEATED + 1 and self._backend.leads:
             warnings.warn(
                 f"The controller got the same gradient noise {_REPEATED + 1} times, because no update since the first "
                 f'of them had two microbatches; pass a smaller minibatch_size to the sampler, noise="differenced" to '

@@ -15,7 +15,7 @@ from variable_batch_size.backend import Backend
 from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.data.batches import Batch
 from variable_batch_size.optim.sums import Sum
-from variable_batch_size.optim.tensors import local, scalar_dtype
+from variable_batch_size.optim.tensors import local_parts, scalar_dtype
 
 Count: TypeAlias = "Callable[[Any], Mapping[str, Tensor | float]]"
 Totals: TypeAlias = "Mapping[str, Tensor | float]"
@@ -67,7 +67,7 @@ class Counts:
         self._last: tuple[Batch, dict[str, Any], Totals] | None = None  # what this rank has counted, and the totals
 
     @torch.no_grad()
-    def total(
+    def sum_counts(
         self,
         count: Count,
         microbatches: Iterable[Any],
@@ -92,7 +92,7 @@ class Counts:
             RuntimeError: on every rank, if the names differ; or if this rank counts something else when it reads an
                 update again.
         """
-        counted = self._count(count, microbatches, batch)
+        counted = self._count_microbatches(count, microbatches, batch)
         if may_repeat and self._last is not None and self._last[0] == batch:
             _, known, totals = self._last
             if not any(isinstance(number, Tensor) for number in counted.values()) and counted != known:
@@ -103,24 +103,24 @@ class Counts:
                 )
             return totals
         if compares or [*counted] != self._names:
-            self._agree([*counted], agreement)
-        totals = self._over_ranks(counted)
+            self._compare_names([*counted], agreement)
+        totals = self._sum_over_ranks(counted)
         if self._sum.ranks > 1:
             self._last = batch, counted, totals
         return totals
 
-    def _count(self, count: Count, microbatches: Iterable[Any], batch: Batch) -> dict[str, Any]:
+    def _count_microbatches(self, count: Count, microbatches: Iterable[Any], batch: Batch) -> dict[str, Any]:
         """Return what this rank counts, by name in alphabetical order: floats, or 0-D tensors on a device."""
         counted = dict[str, Any]()
         for read, microbatch in zip(microbatches, batch.microbatches, strict=True):
-            counts = _check(count(read))
+            counts = _checked_counts(count(read))
             if counted and counted.keys() != counts.keys():
                 requirement = "counts= must return the same names for every microbatch"
                 raise value_error(
                     requirement, f"{_words(counted)}, then {_words(counts)}", "return 0 for what has none"
                 )
             for name in sorted(counts):
-                number = self._number(name, counts[name])
+                number = self._checked_number(name, counts[name])
                 if isinstance(number, Tensor):
                     share = self._backend.scalar(microbatch.samples / microbatch.rows, number)
                     counted[name] = number * share + counted.get(name, 0.0)
@@ -130,7 +130,8 @@ class Counts:
                 self._backend.mark_step()  # there may be any number of microbatches: each is a graph of its own
         return counted
 
-    def _number(self, name: str, value: object) -> Tensor | float:
+    def _checked_number(self, name: str, value: object) -> Tensor | float:
+        """Return a finite count >= 0: a float, or a 0-D tensor on a device that the host does not read."""
         if isinstance(value, Tensor):
             if value.numel() != 1 or value.is_complex():
                 raise TypeError(
@@ -138,9 +139,9 @@ class Counts:
                     f"of shape {tuple(value.shape)}; pass its .sum()"
                 )
             value = value.detach().reshape(())
-            like = self._like
-            if not (value.device.type == "cpu" or self._backend.reads(like)):
-                return value.to(like.device, like.dtype)
+            example = self._example
+            if not (value.device.type == "cpu" or self._backend.reads(example)):
+                return value.to(example.device, example.dtype)
             value = value.item()
         number = check_number(value, f"the count {name!r} of a microbatch", "count its tokens, rows or weights")
         if self._sum.by_microbatch and number % 1:
@@ -148,7 +149,8 @@ class Counts:
             raise value_error(requirement, number, "count tokens or rows")
         return number
 
-    def _agree(self, names: list[str], agreement: Agreement) -> None:
+    def _compare_names(self, names: list[str], agreement: Agreement) -> None:
+        """Remember the names of the counts; raise RuntimeError on every rank if the ranks have others."""
         by_rank = [json.loads(text) for text in agreement.gather(_CALL, json.dumps(names))]
         for rank, other in enumerate(by_rank):
             if other != by_rank[0]:
@@ -158,14 +160,15 @@ class Counts:
                 )
         self._names = names
 
-    def _over_ranks(self, counted: Mapping[str, Any]) -> Totals:
-        like = self._like
-        if self._backend.reads(like):
+    def _sum_over_ranks(self, counted: Mapping[str, Any]) -> Totals:
+        """Return the sums of the counts over all ranks, by name, with inf in the place of 0."""
+        example = self._example
+        if self._backend.reads(example):
             message = torch.tensor([*counted.values()], dtype=torch.float64)  # (names,)
             self._sum.all_reduce([message])
             return ByName({name: total or math.inf for name, total in zip(counted, message.tolist(), strict=True)})
         floats = [0.0 if isinstance(number, Tensor) else number for number in counted.values()]
-        (sent,) = self._backend.vectors([floats], like, "counts")
+        (sent,) = self._backend.vectors([floats], example, "counts")
         pairs = zip(counted.values(), sent.unbind(), strict=True)
         numbers = [number if isinstance(number, Tensor) else from_host for number, from_host in pairs]
         message = torch.stack(numbers)  # (names,)
@@ -176,10 +179,10 @@ class Counts:
         return ByName(zip(counted, totals.unbind(), strict=True))
 
     @property
-    def _like(self) -> Tensor:
+    def _example(self) -> Tensor:
         """A tensor of the device of the parameters, in the dtype of a sum there, which is not read."""
-        (like,) = local(self._sum.parameters[:1])
-        return like.new_empty((), dtype=scalar_dtype([like]))
+        (part,) = local_parts(self._sum.parameters[:1])
+        return part.new_empty((), dtype=scalar_dtype([part]))
 
 
 def counts_nothing(batch: Batch) -> bool:
@@ -188,8 +191,8 @@ def counts_nothing(batch: Batch) -> bool:
     return batch.totals is not None and all(not isinstance(total, Tensor) and total == math.inf for total in totals)
 
 
-def _check(counts: object) -> Mapping[str, Any]:
-    """Return what a user's function has returned for a microbatch."""
+def _checked_counts(counts: object) -> Mapping[str, Any]:
+    """Return what a user's function has returned for a microbatch; raise an error unless it has names."""
     requirement = "counts= must return a dict from names to numbers"
     if not isinstance(counts, Mapping):
         raise type_error(requirement, counts, _REMEDY)

@@ -1,8 +1,8 @@
 """Where an optimizer is: which microbatch `step()` takes next, and whether the user's loop passes the one that is due.
 
-A plain loop counts calls of `step()`. What it must not do is found here (`Cursor.receive`), when the sampler is read
-again (`Dealer.begin`), and where gradients are not those of a `backward()` (`optim/backward_check.py`). `vbs.updates`
-sets `Dealer.expected`, what comes and no more.
+A plain loop counts calls of `step()`. What it must not do is found here (`Cursor.receive_microbatch`), when the sampler
+is read again (`Dealer.begin_iteration`), and where gradients are not those of a `backward()`
+(`optim/backward_check.py`). `vbs.updates` sets `Dealer.expected`, what comes and no more.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _WAY_OUT = {
 }
 
 
-class _At(NamedTuple):
+class _CursorState(NamedTuple):
     """Where the optimizer is, as one value: an interrupt finds the old one or the new one."""
 
     place: Place
@@ -68,12 +68,12 @@ class Cursor:
 
     Several optimizers may share a sampler, as the two of a GAN do: one of them commits a step before the other. An
     optimizer is never behind the start of the iteration that feeds it. An update is committed at one moment; what
-    follows is settled afterwards (`settle`), again if an interrupt comes in between.
+    follows happens afterwards (`notify_watchers`), again if an interrupt comes in between.
 
     Attributes:
         watchers: objects that follow the commits.
         running: whether `step()` is under way.
-        made: the batch that was committed last, or is about to be.
+        last_batch: the batch that was committed last, or is about to be.
         restarts: how often the step has started over, so that a loop over the loader must begin again.
     """
 
@@ -82,8 +82,8 @@ class Cursor:
         sampler.attach(compiles_shapes=backend.static_graph, elastic=backend.elastic, **cut)
         self.watchers: WeakSet[Watcher] = WeakSet()
         self.running, self.restarts = False, 0
-        self.made: Batch | None = None
-        self._at, self.updated = _At(sampler.place), True  # and whether the last commit changed the weights
+        self.last_batch: Batch | None = None
+        self._state, self.updated = _CursorState(sampler.place), True  # and whether the last commit changed the weights
         self._due: tuple[Batches, Position, Batch] | None = None  # each is needed several times
         self._iteration: Pass | None = None  # from which the present microbatches come
         self._received = 0  # microbatches of the iteration received
@@ -93,30 +93,30 @@ class Cursor:
     @property
     def place(self) -> Place:
         """How far this optimizer is."""
-        return self._at.place
+        return self._state.place
 
     @property
     def position(self) -> Position:
         """The next update; after the last one of an epoch, the end of that epoch."""
-        return self._at.place.position
+        return self._state.place.position
 
     @property
     def commits(self) -> int:
         """How many updates the optimizer has committed: no state that it loads moves this back."""
-        return self._at.commits
+        return self._state.commits
 
     @property
     def phase(self) -> Phase:
         """Where in a step the optimizer is."""
-        return self._at.phase
+        return self._state.phase
 
     @property
     def begun(self) -> bool:
         """Whether a microbatch of the current step was accumulated."""
-        return self._at.round > 0
+        return self._state.round > 0
 
     @property
-    def settled(self) -> bool:
+    def watchers_know(self) -> bool:
         """Whether all that follows from the last commit was done."""
         return self.phase is not Phase.UNSETTLED
 
@@ -158,23 +158,25 @@ class Cursor:
         expected = self.sampler.expected
         if expected is not None or self.sampler.batches.arriving:
             if expected is None or expected.step != self.position.step:
-                raise self._not_handed_out(0)
+                raise self._not_yielded(0)
             return expected
-        return self._planned()
+        return self._planned_batch()
 
     @property
     def is_handed_out_last(self) -> bool:
         """Whether the next microbatch is the one that `vbs.updates` has yielded last."""
-        return self.sampler.expected is not None and self._at.round + 1 == self.sampler.handed_out
+        return self.sampler.expected is not None and self._state.round + 1 == self.sampler.handed_out
 
-    def _not_handed_out(self, number: int) -> RuntimeError:
+    def _not_yielded(self, number: int) -> RuntimeError:
+        """Return the error of a microbatch that `vbs.updates` has not yielded: it has yielded `number` of them."""
         return RuntimeError(
             f"step() must be called once for each microbatch that vbs.updates has yielded, but update "
             f"{self.position.step} has yielded {number or 'none'} yet; loop over vbs.updates(loader, optimizer), and "
             f"over the microbatches of each update, call step() once for each, and read optimizer.batch before the last"
         )
 
-    def _planned(self) -> Batch:
+    def _planned_batch(self) -> Batch:
+        """Return the next update as the sampler plans it; raise RuntimeError if the training has ended."""
         batches, position = self.sampler.batches, self.position
         if self._due is None or self._due[0] is not batches or self._due[1] is not position:
             due = batches.next_update(position)
@@ -188,13 +190,13 @@ class Cursor:
 
     def microbatch(self, ahead: int = 0) -> Microbatch:
         """Return the next microbatch of this rank, or one that is `ahead` rounds later in the same step."""
-        self._catch_up()
+        self._catch_up_with_iteration()
         if not self.begun and self.between_epochs:
             raise RuntimeError(
                 f"a microbatch must be of an epoch that has begun, but all updates of epoch {self.epoch - 1} are "
                 f"committed; read the loader first"
             )
-        return self.batch.microbatches[self._at.round + ahead]
+        return self.batch.microbatches[self._state.round + ahead]
 
     def upcoming(self) -> Microbatch | None:
         """Return what the next `step()` counts; None if it is not known, or `step()` must not be called."""
@@ -209,11 +211,11 @@ class Cursor:
     def several_rounds(self) -> bool:
         """Whether this rank has several microbatches in the next step; True if that is not known yet."""
         try:
-            return self.sampler.batches.arriving or len(self._planned().microbatches) > 1
+            return self.sampler.batches.arriving or len(self._planned_batch().microbatches) > 1
         except (RuntimeError, ValueError):
             return True
 
-    def _catch_up(self) -> None:
+    def _catch_up_with_iteration(self) -> None:
         """Move to the start of the iteration that feeds the optimizer, if it is behind."""
         iteration = self.sampler.iteration
         if iteration is None or iteration is self._iteration or iteration.stale or iteration.loaded or self.begun:
@@ -221,9 +223,10 @@ class Cursor:
         batches, start = self.sampler.batches, iteration.start
         known = self.position.epoch >= batches.plan.first_epoch or self.position.step == start.step
         if known and batches.next_update(self.position) < start:
-            self._move(start)
+            self._move_to(start)
 
-    def _move(self, position: Position) -> None:
+    def _move_to(self, position: Position) -> None:
+        """Move to a later position, and warn of the updates that this skips."""
         sampler = self.sampler
         left_out = position.step - self.position.step
         if left_out > 0:
@@ -236,22 +239,22 @@ class Cursor:
                 UserWarning,
                 stacklevel=stacklevel_of_user(),
             )
-        self._at = self._at._replace(place=Place(position, self.place.samples))
+        self._state = self._state._replace(place=Place(position, self.place.samples))
 
     # What a loop calls. ----------------------------------------------------------------------------------------------
 
-    def enter(self, phase: Phase) -> None:
+    def enter_phase(self, phase: Phase) -> None:
         """Record where in the step the optimizer is."""
-        self._at = self._at._replace(phase=phase)
+        self._state = self._state._replace(phase=phase)
 
-    def check_phase(self, what: str, *allowed: Phase) -> None:
-        """Check that a method may be called now."""
+    def check_phase(self, call: str, *allowed: Phase) -> None:
+        """Raise RuntimeError unless the phase is one of those in which `call`, named in the error, may be called."""
         phase = self.phase
         if phase in allowed:
             return
         if self.running:
             raise RuntimeError(
-                f"{what} must be called when optimizer.step() has returned, but it was called within it, as by a hook "
+                f"{call} must be called when optimizer.step() has returned, but it was called within it, as by a hook "
                 f"of the inner optimizer; call it after step()"
             )
         state = {
@@ -263,39 +266,39 @@ class Cursor:
         }[phase]
         step = self.position.step - (phase is Phase.UNSETTLED)
         when = "between steps" if Phase.INSIDE_STEP not in allowed else "in an intact step"
-        raise RuntimeError(f"{what} must be called {when}, but step {step} {state}; {_WAY_OUT[phase]}")
+        raise RuntimeError(f"{call} must be called {when}, but step {step} {state}; {_WAY_OUT[phase]}")
 
     def check_receiving(self) -> None:
         """Check that `step()` may be called now; otherwise a microbatch that was read for it is lost."""
         allowed = Phase.BETWEEN_STEPS, Phase.INSIDE_STEP
         if self.phase not in allowed:
-            self._leave()
+            self._leave_iteration()
         self.check_phase("step()", *allowed)
 
-    def receive(self) -> Microbatch:
+    def receive_microbatch(self) -> Microbatch:
         """Count the next microbatch as received, and return it."""
         sampler = self.sampler
-        if sampler.expected is not None and self._at.round >= sampler.handed_out:
-            raise self._not_handed_out(sampler.handed_out)
+        if sampler.expected is not None and self._state.round >= sampler.handed_out:
+            raise self._not_yielded(sampler.handed_out)
         if sampler.batches.arriving:
             microbatch = self.microbatch()
         else:
-            self._catch_up()
+            self._catch_up_with_iteration()
             iteration = sampler.iteration
             if iteration is None:
-                raise _too_often(0, 1)
+                raise _too_many_steps(0, 1)
             if iteration is not self._iteration or iteration.stale:
-                self._hear(iteration)
+                self._begin_iteration(iteration)
             if self._received >= iteration.yielded:
-                raise _too_often(iteration.yielded, self._received + 1)
+                raise _too_many_steps(iteration.yielded, self._received + 1)
             microbatch = self.microbatch()
             iteration.count_step(self, self._received, microbatch.step, begins_update=not self.begun)
             self._received += 1
-        sampler.count_by(self)
+        sampler.follow_counter(self)
         return microbatch
 
-    def _hear(self, iteration: Pass) -> None:
-        """Take microbatches from an iteration that has begun, which must contain the next one."""
+    def _begin_iteration(self, iteration: Pass) -> None:
+        """Take microbatches from an iteration that has begun; raise RuntimeError if the next one is not in it."""
         batches = self.sampler.batches
         if iteration.stale:
             raise RuntimeError(
@@ -307,7 +310,7 @@ class Cursor:
         start = iteration.start
         if self.begun:
             raise RuntimeError(
-                f"a step must get all its microbatches from one iteration, but step {due.step} had {self._at.round} "
+                f"a step must get all its microbatches from one iteration, but step {due.step} had {self._state.round} "
                 f"of {len(self.batch.microbatches)} when the loader was iterated again; call "
                 f"optimizer.discard_step() first to start the step over, or set_epoch on both"
             )
@@ -315,7 +318,7 @@ class Cursor:
         # A loader that restores its iterator may have read on from an older snapshot, up to this position.
         leads_here = iteration.resumed and start.epoch == due.epoch and start.step < due.step
         if not (begins_here or leads_here):
-            self._leave()
+            self._leave_iteration()
             raise RuntimeError(
                 f"sampler and optimizer must be at the same update, but the sampler's iteration began at {start} and "
                 f"the optimizer is at {due}; call set_epoch with the same epoch on both, or restore both"
@@ -324,27 +327,27 @@ class Cursor:
         self._received = sum(step.rounds(batches.world) for step in earlier) - iteration.first_round
         self._iteration = iteration
 
-    def _leave(self) -> None:
-        """Let a new iteration be needed."""
+    def _leave_iteration(self) -> None:
+        """Take no more microbatches from the present iteration: `step()` then needs a new one."""
         self.sampler.ask_for_iteration()
         if self._iteration is not None:
             self._iteration.stale, self._iteration = True, None
 
     def next_round(self) -> None:
         """Advance to the next microbatch of the same step."""
-        self._at = self._at._replace(round=self._at.round + 1, phase=Phase.INSIDE_STEP)
+        self._state = self._state._replace(round=self._state.round + 1, phase=Phase.INSIDE_STEP)
 
     def commit(self, *, updated: bool) -> None:
         """Commit the step, at one moment: not `updated`, it was skipped."""
-        self.made, self.updated = self.batch, updated
-        after = self.sampler.batches.after(self.place, self.made)
-        self._at = _At(after, self.commits + 1, phase=Phase.UNSETTLED)
+        self.last_batch, self.updated = self.batch, updated
+        after = self.sampler.batches.place_after(self.place, self.last_batch)
+        self._state = _CursorState(after, self.commits + 1, phase=Phase.UNSETTLED)
 
-    def settle(self) -> None:
-        """Tell the watchers of the last commit."""
+    def notify_watchers(self) -> None:
+        """Tell the watchers of the last commit; then the optimizer is between two steps."""
         for watcher in list(self.watchers):
             watcher.commit(updated=self.updated)
-        self.enter(Phase.BETWEEN_STEPS)
+        self.enter_phase(Phase.BETWEEN_STEPS)
 
     def set_epoch(self, epoch: int) -> None:
         """Move sampler and optimizer to an epoch, see `Dealer.set_epoch`; an incomplete step starts over."""
@@ -355,7 +358,7 @@ class Cursor:
         if moves or self.begun or self.phase is not Phase.BETWEEN_STEPS:
             self.restart()
         if moves:
-            self._move(sampler.batches.enter(due, epoch))
+            self._move_to(sampler.batches.enter_epoch(due, epoch))
 
     def enter_world(self, world: World, *, loaded: bool) -> bool:
         """Let the sampler deal for a world from the next step on; return whether it is another one.
@@ -370,8 +373,8 @@ class Cursor:
 
     def restart(self, place: Place | None = None) -> None:
         """Return to the first microbatch of a step, which must come from a new iteration; None: the present one."""
-        self._leave()
-        self._at = _At(place or self.place, self.commits)
+        self._leave_iteration()
+        self._state = _CursorState(place or self.place, self.commits)
         self.running = False
         self.restarts += 1
         self.sampler.expected = None
@@ -379,7 +382,8 @@ class Cursor:
             watcher.discard()
 
 
-def _too_often(read: int, number: int) -> RuntimeError:
+def _too_many_steps(read: int, number: int) -> RuntimeError:
+    """Return the error of call `number` of `step()`, of a sampler that has yielded only `read` microbatches."""
     return RuntimeError(
         f"step() must be called once per microbatch of the optimizer's own sampler, but that sampler has yielded "
         f"{read} and this is number {number}; pass the same CustomSampler to the optimizer and, as batch_sampler, to "
@@ -399,6 +403,7 @@ def check_sampler(sampler: object) -> None:
 
 
 def _check_world(sampler: Dealer, backend: Backend) -> Dealer:
+    """Return a sampler; raise ValueError unless it deals for the rank of the backend."""
     world = backend.world
     if sampler.world != world:
         raise ValueError(

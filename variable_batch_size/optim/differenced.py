@@ -10,7 +10,7 @@ from torch import Tensor
 
 from variable_batch_size.backend import Backend
 from variable_batch_size.optim.noise_estimate import Estimate, Number, estimate_from_pair, select
-from variable_batch_size.optim.tensors import local, scalar_dtype, squared_norm
+from variable_batch_size.optim.tensors import local_parts, scalar_dtype, squared_norm
 
 Gradient = Sequence[Tensor | None]  # of each parameter; None counts as 0
 
@@ -56,7 +56,7 @@ class DifferencedEstimator:
             return Estimate(0.0, 0.0), 0.0
         assert self._previous is not None
         previous, previous_square, previous_size, counts = self._previous
-        difference, previous = self._difference(previous, gradient, finite)
+        difference, previous = self._replace_previous(previous, gradient, finite)
         now = square, batch_size, select(finite, 1.0, counts)
         numbers = (select(finite, *values) for values in zip(now, self._previous[1:], strict=True))
         self._previous = _Previous(previous, *numbers)
@@ -80,18 +80,18 @@ class DifferencedEstimator:
         earlier = state.get("earlier")
         self._previous = None if earlier is None else _Previous(*(earlier[key] for key in KEYS))
 
-    def _difference(
+    def _replace_previous(
         self, previous: Gradient, gradient: Gradient, finite: bool | Tensor
     ) -> tuple[Number, list[Tensor | None]]:
-        """Return |G - G'|^2, and what to keep as the previous gradient, in the memory of `previous`."""
+        """Return |G - G'|^2, and G as the previous gradient of the next update, in the memory of `previous`."""
         device = next(part.device for part in gradient if part is not None)  # not that of a state, perhaps
         moved = [None if old is None else old.to(device) for old in previous]
         pairs = list(zip(moved, gradient, strict=True))
-        stored = [_or_zeros(old, like=new) for old, new in pairs]
-        now = [_or_zeros(new, like=old) for old, new in pairs]
+        stored = [_gradient_or_zeros(old, like=new) for old, new in pairs]
+        now = [_gradient_or_zeros(new, like=old) for old, new in pairs]
         both = zip(stored, now, strict=True)
         whole = [old.to(new) for old, new in both if old is not None and new is not None]
-        old_parts, new = local(whole), local(tensor for tensor in now if tensor is not None)
+        old_parts, new = local_parts(whole), local_parts(tensor for tensor in now if tensor is not None)
         torch._foreach_sub_(old_parts, new)
         square = squared_norm(whole)
         if isinstance(finite, Tensor):  # a non-finite gradient was zeroed, so that the difference is the previous one
@@ -104,5 +104,6 @@ class DifferencedEstimator:
         return square if self._on_device else square.item(), stored
 
 
-def _or_zeros(gradient: Tensor | None, *, like: Tensor | None) -> Tensor | None:
+def _gradient_or_zeros(gradient: Tensor | None, *, like: Tensor | None) -> Tensor | None:
+    """Return a gradient; for None, zeros like the other one of its parameter, unless that is None, too."""
     return torch.zeros_like(like) if gradient is None and like is not None else gradient

@@ -120,10 +120,10 @@ class GradientNoise:
             measurements += other
             rows += [weights.pair_sigma2, weights.pair_mu2]
             counts = counts & (valid >= use_pair)
-        decay, constant, *factors = self._vectors([weights.decay, weights.constant, *rows], like, "noise")
+        decay, constant, *factors = self._as_vectors([weights.decay, weights.constant, *rows], like, "noise")
         old = self._state.averages
         if self.on_device and not isinstance(old, Tensor):
-            (old,) = self._vectors([old.tolist()], like, "averages")
+            (old,) = self._as_vectors([old.tolist()], like, "averages")
         new = update_averages(old, decay, constant, zip(factors, measurements, strict=True))
         averages = select(counts, new, old)
         own_gain = gain(averages, size, reference)
@@ -132,7 +132,7 @@ class GradientNoise:
         self._uncommitted = NoiseState(averages, last, packed)
         return debias(averages, own_gain)
 
-    def _vectors(self, rows: Sequence[Sequence[float]], like: Tensor, place: str) -> Sequence[Any]:
+    def _as_vectors(self, rows: Sequence[Sequence[float]], like: Tensor, place: str) -> Sequence[Any]:
         """Return rows of numbers as arrays, or as tensors on the device of `like`."""
         return self._backend.vectors(rows, like, place) if self.on_device else list(np.array(rows))
 
@@ -149,23 +149,23 @@ class GradientNoise:
             if self._differenced is not None:
                 self._differenced.forget()  # `update` has overwritten the previous gradient
 
-    def later(self) -> Callable[[], Noise]:
+    def reader(self) -> Callable[[], Noise]:
         """Return a function that returns the present noise; calling it later avoids a wait for the device."""
         state = self._state
 
         def read() -> Noise:
-            *averages, own_gain = _read(state)
+            *averages, own_gain = _averages_and_gain(state)
             return debias(np.array(averages), own_gain)
 
         return read
 
     def noise(self) -> Noise:
         """Return the debiased averages, nan before the first estimate, and the last gain; reads them from a device."""
-        return self.later()()
+        return self.reader()()
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain numbers and, if it is kept, the previous gradient; reads them from a device."""
-        state: dict[str, Any] = dict(zip((*AVERAGES, "gain"), _read(self._state), strict=True))
+        state: dict[str, Any] = dict(zip((*AVERAGES, "gain"), _averages_and_gain(self._state), strict=True))
         return {**state, **(self._differenced.state_dict() if self._differenced is not None else {})}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
@@ -178,7 +178,8 @@ class GradientNoise:
             self._differenced.load_state_dict(state)
 
 
-def _read(state: NoiseState) -> list[float]:
+def _averages_and_gain(state: NoiseState) -> list[float]:
+    """Return the averages and the gain as floats, by one transfer from a device."""
     averages, own_gain, packed = state
     return [*averages.tolist(), float(own_gain)] if packed is None else packed.cpu().tolist()
 
@@ -214,7 +215,7 @@ class UnmeasuredWarning:
 def create_gradient_noise(
     inner: Optimizer, rules: Sequence[Rule], ref_batchsize: int | None, estimator: Estimator | None, backend: Backend
 ) -> GradientNoise | None:
-    """Return None if the noise is not measured."""
+    """Return what measures the noise; None if neither a rule nor `estimator` asks for it."""
     parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
     if estimator is None and not any(map(needs_noise, rules)):
         return None

@@ -31,6 +31,7 @@ def add(total: Tensor, numbers: Tensor, weight: float | Tensor = 1.0, *, first: 
 
 
 def _add(total: Tensor, numbers: Tensor, weight: float | Tensor, first: bool) -> Tensor:
+    """Add to sums as `add` does, without cutting the numbers into chunks."""
     rest = numbers.to(torch.float64)
     if isinstance(weight, Tensor) or weight != 1:
         rest = rest * weight

@@ -81,13 +81,13 @@ class ProgressScheduler:
                 'give the optimizer its ref_batchsize, or pass by="updates"',
             )
         _stepped.add(scheduler)
-        self._one_cycles = [part for part in _parts(scheduler) if isinstance(part, OneCycleLR)]
+        self._one_cycles = [part for part in _nested_schedulers(scheduler) if isinstance(part, OneCycleLR)]
         self._optimizer = optimizer
         self._by = by
         self._total = _check_total(total)
         self._steps = 0  # number of steps of the scheduler
         self._updates = optimizer.updates  # at the last call of `step`
-        self._progress = optimizer._progress_later()()  # as the schedule reads it, `DELAY` updates ago
+        self._progress = optimizer._progress_reader()()  # as the schedule reads it, `DELAY` updates ago
         self._pending: deque[tuple[int, Callable[[], float]]] = deque()  # (updates, function that reads the progress)
 
     def step(self) -> None:
@@ -174,9 +174,10 @@ class ProgressScheduler:
         """
         while self._pending and not updates - DELAY < self._pending[0][0] < updates:
             self._progress = self._pending.popleft()[1]()
-        self._pending.append((updates, self._optimizer._progress_later()))
+        self._pending.append((updates, self._optimizer._progress_reader()))
 
     def _reference_updates(self) -> Fraction | float:
+        """Return how far the training is, in reference updates; exact if it counts samples."""
         if self._by == "progress":
             return self._progress
         if self._by == "updates":
@@ -185,12 +186,13 @@ class ProgressScheduler:
 
 
 def _check_scheduler(scheduler: LRScheduler, optimizer: CustomOptimizer) -> LRScheduler:
+    """Return the scheduler; raise an error unless it steps on a count and belongs to the optimizer."""
     if not isinstance(scheduler, LRScheduler):
         raise TypeError(
             f"the scheduler must be one of torch.optim.lr_scheduler, got {type(scheduler).__name__}; create one for "
             f"this optimizer"
         )
-    if any(isinstance(part, ReduceLROnPlateau) for part in _parts(scheduler)):
+    if any(isinstance(part, ReduceLROnPlateau) for part in _nested_schedulers(scheduler)):
         raise TypeError(
             "the scheduler must step on a count, but ReduceLROnPlateau steps on a metric; call its step(metric) "
             "directly when the metric is known"
@@ -204,6 +206,7 @@ def _check_scheduler(scheduler: LRScheduler, optimizer: CustomOptimizer) -> LRSc
 
 
 def _check_total(total: object) -> float:
+    """Return the total as a finite number > 0; infinity for None."""
     if total is None:
         return math.inf
     remedy = (
@@ -215,7 +218,7 @@ def _check_total(total: object) -> float:
     return number
 
 
-def _parts(scheduler: LRScheduler) -> Iterator[LRScheduler]:
+def _nested_schedulers(scheduler: LRScheduler) -> Iterator[LRScheduler]:
     yield scheduler
     for part in getattr(scheduler, "_schedulers", ()):
-        yield from _parts(part)
+        yield from _nested_schedulers(part)

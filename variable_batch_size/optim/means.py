@@ -41,7 +41,7 @@ class StepMeans:
     def log(self, values: Mapping[str, Any]) -> None:
         """Record values of the current microbatch; several calls may add different names."""
         for name, value in values.items():
-            self._check(name, value)
+            self._check_value(name, value)
             self._current[name] = value.detach().reshape(()) if isinstance(value, Tensor) else float(value)
 
     def add(self, weight: Any, like: Tensor) -> None:
@@ -79,8 +79,8 @@ class StepMeans:
         """The names that have values in this step."""
         return tuple(sorted(self._sums))
 
-    def settle(self, message: list[Tensor], total: Tensor | None) -> None:
-        """Keep the sums over all ranks as those of the last update; `total`: the counts of the step, if any, 0-D.
+    def compute_means(self, message: list[Tensor], total: Tensor | None) -> None:
+        """Compute the means of the update from the sums over all ranks; `total`: the counts of the step, if any, 0-D.
 
         Raise RuntimeError on every rank if a name has values for a part of the samples only, as on one rank. On a
         device, where the host does not know it, the mean is nan.
@@ -106,14 +106,14 @@ class StepMeans:
         self._current, self._sums, self._microbatches, self._added = {}, {}, {}, 0
 
     @property
-    def last(self) -> dict[str, Tensor]:
+    def last_means(self) -> dict[str, Tensor]:
         """The means of the last update, 0-D tensors on the device of the gradients; nan if nothing was logged."""
         if self._last is None:
             return {}
         names, means = self._last
         return dict(zip(names, means.unbind(), strict=True))
 
-    def later(self) -> Callable[[], dict[str, float]]:
+    def reader(self) -> Callable[[], dict[str, float]]:
         """Return a function that returns the means of the last update, to be called when that does not wait."""
         if self._last is None:
             return dict
@@ -131,7 +131,8 @@ class StepMeans:
         number = number if isinstance(number, Tensor) else self._backend.scalar(number, like)
         return torch.as_tensor(number, dtype=torch.float32).to(like.device)
 
-    def _check(self, name: str, value: object) -> None:
+    def _check_value(self, name: str, value: object) -> None:
+        """Raise an error unless a value can be logged by a name, once a microbatch, and one of the first update."""
         if name in ("", "update") or name.startswith("vbs/"):
             requirement = 'a name must not be empty, "update" or begin with "vbs/", which the optimizer uses'
             raise value_error(requirement, repr(name), "choose another name")
@@ -177,7 +178,7 @@ class TokenCount:
         self._zero: Any = None  # with which it begins; kept, so that no graph changes
 
     def check(self, count: object, reduction: str, *, noise: bool) -> None:
-        """Check the argument of a step."""
+        """Raise an error unless a step may have this count, None for none, with this reduction of its loss."""
         if self.used is not None and self.used != (count is not None):
             raise RuntimeError(
                 f"either every step() has a count, or none, but this one has {'one' if count is not None else 'none'}; "
@@ -233,7 +234,7 @@ class TokenCount:
         """Return the counts of all ranks, 0-D, from the summed message; None if there are none."""
         return message[0][0] if message else None
 
-    def settle(self, message: list[Tensor], gradients: list[Tensor], batch_size: int) -> bool:
+    def divide_by_counts(self, message: list[Tensor], gradients: list[Tensor], batch_size: int) -> bool:
         """Turn gradients that were divided by the samples into those that are divided by the counts.
 
         Return False if nothing was counted on any rank, so that there is no gradient. On a device, where the host does

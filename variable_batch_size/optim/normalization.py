@@ -47,12 +47,12 @@ def check_batch_norm(model: torch.nn.Module, sampler: Dealer) -> None:
         raise type_error("model must be a torch.nn.Module", model, "pass the model")
     if not isinstance(sampler, Dealer):
         raise type_error("sampler must be a vbs.CustomSampler", sampler, "pass the one that feeds the loop")
-    if model in _warned or not any(_normalizes(part) and part.training for part in model.modules()):
+    if model in _warned or not any(_depends_on_cut(part) and part.training for part in model.modules()):
         return
     if sampler.batches.arriving:
         return  # nobody knows how large the batches will be
     plan = sampler.plan
-    smallest = _smallest(sampler)
+    smallest = _smallest_microbatch(sampler)
     if smallest.samples >= (min(ENOUGH, plan.minibatch_size) if plan.fixed_shape else 2):
         return
     _warned.add(model)
@@ -60,17 +60,17 @@ def check_batch_norm(model: torch.nn.Module, sampler: Dealer) -> None:
     consequence = "whose repetition makes its variance too small" if plan.fixed_shape else "with which torch raises"
     warnings.warn(
         f"Batch normalization gets microbatches of {number}, {consequence}: a step of {smallest.batch_size} with "
-        f"minibatch_size={plan.minibatch_size}; remedies are {_remedies(sampler, smallest)}",
+        f"minibatch_size={plan.minibatch_size}; remedies are {_remedies_in_words(sampler, smallest)}",
         UserWarning,
         stacklevel=3,
     )
 
 
-def check_known(model: torch.nn.Module, sampler: Dealer) -> None:
+def check_model_known(model: torch.nn.Module, sampler: Dealer) -> None:
     """Check a model as `check_batch_norm` does, and that the optimizer of the sampler has cut the steps for it."""
     if sampler.batches.reproducible:
         check_reproducible(model, [], measures_elements=False)
-    if sampler.dealing.multiple_of > 1 and any(map(_normalizes, model.modules())):
+    if sampler.dealing.multiple_of > 1 and any(map(_depends_on_cut, model.modules())):
         raise ValueError(
             "the optimizer of a model with batch normalization must know it, because the result depends on how steps "
             "are cut, but it was created without; pass model= to the optimizer, or call "
@@ -79,7 +79,8 @@ def check_known(model: torch.nn.Module, sampler: Dealer) -> None:
     check_batch_norm(model, sampler)
 
 
-def _remedies(sampler: Dealer, smallest: _Smallest) -> str:
+def _remedies_in_words(sampler: Dealer, smallest: _Smallest) -> str:
+    """Return what makes the smallest microbatch larger, in words for the warning."""
     plan = sampler.plan
     epoch = sampler.batches.epoch(sampler.position)
     last = plan.step(epoch, epoch.end_step - 1)
@@ -92,28 +93,28 @@ def _remedies(sampler: Dealer, smallest: _Smallest) -> str:
     return ", ".join([*tail, f"{larger}, and GroupNorm"])
 
 
-def remember(model: torch.nn.Module) -> None:
-    """Let the first update check a model, see `check_seen`."""
+def remember_model(model: torch.nn.Module) -> None:
+    """Let the first update check a model, see `check_remembered_models`."""
     _seen.add(model)
 
 
-def check_seen(parameters: Sequence[Tensor], sampler: Dealer) -> None:
+def check_remembered_models(parameters: Sequence[Tensor], sampler: Dealer) -> None:
     """Check the remembered models that have one of these parameters."""
     identities = {*map(id, parameters)} if _seen else set()
     for model in list(_seen):
         if not identities.isdisjoint(map(id, model.parameters())):
             _seen.discard(model)
-            check_known(model, sampler)
+            check_model_known(model, sampler)
 
 
-def cut_for(
+def cut_options(
     model: torch.nn.Module | None, parameters: Sequence[Tensor], *, measured: bool, alone: bool
 ) -> dict[str, bool]:
     """Return how steps have to be cut for a training, see `CustomSampler.attach`."""
-    parts = _known_parts(model, parameters)
+    parts = _known_modules(model, parameters)
     together = any(isinstance(part, SyncBatchNorm) and part.training for part in parts)  # all ranks, by a collective
     return {
-        "spread": alone or not (measured or any(map(_normalizes, parts))),
+        "spread": alone or not (measured or any(map(_depends_on_cut, parts))),
         "equal_rounds": together and not alone,
     }
 
@@ -121,7 +122,7 @@ def cut_for(
 def check_reproducible(model: torch.nn.Module | None, parameters: Sequence[Tensor], *, measures_elements: bool) -> None:
     """Raise ValueError if updates cannot be the same to the last bit in any world."""
     requirement = "reproducible=True needs"
-    for part in _known_parts(model, parameters):
+    for part in _known_modules(model, parameters):
         batch = isinstance(part, _BatchNorm)
         tracks = isinstance(part, _NormBase) and part.track_running_stats
         if part.training and (batch or tracks or type(part).__name__ in ("SpectralNorm", "_SpectralNorm")):
@@ -133,19 +134,20 @@ def check_reproducible(model: torch.nn.Module | None, parameters: Sequence[Tenso
         raise value_error(f"{requirement} a rule without the squares of elements", "invariant-adam", remedy)
 
 
-def _known_parts(model: torch.nn.Module | None, parameters: Sequence[Tensor]) -> list[torch.nn.Module]:
+def _known_modules(model: torch.nn.Module | None, parameters: Sequence[Tensor]) -> list[torch.nn.Module]:
     """Return the modules of a model, and of others that are known to have some of the parameters."""
     identities = {*map(id, parameters)}
     models = [seen for seen in _seen if not identities.isdisjoint(map(id, seen.parameters()))]
     return [part for known_model in (model, *models) if known_model is not None for part in known_model.modules()]
 
 
-def _normalizes(part: torch.nn.Module) -> bool:
+def _depends_on_cut(part: torch.nn.Module) -> bool:
     """Return whether a layer normalizes each microbatch by itself, so that the result depends on how a step is cut."""
     return isinstance(part, _BatchNorm) and not isinstance(part, SyncBatchNorm)
 
 
-def _smallest(sampler: Dealer) -> _Smallest:
+def _smallest_microbatch(sampler: Dealer) -> _Smallest:
+    """Return the smallest microbatch of the rest of the epoch, in distinct samples."""
     plan = sampler.plan
     epoch = sampler.batches.epoch(sampler.position)
     dealing = sampler.dealing

@@ -30,7 +30,7 @@ from variable_batch_size.optim.controller import ControllerRunner
 from variable_batch_size.optim.counts import Counts
 from variable_batch_size.optim.cursor import Cursor, Phase
 from variable_batch_size.optim.hooks import call_before_forward, uncompiled
-from variable_batch_size.optim.normalization import check_reproducible, cut_for
+from variable_batch_size.optim.normalization import check_reproducible, cut_options
 from variable_batch_size.optim.options import Estimator, NormLimit, Reduction, UpdateOptions, check_objects
 from variable_batch_size.optim.properties import ObservedOptimizer
 from variable_batch_size.optim.replay import Replays
@@ -129,7 +129,7 @@ class CustomOptimizer(ObservedOptimizer):
         self._backend = backend or backend_for(module, parameters, sampler, process_group)
         noise = "microbatches" if noise is None and _decides_by_noise(sampler) else noise
         options = UpdateOptions(noise, reduction, max_grad_norm, find_unused_parameters, grad_norm, skip_grad_norm)
-        needs = WeakMethod(self._needs)  # hooks of the parameters must not keep the optimizer alive
+        needs = WeakMethod(self._needs_of_microbatch)  # hooks of the parameters must not keep the optimizer alive
         total = sum_for(
             module,
             parameters,
@@ -146,10 +146,10 @@ class CustomOptimizer(ObservedOptimizer):
             check_reproducible(module, parameters, measures_elements=self._updater.second_moment is not None)
         check_applies_lr(inner, rules.rules)
         kind = {"measured": self._updater.measures_microbatches, "alone": self._backend.alone}
-        self._cursor = Cursor(sampler, self._backend, **total.dealing(**cut_for(module, parameters, **kind)))
+        self._cursor = Cursor(sampler, self._backend, **total.dealing(**cut_options(module, parameters, **kind)))
         self._replays, self._counts = Replays(module, self._backend), Counts(self._backend, total)
-        call_before_forward(total.module, self._announce)
-        call_before_forward(self._replays.module, self._keep)
+        call_before_forward(total.module, self._announce_microbatch)
+        call_before_forward(self._replays.module, self._save_before_replay)
         total.meet(lambda: self.agreement)  # while every rank is here
         self._lr_check, self._seeding = LearningRateCheck(), Seeding(self._backend)
         self._backward_of: Pass | None = None  # during which backward() was called last
@@ -161,18 +161,18 @@ class CustomOptimizer(ObservedOptimizer):
         self._reporter = Reporter(self.tracker, log_steps, log_samples, *core)
         self._controller = ControllerRunner(*core, self.tracker)
 
-    def _announce(self) -> None:
+    def _announce_microbatch(self) -> None:
         self._updater.gradient.sum.prepare(self._cursor.upcoming())
 
-    def _needs(self) -> Needs:
+    def _needs_of_microbatch(self) -> Needs:
         known = self._cursor.upcoming() is not None
         return self._updater.needs(self._cursor.batch if known else None)
 
-    def _keep(self) -> None:
-        self._replays.keep(self._cursor.upcoming())
+    def _save_before_replay(self) -> None:
+        self._replays.save_state(self._cursor.upcoming())
 
     def _change_groups(self, caller: str, number: int, change: Callable[[], None]) -> None:
-        self._settle()
+        self._complete_update()
         self._cursor.check_phase(caller, Phase.BETWEEN_STEPS)
         rules = self._updater.rules_for(number)
         self._updater.clear()
@@ -204,10 +204,10 @@ class CustomOptimizer(ObservedOptimizer):
             RuntimeError: if all updates of that epoch are committed, or an exception has interrupted a step.
             ValueError: if the trace ends before the epoch does.
         """
-        self._settle()
+        self._complete_update()
         self._cursor.check_phase("set_epoch()", Phase.BETWEEN_STEPS, Phase.INSIDE_STEP)
         self._cursor.set_epoch(epoch)
-        self._clear()
+        self._clear_step()
 
     def discard_step(self, timeout: float = 10.0) -> None:
         """Discard the accumulated microbatches of an incomplete step, so that the step can start over.
@@ -222,11 +222,11 @@ class CustomOptimizer(ObservedOptimizer):
             RuntimeError: if the exception came when the inner optimizer's step had begun: only a state repairs that; or
                 if ranks that have to discard the step do not.
         """
-        self._settle()
+        self._complete_update()
         self._cursor.check_phase("discard_step()", Phase.BETWEEN_STEPS, Phase.INSIDE_STEP, Phase.INTERRUPTED)
-        self._seeding.end()
+        self._seeding.end_microbatch()
         self._updater.gradient.sum.discard(lambda: self.agreement, timeout)
-        self._clear()
+        self._clear_step()
         self._cursor.restart()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -283,14 +283,8 @@ class CustomOptimizer(ObservedOptimizer):
                 is weighted in an update without counts, or is not in one with counts.
         """
         others = (others,) if isinstance(others, CustomOptimizer) else others
-        microbatch, *of_others = [optimizer._begin_backward() for optimizer in (self, *others)]
-        if weighted and self._cursor.batch.totals is None:
-            raise ValueError(
-                "backward(weighted=True) needs a loss whose terms are divided by update.counts, but this update has "
-                "none; loop over vbs.updates(loader, optimizer, counts=function)"
-            )
-        if not weighted and self._cursor.batch.totals is not None:
-            raise ValueError(NOT_WEIGHTED.format("backward() came without weighted=True"))
+        microbatch, *of_others = [optimizer._microbatch_of_backward() for optimizer in (self, *others)]
+        self._check_weighted(weighted)
         for optimizer, other in zip(others, of_others, strict=True):
             if (optimizer.reduction, other) != (self.reduction, microbatch):
                 requirement = "all optimizers of a loss must be at the same microbatch, and have the same reduction"
@@ -298,10 +292,21 @@ class CustomOptimizer(ObservedOptimizer):
                 raise value_error(requirement, found, "pass one sampler to them, and call step() of each")
         options = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs, "weighted": weighted}
         gradients = [optimizer._updater.gradient for optimizer in others]
-        with self._watched(others):
+        with self._watching_others(others):
             self._updater.gradient.backward(loss, microbatch, scaler, gradients, gradient=gradient, **options)
 
-    def _watched(self, others: Sequence[CustomOptimizer]) -> AbstractContextManager[Any]:
+    def _check_weighted(self, weighted: bool) -> None:
+        """Raise ValueError unless the losses of this update have to be weighted, or not, as one is."""
+        has_totals = self._cursor.batch.totals is not None
+        if weighted and not has_totals:
+            raise ValueError(
+                "backward(weighted=True) needs a loss whose terms are divided by update.counts, but this update has "
+                "none; loop over vbs.updates(loader, optimizer, counts=function)"
+            )
+        if has_totals and not weighted:
+            raise ValueError(NOT_WEIGHTED.format("backward() came without weighted=True"))
+
+    def _watching_others(self, others: Sequence[CustomOptimizer]) -> AbstractContextManager[Any]:
         """Let optimizers of the sampler that a loss does not name note whether it has their parameters."""
         listeners = self.sampler.listeners
         if len(listeners) == 1 + len(others):
@@ -309,11 +314,11 @@ class CustomOptimizer(ObservedOptimizer):
         stack, named = ExitStack(), {self, *others}
         for listener in list(listeners):
             if isinstance(listener, CustomOptimizer) and listener not in named:
-                stack.enter_context(listener._updater.gradient.sum.during_another())
+                stack.enter_context(listener._updater.gradient.sum.note_other_backward())
         return stack
 
-    def _begin_backward(self) -> Microbatch:
-        """Return the microbatch that the next `step()` counts."""
+    def _microbatch_of_backward(self) -> Microbatch:
+        """Return the microbatch that `backward()` is of; drop what a loop that was left has accumulated before it."""
         cursor = self._cursor
         cursor.check_phase("backward()", Phase.BETWEEN_STEPS, Phase.INSIDE_STEP)
         self._check_meets_same_weights()
@@ -340,6 +345,18 @@ class CustomOptimizer(ObservedOptimizer):
                 f"sampler and a loader of its own"
             )
 
+    def _check_seeded(self) -> None:
+        """Raise RuntimeError if updates are reproducible, and the microbatch was not seeded last, for this sampler."""
+        if not self.sampler.batches.reproducible:
+            return
+        if not (self._cursor.is_handed_out_last and self._seeding.seeded_last_for(self.sampler)):
+            raise RuntimeError(
+                "reproducible=True needs random numbers that are seeded before the forward of each microbatch, but "
+                "step() was called outside of vbs.updates(loader, optimizer), or after a later microbatch was read, as "
+                "by list(update), or one of another sampler; loop over the microbatches of each update, and call "
+                "step() for each"
+            )
+
     @uncompiled
     @torch.no_grad()
     def step(self, closure: Callable[[], object] | None = None, *, count: Tensor | float | None = None) -> bool:  # type: ignore[override]
@@ -363,40 +380,33 @@ class CustomOptimizer(ObservedOptimizer):
             RuntimeError: if no `backward()` has run, or a microbatch of the sampler was skipped, repeated or reordered.
         """
         updater, cursor = self._updater, self._cursor
-        if cursor.settled:  # an update that an exception has interrupted later was made
-            self._settle()
+        if cursor.watchers_know:  # an update that an exception has interrupted later was made
+            self._complete_update()
         cursor.check_receiving()
-        reproducible = self.sampler.batches.reproducible
-        if reproducible and not (cursor.is_handed_out_last and self._seeding.is_of(self.sampler)):
-            raise RuntimeError(
-                "reproducible=True needs random numbers that are seeded before the forward of each microbatch, but "
-                "step() was called outside of vbs.updates(loader, optimizer), or after a later microbatch was read, as "
-                "by list(update), or one of another sampler; loop over the microbatches of each update, and call "
-                "step() for each"
-            )
+        self._check_seeded()
         if closure is not None:
             run_closure(closure, scaled=getattr(self, "found_inf", None) is not None)
         if not updater.gradient.sum.carries_weight:
             self._check_meets_same_weights()
         self._adopt_groups()
         self._lr_check.check(self.param_groups, inside_step=cursor.begun)
-        cursor.enter(Phase.INTERRUPTED)  # stays if an exception follows
+        cursor.enter_phase(Phase.INTERRUPTED)  # stays if an exception follows
         try:
             cursor.running = True
-            microbatch = cursor.receive()
-            self._check_left(updater.gradient.parameters)
-            updated = self._accumulate(microbatch, count) and self._update()
+            microbatch = cursor.receive_microbatch()
+            self._check_none_left(updater.gradient.parameters)
+            updated = self._accumulate(microbatch, count) and self._make_update()
         except BrokenStepError:  # before anything has changed but gradients; vbs.updates makes the step again
-            self._clear()
+            self._clear_step()
             cursor.restart()
             return False
         finally:
             cursor.running = False
             if not cursor.begun and len(self.sampler.listeners) == 1:  # else others make their forward
-                self._seeding.end()
-        self._settle_gradients()  # before the graph ends: they would be its results
+                self._seeding.end_microbatch()
+        self._complete_commit()  # before the graph ends: they would be its results
         self._backend.mark_step()
-        self._settle()
+        self._complete_update()
         return updated
 
     step.hooked = True  # type: ignore[attr-defined]  # torch then runs its global hooks in the inner step only
@@ -409,7 +419,7 @@ class CustomOptimizer(ObservedOptimizer):
         Raises:
             RuntimeError: in the middle of a step, or if a microbatch of a loop that has ended did not reach `step()`.
         """
-        self._settle()
+        self._complete_update()
         self._cursor.check_phase("state_dict()", Phase.BETWEEN_STEPS)
         self.sampler.check_left_over()
         kind: dict[str, Any] = {"optimizer": type(self.inner).__name__}
@@ -429,7 +439,7 @@ class CustomOptimizer(ObservedOptimizer):
         Raises:
             ValueError: if the state does not match, or an entry is missing or damaged; then nothing has changed.
         """
-        self._settle()
+        self._complete_update()
         self._cursor.check_phase("load_state_dict()", *Phase)
         sampler = self.sampler
         batches = None
@@ -446,69 +456,73 @@ class CustomOptimizer(ObservedOptimizer):
                 "of a plain optimizer; pass strict=False to load the inner optimizer's state only"
             )
         check_hyperparameters(self.inner, state_dict)
-        self._seeding.end()
+        self._seeding.end_microbatch()
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "vbs"})
         self._mark_stepped()
         self._updater.gradient.sum.restart()
         self._counts.forget()
-        self._clear()
+        self._clear_step()
         place: Place | None = None
         if position is not None and batches is not None:
-            place = sampler.adopt(position["sampler"], batches, counted=True)
+            place = sampler.adopt_state(position["sampler"], batches, counted=True)
         self._cursor.restart(place)
         self._updater.load_state_dict(position or {}, sampler.plan.minibatch_size)
         self._controller.load_state_dict(position or {})
 
     # An update. --------------------------------------------------------------------------------------------------
 
-    def _clear(self) -> None:
+    def _clear_step(self) -> None:
+        """Discard what was accumulated, before the step starts over or a state is loaded."""
         self._updater.clear()
-        self._replays.drop()
+        self._replays.drop_state()
         self._backend.mark_step()  # otherwise the clearing would change the graph of the next microbatch
 
     def _accumulate(self, microbatch: Microbatch, count: Tensor | float | None) -> bool:
+        """Add a microbatch to the step; return whether it is the last one, so that the update follows."""
         cursor = self._cursor
         following = None if microbatch.ends_step else cursor.microbatch(ahead=1)
         scale = {name: getattr(self, name, None) for name in ("found_inf", "grad_scale")}  # set by a GradScaler
         weighted = cursor.batch.totals is not None
         gradient = self._updater.gradient
         gradient.add(microbatch, following, inside_step=cursor.begun, **scale, count=count, weighted=weighted)
-        self._replays.undo()
+        self._replays.restore_state()
         if not microbatch.ends_step:
             cursor.next_round()
         return microbatch.ends_step
 
-    def _update(self) -> bool:
+    def _make_update(self) -> bool:
+        """Make the update of the step and commit it; return whether the weights changed."""
         updater, cursor = self._updater, self._cursor
         if not updater.gradient.agreed:
             consistency.compare_ranks(updater, cursor, self.inner, self._backend, self.agreement)
-        begin = partial(cursor.enter, Phase.HALF_UPDATED)
+        begin = partial(cursor.enter_phase, Phase.HALF_UPDATED)
         batch = cursor.batch
         try:
             updated = updater.apply(batch, batch.step, cursor.place.samples, begin)
         except RanksDifferError as error:
             facts = {"epoch": self.sampler.batches.next_update(cursor.position).epoch, **error.facts}
-            consistency.check_same(consistency.UPDATE, facts, self.agreement)
+            consistency.check_same_facts(consistency.UPDATE, facts, self.agreement)
             raise
         cursor.commit(updated=updated)
         return updated
 
-    def _settle(self) -> None:
+    def _complete_update(self) -> None:
         """Complete what follows from the last update, if an exception has interrupted it; all methods do it first."""
         cursor, commits = self._cursor, self._cursor.commits
-        self._settle_gradients()
-        if self._followed_up != commits and cursor.made is not None:
-            self._controller.after_update(cursor.made, self.agreement)
+        self._complete_commit()
+        if self._followed_up != commits and cursor.last_batch is not None:
+            self._controller.after_update(cursor.last_batch, self.agreement)
             self._followed_up = commits  # before what is done once, whatever error comes of it
             consistency.compare_after_update(self.agreement, cursor, self.inner)
-            self._reporter.after_update(cursor.made)
+            self._reporter.after_update(cursor.last_batch)
 
-    def _settle_gradients(self) -> None:
-        if not self._cursor.settled:
+    def _complete_commit(self) -> None:
+        """Clear the gradients of a committed step and tell its watchers, unless that was done."""
+        if not self._cursor.watchers_know:
             self._updater.commit()
             self._updater.clear()
-            self._updater.gradient.sum.begin(several=self._cursor.several_rounds)
-            self._cursor.settle()
+            self._updater.gradient.sum.begin_next_step(several=self._cursor.several_rounds)
+            self._cursor.notify_watchers()
 
     def note_iteration(self) -> None:
         """Note which gradients there are when an iteration begins: they are left from before."""
@@ -516,7 +530,7 @@ class CustomOptimizer(ObservedOptimizer):
             gradients = (parameter.grad for parameter in self._updater.gradient.parameters)
             self._left = [gradient for gradient in gradients if gradient is not None]
 
-    def _check_left(self, parameters: Sequence[Tensor]) -> None:
+    def _check_none_left(self, parameters: Sequence[Tensor]) -> None:
         """Check that the gradients are new since an iteration began, at its first microbatch."""
         if not self._left:
             return

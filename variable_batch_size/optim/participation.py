@@ -47,12 +47,12 @@ class Participation:
         self._first_change = ""  # on this rank since the last restored state
 
     @property
-    def _agrees(self) -> bool:
+    def _is_agreed_on(self) -> bool:
         return not (self._counts or self._backend.alone)
 
     def agree(self, has_gradient: Sequence[bool], agreement: Agreement, *, replay: bool) -> None:
         """Agree on the parameters before the first update, unless they are known; every rank has to call it."""
-        if not self._agrees:
+        if not self._is_agreed_on:
             return
         unknown = replay and agreement.world.size > 1  # what others know
         row = "" if unknown else "".join("01"[has] for has in has_gradient)
@@ -82,7 +82,7 @@ class Participation:
             return [torch.tensor([float(used and not replay) for used in has_gradient]).to(like.device, like.dtype)]
         differs = not replay and tuple(has_gradient) != self._members
         if differs and not self._first_change:
-            self._first_change = self._change(has_gradient)
+            self._first_change = self._first_change_in_words(has_gradient)
         like = next(compress(self.parameters, self._members or ()), self.parameters[0])  # of a dtype that is sent
         if self._constants is None:
             values = self._backend.scalars([0.0, 1.0], like)
@@ -90,7 +90,7 @@ class Participation:
             self._constants = zero, flag
         return [self._constants[differs].clone()]
 
-    def settle(self, message: Sequence[Tensor]) -> Sequence[bool] | None:
+    def find_used(self, message: Sequence[Tensor]) -> Sequence[bool] | None:
         """Return for each parameter whether any rank has used it, from the sums of `message`; None: as was selected."""
         if self._counts or not message:
             return [used for counts in message for used in self._backend.host(counts).abs().bool().tolist()] or None
@@ -101,12 +101,12 @@ class Participation:
         self._updates += 1
         if self._updates == READ_EVERY:
             due, self._due, self._updates = self._due, self._flags, 0
-            self._raise_if(due)
+            self._raise_if_flagged(due)
         return None
 
     def check(self) -> None:
         """Raise RuntimeError if a rank had other parameters than agreed; waits for the device."""
-        self._raise_if(self._flags)
+        self._raise_if_flagged(self._flags)
 
     def state_dict(self) -> dict[str, Any]:
         """Return for each parameter whether it takes part, if the ranks have agreed."""
@@ -115,11 +115,12 @@ class Participation:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state; without one, or with another number of parameters, the next update agrees."""
         members = state.get("has_gradient") or ()
-        fits = self._agrees and len(members) == len(self.parameters)
+        fits = self._is_agreed_on and len(members) == len(self.parameters)
         self._members = tuple(map(bool, members)) if fits else None
         self._flags, self._due, self._first_change = None, None, ""
 
-    def _change(self, has_gradient: Sequence[bool]) -> str:
+    def _first_change_in_words(self, has_gradient: Sequence[bool]) -> str:
+        """Return, for an error, which parameter has another gradient than agreed, and on which rank."""
         pairs = zip(has_gradient, self._members or (), strict=True)
         number = next(number for number, (has, had) in enumerate(pairs) if has != had)
         which = (
@@ -127,7 +128,8 @@ class Participation:
         )
         return f"{which} has {'one' if has_gradient[number] else 'none'}"
 
-    def _raise_if(self, flags: Tensor | None) -> None:
+    def _raise_if_flagged(self, flags: Tensor | None) -> None:
+        """Raise RuntimeError if the flags, summed over the ranks, say that one had other parameters than agreed."""
         if flags is not None and flags.cpu().abs().item() != 0:  # without a step marker, which would cut the graph
             change = self._first_change or "that has changed on another rank"
             self._first_change = ""

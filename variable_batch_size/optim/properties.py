@@ -95,9 +95,9 @@ class ObservedOptimizer(OptimizerWrapper):
         """Whether a step has begun and is not complete: it is accumulating, or an exception has interrupted it."""
         return self._cursor.phase not in (Phase.BETWEEN_STEPS, Phase.UNSETTLED)
 
-    def _progress_later(self) -> Callable[[], float]:
+    def _progress_reader(self) -> Callable[[], float]:
         """Return a function that returns the present progress, to be called later without waiting for a device."""
-        return self._updater.progress.later()
+        return self._updater.progress.reader()
 
     @property
     def batch(self) -> Batch:
@@ -117,7 +117,7 @@ class ObservedOptimizer(OptimizerWrapper):
         """
         return self._cursor.microbatch()
 
-    def _watch(self, watcher: Watcher) -> None:
+    def _add_watcher(self, watcher: Watcher) -> None:
         """Notify `watcher`, which is held weakly, when a step is committed and when one is discarded."""
         self._cursor.watchers.add(watcher)
 
@@ -132,7 +132,7 @@ class ObservedOptimizer(OptimizerWrapper):
     @property
     def logged(self) -> dict[str, Tensor]:
         """The means of the values of `log` in the last update: 0-D tensors on the device of the gradients."""
-        return self._updater.gradient.step_means.last
+        return self._updater.gradient.step_means.last_means
 
     @property
     def count(self) -> Tensor | None:
@@ -163,7 +163,7 @@ class ObservedOptimizer(OptimizerWrapper):
         On a device that compiles graphs, as the host knows it: it reads every 16 updates a number that is as old, and
         the present one for a `state_dict()`.
         """
-        large = self._updater.large
+        large = self._updater.skipper
         return 0 if large is None else large.skipped
 
     def __repr__(self) -> str:

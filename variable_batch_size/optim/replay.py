@@ -32,8 +32,8 @@ class Replays:
         self.module = None if backend.static_graph or backend.alone else bare  # whose buffers stay
         self._before: tuple[list[_Buffer], list[Tensor]] | None = None  # buffers, and random numbers
 
-    def keep(self, microbatch: Microbatch | None) -> None:
-        """Take the state before the first forward of a microbatch, if that is a replay."""
+    def save_state(self, microbatch: Microbatch | None) -> None:
+        """Save buffers and random numbers before the first forward of a microbatch, if that is a replay."""
         if self.module is None or microbatch is None or microbatch.samples or self._before is not None:
             return
         buffers = [
@@ -45,8 +45,8 @@ class Replays:
         self._before = buffers, [torch.get_rng_state(), *on_cuda]
 
     @torch.no_grad()
-    def undo(self) -> None:
-        """Return to that state, if there is one."""
+    def restore_state(self) -> None:
+        """Restore what was saved before the forward of a replay, if anything was."""
         if self._before is None:
             return
         (buffers, (on_cpu, *on_cuda)), self._before = self._before, None
@@ -59,8 +59,8 @@ class Replays:
         for device, state in zip(self._cuda_devices(), on_cuda, strict=True):
             torch.cuda.set_rng_state(state, device)
 
-    def drop(self) -> None:
-        """Forget that state: the step starts over, or elsewhere."""
+    def drop_state(self) -> None:
+        """Forget what was saved: the step starts over, or elsewhere."""
         self._before = None
 
     def _cuda_devices(self) -> list[torch.device]:

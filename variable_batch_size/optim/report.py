@@ -68,7 +68,7 @@ class Reporter:
         updater = self._updater
         norm = ("grad_norm",) if updater.options.grad_norm else ()
         noise = () if updater.gradient_noise is None else _NOISE_TAGS
-        skipped = () if updater.large is None else ("skipped",)
+        skipped = () if updater.skipper is None else ("skipped",)
         return [f"vbs/{name}" for name in (*_TAGS, *skipped, *norm, *noise)]
 
     def after_update(self, step: Batch) -> None:
@@ -77,19 +77,19 @@ class Reporter:
         if tracker is None or not self._backend.leads:
             return
         updates, epoch = self._cursor.position.step, self._epoch
-        row_is_due = self._is_due(step)
+        row_is_due = self._is_row_due(step)
         if self._begin is None or row_is_due:
             now = _Moment(time.monotonic(), updates, self._cursor.place.samples, self._fraction)
             if self._begin is None:
                 self._begin = now
                 self._earlier = tracker.last_before(updates, "vbs/seconds")
         if row_is_due:
-            row = self._row(step, now)
+            row = self._row_reader(step, now)
             if self._reads_device:
                 tracker.log_later(updates, row)
             else:
                 tracker.log(updates, row())
-            self._seconds_left = _seconds_left(self._begin, now)
+            self._seconds_left = _estimate_seconds_left(self._begin, now)
             self._last = now
         tracker.write_pending(updates)
         tracker.show(epoch.number, step.start + step.batch_size, epoch.samples, self._seconds_left)
@@ -103,45 +103,50 @@ class Reporter:
         )
         return measured and updater.parameters[0].device.type != "cpu"
 
-    def _is_due(self, step: Batch) -> bool:
+    def _is_row_due(self, step: Batch) -> bool:
         place, every = self._cursor.place, self._samples
         if self._steps is not None and place.position.step % self._steps == 0:
             return True
         samples = place.samples
         return every is not None and samples // every > (samples - step.batch_size) // every
 
-    def _row(self, step: Batch, now: _Moment) -> Callable[[], dict[str, float]]:
+    def _known_scalars(self, step: Batch, now: _Moment) -> dict[str, float]:
+        """Return the scalars of a row that the host knows, without the prefix of their tags."""
+        epoch, sampler = self._epoch, self._cursor.sampler
+        last, begin = self._last or self._begin or now, self._begin or now
+        seconds = now.seconds - last.seconds
+        return {
+            "epoch": epoch.number + (step.start + step.batch_size) / sampler.plan.whole_samples(epoch),
+            "samples": now.samples,
+            "seconds": self._earlier + (now.seconds - begin.seconds),
+            "samples_per_second": _per_second(now.samples - last.samples, seconds),
+            "updates_per_second": _per_second(now.updates - last.updates, seconds),
+            "global_batch_size": step.batch_size,
+            "num_microbatches": step.num_microbatches,
+            "world_size": sampler.world.size,
+        }
+
+    def _row_reader(self, step: Batch, now: _Moment) -> Callable[[], dict[str, float]]:
         """Return a function that returns the scalars of the update that was just made.
 
         It is called at once, or some updates later, when what a device has computed is there.
         """
-        updater, epoch = self._updater, self._epoch
-        last, begin = self._last or self._begin or now, self._begin or now
-        seconds = now.seconds - last.seconds
-        scalars: dict[str, float] = {
-            "epoch": epoch.number + (step.start + step.batch_size) / self._cursor.sampler.plan.whole_samples(epoch),
-            "samples": now.samples,
-            "seconds": self._earlier + (now.seconds - begin.seconds),
-            "samples_per_second": _rate(now.samples - last.samples, seconds),
-            "updates_per_second": _rate(now.updates - last.updates, seconds),
-            "global_batch_size": step.batch_size,
-            "num_microbatches": step.num_microbatches,
-            "world_size": self._cursor.sampler.world.size,
-        }
-        skipped = {} if updater.large is None else {"skipped": updater.large.skipped}
+        updater = self._updater
+        known = self._known_scalars(step, now)
+        skipped = {} if updater.skipper is None else {"skipped": updater.skipper.skipped}
         scaling, lr, norm = updater.last_scaling, updater.reference_lr, updater.grad_norm
-        noise = None if updater.gradient_noise is None else updater.gradient_noise.later()
-        progress, means = updater.progress.later(), updater.gradient.step_means.later()
+        noise = None if updater.gradient_noise is None else updater.gradient_noise.reader()
+        progress, means = updater.progress.reader(), updater.gradient.step_means.reader()
 
         def read() -> dict[str, float]:
-            factor = _number(scaling.lr) * _number(scaling.gradient)
-            row = {**scalars, "lr_effective": _number(lr) * factor, "lr_factor": factor, **skipped}
+            factor = _as_float(scaling.lr) * _as_float(scaling.gradient)
+            row = {**known, "lr_effective": _as_float(lr) * factor, "lr_factor": factor, **skipped}
             if updater.options.grad_norm:
-                row["grad_norm"] = _number(norm)
+                row["grad_norm"] = _as_float(norm)
             if noise is not None:
                 measured = noise()
-                row |= {"gain": _number(measured.gain), "progress": progress()}
-                row |= {name: _number(getattr(measured, name)) for name in ("noise_scale", "sigma2", "mu2")}
+                row |= {"gain": _as_float(measured.gain), "progress": progress()}
+                row |= {name: _as_float(getattr(measured, name)) for name in ("noise_scale", "sigma2", "mu2")}
             return {f"vbs/{name}": value for name, value in row.items()} | means()
 
         return read
@@ -158,17 +163,19 @@ class Reporter:
         return sampler.plan.fraction(self._epoch, self._cursor.position.step, sampler.epochs)
 
 
-def _seconds_left(begin: _Moment, now: _Moment) -> float | None:
+def _estimate_seconds_left(begin: _Moment, now: _Moment) -> float | None:
+    """Return the seconds to the end of the training at the speed since `begin`; None if that is not known."""
     if now.fraction <= begin.fraction:
         return None
     return (now.seconds - begin.seconds) * (1 - now.fraction) / (now.fraction - begin.fraction)
 
 
-def _rate(number: int, seconds: float) -> float:
+def _per_second(number: int, seconds: float) -> float:
     return number / seconds if seconds > 0 else math.nan
 
 
-def _number(value: Any) -> float:
+def _as_float(value: Any) -> float:
+    """Return a number, which is read from a device if it is there; nan for None."""
     if isinstance(value, Tensor):
         return float(value.cpu().item())  # `.item()` of an XLA tensor would end the graph
     return math.nan if value is None else float(value)

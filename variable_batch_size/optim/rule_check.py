@@ -92,11 +92,12 @@ def scalings_of_groups(rules: Sequence[Rule], update: RuleInput, device: torch.d
     by_rule: dict[int, Scaling] = {}
     for rule in rules:
         if id(rule) not in by_rule:
-            by_rule[id(rule)] = _check_scaling(rule, _call(rule, update), device)
+            by_rule[id(rule)] = _checked_scaling(rule, _call_rule(rule, update), device)
     return [by_rule[id(rule)] for rule in rules]
 
 
-def _call(rule: Rule, update: RuleInput) -> Any:
+def _call_rule(rule: Rule, update: RuleInput) -> Any:
+    """Return what a rule returns; raise AttributeError with a remedy if it reads noise that is not measured."""
     try:
         return rule(update)
     except AttributeError as error:
@@ -110,7 +111,8 @@ def _call(rule: Rule, update: RuleInput) -> Any:
         raise
 
 
-def _check_scaling(rule: Rule, scaling: Any, device: torch.device | None) -> Scaling:
+def _checked_scaling(rule: Rule, scaling: Any, device: torch.device | None) -> Scaling:
+    """Return the scaling that a rule has returned, with factors that can be used; raise an error otherwise."""
     if not isinstance(scaling, Scaling):
         raise type_error(
             f"a rule must return a vbs.rules.Scaling, but {rule} did not", scaling, "return Scaling(lr=factor)"
@@ -118,10 +120,11 @@ def _check_scaling(rule: Rule, scaling: Any, device: torch.device | None) -> Sca
     factors: dict[str, Any] = {field.name: getattr(scaling, field.name) for field in fields(scaling)}
     if all(type(value) is float and math.isfinite(value) for value in factors.values()):  # the ordinary case
         return scaling
-    return replace(scaling, **{name: _factor(rule, name, value, device) for name, value in factors.items()})
+    return replace(scaling, **{name: _checked_factor(rule, name, value, device) for name, value in factors.items()})
 
 
-def _factor(rule: Rule, name: str, value: Any, device: torch.device | None) -> Factor:
+def _checked_factor(rule: Rule, name: str, value: Any, device: torch.device | None) -> Factor:
+    """Return a factor as a finite float, or as a 0-D tensor where it may stay on `device`."""
     if isinstance(value, Tensor) and value.numel() == 1:
         if value.device == device:
             if name in _MAY_STAY_ON_DEVICE:

@@ -14,7 +14,7 @@ from variable_batch_size._validation import value_error
 from variable_batch_size.backend import Backend
 from variable_batch_size.optim.bias_correction import BiasCorrection, Group
 from variable_batch_size.optim.skipping import CAPTURABLE
-from variable_batch_size.optim.tensors import local
+from variable_batch_size.optim.tensors import local_parts
 from variable_batch_size.optim.wrapper import lr_of
 from variable_batch_size.rules import Scaling
 
@@ -58,7 +58,7 @@ class HyperparameterScaling:
         self._lr_on_device = (deferred_lr or selects) and backend.static_graph and _takes_lr_on_device(inner)
         self._decays: list[_Decay] = []
         if selects:
-            inner.register_step_pre_hook(self._decay)
+            inner.register_step_pre_hook(self._apply_decays)
         self._deferred_lr = DeferredLrFactor(inner, backend) if deferred_lr and not self._lr_on_device else None
 
     @contextmanager
@@ -70,28 +70,28 @@ class HyperparameterScaling:
             corrected = self._bias_correction.correct(scalings)
             pairs = enumerate(zip(groups, corrected, strict=True))
             changes = [
-                self._plain(group) | self._scale_lr(index, group, scaling) | _changes(group, scaling)
+                self._plain_options(group) | self._scale_lr(index, group, scaling) | _scaled_others(group, scaling)
                 for index, (group, scaling) in pairs
             ]
         of_groups = enumerate(zip(groups, scalings, corrected, changes, strict=True))
-        self._decays = [self._take_decay(index, *of_group) for index, of_group in of_groups]
+        self._decays = [self._separate_decay(index, *of_group) for index, of_group in of_groups]
         _check_all_scaled(changes, corrected)
         saved = [{name: group[name] for name in change} for group, change in zip(groups, changes, strict=True)]
         try:
-            _update(groups, changes)
+            _update_groups(groups, changes)
             if self._deferred_lr is not None:
                 self._deferred_lr.save(groups, corrected)
             with self._numbers_as_inputs:
                 yield
             _check_unchanged(groups, changes)
         finally:
-            _update(groups, saved)
+            _update_groups(groups, saved)
             self._decays = []
             if self._deferred_lr is not None:
                 self._deferred_lr.clear()
         self._bias_correction.commit(skips)
 
-    def _take_decay(self, index: int, group: Group, scaling: Scaling, corrected: Scaling, change: Group) -> _Decay:
+    def _separate_decay(self, index: int, group: Group, scaling: Scaling, corrected: Scaling, change: Group) -> _Decay:
         """Return the decay of a group whose lr was corrected on the device, and leave none to the optimizer."""
         eps: Any = corrected.eps
         if not (isinstance(eps, Tensor) and group.get("decoupled_weight_decay") and group["weight_decay"]):
@@ -99,10 +99,11 @@ class HyperparameterScaling:
         change["weight_decay"] = 0.0
         parameters = [parameter for parameter in dict.fromkeys(group["params"]) if parameter.grad is not None]
         factor = scaling.lr * group["weight_decay"] * scaling.weight_decay
-        return _Decay(local(parameters), lr_of(group), factor, f"decay of group {index}")
+        return _Decay(local_parts(parameters), lr_of(group), factor, f"decay of group {index}")
 
     @torch.no_grad()
-    def _decay(self, *_: object) -> None:
+    def _apply_decays(self, *_: object) -> None:
+        """Make the weight decays that were taken from the optimizer, before its step."""
         for parameters, lr, factor, place in (decay for decay in self._decays if decay.parameters):
             like = parameters[0]
             if isinstance(lr, Tensor) and lr.device == like.device:
@@ -112,7 +113,7 @@ class HyperparameterScaling:
             for parameter in parameters:
                 parameter.mul_(left)
 
-    def _plain(self, group: Group) -> Group:
+    def _plain_options(self, group: Group) -> Group:
         """Return what makes an optimizer of torch step parameter by parameter, where its numbers are tensors."""
         plain = {name: False for name in ("foreach", "fused") if self._backend.static_graph and name in group}
         return plain | self._capturable
@@ -157,21 +158,22 @@ class DeferredLrFactor:
     def __init__(self, inner: Optimizer, backend: Backend) -> None:
         self._backend = backend
         self._saved: list[tuple[list[Tensor], list[Tensor], Tensor]] = []  # parameters, their old values, factor (0-D)
-        inner.register_step_post_hook(self._apply)
+        inner.register_step_post_hook(self._apply_factors)
 
     def save(self, groups: Sequence[Group], scalings: Sequence[Scaling]) -> None:
         """Copy the parameters of each group whose factor on lr is a tensor, before a step."""
         for group, scaling in zip(groups, scalings, strict=True):
             parameters = [parameter for parameter in dict.fromkeys(group["params"]) if parameter.grad is not None]
             if parameters and isinstance(scaling.lr, Tensor):
-                parts = local(parameters)
+                parts = local_parts(parameters)
                 self._saved.append((parts, [part.detach().clone() for part in parts], scaling.lr))
 
     def clear(self) -> None:
         """Drop the copies, after a step."""
         self._saved.clear()
 
-    def _apply(self, *_: object) -> None:
+    def _apply_factors(self, *_: object) -> None:
+        """Multiply the change of the saved parameters in the step by their factor."""
         with torch.no_grad():
             for parameters, old, factor in self._saved:
                 if self._backend.static_graph:  # there it takes a third of the time of the same in place to trace
@@ -192,7 +194,7 @@ class LearningRateCheck:
 
     def check(self, groups: Sequence[Group], *, inside_step: bool) -> None:
         """Compare the learning rates with those at the previous microbatch, once a microbatch."""
-        rates = [_identity(group.get("lr")) for group in groups]
+        rates = [_identity_of_lr(group.get("lr")) for group in groups]
         if inside_step and rates != self._last:
             raise RuntimeError(
                 "the learning rate must stay constant within a step, but it changed between two of its microbatches; "
@@ -206,12 +208,13 @@ def _takes_lr_on_device(inner: Optimizer) -> bool:
     return type(inner) in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
-def _update(groups: Sequence[Group], values: Sequence[Group]) -> None:
+def _update_groups(groups: Sequence[Group], values: Sequence[Group]) -> None:
     for group, new in zip(groups, values, strict=True):
         group.update(new)
 
 
-def _changes(group: Group, scaling: Scaling) -> Group:
+def _scaled_others(group: Group, scaling: Scaling) -> Group:
+    """Return the weight decay, eps and betas of a group that a rule scales, scaled, by name; not lr."""
     changes: Group = {}
     for name, factor in (("weight_decay", scaling.weight_decay), ("eps", scaling.eps)):
         if _scales(factor) and isinstance(group.get(name), (int, float, Tensor)):  # the eps of Adafactor is a pair
@@ -237,10 +240,10 @@ def _check_betas(groups: Sequence[Group], scalings: Sequence[Scaling]) -> None:
         for name, changed in _scaled_betas(group, scaling).items():
             pairs = zip(group[name], changed, strict=True) if name == "betas" else [(group[name], changed)]
             if outside := [(beta, scaled) for beta, scaled in pairs if not 0 <= scaled < 1]:
-                raise ValueError(_outside(*outside[0], scaling))
+                raise ValueError(_message_of_beta(*outside[0], scaling))
 
 
-def _outside(beta: float, scaled: float, scaling: Scaling) -> str:
+def _message_of_beta(beta: float, scaled: float, scaling: Scaling) -> str:
     """Return the message about a beta that leaves its range."""
     if not 0 <= scaling.scaled_beta(beta) < 1:
         cause = f"the factor {scaling.one_minus_beta:g} on 1 - beta"
@@ -274,6 +277,6 @@ def _check_unchanged(groups: Sequence[Group], changes: Sequence[Group]) -> None:
             )
 
 
-def _identity(lr: object) -> object:
+def _identity_of_lr(lr: object) -> object:
     """Return a value that differs if lr was changed, without reading a tensor from a device."""
     return (id(lr), lr._version) if isinstance(lr, Tensor) else lr

@@ -37,9 +37,9 @@ _SMALLEST_BETA = 2.0**-60  # a smaller one may take the quotient by it out of th
 class SecondMoment:
     """Adds to the second moment of an Adam what its gradients would have at the reference.
 
-    The calls of a step: `add` for each microbatch, `message` before the sum over the ranks, `settle` after it, `clip`,
-    `apply` right before the inner step, and `clear`. Updates of at most the reference need nothing but on a device that
-    compiles graphs, whose updates are all the same.
+    The calls of a step: `add` for each microbatch, `message` before the sum over the ranks, `subtract_squared_mean`
+    after it, `clip`, `apply` right before the inner step, and `clear`. Updates of at most the reference need nothing
+    but on a device that compiles graphs, whose updates are all the same.
     """
 
     def __init__(self, inner: Optimizer, backend: Backend, reference: int) -> None:
@@ -50,11 +50,11 @@ class SecondMoment:
         self._watch: RemovableHandle | None = None
 
     @property
-    def wanted(self) -> bool:
+    def needs_squares_now(self) -> bool:
         """Whether the step under way needs the squares, which all ranks answer alike."""
-        return self._backend.static_graph or self.wants(self.batch_size)
+        return self._backend.static_graph or self.needs_squares_of(self.batch_size)
 
-    def wants(self, batch_size: int) -> bool:
+    def needs_squares_of(self, batch_size: int) -> bool:
         """Return whether an update of this size needs the squares where no graph is compiled."""
         return batch_size > self._reference
 
@@ -75,7 +75,7 @@ class SecondMoment:
 
     def add(self, squares: Mapping[Tensor, Tensor], factor: float, scale: Tensor | None = None) -> None:
         """Add `factor / scale^2 g^2` for squares g^2, by parameter, of a microbatch, see `GradientNoise.add_square`."""
-        if not (self.wanted and squares and (factor or self._backend.static_graph)):
+        if not (self.needs_squares_now and squares and (factor or self._backend.static_graph)):
             return
         tensors = list(squares.values())
         multiply(tensors, factor, self._backend)
@@ -85,14 +85,14 @@ class SecondMoment:
 
     def message(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Return this rank's sums for the parameters that take part in the update; the ranks add them in place."""
-        if not self.wanted:
+        if not self.needs_squares_now:
             return []
         missing = [parameter for parameter in parameters if parameter not in self._sums]
         self._sums |= {parameter: widen(torch.zeros_like(parameter)) for parameter in missing}
         self._sums = {parameter: self._sums[parameter] for parameter in parameters}
         return list(self._sums.values())
 
-    def settle(self, step: Batch, finite: Any = True) -> None:
+    def subtract_squared_mean(self, step: Batch, finite: Any = True) -> None:
         """Turn the sums over all ranks into A - G^2; into 0 if the tensor `finite` is false."""
         self._sums = {tensor: total for tensor, total in self._sums.items() if tensor.grad is not None}
         if not self._sums:
@@ -157,7 +157,7 @@ class SecondMoment:
 def create_second_moment(
     inner: Optimizer, rules: Sequence[Rule], reference: int | None, backend: Backend
 ) -> SecondMoment | None:
-    """Return None if no rule needs the squares; raise TypeError or ValueError where they are not to be had."""
+    """Return what adds squares to Adam's second moment, None if no rule needs it; raise an error where it cannot."""
     if not any(map(needs_squares, rules)):
         return None
     if not _is_of_torch(inner):
@@ -186,11 +186,11 @@ def create_second_moment(
 def _is_of_torch(inner: Optimizer) -> bool:
     """Return whether the optimizer is an Adam that keeps its state as torch does."""
 
-    def of(kind: type[Optimizer]) -> list[Any]:
+    def functions_of(kind: type[Optimizer]) -> list[Any]:
         """Return its functions without what torch, and torch._dynamo once it is imported, wrap around them."""
         return [inspect.unwrap(getattr(kind, name)) for name in ("step", "_init_group")]
 
-    return isinstance(inner, Adam) and of(type(inner)) == of(Adam)
+    return isinstance(inner, Adam) and functions_of(type(inner)) == functions_of(Adam)
 
 
 def check_microbatches(rules: Sequence[Rule], reference: int | None, sampler: Dealer) -> None:

@@ -25,7 +25,7 @@ _latest = _Latest()
 
 @final
 class Seeding:
-    """Seeds the generators for a microbatch that is handed out; `end` lets them go on as they were before.
+    """Seeds the generators for a microbatch that is handed out; `end_microbatch` lets them go on as they were before.
 
     Ranks that are threads share the generators of the host: these stay as they are.
     """
@@ -35,23 +35,23 @@ class Seeding:
         self._states: HostStates | None = None  # of the user, while a microbatch is out
         self._begun = 0
 
-    def begin(self, sampler: Dealer, microbatch: Microbatch) -> int:
-        """Seed by the seed of the sampler and a microbatch, after it was read; return a number for `end`."""
-        self.end()
+    def begin_microbatch(self, sampler: Dealer, microbatch: Microbatch) -> int:
+        """Seed by the seed of the sampler and a microbatch, after it was read; return a number for `end_microbatch`."""
+        self.end_microbatch()
         of_microbatch = seed_of("microbatch", sampler.batches.seed, microbatch.step, microbatch.number)
         _latest.sampler = ref(sampler)
         if not self._backend.threads:
-            self._states = HostStates.now()
+            self._states = HostStates.present()
             seed_host(of_microbatch)
         self._backend.seed(of_microbatch)
         self._begun += 1
         return self._begun
 
-    def is_of(self, sampler: Dealer) -> bool:
+    def seeded_last_for(self, sampler: Dealer) -> bool:
         """Return whether the last microbatch that was seeded in this thread is one of a sampler."""
         return _latest.sampler() is sampler
 
-    def end(self, number: int | None = None) -> None:
+    def end_microbatch(self, number: int | None = None) -> None:
         """Give the generators back, unless another microbatch than that of `number` is out."""
         if self._states is not None and number in (None, self._begun):
             states, self._states = self._states, None

@@ -16,28 +16,14 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
-from torch.optim import (
-    ASGD,
-    SGD,
-    Adadelta,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    Muon,
-    NAdam,
-    Optimizer,
-    RAdam,
-    RMSprop,
-    Rprop,
-)
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Muon, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
 from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size._validation import value_error
 from variable_batch_size.backend import Backend
 from variable_batch_size.optim.options import NormLimit, check_norm
 from variable_batch_size.optim.participation import READ_EVERY
-from variable_batch_size.optim.tensors import local
+from variable_batch_size.optim.tensors import local_parts
 
 _IN_A_ROW = 20  # skipped updates, after which the user is warned
 CAPTURABLE = (RAdam, ASGD, Rprop)  # optimizers that compute on the device without a branch on the host if they are so
@@ -66,7 +52,7 @@ class LargeGradients:
     """
 
     def __init__(self, limit: NormLimit, inner: Optimizer, backend: Backend, parameters: Sequence[Tensor]) -> None:
-        _check(inner, backend, parameters)
+        _check_can_skip(inner, backend, parameters)
         self._limit, self._inner, self._backend = limit, inner, backend
         self.selects = backend.static_graph
         self._books = _Books()
@@ -75,7 +61,7 @@ class LargeGradients:
         self._updates = 0  # since the last read
         self._saved: list[tuple[Tensor, Tensor]] = []  # tensors and their values before the update
         if self.selects:
-            inner.register_step_post_hook(self._select)  # hooks that are registered later see what was selected
+            inner.register_step_post_hook(self._select_tensors)  # hooks that are registered later see what was selected
 
     @property
     def skipped(self) -> int:
@@ -102,16 +88,16 @@ class LargeGradients:
         limit = self.limit(batch_size)
         if self.selects:
             assert isinstance(norm, Tensor)
-            numbers = [limit, float(not (first or self._begins()))]
+            numbers = [limit, float(not (first or self._begins_state()))]
             largest, may = self._backend.scalars(numbers, norm, "skip_grad_norm")
             skips: bool | Tensor = ~(norm <= largest) & may.bool()
         else:
             number = self._backend.host(norm).item() if isinstance(norm, Tensor) else norm
-            skips = self._as_rank_0(not ((first and math.isfinite(number)) or number <= limit))
+            skips = self._decision_of_rank_0(not ((first and math.isfinite(number)) or number <= limit))
         self._books = self._books._replace(skips=skips)
         return skips
 
-    def _as_rank_0(self, skips: bool) -> bool:
+    def _decision_of_rank_0(self, skips: bool) -> bool:
         """Return what rank 0 has decided: the last bit of a norm may differ between ranks of different processors."""
         job = self._backend.job
         if job.world.size == 1:
@@ -129,9 +115,10 @@ class LargeGradients:
             self._commit_on_device(books, books.skips)
         elif books.skips is not None:
             self._books = _Books(books.skipped + books.skips, (books.in_a_row + 1) * books.skips)
-            self._warn_of(self._books.in_a_row)
+            self._warn_if_many(self._books.in_a_row)
 
     def _commit_on_device(self, books: _Books, skips: Tensor) -> None:
+        """Count an update that the device may skip, and read what it has counted some updates ago."""
         skip = skips.to(torch.float32)
         counts = books.on_device
         if counts is None:
@@ -144,14 +131,15 @@ class LargeGradients:
         if self._updates == READ_EVERY:  # a value that the device has computed that many updates ago
             due, self._due, self._updates = self._due, counts, 0
             if due is not None:
-                self._read(due)
+                self._read_counts(due)
 
-    def _read(self, counts: Tensor) -> None:
+    def _read_counts(self, counts: Tensor) -> None:
+        """Take over what the device has counted, (3,), and warn of a long row."""
         skipped, in_a_row, longest = map(int, counts.cpu().tolist())  # without a step marker, which would cut the graph
         self._books = self._books._replace(skipped=skipped, in_a_row=in_a_row)
-        self._warn_of(longest)
+        self._warn_if_many(longest)
 
-    def _warn_of(self, in_a_row: int) -> None:
+    def _warn_if_many(self, in_a_row: int) -> None:
         if in_a_row < _IN_A_ROW or self._warned:
             return
         self._warned = True
@@ -170,7 +158,7 @@ class LargeGradients:
     def state_dict(self) -> dict[str, Any]:
         """Return the books as plain numbers; reads them from a device."""
         if self._books.on_device is not None:
-            self._read(self._books.on_device)
+            self._read_counts(self._books.on_device)
         return {"skipped": {"updates": self._books.skipped, "in_a_row": self._books.in_a_row}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -185,26 +173,27 @@ class LargeGradients:
     def selecting(self) -> Iterator[None]:
         """Select, within a block that calls `inner.step()`, what a skipped update leaves as it was."""
         if self.selects:
-            self._save()
+            self._save_tensors()
         try:
             yield
         finally:
             self._saved.clear()
 
-    def _save(self) -> None:
+    def _save_tensors(self) -> None:
         """Copy what the step may change. A number that the optimizer keeps on the host is sent to the device before."""
         for parameter in (one for group in self._inner.param_groups for one in group["params"]):
             if parameter.grad is None:
                 continue
             state = self._inner.state.get(parameter, {})
-            (part,) = local([parameter])
+            (part,) = local_parts([parameter])
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.device != part.device:
                     state[name] = self._backend.scalar(value.item(), part)
-            tensors = local([parameter, *(value for value in state.values() if isinstance(value, Tensor))])
+            tensors = local_parts([parameter, *(value for value in state.values() if isinstance(value, Tensor))])
             self._saved += [(tensor, tensor.detach().clone()) for tensor in tensors]
 
-    def _select(self, *_: object) -> None:
+    def _select_tensors(self, *_: object) -> None:
+        """Give each saved tensor its value from before the step if the device skips the update."""
         skips = self.skips
         if skips is None:
             return
@@ -212,7 +201,7 @@ class LargeGradients:
             for tensor, before in self._saved:
                 tensor.copy_(torch.where(skips, before, tensor))
 
-    def _begins(self) -> bool:
+    def _begins_state(self) -> bool:
         """Whether the optimizer has no state yet of a parameter that has a gradient."""
         for group in self._inner.param_groups:
             if type(self._inner) is SGD and group["momentum"] == 0:
@@ -224,7 +213,8 @@ class LargeGradients:
         return False
 
 
-def _check(inner: Optimizer, backend: Backend, parameters: Sequence[Tensor]) -> None:
+def _check_can_skip(inner: Optimizer, backend: Backend, parameters: Sequence[Tensor]) -> None:
+    """Raise an error unless updates of this optimizer can be skipped with this backend."""
     if backend.elastic:
         raise value_error(
             "skip_grad_norm needs a fixed world, whose ranks take one decision in a sum of its own",

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from variable_batch_size.optim.hooks import uncompiled
-from variable_batch_size.optim.tensors import groups_of_parts, norm, sum_of_squares, widen
+from variable_batch_size.optim.tensors import groups_of_parts, norm_or_square, sum_of_squares, widen
 
 _EACH = "the gradient noise, and squares, need one backward() for each microbatch"
 
@@ -47,13 +47,15 @@ class Squares:
         self._ask = needs
         self._hooks: list[RemovableHandle] = []
         self._accumulations: list[Node] = []  # which torch keeps alive no longer than what refers to them
-        finalize(self, _remove, self._hooks).atexit = False
+        finalize(self, _remove_hooks, self._hooks).atexit = False
         self.clear()
 
     def clear(self) -> None:
         """Forget the microbatch."""
         self._needs: Needs | None = None  # of the microbatch, once it is known
-        self._found: dict[int, tuple[Tensor, tuple[dist.ProcessGroup, ...]]] = {}  # by parameter: |g| of its part
+        self._found: dict[
+            int, tuple[Tensor, tuple[dist.ProcessGroup, ...]]
+        ] = {}  # by parameter: |g| of its part, or its square
         self.elements: dict[Tensor, Tensor] = {}  # by parameter: g^2
         self._twice = False
 
@@ -69,17 +71,17 @@ class Squares:
             self._needs = self._ask()
         return self._needs
 
-    def watch(self) -> None:
+    def add_hooks(self) -> None:
         """Measure what each backward adds to `.grad`, after the hooks of each parameter have changed it."""
         for number, parameter in enumerate(self.parameters):
             if parameter.is_leaf:
                 trains = parameter.requires_grad
                 accumulation = get_gradient_edge(parameter.requires_grad_()).node
                 self._accumulations.append(accumulation)
-                self._hooks.append(accumulation.register_prehook(_hook(ref(self), number)))
+                self._hooks.append(accumulation.register_prehook(_measuring_hook(ref(self), number)))
                 parameter.requires_grad_(trains)  # it may be unfrozen later
 
-    def take(self, number: int, gradient: Tensor, *, whole: bool = False) -> None:
+    def measure(self, number: int, gradient: Tensor, *, whole: bool = False) -> None:
         """Measure the gradient of a parameter; `whole`: with all that this microbatch has given it before."""
         needs = self._needs or self.needs
         if not (needs.norm or needs.elements):
@@ -90,14 +92,14 @@ class Squares:
             self._twice = True
         if isinstance(gradient, DTensor):
             ((parts, groups),) = groups_of_parts([gradient])
-            self._found[number] = norm(parts[0]), tuple(groups)
+            self._found[number] = norm_or_square(parts[0]), tuple(groups)
         else:
-            self._found[number] = norm(gradient), ()
+            self._found[number] = norm_or_square(gradient), ()
         if needs.elements:
             wide = widen(gradient)
             self.elements[self.parameters[number]] = wide.square()
 
-    def total(self, fresh: Iterable[bool]) -> Tensor | None:
+    def total_square(self, fresh: Iterable[bool]) -> Tensor | None:
         """Return |g|^2 over all parameters, 0-D; None if it is not needed.
 
         Args:
@@ -130,21 +132,21 @@ class Squares:
         return sum(totals[1:], totals[0]) if totals else torch.zeros(())
 
 
-def _hook(squares: ref[Squares], number: int) -> Callable[[Sequence[Tensor | None]], None]:
+def _measuring_hook(squares: ref[Squares], number: int) -> Callable[[Sequence[Tensor | None]], None]:
     def hook(gradients: Sequence[Tensor | None]) -> None:
         (gradient,) = gradients
         if gradient is not None and (alive := squares()) is not None:
             # Compiled autograd would compile it, and again for each gradient.
-            (_take_uncompiled if torch.compiler.is_compiling() else Squares.take)(alive, number, gradient)
+            (_measure_uncompiled if torch.compiler.is_compiling() else Squares.measure)(alive, number, gradient)
 
     return hook
 
 
 @uncompiled
-def _take_uncompiled(squares: Squares, number: int, gradient: Tensor) -> None:
-    squares.take(number, gradient)
+def _measure_uncompiled(squares: Squares, number: int, gradient: Tensor) -> None:
+    squares.measure(number, gradient)
 
 
-def _remove(hooks: list[RemovableHandle]) -> None:
+def _remove_hooks(hooks: list[RemovableHandle]) -> None:
     for hook in hooks:
         hook.remove()

@@ -20,7 +20,7 @@ from variable_batch_size.optim.means import StepMeans, TokenCount
 from variable_batch_size.optim.options import UpdateOptions
 from variable_batch_size.optim.second_moment import SecondMoment
 from variable_batch_size.optim.sums import Sum
-from variable_batch_size.optim.tensors import check_dense, local, scalar_dtype
+from variable_batch_size.optim.tensors import check_dense, local_parts, scalar_dtype
 
 Facts = dict[str, Any]
 NOT_WEIGHTED = (
@@ -55,12 +55,12 @@ class StepGradient:
         self.step_means = StepMeans(backend)
         self.sum = total
         self._backend, self._options, self._noise, self._second_moment = backend, options, noise, second_moment
-        self.refresh(parameters)
+        self.use_parameters(parameters)
 
-    def refresh(self, parameters: Sequence[Tensor], *, keep: bool = False) -> None:
+    def use_parameters(self, parameters: Sequence[Tensor], *, keep: bool = False) -> None:
         """Start over with these parameters; `keep`: the gradients of a first microbatch are in `.grad`."""
         self.parameters = list(parameters)
-        self.sum.use(parameters, keep=keep)
+        self.sum.use_parameters(parameters, keep=keep)
         self.agreed = False  # whether the ranks have compared themselves
         self._scaled: bool | None = None  # whether the losses of this step are scaled; None: there was none
         self._scale: Tensor | None = None  # of the losses of this step under a GradScaler, 0-D
@@ -132,6 +132,28 @@ class StepGradient:
         """
         if not (self.agreed or inside_step):
             check_dense(self.parameters)
+        self._check_count(microbatch, count, weighted=weighted)
+        self._check_scaler(found_inf, grad_scale)
+        if self._second_moment is not None:
+            self._second_moment.batch_size = microbatch.batch_size
+        norm, elements, factor = self.sum.measure(microbatch, counted=weighted or count is not None)
+        if self._noise is not None and norm is not None:
+            self._noise.add_square(norm, factor, self._scale)
+        if self._second_moment is not None:
+            self._second_moment.add(elements, factor, self._scale)
+        (like,) = local_parts(self.parameters[:1])
+        # Before the gradients of any microbatch get their weight: another order would be another graph.
+        self.token_count.add(count, microbatch, like)
+        weight = microbatch.samples / microbatch.batch_size if count is None else self.token_count.weight
+        self.step_means.add(weight, like)
+        if self.sum.by_microbatch:
+            self._keep_apart(microbatch, like)
+        self.sum.add(microbatch, following)
+        if found_inf is not None:
+            self._note_overflow(found_inf * (microbatch.samples > 0))
+
+    def _check_count(self, microbatch: Microbatch, count: Any, *, weighted: bool) -> None:
+        """Raise an error unless a microbatch may have this count, and its loss has carried its weight."""
         measures = self._noise is not None or self._second_moment is not None
         if weighted and microbatch.samples and not self.sum.carries_weight:
             raise RuntimeError(NOT_WEIGHTED.format("step() came without optimizer.backward()"))
@@ -141,6 +163,9 @@ class StepGradient:
                 "omit count=, and divide by update.counts"
             )
         self.token_count.check(count, self._options.reduction, noise=measures)
+
+    def _check_scaler(self, found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
+        """Raise RuntimeError unless scaled losses, and no others, come to `step()` by their `GradScaler`."""
         if found_inf is not None and (self._scale is None or grad_scale is None):
             raise RuntimeError(
                 "the gradients of optimizer.backward(loss, scaler=scaler) must reach step() as they are, but the loss "
@@ -152,28 +177,11 @@ class StepGradient:
                 "the gradients of optimizer.backward(loss, scaler=scaler) must reach step() by the scaler, but step() "
                 "was called without it; call scaler.step(optimizer), and scaler.update()"
             )
-        if self._second_moment is not None:
-            self._second_moment.batch_size = microbatch.batch_size
-        norm, elements, factor = self.sum.measure(microbatch, counted=weighted or count is not None)
-        if self._noise is not None and norm is not None:
-            self._noise.add_square(norm, factor, self._scale)
-        if self._second_moment is not None:
-            self._second_moment.add(elements, factor, self._scale)
-        (like,) = local(self.parameters[:1])
-        # Before the gradients of any microbatch get their weight: another order would be another graph.
-        self.token_count.add(count, microbatch, like)
-        weight = microbatch.samples / microbatch.batch_size if count is None else self.token_count.weight
-        self.step_means.add(weight, like)
-        if self.sum.by_microbatch:
-            self._keep_apart(microbatch, like)
-        self.sum.add(microbatch, following)
-        if found_inf is not None:
-            self._note_overflow(found_inf * (microbatch.samples > 0))
 
     def _keep_apart(self, microbatch: Microbatch, like: Tensor) -> None:
         """Take what was measured of a microbatch out of the sums, so that no rounding depends on the world."""
         self.step_means.names = self.step_means.names or self.step_means.names_of_step
-        parts = [part.to(torch.float64) for part in self._measured([like])]
+        parts = [part.to(torch.float64) for part in self._measured_sums([like])]
         self._widths = list(map(len, parts))
         if parts and self._backend.static_graph:  # where a row of a table would be another graph for each number
             row = torch.cat(parts)
@@ -188,13 +196,13 @@ class StepGradient:
         if self._noise is not None:
             self._noise.clear()
 
-    def _measured(self, like: Sequence[Tensor]) -> list[Tensor]:
+    def _measured_sums(self, like: Sequence[Tensor]) -> list[Tensor]:
         """Return what the ranks sum of what was counted: squares, counts and means, each (n,)."""
         squares = [] if self._noise is None else [self._noise.local_squares(like)]
         return [*squares, *self.token_count.message(like[0]), *self.step_means.message(like[0])]
 
-    def _table(self, microbatches: int, like: Tensor) -> list[Tensor]:
-        """Return what was kept apart, (microbatches, numbers), as bits, so that adding others' zeros is exact."""
+    def _table_of_bits(self, microbatches: int, like: Tensor) -> list[Tensor]:
+        """Return what was kept apart, (microbatches, numbers), as bits, so that adding zeros of others is exact."""
         if not self._widths or self._integers is not None:
             return [] if self._integers is None else [self._integers]
         table = like.new_zeros((microbatches, sum(self._widths)), dtype=torch.float64)
@@ -202,7 +210,7 @@ class StepGradient:
             table[number] = row
         return [table.view(torch.int64)]
 
-    def _sums_of(self, table: Sequence[Tensor]) -> list[Tensor]:
+    def _sum_microbatches(self, table: Sequence[Tensor]) -> list[Tensor]:
         """Return the sums over the microbatches, in their order."""
         if self._integers is not None:
             sums = [
@@ -213,6 +221,7 @@ class StepGradient:
         return [part for total in sums for part in torch.split(total, self._widths)]
 
     def _note_overflow(self, found_inf: Tensor) -> None:
+        """Count a microbatch whose gradient is non-finite, if `found_inf`, 0-D, says so."""
         if self._backend.static_graph:
             self._overflows = found_inf if self._overflows is None else self._overflows + found_inf
             return
@@ -232,7 +241,7 @@ class StepGradient:
         Raises:
             RanksDifferError: on every rank, if the facts differ between ranks; of 64 differences one is not seen.
         """
-        like = local(self.parameters)
+        like = local_parts(self.parameters)
         check = list[Tensor]()
         if self.sum.ranks > 1 and self._backend.reads(like[0]) and self._backend.job is self._backend:
             number = zlib.crc32(repr(facts()).encode()) % _NUMBERS
@@ -240,7 +249,7 @@ class StepGradient:
         found_inf, measured, apart = list[Tensor](), list[Tensor](), self.sum.by_microbatch
 
         def message() -> list[Tensor]:  # not in the graph of a microbatch: a step may have any number of them
-            measured.extend(self._table(step.num_microbatches, like[0]) if apart else self._measured(like))
+            measured.extend(self._table_of_bits(step.num_microbatches, like[0]) if apart else self._measured_sums(like))
             sums = list[Tensor]()
             if self._overflows is not None:
                 overflows = torch.as_tensor(self._overflows, dtype=torch.float32, device=like[0].device)
@@ -255,13 +264,13 @@ class StepGradient:
             total, square = sums_of_rank.tolist()
             if self.sum.ranks * square != total**2:
                 raise RanksDifferError(facts())
-        summed = iter(self._sums_of(measured) if apart else measured)
+        summed = iter(self._sum_microbatches(measured) if apart else measured)
         if squares is not None:
             squares.append(next(summed))
         counts = [next(summed)] if self.token_count.used else []
         means = [*summed]
-        self.step_means.settle(means, self.token_count.total(counts))
-        counted = self.token_count.settle(counts, gradients, step.batch_size)
+        self.step_means.compute_means(means, self.token_count.total(counts))
+        counted = self.token_count.divide_by_counts(counts, gradients, step.batch_size)
         if not counted or counts_nothing(step) or any(self._backend.host(number).item() for number in found_inf):
             return None
         if not gradients:

@@ -112,6 +112,7 @@ def sum_for(
 
 
 def _check_reproducible(module: Module | None, parameters: Sequence[Tensor], backend: Backend) -> None:
+    """Raise an error unless gradients of a model on this device can be the same to the last bit."""
     requirement = "reproducible=True needs"
     if isinstance(module, (DistributedDataParallel, FSDPModule)):
         remedy = "pass the bare model, after vbs.broadcast_parameters(model)"
@@ -130,6 +131,7 @@ def _check_reproducible(module: Module | None, parameters: Sequence[Tensor], bac
 
 
 def _check_elastic(module: object, backend: ElasticBackend) -> None:
+    """Raise TypeError unless an elastic backend can sum the gradients of a model."""
     if backend.job.world.size == 1:
         if isinstance(module, (DistributedDataParallel, FSDPModule)):
             requirement = "where the world may change, the gradients must be summed by the backend"

@@ -29,9 +29,9 @@ from variable_batch_size.optim.participation import Participation
 from variable_batch_size.optim.squares import Needs, Squares
 from variable_batch_size.optim.tensors import (
     add_to,
-    are_parts,
     collect_gradients,
-    local,
+    has_dtensor,
+    local_parts,
     multiply,
     scalar_dtype,
     sum_over_parts,
@@ -42,7 +42,7 @@ from variable_batch_size.optim.watch import Watch
 RESTART = "so that the ranks may have made different updates; restart all ranks from the last checkpoint"
 
 
-def absent(error: Exception) -> RuntimeError:
+def absent_rank_error(error: Exception) -> RuntimeError:
     """Return the error of ranks that wait for one that does not come."""
     return RuntimeError(f"a rank does not take part in the sum of the gradients, {RESTART}: {error}")
 
@@ -85,7 +85,7 @@ class Sum(ABC):
         self._backend, self._by_rows, self._needs = backend, by_rows, needs
         self._begun = False  # whether the other ranks may have a sum that an exception has interrupted here
 
-    def use(self, parameters: Sequence[Tensor], *, keep: bool = False) -> None:
+    def use_parameters(self, parameters: Sequence[Tensor], *, keep: bool = False) -> None:
         """Sum the gradients of these parameters from now on; `keep`: those of a first microbatch are in `.grad`."""
         self.parameters = list(parameters)
         self._squares = None if self._needs is None else Squares(parameters, self._needs)
@@ -95,7 +95,7 @@ class Sum(ABC):
         self._scale: Tensor | None = None  # that of a GradScaler in this step, 0-D
         self._begin_step()
         if not keep:
-            self._drop()
+            self._drop_gradients()
         self._check.begin(several=True)
 
     def _begin_step(self) -> None:
@@ -106,7 +106,7 @@ class Sum(ABC):
 
     def _watch_gradients(self, squares: Squares | None) -> None:
         if squares is not None:
-            squares.watch()
+            squares.add_hooks()
 
     @property
     def ranks(self) -> int:
@@ -120,7 +120,7 @@ class Sum(ABC):
     def meet(self, agreement: Callable[[], Agreement]) -> None:  # noqa: B027 (a no-op unless ranks compute together)
         """Let the ranks agree, before the first forward; every rank has to call it."""
 
-    def begin(self, *, several: bool) -> None:
+    def begin_next_step(self, *, several: bool) -> None:
         """Begin the next step, which has several microbatches on this rank, or one."""
         self._check.begin(several=several)
 
@@ -142,7 +142,7 @@ class Sum(ABC):
         """Whether the loss of a microbatch is a sum over its rows."""
         return self._by_rows or self._weighted
 
-    def _weight_of(self, microbatch: Microbatch) -> float:
+    def _weight_of_loss(self, microbatch: Microbatch) -> float:
         """Return the factor on the loss as it is."""
         factor = self._loss_factor(microbatch)
         return factor / microbatch.rows if self._is_sum else factor
@@ -174,18 +174,19 @@ class Sum(ABC):
         for total in every:
             total._check_factor(microbatch, factor)
             total._before_backward(microbatch)
-        weight = self._weight_of(microbatch)
+        weight = self._weight_of_loss(microbatch)
         if weight != 1 or self._backend.static_graph:
             loss = loss * self._backend.scalar(weight, loss, "loss")
         (loss if scale is None else loss * scale).backward(**options)  # type: ignore[no-untyped-call]
         for total in every:
             total._after_backward(microbatch, factor, scale)
 
-    def during_another(self) -> AbstractContextManager[None]:
+    def note_other_backward(self) -> AbstractContextManager[None]:
         """Note whether the `backward()` of an optimizer that does not know this one adds to its gradients."""
-        return self._check.during_another()
+        return self._check.note_other_backward()
 
     def _check_factor(self, microbatch: Microbatch, factor: float) -> None:
+        """Raise ValueError unless a loss of this factor suits this sum, too."""
         if factor != self._loss_factor(microbatch):
             raise ValueError(
                 "all optimizers of a loss must weigh it alike, but one has parameters in half precision, or sharded "
@@ -194,10 +195,11 @@ class Sum(ABC):
             )
 
     def _before_backward(self, microbatch: Microbatch) -> None:
+        """Check the gradients, and let `.grad` hold what was accumulated."""
         self._check.before_backward()
         if self._factor is None:
             self._forget_squares()  # of whatever came before
-        self._bring_back()
+        self._restore_accumulated()
 
     def _after_backward(self, microbatch: Microbatch, factor: float, scale: Tensor | None) -> None:
         self._check.after_backward()
@@ -207,10 +209,11 @@ class Sum(ABC):
     def measure(self, microbatch: Microbatch, *, counted: bool) -> MeasuredSquares:
         """Check that the backward of a microbatch has run, and nothing else, and return its squares."""
 
-    def _measured(self, microbatch: Microbatch, fresh: Sequence[bool], factor: float) -> MeasuredSquares:
+    def _take_squares(self, microbatch: Microbatch, fresh: Sequence[bool], factor: float) -> MeasuredSquares:
+        """Return the squares of a microbatch whose loss has carried `factor`; `fresh`: see `Squares.total_square`."""
         if self._squares is None:
             return MeasuredSquares(None, {}, 0.0)
-        norm = self._squares.total(fresh)
+        norm = self._squares.total_square(fresh)
         elements = self._squares.elements
         n = microbatch.samples
         self._squares.clear()
@@ -223,7 +226,7 @@ class Sum(ABC):
         if following is not None and (self._clears or (self._clears is None and self._zeroed)):
             self._apart = [parameter.grad for parameter in self.parameters]
             self._tried = True
-            self._set(None)
+            self._set_grads(None)
         self._inside, self._factor, self._zeroed = True, None, False
         self._check.remember()
 
@@ -231,21 +234,21 @@ class Sum(ABC):
         if self._squares is not None:
             self._squares.clear()
 
-    def _bring_back(self) -> None:
+    def _restore_accumulated(self) -> None:
         """Return to `.grad` what was accumulated apart from it."""
         if self._apart is not None:
-            self._set(self._apart)
+            self._set_grads(self._apart)
             self._apart = None
             self._check.remember()
 
-    def _set(self, gradients: Sequence[Tensor | None] | None) -> None:
+    def _set_grads(self, gradients: Sequence[Tensor | None] | None) -> None:
         for number, parameter in enumerate(self.parameters):
             parameter.grad = None if gradients is None else gradients[number]
 
     def flush(self) -> None:
         """Let later microbatches find no overflow of this step, which is skipped."""
         known = [*(self._apart or ()), *(parameter.grad for parameter in self.parameters)]
-        if gradients := local(gradient for gradient in known if gradient is not None):
+        if gradients := local_parts(gradient for gradient in known if gradient is not None):
             torch._foreach_zero_(gradients)
         self._check.remember()
 
@@ -260,10 +263,10 @@ class Sum(ABC):
             self._clears = any(parameter.grad is not None for parameter in self.parameters) or self._clears
             self._factor = None
             self._forget_squares()
-            self._bring_back()
+            self._restore_accumulated()
         elif not self._inside:
-            self._drop()
-        elif any(self._check.fresh()):
+            self._drop_gradients()
+        elif any(self._check.find_fresh()):
             raise RuntimeError(
                 "zero_grad() within a step must leave the microbatches that step() has accumulated, but a backward() "
                 "has added to their gradients in .grad since; call zero_grad() before each microbatch, from the first "
@@ -282,7 +285,7 @@ class Sum(ABC):
             others: returns what the ranks have to sum besides, in place, for the parameters with a gradient on any.
         """
 
-    def _end(self, factor: float | None) -> float | Tensor:
+    def _remaining_factor(self, factor: float | None) -> float | Tensor:
         """Return what the sum of the step must still be multiplied by."""
         if self._clears is None and self._tried:  # a loop that clears, but has nothing to clear
             self._clears = False
@@ -297,12 +300,12 @@ class Sum(ABC):
     def clear(self) -> None:
         """Forget the step, after its update or to start it over."""
         self._begin_step()
-        self._drop()
+        self._drop_gradients()
 
-    def _drop(self) -> None:
+    def _drop_gradients(self) -> None:
         self._factor, self._scale = None, None
         self._forget_squares()
-        self._set(None)
+        self._set_grads(None)
         self._check.remember()
 
     def restart(self) -> None:
@@ -333,7 +336,7 @@ class Sum(ABC):
             if self._backend.elastic:  # which says what is wrong, and whose other ranks go on without this one
                 self._begun = False
                 raise
-            raise absent(error) from error
+            raise absent_rank_error(error) from error
         self._begun = False
 
 
@@ -346,11 +349,11 @@ class Plain(Sum):
         super().__init__(backend, **options)
         self._find_unused, self._sums_alone = find_unused, not backend.alone
 
-    def use(self, parameters: Sequence[Tensor], *, keep: bool = False) -> None:
+    def use_parameters(self, parameters: Sequence[Tensor], *, keep: bool = False) -> None:
         """Sum the gradients of these parameters from now on."""
         self._participation = Participation(parameters, self._backend, find_unused=self._find_unused)
-        self._partial = are_parts(parameters)
-        super().use(parameters, keep=keep)
+        self._partial = has_dtensor(parameters)
+        super().use_parameters(parameters, keep=keep)
 
     def _begin_step(self) -> None:
         super()._begin_step()
@@ -369,8 +372,8 @@ class Plain(Sum):
 
     def measure(self, microbatch: Microbatch, *, counted: bool) -> MeasuredSquares:
         """Check that the backward of a microbatch has run, and nothing else, and return its squares."""
-        fresh = self._check.fresh()
-        ours = self._check.ours
+        fresh = self._check.find_fresh()
+        ours = self._check.has_backward
         replay = microbatch.samples == 0
         accumulating = self._inside and self._apart is None and not self._takes_out
         self._check.check(fresh, needed=not replay, accumulating=accumulating)
@@ -383,7 +386,7 @@ class Plain(Sum):
             self._raw = not ours
         if not replay or self._backend.static_graph:  # there the ranks' graphs must be equal
             self._used = [known or new for known, new in zip(self._used, fresh, strict=True)]
-        return self._measured(microbatch, fresh, self._present_factor(microbatch))
+        return self._take_squares(microbatch, fresh, self._present_factor(microbatch))
 
     def _present_factor(self, microbatch: Microbatch) -> float:
         """Return by what the gradients of the microbatch are larger than that of the mean loss."""
@@ -394,31 +397,35 @@ class Plain(Sum):
         """Count a microbatch; one of `loss.backward()` gets its weight now, by Horner's scheme."""
         if self._partial:
             gradients = [(parameter.grad, parameter) for parameter in self.parameters]
-            self._set([grad if grad is None else sum_over_parts(grad, parameter) for grad, parameter in gradients])
+            self._set_grads(
+                [grad if grad is None else sum_over_parts(grad, parameter) for grad, parameter in gradients]
+            )
         self._accumulate(microbatch, following)
         super().add(microbatch, None if self._takes_out else following)
 
     def _accumulate(self, microbatch: Microbatch, following: Microbatch | None) -> None:
+        """Add what is accumulated apart from `.grad`, and give losses without a weight theirs."""
         if (apart := self._apart) is not None:  # loss.backward() without zero_grad()
             self._apart = None
             new = {parameter: parameter.grad for parameter in self.parameters if parameter.grad is not None}
             pairs = zip(self.parameters, apart, strict=True)
             sums = {parameter: total for parameter, total in pairs if total is not None}
             add_to(sums, new)
-            self._set([sums.get(parameter) for parameter in self.parameters])
+            self._set_grads([sums.get(parameter) for parameter in self.parameters])
         if microbatch.samples == 0 and not self._backend.static_graph:
-            self._set(None)  # only replays come first: they may be non-finite, and 0 * inf is nan
+            self._set_grads(None)  # only replays come first: they may be non-finite, and 0 * inf is nan
         elif self._raw:
             # sum_j w_j g_j = (...((g_1 w_1 / w_2 + g_2) w_2 / w_3 + g_3)...) w_J: `.grad` always lacks the weight of
             # the last microbatch that is in it. Equal weights cost nothing, and `finish` multiplies by w_J.
-            self._weight = weight = self._weight_of(microbatch)
-            coming = weight if following is None else self._weight_of(following)
+            self._weight = weight = self._weight_of_loss(microbatch)
+            coming = weight if following is None else self._weight_of_loss(following)
             if following is not None and (weight != coming or self._backend.static_graph):
-                self._multiply(weight / (coming or 1.0), "microbatch")
+                self._multiply_gradients(weight / (coming or 1.0), "microbatch")
         elif self._backend.static_graph:
-            self._multiply(1.0, "microbatch")  # which leaves no views
+            self._multiply_gradients(1.0, "microbatch")  # which leaves no views
 
-    def _multiply(self, factor: float | Tensor, place: str) -> None:
+    def _multiply_gradients(self, factor: float | Tensor, place: str) -> None:
+        """Multiply `.grad` by a factor, without views on a static graph; `place` names it there."""
         present = [parameter for parameter in self.parameters if parameter.grad is not None]
         gradients = collect_gradients(present)
         if not self._backend.static_graph or not gradients:
@@ -436,24 +443,24 @@ class Plain(Sum):
         Operations that may differ between ranks are executed before: they must not be in the graph of the collective.
         """
         members = self._participation.select(self._used)
-        self._collect(members, factor)
-        self._exclude(members)
+        self._complete_gradients(members, factor)
+        self._clear_excluded(members)
         self._backend.mark_step()
         message = self._participation.message(self._used, replay=not any(self._used))
-        self.all_reduce([*local(collect_gradients(self.parameters)), *message, *others()])
-        self._exclude(self._participation.settle(message) or members)
+        self.all_reduce([*local_parts(collect_gradients(self.parameters)), *message, *others()])
+        self._clear_excluded(self._participation.find_used(message) or members)
         return collect_gradients(self.parameters)
 
-    def _collect(self, members: Sequence[bool], factor: float | None) -> None:
+    def _complete_gradients(self, members: Sequence[bool], factor: float | None) -> None:
         """Leave `factor` times the share of this rank in `.grad`."""
         for parameter, member in zip(self.parameters, members, strict=True):
             if member and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        left = self._end(factor)
+        left = self._remaining_factor(factor)
         if self._raw or factor is not None or isinstance(left, Tensor):
-            self._multiply(left * self._weight if self._raw else left, "update")
+            self._multiply_gradients(left * self._weight if self._raw else left, "update")
 
-    def _exclude(self, members: Sequence[bool]) -> None:
+    def _clear_excluded(self, members: Sequence[bool]) -> None:
         for parameter, member in zip(self.parameters, members, strict=True):
             if not member:
                 parameter.grad = None
@@ -485,7 +492,7 @@ class TakenOut(Plain):
 
     def zero_grad(self) -> None:
         """Clear the gradients that have come since the last `add`."""
-        self._drop()
+        self._drop_gradients()
 
 
 @final
@@ -497,27 +504,28 @@ class Widened(TakenOut):
         self._buffer: dict[Tensor, Tensor] = {}
 
     def _accumulate(self, microbatch: Microbatch, following: Microbatch | None) -> None:
+        """Add the weighted gradients to the buffer, and drop them from `.grad`."""
         present = [parameter for parameter in self.parameters if parameter.grad is not None]
         new = list(map(widen, collect_gradients(present)))
-        self._set(None)
+        self._set_grads(None)
         if not new or not (microbatch.samples or self._backend.static_graph):  # a replay may be non-finite
             return
         weight = microbatch.samples / self._divisor(microbatch) / (self._present_factor(microbatch) or 1.0)
-        torch._foreach_mul_(local(new), self._backend.scalar(weight, new[0], "microbatch"))
+        torch._foreach_mul_(local_parts(new), self._backend.scalar(weight, new[0], "microbatch"))
         add_to(self._buffer, dict(zip(present, new, strict=True)))
 
-    def _collect(self, members: Sequence[bool], factor: float | None) -> None:
+    def _complete_gradients(self, members: Sequence[bool], factor: float | None) -> None:
         """Leave `factor` times the share of this rank in `.grad`."""
         for parameter, member in zip(self.parameters, members, strict=True):
             if member and parameter not in self._buffer:
                 self._buffer[parameter] = widen(torch.zeros_like(parameter))
-        multiply(list(self._buffer.values()), self._end(factor), self._backend)
+        multiply(list(self._buffer.values()), self._remaining_factor(factor), self._backend)
         for parameter, total in self._buffer.items():
             parameter.grad = total.to(parameter.dtype)
 
     def flush(self) -> None:
         """Let later microbatches find no overflow of this step, which is skipped."""
-        torch._foreach_zero_(local(self._buffer.values()))
+        torch._foreach_zero_(local_parts(self._buffer.values()))
 
 
 class InBackward(Sum):
@@ -558,7 +566,7 @@ class InBackward(Sum):
         except RuntimeError as error:
             self._backend.while_waiting()  # a rank that does not take part may have said why
             if any(word in str(error) for word in ("gloo", "NCCL")):
-                raise absent(error) from error
+                raise absent_rank_error(error) from error
             raise
 
     def _check_carried(self, fresh: Sequence[bool], *, needed: bool) -> float:
@@ -572,11 +580,11 @@ class InBackward(Sum):
         self._check.check(fresh, needed=needed)
         return self._factor
 
-    def _finished(self, factor: float | None, others: Others) -> tuple[list[Tensor], Sequence[Tensor]]:
+    def _scale_and_sum_others(self, factor: float | None, others: Others) -> tuple[list[Tensor], Sequence[Tensor]]:
         """Multiply what was summed, sum the others, and return both."""
         self._watch.end()
         gradients = collect_gradients(self.parameters)
-        multiply(gradients, self._end(factor), self._backend)
+        multiply(gradients, self._remaining_factor(factor), self._backend)
         if message := others():
             self.all_reduce(message)
         return gradients, message

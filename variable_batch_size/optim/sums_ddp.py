@@ -37,7 +37,7 @@ class DDP(InBackward):
         self._at_forward: list[int] | None = None  # versions of the gradients then, if it sums
         self._averaged = False  # whether the last backward() of the step has run
 
-    def use(self, parameters: Sequence[Tensor], *, keep: bool = False) -> None:
+    def use_parameters(self, parameters: Sequence[Tensor], *, keep: bool = False) -> None:
         """Sum the gradients of these parameters from now on, all of the optimizer."""
         words = (
             "the DistributedDataParallel that is passed as model= must have all parameters of the optimizer, but {} is "
@@ -48,12 +48,19 @@ class DDP(InBackward):
         averaged = {id(parameter) for bucket in buckets for parameter in bucket.parameters()}
         self._left_out = [number for number, parameter in enumerate(parameters) if id(parameter) not in averaged]
         self._narrow = any(map(is_narrow, parameters))
-        super().use(parameters, keep=keep)
+        super().use_parameters(parameters, keep=keep)
 
     def prepare(self, microbatch: Microbatch | None) -> None:
         """Switch the reduction on before the last microbatch of this rank, and off before all others."""
         last = microbatch is not None and microbatch.ends_step
-        several = microbatch is not None and not last
+        self._check_module(several=microbatch is not None and not last)
+        self.module.require_backward_grad_sync = last and not self._averaged
+        if self._of_forward != microbatch:
+            self._of_forward = microbatch
+            self._at_forward = versions(self.parameters) if last else None
+
+    def _check_module(self, *, several: bool) -> None:
+        """Raise RuntimeError if the module cannot take the forward of a microbatch; `several`: others follow it."""
         if self.module._join_config.enable:  # private: there is no other way to see it
             raise RuntimeError(
                 "ranks must make every update together, but the DistributedDataParallel is within its join(); leave it "
@@ -70,10 +77,6 @@ class DDP(InBackward):
                 "DistributedDataParallel have fewer; keep them in float32, and use torch.autocast, or choose a "
                 "minibatch_size for which each rank has one microbatch a step"
             )
-        self.module.require_backward_grad_sync = last and not self._averaged
-        if self._of_forward != microbatch:
-            self._of_forward = microbatch
-            self._at_forward = versions(self.parameters) if last else None
 
     def _loss_factor(self, microbatch: Microbatch) -> float:
         """Return W n_j / B."""
@@ -113,13 +116,13 @@ class DDP(InBackward):
 
     def measure(self, microbatch: Microbatch, *, counted: bool) -> MeasuredSquares:
         """Check that the loss of a microbatch has carried its weight, and return its squares."""
-        fresh = self._check.fresh()
+        fresh = self._check.find_fresh()
         factor = self._check_carried(fresh, needed=microbatch.samples > 0)
         # The last backward() also gives this rank the gradients of parameters that others have used.
-        return self._measured(microbatch, () if microbatch.ends_step else fresh, factor)
+        return self._take_squares(microbatch, () if microbatch.ends_step else fresh, factor)
 
-    def _bring_back(self) -> None:
-        super()._bring_back()
+    def _restore_accumulated(self) -> None:
+        super()._restore_accumulated()
         if self._at_forward is not None:
             self._at_forward = versions(self.parameters)
 
@@ -132,7 +135,7 @@ class DDP(InBackward):
                     f"of shape {tuple(self.parameters[number].shape)}, which was frozen when it was created, or is "
                     f"ignored; create it, and the optimizer, after requires_grad_(True)"
                 )
-        return self._finished(factor, others)[0]
+        return self._scale_and_sum_others(factor, others)[0]
 
     def zero_grad(self) -> None:
         """Clear the gradients that have come since the last `add`, if no rank can have summed them."""

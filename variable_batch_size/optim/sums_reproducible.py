@@ -35,7 +35,7 @@ class Reproducible(TakenOut):
             raise value_error(f"reproducible=True needs at most {RANKS} ranks", backend.world.size, "train on fewer")
         super().__init__(backend, **options)
 
-    def use(self, parameters: Sequence[Tensor], *, keep: bool = False) -> None:
+    def use_parameters(self, parameters: Sequence[Tensor], *, keep: bool = False) -> None:
         """Sum the gradients of these parameters from now on."""
         if any(isinstance(parameter, DTensor) for parameter in parameters):
             requirement = "reproducible=True needs a model that every rank has whole"
@@ -45,7 +45,7 @@ class Reproducible(TakenOut):
             raise value_error(requirement, "complex ones", remedy)
         size = sum(parameter.numel() for parameter in parameters)
         self._sums = parameters[0].new_empty((2, size), dtype=torch.int64)  # memory that steps share
-        super().use(parameters, keep=keep)
+        super().use_parameters(parameters, keep=keep)
 
     def _begin_step(self) -> None:
         super()._begin_step()
@@ -53,12 +53,13 @@ class Reproducible(TakenOut):
         self._largest: Tensor | None = None  # absolute value of an element of any of them, 0-D
 
     def _accumulate(self, microbatch: Microbatch, following: Microbatch | None) -> None:
+        """Add the weighted gradients to the integers, 0 where a parameter has none, and drop them from `.grad`."""
         present = [parameter for parameter in self.parameters if parameter.grad is not None]
-        known = dict(zip(present, collect_gradients(present), strict=True))
-        self._set(None)
-        if not known or not (microbatch.samples or self._backend.static_graph):  # a replay may be non-finite
+        found = dict(zip(present, collect_gradients(present), strict=True))
+        self._set_grads(None)
+        if not found or not (microbatch.samples or self._backend.static_graph):  # a replay may be non-finite
             return
-        gradients = [known[one] if one in known else torch.zeros_like(one) for one in self.parameters]
+        gradients = [found[one] if one in found else torch.zeros_like(one) for one in self.parameters]
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         weight = self._backend.scalar(microbatch.samples / self._present_factor(microbatch), flat, "microbatch")
         if self._added % limbs.CARRIED == limbs.CARRIED - 1:
@@ -84,15 +85,17 @@ class Reproducible(TakenOut):
         self.all_reduce([sums, out_of_range, *flags, *others()])
         limbs.carry(sums)
         divisor = 1 if self._weighted else batch_size
-        weight = like + self._backend.scalar(float(self._end(factor)) / divisor, like, "update")
-        weight = torch.where(out_of_range == 0, weight, torch.nan)
+        weight = like + self._backend.scalar(float(self._remaining_factor(factor)) / divisor, like, "update")
+        self._set_means(torch.where(out_of_range == 0, weight, torch.nan))
+        message = [flag.to(tensor.dtype) for flag, tensor in zip(flags, message, strict=True)]
+        self._clear_excluded(self._participation.find_used(message) or members)
+        return collect_gradients(self.parameters)
+
+    def _set_means(self, weight: Tensor) -> None:
         sizes = [parameter.numel() for parameter in self.parameters]
-        for parameter, total in zip(self.parameters, torch.split(sums, sizes, 1), strict=True):
+        for parameter, total in zip(self.parameters, torch.split(self._sums, sizes, 1), strict=True):
             mean = limbs.value(total, weight, parameter.new_empty(parameter.numel()))
             parameter.grad = mean.view_as(parameter)
-        message = [flag.to(tensor.dtype) for flag, tensor in zip(flags, message, strict=True)]
-        self._exclude(self._participation.settle(message) or members)
-        return collect_gradients(self.parameters)
 
     def common_scale(self, scale: Tensor) -> Tensor:
         """Refuse a `GradScaler`.

@@ -28,7 +28,7 @@ from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.hooks import call_before_forward
 from variable_batch_size.optim.squares import Squares
 from variable_batch_size.optim.sums import InBackward, MeasuredSquares, Others, Sum
-from variable_batch_size.optim.tensors import is_narrow, local
+from variable_batch_size.optim.tensors import is_narrow, local_parts
 
 
 @final
@@ -48,19 +48,19 @@ class Sharded(InBackward):
         **options: Any,
     ) -> None:
         sharded_over = DistributedBackend(data_parallel_group(module))
-        self._needs_counts = _ranks(backend) != sharded_over.ranks  # ranks compute parts of the same samples
+        self._needs_counts = _ranks_of(backend) != sharded_over.ranks  # ranks compute parts of the same samples
         super().__init__(sharded_over if self._needs_counts else backend, **options)
         self.module: Any = module
         self._between = between
         self._accumulates_shards = accumulates_shards
-        self._parts = _parts(module)
-        self._groups = [group for part in self._parts for group in param_groups(part)]
+        self._sharded_parts = _sharded_parts(module)
+        self._groups = [group for part in self._sharded_parts for group in param_groups(part)]
         self._replicated = self._groups[0].mesh_info.mesh.ndim > 1
         self._narrow = _narrow_dtype(self._groups)
         self._scaled = False  # whether a GradScaler reads `.grad` after each microbatch
         self._watched = set[int]()  # gathered parameters with hooks, by their number
         self._only_sum()
-        for part in self._parts:
+        for part in self._sharded_parts:
             call_before_forward(part, self._watch_gathered, param_groups(part))
 
     def dealing(self, **cut: bool) -> dict[str, bool]:
@@ -73,7 +73,7 @@ class Sharded(InBackward):
             names = ((name, part) for name, part in self.module.named_modules() if isinstance(part, FSDPModule))
             self._forwards = SameForwards(names, known)
 
-    def use(self, parameters: Sequence[Tensor], *, keep: bool = False) -> None:
+    def use_parameters(self, parameters: Sequence[Tensor], *, keep: bool = False) -> None:
         """Sum the gradients of these parameters from now on, all of the optimizer."""
         words = (
             "the model that is passed as model= must shard all parameters of the optimizer, but {} is not sharded by "
@@ -83,7 +83,7 @@ class Sharded(InBackward):
         self._check_members(parameters, sharded, words)
         self._number_of = {id(parameter): number for number, parameter in enumerate(parameters)}
         self._watched.clear()
-        super().use(parameters, keep=keep)
+        super().use_parameters(parameters, keep=keep)
 
     def _begin_step(self) -> None:
         super()._begin_step()
@@ -124,14 +124,14 @@ class Sharded(InBackward):
         now = last or self._scaled
         if not self._summed:
             self._only_sum()
-        for part in self._parts:  # which a loop written for FSDP2 sets, too
+        for part in self._sharded_parts:  # which a loop written for FSDP2 sets, too
             part.set_requires_gradient_sync(now or self._accumulates_shards, recurse=False)
         if self._accumulates_shards and self._replicated:
             self.module.set_requires_all_reduce(now)
 
     def _only_sum(self) -> None:
         """Let FSDP2 divide by nothing, whatever the loop has set."""
-        for part in self._parts:
+        for part in self._sharded_parts:
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
 
@@ -164,18 +164,18 @@ class Sharded(InBackward):
                 'there is none; pass reduction="sum" to loss and optimizer, and step(count=) with the tokens that this '
                 "rank has computed"
             )
-        factor = self._check_carried(self._check.fresh(), needed=False)
+        factor = self._check_carried(self._check.find_fresh(), needed=False)
         self._seen.update(() if self._squares is None else self._squares.seen)  # replicas sum in the last backward()
         pairs = enumerate(self.parameters)
         unseen = [parameter.grad is not None and number not in self._seen for number, parameter in pairs]
-        return self._measured(microbatch, unseen, factor)
+        return self._take_squares(microbatch, unseen, factor)
 
     def finish(self, batch_size: int, factor: float | None, others: Others) -> list[Tensor]:
         """Sum what travels with the gradients, which `backward()` has summed; both over replicas that come and go."""
         divisor = 1 if self._weighted else batch_size
-        gradients, message = self._finished((1.0 if factor is None else factor) / divisor, others)
+        gradients, message = self._scale_and_sum_others((1.0 if factor is None else factor) / divisor, others)
         if self._between is not None:
-            self._between.all_reduce_sum([*local(gradients), *message])
+            self._between.all_reduce_sum([*local_parts(gradients), *message])
         return gradients
 
     def zero_grad(self) -> None:
@@ -189,22 +189,24 @@ class Sharded(InBackward):
 
     def reset(self) -> None:
         """Let FSDP2 expect a forward, whatever an exception has interrupted."""
-        _reset(self.module, self._groups)
+        _reset_fsdp(self.module, self._groups)
 
 
 @final
 class _AfterAccumulation:
+    """A hook of a gathered parameter that measures all that a microbatch has given to it."""
+
     def __init__(self, squares: ref[Squares], number: int) -> None:
         self._squares, self._number = squares, number
 
     def __call__(self, parameter: Tensor) -> None:
         if (alive := self._squares()) is not None and parameter.grad is not None:
-            alive.take(self._number, parameter.grad, whole=True)
+            alive.measure(self._number, parameter.grad, whole=True)
 
 
 def data_parallel_group(module: FSDPModule) -> dist.ProcessGroup | None:
     """Return the ranks over which a module is sharded and replicated; None if these are all."""
-    meshes = {group.mesh_info.mesh: None for part in _parts(module) for group in param_groups(part)}
+    meshes = {group.mesh_info.mesh: None for part in _sharded_parts(module) for group in param_groups(part)}
     if not meshes:
         raise ValueError("the model must have parameters, but fully_shard() found none; create them before")
     if len(meshes) > 1:
@@ -226,11 +228,11 @@ def param_groups(part: FSDPModule) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch < 2.12
 
 
-def _parts(module: Any) -> list[Any]:
+def _sharded_parts(module: Any) -> list[Any]:
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
 
 
-def _ranks(backend: Backend) -> list[int]:
+def _ranks_of(backend: Backend) -> list[int]:
     return backend.ranks if isinstance(backend, DistributedBackend) else []
 
 
@@ -246,7 +248,7 @@ def _narrow_dtype(groups: Sequence[Any]) -> torch.dtype | None:
     return None
 
 
-def _reset(module: FSDPModule, groups: Sequence[Any]) -> None:
+def _reset_fsdp(module: FSDPModule, groups: Sequence[Any]) -> None:
     """Let a module expect a forward, whatever an exception has interrupted."""
     state = module._get_fsdp_state()
     if state._is_root is None:  # no forward has begun

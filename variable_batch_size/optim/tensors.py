@@ -25,7 +25,7 @@ def is_narrow(tensor: Tensor) -> bool:
     return tensor.dtype.itemsize < 4
 
 
-def local(tensors: Iterable[Tensor]) -> list[Tensor]:
+def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return the part of each tensor that this rank has, in the same memory; of an ordinary tensor itself."""
     return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
@@ -44,7 +44,7 @@ def add_to(sums: dict[Tensor, Tensor], new: Mapping[Tensor, Tensor]) -> None:
     """Add gradients, by parameter, to sums, which take those of other parameters as they are."""
     known = [parameter for parameter in new if parameter in sums]
     if known:
-        torch._foreach_add_(local(sums[parameter] for parameter in known), local(new[parameter] for parameter in known))
+        torch._foreach_add_(local_parts(map(sums.__getitem__, known)), local_parts(map(new.__getitem__, known)))
     sums.update({parameter: gradient for parameter, gradient in new.items() if parameter not in sums})
 
 
@@ -52,7 +52,7 @@ def multiply(gradients: Sequence[Tensor], factor: Any, backend: Backend) -> None
     """Multiply gradients in place by a float or a 0-D tensor; a static graph has no special cases 0 and 1."""
     if not gradients or (isinstance(factor, float) and factor == 1 and not backend.static_graph):
         return
-    parts = local(gradients)
+    parts = local_parts(gradients)
     torch._foreach_mul_(parts, factor if isinstance(factor, Tensor) else backend.scalar(factor, parts[0]))
 
 
@@ -66,8 +66,8 @@ def check_dense(parameters: Sequence[Tensor]) -> None:
             )
 
 
-def are_parts(tensors: Iterable[Tensor]) -> bool:
-    """Return whether a tensor is a DTensor."""
+def has_dtensor(tensors: Iterable[Tensor]) -> bool:
+    """Return whether any of the tensors is a DTensor."""
     return any(isinstance(tensor, DTensor) for tensor in tensors)
 
 
@@ -97,7 +97,7 @@ def groups_of_parts(tensors: Iterable[Tensor]) -> list[tuple[list[Tensor], list[
             split = [dim for dim, placement in enumerate(whole.placements) if not placement.is_replicate()]
             key = (mesh, *split)
             groups = [mesh.get_group(dim) for dim in split]
-        by_groups.setdefault(key, ([], groups))[0].extend(local([whole]))
+        by_groups.setdefault(key, ([], groups))[0].extend(local_parts([whole]))
     return [*by_groups.values()]
 
 
@@ -108,10 +108,10 @@ def shard_coordinates(tensor: DTensor) -> list[int]:
     return [index for index, placement in pairs if not placement.is_replicate()]
 
 
-def check_whole(tensors: Sequence[Tensor], what: str, remedy: str) -> None:
-    """Raise TypeError if a tensor is sharded."""
-    if are_parts(tensors):
-        raise TypeError(f"{what} needs whole tensors, but the model is sharded (its parameters are DTensors); {remedy}")
+def check_whole(tensors: Sequence[Tensor], call: str, remedy: str) -> None:
+    """Raise TypeError if a tensor is sharded; `call` is what needs it whole, in words for the error."""
+    if has_dtensor(tensors):
+        raise TypeError(f"{call} needs whole tensors, but the model is sharded (its parameters are DTensors); {remedy}")
 
 
 _LARGE, _ROW = 1 << 14, 1 << 10  # elements; a float32 sum of many more than a row loses digits on the CPU
@@ -125,11 +125,11 @@ def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
 
     Ranks that hold parts of the same tensors have to call it together.
     """
-    if are_parts(tensors):
-        return torch.stack([_over_ranks(parts, groups) for parts, groups in groups_of_parts(tensors)]).sum()
+    if has_dtensor(tensors):
+        return torch.stack([_norm_over_ranks(parts, groups) for parts, groups in groups_of_parts(tensors)]).sum()
     device = tensors[0].device
     if xla.is_cpu(device):
-        return torch.stack([_by_product(tensor) for tensor in tensors]).to(scalar_dtype(tensors)).sum()
+        return torch.stack([_squared_norm_by_product(tensor) for tensor in tensors]).to(scalar_dtype(tensors)).sum()
     on_cpu = device.type == "cpu"
     small = [tensor for tensor in tensors if not (on_cpu and tensor.numel() > _LARGE)]
     norms = []  # () each, or (rows,) of a large tensor
@@ -148,32 +148,35 @@ def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
     return joined.square().sum()
 
 
-def norm(tensor: Tensor) -> Tensor:
-    """Return |t|, 0-D, as `squared_norm` measures it; one operation for a small tensor."""
+def norm_or_square(tensor: Tensor) -> Tensor:
+    """Return |t|, 0-D, or |t|^2 on XLA:CPU, as `squared_norm` measures it; one operation for a small tensor."""
     if xla.is_cpu(tensor.device):
-        return _by_product(tensor).sqrt()
+        return _squared_norm_by_product(tensor)
     if tensor.numel() > _LARGE and tensor.is_cpu:
         return squared_norm([tensor]).sqrt()
     return torch.linalg.vector_norm(tensor, dtype=_at_least_float32(tensor))  # type: ignore[no-any-return]
 
 
 def sum_of_squares(norms: Sequence[Tensor]) -> Tensor:
-    """Return the sum of the squares of norms, 0-D each: float64 on the CPU."""
+    """Return sum |t|^2 of what `norm_or_square` returned, 0-D each: float64 on the CPU."""
     dtypes = dict.fromkeys(norm.dtype for norm in norms)
     if len(dtypes) > 1:
         norms = [norm.to(torch.float64) for norm in norms]
     joined: Tensor = torch.stack(list(norms))
+    if xla.is_cpu(joined.device):
+        return joined.sum()
     return (joined.double() if joined.device.type == "cpu" else joined).square().sum()
 
 
-def _over_ranks(parts: Sequence[Tensor], groups: Sequence[dist.ProcessGroup]) -> Tensor:
+def _norm_over_ranks(parts: Sequence[Tensor], groups: Sequence[dist.ProcessGroup]) -> Tensor:
+    """Return sum |t|^2, 0-D, over the parts that this rank and those of the groups have."""
     square = squared_norm(parts)
     for group in groups:
         dist.all_reduce(square, group=group)
     return square
 
 
-def _by_product(tensor: Tensor) -> Tensor:
+def _squared_norm_by_product(tensor: Tensor) -> Tensor:
     """Return sum |t|^2, 0-D. XLA:CPU sums a matrix product three times as fast, which does not write the squares.
 
     A TPU would round the squares to bfloat16.

@@ -30,7 +30,7 @@ from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size._validation import without_addresses
 from variable_batch_size.backend import Backend
 from variable_batch_size.data.batches import Batch
-from variable_batch_size.optim.gradient_noise import GradientNoise, UnmeasuredWarning, create_gradient_noise
+from variable_batch_size.optim.gradient_noise import GradientNoise, Statistics, UnmeasuredWarning, create_gradient_noise
 from variable_batch_size.optim.options import UpdateOptions
 from variable_batch_size.optim.rule_check import Chosen, scalings_of_groups
 from variable_batch_size.optim.scaling import HyperparameterScaling
@@ -39,7 +39,7 @@ from variable_batch_size.optim.skipping import LargeGradients
 from variable_batch_size.optim.squares import Needs
 from variable_batch_size.optim.step_gradient import StepGradient
 from variable_batch_size.optim.sums import Sum
-from variable_batch_size.optim.tensors import collect_gradients, local, multiply, scalar_dtype, squared_norm
+from variable_batch_size.optim.tensors import collect_gradients, local_parts, multiply, scalar_dtype, squared_norm
 from variable_batch_size.optim.wrapper import list_parameters, lr_of, stepping
 from variable_batch_size.rules import Rule, RuleInput, Scaling
 from variable_batch_size.rules.base import scales_betas
@@ -67,13 +67,13 @@ class Progress:
         fraction = fraction + progress
         self._value = torch.stack([integer + fraction.floor(), fraction - fraction.floor()])
 
-    def later(self) -> Callable[[], float]:
+    def reader(self) -> Callable[[], float]:
         """Return a function that returns the present sum; calling it later avoids a wait for the device."""
         value = self._value
         return lambda: value if isinstance(value, float) else sum(value.cpu().tolist())
 
     def __float__(self) -> float:
-        return self.later()()
+        return self.reader()()
 
 
 _SKIPPED = "Skipped an update: non-finite gradient; check the loss if this persists"
@@ -106,7 +106,7 @@ class Updater:
         scale_betas = [*map(scales_betas, self.rules)] if selects else []
         how = {"deferred_lr": deferred_lr, "selects": selects}
         self._scaling = HyperparameterScaling(inner, backend, **how, scale_betas=scale_betas)
-        self.large = None if limit is None else LargeGradients(limit, inner, backend, self.parameters)
+        self.skipper = None if limit is None else LargeGradients(limit, inner, backend, self.parameters)
         self._numbers_of_rules = backend.numbers_as_inputs(inner)
         self._unmeasured = UnmeasuredWarning()
 
@@ -129,13 +129,13 @@ class Updater:
         return rules_for_groups(self.rules if self.rule_per_group else self.rules[0], number)
 
     def use_groups(self, rules: tuple[Rule, ...], *, keep: bool = False) -> None:
-        """Train the parameters that the groups have now, by these rules; see `StepGradient.refresh` for `keep`."""
+        """Train the parameters that the groups have now, by these rules; `keep`: see `StepGradient.use_parameters`."""
         self.rules = rules
         for group in self._inner.param_groups:  # one that was appended to the list may lack some
             for name, default in self._inner.defaults.items():
                 group.setdefault(name, copy.deepcopy(default))
         self._known = [list(group["params"]) for group in self._inner.param_groups]
-        self.gradient.refresh(self.parameters, keep=keep)
+        self.gradient.use_parameters(self.parameters, keep=keep)
 
     @property
     def measures_microbatches(self) -> bool:
@@ -147,7 +147,8 @@ class Updater:
         noise, second_moment, always = self.gradient_noise, self.second_moment, self._backend.static_graph
         return Needs(
             norm=noise is not None and (always or batch is None or batch.num_microbatches > 1),
-            elements=second_moment is not None and (always or batch is None or second_moment.wants(batch.batch_size)),
+            elements=second_moment is not None
+            and (always or batch is None or second_moment.needs_squares_of(batch.batch_size)),
         )
 
     def clear(self) -> None:
@@ -155,13 +156,13 @@ class Updater:
         self.gradient.clear()
         if self.gradient_noise is not None:
             self.gradient_noise.clear()
-        if self.large is not None:
-            self.large.discard()
+        if self.skipper is not None:
+            self.skipper.discard()
 
     def commit(self) -> None:
         """Count the update that was just committed; it may be called again after an interrupt."""
-        if self.large is not None:
-            self.large.commit()
+        if self.skipper is not None:
+            self.skipper.commit()
 
     def apply(self, step: Batch, updates: int, samples: int, begin: Callable[[], None]) -> bool:
         """Sum the gradients over the ranks, and step the inner optimizer; return False if the update was skipped.
@@ -179,8 +180,8 @@ class Updater:
             return False
         self._step_inner(scalings, step, begin)
         self.last_scaling = scalings[0]
-        if self.large is not None and self.large.skips is not None and self.gradient_noise is None:
-            self.last_scaling = self._zero_if_not(~self.large.skips, scalings[0], "made")
+        if self.skipper is not None and self.skipper.skips is not None and self.gradient_noise is None:
+            self.last_scaling = self._zero_unless(~self.skipper.skips, scalings[0], "made")
         self.progress.add(self.last_scaling.progress)
         if self.gradient_noise is not None:
             self.gradient_noise.commit()
@@ -195,16 +196,16 @@ class Updater:
         rates = {key: float(getattr(self.last_scaling, key)) for key in ("lr", "gradient")}
         rates["reference_lr"] = float(self.reference_lr)
         state: dict[str, Any] = {"progress": float(self.progress), "last_rates": rates}
-        if self.large is not None:
-            state |= self.large.state_dict()
-        return {**self._reference(), **state, **self.gradient.state_dict(), **noise, **self._scaling.state_dict()}
+        if self.skipper is not None:
+            state |= self.skipper.state_dict()
+        return {**self._settings(), **state, **self.gradient.state_dict(), **noise, **self._scaling.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any], minibatch_size: int) -> None:
         """Restore a state; noise and bias correction are reset if it has none, and the progress stays.
 
         Warns by `OtherSettingsWarning` if it was saved with other rules, another reference, or other microbatches.
         """
-        present = self._reference() | ({"minibatch_size": minibatch_size} if self.measures_microbatches else {})
+        present = self._settings() | ({"minibatch_size": minibatch_size} if self.measures_microbatches else {})
         changed = [
             f"{key} was {state[key]} and is {present[key]}"
             for key in present
@@ -223,8 +224,8 @@ class Updater:
         self._scaling.load_state_dict(state)
         if self.gradient_noise is not None:
             self.gradient_noise.load_state_dict(state.get("noise"))
-        if self.large is not None:
-            self.large.load_state_dict(state)
+        if self.skipper is not None:
+            self.skipper.load_state_dict(state)
 
     # The stages. -------------------------------------------------------------------------------------------------
 
@@ -238,7 +239,7 @@ class Updater:
         if reduced is None:
             self._forget_norm()
             return None
-        norm = None if self.large is None else squared_norm(reduced).sqrt()
+        norm = None if self.skipper is None else squared_norm(reduced).sqrt()
         if self._is_too_large(norm, update) is True:
             return None
         self._clip(reduced, step, norm=norm)
@@ -255,7 +256,7 @@ class Updater:
             return None
         statistics = noise.statistics(squares[0], reduced)
         norm, square = None, statistics.squared_norm
-        if self.large is not None:
+        if self.skipper is not None:
             norm = torch.as_tensor(square, dtype=None if isinstance(square, Tensor) else torch.float64).sqrt()
         skips = self._is_too_large(norm, update)
         if skips is True:
@@ -267,21 +268,8 @@ class Updater:
         if isinstance(skips, Tensor):  # as if the gradient were not finite: noise and progress stay
             statistics = statistics._replace(finite=statistics.finite & ~skips)
         if isinstance(statistics.finite, Tensor):
-            parts = local(reduced)
-            zeros = {
-                dtype: parts[0].new_zeros((), dtype=dtype) for dtype in dict.fromkeys(part.dtype for part in parts)
-            }
-            for gradient in parts:
-                gradient.copy_(torch.where(statistics.finite, gradient, zeros[gradient.dtype]))
-        gradients = [parameter.grad for parameter in self.parameters]
-        size, groups, ref = step.batch_size, step.num_microbatches, update.ref_batchsize
-        measured = noise.update(statistics, gradients, batch_size=size, groups=groups, ref=ref)
-        device = reduced[0].device if noise.on_device else None
-        with self._numbers_of_rules:
-            scalings = scalings_of_groups(self.rules, replace(update, noise=measured), device)
-        if isinstance(statistics.finite, Tensor):
-            pairs = enumerate(scalings)
-            scalings = [self._zero_if_not(statistics.finite, scaling, group) for group, scaling in pairs]
+            _zero_tensors_unless(statistics.finite, local_parts(reduced))
+        scalings = self._scalings_by_noise(noise, statistics, update, step)
         if self.second_moment is not None:
             self.second_moment.check(step, self.rules, scalings)
         self._clip(reduced, step, statistics.finite)
@@ -289,17 +277,32 @@ class Updater:
         self._scale_gradients(scalings)
         return scalings
 
+    def _scalings_by_noise(
+        self, noise: GradientNoise, statistics: Statistics, update: RuleInput, step: Batch
+    ) -> list[Scaling]:
+        """Measure the noise of an update, and return the scaling of each group; of factors 0 if it is not finite."""
+        parameters = self.parameters
+        gradients = [parameter.grad for parameter in parameters]
+        size, groups, ref = step.batch_size, step.num_microbatches, update.ref_batchsize
+        measured = noise.update(statistics, gradients, batch_size=size, groups=groups, ref=ref)
+        device = parameters[0].device if noise.on_device else None
+        with self._numbers_of_rules:
+            scalings = scalings_of_groups(self.rules, replace(update, noise=measured), device)
+        if not isinstance(statistics.finite, Tensor):
+            return scalings
+        return [self._zero_unless(statistics.finite, scaling, group) for group, scaling in enumerate(scalings)]
+
     def _forget_norm(self) -> None:
         """Note that an update has no gradient whose norm is known."""
-        if self.large is not None or self.options.grad_norm or self.options.max_grad_norm is not None:
+        if self.skipper is not None or self.options.grad_norm or self.options.max_grad_norm is not None:
             self.grad_norm = torch.full((), math.nan, device=self.parameters[0].device)
 
     def _is_too_large(self, norm: Tensor | None, update: RuleInput) -> bool | Tensor:
         """Return whether an update is skipped because of its norm; 0-D where the device decides."""
-        if self.large is None or norm is None:
+        if self.skipper is None or norm is None:
             return False
         self.grad_norm = norm
-        return self.large.judge(norm, update.batch_size, first=update.samples == 0)
+        return self.skipper.judge(norm, update.batch_size, first=update.samples == 0)
 
     def _facts(self, update: RuleInput) -> dict[str, Any]:
         """Return what all ranks must have in common in an update, by name."""
@@ -310,7 +313,7 @@ class Updater:
             "batch_size": update.batch_size,
             "samples": update.samples,
             **{name: rate for name, rate in rates.items() if not isinstance(rate, Tensor)},
-            **({} if self.large is None else {"skip_grad_norm": self.large.limit(update.batch_size)}),
+            **({} if self.skipper is None else {"skip_grad_norm": self.skipper.limit(update.batch_size)}),
             "parameters that require gradients": [
                 number for number, parameter in enumerate(self.parameters) if parameter.requires_grad
             ],
@@ -321,7 +324,7 @@ class Updater:
     ) -> None:
         """Multiply the gradients by min(1, max_grad_norm / |G|), if |G| is known by `norm`; keep |G| if asked for."""
         if self.second_moment is not None:
-            self.second_moment.settle(step, finite)
+            self.second_moment.subtract_squared_mean(step, finite)
         max_norm = self.options.max_grad_norm
         if (max_norm is None and not self.options.grad_norm) or not gradients:
             return
@@ -335,6 +338,7 @@ class Updater:
                 self.second_moment.clip(factor)
 
     def _scale_gradients(self, scalings: Sequence[Scaling]) -> None:
+        """Multiply the gradients of each group by the factor of its rule."""
         factors = [scaling.gradient for scaling in scalings]
         measured = self.gradient_noise is not None
         if measured and not any(isinstance(factor, Tensor) or factor != 1 for factor in factors):
@@ -343,18 +347,19 @@ class Updater:
             multiply(collect_gradients(dict.fromkeys(group["params"])), factor, self._backend)
 
     def _step_inner(self, scalings: Sequence[Scaling], step: Batch, begin: Callable[[], None]) -> None:
+        """Step the inner optimizer with scaled hyperparameters; call `begin` right before."""
         lr = lr_of(self._inner.param_groups[0])
         self.reference_lr = lr.clone() if isinstance(lr, Tensor) else lr
         # First: it sends the counts of the optimizer to the device, whose tensors `numbers_as_inputs` must know.
-        selecting = nullcontext() if self.large is None else self.large.selecting()
-        skips = None if self.large is None else self.large.skips
+        selecting = nullcontext() if self.skipper is None else self.skipper.selecting()
+        skips = None if self.skipper is None else self.skipper.skips
         with selecting, self._scaling.apply(scalings, skips), stepping(self._inner):
             begin()
             if self.second_moment is not None:
                 self.second_moment.apply(step, self.rules)
             self._inner.step()
 
-    def _reference(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, Any]:
         """Return what scales the hyperparameters, in words."""
         rules = [without_addresses(repr(rule)) for rule in self.rules]
         return {"rule": ", ".join(dict.fromkeys(rules)), "ref_batchsize": self.ref_batchsize}
@@ -368,10 +373,10 @@ class Updater:
         It is multiplied together with the weight, which saves a pass over the gradients.
         """
         options = self.options
-        norm = self.large is not None or options.max_grad_norm is not None or options.grad_norm
+        norm = self.skipper is not None or options.max_grad_norm is not None or options.grad_norm
         return self.gradient_noise is None and not (self.rule_per_group or norm)
 
-    def _zero_if_not(self, finite: Tensor, scaling: Scaling, group: object) -> Scaling:
+    def _zero_unless(self, finite: Tensor, scaling: Scaling, group: object) -> Scaling:
         """Multiply the factor on lr and the progress of a group by `finite`, 0-D, which is 0 or 1."""
         like = finite.to(scalar_dtype(self.parameters))
         factors = {"lr": scaling.lr, "progress": scaling.progress}
@@ -379,3 +384,11 @@ class Updater:
             known = isinstance(factor, Tensor)
             factors[name] = like * (factor if known else self._backend.scalar(factor, like, f"{name} {group}"))
         return replace(scaling, **factors)
+
+
+def _zero_tensors_unless(finite: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Set tensors to 0, in place, if `finite`, 0-D, is false."""
+    dtypes = dict.fromkeys(tensor.dtype for tensor in tensors)
+    zeros = {dtype: tensors[0].new_zeros((), dtype=dtype) for dtype in dtypes}
+    for tensor in tensors:
+        tensor.copy_(torch.where(finite, tensor, zeros[tensor.dtype]))

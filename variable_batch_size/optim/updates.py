@@ -20,7 +20,7 @@ from variable_batch_size.optim.consistency import common_facts
 from variable_batch_size.optim.counts import Count, check_counts
 from variable_batch_size.optim.lr_scheduler import ProgressScheduler
 from variable_batch_size.optim.optimizer import CustomOptimizer
-from variable_batch_size.optim.yielded_update import Update, incomplete, stale
+from variable_batch_size.optim.yielded_update import Update, incomplete_update, stale_loop
 
 T = TypeVar("T")
 
@@ -62,30 +62,30 @@ class Updates(Generic[T]):
         if self._ahead == 0:
             self._optimizer.sampler.check_last_loop()
         try:
-            while (yield from self._read(self._begin())):
+            while (yield from self._yield_updates(self._begin_epoch())):
                 pass
         finally:
             self._epoch = None
             self._optimizer.sampler.expected = None
 
-    def _begin(self) -> int:
+    def _begin_epoch(self) -> int:
         """Set the epoch of the next update, whose ranks are known then, and return it."""
         optimizer, sampler = self._optimizer, self._optimizer.sampler
-        optimizer._seeding.end()  # of a loop that was left
+        optimizer._seeding.end_microbatch()  # of a loop that was left
         while True:
             self._epoch = optimizer.epoch
             sampler.set_epoch(self._epoch)
             optimizer.set_epoch(self._epoch)
-            if optimizer.done or not _meet(optimizer):
+            if optimizer.done or not _meet_world(optimizer):
                 return self._epoch
 
-    def _read(self, number: int) -> Generator[Update[T], None, bool]:
+    def _yield_updates(self, number: int) -> Generator[Update[T], None, bool]:
         """Yield the updates of an epoch; return whether the world has changed, so that the rest is read again."""
         optimizer, loader = self._optimizer, self._loader
         sampler, cursor, elastic = optimizer.sampler, optimizer._cursor, optimizer.backend.elastic
         if isinstance(loader, DataLoader) and loader.persistent_workers and loader._iterator is None:
             # What starting the workers of a loader draws, the saved run had drawn before.
-            sampler.before_reading.keep(sampler.due)
+            sampler.before_reading.wait_with_present(sampler.due)
         microbatches = enumerate(self._loader)
         restarts = cursor.restarts
         for step in count(sampler.position.step):
@@ -93,25 +93,25 @@ class Updates(Generic[T]):
             if cursor.restarts != restarts:
                 if elastic:
                     return True
-                raise stale()
+                raise stale_loop()
             if waiting > self._ahead or (waiting == 0 and optimizer.inside_step and not self._ahead):
-                raise incomplete(optimizer.updates)
-            batches = sampler.growing.known(number, step, waiting + 1)  # a controller may move the end of the epoch
+                raise incomplete_update(optimizer.updates)
+            batches = sampler.growing.wait_for(number, step, waiting + 1)  # a controller may move the end of the epoch
             if step == batches.plan.epoch(number).end_step:
                 break
-            if _meet(optimizer):
+            if _meet_world(optimizer):
                 return True
             batch = sampler.batches.batch(Position(number, step))
             sampler.expected = batch if self._ahead == 0 else None
             sampler.handed_out = 0
-            read = self._receive(microbatches, batch)
+            read = self._read_microbatches(microbatches, batch)
             if self._counts is not None:
                 begins = step == batches.plan.epoch(number).first_step
-                batch, read = self._count(self._counts, [*read], batch, compares=begins)
+                batch, read = self._with_totals(self._counts, [*read], batch, compares=begins)
                 sampler.expected = batch
             update = self._hand_out(read, batch)
             if sampler.batches.reproducible:
-                update = self._seeded(update, batch)
+                update = self._seed_microbatches(update, batch)
             yield Update(iter(list(update)) if self._ahead else update, len(batch.microbatches), batch.totals)
         sampler.expected = None
         for _ in microbatches:  # lets the loader end as in a loop
@@ -123,25 +123,25 @@ class Updates(Generic[T]):
             optimizer.backend.part(optimizer.updates)
         return False
 
-    def _count(self, counts: Count, read: list[T], batch: Batch, *, compares: bool) -> tuple[Batch, Iterator[T]]:
+    def _with_totals(self, counts: Count, read: list[T], batch: Batch, *, compares: bool) -> tuple[Batch, Iterator[T]]:
         """Return an update with the totals of all ranks, and its microbatches."""
         optimizer = self._optimizer
         options = {"compares": compares, "may_repeat": True}
-        totals = optimizer._counts.total(counts, read, batch, optimizer.agreement, **options)
+        totals = optimizer._counts.sum_counts(counts, read, batch, optimizer.agreement, **options)
         return batch._replace(totals=totals), iter(read)
 
-    def _seeded(self, update: Iterator[T], batch: Batch) -> Iterator[T]:
+    def _seed_microbatches(self, update: Iterator[T], batch: Batch) -> Iterator[T]:
         """Yield the microbatches of an update that is reproducible, with random numbers that are seeded for each."""
         seeding, sampler = self._optimizer._seeding, self._optimizer.sampler
-        for microbatch, known in zip(batch.microbatches, update, strict=True):  # read with the user's numbers
-            number = seeding.begin(sampler, microbatch)
+        for microbatch, loaded in zip(batch.microbatches, update, strict=True):  # read with the user's numbers
+            number = seeding.begin_microbatch(sampler, microbatch)
             try:
-                yield known
+                yield loaded
             finally:
-                seeding.end(number)
+                seeding.end_microbatch(number)
 
     def _hand_out(self, microbatches: Iterator[T], batch: Batch) -> Iterator[T]:
-        """Yield the microbatches of an update, and say so."""
+        """Yield the microbatches of an update, and tell the sampler how many were handed out."""
         sampler = self._optimizer.sampler
         for number in range(len(batch.microbatches)):
             if self._ahead == 0 and batch.step != self._optimizer.updates:
@@ -155,7 +155,7 @@ class Updates(Generic[T]):
                 sampler.handed_out = number + 1
             yield microbatch
 
-    def _receive(self, microbatches: Iterator[tuple[int, T]], batch: Batch) -> Iterator[T]:
+    def _read_microbatches(self, microbatches: Iterator[tuple[int, T]], batch: Batch) -> Iterator[T]:
         """Read the microbatches of an update, of all that the loader yields, with their numbers."""
         sampler = self._optimizer.sampler
         for number in range(len(batch.microbatches)):
@@ -169,22 +169,22 @@ class Updates(Generic[T]):
                 ) from None
             if sampler.iteration is not None:
                 sampler.iteration.by_updates = True
-                if lost := sampler.iteration.left_out(received):
-                    what = f"{lost} of those that were read did not come" if lost > 0 else f"{-lost} came once more"
+                if lost := sampler.iteration.count_lost(received):
+                    found = f"{lost} of those that were read did not come" if lost > 0 else f"{-lost} came once more"
                     raise RuntimeError(
                         f"the loader must yield each microbatch of the optimizer's sampler once, but before update "
-                        f"{batch.step} was read, {what}; create it with batch_sampler=sampler, and filter or repeat "
+                        f"{batch.step} was read, {found}; create it with batch_sampler=sampler, and filter or repeat "
                         f"samples in the dataset"
                     )
             yield microbatch
 
 
-def _meet(optimizer: CustomOptimizer) -> bool:
+def _meet_world(optimizer: CustomOptimizer) -> bool:
     """Find the world of the next update; return whether it is another one, or a state was loaded."""
     backend, cursor = optimizer.backend, optimizer._cursor
     if not isinstance(backend, ElasticBackend):
         return False
-    optimizer._settle()
+    optimizer._complete_update()
     loaded = backend.meet(cursor.position.step)
     moved = cursor.enter_world(backend.world, loaded=loaded)
     optimizer._controller.before_update(backend)
@@ -289,16 +289,17 @@ def remaining_epochs(
             training, or the schedule has no `total` or counts another optimizer.
     """
     optimizers = [optimizer] if isinstance(optimizer, CustomOptimizer) else optimizer
-    _check(sampler, optimizers, until, by)
+    _check_arguments(sampler, optimizers, until, by)
     if until is None:
         until = sampler.epochs or math.inf
         by = "epochs"
-    return _remaining(sampler, optimizers, until, by)
+    return _yield_remaining(sampler, optimizers, until, by)
 
 
-def _remaining(
+def _yield_remaining(
     sampler: CustomSampler, optimizers: Sequence[CustomOptimizer], until: float | ProgressScheduler, by: Unit
 ) -> Iterator[int]:
+    """Yield each epoch that is left, after setting it; see `remaining_epochs`."""
     first = optimizers[0]
     epoch = -1
     resumes = sampler.batches.is_within_epoch(sampler.position)
@@ -320,7 +321,8 @@ def _remaining(
         yield epoch
 
 
-def _check(sampler: object, optimizers: object, until: object, by: object) -> None:
+def _check_arguments(sampler: object, optimizers: object, until: object, by: object) -> None:
+    """Raise TypeError or ValueError unless `remaining_epochs` can be called with these arguments."""
     if not isinstance(sampler, CustomSampler):
         remedy = "pass the sampler, then the optimizer; batches that arrive have no epochs, use vbs.updates()"
         raise type_error("sampler must be a vbs.CustomSampler", sampler, remedy)

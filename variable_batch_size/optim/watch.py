@@ -23,18 +23,19 @@ class Watch:
         finalize(self, self._waits.set).atexit = False
 
     def begin(self) -> None:
-        """Look from now on."""
+        """Look for absent ranks from now on."""
         self._waits.set()
         if self._thread is None:
             self._thread = threading.Thread(target=_look, args=(ref(self), self._waits), daemon=True)
             self._thread.start()
 
     def end(self) -> None:
-        """Look no longer."""
+        """Look for absent ranks no longer."""
         self._waits.clear()
 
 
 def _look(watch: ref[Watch], waits: threading.Event) -> None:
+    """Look every second while `waits` is set, as long as the watch lives."""
     while waits.wait():
         time.sleep(_SECONDS_TO_LOOK)
         if (alive := watch()) is None:

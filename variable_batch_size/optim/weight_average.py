@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from variable_batch_size._validation import check_choice, check_number, suggests, type_error, value_error
 from variable_batch_size.optim.optimizer import CustomOptimizer
-from variable_batch_size.optim.tensors import are_parts, is_narrow, local
+from variable_batch_size.optim.tensors import has_dtensor, is_narrow, local_parts
 from variable_batch_size.optim.wrapper import list_parameters
 
 By = Literal["progress", "samples"]
@@ -68,9 +68,9 @@ class WeightAverage:
         _check_not_gathered(self._parameters, updated)
         self._by, self._optimizer, self._given = by, optimizer, len(self._parameters)
         self._known = {id(weight) for weight in (*self._parameters, *updated)}
-        self.averages = [_copy(weight) for weight in self._parameters]
+        self.averages = [_copy_widened(weight) for weight in self._parameters]
         self._averaged = self._commits
-        optimizer._watch(self)
+        optimizer._add_watcher(self)
         add_new = WeakMethod(self._add_new)  # before an update, after which the first weights are not known any more
         optimizer.inner.register_step_pre_hook(lambda *_: (add := add_new()) and add())
 
@@ -83,8 +83,8 @@ class WeightAverage:
     def commit(self, *, updated: bool) -> None:
         """Average the weights of the update that was just made; the optimizer calls it."""
         if updated and self._averaged != self._commits:  # otherwise called again after an interrupt
-            parts, averages = local(self._parameters), local(self.averages)
-            share = self._share(averages[0])
+            parts, averages = local_parts(self._parameters), local_parts(self.averages)
+            share = self._share_of_weights(averages[0])
             parts = [part.to(average.dtype) for part, average in zip(parts, averages, strict=True)]
             changes = torch._foreach_sub(parts, averages)
             torch._foreach_mul_(changes, share)
@@ -108,14 +108,14 @@ class WeightAverage:
         ]
         self._known |= set(map(id, new))
         self._parameters += new
-        self.averages += map(_copy, new)
+        self.averages += map(_copy_widened, new)
 
-    def _share(self, like: Tensor) -> Any:
-        """Return 1 - decay^p, a float or 0-D."""
+    def _share_of_weights(self, like: Tensor) -> Any:
+        """Return 1 - decay^p, the share of the present weights in the average: a float, or 0-D."""
         optimizer = self._optimizer
         progress = optimizer._updater.last_scaling.progress
         if self._by == "samples":
-            made, reference = optimizer._cursor.made, optimizer.ref_batchsize
+            made, reference = optimizer._cursor.last_batch, optimizer.ref_batchsize
             assert made is not None
             assert reference is not None
             progress = made.batch_size / reference
@@ -186,7 +186,7 @@ def _check_not_gathered(parameters: list[Tensor], updated: list[Tensor]) -> None
     """Check that a parameter is not what FSDP2 puts in its place from a forward on, which no optimizer updates."""
     known = {id(parameter) for parameter in updated}
     others = [parameter for parameter in parameters if id(parameter) not in known]
-    if are_parts(updated) and any(not isinstance(parameter, DTensor) for parameter in others):
+    if has_dtensor(updated) and any(not isinstance(parameter, DTensor) for parameter in others):
         raise value_error(
             "parameters must be those that the optimizer updates",
             "one of a module that FSDP2 has gathered in a forward",
@@ -200,7 +200,7 @@ def _check_shapes(what: str, tensors: list[Tensor], averages: list[Tensor], reme
         raise value_error(requirement, f"{len(tensors)}, or other shapes", remedy)
 
 
-def _copy(parameter: Tensor) -> Tensor:
+def _copy_widened(parameter: Tensor) -> Tensor:
     copy = parameter.detach().clone()
     return copy.float() if is_narrow(copy) else copy
 

@@ -281,7 +281,11 @@ def check_state(state: Mapping[str, Any]) -> None:
         check_entries(state["stopwatch"], {"seconds": (list,)}, "stopwatch.")
     if "skipped" in state:
         check_entries(state["skipped"], {"updates": (int,), "in_a_row": (int,)}, "skipped.")
-    noise = state.get("noise", {})
+    _check_noise(state.get("noise", {}))
+
+
+def _check_noise(noise: Mapping[str, Any]) -> None:
+    """Check the entries of a state of the noise, which may be empty."""
     if noise:
         check_entries(noise, dict.fromkeys((*AVERAGES, "gain"), NUMBER), "noise.")
     if "earlier" in noise:

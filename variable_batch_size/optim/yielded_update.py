@@ -41,7 +41,7 @@ class Update(Generic[T]):
         return self._microbatches
 
 
-def incomplete(update: int) -> RuntimeError:
+def incomplete_update(update: int) -> RuntimeError:
     """Return the error of a loop that asks for the next update when this one is not made."""
     return RuntimeError(
         f"every microbatch of an update must reach optimizer.step(), but the loop asks for the next update and update "
@@ -51,7 +51,7 @@ def incomplete(update: int) -> RuntimeError:
     )
 
 
-def stale() -> RuntimeError:
+def stale_loop() -> RuntimeError:
     """Return the error of a loop that goes on after the optimizer has moved."""
     return RuntimeError(
         "the loop must end after discard_step() or load_state_dict(), but it asks for another update; break, and begin "

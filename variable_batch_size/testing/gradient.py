@@ -106,7 +106,7 @@ def check_gradient(
       rows 0 to 5: 0.66667
       rows 6 to 7: 2
     """
-    number = rows.count(batch)
+    number = rows.count_rows(batch)
     trained = model if trained is None else trained
     reference = copy.deepcopy(model)
     required = np.ones(number) if counts is None else np.asarray(torch.as_tensor(counts).cpu(), dtype=np.float64)
@@ -120,7 +120,7 @@ def check_gradient(
         by_row = np.zeros((number, len(gradient)))
         for row in chosen:
             reference.zero_grad()
-            loss_fn(reference, rows.take(batch, np.array([row]))).backward()  # type: ignore[no-untyped-call]
+            loss_fn(reference, rows.take_rows(batch, np.array([row]))).backward()  # type: ignore[no-untyped-call]
             by_row[row] = _random_sums(
                 update_gradients.of_model(reference, lambda name, _: name in reached), 4 * number
             )

@@ -17,7 +17,7 @@ from variable_batch_size._validation import FloatArray, IntArray, in_documentati
 from variable_batch_size.backend.generators import kept_states
 from variable_batch_size.data import rows
 
-# By trainers, if rows.of_tensors(batch). In the first a KL term may be 0, and the loss of all tokens nearly the same.
+# By trainers, if rows.has_tensor_rows(batch). In the first a KL term may be 0, and the loss of all tokens nearly equal.
 CHECKED_UPDATES: Final = frozenset({0, 10, 100, 1000})
 _TOLERANCES: Final = {torch.float64: 1e-6, torch.float32: 2e-3}  # relative; of losses that models round to float32
 _NARROW: Final = 1e-2
@@ -63,7 +63,7 @@ def check_loss(
     ...     return torch.nn.functional.cross_entropy(model(texts[:, :-1]).mT, texts[:, 1:], ignore_index=0)
     >>> check_loss(model, loss_fn, texts, counts=(texts[:, 1:] != 0).sum(1))  # says nothing
     """
-    number = len(batch) if rows.is_list_of_rows(batch) else rows.count(batch)
+    number = len(batch) if rows.is_list_of_rows(batch) else rows.count_rows(batch)
     weights = np.ones(number) if counts is None else np.asarray(torch.as_tensor(counts).cpu(), dtype=np.float64)
     if weights.shape != (number,):
         raise value_error(f"counts must have a number for each of {number} rows", weights.shape, "pass one for each")
@@ -72,7 +72,7 @@ def check_loss(
     cut = max(1, number // 3)
     parts = [whole, whole, order[:cut], order[cut:]] if number > 1 else [whole] * 4  # as many on each rank
     with torch.no_grad(), _undisturbed(model):
-        again, expected, *losses = (float(loss_fn(model, rows.take(batch, part))) for part in parts)
+        again, expected, *losses = (float(loss_fn(model, rows.take_rows(batch, part))) for part in parts)
     if number < 2 or again != expected or not all(map(math.isfinite, (expected, *losses))):
         return
     by_parts = float(np.dot(_shares(weights[order], cut, reduction), losses))

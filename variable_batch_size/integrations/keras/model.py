@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from variable_batch_size._validation import type_error, value_error
-from variable_batch_size.data.rows import of_tensors
+from variable_batch_size.data.rows import has_tensor_rows
 from variable_batch_size.integrations.facts import facts_of
 from variable_batch_size.integrations.keras.checkpoint import VariableBatchCheckpoint
 from variable_batch_size.integrations.keras.data import Epochs, loader_of, map_arrays
@@ -142,7 +142,7 @@ class VariableBatchModelMixin(Base):
         metrics = {}
         to_check = optimizer.updates in CHECKED_UPDATES
         for microbatch in data:
-            if to_check and of_tensors(microbatch):
+            if to_check and has_tensor_rows(microbatch):
                 self._check_loss(microbatch)
             part, to_check = optimizer.microbatch, False
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(microbatch)

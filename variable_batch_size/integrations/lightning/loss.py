@@ -12,7 +12,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from variable_batch_size._validation import type_error
-from variable_batch_size.data.rows import of_tensors
+from variable_batch_size.data.rows import has_tensor_rows
 from variable_batch_size.testing.loss import check_loss
 
 MEAN_LOSS: Final = "update_loss"  # under which the mean over an update is logged
@@ -44,7 +44,7 @@ def check_training_step(
 ) -> None:
     """Warn if the loss of a microbatch is not the mean, or the sum, of those of its rows; all ranks have to call it."""
     batch, *others = arguments
-    if not of_tensors(batch):
+    if not has_tensor_rows(batch):
         return
 
     def loss_of(twin: LightningModule, part: Any) -> Tensor:

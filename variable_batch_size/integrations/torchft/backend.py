@@ -271,7 +271,7 @@ class _Groups(Backend):
             self._manager.allreduce(there, reduce_op=dist.ReduceOp.SUM).wait()  # which keeps an error of the work
             flat.copy_(there)
 
-        self._messages.reduce(tensors, reduce)
+        self._messages.reduce_flat(tensors, reduce)
         if self._manager.errored() is not None:
             raise BrokenStepError("a replica group was lost, or has other settings")
 
