@@ -30,7 +30,7 @@ def line(key: str, **other: Any) -> dict[str, Any]:
 def write(folder: Path, *lines: dict[str, Any], plans: tuple[str, ...] = ("a b",)) -> bytes:
     with Journal(folder) as journal:
         for number, keys in enumerate(plans):
-            journal.plan(f"command {number}", keys.split())
+            journal.append_plan(f"command {number}", keys.split())
         for one in lines:
             journal.append(one)
     return (folder / NAME).read_bytes()
