@@ -23,7 +23,7 @@ from itertools import product
 import numpy as np
 
 from results import record
-from variable_batch_size.lab.evaluation.statistics import claims, tuned
+from variable_batch_size.lab.evaluation.statistics import claims, judge_tuning
 
 NULLS = "reports of equal rules that claim anything"
 LOOKS = "reports of equal rules that would claim a difference after one of 3 to 10 seeds"
@@ -55,7 +55,7 @@ def trainings(rng: np.random.Generator, kind: str, shape: tuple[int, ...]) -> tu
 def claiming(rng: np.random.Generator, kind: str, rules: int, traces: int, seeds: int, reports: int) -> np.ndarray:
     """Return which reports of equal rules claim a difference, of means or of failures, or that 1 is not tuned."""
     found = claims(*trainings(rng, kind, (reports, traces, rules, seeds)))
-    answers = tuned(*trainings(rng, kind, (reports, len(FACTORS), seeds)))[1]
+    answers = judge_tuning(*trainings(rng, kind, (reports, len(FACTORS), seeds)))[1]
     return (found.differs != 0).any((-1, -2)) | (found.fails != 0).any(-1) | (answers == 1)
 
 
@@ -95,7 +95,7 @@ def main(reports: int) -> None:
     for better, seeds in product((0, 1, 2, 3), SEEDS):
         rng = np.random.default_rng(better + 100 * seeds)
         values, failed = trainings(rng, "normal", (reports, len(FACTORS), seeds))
-        answers = tuned(values + better * np.array(FACTORS)[:, None], failed)[1]
+        answers = judge_tuning(values + better * np.array(FACTORS)[:, None], failed)[1]
         for answer, name in ((-1, "tuned"), (0, "not decided"), (1, "not tuned")):
             keep(TUNED, name, float((answers == answer).mean()), f"{better} sd", f"{seeds} seeds")
 

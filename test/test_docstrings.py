@@ -29,7 +29,7 @@ def test_examples_run(module):
 def test_messages_name_titles_of_the_documentation():
     source = "".join(path.read_text() for path in PACKAGE.rglob("*.py"))
     named = re.findall(r"in_documentation\([\"'](.+?)[\"']\)", source)
-    named += re.findall(r"check\(SETTINGS, .*, \"(.+)\"\)", source)
+    named += re.findall(r"check_settings\(SETTINGS, .*, \"(.+)\"\)", source)
     pages = "".join(path.read_text() for path in (PACKAGE.parent / "docs").rglob("*.md"))
     assert len(named) >= 6
     assert {*named} <= {*re.findall(r"^#+ (.+)$", pages, re.MULTILINE)}

@@ -17,7 +17,7 @@ from helpers.commands import run
 from helpers.console import error_of, run_main
 from helpers.pages import ROOT
 from variable_batch_size.cli import main as module
-from variable_batch_size.cli.options import count, duration
+from variable_batch_size.cli.options import check_count, parse_duration
 
 COMMANDS = [
     *("", "capacity", "trace", "checkpoint", "goodput", "plan", "simulate", "evaluate", "report", "trace show"),
@@ -80,22 +80,22 @@ def test_help_is_printed(args, status):
 @given(st.floats(0, 1e9), st.sampled_from([("", 1), ("s", 1), ("m", 60), ("h", 3600), ("d", 86400)]))
 def test_a_duration_may_have_a_unit(number, unit):
     suffix, seconds = unit
-    assert duration(f"{number}{suffix}") == duration(f" {number} {suffix}") == number * seconds
-    assert duration(number) == number
-    assert {duration(text) for text in ("1.5h", ".0625d", "90m", "1h30m", "1h 29m 60s")} == {5400}
+    assert parse_duration(f"{number}{suffix}") == parse_duration(f" {number} {suffix}") == number * seconds
+    assert parse_duration(number) == number
+    assert {parse_duration(text) for text in ("1.5h", ".0625d", "90m", "1h30m", "1h 29m 60s")} == {5400}
     for wrong in ("2w", "-3", "inf", "nan", "1_0", "", "1e999", "1.5 h 3", "h", "30m1h", "1h1h"):
         with pytest.raises(
             BadParameter, match=r"a duration must be a time >= 0 with the largest .*, got .*; pass 90, 90s, 10m, 1h30m"
         ):
-            duration(wrong)
+            parse_duration(wrong)
 
 
 @pytest.mark.parametrize(("text", "number"), [("60k", 60_000), ("60K", 60_000), ("1.5M", 1_500_000), ("7", 7)])
 def test_a_count_may_have_a_unit(text, number):
-    assert count(text) == number
+    assert check_count(text) == number
     for wrong in (f"-{text}", f"{text}x", "0.5", ""):
         with pytest.raises(BadParameter, match=r"it must be an integer >= 1, got .*; pass one such as 512 or 60k"):
-            count(wrong)
+            check_count(wrong)
 
 
 def test_commas_and_repetition_are_the_same():

@@ -33,7 +33,7 @@ def test_options_are_known_by_their_names_and_win():
     sampler = dealt(shuffle=False, minibatch_size=4)
     assert next(iter(sampler)) == [0, 1, 2, 3]
     inner = torch.optim.SGD(network().parameters(), lr=0.1)
-    optimizer = Settings(8, optimizer_options={"max_grad_norm": 2.0}).optimizer(inner, sampler, max_grad_norm=1.0)
+    optimizer = Settings(8, optimizer_options={"max_grad_norm": 2.0}).wrap_optimizer(inner, sampler, max_grad_norm=1.0)
     assert optimizer.max_grad_norm == 2.0
 
 

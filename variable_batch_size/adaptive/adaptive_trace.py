@@ -64,9 +64,8 @@ class AdaptiveTrace:
             requirement = f"the bounds must include a multiple of multiple_of={self.multiple_of}"
             raise value_error(requirement, self.bounds, "change one of them")
         if self.start is not None:
-            object.__setattr__(
-                self, "start", check_int(self.start, "start", low, high, "pass an integer within the bounds")
-            )
+            start = check_int(self.start, "start", low, high, "pass an integer within the bounds")
+            object.__setattr__(self, "start", start)
             if self.start % self.multiple_of:
                 requirement = f"start must be a multiple of multiple_of={self.multiple_of}"
                 raise value_error(requirement, self.start, f"pass {round_to_allowed(self, self.start)}")
@@ -94,7 +93,7 @@ class AdaptiveTrace:
         try:
             answer = self.controller(input)
         except (AttributeError, ValueError) as error:
-            if (explained := _explain(error, self.controller, input)) is None:
+            if (explained := _explain_error(error, self.controller, input)) is None:
                 raise
             raise explained from error
         return round_to_allowed(self, check_int(answer, "the batch size of the controller", 1, MAX_INT))
@@ -112,11 +111,7 @@ def largest_size(trace: AdaptiveTrace) -> int:
 
 
 def limit_to_dataset(trace: AdaptiveTrace, dataset_size: int) -> AdaptiveTrace:
-    """Return a trace with batch sizes that the dataset has.
-
-    Raises:
-        ValueError: if the upper bound exceeds the dataset.
-    """
+    """Return a trace with batch sizes that the dataset has; raise ValueError if the upper bound exceeds it."""
     if trace.bounds is None:
         for value, name in (trace.multiple_of, "multiple_of"), (trace.start or 1, "start"):
             if value > dataset_size:
@@ -129,8 +124,8 @@ def limit_to_dataset(trace: AdaptiveTrace, dataset_size: int) -> AdaptiveTrace:
     return trace
 
 
-def _explain(error: AttributeError | ValueError, controller: object, input: ControlInput) -> Exception | None:
-    """Return the error of a controller that does not expect what is not known; None if it is another one."""
+def _explain_error(error: AttributeError | ValueError, controller: object, input: ControlInput) -> Exception | None:
+    """Return an error that says which unknown input a controller has not expected; None if it was something else."""
     name = describe_controller(controller)
     if isinstance(error, AttributeError):
         unknown = [part for part in ("noise", "throughput") if getattr(input, part) is None]

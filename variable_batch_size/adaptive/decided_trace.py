@@ -76,7 +76,7 @@ class DecidedTrace:
         """Return what is decided at the beginning of a training."""
         input = ControlInput(devices, None, minibatch_size, fixed_shape=fixed_shape)
         decisions = first_decisions(adaptive, with_noise(adaptive, input))
-        return cls(adaptive, _join((), decisions, 0), decisions)
+        return cls(adaptive, _join_runs((), decisions, 0), decisions)
 
     @classmethod
     def resume(
@@ -91,26 +91,22 @@ class DecidedTrace:
             updates: number of updates so far.
             step: the first step whose batch size may change.
         """
-        changed = state["decides"] != _describe(adaptive)[0]
+        changed = state["decides"] != _describe_parts(adaptive)[0]
         saved = tuple(map(Decision.from_plain, state["decisions"]))
         decisions = decide_again(adaptive, saved, devices, step, changed=changed)
-        trace = _join([(first, size) for first, size in state["runs"]], decisions, step)
+        trace = _join_runs([(first, size) for first, size in state["runs"]], decisions, step)
         known = ({**question, "devices": devices or question["devices"]} for question in state["questions"])
         unanswered = tuple(Measurements(question["updates"], partial(dict, question)) for question in known)
         return cls(adaptive, trace, decisions, unanswered, asked=updates)
 
     @classmethod
     def after_constant(cls, adaptive: AdaptiveTrace, updates: int) -> DecidedTrace:
-        """Return what is decided in a training that had the batch size `start` of a fixed trace so far.
-
-        Raises:
-            ValueError: if there is no `start`.
-        """
+        """Return what is decided in a training with the size `start` so far; raise ValueError if there is none."""
         if adaptive.start is None:
             requirement = "a training with a fixed trace can continue with a controller if its batch size is start"
             raise value_error(requirement, "start=None", "pass the batch size that it had")
         decisions = (Decision(0, adaptive.start),)
-        return cls(adaptive, _join((), decisions, 0), decisions, asked=updates)
+        return cls(adaptive, _join_runs((), decisions, 0), decisions, asked=updates)
 
     @property
     def known_until(self) -> int | None:
@@ -137,11 +133,7 @@ class DecidedTrace:
         return replace(self, unanswered=(*self.unanswered, known), asked=known.updates)
 
     def decide(self, minibatch_size: int, throughput: Throughput | None, *, fixed_shape: bool) -> Decision:
-        """Return the controller's answer to the oldest question.
-
-        Raises:
-            Exception: whatever the controller raises.
-        """
+        """Return the controller's answer to the oldest question; raise whatever the controller raises."""
         known, noise = self.unanswered[0].read(), None
         if known["noise"] is not None:
             sigma2, mu2, estimates = known["noise"]
@@ -155,10 +147,10 @@ class DecidedTrace:
         """Return what is decided when, after this number of updates, the answer to the oldest question is known."""
         last = self.decisions[-1]
         trace = self.trace
-        earlier = tuple(known for known in self.decisions if known.begins < decision.begins)  # the newest one counts
+        earlier = tuple(other for other in self.decisions if other.begins < decision.begins)  # the newest one counts
         decisions = in_effect((*earlier, decision), updates)
         if decision.batch_size != last.batch_size or decision.begins <= last.begins:
-            trace = _join(self._runs, decisions, updates)
+            trace = _join_runs(self._runs, decisions, updates)
         return replace(self, trace=trace, decisions=decisions, unanswered=self.unanswered[1:])
 
     def skip_to(self, updates: int) -> DecidedTrace:
@@ -167,7 +159,7 @@ class DecidedTrace:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `resume` needs, as plain numbers, strings, lists and dictionaries."""
-        decides, asked = _describe(self.adaptive)
+        decides, asked = _describe_parts(self.adaptive)
         return {
             "runs": [list(run) for run in self._runs],
             "decisions": [decision.to_plain() for decision in self.decisions],
@@ -203,21 +195,18 @@ def prepare(adaptive: AdaptiveTrace, dataset_size: int) -> AdaptiveTrace:
 
 def describe(adaptive: AdaptiveTrace) -> str:
     """Return what decides, and when, in words that are the same on all ranks."""
-    decides, asked = _describe(adaptive)
+    decides, asked = _describe_parts(adaptive)
     return f"{decides}, start={adaptive.start}, {asked}"
 
 
 def warn_if_changed(adaptive: AdaptiveTrace, state: dict[str, Any]) -> None:
     """Warn if another controller decides than in the training whose state this is, or at other updates."""
     before = (state["decides"], state["asked"])
-    now = _describe(adaptive)
+    now = _describe_parts(adaptive)
     if before != now:
-        warnings.warn(
-            f"Resumed with another AdaptiveTrace: batch sizes were chosen by {', '.join(before)}, and are by "
-            f"{', '.join(now)} from now on",
-            UserWarning,
-            stacklevel=stacklevel_of_user(),
-        )
+        chosen = f"batch sizes were chosen by {', '.join(before)}, and are by {', '.join(now)} from now on"
+        message = f"Resumed with another AdaptiveTrace: {chosen}"
+        warnings.warn(message, UserWarning, stacklevel=stacklevel_of_user())
 
 
 def decision_scalars(decision: Decision) -> dict[str, float]:
@@ -237,12 +226,13 @@ def decision_scalars(decision: Decision) -> dict[str, float]:
     return scalars
 
 
-def _describe(adaptive: AdaptiveTrace) -> tuple[str, str]:
+def _describe_parts(adaptive: AdaptiveTrace) -> tuple[str, str]:
+    """Return what decides, and when it is asked, as texts that are the same on all ranks."""
     limits = f"bounds={adaptive.bounds}, multiple_of={adaptive.multiple_of}"
     return f"{describe_controller(adaptive.controller)}, {limits}", f"every={adaptive.every}, delay={adaptive.delay}"
 
 
-def _join(runs: Sequence[tuple[int, int]], decisions: Decisions, updates: int) -> BatchTrace:
+def _join_runs(runs: Sequence[tuple[int, int]], decisions: Decisions, updates: int) -> BatchTrace:
     """Return the batch sizes of `runs`, (first step, size), in ascending order, and of decisions from `updates` on."""
     later = {max(decision.begins, updates): decision.batch_size for decision in decisions}  # the last one counts
     rows = [*(run for run in runs if run[0] < min(later)), *sorted(later.items())]

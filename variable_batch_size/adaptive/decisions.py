@@ -32,7 +32,7 @@ class Decision:
     input: ControlInput | None = None
 
     def to_plain(self) -> list[Any]:
-        """Return it as numbers, lists and dictionaries, for checkpoints and messages."""
+        """Return the decision as numbers, lists and dictionaries, for checkpoints and messages."""
         if (input := self.input) is None:
             return [self.begins, self.batch_size, None]
         numbers = {name: getattr(input, name) for name in _NUMBERS}

@@ -75,10 +75,10 @@ class Goodput:
         present = input.batch_size
         sigma2, mu2 = max(noise.sigma2, 0.0), max(noise.mu2, 0.0)  # of nan it is nan
         largest = max(sigma2, mu2)
-        known = math.isfinite(sigma2) and math.isfinite(mu2) and largest > 0
-        if model is None or not known:
+        has_noise = math.isfinite(sigma2) and math.isfinite(mu2) and largest > 0
+        if model is None or not has_noise:
             present_size = keep_batch_size(self, input)
-            return self._within(self._explored(present_size) if known else present_size)
+            return self._limit(self._explored_size(present_size) if has_noise else present_size)
 
         sizes = self.candidates(input)
         gains = adascale_gain(sigma2 / largest, mu2 / largest, sizes, 1)  # of their ratio; no division overflows
@@ -86,13 +86,13 @@ class Goodput:
         seconds = model.of_sizes(sizes, input.devices, input.minibatch_size, **cut)
         costs = seconds / gains  # (sizes,): of the progress of an update of one sample
         best = int(np.argmin(costs))  # the first one: of equal ones the smallest
-        enough = (sizes == present) & (costs <= (1 + self.threshold) * costs[best])
-        return int(sizes[enough.argmax() if enough.any() else best])
+        keeps = (sizes == present) & (costs <= (1 + self.threshold) * costs[best])  # (sizes,)
+        return int(sizes[keeps.argmax() if keeps.any() else best])
 
-    def _within(self, size: int) -> int:
+    def _limit(self, size: int) -> int:
         return min(max(size, self.bounds[0]), self.bounds[1])
 
-    def _explored(self, present: int) -> int:
+    def _explored_size(self, present: int) -> int:
         """Return a batch size whose updates take another time."""
         return 2 * present if present < self.bounds[1] else self.bounds[1] // 2
 

@@ -20,11 +20,7 @@ def required_noise(controller: Controller, input: ControlInput) -> Noise:
 
 
 def finite_noise_scale(controller: Controller, input: ControlInput) -> float | None:
-    """Return sigma^2 / mu^2, in samples; None before the first estimate, and while the estimate of mu^2 is not > 0.
-
-    Raises:
-        ValueError: if the noise is not measured.
-    """
+    """Return sigma^2 / mu^2, in samples; None while mu^2 has no estimate > 0; ValueError if it is not measured."""
     scale = float(required_noise(controller, input).noise_scale)
     return scale if math.isfinite(scale) else None
 

@@ -61,13 +61,14 @@ def updates_in(path: str | os.PathLike[str], minibatch_size: int | None = None) 
     columns = read_columns(path, (*SIZES, *RATES), "pass the scalars.csv of a training with tracker=vbs.Tracker(...)")
     usable = (np.isfinite(columns) & (columns > 0)).all(axis=0)  # (rows,)
     world, size, microbatches, rate, sample_rate = columns[:, usable]
-    same = np.abs(sample_rate / rate / size - 1) <= MIXED
-    if not same.any():
+    steady = np.abs(sample_rate / rate / size - 1) <= MIXED
+    if not steady.any():
         requirement = f"{path} must have a row with the seconds of updates of one batch size"
         found = f"none in {columns.shape[1]} rows"
         raise value_error(requirement, found, "train for longer, or pass a smaller log_steps=")
-    kinds, kind = np.unique([world[same], size[same], microbatches[same]], axis=1, return_inverse=True)  # (3, kinds)
-    seconds = [np.median(1 / rate[same][kind.ravel() == number]) for number in range(kinds.shape[1])]
+    of_rows = [world[steady], size[steady], microbatches[steady]]
+    kinds, kind = np.unique(of_rows, axis=1, return_inverse=True)  # (3, kinds)
+    seconds = [np.median(1 / rate[steady][kind.ravel() == number]) for number in range(kinds.shape[1])]
     world, size, microbatches = kinds
     rows = np.ceil(size / microbatches) if minibatch_size is None else np.full(len(size), minibatch_size)
     return np.stack([world, rows, np.ceil(microbatches / world), seconds], axis=1)

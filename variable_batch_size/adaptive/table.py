@@ -26,18 +26,20 @@ class Argument(NamedTuple):
     make: Callable[..., Controller]
 
 
-def _count(text: str) -> int:
+def _to_int(text: str) -> int:
     number = parse_count(text)
     assert number is not None  # of the form INTEGER
     return number
 
 
 POLICIES: Mapping[str, Argument] = {
-    "per-device": Argument("SAMPLES", f"({INTEGER})", lambda samples: PerDevice(_count(samples))),
-    "constant": Argument("SAMPLES", f"({INTEGER})", lambda samples: ConstantBatch(_count(samples))),
+    "per-device": Argument("SAMPLES", f"({INTEGER})", lambda samples: PerDevice(_to_int(samples))),
+    "constant": Argument("SAMPLES", f"({INTEGER})", lambda samples: ConstantBatch(_to_int(samples))),
     "noise-scale": Argument("FACTOR", f"({NUMBER})", lambda factor: NoiseScale(float(factor))),
     "norm-test": Argument("ETA", f"({NUMBER})", lambda eta: NormTest(float(eta))),
-    "goodput": Argument("LOW-HIGH", f"({INTEGER})-({INTEGER})", lambda low, high: Goodput((_count(low), _count(high)))),
+    "goodput": Argument(
+        "LOW-HIGH", f"({INTEGER})-({INTEGER})", lambda low, high: Goodput((_to_int(low), _to_int(high)))
+    ),
 }
 *_OTHERS, _LAST = (f"{policy}:{argument.name}" for policy, argument in POLICIES.items())
 FORMS = f"{', '.join(_OTHERS)} or {_LAST}"
@@ -52,8 +54,8 @@ def parse_policy(text: str) -> Controller:
     Raises:
         ValueError: if it is not the name of a controller, a colon and its argument.
     """
-    name, _, given = text.partition(":")
-    match = re.fullmatch(POLICIES[name].pattern, given) if name in POLICIES else None
+    name, _, argument = text.partition(":")
+    match = re.fullmatch(POLICIES[name].pattern, argument) if name in POLICIES else None
     if match is None:
         raise value_error(f"a policy must be {FORMS}", f"{text!r:.60}", "pass per-device:64")
     return POLICIES[name].make(*match.groups())

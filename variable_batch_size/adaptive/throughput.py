@@ -219,6 +219,7 @@ class Throughput:
 def _seconds(
     parameters: FloatArray, busiest: FloatArray, rows: FloatArray, rounds: FloatArray, devices: FloatArray
 ) -> FloatArray:
+    """Return the seconds of updates by the equations of `Throughput`, whose parameters are in its order, (5,)."""
     accum_base, accum_row, net_base, net_device, overlap = parameters
     before = accum_base * (rounds - 1) + accum_row * (busiest - rows)
     accum = accum_base + accum_row * rows
@@ -252,9 +253,9 @@ def measured_updates(values: npt.ArrayLike) -> Measured:
     if wrong.any():
         row, column = np.argwhere(wrong)[0]
         raise value_error(f"{Measured._fields[column]} in row {row} must be finite and > 0", table[row, column], remedy)
-    parts = table[:, :3] % 1 > 0
-    if parts.any():  # the columns may be in another order
-        row, column = np.argwhere(parts)[0]
+    fractional = table[:, :3] % 1 > 0
+    if fractional.any():  # the columns may be in another order
+        row, column = np.argwhere(fractional)[0]
         raise value_error(f"{Measured._fields[column]} in row {row} must be whole", table[row, column], remedy)
     return Measured(*table.T)
 
@@ -264,7 +265,7 @@ def _fit_parameters(updates: Measured) -> FloatArray:
     devices, rows, rounds, seconds = updates
     several = devices > 1
     numbers, above_one = len(np.unique(devices)), len(np.unique(devices[several]))
-    known = np.array(
+    is_fitted = np.array(
         [
             len(np.unique(rows)) > 1,
             True,
@@ -278,13 +279,13 @@ def _fit_parameters(updates: Measured) -> FloatArray:
 
     def parameters(free: FloatArray) -> FloatArray:
         values = lowest.copy()
-        values[known] = free
+        values[is_fitted] = free
         return values
 
     def errors(free: FloatArray) -> FloatArray:
         return _seconds(parameters(free), rounds * rows, rows, rounds, devices) / seconds - 1
 
-    bounds = (lowest[known], highest[known])
-    scale = start[known]
+    bounds = (lowest[is_fitted], highest[is_fitted])
+    scale = start[is_fitted]
     least_squares = import_extra("scipy.optimize", "evaluation").least_squares
     return parameters(least_squares(errors, scale, bounds=bounds, x_scale=scale, ftol=1e-12, xtol=1e-12, gtol=1e-12).x)

@@ -23,9 +23,7 @@ app = typer.Typer(
 
 
 @app.callback(invoke_without_command=True)
-def version(
-    show: Annotated[bool, option("Print the version and exit.", "--version", is_eager=True)] = False,
-) -> None:
+def version(show: Annotated[bool, option("Print the version and exit.", "--version", is_eager=True)] = False) -> None:
     """Trainings whose global batch size changes: traces of clusters and batches, simulations, evaluations."""
     if show:
         typer.echo(importlib.import_module("variable_batch_size").__version__)

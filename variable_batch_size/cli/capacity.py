@@ -26,13 +26,7 @@ app = typer.Typer(
 
 @app.command()
 @command
-def show(
-    *,
-    log: options.LogPath,
-    reading: options.Reading,
-    json: output.Json = False,
-    png: options.Png = None,
-) -> None:
+def show(*, log: options.LogPath, reading: options.Reading, json: output.Json = False, png: options.Png = None) -> None:
     """Show the duration, nodes and changes of a capacity trace.
 
     Examples:
@@ -42,14 +36,14 @@ def show(
     """
     capacity = reading.read(log)
     nodes = capacity.nodes
-    facts = _facts(capacity)
+    facts = _capacity_facts(capacity)
     if json:
         output.print_json(facts)
     else:
-        often = f", one in {output.duration(capacity.end / capacity.changes)}" if capacity.changes else ""
+        often = f", one in {output.format_duration(capacity.end / capacity.changes)}" if capacity.changes else ""
         shown = {
-            "duration": f"{output.duration(capacity.end)} ({output.number(capacity.end)} s)",
-            "nodes": f"{nodes.min():,} to {nodes.max():,}, mean {output.number(capacity.mean)}",
+            "duration": f"{output.format_duration(capacity.end)} ({output.format_number(capacity.end)} s)",
+            "nodes": f"{nodes.min():,} to {nodes.max():,}, mean {output.format_number(capacity.mean)}",
             "changes": f"{capacity.changes:,}{often}",
             "without nodes": f"{facts['seconds_without_nodes'] / capacity.end:.1%} of the time",
         }
@@ -95,7 +89,7 @@ def convert(
         if model is not None or microbatch is not None or max_updates is not None:
             remedy = "pass it, or leave them out"
             raise UsageError(f"--policy must be given with the options of a training, got none; {remedy}")
-        output.write(out, capacity.to_csv, f"{capacity.changes:,} changes in {output.duration(capacity.end)}")
+        output.write(out, capacity.to_csv, f"{capacity.changes:,} changes in {output.format_duration(capacity.end)}")
         return
     controller = options.read_policy(policy)
     if needs_noise(controller):
@@ -135,11 +129,11 @@ def fetch(
         return
     capacity = cluster.fetch(name)
     if json:
-        output.print_json(_facts(capacity))
+        output.print_json(_capacity_facts(capacity))
     elif out is None:
         typer.echo(f"{name}: {capacity!r}")
     if out is not None:
-        output.write(out, capacity.to_csv, f"{capacity.changes:,} changes in {output.duration(capacity.end)}")
+        output.write(out, capacity.to_csv, f"{capacity.changes:,} changes in {output.format_duration(capacity.end)}")
 
 
 @app.command()
@@ -155,10 +149,11 @@ def synthetic(
     Example: `vbs capacity synthetic --nodes 16 --mean-up 7200 --mean-down 900 --duration 86400 --out capacity.csv`
     """
     capacity = machines.trace(seed)
-    output.write(out, capacity.to_csv, f"mean {output.number(capacity.mean)} nodes, {capacity.changes:,} changes")
+    mean = output.format_number(capacity.mean)
+    output.write(out, capacity.to_csv, f"mean {mean} nodes, {capacity.changes:,} changes")
 
 
-def _facts(capacity: CapacityTrace) -> dict[str, float]:
+def _capacity_facts(capacity: CapacityTrace) -> dict[str, float]:
     nodes, prices = capacity.nodes, capacity.prices
     facts = {"seconds": capacity.end, "min": int(nodes.min()), "max": int(nodes.max()), "mean": capacity.mean}
     facts |= {"changes": capacity.changes, "seconds_without_nodes": float(capacity.lengths[nodes == 0].sum())}
@@ -166,6 +161,7 @@ def _facts(capacity: CapacityTrace) -> dict[str, float]:
 
 
 def _edges(capacity: CapacityTrace) -> tuple[Any, str]:
+    """Return the times of the changes and of the end, (rows + 1,), in the largest unit that suits, and its name."""
     seconds = np.append(capacity.seconds, capacity.end)
     for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if capacity.end >= 3 * length:

@@ -44,7 +44,7 @@ def show(folder: Source, json: output.Json = False) -> None:
     checkpoints, listed, is_one = _manifests(folder)
     if is_one:
         name, *ranks = listed[0]
-        facts = facts_of(ranks[0]) | _rates(ranks[0])
+        facts = facts_of(ranks[0]) | _learning_rates(ranks[0])
         facts["weights"] = weights_hash(read_verified(checkpoints, name).parts["model"])
         if json:
             output.print_json(facts)
@@ -54,16 +54,21 @@ def show(folder: Source, json: output.Json = False) -> None:
     whole = {name: ranks[0] if ranks else None for name, *ranks in listed}
     if json:
         output.print_json({name: None if first is None else facts_of(first) for name, first in whole.items()})
-        return
+    else:
+        _show_list(checkpoints, listed)
+
+
+def _show_list(checkpoints: Folder, listed: list[tuple[Any, ...]]) -> None:
+    """Print a table of checkpoints, which are given as by `_manifests`, and of those that are incomplete."""
     rows = []
     best = checkpoints.best_first()[:1]
     for name, *ranks in listed:
         if not ranks:
             rows.append([name, *["?"] * 5, "", "damaged"])
             continue
-        numbers = [output.number(ranks[0].get(key, 0)) for key in ("updates", "samples", "epoch", "world")]
+        numbers = [output.format_number(ranks[0].get(key, 0)) for key in ("updates", "samples", "epoch", "world")]
         metrics = ", ".join(f"{key} {value}" for key, value in ranks[0].get("metrics", {}).items())
-        size = _size(sum(manifest["file"]["bytes"] for manifest in ranks if manifest["file"]))
+        size = _format_bytes(sum(manifest["file"]["bytes"] for manifest in ranks if manifest["file"]))
         remark = "" if _has_all_bytes(checkpoints, name, ranks) else "damaged"
         rows.append([name, *numbers, size, metrics, remark or "best" * (name in best)])
     rows += [[name, *["?"] * 5, "", "incomplete"] for name in checkpoints.incomplete()]
@@ -71,20 +76,20 @@ def show(folder: Source, json: output.Json = False) -> None:
 
 
 def _show_states(facts: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+    """Print the facts of a checkpoint, and a table of its states with their tensors and sizes."""
     first = ranks[0]
     output.print_facts({name: str(value) for name, value in facts.items()})
-    chunks = [
-        (name, chunk) for manifest in ranks if manifest["file"] for name, chunk in manifest["file"]["chunks"].items()
-    ]
+    files = [manifest["file"] for manifest in ranks if manifest["file"]]
+    chunks = [named_chunk for file in files for named_chunk in file["chunks"].items()]
     rows = []
     for part in first["state"]:
         size = sum(chunk["end"] - chunk["begin"] for name, chunk in chunks if name.split("/", 1)[0] == part)
         number = sum(name.split("/", 1)[0] == part for name in first["tensors"])
-        rows.append([part, output.number(number), _size(size)])
+        rows.append([part, output.format_number(number), _format_bytes(size)])
     output.print_table(["state", "tensors", "size"], rows)
 
 
-def _rates(manifest: dict[str, Any]) -> dict[str, Any]:
+def _learning_rates(manifest: dict[str, Any]) -> dict[str, Any]:
     """Return the learning rates of a checkpoint, and what they follow from."""
     state = manifest["state"].get("optimizer", {})
     rates = {name: value for name, value in state.get("vbs", {}).items() if name in _OF_RATES}
@@ -94,10 +99,9 @@ def _rates(manifest: dict[str, Any]) -> dict[str, Any]:
 def _has_all_bytes(checkpoints: Folder, name: str, ranks: list[dict[str, Any]]) -> bool:
     """Return whether the files are as large as they were; `verify` reads them."""
     try:
-        files = [
-            (f"tensors-{rank}.safetensors", manifest["file"]) for rank, manifest in enumerate(ranks) if manifest["file"]
-        ]
-        return all(checkpoints.storage.size(name, file) == facts["bytes"] for file, facts in files)
+        files = [(rank, manifest["file"]) for rank, manifest in enumerate(ranks) if manifest["file"]]
+        size = checkpoints.storage.size
+        return all(size(name, f"tensors-{rank}.safetensors") == facts["bytes"] for rank, facts in files)
     except OSError:
         return False
 
@@ -164,10 +168,7 @@ def from_torch(
 
 
 @command
-def goodput(
-    folder: Source,
-    json: output.Json = False,
-) -> None:
+def goodput(folder: Source, json: output.Json = False) -> None:
     """Print for how long a training made updates that count, made lost ones again, saved, restored, or was down.
 
     Beside them, what `vbs simulate` needs for `--restart` and `--save`.
@@ -180,15 +181,14 @@ def goodput(
 
     if not (events := read_events(Storage(folder))):
         raise value_error(f"FOLDER must have the {FILE} of a vbs.Checkpoint", folder, "pass its folder")
-    spent = TimeSpent.of(events)
+    spent = TimeSpent.from_events(events)
     if json:
         output.print_json({**spent._asdict(), "total": spent.total, "restart": spent.restart, "save": spent.save})
         return
     total = max(spent.total, 1e-9)
-    parts = {name: value for name, value in spent._asdict().items() if isinstance(value, float)} | {
-        "total": spent.total
-    }
-    rows = [[name, output.duration(value), f"{100 * value / total:.1f} %"] for name, value in parts.items()]
+    parts = {name: seconds for name, seconds in spent._asdict().items() if isinstance(seconds, float)}
+    parts["total"] = spent.total
+    rows = [[name, output.format_duration(value), f"{100 * value / total:.1f} %"] for name, value in parts.items()]
     output.print_table(["", "time", "share"], rows)
     flags = f"--restart {spent.restart:.1f} --save {spent.save:.2f}"
     typer.echo(f"{spent.runs} runs, {spent.saves} saves; for vbs simulate: {flags}")
@@ -222,10 +222,10 @@ def _manifests(folder: str) -> tuple[Folder, list[tuple[Any, ...]], bool]:
     return checkpoints, listed, is_one
 
 
-def _size(count: int) -> str:
+def _format_bytes(count: int) -> str:
     """Return a number of bytes as text.
 
-    >>> _size(1234567)
+    >>> _format_bytes(1234567)
     '1.2 MB'
     """
     size = float(count)

@@ -27,14 +27,15 @@ def print_runs(runs: Mapping[str, Run], json: bool, currency: str | None) -> Non
         output.print_json({name: dict(run.summary) for name, run in runs.items()})
         return
     summaries = [run.summary for run in runs.values()]
-    rows = [["elapsed", *(output.duration(summary["elapsed"]) for summary in summaries)]]
+    rows = [["elapsed", *(output.format_duration(summary["elapsed"]) for summary in summaries)]]
     rows += [
         [f"  {name}", *(f"{summary[name] / (summary['elapsed'] or 1):.1%}" for summary in summaries)] for name in SHARES
     ]
     counts = ("updates", "samples", "progress", "preemptions", "restarts", "efficiency")
     for name in (*counts, "cost", "cost_per_progress", "on_demand_cost"):
         if any(name in summary for summary in summaries):
-            rows.append([_label(name, currency), *(_number(summary.get(name, math.nan)) for summary in summaries)])
+            numbers = (_format_number(summary.get(name, math.nan)) for summary in summaries)
+            rows.append([_label(name, currency), *numbers])
     output.print_table(["", *runs], rows)
 
 
@@ -47,7 +48,7 @@ def print_sweep(table: pd.DataFrame, json: bool, currency: str | None) -> None:
     shown = means(table)
     facts = shown.index.unique("fact")
     rows = [
-        [_label(fact, currency), *(_interval(fact, *shown.loc[(policy, fact)]) for policy in policies)]
+        [_label(fact, currency), *(_format_interval(fact, *shown.loc[(policy, fact)]) for policy in policies)]
         for fact in facts
     ]
     without = (table["updates"] == 0).groupby("policy").sum()[policies]
@@ -59,14 +60,14 @@ def print_sweep(table: pd.DataFrame, json: bool, currency: str | None) -> None:
         percent = compare(table).div(shown.loc[first, "mean"].replace(0, math.nan), axis=0, level="fact") * 100
         typer.echo(f"\nPaired differences to {first}, in percent of its means:\n")
         rows = [
-            [_label(fact, currency), *(_percent(*percent.loc[(policy, fact)]) for policy in others)]
+            [_label(fact, currency), *(_format_percent(*percent.loc[(policy, fact)]) for policy in others)]
             for fact in DECISIVE
             if fact in facts
         ]
         output.print_table(["", *others], rows)
 
 
-def notes(
+def collect_remarks(
     arguments: Mapping[str, Any],
     overheads: Overheads | None,
     measured: FloatArray | None,
@@ -77,11 +78,9 @@ def notes(
     """Return remarks on the numbers: what is fitted, extrapolated or assumed."""
     remarks = []
     curve, model = arguments["noise"], arguments["throughput"]
+    most = max(int(capacity.nodes.max()) for capacity in traces.values())
     if measured is not None:
-        most = arguments["devices_per_node"] * max(int(capacity.nodes.max()) for capacity in traces.values())
-        least, known = int(measured[:, 0].min()), int(measured[:, 0].max())
-        devices = f"{least} to {known} devices" if least < known else f"{known} device" + "s" * (known > 1)
-        devices += f"; the simulation has up to {most}" * (most > known)
+        devices = _describe_devices(measured, arguments["devices_per_node"] * most)
         remarks.append(f"--throughput: the seconds are fitted to {model.error(measured):.1%} (rms), on {devices}.")
         if arguments["minibatch_size"] is None:
             rows = int(measured[:, 1].max())
@@ -90,11 +89,9 @@ def notes(
         last = f"{curve.progress[-1]:.6g} updates"
         remarks.append(f"--noise ends at a progress of {last}; its last row holds up to {farthest:.6g}.")
     if not farthest:
-        most = max(int(capacity.nodes.max()) for capacity in traces.values())
         least = (overheads or Overheads()).least_nodes
-        reason = (
-            f"it has at most {most} of {least} nodes" if most < least else "none ends before a loss or the log does"
-        )
+        too_few = f"it has at most {most} of {least} nodes"
+        reason = too_few if most < least else "none ends before a loss or the log does"
         remarks.append(f"The training makes no update: {reason}.")
     if overheads is None:
         remarks.append("No overheads such as --restart: changes of the nodes lose no update and cost no time.")
@@ -106,7 +103,15 @@ def notes(
     return remarks
 
 
+def _describe_devices(measured: FloatArray, simulated: int) -> str:
+    """Return on how many devices updates were measured, and how many a simulation has if those are more, in words."""
+    least, most = int(measured[:, 0].min()), int(measured[:, 0].max())
+    devices = f"{least} to {most} devices" if least < most else f"{most} device" + "s" * (most > 1)
+    return devices + f"; the simulation has up to {simulated}" * (simulated > most)
+
+
 def _as_json(table: pd.DataFrame) -> dict[str, object]:
+    """Return the runs of a sweep, their means and their differences, as values of JSON."""
     runs = {trace: _nested(rows.droplevel("trace")) for trace, rows in table.groupby("trace", sort=False)}
     aggregates = {
         name: {policy: _nested(rows.droplevel("policy")) for policy, rows in frame.groupby("policy", sort=False)}
@@ -124,6 +129,7 @@ def _nested(rows: pd.DataFrame) -> dict[str, dict[str, float | None]]:
 
 
 def _label(fact: str, currency: str | None) -> str:
+    """Return the name of a fact as a table shows it, with its unit if it is a cost."""
     if fact.endswith("_share"):
         return f"  {fact.removesuffix('_share')}"
     name = NAMES.get(fact, fact.replace("_", " ").replace("node hour", "node-hour"))
@@ -131,19 +137,19 @@ def _label(fact: str, currency: str | None) -> str:
     return f"{name} ({unit})" if unit and "cost" in fact else name
 
 
-def _interval(fact: str, *values: float) -> str:
+def _format_interval(fact: str, *values: float) -> str:
     most = 1.0 if fact.endswith("_share") else math.inf  # no fact is negative, but an interval of few traces may be
     values = tuple(min(most, max(0.0, value)) if math.isfinite(value) else value for value in values)
-    mean, low, high = (f"{100 * value:.1f}" if fact.endswith("_share") else _number(value) for value in values)
+    mean, low, high = (f"{100 * value:.1f}" if fact.endswith("_share") else _format_number(value) for value in values)
     percent = "%" if fact.endswith("_share") else ""
     return f"{mean}{percent}" + (f" ({low} to {high})" if math.isfinite(values[1]) else "")
 
 
-def _percent(mean: float, low: float, high: float) -> str:
+def _format_percent(mean: float, low: float, high: float) -> str:
     if not math.isfinite(mean):
         return "-"
     return f"{mean:+.1f}%" + (f" ({low:+.1f} to {high:+.1f})" if math.isfinite(low) else "")
 
 
-def _number(value: float) -> str:
-    return output.number(value) if math.isfinite(value) else "-"
+def _format_number(value: float) -> str:
+    return output.format_number(value) if math.isfinite(value) else "-"

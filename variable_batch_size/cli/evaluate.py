@@ -14,10 +14,11 @@ import typer
 
 from variable_batch_size.cli import options, report
 from variable_batch_size.cli.command import UsageError, command, usage
-from variable_batch_size.cli.options import count_option, float_number, list_option, option
+from variable_batch_size.cli.options import count_option, list_option, option, parse_float
 from variable_batch_size.trace import OnEnd
 
 if TYPE_CHECKING:
+    from variable_batch_size.lab.evaluation.cell import Cell
     from variable_batch_size.lab.simulation import Overheads
 
 EngineName: TypeAlias = Literal["joblib", "ray"]  # as in evaluation.engine, which is imported when it is needed
@@ -63,7 +64,7 @@ def evaluate(
         list[float] | None,
         list_option(
             "Factors on the learning rate, for a curve of each rule; rules are judged at 1.",
-            of=float_number,
+            of=parse_float,
             metavar="FACTORS",
             show_default="1",
         ),
@@ -143,8 +144,8 @@ def evaluate(
     - `vbs evaluate mnist-cnn --trace per-device:16@traces/spot_example.json --samples-per-second 2 --rule linear`
     - `vbs evaluate own:Task --from runs/a --trace 512 --rule linear --rule root`
     """
-    from variable_batch_size.lab.evaluation.engine import run, without_line
-    from variable_batch_size.lab.evaluation.experiment import Experiment, check
+    from variable_batch_size.lab.evaluation.engine import cells_without_line, run
+    from variable_batch_size.lab.evaluation.experiment import Experiment
     from variable_batch_size.lab.evaluation.simulated_time import ModelTime
     from variable_batch_size.lab.evaluation.timed_trace import TraceOptions, UnderCapacity
     from variable_batch_size.lab.simulation import NoiseCurve
@@ -152,11 +153,11 @@ def evaluate(
     model, under = time.throughput(), None
     if model is not None:
         curve = None if noise is None else NoiseCurve.from_csv(noise)
-        under = UnderCapacity("", "", model, overheads=_only(costs), noise=curve, price=price)
+        under = UnderCapacity("", "", model, overheads=_only_overheads(costs), noise=curve, price=price)
     with usage():
         experiment = Experiment(
             tasks=tasks,
-            traces=_named(traces, names),
+            traces=_name_traces(traces, names),
             rules=rules,
             baseline=baseline,
             seeds=seeds,
@@ -169,29 +170,37 @@ def evaluate(
             start=start,
             **of_task.arguments(),
         )
-    with _failed():
+    with _task_errors():
         cells = experiment.cells()
-        left = without_line(cells, folder)
         if dry_run:
-            check(left.values())
-            most = sum(cell.timed.end.most(cell.samples) for cell in left.values())
-            up_to = "up to " * any(cell.end != "samples" for cell in left.values())
-            typer.echo(f"{folder}: {len(cells):,} trainings, {len(left):,} to make, of {up_to}{most:,} samples in all")
+            _check_without_training(cells, folder)
             return
         command = shlex.join(context.obj)
         try:
             run(cells, folder, jobs=jobs, threads=threads, engine=engine, address=address, command=command)
         except KeyboardInterrupt:
-            done = len({cell.key for cell in cells}) - len(without_line(cells, folder))
+            done = len({cell.key for cell in cells}) - len(cells_without_line(cells, folder))
             typer.echo(f"\nvbs: interrupted after {done:,} of {len(cells):,} trainings", err=True)
             typer.echo(f"to continue: {command}", err=True)
             raise typer.Exit(130) from None
         report.publish(folder, baseline=baseline)
 
 
+def _check_without_training(cells: list[Cell], folder: Path) -> None:
+    """Check the cells that have no line in a folder, and print how many trainings and samples they are."""
+    from variable_batch_size.lab.evaluation.engine import cells_without_line
+    from variable_batch_size.lab.evaluation.experiment import check_cells
+
+    left = cells_without_line(cells, folder)
+    check_cells(left.values())
+    most = sum(cell.timed.end.max_samples(cell.samples) for cell in left.values())
+    up_to = "up to " * any(cell.end != "samples" for cell in left.values())
+    typer.echo(f"{folder}: {len(cells):,} trainings, {len(left):,} to make, of {up_to}{most:,} samples in all")
+
+
 @contextmanager
-def _failed() -> Iterator[None]:
-    """Print an error in the code of a task as one line."""
+def _task_errors() -> Iterator[None]:
+    """Print an error in the code of a task as one line, and exit with 1."""
     try:
         yield
     except typer.Exit:  # which is a RuntimeError, too
@@ -204,7 +213,8 @@ def _failed() -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
-def _named(traces: list[str], names: list[str] | None) -> list[str] | dict[str, str]:
+def _name_traces(traces: list[str], names: list[str] | None) -> list[str] | dict[str, str]:
+    """Return the traces by their names, or as they are without names."""
     if names is None:
         return traces
     if len(names) != len(traces) or len(set(names)) != len(names):
@@ -212,7 +222,8 @@ def _named(traces: list[str], names: list[str] | None) -> list[str] | dict[str, 
     return dict(zip(names, traces, strict=True))
 
 
-def _only(costs: options.Costs) -> Overheads | None:
+def _only_overheads(costs: options.Costs) -> Overheads | None:
+    """Return the only overheads, None without any; raise UsageError if --save-every has several times."""
     overheads = list(costs.overheads().values())
     if len(overheads) > 1:
         raise UsageError(f"--save-every must be one time, got {len(overheads)}; compare them with vbs simulate")

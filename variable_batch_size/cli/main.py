@@ -41,20 +41,24 @@ def main(args: list[str] | None = None) -> NoReturn:
     except MemoryError as error:
         status = _report(f"there is not enough memory ({error}); pass smaller numbers", 1)
     except Exception as error:
-        if hasattr(error, "format_message"):  # of typer or click, whose classes depend on the version
-            context = getattr(error, "ctx", None)
-            message = error.format_message().rstrip(".")
-            path = context.command_path if context else "vbs"
-            status = _report(f"{message}; see {path} --help", 2) if message else 2  # or help
-        elif os.environ.get("VBS_TRACEBACK"):
+        if os.environ.get("VBS_TRACEBACK") and not hasattr(error, "format_message"):
             raise
-        elif isinstance(error, OSError) and error.filename is not None and error.strerror:
-            status = _report(f"{error.filename}: {error.strerror}; pass a path that can be used", 1)
-        elif isinstance(error, EXPECTED) and str(error):
-            status = _report(str(error), 2 if isinstance(error, UsageError) else 1)
-        else:
-            status = _report(f"{type(error).__name__}: {error}; set VBS_TRACEBACK=1 to see where, and report it", 1)
+        status = _report_error(error)
     sys.exit(status)
+
+
+def _report_error(error: Exception) -> int:
+    """Print an error as a line, and return the exit status: 2 if the command line is wrong, otherwise 1."""
+    if hasattr(error, "format_message"):  # of typer or click, whose classes depend on the version
+        context = getattr(error, "ctx", None)
+        message = error.format_message().rstrip(".")
+        path = context.command_path if context else "vbs"
+        return _report(f"{message}; see {path} --help", 2) if message else 2  # or help
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return _report(f"{error.filename}: {error.strerror}; pass a path that can be used", 1)
+    if isinstance(error, EXPECTED) and str(error):
+        return _report(str(error), 2 if isinstance(error, UsageError) else 1)
+    return _report(f"{type(error).__name__}: {error}; set VBS_TRACEBACK=1 to see where, and report it", 1)
 
 
 def _report(message: str, status: int) -> int:

@@ -33,34 +33,29 @@ def option(help: str, *names: str, **settings: Any) -> Any:
     return typer.Option(*names, help=help, **settings)
 
 
-def duration(text: str | float) -> float:
-    """Return the seconds of numbers with the units s, m, h and d, or of one number without a unit.
+def parse_duration(text: str | float) -> float:
+    """Return the seconds of numbers with the units s, m, h and d, or of one without; raise typer.BadParameter else.
 
-    >>> duration("1h30m"), duration("1.5h"), duration("2d"), duration(90)
+    >>> parse_duration("1h30m"), parse_duration("1.5h"), parse_duration("2d"), parse_duration(90)
     (5400.0, 5400.0, 172800.0, 90.0)
-
-    Raises:
-        typer.BadParameter: if it is something else.
     """
     parts = re.findall(rf"({_DECIMAL})\s*([smhd]?)\s*", str(text))
-    given = "".join(number + unit for number, unit in parts)
+    joined = "".join(number + unit for number, unit in parts)
     units = [unit for _, unit in parts]
     seconds = sum(float(number) * UNITS[unit] for number, unit in parts)
+    is_whole_text = bool(joined) and joined == re.sub(r"\s", "", str(text))
     descend = units == sorted(set(units), key=UNITS.__getitem__, reverse=True) and ("" not in units or len(units) == 1)
-    if given != re.sub(r"\s", "", str(text)) or not given or not descend or seconds == math.inf:
+    if not (is_whole_text and descend and seconds < math.inf):
         requirement = "a duration must be a time >= 0 with the largest unit first"
         raise typer.BadParameter(f"{requirement}, got {str(text)!r:.60}; pass 90, 90s, 10m, 1h30m or 2d")
     return seconds
 
 
-def count(text: str | int, least: int = 1, most: int = MAX_INT) -> int:
-    """Return an integer, which may have a unit: 60k is 60,000.
+def check_count(text: str | int, least: int = 1, most: int = MAX_INT) -> int:
+    """Return an integer in [least, most], which may have a unit: 60k is 60,000; raise typer.BadParameter else.
 
-    >>> count("60k"), count("1.5M"), count(7)
+    >>> check_count("60k"), check_count("1.5M"), check_count(7)
     (60000, 1500000, 7)
-
-    Raises:
-        typer.BadParameter: if it is something else, or not in [least, most].
     """
     number = parse_count(str(text).strip())
     if number is None or not least <= number <= most:
@@ -69,12 +64,8 @@ def count(text: str | int, least: int = 1, most: int = MAX_INT) -> int:
     return number
 
 
-def float_number(text: str) -> float:
-    """Return a number.
-
-    Raises:
-        typer.BadParameter: if it is something else.
-    """
+def parse_float(text: str) -> float:
+    """Return the number of a text; raise typer.BadParameter if it is something else."""
     try:
         return float(text)
     except ValueError:
@@ -95,14 +86,14 @@ def list_option(help: str, *names: str, of: Callable[[str], Any] = str, metavar:
     return option(help, *names, parser=parse, callback=join, metavar=metavar, **settings)
 
 
-duration_option = partial(option, parser=duration, metavar="DURATION")
+duration_option = partial(option, parser=parse_duration, metavar="DURATION")
 
 
 def count_option(help: str, *names: str, least: int = 1, most: int = MAX_INT, metavar: str, **settings: Any) -> Any:
     """Return an option for a number of `metavar`."""
 
     def parse(text: str) -> int:
-        return count(text, least, most)
+        return check_count(text, least, most)
 
     return option(help, *names, parser=parse, metavar=metavar, **settings)
 
@@ -124,7 +115,7 @@ def check_picture(path: Path | None) -> Path | None:
     return path
 
 
-def positive(option: typer.CallbackParam, value: float | None) -> float | None:
+def check_positive_option(option: typer.CallbackParam, value: float | None) -> float | None:
     """Return the number of an option that has to be > 0."""
     if value is not None and not 0 < value < math.inf:
         remedy = "pass a positive number, or leave it out"
@@ -132,9 +123,9 @@ def positive(option: typer.CallbackParam, value: float | None) -> float | None:
     return value
 
 
-def each_positive(option: typer.CallbackParam, values: list[float] | None) -> list[float] | None:
+def check_each_positive(option: typer.CallbackParam, values: list[float] | None) -> list[float] | None:
     """Return the numbers of an option that have to be > 0."""
-    return values and [value for value in values if positive(option, value)]
+    return values and [value for value in values if check_positive_option(option, value)]
 
 
 def check_price(option: typer.CallbackParam, value: float | None) -> float | None:
@@ -178,9 +169,7 @@ TraceSource = Annotated[
     ),
 ]
 TASK = typer.Argument(
-    help="mnist-cnn, char-gpt, or a task of your own: package.module:name.",
-    show_default=False,
-    metavar="TASK",
+    help="mnist-cnn, char-gpt, or a task of your own: package.module:name.", show_default=False, metavar="TASK"
 )
 UnitOption = Annotated[Unit, option("What a threshold of the schedule counts.", metavar="|".join(get_args(Unit)))]
 SequenceLength = Annotated[int | None, count_option("Tokens of a sample, with --unit tokens.", metavar="TOKENS")]
@@ -191,7 +180,12 @@ FixedShape = Annotated[
 DevicesPerNode = Annotated[int, count_option("Devices of a node.", metavar="DEVICES")]
 Bounds = Annotated[
     tuple[int, int] | None,
-    option("Least and largest batch size of policies.", parser=count, metavar="LOW HIGH", callback=check_bounds_option),
+    option(
+        "Least and largest batch size of policies.",
+        parser=check_count,
+        metavar="LOW HIGH",
+        callback=check_bounds_option,
+    ),
 ]
 NoiseFile = Annotated[
     Path | None,
@@ -244,7 +238,7 @@ class Window:
         float,
         option(
             "Multiply all times of the capacity trace: 0.001 makes 1.44 minutes of a day.",
-            callback=positive,
+            callback=check_positive_option,
             metavar="FACTOR",
         ),
     ] = 1.0
@@ -287,7 +281,8 @@ class UpdateTime:
     """The seconds of an update."""
 
     samples_per_second: Annotated[
-        float | None, option("Samples that one device computes in a second.", callback=positive, metavar="SAMPLES")
+        float | None,
+        option("Samples that one device computes in a second.", callback=check_positive_option, metavar="SAMPLES"),
     ] = None
     communication_seconds: Annotated[
         float, duration_option("Time of the all-reduce of an update; a single device has none.")
@@ -302,7 +297,8 @@ class UpdateTime:
         return None
 
 
-def _overhead(name: str, help: str, kind: Callable[..., Any] = duration_option, **settings: Any) -> Any:
+def _overhead_option(name: str, help: str, kind: Callable[..., Any] = duration_option, **settings: Any) -> Any:
+    """Return the option of a field of `Overheads`, whose default its help shows."""
     default = next(field.default for field in fields(Overheads) if field.name == name)
     shown = "only before a stop" if default is None else f"{default:g}"
     return kind(help, show_default=shown, rich_help_panel=OVERHEADS, **settings)
@@ -312,28 +308,28 @@ def _overhead(name: str, help: str, kind: Callable[..., Any] = duration_option, 
 class Costs:
     """The options of `Overheads`; without any of them, nothing interrupts a training."""
 
-    restart: Annotated[float | None, _overhead("restart", "Time of a start or restart.")] = None
-    save: Annotated[float | None, _overhead("save", "Time of writing a checkpoint.")] = None
+    restart: Annotated[float | None, _overhead_option("restart", "Time of a start or restart.")] = None
+    save: Annotated[float | None, _overhead_option("save", "Time of writing a checkpoint.")] = None
     save_every: Annotated[
         list[float] | None,
-        _overhead(
+        _overhead_option(
             "save_every",
             "Time between two checkpoints; several are compared.",
             list_option,
-            of=duration,
+            of=parse_duration,
             metavar="DURATIONS",
-            callback=each_positive,
+            callback=check_each_positive,
         ),
     ] = None
     notice: Annotated[
         float | None,
-        _overhead("notice", "Warning before nodes leave: the current update and a save have to end in it."),
+        _overhead_option("notice", "Warning before nodes leave: the current update and a save have to end in it."),
     ] = None
     least_nodes: Annotated[
-        int | None, _overhead("least_nodes", "Least nodes of the training.", count_option, metavar="NODES")
+        int | None, _overhead_option("least_nodes", "Least nodes of the training.", count_option, metavar="NODES")
     ] = None
     grow_every: Annotated[
-        float | None, _overhead("grow_every", "Least time between a restart and one with more nodes.")
+        float | None, _overhead_option("grow_every", "Least time between a restart and one with more nodes.")
     ] = None
 
     def overheads(self, scale_time: float = 1.0) -> dict[str, Overheads | None]:
@@ -341,13 +337,12 @@ class Costs:
         given = {name: value for name, value in vars(self).items() if value is not None and name != "save_every"}
         times = {name: value if name == "least_nodes" else scale_time * value for name, value in given.items()}
         intervals: Sequence[float | None] = self.save_every or [None]
-        by_interval = [
-            times if interval is None else {**times, "save_every": scale_time * interval} for interval in intervals
-        ]
-        labels = [f" --save-every {interval:g}" for interval in intervals] if len(intervals) > 1 else [""]
-        return {
-            label: Overheads(**values) if values else None for label, values in zip(labels, by_interval, strict=True)
-        }
+        by_label: dict[str, Overheads | None] = {}
+        for interval in intervals:
+            values = times if interval is None else {**times, "save_every": scale_time * interval}
+            label = f" --save-every {interval:g}" if len(intervals) > 1 else ""
+            by_label[label] = Overheads(**values) if values else None
+        return by_label
 
 
 of_task: dict[str, Any] = {"rich_help_panel": TRAINING}
@@ -358,7 +353,8 @@ class OfTask:
     """What takes the place of the defaults of a task."""
 
     lr: Annotated[
-        float | None, option("Learning rate at --ref-batchsize.", callback=positive, metavar="RATE", **of_task)
+        float | None,
+        option("Learning rate at --ref-batchsize.", callback=check_positive_option, metavar="RATE", **of_task),
     ] = None
     ref_batchsize: Annotated[
         int | None, count_option("Batch size at which the learning rate was tuned.", metavar="SAMPLES", **of_task)
@@ -367,6 +363,6 @@ class OfTask:
     data_dir: Annotated[str | None, option("Folder of the files of the tasks.", metavar="FOLDER", **of_task)] = None
 
     def arguments(self) -> dict[str, Any]:
-        """Return them as keyword arguments of the package."""
+        """Return the options as keyword arguments of `Experiment`."""
         values = dict(vars(self))
         return {"minibatch_size": values.pop("microbatch"), **values}

@@ -57,10 +57,10 @@ def write(path: Path, save: Callable[[Path], object], text: str = "") -> None:
         typer.echo(f"{path}: {text}", err=path == STDOUT)
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """Format a number with four significant digits or, if it is whole, all of them; thousands are separated.
 
-    >>> number(1234567), number(0.123456), number(12345.678)
+    >>> format_number(1234567), format_number(0.123456), format_number(12345.678)
     ('1,234,567', '0.1235', '12,346')
     """
     if float(value).is_integer():
@@ -69,10 +69,10 @@ def number(value: float) -> str:
     return f"{value:,.{digits}f}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format seconds in the unit that reads best.
 
-    >>> duration(45), duration(5400), duration(1209600)
+    >>> format_duration(45), format_duration(5400), format_duration(1209600)
     ('45 s', '1.5 h', '14 days')
     """
     for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):

@@ -63,8 +63,7 @@ def plan(
     drop_last: Annotated[bool, option("Drop the rest of an epoch that is shorter than a step.", "--drop-last")] = False,
     fixed_shape: FixedShape = False,
     noise: Annotated[
-        bool,
-        option("The gradient noise is measured (AdaScale), or the model has batch normalization.", "--noise"),
+        bool, option("The gradient noise is measured (AdaScale), or the model has batch normalization.", "--noise")
     ] = False,
     time: UpdateTime,
     json: output.Json = False,
@@ -82,21 +81,21 @@ def plan(
     batches = BatchTrace.of(trace, dataset_size=dataset_size, drop_last=drop_last)
     batches = batches if batches.steps is None else batches.with_on_end(on_end)
     if batches.steps is None and epochs is None and max_updates is None and max_samples is None:
-        raise UsageError(
-            "--epochs, --max-updates or --max-samples must be given for a trace that never ends, got none; pass one"
-        )
+        requirement = "--epochs, --max-updates or --max-samples must be given for a trace that never ends"
+        raise UsageError(f"{requirement}, got none; pass one")
     training = Plan(batches, dataset_size, microbatch, drop_last, fixed_shape, None, max_updates, max_samples)
     run = dry_run(training, epochs)
     model = time.throughput()
     worlds = sorted({size for part in world or [range(1, 2)] for size in part})
     loads = [run.load(size, spread=not noise) for size in worlds]
     if json:
-        output.print_json({**_training(run), "worlds": [_facts(run, load, model) for load in loads]})
+        output.print_json({**_training_facts(run), "worlds": [_load_facts(run, load, model) for load in loads]})
     else:
-        _print(run, loads, model)
+        _print_plan(run, loads, model)
 
 
-def _training(run: DryRun) -> dict[str, Any]:
+def _training_facts(run: DryRun) -> dict[str, Any]:
+    """Return what a training will do on any number of ranks, as values of JSON."""
     return {
         "epochs": sum(alike for _, alike in run.epochs) - run.ends_early,
         "updates": int(run.updates.sum()),
@@ -108,7 +107,8 @@ def _training(run: DryRun) -> dict[str, Any]:
     }
 
 
-def _facts(run: DryRun, load: Load, model: Throughput | None) -> dict[str, Any]:
+def _load_facts(run: DryRun, load: Load, model: Throughput | None) -> dict[str, Any]:
+    """Return what a world will compute, as values of JSON, with its seconds if their model is known."""
     world, updates = load.world_size, run.updates
     slots = world * int(updates @ load.rounds)
     facts = {
@@ -125,8 +125,8 @@ def _facts(run: DryRun, load: Load, model: Throughput | None) -> dict[str, Any]:
     return facts
 
 
-def _print(run: DryRun, loads: list[Load], model: Throughput | None) -> None:
-    facts = _training(run)
+def _print_plan(run: DryRun, loads: list[Load], model: Throughput | None) -> None:
+    facts = _training_facts(run)
     per_epoch = [epochs["updates"] for epochs in facts["updates_per_epoch"]]
     share = run.last.samples / run.plan.dataset_size
     output.print_facts(
@@ -140,7 +140,7 @@ def _print(run: DryRun, loads: list[Load], model: Throughput | None) -> None:
     typer.echo()
     columns = ["ranks", "micro\nbatches", "rounds", "idle\nranks", "busy", "repeated\nrows", "shapes\n(rows)"]
     rows = []
-    for of_load in (_facts(run, load, model) for load in loads):
+    for of_load in (_load_facts(run, load, model) for load in loads):
         rounds, shapes = of_load["rounds"], of_load["shapes"]
         row = [
             f"{of_load['ranks']:,}",
@@ -151,5 +151,5 @@ def _print(run: DryRun, loads: list[Load], model: Throughput | None) -> None:
             f"{of_load['repeated_rows']:,}",
             str(shapes[0]) if len(shapes) == 1 else f"{len(shapes)} ({shapes[0]} to {shapes[-1]})",
         ]
-        rows.append([*row, output.duration(of_load["seconds"])] if "seconds" in of_load else row)
+        rows.append([*row, output.format_duration(of_load["seconds"])] if "seconds" in of_load else row)
     output.print_table(columns + ["time"] * (model is not None), rows)

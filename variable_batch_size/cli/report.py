@@ -83,25 +83,21 @@ def publish(
     if evaluation.trainings.empty:
         raise value_error(f"{place} must hold a training that has ended", "none", "run vbs evaluate first")
     judgements = judge(evaluation, metric, baseline, mode)
-    page = write_report(
-        evaluation,
-        judgements,
-        output or str(place).removesuffix(".gz").removesuffix(".csv").removesuffix(".jsonl"),
-        parquet,
-    )
-    number = sum(len(own.trainings) for own in judgements)
+    folder = output or str(place).removesuffix(".gz").removesuffix(".csv").removesuffix(".jsonl")
+    page = write_report(evaluation, judgements, folder, parquet)
+    number = sum(len(judgement.trainings) for judgement in judgements)
     waiting = judgements[0].waiting
     typer.echo(f"report: {page} ({number:,} of {number + waiting:,} trainings)")
     for judgement in judgements:
-        _print(judgement)
+        _print_judgement(judgement)
 
 
-def _print(judgement: Judgement) -> None:
+def _print_judgement(judgement: Judgement) -> None:
     from variable_batch_size.lab.evaluation import wording
 
-    lines = ["", judgement.task, f"  {wording.reference(judgement)}"]
+    lines = ["", judgement.task, f"  {wording.describe_reference(judgement)}"]
     for trace in judgement.traces:
         lines += [f"  {trace.name}", *(f"    {said}" for said in wording.verdict(judgement, trace))]
-        lines += [f"    lost beside the reference: {wording.lost(judgement, trace)}"] if trace.lost else []
-    lines += [f"  {said}" for said in wording.failures(judgement)]
+        lines += [f"    lost beside the reference: {wording.describe_loss(judgement, trace)}"] if trace.lost else []
+    lines += [f"  {said}" for said in wording.describe_failures(judgement)]
     Console().print(*lines, sep="\n", markup=False, highlight=False)

@@ -41,8 +41,7 @@ def simulate(
         int, count_option("Batch size at which progress is counted.", metavar="SAMPLES", show_default=False)
     ],
     logs: Annotated[
-        list[Path] | None,
-        typer.Argument(help="Logs in any of the known formats.", show_default=False, metavar="LOG"),
+        list[Path] | None, typer.Argument(help="Logs in any of the known formats.", show_default=False, metavar="LOG")
     ] = None,
     reading: options.Reading,
     window: options.Window,
@@ -90,7 +89,8 @@ def simulate(
     ] = None,
     currency: Annotated[str | None, option("Currency of the prices, to be shown with costs.", metavar="NAME")] = None,
     max_progress: Annotated[
-        float | None, option("Progress at which the training ends.", callback=options.positive, metavar="UPDATES")
+        float | None,
+        option("Progress at which the training ends.", callback=options.check_positive_option, metavar="UPDATES"),
     ] = None,
     json: output.Json = False,
     trace_out: Annotated[
@@ -117,7 +117,7 @@ def simulate(
     - `vbs simulate --nodes 16 --mean-up 7200 --mean-down 900 --duration 86400 --seeds 20 --policy per-device:64
       --policy constant:1024 --samples-per-second 150 --ref-batchsize 256 --restart 90`
     """
-    traces = {name: window.cut(trace) for name, trace in _traces(logs or [], reading, machines, seeds).items()}
+    traces = {name: window.cut(trace) for name, trace in _read_traces(logs or [], reading, machines, seeds).items()}
     policies = {name: options.read_policy(name) for name in policy}
     runs = {
         f"{name}{label}": (controller, overheads)
@@ -145,27 +145,27 @@ def simulate(
         "until": max_progress,
     }
     with redirect_stdout(sys.stderr if trace_out == options.STDOUT else sys.stdout):
-        shown, farthest = _compare(traces, runs, arguments, json, currency, trace_out)
+        shown, farthest = _simulate_and_print(traces, runs, arguments, json, currency, trace_out)
     if not json:
         overheads = next(iter(runs.values()))[1]
-        for note in comparison.notes(arguments, overheads, measured, traces, farthest, several=len(policies) > 1):
-            typer.echo(note, err=True)
+        several = len(policies) > 1
+        for remark in comparison.collect_remarks(arguments, overheads, measured, traces, farthest, several):
+            typer.echo(remark, err=True)
     if png is not None:
         title = ": ".join([Path(next(iter(traces))).name, *(shown if len(shown) == 1 else [])])
         output.write(png, partial(plot_runs(shown, title).savefig, dpi=120))
 
 
-def _traces(
+def _read_traces(
     logs: list[Path], reading: options.Reading, machines: options.Machines, seeds: int | None
 ) -> dict[str, CapacityTrace]:
     """Return the capacity traces of files by their paths, and random ones by their seeds."""
     if not logs and reading != options.Reading():
-        raise UsageError(
-            "--format, --inverted, --max-gap and --cores-per-node are for a LOG, got none; pass one, or leave them out"
-        )
-    twice = [str(path) for path, times in Counter(logs).items() if times > 1]
-    if twice:
-        raise UsageError(f"LOG must be given once for each file, got {twice[0]} twice; remove one")
+        requirement = "--format, --inverted, --max-gap and --cores-per-node are for a LOG"
+        raise UsageError(f"{requirement}, got none; pass one, or leave them out")
+    repeated = [str(path) for path, times in Counter(logs).items() if times > 1]
+    if repeated:
+        raise UsageError(f"LOG must be given once for each file, got {repeated[0]} twice; remove one")
     traces = {str(path): reading.read(path) for path in logs}
     if seeds is not None or machines != options.Machines():
         traces |= {f"seed {seed}": machines.trace(seed) for seed in range(SEEDS if seeds is None else seeds)}
@@ -175,6 +175,7 @@ def _traces(
 
 
 def _check_outputs(json: bool, trace_out: Path | None, png: Path | None, policies: int, traces: int) -> None:
+    """Raise UsageError if an output is not for so many policies and traces, or two are standard output."""
     if trace_out is not None and (policies, traces) != (1, 1):
         found = f"{policies} and {traces}"
         raise UsageError(f"--trace-out is for one policy and one capacity trace, got {found}; pass one of each")
@@ -229,7 +230,7 @@ def _read_throughput(
     return Throughput.fit(measured), measured
 
 
-def _compare(
+def _simulate_and_print(
     traces: Mapping[str, CapacityTrace],
     policies: Mapping[str, tuple[Controller, Overheads | None]],
     arguments: Mapping[str, Any],

@@ -13,7 +13,7 @@ from variable_batch_size.cli import output
 from variable_batch_size.cli.command import command
 from variable_batch_size.cli.group import Commands
 from variable_batch_size.cli.options import Out, Png, SequenceLength, TraceSource, UnitOption, count_option
-from variable_batch_size.lab.cluster.reading import format_of
+from variable_batch_size.lab.cluster.reading import recognized_format
 from variable_batch_size.lab.simulation.simulate import MAX_STEPS
 from variable_batch_size.trace import BatchTrace
 from variable_batch_size.trace.schedule import is_schedule
@@ -64,16 +64,8 @@ def show(
     - `vbs trace show traces/test_trace.csv`
     - `vbs trace show "0:128 2000:256 10K:1024"`
     """
-    if is_schedule(trace):
-        batches = BatchTrace.parse(trace, unit=unit, sequence_length=sequence_length)
-    else:
-        try:
-            batches = BatchTrace.of(trace)
-        except ValueError as error:
-            if (format := format_of(trace)) is None:
-                raise
-            found = f"what looks like a capacity trace of the format {format} ({error})"
-            raise value_error("TRACE must be a batch trace", found, "use vbs capacity show for that") from None
+    by_schedule = is_schedule(trace)
+    batches = BatchTrace.parse(trace, unit=unit, sequence_length=sequence_length) if by_schedule else _read(trace)
     first_step, sizes = batches.runs  # (runs,) both
     shown = batches.steps or int(first_step[-1]) * 5 // 4 + 1  # of an infinite trace, the last size is shown, too
     edges = np.append(first_step, shown).astype(np.float64)
@@ -84,16 +76,27 @@ def show(
         output.print_json({**facts, "changes": len(sizes) - 1, "fingerprint": batches.fingerprint})
     else:
         mean = float(sizes @ np.diff(edges)) / shown
-        facts_of_rows = {
-            "steps": "infinite" if infinite else output.number(shown),
-            "samples": "infinite" if infinite else output.number(batches.total_samples),
+        texts = {
+            "steps": "infinite" if infinite else output.format_number(shown),
+            "samples": "infinite" if infinite else output.format_number(batches.total_samples),
             "batch size": f"{sizes.min():,} to {sizes.max():,}"
-            + (f", at last {sizes[-1]:,}" if infinite else f", mean {output.number(mean)}"),
-            "changes": output.number(len(sizes) - 1),
+            + (f", at last {sizes[-1]:,}" if infinite else f", mean {output.format_number(mean)}"),
+            "changes": output.format_number(len(sizes) - 1),
         }
-        output.print_facts(facts_of_rows)
+        output.print_facts(texts)
     if png is not None:
         output.save_picture(png, edges, sizes.astype(np.float64), "update", "global batch size", Path(trace).name)
+
+
+def _read(trace: str) -> BatchTrace:
+    """Return the batch trace of a file; raise ValueError if it is none, which says so of a capacity trace."""
+    try:
+        return BatchTrace.of(trace)
+    except ValueError as error:
+        if (format := recognized_format(trace)) is None:
+            raise
+        found = f"what looks like a capacity trace of the format {format} ({error})"
+        raise value_error("TRACE must be a batch trace", found, "use vbs capacity show for that") from None
 
 
 def describe(trace: BatchTrace) -> str:

@@ -49,7 +49,7 @@ def create_supervised_trainer(
             `non_blocking` of Ignite's function.
     """
     settings = Settings.taken_from(options)
-    wrapped = settings.optimizer(optimizer, sampler_for(loader, settings), model=model)
+    wrapped = settings.wrap_optimizer(optimizer, sampler_for(loader, settings), model=model)
     broadcast_parameters(model, wrapped.backend)
     return VariableBatchEngine(_supervised_step(model, wrapped, loss_fn, device, **options), wrapped)
 
@@ -66,7 +66,7 @@ def _supervised_step(
     output_transform: Callable[[Any, Any, Any, Tensor], Any] = lambda x, y, y_pred, loss: loss.item(),
     model_fn: Callable[[nn.Module, Any], Any] = lambda model, x: model(x),
 ) -> Callable[[Engine, Any], Any]:
-    """Return Ignite's process function, whose losses carry their weight."""
+    """Return Ignite's process function, which trains on a microbatch, and checks the losses of `CHECKED_UPDATES`."""
 
     def forward(model: nn.Module, batch: Any) -> tuple[Any, Any, Any, Tensor]:
         x, y = prepare_batch(batch, device=device, non_blocking=non_blocking)
@@ -95,7 +95,7 @@ def variable_batch(optimizer: Optimizer, loader: DataLoader[Any], **settings: An
     see `CustomOptimizer`, whose errors it raises. With DistributedDataParallel, `optimizer_options={"model": model}`.
     """
     given = Settings(**{name: value for name, value in settings.items() if value is not None})
-    return given.optimizer(optimizer, sampler_for(loader, given))
+    return given.wrap_optimizer(optimizer, sampler_for(loader, given))
 
 
 class VariableBatchEngine(Engine):
@@ -111,10 +111,10 @@ class VariableBatchEngine(Engine):
     """
 
     def __init__(self, step: Callable[[Engine, Any], Any], optimizer: CustomOptimizer) -> None:
-        super().__init__(self._update)
+        super().__init__(self._make_update)
         self.optimizer, self._step = optimizer, step
-        self._last: Any = None  # the handler that ends an epoch
-        self.add_event_handler(Events.STARTED, self._start)
+        self._epoch_end_handler: Any = None
+        self.add_event_handler(Events.STARTED, self._begin_run)
         self.add_event_handler(Events.EPOCH_STARTED, self._start_epoch)
         self.add_event_handler(Events.GET_BATCH_COMPLETED, lambda: setattr(self.state, "batch", [*self.state.batch]))
 
@@ -147,19 +147,20 @@ class VariableBatchEngine(Engine):
         sampler = self.optimizer.sampler
         return sampler.batches.epoch(sampler.position)
 
-    def _update(self, _: Engine, update: Sequence[Any]) -> Any:
+    def _make_update(self, _: Engine, update: Sequence[Any]) -> Any:
+        """Train on the microbatches of an update, and return its output."""
         parts = ((self.optimizer.microbatch, batch) for batch in update)  # each is that of the step that follows
         outputs = [(part.samples / part.batch_size, self._step(self, batch)) for part, batch in parts]
         self.state.epoch_length = self._epoch.updates  # an estimate, if a controller decides
-        return self._combined(outputs)
+        return self._mean_output(outputs)
 
-    def _combined(self, outputs: Sequence[tuple[float, Any]]) -> Any:
-        """Return the output of an update; each one has a weight, which is 0 for a replay."""
+    def _mean_output(self, outputs: Sequence[tuple[float, Any]]) -> Any:
+        """Return the output of an update from those of its microbatches with their weights, which are 0 for replays."""
         first = outputs[0][1]
         if isinstance(first, Mapping):
-            return {name: self._combined([(weight, output[name]) for weight, output in outputs]) for name in first}
+            return {name: self._mean_output([(weight, output[name]) for weight, output in outputs]) for name in first}
         if isinstance(first, (tuple, list)):
-            parts = [self._combined([(weight, output[i]) for weight, output in outputs]) for i in range(len(first))]
+            parts = [self._mean_output([(weight, output[i]) for weight, output in outputs]) for i in range(len(first))]
             return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
         if isinstance(first, Tensor) and first.dim():
             weighted = [output for weight, output in outputs if weight]
@@ -170,13 +171,15 @@ class VariableBatchEngine(Engine):
         self.optimizer.backend.all_reduce_sum([mean := mean.to(self.optimizer.backend.device)])
         return mean.to(first.device, torch.result_type(first, 1.0)) if isinstance(first, Tensor) else mean.item()
 
-    def _start(self) -> None:  # Ignite takes all epochs to be as long as the first one
+    def _begin_run(self) -> None:
+        """Set the counters of Ignite, which takes all epochs to be as long as the first one, to the position."""
         state, optimizer = self.state, self.optimizer
         if optimizer.sampler.end_pending:  # restored at the end of an epoch, whose handlers are not run again
             deque(state.dataloader, maxlen=0)
         state.iteration, state.epoch, state.epoch_length = optimizer.updates, optimizer.epoch, None
 
     def _start_epoch(self) -> None:
+        """Set the counters of Ignite to those of the epoch, and end it after the handlers of the user."""
         optimizer, state = self.optimizer, self.state
         epoch = optimizer.sampler.plan.epoch(optimizer.epoch)
         state.iteration = optimizer.updates
@@ -184,13 +187,15 @@ class VariableBatchEngine(Engine):
         state.epoch_length = epoch.updates
         # Private: how many updates of the epoch were made before a restore. Ignite takes iteration % epoch_length.
         self._init_iter = optimizer.updates - epoch.first_step
-        self._begun = optimizer.updates
-        if self._last is not None:
-            self._last.remove()
-        self._last = self.add_event_handler(Events.EPOCH_COMPLETED, self._end_epoch)  # after those of the user
+        self._updates_at_start = optimizer.updates
+        if self._epoch_end_handler is not None:
+            self._epoch_end_handler.remove()
+        self._epoch_end_handler = self.add_event_handler(Events.EPOCH_COMPLETED, self._end_epoch)
 
     def _end_epoch(self) -> None:
+        """Terminate the run if the training has ended, or the epoch made no update."""
         self.state.epoch_length = None  # otherwise Ignite takes epoch_length * max_epochs for the end
         ends = self.optimizer.done and (self.state.max_epochs is None or self.state.epoch < self.state.max_epochs)
-        if ends or self.optimizer.updates == self._begun:  # a handler hides exceptions: the same one would follow
+        stuck = self.optimizer.updates == self._updates_at_start  # a handler hides an exception, which would follow
+        if ends or stuck:
             self.terminate()

@@ -17,13 +17,13 @@ from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.integrations.settings import Settings
 
 T = TypeVar("T")
-_REPLACED = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
+_REPLACED_ARGUMENTS = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
 
 
-def sampler_for(loader: DataLoader[Any], settings: Settings, **others: Any) -> CustomSampler:
+def sampler_for(loader: DataLoader[Any], settings: Settings, **defaults: Any) -> CustomSampler:
     """Return a sampler that shuffles and drops as `loader`, whose batch is the largest microbatch.
 
-    `others` are arguments that the trainer determines, such as `rank`; `sampler_options` win over all.
+    `defaults` are arguments that the trainer determines, such as `rank`; `sampler_options` win over all.
 
     Raises:
         TypeError: if `loader` is not a DataLoader, its dataset has no index, or its sampler chooses samples.
@@ -31,10 +31,25 @@ def sampler_for(loader: DataLoader[Any], settings: Settings, **others: Any) -> C
     """
     if not isinstance(loader, DataLoader):
         raise type_error("the training's loader must be a DataLoader", loader, "pass the loader of the training data")
+    _check_is_indexed(loader.dataset)
+    batches = _plain_batch_sampler(loader)
+    sampler: Any = batches.sampler
+    _check_reads_each_sample_once(sampler)
+    shuffle = getattr(sampler, "shuffle", type(sampler) is not SequentialSampler)
+    order = {"shuffle": shuffle, "drop_last": batches.drop_last, "minibatch_size": batches.batch_size}
     dataset: Any = loader.dataset
+    return CustomSampler(dataset, settings.trace, **{**order, **defaults, **settings.sampler_options})
+
+
+def _check_is_indexed(dataset: Any) -> None:
+    """Raise TypeError if a dataset is not map-style."""
     if isinstance(dataset, IterableDataset) or not (isinstance(dataset, Sized) and hasattr(dataset, "__getitem__")):
         requirement = "the dataset must have an index, because each rank is told which samples to read"
         raise type_error(requirement, dataset, "pass a map-style dataset instead of an iterable one")
+
+
+def _plain_batch_sampler(loader: DataLoader[Any]) -> BatchSampler:
+    """Return the batch sampler of a loader; raise ValueError unless it cuts the order of samples as torch's does."""
     batches: Any = loader.batch_sampler
     batches = getattr(batches, "batch_sampler", batches)  # below Accelerate's, which deals batches to the ranks
     if not isinstance(batches, BatchSampler) or type(batches).__iter__.__qualname__ != "BatchSampler.__iter__":
@@ -44,15 +59,16 @@ def sampler_for(loader: DataLoader[Any], settings: Settings, **others: Any) -> C
         )
         found = f"one with batch_sampler={type(batches).__name__}"
         raise value_error("the loader must have a batch_size, the rows of a microbatch", found, remedy)
-    sampler: Any = batches.sampler
+    return batches
+
+
+def _check_reads_each_sample_once(sampler: Any) -> None:
+    """Raise TypeError if a sampler chooses samples, so that an epoch is not the whole dataset."""
     whole = getattr(sampler, "replacement", True) is False and len(sampler) == len(sampler.data_source)
     if not whole and type(sampler) not in (SequentialSampler, DistributedSampler):  # whose shares are dealt here anyway
         requirement = "the loader must read each sample once an epoch, in order or with shuffle=True"
         remedy = "leave out sampler=, and put a choice of samples into the dataset, as torch.utils.data.Subset does"
         raise type_error(requirement, sampler, remedy)
-    shuffle = getattr(sampler, "shuffle", type(sampler) is not SequentialSampler)
-    order = {"shuffle": shuffle, "drop_last": batches.drop_last, "minibatch_size": batches.batch_size}
-    return CustomSampler(dataset, settings.trace, **{**order, **others, **settings.sampler_options})
 
 
 def with_sampler(loader: DataLoader[T], sampler: CustomSampler) -> DataLoader[T]:
@@ -60,32 +76,31 @@ def with_sampler(loader: DataLoader[T], sampler: CustomSampler) -> DataLoader[T]
 
     Without a `generator` it gets one of its own, seeded in each iteration by the sampler's seed, epoch and update:
     otherwise it would draw the seed of its workers from torch's generator, so that dropout would differ after a resume.
-
-    Raises:
-        ValueError: if the dataset has another length than that of the sampler.
+    Raise ValueError if the dataset has another length than that of the sampler.
     """
-    kind: Any = type(loader)
+    loader_class: Any = type(loader)
     dataset: Any = loader.dataset
     if len(dataset) != (size := sampler.plan.dataset_size):
         remedy = "pass the loader of the training, or begin another one"
         raise value_error(f"a training continues with its {size} samples", len(dataset), remedy)
-    names = {name for base in kind.__mro__ if "__init__" in vars(base) for name in inspect.signature(base).parameters}
-    settings = {name: getattr(loader, name) for name in names - _REPLACED if hasattr(loader, name)}
+    constructors = [base for base in loader_class.__mro__ if "__init__" in vars(base)]
+    parameters = {name for base in constructors for name in inspect.signature(base).parameters}
+    settings = {name: getattr(loader, name) for name in parameters - _REPLACED_ARGUMENTS if hasattr(loader, name)}
     if settings.get("generator") is None:
-        kind = _seeded(kind)
+        loader_class = _seeded_class(loader_class)
     if not loader._auto_collation:  # type: ignore[attr-defined]  # batch_size=None, whose collate_fn gets one sample
         del settings["collate_fn"]
-    return kind(batch_sampler=sampler, **settings)  # type: ignore[no-any-return]
+    return loader_class(batch_sampler=sampler, **settings)  # type: ignore[no-any-return]
 
 
 @cache
-def _seeded(kind: Any) -> Any:
-    """Return the class of loaders that draw from another generator in each iteration."""
+def _seeded_class(loader_class: Any) -> Any:
+    """Return the subclass whose loaders draw from another generator in each iteration, seeded by the position."""
 
     def iterate(self: Any) -> Iterator[Any]:
         sampler = self.batch_sampler
         seed = np.random.SeedSequence([sampler.seed, sampler.due.epoch, sampler.due.step]).generate_state(1, np.uint64)
         self.generator = torch.Generator().manual_seed(int(seed[0]))
-        return kind.__iter__(self)
+        return loader_class.__iter__(self)
 
-    return type(kind.__name__, (kind,), {"__iter__": iterate, "__module__": kind.__module__})
+    return type(loader_class.__name__, (loader_class,), {"__iter__": iterate, "__module__": loader_class.__module__})

@@ -34,26 +34,34 @@ class Settings:
     optimizer_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for rule in rules_for_groups(self.rule, len(self.rule) if isinstance(self.rule, (list, tuple)) else 1):
+        groups = len(self.rule) if isinstance(self.rule, (list, tuple)) else 1
+        for rule in rules_for_groups(self.rule, groups):
             check_reference(rule, self.ref_batchsize)
-        for kind, options in (CustomSampler, self.sampler_options), (CustomOptimizer, self.optimizer_options):
-            if unknown := sorted({*options} - {*(known := inspect.signature(kind).parameters)}):
-                remedy = f"pass some of {', '.join(known)}"
-                raise value_error(f"options must be arguments of {kind.__name__}", " and ".join(unknown), remedy)
+        _check_option_names(self.sampler_options, CustomSampler)
+        _check_option_names(self.optimizer_options, CustomOptimizer)
 
     @classmethod
     def taken_from(cls, options: dict[str, Any]) -> Settings:
-        """Take them out of the arguments of a trainer, where None is the default."""
+        """Remove the settings from the arguments of a trainer, where None stands for the default, and return them."""
         given = {field.name: options.pop(field.name, None) for field in fields(cls)}
         return cls(**{name: value for name, value in given.items() if value is not None})
 
-    def optimizer(self, inner: Optimizer, sampler: Dealer, **others: Any) -> CustomOptimizer:
+    def wrap_optimizer(self, inner: Optimizer, sampler: Dealer, **defaults: Any) -> CustomOptimizer:
         """Return the optimizer around `inner`, for which every rank computes equally many microbatches of a step.
 
         Trainers and losses may then communicate in each of them. A rank that has fewer replays one with weight 0.
-        `others` are arguments that the trainer determines, such as `max_grad_norm`; `optimizer_options` win over them.
+        `defaults` are arguments that the trainer determines, such as `max_grad_norm`; `optimizer_options` win over
+        them.
         """
-        options = {"rule": self.rule, **others, **self.optimizer_options}
+        options = {"rule": self.rule, **defaults, **self.optimizer_options}
         optimizer = CustomOptimizer(inner, sampler, self.ref_batchsize, **options)
         sampler.attach(padded=True)
         return optimizer
+
+
+def _check_option_names(options: Mapping[str, Any], wrapper: type) -> None:
+    """Raise ValueError if an option is no argument of a class."""
+    parameters = inspect.signature(wrapper).parameters
+    if unknown := sorted({*options} - {*parameters}):
+        remedy = f"pass some of {', '.join(parameters)}"
+        raise value_error(f"options must be arguments of {wrapper.__name__}", " and ".join(unknown), remedy)

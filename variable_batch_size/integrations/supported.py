@@ -19,7 +19,7 @@ class Setting(NamedTuple):
     remedy: str
 
 
-def check(settings: Iterable[Setting], trainer: Any, page: str) -> None:
+def check_settings(settings: Iterable[Setting], trainer: Any, page: str) -> None:
     """Raise ValueError if a setting of a trainer is not supported, which names the page with the title `page`."""
     for name, supported, value, allowed, remedy in settings:
         present = value(trainer)

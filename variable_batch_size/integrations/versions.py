@@ -15,7 +15,6 @@ def require_version(library: str, at_least: str, extra: str, *, below: str | Non
         installed = "none"
     too_new = below is not None and installed != "none" and TorchVersion(installed) >= below
     if installed == "none" or TorchVersion(installed) < at_least or too_new:
-        what = f"{library} {at_least} or newer" + ("" if below is None else f", but older than {below}")
-        raise ImportError(
-            f"this needs {what}, got {installed}; run: pip install --upgrade 'variable_batch_size[{extra}]'"
-        )
+        versions = f"{library} {at_least} or newer" + ("" if below is None else f", but older than {below}")
+        remedy = f"run: pip install --upgrade 'variable_batch_size[{extra}]'"
+        raise ImportError(f"this needs {versions}, got {installed}; {remedy}")

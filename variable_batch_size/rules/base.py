@@ -127,7 +127,7 @@ class Scaling:
         >>> Scaling(beta2_power=2.0).scaled_alpha(0.5)
         0.25
         """
-        return self._power(alpha, self.beta2_power)
+        return self._scaled_power(alpha, self.beta2_power)
 
     def scaled_betas(self, betas: Sequence[float]) -> tuple[float, ...]:
         """Return the betas of a group for the update: each `scaled_beta`, to the power `beta2_power` or `beta1_power`.
@@ -136,9 +136,10 @@ class Scaling:
         (0.5, 0.25)
         """
         powers = (self.beta2_power if index == 1 else self.beta1_power for index in range(len(betas)))
-        return tuple(map(self._power, betas, powers))
+        return tuple(map(self._scaled_power, betas, powers))
 
-    def _power(self, beta: float, power: float) -> float:
+    def _scaled_power(self, beta: float, power: float) -> float:
+        """Return scaled_beta(beta)^power; a value below 0 as it is."""
         scaled = self.scaled_beta(beta)
         return scaled if power == 1 or scaled < 0 else scaled**power
 

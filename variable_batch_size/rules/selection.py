@@ -24,19 +24,18 @@ def rules_for_groups(rule: Rule | str | Sequence[Rule | str], groups: int) -> tu
     if isinstance(rule, str) or not isinstance(rule, Sequence):
         return (_as_rule(rule),) * groups
     if len(rule) != groups:
-        raise value_error(
-            "a sequence of rules must hold one for each parameter group",
-            f"{len(rule)} for {groups}",
-            "pass as many, or one rule for all; to add a group later, add it to the inner optimizer and wrap it again",
+        requirement = "a sequence of rules must hold one for each parameter group"
+        remedy = (
+            "pass as many, or one rule for all; to add a group later, add it to the inner optimizer and wrap it again"
         )
+        raise value_error(requirement, f"{len(rule)} for {groups}", remedy)
     return tuple(map(_as_rule, rule))
 
 
 def rule_named(text: str) -> Rule:
     """Return the rule of a name, with a number if it takes one: "adascale", "power:0.75", "legw:100".
 
-    Raises:
-        ValueError: if there is no such rule, or its argument is not a number, or missing.
+    Raise ValueError if there is no such rule, or its argument is not a number, or missing.
     """
     name, colon, number = text.partition(":")
     if name not in RULES:
@@ -47,11 +46,10 @@ def rule_named(text: str) -> Rule:
     if argument is None:
         raise value_error(f"the rule {name} takes no number", repr(text), f"pass {name}")
     try:
-        made: Rule = RULES[name](float(number))  # type: ignore[call-arg]
+        return RULES[name](float(number))  # type: ignore[call-arg]
     except ValueError:
         found = repr(number) if number else "none"
         raise value_error(f"the rule {name} needs its {argument.name}", found, f"pass {name}:NUMBER") from None
-    return made
 
 
 def _as_rule(rule: Rule | str) -> Rule:

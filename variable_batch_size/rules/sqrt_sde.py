@@ -44,6 +44,7 @@ class SqrtSDERule:
 
 
 def _check_betas(context: RuleContext, reference: int) -> None:
+    """Raise ValueError if k of the largest batch size takes a beta out of [0, 1)."""
     name = "alpha" if "RMSprop" in context.optimizer else "betas"
     beta = min(float(beta) for group in context.groups for beta in _as_tuple(group[name]))
     k = context.max_batch_size / reference

@@ -58,12 +58,12 @@ class SurgeRule:
         root = update.ratio**0.5
         if self.noise_scale is None:
             noise = required_noise(self, update)
-            return Scaling(lr=_factor(noise, root), progress=noise.gain)
+            return Scaling(lr=_lr_factor(noise, root), progress=noise.gain)
         gain = adascale_gain(self.noise_scale, 1.0, update.batch_size, update.ref_batchsize)
         return Scaling(lr=gain / root, progress=gain)
 
 
-def _factor(noise: Noise, root: float) -> Factor:
+def _lr_factor(noise: Noise, root: float) -> Factor:
     """Return gain / sqrt(k); the root of the gain before the first estimate, when sigma^2 is nan."""
     if isinstance(noise.gain, float):
         return noise.gain**0.5 if math.isnan(noise.sigma2) else noise.gain / root

@@ -109,27 +109,21 @@ def check_gradient(
     number = rows.count_rows(batch)
     trained = model if trained is None else trained
     reference = copy.deepcopy(model)
-    required = np.ones(number) if counts is None else np.asarray(torch.as_tensor(counts).cpu(), dtype=np.float64)
-    if required.shape != (number,) or (required < 0).any() or not required.sum() > 0:
-        raise value_error("a batch must have rows that count something", f"counts {required}", "pass one for each row")
-    required, chosen = required / required.sum(), np.flatnonzero(required).tolist()
-    groups = _groups(parts, number) if parts else [[row] for row in chosen]
-    with _no_dropout(reference, trained):
-        reached, cleared = update_gradients.of_step(step, trained)
+    required = _required_weights(counts, number)
+    chosen = np.flatnonzero(required).tolist()
+    groups = _rows_of_parts(parts, number) if parts else [[row] for row in chosen]
+    with _without_dropout(reference, trained):
+        reached, cleared = update_gradients.gradients_of_step(step, trained)
         gradient = _random_sums(reached, 4 * number)
         by_row = np.zeros((number, len(gradient)))
         for row in chosen:
             reference.zero_grad()
             loss_fn(reference, rows.take_rows(batch, np.array([row]))).backward()  # type: ignore[no-untyped-call]
-            by_row[row] = _random_sums(
-                update_gradients.of_model(reference, lambda name, _: name in reached), 4 * number
-            )
-    resolution = (
-        3
-        * max(torch.finfo(parameter.dtype).eps for parameter in trained.parameters() if parameter.is_floating_point())
-        ** 0.5
-    )
-    by_group, error, residual = _fit(np.stack([required[group] @ by_row[group] for group in groups]), gradient)
+            of_row = update_gradients.gradients_of_model(reference, lambda name, _: name in reached)
+            by_row[row] = _random_sums(of_row, 4 * number)
+    dtypes = {parameter.dtype for parameter in trained.parameters() if parameter.is_floating_point()}
+    resolution = 3 * max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.5
+    by_group, error, residual = _fit_weights(np.stack([required[group] @ by_row[group] for group in groups]), gradient)
     if error >= max(1e-3, resolution / 5) and residual <= resolution:
         remedy = "pass parts=, such as the rows of each rank, other rows, or a larger model"
         raise value_error("rows (or parts) must be told apart by their gradients", "some that are alike, or 0", remedy)
@@ -141,12 +135,22 @@ def check_gradient(
     known = np.argsort(weights)[: np.isfinite(weights).sum()]  # nan is last
     exact = cleared and residual <= resolution and bool((np.abs(weights[known] - 1) <= tolerance).all())
     alike = np.split(known, np.flatnonzero(np.diff(weights[known]) > min(10 * tolerance, 0.5)) + 1)
-    shown = parts or {_name(some): some.tolist() for some in sorted(map(np.sort, alike), key=min) if len(alike) <= 12}
+    few = sorted(map(np.sort, alike), key=min) if len(alike) <= 12 else []
+    shown = parts or {_describe_rows(numbers): numbers.tolist() for numbers in few}
     by_part = {name: float(np.nanmean(weights[list(part)])) for name, part in shown.items()}
     return GradientReport(exact, factor, weights, by_part, residual, resolution, cleared)
 
 
-def _groups(parts: Mapping[str, Sequence[int]], number: int) -> list[list[int]]:
+def _required_weights(counts: Sequence[float] | Tensor | None, number: int) -> FloatArray:
+    """Return what each row has to weigh, (rows,), with the sum 1; raise ValueError if nothing counts."""
+    required = np.ones(number) if counts is None else np.asarray(torch.as_tensor(counts).cpu(), dtype=np.float64)
+    if required.shape != (number,) or (required < 0).any() or not required.sum() > 0:
+        raise value_error("a batch must have rows that count something", f"counts {required}", "pass one for each row")
+    weights: FloatArray = required / required.sum()
+    return weights
+
+
+def _rows_of_parts(parts: Mapping[str, Sequence[int]], number: int) -> list[list[int]]:
     """Return the rows of each part; raise if they do not have each row of the batch once."""
     try:
         groups = [[operator.index(row) for row in part] for part in parts.values()]
@@ -160,14 +164,14 @@ def _groups(parts: Mapping[str, Sequence[int]], number: int) -> list[list[int]]:
     return groups
 
 
-def _fit(columns: FloatArray, gradient: FloatArray) -> tuple[FloatArray, float, float]:
+def _fit_weights(columns: FloatArray, gradient: FloatArray) -> tuple[FloatArray, float, float]:
     """Return the weights of columns, (groups, sums), by least squares, their standard error and the residual."""
     if not (np.isfinite(columns).all() and np.isfinite(gradient).all()):
         raise value_error("all gradients must be finite", "some that are not", "check the loss, and the scale of it")
     weights, _, rank, singular = np.linalg.lstsq(columns.T, gradient, rcond=1e-12)
     rest = float(np.linalg.norm(gradient - weights @ columns))
-    told = rank == len(weights) < len(gradient)
-    error = rest / (len(gradient) - rank) ** 0.5 / float(singular[-1]) if told else np.inf
+    is_unique = rank == len(weights) < len(gradient)
+    error = rest / (len(gradient) - rank) ** 0.5 / float(singular[-1]) if is_unique else np.inf
     return np.asarray(weights, np.float64), error, rest / (float(np.linalg.norm(gradient)) or 1.0)
 
 
@@ -179,7 +183,7 @@ def _random_sums(gradients: Mapping[str, FloatArray], least: int) -> FloatArray:
 
 
 @contextmanager
-def _no_dropout(*models: nn.Module) -> Iterator[None]:
+def _without_dropout(*models: nn.Module) -> Iterator[None]:
     kinds = (_DropoutNd, nn.MultiheadAttention, nn.RNNBase)  # whose rate is p, or dropout
     layers = [layer for model in models for layer in model.modules() if isinstance(layer, kinds)]
     rates = [(layer, name, vars(layer)[name]) for layer in layers for name in ("p", "dropout") if name in vars(layer)]
@@ -192,6 +196,6 @@ def _no_dropout(*models: nn.Module) -> Iterator[None]:
             setattr(layer, name, rate)
 
 
-def _name(numbers: IntArray) -> str:
+def _describe_rows(numbers: IntArray) -> str:
     runs = np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
     return "rows " + ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)

@@ -68,31 +68,29 @@ def check_loss(
     if weights.shape != (number,):
         raise value_error(f"counts must have a number for each of {number} rows", weights.shape, "pass one for each")
     whole = np.arange(number)
-    order = _by_length(batch, number)
+    order = _order_by_padding(batch, number)
     cut = max(1, number // 3)
     parts = [whole, whole, order[:cut], order[cut:]] if number > 1 else [whole] * 4  # as many on each rank
-    with torch.no_grad(), _undisturbed(model):
+    with torch.no_grad(), _undisturbed_evaluation(model):
         again, expected, *losses = (float(loss_fn(model, rows.take_rows(batch, part))) for part in parts)
     if number < 2 or again != expected or not all(map(math.isfinite, (expected, *losses))):
         return
-    by_parts = float(np.dot(_shares(weights[order], cut, reduction), losses))
+    by_parts = float(np.dot(_weights_of_parts(weights[order], cut, reduction), losses))
     if tolerance is None:
         kinds = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
         tolerance = max((_TOLERANCES.get(kind, _NARROW) for kind in kinds), default=_NARROW)
     largest = max(map(abs, (expected, *losses)))
     if abs(by_parts - expected) > tolerance * largest:  # False for nan: a part counts nothing
-        what = "mean" if reduction == "mean" else "sum"
-        over = "rows" if counts is None else "what the rows count"
-        warnings.warn(
-            f"the loss of a microbatch must be a {what} over {over}, but that of {number} rows is {expected:.6g} and "
-            f"the {what} of those of two parts of them {by_parts:.6g}: updates depend on how they are cut into "
-            f"microbatches; {remedy}",
-            UserWarning,
-            stacklevel=stacklevel_of_user(),
+        counted = "rows" if counts is None else "what the rows count"
+        message = (
+            f"the loss of a microbatch must be a {reduction} over {counted}, but that of {number} rows is "
+            f"{expected:.6g} and the {reduction} of those of two parts of them {by_parts:.6g}: updates depend on how "
+            f"they are cut into microbatches; {remedy}"
         )
+        warnings.warn(message, UserWarning, stacklevel=stacklevel_of_user())
 
 
-def _by_length(batch: Any, number: int) -> IntArray:
+def _order_by_padding(batch: Any, number: int) -> IntArray:
     """Return the rows in the order of how often they have the most frequent integer, such as padding, (rows,).
 
     If lengths decide what rows count, parts of long and of short ones differ most.
@@ -103,7 +101,7 @@ def _by_length(batch: Any, number: int) -> IntArray:
     return np.argsort(max(padded, key=np.std, default=np.zeros(number)), kind="stable")
 
 
-def _shares(weights: FloatArray, cut: int, reduction: str) -> FloatArray:
+def _weights_of_parts(weights: FloatArray, cut: int, reduction: str) -> FloatArray:
     """Return the weights of two parts of a batch in its loss, (2,); nan if one of them counts nothing."""
     if reduction == "sum":
         return np.ones(2)
@@ -112,7 +110,7 @@ def _shares(weights: FloatArray, cut: int, reduction: str) -> FloatArray:
 
 
 @contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
+def _undisturbed_evaluation(model: nn.Module) -> Iterator[None]:
     """Restore, after a block in evaluation mode, what forwards change: modes, buffers and random numbers."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]

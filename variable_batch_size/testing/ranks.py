@@ -54,20 +54,22 @@ class ThreadBackend(Backend):
             threading.BrokenBarrierError: if another rank does not call it within the minute, or has failed.
         """
         self.collectives += 1
-        sums = self._rendezvous.sums(self.world.rank, [tensor.detach() for tensor in tensors])
+        sums = self._rendezvous.sum_over_ranks(self.world.rank, [tensor.detach() for tensor in tensors])
         for tensor, total in zip(tensors, sums, strict=True):
             tensor.detach().copy_(total)
 
 
 @final
 class _Rendezvous:
+    """What the ranks share: a barrier, a store, and the tensors that they sum."""
+
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=_TIMEOUT)
         self.store = dist.HashStore()
         self.store.set_timeout(timedelta(seconds=_TIMEOUT))
         self._inputs: list[Sequence[Tensor]] = [()] * size  # by rank
 
-    def sums(self, rank: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def sum_over_ranks(self, rank: int, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return new tensors: the sums over all ranks."""
         self._inputs[rank] = tensors
         self.barrier.wait()
@@ -112,12 +114,9 @@ def run_ranks(train: Callable[[Backend], Result], size: int) -> list[Result]:
                 errors.insert(len(errors) if isinstance(error, AbsentRankError) else 0, error)
                 rendezvous.barrier.abort()
                 return
-            errors.append(
-                RuntimeError(
-                    f"every rank must take part in every all-reduce, but rank {rank} waited for one that has returned "
-                    f"or is more than {_TIMEOUT:g} s late; give all ranks the same number of updates"
-                )
-            )
+            requirement = "every rank must take part in every all-reduce"
+            found = f"rank {rank} waited for one that has returned or is more than {_TIMEOUT:g} s late"
+            errors.append(RuntimeError(f"{requirement}, but {found}; give all ranks the same number of updates"))
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:

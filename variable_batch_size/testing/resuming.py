@@ -60,9 +60,9 @@ def assert_resumes_identically(
     resumed = None
     for end, world in parts:
         resumed = train(end, world, resumed)
-    tensors = dict(_tensors(resumed))
-    for name, expected in _tensors(uninterrupted):
-        if not _close(tensors[name], expected, rtol):
+    tensors = dict(_named_tensors(resumed))
+    for name, expected in _named_tensors(uninterrupted):
+        if not _is_close(tensors[name], expected, rtol):
             raise AssertionError(
                 f"a resumed training must equal an uninterrupted one, but {name} differs after {updates} updates in "
                 f"parts of (last update, ranks) {parts}, seed {seed}; save everything that an update reads in "
@@ -100,16 +100,17 @@ def _train(
     return copy.deepcopy(_State(model.state_dict(), optimizer.state_dict()))
 
 
-def _tensors(state: Any, name: str = "") -> list[tuple[str, Tensor]]:
+def _named_tensors(state: Any, name: str = "") -> list[tuple[str, Tensor]]:
+    """Return the tensors and floats within a state, each with its path, such as "model['weight']"."""
     if isinstance(state, (Tensor, float)):
         return [(name, torch.as_tensor(state))]
     if isinstance(state, _State):
         state = state._asdict()
     items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, (list, tuple)) else ()
-    return [pair for key, value in items for pair in _tensors(value, f"{name}[{key!r}]" if name else str(key))]
+    return [pair for key, value in items for pair in _named_tensors(value, f"{name}[{key!r}]" if name else str(key))]
 
 
-def _close(tensor: Tensor, expected: Tensor, rtol: float) -> bool:
+def _is_close(tensor: Tensor, expected: Tensor, rtol: float) -> bool:
     """Return whether the shapes agree, and the values up to `rtol` times the largest expected one."""
     if tensor.shape != expected.shape or not tensor.numel():
         return tensor.shape == expected.shape

@@ -36,17 +36,17 @@ def check_schedule(schedule: Any, sampler: CustomSampler, batches: int, updates:
     loader, which have 12 updates; pass T_max=12, or the number of updates of the training
     """
     plan = sampler.plan
-    for name, steps in {*_lengths(schedule)}:
+    for name, steps in {*_lengths_in(schedule)}:
         epochs, rest = divmod(steps, max(batches, 1))
         if batches <= _FEW or rest or not epochs or steps in (updates, plan.max_updates):
             continue
         try:
             made = plan.epoch(epochs - 1).end_step
             ends = (plan.epoch(number).end_step for number in range(plan.first_epoch, steps))
-            right = steps in takewhile(steps.__ge__, ends)
+            is_right = steps in takewhile(steps.__ge__, ends)
         except ValueError:  # the trace ends before
             continue
-        if not right:
+        if not is_right:
             warnings.warn(
                 f"a schedule must count updates, but {name}={steps} is the number of batches of {epochs} epochs of the "
                 f"loader, which have {made} updates; pass {name}={made}, or the number of updates of the training",
@@ -55,11 +55,11 @@ def check_schedule(schedule: Any, sampler: CustomSampler, batches: int, updates:
             )
 
 
-def _lengths(schedule: Any) -> Iterator[tuple[str, int]]:
+def _lengths_in(schedule: Any) -> Iterator[tuple[str, int]]:
     """Yield the names and values of what says after how many steps a schedule ends."""
     yield from ((name, value) for name in _LENGTHS if isinstance(value := getattr(schedule, name, None), int))
     parts = getattr(schedule, "_schedulers", ())  # of SequentialLR and ChainedScheduler, which have no public names
     before = sum(getattr(schedule, "_milestones", ())[-1:])
-    yield from ((name, before + steps) for part in parts[-1 if before else 0 :] for name, steps in _lengths(part))
+    yield from ((name, before + steps) for part in parts[-1 if before else 0 :] for name, steps in _lengths_in(part))
     for function in getattr(schedule, "lr_lambdas", ()):  # a functools.partial, as in transformers
         yield from ((name, value) for name, value in getattr(function, "keywords", {}).items() if name in _LENGTHS)

@@ -16,19 +16,18 @@ from variable_batch_size._validation import FloatArray
 from variable_batch_size.optim.backward_check import PROBES
 
 
-def of_step(step: Callable[[], object], trained: nn.Module) -> tuple[dict[str, FloatArray], bool]:
+def gradients_of_step(step: Callable[[], object], trained: nn.Module) -> tuple[dict[str, FloatArray], bool]:
     """Return the gradients of one update, by the names of parameters, and whether it clears them before or after it.
 
-    Raises:
-        RuntimeError: if `step` makes no update, or several.
+    Raise RuntimeError if `step` makes no update, or several.
     """
-    with _uncleared(trained) as (look, left):
-        reached = _reaching(step, trained, look)
+    with _watch_uncleared(trained) as (look, left):
+        reached = _gradients_at_step(step, trained, look)
     return reached, not any(parameter.grad is not None and parameter.grad.to_dense().any() for parameter in left)
 
 
 @contextmanager
-def _uncleared(trained: nn.Module) -> Iterator[tuple[Callable[[], None], list[Tensor]]]:
+def _watch_uncleared(trained: nn.Module) -> Iterator[tuple[Callable[[], None], list[Tensor]]]:
     """Yield what looks at parameters without a backward, and a list of those whose gradient was not cleared before one.
 
     A gradient that is None or 0 is replaced by ones until then. Those of FSDP are left out: they are added elsewhere.
@@ -53,7 +52,7 @@ def _uncleared(trained: nn.Module) -> Iterator[tuple[Callable[[], None], list[Te
             parameter.grad = marks[parameter] = torch.ones_like(parameter) if empty else gradient  # type: ignore[assignment]
             if gradient is None:
                 PROBES.add(id(parameter.grad))
-    handles = [one.register_hook(lambda _, one=one: look(one)) for one in before]  # type: ignore[no-untyped-call]
+    handles = [leaf.register_hook(lambda _, leaf=leaf: look(leaf)) for leaf in before]  # type: ignore[no-untyped-call]
     try:
         yield look_at_all, left
     finally:
@@ -62,7 +61,7 @@ def _uncleared(trained: nn.Module) -> Iterator[tuple[Callable[[], None], list[Te
             handle.remove()
 
 
-def _reaching(
+def _gradients_at_step(
     step: Callable[[], object], trained: nn.Module, look_at_left: Callable[[], None]
 ) -> dict[str, FloatArray]:
     """Return the gradients with which `step` calls its optimizers, of the parameters that these have."""
@@ -73,7 +72,7 @@ def _reaching(
         losses = [closure()] if closure else []  # the gradients are there after it
         look_at_left()
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        gradients = of_model(trained, lambda _, parameter: id(parameter) in stepped)
+        gradients = gradients_of_model(trained, lambda _, parameter: id(parameter) in stepped)
         if not reached.keys().isdisjoint(gradients):
             raise RuntimeError("step must make one update, but it makes several; let it end after the first")
         reached.update(gradients)
@@ -87,7 +86,7 @@ def _reaching(
     return reached
 
 
-def of_model(model: nn.Module, wanted: Callable[[str, nn.Parameter], bool]) -> dict[str, FloatArray]:
+def gradients_of_model(model: nn.Module, wanted: Callable[[str, nn.Parameter], bool]) -> dict[str, FloatArray]:
     """Return the gradients of parameters, of all ranks, (coordinates,), by their names without wrappers."""
     gradients: dict[str, FloatArray] = {}
     for wrapped, parameter in model.named_parameters():

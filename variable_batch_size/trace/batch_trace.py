@@ -77,12 +77,7 @@ class BatchTrace:
 
     @classmethod
     def from_csv(
-        cls,
-        path: str | os.PathLike[str],
-        *,
-        renumber: bool = False,
-        every: Every = "step",
-        on_end: OnEnd = "error",
+        cls, path: str | os.PathLike[str], *, renumber: bool = False, every: Every = "step", on_end: OnEnd = "error"
     ) -> BatchTrace:
         """Read a CSV file with the columns `step` (0, 1, 2, ...) and `batchsize` or `batch_size` (samples).
 
@@ -123,7 +118,7 @@ class BatchTrace:
             TypeError: if a batch size is not an integer.
             ValueError: if a batch size is not in [1, 2**53], or if there is none.
         """
-        array = _integers(sizes)
+        array = _integer_array(sizes)
         if array is None or not ((array >= 1) & (array <= MAX_INT)).all():
             named = ((size, f"trace step {step} (sizes[{step}]): batch_size") for step, size in enumerate(sizes))
             array = np.array([check_int(size, name, 1, MAX_INT) for size, name in named])  # (steps,)
@@ -149,7 +144,7 @@ class BatchTrace:
         for run, (size, length) in enumerate(zip(sizes, lengths, strict=True)):
             runs.append((first_step, check_int(size, f"sizes[{run}]", 1, MAX_INT)))
             first_step += check_int(length, f"lengths[{run}]", 1, MAX_INT)
-        return cls._of_runs(runs, first_step, on_end)
+        return cls._from_starts(runs, first_step, on_end)
 
     @classmethod
     def constant(cls, batch_size: int, steps: int | None = None, *, on_end: OnEnd = "error") -> BatchTrace:
@@ -169,7 +164,7 @@ class BatchTrace:
             TypeError: if `batch_size` or `steps` is not an integer.
             ValueError: if `batch_size` or `steps` is not in [1, 2**53].
         """
-        return cls._of_runs([(0, check_int(batch_size, "batch_size", 1, MAX_INT))], steps, on_end)
+        return cls._from_starts([(0, check_int(batch_size, "batch_size", 1, MAX_INT))], steps, on_end)
 
     @classmethod
     def parse(
@@ -216,7 +211,7 @@ class BatchTrace:
         """
         dataset = None if dataset_size is None else Dataset(check_int(dataset_size, "dataset_size", 1), drop_last)
         runs = parse_schedule(schedule, unit, sequence_length, dataset)
-        return cls._of_runs(runs, steps, on_end, f"{schedule!r:.60}")
+        return cls._from_starts(runs, steps, on_end, f"{schedule!r:.60}")
 
     @classmethod
     def ramp(
@@ -246,10 +241,12 @@ class BatchTrace:
             ValueError: if an argument is out of its range.
         """
         source = f"ramp({start}, {end}, {increment}, {samples})"
-        return cls._of_runs(ramp_steps(start, end, increment, samples), steps, on_end, source)
+        return cls._from_starts(ramp_steps(start, end, increment, samples), steps, on_end, source)
 
     @classmethod
-    def _of_runs(cls, runs: list[tuple[int, int]], steps: int | None, on_end: OnEnd, source: str = "") -> BatchTrace:
+    def _from_starts(
+        cls, runs: list[tuple[int, int]], steps: int | None, on_end: OnEnd, source: str = ""
+    ) -> BatchTrace:
         """Return the trace of the (first step, batch size) of each run; `steps` must reach the last run."""
         first_step, size = np.array(runs, np.int64).T  # (runs,), (runs,)
         end = None if steps is None else check_int(steps, "steps", 1, MAX_INT)
@@ -260,12 +257,7 @@ class BatchTrace:
 
     @classmethod
     def of(
-        cls,
-        source: object,
-        *,
-        on_end: OnEnd | None = None,
-        dataset_size: int | None = None,
-        drop_last: bool = False,
+        cls, source: object, *, on_end: OnEnd | None = None, dataset_size: int | None = None, drop_last: bool = False
     ) -> BatchTrace:
         """Return the trace that `source` describes.
 
@@ -430,6 +422,7 @@ class BatchTrace:
         return f"trace {self._source}" if self._source else "trace"
 
     def _finite_steps(self, caller: str, error: type[Exception] = ValueError) -> int:
+        """Return the number of steps; raise `error`, which names the caller, if the trace is infinite."""
         if self.steps is None:
             raise error(f"{caller} requires a finite trace, got {self!r}; limit it with steps=")
         return self.steps
@@ -445,7 +438,7 @@ class BatchTrace:
         raise TraceEndError(f"{requirement} ({self.total_samples} samples), got {position}; {remedy}")
 
 
-def _integers(sizes: Any) -> npt.NDArray[np.integer] | None:
+def _integer_array(sizes: Any) -> npt.NDArray[np.integer] | None:
     """Return an array, a tensor or a Series of integers as an array of one dimension, None if it is something else.
 
     32.0 is an integer: pandas has floats in a column where one was missing.

@@ -37,11 +37,11 @@ def read_csv(path: str, renumber: bool = False, every: Every = "step") -> tuple[
             that are numbered from 0 again, as in each epoch, are read on with a warning.
     """
     data = _read_bytes(path)
-    lines = _lines(data, path)
+    lines = _read_lines(data, path)
     line, header = next(lines, (1, []))
     where = f"{path}:{line}"
-    step_column: int | None = _column(header, ("step",), where)
-    size_column = _column(header, SIZE_COLUMNS, where)
+    step_column: int | None = _find_column(header, ("step",), where)
+    size_column = _find_column(header, SIZE_COLUMNS, where)
     if renumber:
         step_column = None
     rows: list[tuple[int, list[str]]] = []
@@ -88,7 +88,7 @@ def _read_bytes(path: str) -> bytes:
     return data
 
 
-def _lines(data: bytes, path: str) -> Iterator[tuple[int, list[str]]]:
+def _read_lines(data: bytes, path: str) -> Iterator[tuple[int, list[str]]]:
     """Yield the line number in the file and the stripped cells of every line that has any.
 
     The header comes in lower case, and with underscores for spaces.
@@ -113,21 +113,22 @@ def separator_of(header: str) -> str:
     return next((character for character in ",;\t" if character in header), ",")
 
 
-def _column(header: list[str], names: tuple[str, ...], where: str) -> int:
+def _find_column(header: list[str], names: tuple[str, ...], where: str) -> int:
+    """Return the place of the only column with one of these names; raise ValueError if there are none or several."""
     present = [name for name in names if name in header]
     if len(present) > 1:
         requirement = f"trace header ({where}) must have only one of the columns {' and '.join(names)}"
         raise value_error(requirement, "both", f"drop the column {present[-1]}")
     if not present:
         requirement = f"trace header ({where}) must have one column {' or '.join(names)}"
-        raise value_error(requirement, _shown(header), "add or rename a column")
+        raise value_error(requirement, _describe_header(header), "add or rename a column")
     if header.count(present[0]) > 1:
         requirement = f"trace header ({where}) must have one column {present[0]}"
-        raise value_error(requirement, _shown(header), "drop or rename the duplicates")
+        raise value_error(requirement, _describe_header(header), "drop or rename the duplicates")
     return header.index(present[0])
 
 
-def _shown(header: list[str]) -> str:
+def _describe_header(header: list[str]) -> str:
     return f"{','.join(header)!r:.60}" if header else "an empty file"
 
 
@@ -169,14 +170,14 @@ def _read_rows(
             if step_column is not None and every == "change":
                 least = rows[-1][0] + 1 if rows else 0
                 name = "step" if rows else "the first step"
-                step = check_int(_parse(cells[step_column]), name, least, MAX_INT if rows else 0, _ORDER)
+                step = check_int(_parse_integer(cells[step_column]), name, least, MAX_INT if rows else 0, _ORDER)
             elif step_column is not None:
-                if step - begun > 1 and _parse(cells[step_column]) == 0:  # not a row that is there twice
+                if step - begun > 1 and _parse_integer(cells[step_column]) == 0:  # not a row that is there twice
                     if not begun:
                         _warn_of_restart(step + 1, f"{path}:{line}")
                     begun = step
                 _check_step(cells[step_column], cells[size_column], rows, begun)
-            rows.append((step, _checked_size(cells[size_column], header[size_column])))
+            rows.append((step, _parse_size(cells[size_column], header[size_column])))
         except (TypeError, ValueError) as error:
             raise ValueError(f"trace row {len(rows) + 1} ({path}:{line}): {error}") from None
     return rows
@@ -192,8 +193,8 @@ def _warn_of_restart(row: int, where: str) -> None:
 
 
 def _check_step(cell: str, size: str, rows: list[tuple[int, int]], begun: int) -> None:
-    """Check that a step, of a batch size, follows the rows that were found, numbered from 0 from row `begun` on."""
-    step = _parse(cell)
+    """Raise ValueError unless the step in a cell follows those of `rows`, which are numbered from 0 from `begun` on."""
+    step = _parse_integer(cell)
     expected = len(rows) - begun
     if step == expected:
         return
@@ -202,15 +203,14 @@ def _check_step(cell: str, size: str, rows: list[tuple[int, int]], begun: int) -
     if isinstance(step, int) and step > expected > 0:
         remedy += '; if a row is where the batch size changes, pass every="change" instead'
         if 0 < expected < 3:  # not a row that is missing far from the first
-            points = [
-                f"{number}:{batch_size}" for number, batch_size in [*rows[begun:], (step, f"{_parse(size)!s:.20}")]
-            ]
-            remedy += f', or the schedule "{" ".join(points)} ..."'
+            points = [*rows[begun:], (step, f"{_parse_integer(size)!s:.20}")]
+            remedy += f', or the schedule "{" ".join(f"{number}:{size}" for number, size in points)} ..."'
     raise value_error(requirement, f"{step!r:.60}", remedy)
 
 
-def _checked_size(cell: str, column: str) -> int:
-    size = _parse(cell)
+def _parse_size(cell: str, column: str) -> int:
+    """Return the batch size in a cell; raise ValueError if it is no integer in [1, 2**53]."""
+    size = _parse_integer(cell)
     remedy = "fix the row, or drop it and renumber"
     if isinstance(size, str):  # the value of a cell is wrong, not its type
         why = ", which may be thousands" if re.search("[0-9][., '][0-9]{3}", size) else ""
@@ -218,7 +218,7 @@ def _checked_size(cell: str, column: str) -> int:
     return check_int(size, column, 1, MAX_INT, remedy)
 
 
-def _parse(cell: str) -> int | str:
+def _parse_integer(cell: str) -> int | str:
     """Return the integer in a cell, such as 32 or 32.0, or the cell itself if it holds anything else."""
     match = _INTEGER.fullmatch(cell)
     return int(match[1]) if match else cell

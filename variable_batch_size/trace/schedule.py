@@ -44,11 +44,7 @@ class Dataset(NamedTuple):
     drop_last: bool = False
 
     def steps(self, batch_size: int) -> int:
-        """Return the number of steps of an epoch.
-
-        Raises:
-            ValueError: if there is none.
-        """
+        """Return the number of steps of an epoch; raise ValueError if there is none."""
         if batch_size > self.size:
             requirement = f"a batch size of a schedule in epochs must be <= {self.size}, the size of the dataset"
             raise value_error(requirement, batch_size, "correct the entry, or dataset_size")
@@ -65,9 +61,8 @@ def first_steps_of_epochs(epochs: list[tuple[int, int]], dataset: Dataset) -> li
     for (begin, size), (end, following) in pairwise(epochs):
         step += (end - begin) * dataset.steps(size)
         if dataset.drop_last and following <= (rest := dataset.size % size):
-            requirement = (
-                f"with drop_last=True the batch size from epoch {end} on must be > {rest}, what epoch {end - 1} drops"
-            )
+            least = f"{rest}, what epoch {end - 1} drops"
+            requirement = f"with drop_last=True the batch size from epoch {end} on must be > {least}"
             raise value_error(requirement, f"{following}, which would begin in it", "omit drop_last")
         runs.append((step, following))
     dataset.steps(runs[-1][1])  # raises if there is none

@@ -17,7 +17,7 @@ from helpers.commands import environment
 from helpers.evaluation_tasks import brought, experiment
 from helpers.pages import ROOT
 from variable_batch_size.lab.evaluation import Experiment, read, run
-from variable_batch_size.lab.evaluation.provenance import content_hash, facts_of
+from variable_batch_size.lab.evaluation.provenance import content_hash, task_facts
 from variable_batch_size.lab.evaluation.records import NAME, REFERENCE
 
 pytestmark = pytest.mark.filterwarnings("ignore:trace .*the batch size is")
@@ -81,7 +81,7 @@ def test_another_dataset_is_refused_beside_what_was_trained(name, tmp_path):
 def test_another_source_of_the_task_is_told(tmp_path):
     trained(experiment(), tmp_path)
     path = tmp_path / NAME
-    source = facts_of(TINY, "{}", None)["source of the task"]
+    source = task_facts(TINY, "{}", None)["source of the task"]
     path.write_text(path.read_text().replace(source, "0" * 16))
     with pytest.warns(UserWarning, match=r"the source of the task .* has changed since the training .*; if trainings"):
         trained(experiment(), tmp_path)

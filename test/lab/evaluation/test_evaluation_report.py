@@ -16,7 +16,7 @@ from variable_batch_size.lab.evaluation.figures import draw
 from variable_batch_size.lab.evaluation.judgement import judge
 from variable_batch_size.lab.evaluation.records import REFERENCE, Evaluation, EvaluationPlan
 from variable_batch_size.lab.evaluation.report import render, write_report
-from variable_batch_size.lab.evaluation.wording import failures, reference, verdict
+from variable_batch_size.lab.evaluation.wording import describe_failures, describe_reference, verdict
 
 RAMP, CONSTANT = "0:64 40:256", "256"
 VOID = {"meta", "br", "link", "img", "hr"}
@@ -123,7 +123,7 @@ def test_a_difference_that_another_rate_may_bring_says_so():
     at = zip((0.5, 1.0, 2.0), (0.5, 0.4, 0.33), strict=True)
     rows |= {(REFERENCE, "constant", factor): noise(mean, int(10 * mean)) for factor, mean in at}
     (judgement,) = judged(trainings(rows))[1]
-    assert reference(judgement).startswith(
+    assert describe_reference(judgement).startswith(
         "The reference is not tuned: at batch size 64 and learning rate 0.1, 2 times"
     )
     assert "(a difference below 0." in render(*judged(trainings(rows)))
@@ -135,7 +135,7 @@ def test_rules_that_fail_more_often_are_said_to():
     rows = {(RAMP, "constant"): noise(0.5, 0, 10), (RAMP, "linear"): [NAN] * 8 + noise(0.5, 1, 2)}
     (judgement,) = judged(trainings(rows))[1]
     text = "\u25bc linear fails more often than constant: 8 of 10 against 0 of 10 trainings under all traces"
-    assert [*map(str, failures(judgement))] == [text]
+    assert [*map(str, describe_failures(judgement))] == [text]
 
 
 def test_the_page_says_it(page):

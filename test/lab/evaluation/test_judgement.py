@@ -10,10 +10,10 @@ import pytest
 
 from helpers.evaluations import START, trainings
 from helpers.pages import DOCS, ROOT
-from variable_batch_size.lab.evaluation.failures import limit_of
+from variable_batch_size.lab.evaluation.failures import failure_limit
 from variable_batch_size.lab.evaluation.judgement import judge
 from variable_batch_size.lab.evaluation.records import REFERENCE, Evaluation, EvaluationPlan, read
-from variable_batch_size.lab.evaluation.wording import lost, verdict
+from variable_batch_size.lab.evaluation.wording import describe_loss, verdict
 
 RAMP = "0:64 40:256"
 
@@ -108,7 +108,7 @@ def test_a_constant_trace_is_known():
 def test_a_training_that_learned_less_than_half_has_failed(reference, limit):
     frame = trainings({(REFERENCE, "constant"): reference, (RAMP, "constant"): [1.3, 1.4]})
     frame["loss"] = [curve["loss"][-1] for curve in frame["curve"]]
-    assert limit_of(frame) == pytest.approx(limit)
+    assert failure_limit(frame) == pytest.approx(limit)
     row = judged(frame).traces[0].rows[0]
     assert row.failed == (limit < 1.4)
 
@@ -239,7 +239,7 @@ def test_the_pages_say_what_the_committed_evaluations_say(name):
     for judgement in judge(read(ROOT / "benchmarks" / name)):
         assert judgement.reference.answer == ("open" if "gpt" in name else "tuned")
         for trace in judgement.traces:
-            assert lost(judgement, trace) in page
+            assert describe_loss(judgement, trace) in page
             for said in verdict(judgement, trace):
                 if found := re.match(r"(.*): (better|worse) than constant by (.*?\))", said.text):
                     assert f"{found[1]} {found[3]}" in page or f"by {found[3]}" in page, said

@@ -29,7 +29,7 @@ def line(key, **other):
 def write(folder, *lines, plans=("a b",)):
     with Journal(folder) as journal:
         for number, keys in enumerate(plans):
-            journal.plan(f"command {number}", keys.split())
+            journal.append_plan(f"command {number}", keys.split())
         for one in lines:
             journal.append(one)
     return (folder / NAME).read_bytes()

@@ -18,7 +18,7 @@ from helpers.evaluation_tasks import SIZE, Tiny, brought
 from variable_batch_size.adaptive import Throughput
 from variable_batch_size.lab.cluster import CapacityTrace
 from variable_batch_size.lab.evaluation import Experiment, ModelTime, UnderCapacity, run
-from variable_batch_size.lab.evaluation.experiment import check
+from variable_batch_size.lab.evaluation.experiment import check_cells
 from variable_batch_size.lab.evaluation.records import REFERENCE
 from variable_batch_size.lab.evaluation.training import train
 
@@ -201,7 +201,7 @@ def test_what_does_not_fit_is_told(options, other, message, tmp_path):
     if "traces" in other:
         other = {"traces": {"short": vbs.BatchTrace.from_sizes(*other["traces"])}}
     with pytest.raises((ValueError, RuntimeError), match=message):
-        check(cells(tmp_path, **other))
+        check_cells(cells(tmp_path, **other))
 
 
 def test_a_checkpoint_that_is_gone_is_told(tmp_path):

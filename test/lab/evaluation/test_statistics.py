@@ -12,10 +12,10 @@ from scipy import stats
 from variable_batch_size.lab.evaluation.statistics import (
     claims,
     compare,
+    detectable_difference,
     fisher,
     holm,
     mean_interval,
-    seen,
     smallest_step,
 )
 
@@ -72,7 +72,7 @@ def test_failures_are_compared_by_fisher():
 @pytest.mark.parametrize(("seeds", "ratio"), [(3, 1.0), (5, 5.0), (14, 1.0)])
 def test_the_difference_that_is_seen_is_seen_in_four_of_five(seeds, ratio):
     rng, level = np.random.default_rng(0), 0.03 / 6
-    difference = float(seen(1.0, ratio**2, np.array(float(seeds)), level))
+    difference = float(detectable_difference(1.0, ratio**2, np.array(float(seeds)), level))
     first = rng.standard_normal((4000, seeds))
     second = ratio * rng.standard_normal((4000, seeds)) + difference
     assert 0.78 < (compare(first, second).p <= level).mean() < 0.92

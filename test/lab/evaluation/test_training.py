@@ -16,7 +16,7 @@ from variable_batch_size.lab.cluster import CapacityTrace
 from variable_batch_size.lab.evaluation import Experiment, ModelTime, UnderCapacity
 from variable_batch_size.lab.evaluation.curve import Curve
 from variable_batch_size.lab.evaluation.end import MOST, End
-from variable_batch_size.lab.evaluation.experiment import check
+from variable_batch_size.lab.evaluation.experiment import check_cells
 from variable_batch_size.lab.evaluation.records import REFERENCE
 from variable_batch_size.lab.evaluation.training import train
 from variable_batch_size.lab.simulation import Overheads
@@ -93,8 +93,8 @@ def test_gradients_of_an_evaluation_change_no_training():
 @pytest.mark.parametrize("end", ["progress", "progress:7.5", "seconds:20", "cost:0.25"])
 def test_a_training_ends_with_the_first_update_that_reaches_its_end(end, rule):
     cell = one(traces=["0:8 10:32"], rules=[rule], ends=[end], time=ModelTime(MODEL, 2, 60.0), between=1)
-    line, amount = train(cell), End.of(cell.end).amount
-    before, last = line["curve"][End.of(cell.end).by][-2:]
+    line, amount = train(cell), End.parse(cell.end).amount
+    before, last = line["curve"][End.parse(cell.end).by][-2:]
     assert amount is not None
     assert before < amount <= last
     assert line["status"] == "finished"
@@ -103,7 +103,7 @@ def test_a_training_ends_with_the_first_update_that_reaches_its_end(end, rule):
 @pytest.mark.parametrize("end", ["progress:20", "seconds:20", "cost:0.4"])
 def test_a_schedule_ends_with_the_end(end):
     curve = train(one(traces=["0:8 10:32"], ends=[end], time=ModelTime(MODEL, price=60.0), between=1))["curve"]
-    shares = np.asarray(curve[End.of(end).by]) / End.of(end).amount
+    shares = np.asarray(curve[End.parse(end).by]) / End.parse(end).amount
     assert shares[-2] < 1 <= shares[-1]
     assert len(shares) > 10
     np.testing.assert_allclose(curve["lr"][1:], 0.05 * (1 - 0.9 * shares[:-1]), atol=0.9 * 0.05 / 240)
@@ -170,16 +170,16 @@ def test_an_end_needs_what_it_goes_by():
     with pytest.raises(TypeError, match='an end must be "samples", "progress"'):
         one(ends=[10])
     with pytest.raises(ValueError, match='the end "progress" needs a ref_batchsize'):
-        End("progress").resolved(64, None)
+        End("progress").with_amount(64, None)
     scheduled = ["helpers.evaluation_tasks:ScheduledWithoutReference"]
-    check([one(tasks=scheduled, ends=["progress:20"])])
+    check_cells([one(tasks=scheduled, ends=["progress:20"])])
     with pytest.raises(ValueError, match=r"the schedule of the task .* needs a ref_batchsize"):
-        check([one(tasks=scheduled)])
+        check_cells([one(tasks=scheduled)])
 
 
 def test_the_texts_of_ends_stand_for_them():
     for text in ["samples", "progress", "progress:7.5", "seconds:20.0", "cost:0.25"]:
-        assert str(End.of(text)) == text
+        assert str(End.parse(text)) == text
     assert "end" not in one().as_json()
     ends = ["seconds:10", "seconds:20"]
     cells = Experiment([TINY], ["8"], ["constant"], seeds=1, ends=ends, time=ModelTime(MODEL)).cells()
@@ -204,16 +204,16 @@ def test_divergence_is_a_result(rule, factor):
 )
 def test_a_loss_diverges_above_ten_times_that_of_the_untrained_model(losses, diverged):
     by_evaluation, by_update = Curve(None, 4), Curve(None, 4)
-    by_evaluation.evaluation(0, 0, 0, {"loss": losses[0]})
-    by_evaluation.microbatch(losses[0], 4)
-    by_evaluation.update(1, 0.1)
-    by_evaluation.evaluation(1, 4, 1, {"loss": losses[1]})
-    by_update.evaluation(0, 0, 0, {"loss": losses[0]})
+    by_evaluation.add_evaluation(0, 0, 0, {"loss": losses[0]})
+    by_evaluation.add_microbatch(losses[0], 4)
+    by_evaluation.add_update(1, 0.1)
+    by_evaluation.add_evaluation(1, 4, 1, {"loss": losses[1]})
+    by_update.add_evaluation(0, 0, 0, {"loss": losses[0]})
     for number, loss in enumerate(losses):
-        if by_update.microbatch(loss, 4):
-            by_update.update(number, 0.1)
+        if by_update.add_microbatch(loss, 4):
+            by_update.add_update(number, 0.1)
             assert (by_update.last > by_update.limit) == (diverged and number == 1)
-            by_update.evaluation(number, 4, number, {"loss": losses[0]})
+            by_update.add_evaluation(number, 4, number, {"loss": losses[0]})
     assert by_evaluation.diverged == by_update.diverged == diverged
 
 
@@ -323,7 +323,7 @@ def test_a_mistake_of_a_task_is_an_error_that_names_the_training(task, message):
 
 def test_an_optimizer_without_the_learning_rate_is_told():
     with pytest.raises(ValueError, match=r"optimizer\(model, lr\) must use lr, got lr 0.1 for 0.05 and twice it; pass"):
-        check([one(tasks=[HERE + "Fixed"])])
+        check_cells([one(tasks=[HERE + "Fixed"])])
 
 
 class Plain:

@@ -54,8 +54,8 @@ class Epochs(IterableDataset[Any]):
     @property
     def steps(self) -> int:
         """How many updates are left of the epoch, for callbacks such as the progress bar."""
-        now = self._optimizer.sampler.plan.epoch(self._optimizer.epoch)
-        return now.end_step - max(now.first_step, self._optimizer.updates)  # type: ignore[no-any-return]
+        epoch = self._optimizer.sampler.plan.epoch(self._optimizer.epoch)
+        return epoch.end_step - max(epoch.first_step, self._optimizer.updates)  # type: ignore[no-any-return]
 
 
 def map_arrays(function: Callable[[Any], Any], data: Any) -> Any:
@@ -63,12 +63,12 @@ def map_arrays(function: Callable[[Any], Any], data: Any) -> Any:
     return keras.tree.map_structure(lambda array: None if array is None else function(array), data)
 
 
-def loader_of(given: dict[str, Any]) -> DataLoader[Any]:
-    """Take the data out of the arguments of `fit`, as a loader of microbatches; a part may become validation data."""
+def pop_loader(given: dict[str, Any]) -> DataLoader[Any]:
+    """Remove the data from the arguments of `fit`, but for a part to validate with, and return a loader of it."""
     *parts, shuffle, held_out = (given.pop(name) for name in ("x", "y", "sample_weight", "shuffle", "validation_split"))
     if isinstance(parts[0], DataLoader) and parts[1] is parts[2] is None:
         return parts[0]
-    data = map_arrays(_tensor, keras.utils.pack_x_y_sample_weight(*parts))
+    data = map_arrays(_to_tensor, keras.utils.pack_x_y_sample_weight(*parts))
     if len(lengths := {len(array) for array in keras.tree.flatten(data) if array is not None}) != 1:
         raise value_error("all arrays must have the same number of samples", sorted(lengths), "pass a row for each")
     if held_out and given["validation_data"] is None:
@@ -78,7 +78,8 @@ def loader_of(given: dict[str, Any]) -> DataLoader[Any]:
     return DataLoader(Arrays(data), given["batch_size"] or 32, shuffle, collate_fn=lambda rows: rows)
 
 
-def _tensor(array: Any) -> torch.Tensor:
+def _to_tensor(array: Any) -> torch.Tensor:
+    """Return an array as a tensor, floating-point numbers in the precision of Keras."""
     if not hasattr(array, "__array__"):
         requirement = "the data must have an index, because each rank is told which samples to read"
         raise type_error(requirement, array, "pass arrays, tensors or a DataLoader with a map-style dataset alone")

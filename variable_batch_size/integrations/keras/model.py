@@ -15,13 +15,13 @@ from torch.utils.data import DataLoader
 
 from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.data.rows import has_tensor_rows
-from variable_batch_size.integrations.facts import facts_of
+from variable_batch_size.integrations.facts import optimizer_facts
 from variable_batch_size.integrations.keras.checkpoint import VariableBatchCheckpoint
-from variable_batch_size.integrations.keras.data import Epochs, loader_of, map_arrays
+from variable_batch_size.integrations.keras.data import Epochs, map_arrays, pop_loader
 from variable_batch_size.integrations.keras.optimizer import KerasOptimizer
 from variable_batch_size.integrations.loading import sampler_for, with_sampler
 from variable_batch_size.integrations.settings import Settings
-from variable_batch_size.integrations.supported import Setting, check
+from variable_batch_size.integrations.supported import Setting, check_settings
 from variable_batch_size.optim.consistency import broadcast_parameters
 from variable_batch_size.optim.yielded_update import Update
 from variable_batch_size.testing.loss import CHECKED_UPDATES, check_loss
@@ -85,19 +85,11 @@ class VariableBatchModelMixin(Base):
         bound = inspect.signature(keras.Model.fit).bind(self, *args, **options)
         bound.apply_defaults()
         given = dict(bound.arguments)
-        callbacks = keras.tree.flatten(bound.arguments["callbacks"] or [])
-        backups = [callback for callback in callbacks if isinstance(callback, keras.callbacks.BackupAndRestore)]
-        check(SETTINGS, {**given, "optimizer": self.optimizer, "backups": backups}, "Keras")
-        if self.settings is None:
-            remedy = 'pass trace="0:128 10:256"; a loaded model has none: create one, and load its weights'
-            raise value_error("a model must get a trace", f"{type(self).__name__} without one", remedy)
-        steps = type(self).train_step, super().train_step.__func__
-        if steps != (VariableBatchModelMixin.train_step, keras.Model.train_step):
-            requirement = "the class of a model must have the train_step of Keras"
-            raise value_error(requirement, f"{type(self).__name__} with its own", "override compute_loss instead")
+        callbacks = keras.tree.flatten(given["callbacks"] or [])
+        settings = self._check_fit(given, callbacks)
         del given["self"]
-        loader = loader_of(given)
-        optimizer = self._optimizer(loader, self.settings)
+        loader = pop_loader(given)
+        optimizer = self._current_optimizer(loader, settings)
         epochs = Epochs(with_sampler(loader, optimizer.sampler), optimizer)
         batches: Any = DataLoader(epochs, None, generator=torch.Generator())  # it draws, but not from torch's
         offset = given["initial_epoch"] - epochs.next_epoch()
@@ -108,25 +100,43 @@ class VariableBatchModelMixin(Base):
             optimizer.sampler.plan.check_trace(given["epochs"] - offset)
             check_schedule(self.optimizer._learning_rate, optimizer.sampler, len(loader))
             given["initial_epoch"] = given["epochs"] if optimizer.done else offset + epochs.next_epoch()
-            params = {"verbose": given["verbose"], "epochs": given["epochs"], "add_progbar": given["verbose"] != 0}
-            now = keras.callbacks.LambdaCallback(lambda *_: shown.set_params({**shown.params, "steps": epochs.steps}))
-            shown: Any = keras.callbacks.CallbackList([now, *callbacks], True, model=self, steps=epochs.steps, **params)
+            shown = self._callbacks(callbacks, given, epochs)
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", "Your input ran out of data")  # at the end of an epoch
             return super().fit(batches, **{**given, "shuffle": False, "callbacks": shown})
 
-    def _optimizer(self, loader: Any, settings: Settings) -> Any:
-        """Return the optimizer of the training under way, or of a new one."""
+    def _check_fit(self, given: dict[str, Any], callbacks: list[Any]) -> Settings:
+        """Return the settings of the training; raise ValueError unless `fit` can train with its arguments."""
+        backups = [callback for callback in callbacks if isinstance(callback, keras.callbacks.BackupAndRestore)]
+        check_settings(SETTINGS, {**given, "optimizer": self.optimizer, "backups": backups}, "Keras")
+        if self.settings is None:
+            remedy = 'pass trace="0:128 10:256"; a loaded model has none: create one, and load its weights'
+            raise value_error("a model must get a trace", f"{type(self).__name__} without one", remedy)
+        steps = type(self).train_step, super().train_step.__func__
+        if steps != (VariableBatchModelMixin.train_step, keras.Model.train_step):
+            requirement = "the class of a model must have the train_step of Keras"
+            raise value_error(requirement, f"{type(self).__name__} with its own", "override compute_loss instead")
+        return self.settings
+
+    def _callbacks(self, callbacks: list[Any], given: dict[str, Any], epochs: Epochs) -> Any:
+        """Return Keras' list of the callbacks, which are told the updates that are left of each epoch."""
+        params = {"verbose": given["verbose"], "epochs": given["epochs"], "add_progbar": given["verbose"] != 0}
+        count = keras.callbacks.LambdaCallback(lambda *_: shown.set_params({**shown.params, "steps": epochs.steps}))
+        shown: Any = keras.callbacks.CallbackList([count, *callbacks], True, model=self, steps=epochs.steps, **params)
+        return shown
+
+    def _current_optimizer(self, loader: Any, settings: Settings) -> Any:
+        """Return the optimizer of the training under way, or of a new one, at the beginning of an update."""
         optimizer = self.custom_optimizer
-        new = sampler_for(loader, settings)
+        sampler = sampler_for(loader, settings)
         if optimizer is None or not optimizer.updates or optimizer.inner.wrapped is not self.optimizer:
             samples = range(min(len(loader.dataset), loader.batch_size))
             reads = getattr(loader.dataset, "__getitems__", lambda numbers: [loader.dataset[n] for n in numbers])
             # Private: it creates all variables without a forward, which might draw numbers.
             self._symbolic_build(data_batch=loader.collate_fn(reads([*samples])))
             inner = KerasOptimizer(self.optimizer, self.trainable_variables)
-            others = {} if self.count is None else {"reduction": "sum"}
-            optimizer = self.custom_optimizer = settings.optimizer(inner, new, model=self, **others)
+            reduction = {} if self.count is None else {"reduction": "sum"}
+            optimizer = self.custom_optimizer = settings.wrap_optimizer(inner, sampler, model=self, **reduction)
         optimizer.discard_step()  # what an interrupted fit() has left
         broadcast_parameters(self)  # also in a second fit: a callback may set weights at the end of the first
         return optimizer
@@ -156,12 +166,17 @@ class VariableBatchModelMixin(Base):
                 with torch.no_grad():
                     metrics = self.compute_metrics(*rows, sample_weight=weight)
             optimizer.step(count=count)
+        return {**metrics, **self._end_update(size)}
+
+    def _end_update(self, size: int) -> dict[str, Any]:
+        """Add the loss of an update of `size` samples to the epoch's, and return it with what the update was made."""
+        optimizer = self.custom_optimizer
         for metric in self.metrics:
             if metric.name == "loss":  # the name that Keras' guides to train_step go by
                 metric.update_state(optimizer.logged["loss"], sample_weight=size)
         self.stop_training |= optimizer.done
-        facts = {"batch_size": size, "effective_learning_rate": optimizer.current_lr(), **facts_of(optimizer)}
-        return {**metrics, **self.get_metrics_result(), **facts}
+        facts = {"batch_size": size, "effective_learning_rate": optimizer.current_lr(), **optimizer_facts(optimizer)}
+        return {**self.get_metrics_result(), **facts}
 
     def _check_loss(self, microbatch: Any) -> None:
         """Warn if the loss is no mean over rows, or over what `count` says."""
@@ -194,9 +209,9 @@ class VariableBatchModel(VariableBatchModelMixin, keras.Model):
         if not isinstance(inner, keras.Model) or inner.compiled:
             remedy = "load_model(path, compile=False) loads one so; call compile() of what is returned"
             raise type_error("inner must be a keras.Model, not compiled", inner, remedy)
-        if own := [name for name in _METHODS if getattr(type(inner), name) is not getattr(keras.Model, name)]:
+        if overridden := [name for name in _METHODS if getattr(type(inner), name) is not getattr(keras.Model, name)]:
             remedy = "write class Mine(VariableBatchModelMixin, keras.Model)"
-            raise type_error(f"inner must have the {own[0]} of keras.Model", inner, remedy)
+            raise type_error(f"inner must have the {overridden[0]} of keras.Model", inner, remedy)
         super().__init__(name=inner.name, dtype=inner.dtype_policy, **options)
         self.inner = inner
         if hasattr(inner, "output_names"):

@@ -42,11 +42,12 @@ class StrategyLoader:
 
 
 def training_sampler(loader: Any, settings: Settings, trainer: Trainer, world: Mapping[str, Any]) -> CustomSampler:
-    """Return the sampler of a training; a trace that ends, and says not how, has to last until that does."""
+    """Return the sampler of a training, which ends with the Trainer if its trace must last until then."""
     arguments = {"seed": int(os.environ.get("PL_GLOBAL_SEED", "0")), **world}
     sampler = sampler_for(loader, settings, **arguments)
     trace = sampler.plan.trace
-    if sampler.plan.ends or trace.steps is None or trace.on_end != "error" or sampler.batches.decided is not None:
+    must_last = trace.steps is not None and trace.on_end == "error" and sampler.batches.decided is None
+    if sampler.plan.ends or not must_last:
         return sampler
     ends = {"epochs": trainer.max_epochs or 0, "max_updates": trainer.max_steps}
     return sampler_for(loader, settings, **arguments, **{name: end for name, end in ends.items() if end > 0})

@@ -31,7 +31,7 @@ class Output(NamedTuple):
 
     @staticmethod
     def of(returned: Any, rows: float = 1) -> Output:
-        """Return it, with the mean loss among what is to be logged; `rows`: what one without a count is a sum over."""
+        """Return what `training_step` has returned, with the mean loss to be logged: loss / count, or loss / `rows`."""
         entries = returned if isinstance(returned, Mapping) else {"loss": returned}
         loss, count = entries.get("loss"), entries.get("count")
         if not isinstance(loss, Tensor):
@@ -51,10 +51,10 @@ def check_training_step(
         with precision.train_step_context():
             return Output.of(twin.training_step(part, *others)).loss
 
-    check_loss(_twin(module), loss_of, batch, reduction=reduction, remedy=REMEDY)
+    check_loss(_quiet_copy(module), loss_of, batch, reduction=reduction, remedy=REMEDY)
 
 
-def _twin(module: LightningModule) -> LightningModule:
+def _quiet_copy(module: LightningModule) -> LightningModule:
     """Return a module with the same parameters that logs nothing, and whose lists, counters and metrics are its own."""
     twin = copy.copy(module)
     for name, value in vars(module).items():

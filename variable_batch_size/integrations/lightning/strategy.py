@@ -27,13 +27,13 @@ from torch.utils.data import DataLoader, RandomSampler
 from variable_batch_size._validation import in_documentation, type_error, value_error
 from variable_batch_size.checkpoint.rng_states import get_rng_states, set_rng_states
 from variable_batch_size.data.sampler import CustomSampler, TraceLike
-from variable_batch_size.integrations.facts import facts_of
+from variable_batch_size.integrations.facts import optimizer_facts
 from variable_batch_size.integrations.lightning.loader import StrategyLoader, training_sampler
 from variable_batch_size.integrations.lightning.loss import MEAN_LOSS, Output, check_training_step
 from variable_batch_size.integrations.lightning.supported import SETTINGS
 from variable_batch_size.integrations.loading import with_sampler
 from variable_batch_size.integrations.settings import Settings
-from variable_batch_size.integrations.supported import check
+from variable_batch_size.integrations.supported import check_settings
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.rules import Rule
@@ -57,9 +57,9 @@ class VariableBatch(ParallelStrategy):
     ) -> None:
         super().__init__(**options)
         self.settings = Settings(trace, rule, ref_batchsize, sampler_options or {}, optimizer_options or {})
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self.optimizers: list[Optimizer] = []
         self._wrapped: list[CustomOptimizer] = []  # what is around them
         self._saved: dict[str, Any] = {}  # what a checkpoint has under "vbs"
@@ -88,8 +88,8 @@ class VariableBatch(ParallelStrategy):
         """Take the module; if it is to be trained, check the settings of the Trainer."""
         super().connect(model)
         if self._module.trainer.state.fn == TrainerFn.FITTING:
-            self._forget()
-            check(SETTINGS, self._module.trainer, "Lightning")
+            self._reset()
+            check_settings(SETTINGS, self._module.trainer, "Lightning")
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Call `configure_optimizers`; the gradients of several optimizers are summed without the model's wrapper."""
@@ -100,13 +100,14 @@ class VariableBatch(ParallelStrategy):
     def process_dataloader(self, dataloader: Any) -> Any:
         """Return the training's loader as updates; one of an evaluation draws no random numbers of the training's."""
         if self._module.trainer.training:
-            return self._updates_of(dataloader)
+            return self._training_loader(dataloader)
         for drawing in (dataloader, getattr(dataloader, "sampler", None)):
             if isinstance(drawing, DataLoader | RandomSampler) and drawing.generator is None:
                 drawing.generator = torch.Generator()
         return dataloader
 
-    def _updates_of(self, loader: Any) -> StrategyLoader:
+    def _training_loader(self, loader: Any) -> StrategyLoader:
+        """Return the loader of updates, and put the wrapped optimizers, at their position, in the place of theirs."""
         trainer = self._module.trainer
         if not self.optimizers:
             raise RuntimeError(
@@ -119,14 +120,7 @@ class VariableBatch(ParallelStrategy):
                     f"a second fit() must continue with ckpt_path, but the Trainer has made {trainer.global_step} "
                     f"updates; pass a checkpoint, or create a new Trainer and strategy"
                 )
-            new = training_sampler(loader, self.settings, trainer, self.distributed_sampler_kwargs)
-            self._wrapped = [self._wrap(inner, new) for inner in self.optimizers]
-            self._start = [optimizer.state_dict()["vbs"] for optimizer in self._wrapped]
-            for config in self.lr_scheduler_configs:
-                if config.interval == "step":
-                    check_schedule(
-                        config.scheduler, new, -(-len(loader.dataset) // loader.batch_size), trainer.max_steps
-                    )
+            self._wrap_optimizers(loader, trainer)
         first = self._wrapped[0]
         sampler: Any = first.sampler
         dealt = with_sampler(loader, sampler)
@@ -139,11 +133,22 @@ class VariableBatch(ParallelStrategy):
                 trainer.fit_loop.max_epochs += self._ahead
         return StrategyLoader(dealt, self._wrapped, trainer, self._ahead)
 
-    def _wrap(self, inner: Optimizer, sampler: CustomSampler) -> CustomOptimizer:
+    def _wrap_optimizers(self, loader: Any, trainer: Trainer) -> None:
+        """Wrap the optimizers around one sampler, keep their first positions, and check schedules by updates."""
+        sampler = training_sampler(loader, self.settings, trainer, self.distributed_sampler_kwargs)
+        self._wrapped = [self._wrap_optimizer(inner, sampler) for inner in self.optimizers]
+        self._start = [optimizer.state_dict()["vbs"] for optimizer in self._wrapped]
+        batches = -(-len(loader.dataset) // loader.batch_size)
+        for config in self.lr_scheduler_configs:
+            if config.interval == "step":
+                check_schedule(config.scheduler, sampler, batches, trainer.max_steps)
+
+    def _wrap_optimizer(self, inner: Optimizer, sampler: CustomSampler) -> CustomOptimizer:
+        """Return the wrapper of an optimizer, which clips as the Trainer says, and calls the hooks before a step."""
         clipping = {"max_grad_norm": float(clip)} if (clip := self._module.trainer.gradient_clip_val) else {}
-        optimizer = self.settings.optimizer(inner, sampler, model=_summing(self.model), **clipping)
+        optimizer = self.settings.wrap_optimizer(inner, sampler, model=_gradient_reducer(self.model), **clipping)
         optimizer.optimizer = inner  # type: ignore[attr-defined]  # LearningRateMonitor takes the name from there
-        optimizer.register_step_pre_hook(partial(self._before_step, optimizer))
+        optimizer.register_step_pre_hook(partial(self._call_step_hooks, optimizer))
         return optimizer
 
     def on_train_start(self) -> None:
@@ -162,33 +167,31 @@ class VariableBatch(ParallelStrategy):
         """Take the microbatches of an update."""
         self._update = batch
 
-    def _each(self, optimizer: CustomOptimizer) -> Iterator[Microbatch]:
-        """Yield the microbatches of an update, which `training_step` gets, and log and end it after the last one."""
+    def _microbatches(self, optimizer: CustomOptimizer) -> Iterator[Microbatch]:
+        """Yield the microbatches of an update, whose rows `training_step` gets; after the last one, log the update."""
         for rows in self._update:
             self._microbatch = microbatch = optimizer.microbatch
             self._rows = super().batch_to_device(rows)
             yield microbatch
         self._microbatch = self._rows = None
-        module, trainer, size = self._module, self._module.trainer, microbatch.batch_size
+        self._log_update(optimizer, microbatch.batch_size)
+        if optimizer.done:
+            self._module.trainer.should_stop = True
+
+    def _log_update(self, optimizer: CustomOptimizer, size: int) -> None:
+        """Log the means of an update of `size` samples and, as often as the Trainer says, with what it was made."""
+        module, trainer = self._module, self._module.trainer
         means = {"on_step": True, "on_epoch": True, "batch_size": size, "sync_dist": self.world_size > 1}
         module.log_dict(optimizer.logged, **means)
         if trainer.loggers and trainer.log_every_n_steps and optimizer.updates % trainer.log_every_n_steps == 0:
-            facts = {"lr_effective": optimizer.current_lr(), "lr_factor": optimizer.lr_factor(), **facts_of(optimizer)}
-            numbers = {f"vbs/{name}": float(number) for name, number in facts.items()}
-            module.log_dict({"vbs/global_batch_size": size, **numbers}, on_step=True, rank_zero_only=True)
-        if optimizer.done:
-            trainer.should_stop = True
+            rates = {"lr_effective": optimizer.current_lr(), "lr_factor": optimizer.lr_factor()}
+            facts = {f"vbs/{name}": float(fact) for name, fact in {**rates, **optimizer_facts(optimizer)}.items()}
+            module.log_dict({"vbs/global_batch_size": size, **facts}, on_step=True, rank_zero_only=True)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Call `training_step` with the microbatch under way; with manual optimization, with each one."""
         if not self._module.automatic_optimization:
-            output = None
-            for _ in self._each(self._wrapped[0]):
-                output = super().training_step(self._rows, *args[1:], **kwargs)
-            counted = self._module.optimizers()
-            for optimizer in counted if isinstance(counted, list) else [counted]:
-                optimizer.step()  # which Lightning counts
-            return output
+            return self._manual_training_step(*args, **kwargs)
         if self._microbatch is None:
             raise RuntimeError(
                 "an optimizer_step hook must call optimizer.step(closure=optimizer_closure) in every update, but it "
@@ -203,6 +206,16 @@ class VariableBatch(ParallelStrategy):
         self._count = output.count
         optimizer.log(**output.means)
         return returned
+
+    def _manual_training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Call `training_step`, which steps by itself, with each microbatch of an update; return the last output."""
+        output = None
+        for _ in self._microbatches(self._wrapped[0]):
+            output = super().training_step(self._rows, *args[1:], **kwargs)
+        counted = self._module.optimizers()
+        for optimizer in counted if isinstance(counted, list) else [counted]:
+            optimizer.step()  # which Lightning counts
+        return output
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run a backward by the optimizer, which weighs the loss where that is needed."""
@@ -232,7 +245,7 @@ class VariableBatch(ParallelStrategy):
             return True  # made by the module: this one is counted
         scaler = getattr(self.precision_plugin, "scaler", None)
         updated = None
-        for _ in self._each(optimizer):
+        for _ in self._microbatches(optimizer):
             loss = closure()
             if scaler is None:
                 updated = optimizer.step(count=self._count, **kwargs)
@@ -242,8 +255,8 @@ class VariableBatch(ParallelStrategy):
         loss.detach().copy_(optimizer.logged[MEAN_LOSS])  # which is the "loss" of `outputs`
         return bool(updated)
 
-    def _before_step(self, optimizer: CustomOptimizer, *_: object) -> None:
-        """Call the hooks before an optimizer's step, once an update: gradients are complete, reduced and clipped."""
+    def _call_step_hooks(self, optimizer: CustomOptimizer, *_: object) -> None:
+        """Call Lightning's hooks before a step, once an update: gradients are complete, reduced and clipped."""
         module = self._module
         for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
             callback.on_before_optimizer_step(module.trainer, module, optimizer)
@@ -262,7 +275,7 @@ class VariableBatch(ParallelStrategy):
         """Save a checkpoint with the position in the training; warn if an exception has left none."""
         try:
             if "optimizer_states" in checkpoint:
-                checkpoint["vbs"] = self._position()
+                checkpoint["vbs"] = self._positions()
         except RuntimeError as error:
             if not self._interrupted:
                 raise
@@ -270,8 +283,8 @@ class VariableBatch(ParallelStrategy):
         else:
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
-    def _position(self) -> dict[str, Any]:
-        """Return the position, which has no optimizers if the training has not begun."""
+    def _positions(self) -> dict[str, Any]:
+        """Return the positions of the optimizers, none if the training has not begun, and the random numbers."""
         states: list[str] = []
         for optimizer in self._wrapped:
             if self._interrupted and optimizer.inside_step:
@@ -344,7 +357,7 @@ class VariableBatchModelParallelStrategy(VariableBatch, ModelParallelStrategy):
     """The same for a model that `configure_model` shards by `fully_shard`; with arguments of ModelParallelStrategy."""
 
 
-def _summing(model: Module | None) -> Module | None:
+def _gradient_reducer(model: Module | None) -> Module | None:
     """Return what sums gradients: a DistributedDataParallel, or the root of what a module has sharded."""
     sharded = [part for part in model.modules() if isinstance(part, FSDPModule)] if model is not None else []
     return sharded[0] if sharded and {*sharded} <= {*sharded[0].modules()} else model

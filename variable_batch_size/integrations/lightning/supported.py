@@ -24,17 +24,19 @@ def _callback(kind: type) -> Callable[[Any], str]:
 
 
 def _hook(name: str) -> Callable[[Any], str]:
-    def found(trainer: Any) -> str:
-        owners = (trainer.lightning_module, LightningModule), (trainer.datamodule, LightningDataModule)
-        overriding = [
-            type(owner) for owner, kind in owners if hasattr(kind, name) and owner and is_overridden(name, owner)
-        ]
-        return f"that of {overriding[0].__name__}" if overriding else "none"
+    """Return a function of a Trainer that says which class of its module and its data overrides a hook, or "none"."""
 
-    return found
+    def overriding_class(trainer: Any) -> str:
+        owners = (trainer.lightning_module, LightningModule), (trainer.datamodule, LightningDataModule)
+        having = [owner for owner, kind in owners if hasattr(kind, name) and owner]
+        overriding = [type(owner).__name__ for owner in having if is_overridden(name, owner)]
+        return f"that of {overriding[0]}" if overriding else "none"
+
+    return overriding_class
 
 
 def _averaging(trainer: Any) -> str:
+    """Return the callback that averages weights, if the model has batch normalization, whose statistics it breaks."""
     layers = BatchNorm1d | BatchNorm2d | BatchNorm3d
     normalizes = any(isinstance(part, layers) for part in trainer.lightning_module.modules())
     return _callback(lc.StochasticWeightAveraging)(trainer) if normalizes else "none"

@@ -65,11 +65,11 @@ class TorchftBackend(ElasticBackend):
         self._client = manager._client = QuorumClient(manager)
         self._parts: dict[str, Stateful] = {}
         self._met = False  # whether the quorum of the next sum is known
-        self._state: dict[str, Any] | None = None  # that the quorum has brought, still to be loaded
+        self._held_state: dict[str, Any] | None = None  # that the quorum has brought, still to be loaded
         self._failure: Exception | None = None  # of a state_dict
         self._taken = ""  # a hash of the updates that this model has taken, each of a quorum
-        self._trains = False  # whether it has taken one in this process
-        self._differs = False  # whether other groups have taken others
+        self._has_trained = False  # whether it has taken one in this process
+        self._model_differs = False  # whether other groups have taken others
 
     def register(self, **parts: Stateful) -> None:
         """Name what a group that comes back takes over, in this order: at least `model=` and `optimizer=`.
@@ -80,7 +80,7 @@ class TorchftBackend(ElasticBackend):
         for name, part in parts.items():
             if not isinstance(part, Stateful):
                 raise type_error(f"{name} must have state_dict() and load_state_dict()", part, "leave it out")
-        self._manager.register_state_dict_fn("variable_batch_size", self._take, self._save)
+        self._manager.register_state_dict_fn("variable_batch_size", self._hold_state, self._collect_state)
         self._parts = parts
 
     # The quorum. -----------------------------------------------------------------------------------------------------
@@ -99,11 +99,22 @@ class TorchftBackend(ElasticBackend):
                 "a group that comes back must get the state of another one, but none is registered; call "
                 "backend.register(model=model, optimizer=optimizer) before the loop"
             )
-        behind = 0 if self._differs else updates  # torchft sends a state to the groups that are behind
+        reported = 0 if self._model_differs else updates  # torchft sends a state to the groups that are behind
         self._has_failed()  # torchft would wait for a process that has ended
-        self._ask(behind)
+        self._request_quorum(reported)
         while self._has_failed():  # a group was lost meanwhile
-            self._ask(behind, again=True)
+            self._request_quorum(reported, again=True)
+        self._set_worlds()
+        if self._model_differs and self._held_state is None:  # the others are gone
+            self._set_updates(updates)
+        self._met, self._model_differs = True, False
+        if self._held_state is None:
+            return False
+        self._load_state(self._held_state)
+        return True
+
+    def _set_worlds(self) -> None:
+        """Set the world of the groups, and that of all their processes, to those of the quorum."""
         rank, size, group = self._manager.participating_rank(), self._manager.num_participants(), self.job.world
         if rank is None:
             raise RuntimeError(
@@ -112,15 +123,8 @@ class TorchftBackend(ElasticBackend):
             )
         self._groups.world = World(rank, size)
         self.world = World(rank * group.size + group.rank, size * group.size)
-        if self._differs and self._state is None:  # the others are gone
-            self._count(updates)
-        self._met, self._differs = True, False
-        if self._state is None:
-            return False
-        self._load(self._state)
-        return True
 
-    def _ask(self, updates: int, *, again: bool = False) -> None:
+    def _request_quorum(self, updates: int, *, again: bool = False) -> None:
         """Ask for a quorum, in which this group has made so many updates; it may bring a state."""
         notice = Timer(_SILENCE, self._log, ["Waits for a quorum of replica groups"])
         notice.daemon = True
@@ -128,8 +132,8 @@ class TorchftBackend(ElasticBackend):
         try:
             if again:
                 self._manager.should_commit()  # False: the next quorum is a new one
-            self._state = None  # which this process may have got, and another one of its group not
-            self._count(updates)
+            self._held_state = None  # which this process may have got, and another one of its group not
+            self._set_updates(updates)
             self._manager.start_quorum()
         except ValueError:  # a group of another size
             raise
@@ -141,7 +145,7 @@ class TorchftBackend(ElasticBackend):
         finally:
             notice.cancel()
         if self._failure is not None:
-            raise _failed(self._failure) from self._failure
+            raise _state_error(self._failure) from self._failure
 
     def _has_failed(self) -> bool:
         """Return whether the manager of a process of this group has an error; all of them have to call it."""
@@ -155,8 +159,8 @@ class TorchftBackend(ElasticBackend):
             ) from error
         return bool(failed.item())
 
-    def _count(self, updates: int) -> None:
-        """Let torchft count updates from here."""
+    def _set_updates(self, updates: int) -> None:
+        """Set the number of updates from which torchft counts on."""
         self._manager.load_state_dict({"step": updates, "batches_committed": self._manager.batches_committed()})
 
     def _log(self, message: str) -> None:
@@ -167,7 +171,7 @@ class TorchftBackend(ElasticBackend):
         """Wait until the groups that have missed the last update have taken over the state."""
         try:
             self.meet(updates)
-            self._gather("")
+            self._gather_messages("")
         except RuntimeError as error:  # the others have ended
             log(f"Ends without the others: {error}", update=updates)
 
@@ -205,7 +209,7 @@ class TorchftBackend(ElasticBackend):
             )
         if not counts:
             raise BrokenStepError("the groups of the quorum have not all taken the sum")
-        self.received, self._trains = text, True
+        self.received, self._has_trained = text, True
         self._taken = _hash([self._taken, self._manager.current_step(), self._client.members])
 
     def _compare(self, facts: Mapping[str, Any]) -> tuple[str, list[str]]:
@@ -214,41 +218,42 @@ class TorchftBackend(ElasticBackend):
         If any groups differ, report an error: all of them then make no sum.
         """
         digests = {name: zlib.crc32(str(value).encode()) for name, value in facts.items()}
-        said = [self._trains, self._taken, _hash(sorted(digests.items())), self.posted]
-        votes, taken, hashes, texts = zip(*self._gather(said), strict=True)
+        message = [self._has_trained, self._taken, _hash(sorted(digests.items())), self.posted]
+        votes, taken, hashes, texts = zip(*self._gather_messages(message), strict=True)
         if len({*zip(taken, hashes, strict=True)}) == 1:
             return texts[0], []
-        usual = _majority(self._gather(digests), votes)
+        usual = _majority(self._gather_messages(digests), votes)
         self._manager.report_error(RuntimeError("replica groups have different models or settings"))
         differing = sorted(name for name in {**digests, **usual} if digests.get(name) != usual.get(name))
-        self._differs = not differing and self._taken != _majority(taken, votes)
-        if self._differs:
+        self._model_differs = not differing and self._taken != _majority(taken, votes)
+        if self._model_differs:
             log("This replica group has made an update alone; it takes over the model of the others", level=WARNING)
         return "", differing
 
-    def _gather(self, message: object) -> list[Any]:
-        """Return what each group says."""
+    def _gather_messages(self, message: object) -> list[Any]:
+        """Return the messages of all groups, values of JSON, in the order of their ranks."""
         return [json.loads(text) for text in self._groups._gather_bytes(json.dumps(message).encode())]
 
     # The state, of which torchft saves one in a thread while this one waits for the quorum. --------------------------
 
-    def _save(self) -> dict[str, Any]:
+    def _collect_state(self) -> dict[str, Any]:
+        """Return the state for a group that comes back; keep an error, which torchft takes for a lost group."""
         try:
             return {"taken": self._taken, **{name: part.state_dict() for name, part in self._parts.items()}}
         except Exception as error:
-            self._failure = error  # torchft takes it for a group that is lost
+            self._failure = error
             raise
 
-    def _take(self, state: dict[str, Any]) -> None:
-        self._state = state
+    def _hold_state(self, state: dict[str, Any]) -> None:
+        self._held_state = state
 
-    def _load(self, state: dict[str, Any]) -> None:
-        self._state = None
+    def _load_state(self, state: dict[str, Any]) -> None:
+        self._held_state = None
         try:
             for name, part in self._parts.items():
                 part.load_state_dict(state[name])
         except Exception as error:
-            raise _failed(error) from error
+            raise _state_error(error) from error
         self._taken = state["taken"]
         self._log(f"Takes over the state of another group, of update {self._manager.current_step()}")
 
@@ -267,9 +272,9 @@ class _Groups(Backend):
         """Sum the tensors over the groups, in place; raise BrokenStepError if one is lost."""
 
         def reduce(flat: Tensor) -> None:
-            there = flat.to(self.device)
-            self._manager.allreduce(there, reduce_op=dist.ReduceOp.SUM).wait()  # which keeps an error of the work
-            flat.copy_(there)
+            on_device = flat.to(self.device)
+            self._manager.allreduce(on_device, reduce_op=dist.ReduceOp.SUM).wait()  # which keeps an error of the work
+            flat.copy_(on_device)
 
         self._messages.reduce_flat(tensors, reduce)
         if self._manager.errored() is not None:
@@ -290,7 +295,8 @@ def _processes_of(manager: Manager) -> DistributedBackend:
     return DistributedBackend()
 
 
-def _failed(error: Exception) -> RuntimeError:
+def _state_error(error: Exception) -> RuntimeError:
+    """Return the error to raise for one of a part's `state_dict` or `load_state_dict`."""
     return RuntimeError(
         f"what is registered must be saved by one group and loaded by another, but that failed with "
         f"{type(error).__name__}: {error}; build the same objects in every group"
@@ -303,5 +309,5 @@ def _hash(value: object) -> str:
 
 def _majority(values: Sequence[Any], votes: Sequence[bool]) -> Any:
     """Return the most frequent value of those with a vote, or of all; of equally frequent ones the first."""
-    asked = [value for value, vote in zip(values, votes, strict=True) if vote] or [*values]
-    return max(asked, key=asked.count)
+    counted = [value for value, vote in zip(values, votes, strict=True) if vote] or [*values]
+    return max(counted, key=counted.count)

@@ -48,11 +48,12 @@ class QuorumClient:
         return quorum
 
     def _check_size(self, address: str) -> None:
+        """Raise ValueError if the group with the store at `address` has another number of processes than this one."""
         host, _, port = address.rpartition(":")
         try:
             store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=_PATIENCE)
             size = int(store.get(_SIZE))
-        except dist.DistError:
+        except dist.DistError:  # that group is gone
             return
         if size != (processes := self._manager._group_world_size):
             requirement = f"a replica group must have as many processes as the others, {size}"

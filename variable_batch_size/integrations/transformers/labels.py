@@ -45,8 +45,8 @@ def predicts_next_label(model: Any) -> bool:
 def count_labels(microbatch: Any, *, shifted: bool) -> Tensor | None:
     """Return how many labels count in a microbatch, 0-D; None if it has no labels, or those of object detection."""
     try:
-        ready = "shift_labels" in microbatch
-        wanted = microbatch["shift_labels"] if ready else microbatch["labels"][..., int(shifted) :]
-        return wanted.ne(-100).sum()  # type: ignore[no-any-return]
+        is_shifted = "shift_labels" in microbatch
+        labels = microbatch["shift_labels"] if is_shifted else microbatch["labels"][..., int(shifted) :]
+        return labels.ne(-100).sum()  # type: ignore[no-any-return]
     except (AttributeError, KeyError, TypeError):
         return None

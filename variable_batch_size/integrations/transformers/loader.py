@@ -24,7 +24,7 @@ class TrainerLoader:
 
     def __init__(self, trainer: Any, loader: Any) -> None:
         loader = getattr(loader, "base_dataloader", loader)  # below Accelerate's, which deals batches to the ranks
-        self.trainer, self._left, args = trainer, False, trainer.args
+        self.trainer, self._inside_epoch, args = trainer, False, trainer.args
         self._seed = args.seed if args.data_seed is None else args.data_seed
         self.sampler: Any = self._new_sampler(loader, trainer.settings, args)
         self.loader: Any = loader if self.sampler.batches.arriving else with_sampler(loader, self.sampler)
@@ -34,15 +34,15 @@ class TrainerLoader:
         world = {"num_replicas": args.world_size, "rank": args.process_index}
         dataset = self.trainer.train_dataset
         if isinstance(dataset, IterableDataset) or args.train_sampling_strategy == "group_by_length":
-            rows = {"minibatch_size": args.per_device_train_batch_size, "collate_fn": loader.collate_fn, "shared": True}
-            return ArrivingBatches(trace=settings.trace, **rows, **world, **settings.sampler_options)
+            cut = {"minibatch_size": args.per_device_train_batch_size, "collate_fn": loader.collate_fn, "shared": True}
+            return ArrivingBatches(trace=settings.trace, **cut, **world, **settings.sampler_options)
         if isinstance(dataset, dict):
             remedy = "concatenate them, as datasets.concatenate_datasets does"
             raise type_error("train_dataset must be one dataset, not several by name", dataset, remedy)
         create: Any = partial(sampler_for, loader, seed=self._seed, **world)
-        ends = args.max_steps if args.max_steps > 0 else create(settings).plan.updates_in(args.num_train_epochs)
-        most = min(ends, settings.sampler_options.get("max_updates", ends))
-        return create(replace(settings, sampler_options={**settings.sampler_options, "max_updates": most}))
+        updates = args.max_steps if args.max_steps > 0 else create(settings).plan.updates_in(args.num_train_epochs)
+        max_updates = min(updates, settings.sampler_options.get("max_updates", updates))
+        return create(replace(settings, sampler_options={**settings.sampler_options, "max_updates": max_updates}))
 
     def __len__(self) -> int:
         """Return the number of updates of the epoch."""
@@ -50,28 +50,28 @@ class TrainerLoader:
 
     def __iter__(self) -> Iterator[list[Any]]:
         optimizer = self.trainer.variable_optimizer
-        if self._left:  # by a callback, in the midst of an epoch, whose other samples come now
+        if self._inside_epoch:  # a callback has left it, whose other samples come now
             optimizer.discard_step()  # for which ranks wait for one another ten seconds only
-        self._left = True
+        self._inside_epoch = True
         arriving = self.sampler.batches.arriving
-        yield from map(list, updates(self._rows(optimizer.samples) if arriving else self.loader, optimizer))
-        self._left = False
+        yield from map(list, updates(self._unread_rows(optimizer.samples) if arriving else self.loader, optimizer))
+        self._inside_epoch = False
         self.trainer.control.should_epoch_stop = True  # Trainer takes all epochs to be equally long
 
-    def _rows(self, used: int) -> Iterator[list[Any]]:
-        """Yield lists of rows of a stream, pass after pass, without the first ones, which were used."""
+    def _unread_rows(self, used: int) -> Iterator[list[Any]]:
+        """Yield lists of rows of a stream, pass after pass, without the first `used` rows, with which was trained."""
         loader, dataset, order = self.loader, self.trainer.train_dataset, None
         if not isinstance(dataset, IterableDataset):
             batches, dataset = loader.batch_sampler, loader.dataset
             order = getattr(batches, "batch_sampler", batches).sampler
         workers = {"num_workers": loader.num_workers, "prefetch_factor": loader.prefetch_factor}
-        rows: Any = DataLoader(dataset, loader.batch_size or 1, sampler=order, collate_fn=list, **workers)
+        lists_of_rows: Any = DataLoader(dataset, loader.batch_size or 1, sampler=order, collate_fn=list, **workers)
         for number in count():
             if callable(set_epoch := getattr(dataset, "set_epoch", None)):
                 set_epoch(number)
             if order is not None:  # the same on all ranks
                 order.generator = torch.Generator().manual_seed(self._seed + number)
-            for some in rows:
-                if used < len(some):
-                    yield some[used:]
-                used = max(0, used - len(some))
+            for rows in lists_of_rows:
+                if used < len(rows):
+                    yield rows[used:]
+                used = max(0, used - len(rows))

@@ -16,16 +16,17 @@ def _distributed_type(accelerator: Any) -> str:
     return f"FSDP{plugin.fsdp_version}" if kind == "FSDP" and plugin is not None else str(kind)
 
 
-def _other_ranks(trainer: Any) -> Any:
+def _ranks_of_model(trainer: Any) -> Any:
     return trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size()
 
 
 def _needed_steps(trainer: Any) -> int:
-    needed = trainer.args.train_sampling_strategy == "group_by_length"
-    return int(trainer.args.max_steps) if needed or isinstance(trainer.settings.trace, AdaptiveTrace) else 1
+    """Return `max_steps` of a training that needs it, because the lengths of its epochs are not known; 1 otherwise."""
+    groups = trainer.args.train_sampling_strategy == "group_by_length"
+    return int(trainer.args.max_steps) if groups or isinstance(trainer.settings.trace, AdaptiveTrace) else 1
 
 
-def _argument(name: str, supported: str, allowed: tuple[Any, ...], remedy: str) -> Setting:
+def _training_argument(name: str, supported: str, allowed: tuple[Any, ...], remedy: str) -> Setting:
     return Setting(name, supported, attrgetter(f"args.{name}"), allowed, remedy)
 
 
@@ -44,12 +45,12 @@ SETTINGS = (
         lambda kind: kind in ("NO", "FSDP2") or kind.startswith("MULTI_"),  # which torch sums
         'launch it without DeepSpeed and FSDP1; to shard pass fsdp=True and fsdp_config={"fsdp_version": 2}',
     ),
-    Setting("parallelism_config", "one of data only", _other_ranks, (1,), "omit tensor, context and sequence sizes"),
-    _argument("n_gpu", "at most 1 in a process", (0, 1), "launch it with torchrun"),
-    _argument("gradient_accumulation_steps", "1", (1,), "omit it: the trace says"),
+    Setting("parallelism_config", "one of data only", _ranks_of_model, (1,), "omit tensor, context and sequence sizes"),
+    _training_argument("n_gpu", "at most 1 in a process", (0, 1), "launch it with torchrun"),
+    _training_argument("gradient_accumulation_steps", "1", (1,), "omit it: the trace says"),
     Setting("max_steps", "> 0 with an AdaptiveTrace, and group_by_length", _needed_steps, lambda n: n > 0, "pass it"),
-    _argument("include_num_input_tokens_seen", '"no"', ("no",), "log the samples"),
-    _argument("fp16", "False, because its scaler is not supported here", (False,), "pass bf16=True"),
+    _training_argument("include_num_input_tokens_seen", '"no"', ("no",), "log the samples"),
+    _training_argument("fp16", "False, because its scaler is not supported here", (False,), "pass bf16=True"),
     Setting(
         "optim",
         "an optimizer that makes its update in step() and has one mode, unlike LOMO, layerwise and schedule-free ones",
@@ -57,5 +58,5 @@ SETTINGS = (
         lambda name: not any(word in name for word in ("lomo", "layerwise", "schedule_free")),
         'pass "adamw_torch", for example',
     ),
-    _argument("enable_jit_checkpoint", "False", (False,), "save by save_steps"),
+    _training_argument("enable_jit_checkpoint", "False", (False,), "save by save_steps"),
 )

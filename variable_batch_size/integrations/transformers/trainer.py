@@ -24,9 +24,9 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from variable_batch_size._validation import type_error, value_error
-from variable_batch_size.integrations.facts import facts_of
+from variable_batch_size.integrations.facts import optimizer_facts
 from variable_batch_size.integrations.settings import Settings
-from variable_batch_size.integrations.supported import check
+from variable_batch_size.integrations.supported import check_settings
 from variable_batch_size.integrations.transformers.labels import label_counter
 from variable_batch_size.integrations.transformers.loader import TrainerLoader
 from variable_batch_size.integrations.transformers.supported import SETTINGS
@@ -76,7 +76,7 @@ class VariableBatchMixin(Base):
         self.check_loss = check_loss
         self._batch_size = 0
         super().__init__(*args, **kwargs)
-        check(SETTINGS, self, "transformers")
+        check_settings(SETTINGS, self, "transformers")
         self.callback_handler.callbacks.insert(0, Follower(self))  # before all that read the state
         if self.train_dataset is not None:
             TrainerLoader(self, DataLoader(self.train_dataset, self.args.per_device_train_batch_size))  # raises early
@@ -86,7 +86,7 @@ class VariableBatchMixin(Base):
         if resume_from_checkpoint is True:
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True  # for which Trainer raises
         self._checkpoint, self._batch_size = resume_from_checkpoint, 0
-        with replaced(self.args, ignore_data_skip=True):  # the loader goes on after the last update by itself
+        with patch_attributes(self.args, ignore_data_skip=True):  # the loader goes on by itself
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def get_train_dataloader(self) -> Any:
@@ -106,22 +106,17 @@ class VariableBatchMixin(Base):
         # An epoch has at most all updates: the loader ends it. log() counts the samples.
         return epochs, updates, sampler.plan.dataset_size, 0, sampler.max_batch_size, updates, updates
 
-    def _begin(self) -> None:
-        """Create the variable optimizer around what Trainer has prepared and restored, and go to the position."""
+    def _create_optimizer(self) -> None:
+        """Create the variable optimizer around what Trainer has prepared and restored, and load the position."""
         inner, sampler = self.optimizer.optimizer, self._loader.sampler  # in Accelerate's optimizer
         options = {"model": self.model_wrapped, "max_grad_norm": self.args.max_grad_norm or None, "grad_norm": True}
-        self.variable_optimizer = optimizer = self.settings.optimizer(inner, sampler, **options)
+        self.variable_optimizer = optimizer = self.settings.wrap_optimizer(inner, sampler, **options)
         if self._checkpoint:
-            path = Path(str(self._checkpoint), POSITION)
-            if not path.is_file():
-                remedy = "load its model, and begin a new training"
-                raise value_error("a checkpoint must have the position in the training", f"one without {path}", remedy)
-            position = torch.load(path, map_location="cpu", weights_only=True)
-            optimizer.load_state_dict({**inner.state_dict(), "vbs": position})
+            optimizer.load_state_dict({**inner.state_dict(), "vbs": saved_position(self._checkpoint)})
         if not sampler.batches.arriving:
             batches = math.ceil(sampler.plan.dataset_size / self.args.per_device_train_batch_size)
             check_schedule(self.lr_scheduler, sampler, batches, self.state.max_steps)
-        self._samples_before, self._count = optimizer.samples, label_counter(self)
+        self._samples_before, self._count_labels = optimizer.samples, label_counter(self)
 
     def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Save as `Trainer.save_model`; in a checkpoint also the position, before Trainer writes its own state."""
@@ -140,53 +135,55 @@ class VariableBatchMixin(Base):
         parts, self._batch_size = optimizer.batch.microbatches, optimizer.batch.batch_size
         if self.check_loss and optimizer.updates in CHECKED_UPDATES and not optimizer.sampler.batches.arriving:
             self._check_loss()
-        counts, total, items = self._counts(inputs, parts)
-        for microbatch, part, count, told in zip(inputs, parts, counts, items, strict=True):
+        of_this_rank = {"average_tokens_across_devices": False}
+        counts, total, told_counts = self._label_counts(inputs, parts)
+        for microbatch, part, count, told in zip(inputs, parts, counts, told_counts, strict=True):
             factor = count * part.batch_size / (total * part.rows)  # the optimizer weighs by rows
-            backward = {"backward": lambda loss, factor=factor, **_: optimizer.backward(scaled(loss, factor))}
-            with replaced(self.args, average_tokens_across_devices=False), replaced(self.accelerator, **backward):
+            backward = {"backward": lambda loss, factor=factor, **_: optimizer.backward(scale_loss(loss, factor))}
+            with patch_attributes(self.accelerator, **backward), patch_attributes(self.args, **of_this_rank):
                 part_loss = super().training_step(model, microbatch, told)
             optimizer.step()
             part_loss = part_loss if part.samples else torch.zeros_like(part_loss)  # of a replay, whatever it is
-            loss = loss + scaled(part_loss, factor * part.samples / part.batch_size)
+            loss = loss + scale_loss(part_loss, factor * part.samples / part.batch_size)
         self.accelerator.sync_gradients = False  # Trainer's own optimizer.step(), which follows, does nothing then
         return loss * self.args.world_size
 
-    def _counts(self, update: list[Any], parts: Sequence[Microbatch]) -> Any:
-        """Return what each microbatch is a mean over, its labels or its rows, the total, and what the model is told."""
-        counts: list[Any] = [self._count(microbatch) for microbatch in update]
+    def _label_counts(self, update: list[Any], parts: Sequence[Microbatch]) -> tuple[list[Any], Any, list[Any]]:
+        """Return what each microbatch is a mean over, labels or rows, the total of all ranks, and what models get."""
+        counts: list[Any] = [self._count_labels(microbatch) for microbatch in update]
         if any(count is None for count in counts):
             return [part.rows for part in parts], self._batch_size, [None] * len(parts)
         dtype = torch.float32 if self.args.device.type in WITHOUT_FLOAT64 else torch.float64
         counts = [count.to(self.args.device, dtype) for count in counts]
-        once = [count * (part.samples / part.rows) for count, part in zip(counts, parts, strict=True)]
-        total = self.accelerator.reduce(torch.stack(once).sum(), "sum").clamp(min=1)
+        distinct = [count * (part.samples / part.rows) for count, part in zip(counts, parts, strict=True)]
+        total = self.accelerator.reduce(torch.stack(distinct).sum(), "sum").clamp(min=1)
         return counts, total, [count.clamp(min=1) for count in counts]
 
     def _check_loss(self) -> None:
         """Warn if the loss of the dataset's first rows, times their labels or rows, is no sum of those of two parts."""
         loader, metrics = self._loader.loader, copy.deepcopy(vars(self).get("_metrics"))  # where trl notes each loss
 
-        def total(model: Any, numbers: Any) -> Any:
+        def summed_loss(model: Any, numbers: Any) -> Any:
             rows = [loader.dataset[number] for number in numbers]
             batch = send_to_device(loader.collate_fn(rows), self.args.device)
-            count = self._count(batch)
+            count = self._count_labels(batch)
             return self.compute_loss(model, batch, num_items_in_batch=count) * (len(rows) if count is None else count)
 
         numbers = [*range(min(len(loader.dataset), max(2, self.args.per_device_train_batch_size)))]
         tolerance = 1e-2 if self.args.bf16 else None
-        with replaced(self.args, average_tokens_across_devices=False), replaced(self, _metrics=metrics):
-            check_loss(self.model, total, numbers, reduction="sum", tolerance=tolerance, remedy=REMEDY)
+        with patch_attributes(self.args, average_tokens_across_devices=False), patch_attributes(self, _metrics=metrics):
+            check_loss(self.model, summed_loss, numbers, reduction="sum", tolerance=tolerance, remedy=REMEDY)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Return the floating-point operations of an update on this rank, or of a batch of an evaluation."""
         return sum(map(super().floating_point_ops, inputs if isinstance(inputs, list) else [inputs]))
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Log also what an update was made with: batch size, samples so far, the learning rate as it was scaled."""
+        """Log also what an update was made with: batch size, samples so far, the learning rate as it was scale_loss."""
         if "learning_rate" in logs and self._batch_size:
             optimizer = self.variable_optimizer
-            logs |= {"learning_rate": optimizer.current_lr(), "batch_size": self._batch_size, **facts_of(optimizer)}
+            logs |= {"learning_rate": optimizer.current_lr(), "batch_size": self._batch_size}
+            logs |= optimizer_facts(optimizer)
             logs["grad_norm"] = float(logs["grad_norm"])
             if not math.isfinite(logs.get("noise_scale", 0.0)):  # which is no JSON
                 del logs["noise_scale"]
@@ -208,7 +205,7 @@ class Follower(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Create the optimizer, now that Trainer has wrapped the model and loaded a checkpoint."""
-        self._trainer._begin()
+        self._trainer._create_optimizer()
         self.on_step_end(args, state, control)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -226,6 +223,15 @@ class Follower(TrainerCallback):
             state.epoch = sampler.plan.epochs_before(epoch, step)
 
 
+def saved_position(checkpoint: Any) -> Any:
+    """Return the position in the training that a checkpoint of Trainer has; raise ValueError if it has none."""
+    path = Path(str(checkpoint), POSITION)
+    if not path.is_file():
+        remedy = "load its model, and begin a new training"
+        raise value_error("a checkpoint must have the position in the training", f"one without {path}", remedy)
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
 def sum_in_float32(accelerator: Any) -> None:
     """Let FSDP2 reduce gradients in float32, if an accelerator's mixed precision would do it in 16 bits.
 
@@ -237,13 +243,13 @@ def sum_in_float32(accelerator: Any) -> None:
         plugin.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32)
 
 
-def scaled(loss: Tensor, factor: Tensor | float) -> Tensor:
+def scale_loss(loss: Tensor, factor: Tensor | float) -> Tensor:
     """Return a loss times a factor; 0 for the mean of no labels, which is not a number."""
     return torch.where(factor > 0, loss * factor, 0) if isinstance(factor, Tensor) else loss * factor
 
 
 @contextmanager
-def replaced(owner: Any, **values: Any) -> Iterator[None]:
+def patch_attributes(owner: Any, **values: Any) -> Iterator[None]:
     """Give an object other attributes within a block."""
     before = {name: vars(owner)[name] for name in values if name in vars(owner)}
     vars(owner).update(values)

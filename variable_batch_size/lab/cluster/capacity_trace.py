@@ -60,15 +60,7 @@ class CapacityTrace:
         times = _check_numbers(seconds, "seconds")  # (rows,), as all below
         counts = _check_nodes(nodes)
         costs = None if prices is None else _check_numbers(prices, "prices")
-        for name, rows in (("nodes", counts), ("prices", times if costs is None else costs)):
-            if rows.shape != times.shape:
-                raise value_error(f"{name} must have the shape {times.shape} of seconds", rows.shape, "pass a row each")
-        if len(times) == 0:
-            raise value_error("a capacity trace must have at least one row", "no rows", "pass at least one")
-        if (np.diff(times) < 0).any():
-            row = int((np.diff(times) < 0).argmax()) + 1
-            requirement = f"seconds must be in ascending order, and seconds[{row}] >= {times[row - 1]}"
-            raise value_error(requirement, times[row], "sort the rows by time")
+        _check_rows(times, counts, costs)
         stop = float(times[-1]) if end is None else check_number(end, "end", "pass seconds")
         rows, self._end = from_first_row(times, stop)
         if not (stop >= times[-1] and self._end > 0):
@@ -309,6 +301,7 @@ def bin_means(edges: FloatArray, values: FloatArray, columns: int) -> tuple[Floa
 
 
 def _check_numbers(values: npt.ArrayLike, name: str) -> FloatArray:
+    """Return a copy of numbers in [0, 2**53] of one dimension as float64; raise TypeError or ValueError otherwise."""
     try:
         array = np.ma.filled(np.asanyarray(values, np.float64), np.nan)  # masked times and prices are missing
     except (TypeError, ValueError):
@@ -323,6 +316,7 @@ def _check_numbers(values: npt.ArrayLike, name: str) -> FloatArray:
 
 
 def _check_nodes(values: npt.ArrayLike) -> IntArray:
+    """Return a copy of integers in [0, 2**53] as int64; raise TypeError or ValueError if one is none."""
     array = np.asanyarray(values)
     if array.dtype.kind not in "iu" or np.ma.is_masked(array):
         array = np.array([check_int(value, f"nodes[{row}]", 0, MAX_INT) for row, value in enumerate(array.flat)])
@@ -332,6 +326,19 @@ def _check_nodes(values: npt.ArrayLike) -> IntArray:
         row = int(wrong.argmax())
         raise value_error(f"nodes[{row}] must be an integer in [0, 2**53]", array[row], "correct it")
     return array.astype(np.int64)
+
+
+def _check_rows(times: FloatArray, counts: IntArray, costs: FloatArray | None) -> None:
+    """Raise ValueError if there is no row, the arrays have other shapes, or the times do not ascend."""
+    for name, rows in (("nodes", counts), ("prices", times if costs is None else costs)):
+        if rows.shape != times.shape:
+            raise value_error(f"{name} must have the shape {times.shape} of seconds", rows.shape, "pass a row each")
+    if len(times) == 0:
+        raise value_error("a capacity trace must have at least one row", "no rows", "pass at least one")
+    if (np.diff(times) < 0).any():
+        row = int((np.diff(times) < 0).argmax()) + 1
+        requirement = f"seconds must be in ascending order, and seconds[{row}] >= {times[row - 1]}"
+        raise value_error(requirement, times[row], "sort the rows by time")
 
 
 def _freeze(array: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:

@@ -46,10 +46,9 @@ class PublicTrace:
         Raises:
             ModuleNotFoundError: if `cache` is None and pooch is not installed.
         """
-        folder = (
-            import_extra("pooch", "cluster").os_cache("variable_batch_size") / "capacity" if cache is None else cache
-        )
-        return Path(folder).expanduser() / (self.name + PurePosixPath(self.address).suffix)
+        if cache is None:
+            cache = import_extra("pooch", "cluster").os_cache("variable_batch_size") / "capacity"
+        return Path(cache).expanduser() / (self.name + PurePosixPath(self.address).suffix)
 
     def download(self, cache: str | os.PathLike[str] | None = None) -> Path:
         """Return the path of the file, after downloading it if it is missing or another one.
@@ -70,7 +69,7 @@ class PublicTrace:
             other = " and the file there has another SHA-256" if target.is_file() else ""
             requirement = f"{self.name} must be downloaded from {self.address} to {target}"
             remedy = "download it by other means and put it there"
-            raise OSError(f"{requirement}, got {_reason(error)}{other}; {remedy}") from error
+            raise OSError(f"{requirement}, got {_failure_reason(error)}{other}; {remedy}") from error
         except ValueError as error:
             requirement = f"{self.name} ({self.address}) must have the SHA-256 {self.sha256}"
             raise value_error(requirement, "another file", f"put the right one at {target}") from error
@@ -104,7 +103,7 @@ def fetch(name: str, *, cache: str | os.PathLike[str] | None = None) -> Capacity
         return read(path, PUBLIC[name].format)
 
 
-def _reason(error: OSError) -> str:
+def _failure_reason(error: OSError) -> str:
     """Return why a download failed, without the address and the nested errors of requests."""
     response = getattr(error, "response", None)
     if response is None:
@@ -113,15 +112,15 @@ def _reason(error: OSError) -> str:
     return f"HTTP status {response.status_code}"
 
 
-def _github(repository: str, commit: str, path: str) -> str:
+def _github_url(repository: str, commit: str, path: str) -> str:
     return f"https://raw.githubusercontent.com/{repository}/{commit}/{path}"
 
 
-def _skypilot(name: str, path: str, sha256: str) -> PublicTrace:
+def _skypilot_trace(name: str, path: str, sha256: str) -> PublicTrace:
     commit = "b26631383e2b5f5b48a3d700b92ed133edaf452e"
     return PublicTrace(
         name=f"skypilot/{name}",
-        address=_github("skypilot-org/spot-traces", commit, path),
+        address=_github_url("skypilot-org/spot-traces", commit, path),
         sha256=sha256,
         format="skypilot",
         license="none stated: decide for yourself whether you may use it",
@@ -129,10 +128,10 @@ def _skypilot(name: str, path: str, sha256: str) -> PublicTrace:
     )
 
 
-def _bamboo(name: str, commit: str, path: str, sha256: str, format: str) -> PublicTrace:
+def _bamboo_trace(name: str, commit: str, path: str, sha256: str, format: str) -> PublicTrace:
     return PublicTrace(
         name=f"bamboo/{name}",
-        address=_github("uclasystem/bamboo", commit, path),
+        address=_github_url("uclasystem/bamboo", commit, path),
         sha256=sha256,
         format=format,
         license="MIT",
@@ -142,29 +141,29 @@ def _bamboo(name: str, commit: str, path: str, sha256: str, format: str) -> Publ
 
 
 _TRACES = (
-    _skypilot(
+    _skypilot_trace(
         "availability-16-node-us-east-2b",
         "availability/16-node/aws-08-27-2023/us-east-2b_v100_1.json",
         "fa1f117fd25696aa36250d73f4a47954a281c04243cadbe47074b9ae4a70659f",
     ),
-    _skypilot(
+    _skypilot_trace(
         "availability-16-node-us-west-2c",
         "availability/16-node/aws-08-27-2023/us-west-2c_v100_1.json",
         "0a540de491d1e1764c1e913ecef04e0475717acb328cf1a8d601948cac138c83",
     ),
-    _skypilot(
+    _skypilot_trace(
         "preemption-4-node-us-east-1f",
         "preemption/4-node/aws-08-03-2023/us-east-1f_v100_1.json",
         "bfd67f8b3bfb267f3145e22ff1c52a036e0151ad2c3826f08d7668c54fd60dbe",
     ),
-    _bamboo(
+    _bamboo_trace(
         "aws-g4dn-us-east-1c",
         "ef0fbc79f8afbe0e03cedb539c833d016b2111fa",
         "doc/data/aws-spot-instances-g4dn-xlarge-us-east-1c-2020-11-20-1930-to-2020-11-21-2200.csv",
         "ae2d777db0631989c6f0e8014219f563bb59e1be13aa6b61e46c3aa7f6c29420",
         "bamboo-counts",
     ),
-    _bamboo(
+    _bamboo_trace(
         "gcloud-v100-us-east1-c",
         "eb21347c6d7b9bf1dda521c408140e0914d4907e",
         "traces/gcloud/v100x1-east1c.txt",
@@ -173,7 +172,7 @@ _TRACES = (
     ),
     PublicTrace(
         name="parcae/bert-hl",
-        address=_github(
+        address=_github_url(
             "JF-D/Parcae", "7cb3059bd3c6034dac69d30b062e67e2578622e3", "aws/traces/bert/trace_hl_15_25.txt"
         ),
         sha256="a843a8fcc454c6f62fbbe5eee99c9688534a3f619446fbc9c4bfd66dd04fb308",

@@ -16,7 +16,7 @@ from variable_batch_size._validation import (
 )
 from variable_batch_size.lab.cluster.capacity_trace import CapacityTrace
 from variable_batch_size.lab.cluster.readers.bamboo import BambooCountsReader, BambooEventsReader
-from variable_batch_size.lab.cluster.readers.base import Reader, ReaderOptions, Text, split
+from variable_batch_size.lab.cluster.readers.base import Reader, ReaderOptions, Text, split_cells
 from variable_batch_size.lab.cluster.readers.csv_table import OwnReader
 from variable_batch_size.lab.cluster.readers.eth import EthReader
 from variable_batch_size.lab.cluster.readers.gcloud import GcloudReader
@@ -84,9 +84,9 @@ def read(
     reader = READERS[format] if format is not None else _recognize(text)
     for option, value, default in zip(ReaderOptions._fields, options, ReaderOptions(), strict=True):
         if value != default and option not in reader.options:
-            able = ", ".join(name for name, other in READERS.items() if option in other.options)
+            formats = ", ".join(name for name, other in READERS.items() if option in other.options)
             found = f"the format {reader.name} ({text.path})"
-            raise value_error(f"{option} must be left out except for the format {able}", found, f"remove {option}=")
+            raise value_error(f"{option} must be left out except for the format {formats}", found, f"remove {option}=")
     return CapacityTrace(*reader.read_checked(text, options))
 
 
@@ -95,6 +95,7 @@ read.__doc__ = read.__doc__ and read.__doc__.replace("    FORMATS", _FORMATS)
 
 
 def _check_options(inverted: bool | int, max_gap: float | None) -> ReaderOptions:
+    """Return these options of readers, checked; True is a cluster of one node."""
     remedy = "pass True for a cluster of one node, or the number of its nodes"
     size = int(inverted) if isinstance(inverted, bool) else check_int(inverted, "inverted", 1, MAX_INT, remedy)
     if max_gap is None:
@@ -105,7 +106,7 @@ def _check_options(inverted: bool | int, max_gap: float | None) -> ReaderOptions
     return ReaderOptions(size, seconds)
 
 
-def format_of(path: str | os.PathLike[str]) -> str | None:
+def recognized_format(path: str | os.PathLike[str]) -> str | None:
     """Return the name of the format of a file; None if it is not recognized, or cannot be read."""
     try:
         return _recognize(Text.load(path)).name
@@ -114,11 +115,12 @@ def format_of(path: str | os.PathLike[str]) -> str | None:
 
 
 def _recognize(text: Text) -> Reader:
+    """Return the reader of the format of a file; raise LogError if none recognizes it."""
     for reader in READERS.values():
         if reader.recognizes(text):
             return reader
     line, first = text.lines[0]
-    if set(SIZE_COLUMNS) & set(split(first)):
+    if set(SIZE_COLUMNS) & set(split_cells(first)):
         requirement = "a capacity trace must have numbers of nodes, not the batch sizes of a batch trace"
         raise text.error(line, requirement, first, "pass a log, or show this file with vbs trace show")
     known = " or ".join(f"{reader.example} ({name})" for name, reader in READERS.items())

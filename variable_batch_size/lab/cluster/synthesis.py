@@ -63,7 +63,7 @@ def synthetic(
     up, down = check_positive(mean_up, "mean_up", SECONDS), check_positive(mean_down, "mean_down", SECONDS)
     end = check_positive(duration, "duration", SECONDS)
     every = None if bulk_every is None else check_positive(bulk_every, "bulk_every", SECONDS)
-    fraction = _fraction(bulk_fraction, every)
+    fraction = _check_bulk_fraction(bulk_fraction, every)
     bulks = 0.0 if every is None else end / every  # expected
     expected = bulks + count * (1 + 2 * end / (up + down) + fraction * bulks)
     if expected > _MAX_CHANGES:
@@ -103,13 +103,13 @@ def _up_at_start(
     since = np.full(nodes, np.inf)
     if every is not None and fraction > 0:
         last = rng.geometric(fraction, nodes)  # (nodes,): how many bulk preemptions back the last hit is
-        distinct, which = np.unique(last, return_inverse=True)
-        since = np.cumsum(rng.gamma(np.diff(distinct, prepend=0), every))[which]
+        distinct, place = np.unique(last, return_inverse=True)
+        since = np.cumsum(rng.gamma(np.diff(distinct, prepend=0), every))[place]
     return rng.random(nodes) < -never_hit * np.expm1(-since * rate)
 
 
 def _choose_cells(rng: np.random.Generator, cells: int, fraction: float) -> IntArray:
-    """Choose each of [0, cells) independently with a probability; return them in ascending order, (chosen,)."""
+    """Choose each of [0, cells) with probability `fraction`; return the chosen ones in ascending order, (chosen,)."""
     parts, last = [np.empty(0, np.int64)], -1
     while fraction > 0 and last < cells - 1:
         size = 16 + int((cells - last) * fraction)
@@ -133,8 +133,8 @@ def _alternate(
     """
     gained, lost = [], []
     time = starts + np.where(begins_up, 0, rng.exponential(mean_down, len(starts)))  # (stretches,): up from then on
-    while (going := time < stops).any():
-        time, stops = time[going], stops[going]
+    while (goes_on := time < stops).any():
+        time, stops = time[goes_on], stops[goes_on]
         wanted = 1 + (stops - time).max() / (mean_up + mean_down)
         shape = len(time), int(min(wanted, 1 + _CYCLES_AT_ONCE // len(time)))  # (stretches, cycles)
         up, down = rng.exponential(mean_up, shape), rng.exponential(mean_down, shape)
@@ -148,7 +148,8 @@ def _alternate(
     return np.concatenate([np.empty(0), *gained]), np.concatenate([np.empty(0), *lost])
 
 
-def _fraction(bulk_fraction: float | None, bulk_every: float | None) -> float:
+def _check_bulk_fraction(bulk_fraction: float | None, bulk_every: float | None) -> float:
+    """Return the probability with which a bulk preemption takes a node; raise ValueError if it is none."""
     if bulk_fraction is None:
         return 1.0
     if bulk_every is None:

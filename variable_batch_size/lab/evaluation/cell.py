@@ -66,18 +66,19 @@ class Cell:
     @property
     def key(self) -> str:
         """The name of the cell: the first 16 hexadecimal digits of the SHA-256 of its canonical JSON."""
-        return _digits(self.as_json())
+        return _hash_json(self.as_json())
 
     @property
     def training(self) -> str:
         """The name of the training: that of the cells that differ in the name of the trace only."""
-        return _digits(self.as_json() | {"trace": ""})
+        return _hash_json(self.as_json() | {"trace": ""})
 
     def __str__(self) -> str:
         """Return what tells it from the other cells of an experiment."""
         return f"{self.task}, trace {self.trace}, rule {self.rule}, lr {self.lr:g}, seed {self.seed}"
 
 
-def _digits(values: Mapping[str, Any]) -> str:
+def _hash_json(values: Mapping[str, Any]) -> str:
+    """Return the first 16 hexadecimal digits of the SHA-256 of values as canonical JSON."""
     text = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

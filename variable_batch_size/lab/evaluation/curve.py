@@ -53,7 +53,7 @@ class Curve:
         first = max((loss for loss in (self.untrained, self.first) if loss is not None), default=0.0)
         return FACTOR * first if first > 0 else math.inf  # one that may be negative has no multiple
 
-    def microbatch(self, loss: float, samples: int) -> bool:
+    def add_microbatch(self, loss: float, samples: int) -> bool:
         """Add the mean loss of a microbatch; return False if the training ends, because it is not finite.
 
         Raises:
@@ -66,7 +66,7 @@ class Curve:
         self.diverged |= not math.isfinite(loss)
         return not self.diverged
 
-    def update(self, updates: int, lr: float) -> None:
+    def add_update(self, updates: int, lr: float) -> None:
         """Add the update of the microbatches since the last one."""
         batch = sum(samples for _, samples in self._microbatches)
         self.last = sum(loss * samples for loss, samples in self._microbatches) / batch
@@ -74,16 +74,16 @@ class Curve:
         self._microbatches = []
         self.since.append((batch, lr, self.last))
         if self._time is not None:
-            self.seconds = self._time.after(self.seconds, updates - self._before, batch, self._minibatch_size)
+            self.seconds = self._time.update_end(self.seconds, updates - self._before, batch, self._minibatch_size)
 
-    def evaluation(self, updates: int, samples: int, progress: float, metrics: Mapping[str, float]) -> None:
+    def add_evaluation(self, updates: int, samples: int, progress: float, metrics: Mapping[str, float]) -> None:
         """Add a row, with None for a metric that is not finite; a loss that is not ends the training, without a row.
 
         Raises:
             TypeError: if the metrics are not a mapping with a loss.
             ValueError: if the loss before the first update is not finite: that is no divergence.
         """
-        values = checked(metrics)
+        values = check_metrics(metrics)
         if self.last is None and not math.isfinite(values["loss"]):
             remedy = "mend evaluate() or the model: nothing has been trained yet"
             raise value_error("evaluate() must return a finite loss of the untrained model", values["loss"], remedy)
@@ -118,8 +118,8 @@ class Curve:
         self._microbatches = []
 
 
-def checked(metrics: Any) -> dict[str, float]:
-    """Return the metrics of an evaluation as floats; raise TypeError if they are none."""
+def check_metrics(metrics: Any) -> dict[str, float]:
+    """Return the metrics of an evaluation as floats; raise TypeError if they lack a loss, or one has a taken name."""
     if not isinstance(metrics, Mapping) or "loss" not in metrics:
         requirement = "evaluate() must return a mapping with the key 'loss'"
         raise type_error(requirement, metrics, 'return for example {"loss": 0.5, "accuracy": 0.9}')

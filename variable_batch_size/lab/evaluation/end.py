@@ -30,7 +30,7 @@ class End:
     amount: float | None = None
 
     @classmethod
-    def of(cls, text: str) -> End:
+    def parse(cls, text: str) -> End:
         """Return the end that a text stands for.
 
         Raises:
@@ -40,9 +40,8 @@ class End:
         if not isinstance(text, str):
             raise type_error(f"an end must be {FORMS}", text, "pass one of these")
         by, colon, number = text.partition(":")
-        if by not in get_args(By) or bool(colon) not in {"samples": (False,), "progress": (False, True)}.get(
-            by, (True,)
-        ):
+        with_number = {"samples": (False,), "progress": (False, True)}.get(by, (True,))
+        if by not in get_args(By) or bool(colon) not in with_number:
             raise value_error(f"an end must be {FORMS}", f"{text!r:.60}", "pass one of these")
         try:
             amount = check_positive(float(number), f"the number of the end {by}", "pass one") if colon else None
@@ -50,15 +49,15 @@ class End:
             raise value_error(f"the number of the end {by} must be > 0", repr(number), "pass one") from None
         return cls(by, amount)  # type: ignore[arg-type]
 
-    def resolved(self, samples: int, ref_batchsize: int | None) -> End:
-        """Return it with an amount, in an experiment of so many samples."""
+    def with_amount(self, samples: int, ref_batchsize: int | None) -> End:
+        """Return the end with an amount, by default the progress of `samples` at the reference batch size."""
         if self.amount is not None or self.by == "samples":
             return self
         if ref_batchsize is None:
             raise value_error('the end "progress" needs a ref_batchsize', "none", "pass one, or progress:UPDATES")
         return End(self.by, samples / ref_batchsize)
 
-    def most(self, samples: int) -> int:
+    def max_samples(self, samples: int) -> int:
         """Return after how many samples a training ends at the latest, in an experiment of `samples`."""
         return samples if self.by == "samples" else MOST * samples
 
@@ -73,7 +72,7 @@ class End:
         """Return whether a training is over by an amount; with equal samples its sampler ends it."""
         return self.by != "samples" and reached(self.share(curve, progress))
 
-    def named(self, trace: str) -> str:
+    def name_trace(self, trace: str) -> str:
         """Return the name of a trace under which the trainings with this end are compared."""
         if self.by == "samples":
             return trace

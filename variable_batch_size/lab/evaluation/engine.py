@@ -11,7 +11,7 @@ import os
 import shutil
 import socket
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from datetime import timedelta
 from itertools import islice
@@ -24,13 +24,14 @@ from variable_batch_size._extras import import_extra
 from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size._validation import check_choice, check_int, check_interval, value_error
 from variable_batch_size.lab.evaluation.cell import Cell
-from variable_batch_size.lab.evaluation.experiment import Experiment, check
-from variable_batch_size.lab.evaluation.provenance import environment, facts_of
+from variable_batch_size.lab.evaluation.experiment import Experiment, check_cells
+from variable_batch_size.lab.evaluation.provenance import environment, task_facts
 from variable_batch_size.lab.evaluation.records import Evaluation, Journal, read
 from variable_batch_size.lab.evaluation.training import SAVE_EVERY, train
 
 EngineName: TypeAlias = Literal["joblib", "ray"]
 Line: TypeAlias = dict[str, Any]
+Lines: TypeAlias = Iterator[Line]
 PATIENCE = 10.0  # seconds, for a connection and for the end of canceled tasks
 START = "start it there (ray start --head), or leave the address out to use this machine"
 
@@ -84,72 +85,83 @@ def run(
     threads = check_int(threads, "threads", 1)
     check_interval(save_every, "save_every", "pass a positive one")
     place = Path(folder)
-    wanted = {cell.key: cell for cell in (cells.cells() if isinstance(cells, Experiment) else cells)}
-    todo = without_line(wanted.values(), place)
-    check(todo.values())  # before there is a folder
+    planned = {cell.key: cell for cell in (cells.cells() if isinstance(cells, Experiment) else cells)}
+    left = cells_without_line(planned.values(), place)
+    check_cells(left.values())  # before there is a folder
     with Journal(place) as journal:
-        known = {line["key"]: line for line in journal.lines if "key" in line}
-        todo = {key: cell for key, cell in todo.items() if key not in known}  # another driver may just have ended
-        _check_tasks(wanted.values(), known.values())
-        journal.plan(command, wanted)
-        for path in place.glob("checkpoints/*"):
-            if path.name in known:  # of a driver that was killed after it had written the line
-                shutil.rmtree(path, ignore_errors=True)
-        twins: dict[str, list[Cell]] = {}
-        for cell in todo.values():
-            twins.setdefault(cell.training, []).append(cell)
-        first = [group[0] for group in twins.values()]
+        lines = {line["key"]: line for line in journal.lines if "key" in line}
+        left = {key: cell for key, cell in left.items() if key not in lines}  # another driver may just have ended
+        _check_tasks(planned.values(), lines.values())
+        journal.append_plan(command, planned)
+        _remove_checkpoints(place, lines)
+        groups = _group_by_training(left.values())
+        first = [group[0] for group in groups.values()]
         options = {"folder": place.absolute(), "threads": threads, "save_every": save_every}
         if engine == "ray" and first:  # nothing starts for nothing
-            trainings = _on_ray(first, options, jobs, address)
+            trained = _run_on_ray(first, options, jobs, address)
         else:
-            trainings = _on_this_machine(first, options, jobs or 1)
-        bar = tqdm(total=len(wanted), initial=len(wanted) - len(todo), unit="cell", disable=not progress, smoothing=0)
-        with bar, closing(trainings):  # type: ignore[type-var]
-            for line in trainings:
-                for cell in twins[todo[line["key"]].training]:
-                    facts = {"environment": line["environment"] | _task_facts(cell)}
+            trained = _run_here(first, options, jobs or 1)
+        bar = tqdm(total=len(planned), initial=len(planned) - len(left), unit="cell", disable=not progress, smoothing=0)
+        with bar, closing(trained):  # type: ignore[type-var]
+            for line in trained:
+                for cell in groups[left[line["key"]].training]:
+                    facts = {"environment": line["environment"] | _facts_of_task(cell)}
                     journal.append(line | facts | {"key": cell.key, "cell": cell.as_json()})
                     bar.update()
-                shutil.rmtree(_checkpoints(place, line["key"]), ignore_errors=True)
+                shutil.rmtree(_checkpoint_folder(place, line["key"]), ignore_errors=True)
     return read(place)
 
 
-def without_line(cells: Iterable[Cell], folder: Path) -> dict[str, Cell]:
+def _remove_checkpoints(folder: Path, keys: Container[str]) -> None:
+    """Remove the checkpoints of trainings with these keys, whose driver was killed after it had written their line."""
+    for path in folder.glob("checkpoints/*"):
+        if path.name in keys:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _group_by_training(cells: Iterable[Cell]) -> dict[str, list[Cell]]:
+    """Return the cells by the names of their trainings: those of a group differ in the name of the trace only."""
+    groups: dict[str, list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault(cell.training, []).append(cell)
+    return groups
+
+
+def cells_without_line(cells: Iterable[Cell], folder: Path) -> dict[str, Cell]:
     """Return the cells that have no line in a folder, by their keys."""
     try:
-        known = set(read(folder).trainings["key"])
+        keys = set(read(folder).trainings["key"])
     except (FileNotFoundError, NotADirectoryError):
-        known = set()
-    return {cell.key: cell for cell in cells if cell.key not in known}
+        keys = set()
+    return {cell.key: cell for cell in cells if cell.key not in keys}
 
 
-def _task_facts(cell: Cell) -> dict[str, Any]:
-    return facts_of(cell.task, json.dumps(dict(cell.task_arguments)), cell.data_dir)
+def _facts_of_task(cell: Cell) -> dict[str, Any]:
+    return task_facts(cell.task, json.dumps(dict(cell.task_arguments)), cell.data_dir)
 
 
-def _checkpoints(folder: Path, key: str) -> Path:
+def _checkpoint_folder(folder: Path, key: str) -> Path:
     return folder / "checkpoints" / key
 
 
-def _line(cell: Cell, folder: Path, threads: int, save_every: timedelta | int, driver: int | None = None) -> Line:
-    """Train a cell, with checkpoints where the folder is, which it is not on each machine of Ray."""
-    return train(cell, _checkpoints(folder, cell.key) if folder.is_dir() else None, threads, save_every, driver)
+def _train_cell(cell: Cell, folder: Path, threads: int, save_every: timedelta | int, driver: int | None = None) -> Line:
+    """Train a cell, with checkpoints where the folder is, which it is not on each machine of Ray; return its line."""
+    return train(cell, _checkpoint_folder(folder, cell.key) if folder.is_dir() else None, threads, save_every, driver)
 
 
-def _killed(cell: Cell) -> Line:
+def _killed_line(cell: Cell) -> Line:
     facts: Line = {"status": "killed", "untrained": None, "wall_seconds": None, "curve": {}}
     return {"key": cell.key, "cell": cell.as_json(), **facts, "environment": environment()}
 
 
-def _check_tasks(cells: Iterable[Cell], known: Iterable[Line]) -> None:
+def _check_tasks(cells: Iterable[Cell], lines: Iterable[Line]) -> None:
     """Raise ValueError if the dataset of a task has changed since one of its trainings; warn if its source has."""
     tasks = {(cell.task, str(cell.task_arguments), cell.task_version): cell for cell in cells}
-    for line in known:
+    for line in lines:
         kind = (line["cell"]["task"], str(line["cell"]["task_arguments"]), line["cell"]["task_version"])
         if (cell := tasks.get(kind)) is None or line["status"] == "killed":
             continue
-        for name, value in _task_facts(cell).items():
+        for name, value in _facts_of_task(cell).items():
             before = line["environment"].get(name)
             if None in (value, before) or value == before:
                 continue
@@ -164,31 +176,31 @@ def _check_tasks(cells: Iterable[Cell], known: Iterable[Line]) -> None:
             raise value_error(requirement, f"{name} {value} instead of {before}", remedy)
 
 
-def _on_this_machine(cells: Sequence[Cell], options: Mapping[str, Any], jobs: int) -> Iterator[Line]:
+def _run_here(cells: Sequence[Cell], options: Mapping[str, Any], jobs: int) -> Iterator[Line]:
     """Train in this process, or in so many of joblib, and yield the lines in the order of completion.
 
     The death of a process ends all of joblib's, without telling which cell it trained. Those under way are then trained
     one at a time, so that a second death tells.
     """
     waiting = iter(cells)
-    alone = list[Cell]()
     if min(jobs, len(cells)) <= 1:
-        yield from (_line(cell, **options) for cell in waiting)
+        yield from (_train_cell(cell, **options) for cell in waiting)
         return
     joblib = import_extra("joblib", "evaluation")
     died = import_extra("joblib.externals.loky.process_executor", "evaluation").TerminatedWorkerError
     in_turn = {"batch_size": 1, "pre_dispatch": "n_jobs", "return_as": "generator_unordered"}
     under_way: dict[str, Cell] = {}
+    alone = list[Cell]()
 
-    def handed_out(some: Iterable[Cell]) -> Iterator[Any]:
-        for cell in some:
+    def hand_out(some_cells: Iterable[Cell]) -> Iterator[Any]:
+        for cell in some_cells:
             under_way[cell.key] = cell
-            yield joblib.delayed(_line)(cell, **options, driver=os.getpid())
+            yield joblib.delayed(_train_cell)(cell, **options, driver=os.getpid())
 
     with joblib.parallel_config(backend="loky", inner_max_num_threads=options["threads"]):
         while True:
             cell = alone.pop() if alone else None
-            lines = joblib.Parallel(jobs, **in_turn)(handed_out(waiting if cell is None else [cell]))
+            lines = joblib.Parallel(jobs, **in_turn)(hand_out(waiting if cell is None else [cell]))
             try:
                 with closing(lines):
                     for line in lines:
@@ -196,7 +208,7 @@ def _on_this_machine(cells: Sequence[Cell], options: Mapping[str, Any], jobs: in
                         yield line
             except died:
                 if cell is not None:
-                    yield _killed(cell)
+                    yield _killed_line(cell)
                 else:
                     alone += under_way.values()
                 under_way.clear()
@@ -205,19 +217,16 @@ def _on_this_machine(cells: Sequence[Cell], options: Mapping[str, Any], jobs: in
                     return
 
 
-def _on_ray(cells: Sequence[Cell], options: Mapping[str, Any], jobs: int | None, address: str | None) -> Iterator[Line]:
+def _run_on_ray(cells: Sequence[Cell], options: Mapping[str, Any], jobs: int | None, address: str | None) -> Lines:
     """Train on Ray, and yield the lines in the order of completion.
 
     Tasks of Ray, because joblib's backend for it returns nothing before all is done, and ends with the first death.
     """
     ray = import_extra("ray", "ray")
     threads = options["threads"]
-    with _connected(ray, address):
-        most = max((int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]), default=0)
-        if 0 < most < threads:  # the tasks would wait for ever; a cluster without any CPU may be one that grows
-            requirement = f"threads must be at most the {most} CPUs of the largest machine of Ray"
-            raise value_error(requirement, threads, "pass less")
-        task = ray.remote(num_cpus=threads, max_retries=1, retry_exceptions=False)(_line)
+    with _ray_connection(ray, address):
+        _check_ray_machines(ray, threads)
+        task = ray.remote(num_cpus=threads, max_retries=1, retry_exceptions=False)(_train_cell)
         waiting = iter(cells)
         running = dict[Any, Cell]()
         limit = jobs or 2 * max(1, int(ray.cluster_resources().get("CPU", 0)) // threads)
@@ -233,15 +242,23 @@ def _on_ray(cells: Sequence[Cell], options: Mapping[str, Any], jobs: int | None,
                 except ray.exceptions.RayTaskError as error:
                     raise error.cause from error
                 except ray.exceptions.RayError:
-                    yield _killed(cell)
+                    yield _killed_line(cell)
         finally:
             for handle in running:  # the folders of their checkpoints are locked until they end
                 ray.cancel(handle, force=True)
             ray.wait(list(running), num_returns=len(running), timeout=PATIENCE) if running else None
 
 
+def _check_ray_machines(ray: Any, threads: int) -> None:
+    """Raise ValueError if no machine has so many CPUs: tasks would wait for ever. A cluster without any may grow."""
+    most = max((int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]), default=0)
+    if 0 < most < threads:
+        requirement = f"threads must be at most the {most} CPUs of the largest machine of Ray"
+        raise value_error(requirement, threads, "pass less")
+
+
 @contextmanager
-def _connected(ray: Any, address: str | None) -> Iterator[None]:
+def _ray_connection(ray: Any, address: str | None) -> Iterator[None]:
     """Connect to Ray, unless the caller has."""
     if ray.is_initialized():
         if address is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,7 +107,7 @@ class Experiment:
             raise value_error("a trace must have a name of its own", repr(REFERENCE), "choose another one")
         for rule in (self.baseline, *self.rules):
             rule_named(rule)
-        ends = [End.of(end) for end in self.ends]
+        ends = [End.parse(end) for end in self.ends]
         if self.start is not None and (len(self.tasks) > 1 or ends != [SAMPLES]):
             found = f"{len(self.tasks)} tasks and the ends {', '.join(self.ends)}"
             requirement = "trainings that go on from a checkpoint must be of one task, and of equal samples"
@@ -123,15 +123,16 @@ class Experiment:
             TypeError, ValueError: if a task, a trace or the start is not one, or what a task needs is not known.
         """
         tasks = self.tasks if isinstance(self.tasks, Mapping) else {name: {} for name in self.tasks}
-        return [cell for name, arguments in tasks.items() for cell in self._cells(name, arguments)]
+        return [cell for name, arguments in tasks.items() for cell in self._task_cells(name, arguments)]
 
-    def _cells(self, name: str, arguments: Mapping[str, Any]) -> Iterable[Cell]:
+    def _task_cells(self, name: str, arguments: Mapping[str, Any]) -> Iterable[Cell]:
+        """Yield the cells of a task, after all of its traces are known; warn of those without a change."""
         data_dir = self.data_dir and str(Path(self.data_dir).absolute())  # the same in any process
         task = load_task(name, arguments, data_dir)
-        defaults = Defaults.of(task, name)
+        defaults = Defaults.read(task, name)
         start = None if self.start is None else Start.read(self.start, scheduled=defaults.schedule is not None)
-        samples = self._known("samples", defaults, name)
-        lr = self._known("lr", defaults, name) if start is None else start.lr
+        samples = self._given_or_default("samples", defaults, name)
+        lr = self._given_or_default("lr", defaults, name) if start is None else start.lr
         fixed = {
             "task": name,
             "task_arguments": dict(arguments),
@@ -151,21 +152,27 @@ class Experiment:
         for trace, timed in timed_traces.items():
             if timed.remark and trace != REFERENCE:
                 warnings.warn(f"trace {trace}: {timed.remark}", UserWarning, stacklevel=stacklevel_of_user())
-        rules = dict.fromkeys((self.baseline, *self.rules))
-        factors = dict.fromkeys((1.0, *map(float, self.lr_factors)))
         for seed in seeds:
             for trace, timed in timed_traces.items():
-                of_trace = {"trace": trace, "trace_fingerprint": timed.fingerprint, "timed": timed, "seed": seed}
-                for rule in (CONSTANT,) if trace == REFERENCE else rules:
-                    for factor in TUNED if trace == REFERENCE else factors:
-                        scaled = {"rule": rule, "lr": lr * factor, "lr_factor": factor}
-                        yield Cell(**fixed | of_trace | scaled, end=str(timed.end))
+                yield from self._cells_of_trace({**fixed, "seed": seed}, lr, trace, timed)
+
+    def _cells_of_trace(self, fixed: Mapping[str, Any], lr: float, trace: str, timed: TimedTrace) -> Iterator[Cell]:
+        """Yield the cells under a trace: each rule at each factor on the learning rate."""
+        is_reference = trace == REFERENCE
+        rules = dict.fromkeys((self.baseline, *self.rules))
+        factors = dict.fromkeys((1.0, *map(float, self.lr_factors)))
+        of_trace = {"trace": trace, "trace_fingerprint": timed.fingerprint, "timed": timed}
+        for rule in (CONSTANT,) if is_reference else rules:
+            for factor in TUNED if is_reference else factors:
+                scaled = {"rule": rule, "lr": lr * factor, "lr_factor": factor}
+                yield Cell(**{**fixed, **of_trace, **scaled}, end=str(timed.end))
 
     @property
     def _seeds(self) -> Sequence[int]:
         return range(check_int(self.seeds, "seeds", 1)) if isinstance(self.seeds, int) else self.seeds
 
-    def _known(self, attribute: str, defaults: Defaults, name: str) -> Any:
+    def _given_or_default(self, attribute: str, defaults: Defaults, name: str) -> Any:
+        """Return an attribute of the experiment or, if it is None, of the task; raise ValueError if both are."""
         given = getattr(self, attribute)
         if given is None and (given := getattr(defaults, attribute)) is None:
             remedy = f"pass {attribute}=, or give the task this attribute"
@@ -190,13 +197,13 @@ class Experiment:
             raise value_error(requirement, f"{seeds} seeds", "pass seeds=1, or an earlier checkpoint")
 
     def _timed_traces(self, task: Task, fixed: Mapping[str, Any]) -> dict[str, TimedTrace]:
-        """Return the batch sizes and times by the names of their traces."""
+        """Return the batch sizes and times of the traces and of the reference, by the names of trainings' traces."""
         traces: Mapping[str, TraceSource] = (
             self.traces if isinstance(self.traces, Mapping) else dict(zip(self.traces, self.traces, strict=True))
         )
         reference, start = fixed["ref_batchsize"], fixed["start"]
-        ends = [End.of(end) for end in self.ends]
-        plan = [(end.named(name), name, source, end) for end in ends for name, source in traces.items()]
+        ends = [End.parse(end) for end in self.ends]
+        plan = [(end.name_trace(name), name, source, end) for end in ends for name, source in traces.items()]
         if reference is not None:
             plan.append((REFERENCE, REFERENCE, BatchTrace.constant(reference), SAMPLES))
         timed_traces: dict[str, TimedTrace] = {}
@@ -206,14 +213,14 @@ class Experiment:
             before = (0, 0) if start is None else (start.updates, start.samples)
             training = Training(size, fixed["samples"], reference, fixed["minibatch_size"], before=before)
             try:
-                training = training._replace(end=end.resolved(fixed["samples"], reference))
+                training = training._replace(end=end.with_amount(fixed["samples"], reference))
                 timed_traces[label] = timed_trace(source, training, self.options, self.time)
             except ValueError as error:
                 raise ValueError(f"trace {name} of the task {fixed['task']}: {error}") from error
         return timed_traces
 
 
-def check(cells: Iterable[Cell]) -> None:
+def check_cells(cells: Iterable[Cell]) -> None:
     """Raise an error if a cell cannot train: its objects are created once for each task, trace and rule.
 
     Raises:
@@ -221,7 +228,7 @@ def check(cells: Iterable[Cell]) -> None:
         TypeError, ValueError: if task, trace, rule and optimizer do not fit one another; the message names them.
         RuntimeError: if a task raises another error.
     """
-    from variable_batch_size.lab.evaluation.training import parts_of
+    from variable_batch_size.lab.evaluation.training import create_parts
 
     kinds: dict[tuple[object, ...], Cell] = {}
     for cell in cells:
@@ -229,7 +236,7 @@ def check(cells: Iterable[Cell]) -> None:
         kinds.setdefault((*facts, cell.minibatch_size), cell)
     for cell in kinds.values():
         try:
-            parts = parts_of(cell, Curve(cell.timed.time, cell.minibatch_size))
+            parts = create_parts(cell, Curve(cell.timed.time, cell.minibatch_size))
             rates = [
                 [float(group["lr"]) for group in parts.task.optimizer(parts.model, lr).param_groups]
                 for lr in (cell.lr, 2 * cell.lr)
@@ -240,7 +247,7 @@ def check(cells: Iterable[Cell]) -> None:
         except (OSError, ModuleNotFoundError):
             raise
         except Exception as error:
-            of = f"task {cell.task}, trace {cell.trace}, rule {cell.rule}"
+            name = f"task {cell.task}, trace {cell.trace}, rule {cell.rule}"
             if type(error) in (TypeError, ValueError):
-                raise type(error)(f"{of}: {error}") from error
-            raise RuntimeError(f"{of}: {type(error).__name__}: {error}") from error
+                raise type(error)(f"{name}: {error}") from error
+            raise RuntimeError(f"{name}: {type(error).__name__}: {error}") from error

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 LEARNED = 10  # standard deviations of the reference between it and the untrained model, without which no loss fails
 
 
-def of_reference(trainings: pd.DataFrame) -> pd.Series[bool]:
+def is_reference(trainings: pd.DataFrame) -> pd.Series[bool]:
     """Return which trainings of a task are the reference's: the constant rule at its batch size, under any name."""
     sizes = trainings["curve"].map(constant_batchsize)
     alike = (trainings["rule"] == "constant") & (sizes == trainings["ref_batchsize"]) & (trainings["end"] == "samples")
@@ -24,9 +24,9 @@ def of_reference(trainings: pd.DataFrame) -> pd.Series[bool]:
     return named if named.any() else alike
 
 
-def at_its_rate(trainings: pd.DataFrame) -> pd.DataFrame:
+def reference_trainings(trainings: pd.DataFrame) -> pd.DataFrame:
     """Return the reference's trainings at its own learning rate."""
-    return trainings[of_reference(trainings) & np.isclose(trainings["lr_factor"], 1)]
+    return trainings[is_reference(trainings) & np.isclose(trainings["lr_factor"], 1)]
 
 
 def constant_batchsize(curve: Mapping[str, Sequence[Any]]) -> float:
@@ -37,7 +37,7 @@ def constant_batchsize(curve: Mapping[str, Sequence[Any]]) -> float:
     return float(most[0]) if constant else np.nan
 
 
-def limit_of(trainings: pd.DataFrame) -> float:
+def failure_limit(trainings: pd.DataFrame) -> float:
     """Return the final loss above which a training of a task failed, under every trace: (u + r) / 2.
 
     u is the loss of the untrained model, and r the median final loss of the reference's trainings. It is infinite if
@@ -47,7 +47,7 @@ def limit_of(trainings: pd.DataFrame) -> float:
     Args:
         trainings: those of a task, with a column `loss`, the final one.
     """
-    at_reference = at_its_rate(trainings)
+    at_reference = reference_trainings(trainings)
     losses = at_reference.loc[at_reference["status"] == "finished", "loss"].dropna().to_numpy(np.float64)
     if not len(losses):
         return np.inf
@@ -58,7 +58,7 @@ def limit_of(trainings: pd.DataFrame) -> float:
     return limit if untrained - reference > LEARNED * deviation else np.inf
 
 
-def failed(trainings: pd.DataFrame) -> pd.Series[bool]:
+def find_failed(trainings: pd.DataFrame) -> pd.Series[bool]:
     """Return which trainings of a task failed; one that was killed did not.
 
     Args:
@@ -67,9 +67,10 @@ def failed(trainings: pd.DataFrame) -> pd.Series[bool]:
     ends = zip(trainings["end"], trainings["curve"], strict=True)
     short = np.array([not _reached_its_end(end, curve) for end, curve in ends], bool)
     finished = trainings["status"] == "finished"
-    return (trainings["status"] == "diverged") | finished & ((trainings["loss"] > limit_of(trainings)) | short)
+    return (trainings["status"] == "diverged") | finished & ((trainings["loss"] > failure_limit(trainings)) | short)
 
 
 def _reached_its_end(text: str, curve: dict[str, list[float]]) -> bool:
-    end = End.of(text)
+    """Return whether a training has had the amount of its end; True of one without an amount, as with equal samples."""
+    end = End.parse(text)
     return end.amount is None or reached((curve.get(end.by) or [0.0])[-1] / end.amount)

@@ -44,22 +44,22 @@ THEMED = {
 }
 
 
-def for_page(judgement: Judgement) -> str:
+def page_svg(judgement: Judgement) -> str:
     """Return the figure as an SVG element, whose text and lines have the colors of the page."""
-    with _style(THEMED):
-        text = _saved(draw(judgement), "svg", transparent=True).decode()
-    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :].strip(), flags=re.DOTALL)
-    used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', text))
-    text = re.sub(r' id="([^"]+)"', lambda match: match[0] if match[1] in used else "", text)
-    text = text.replace(INK, "currentColor").replace(FAINT, "var(--faint)")
-    return re.sub(r"font: ([\d.]+px) [^;\"]*", r"font: \1 var(--font)", text)
+    with _drawing_style(THEMED):
+        svg = _to_bytes(draw(judgement), "svg", transparent=True).decode()
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :].strip(), flags=re.DOTALL)
+    referenced = set(re.findall(r'(?:href="#|url\(#)([^")]+)', svg))
+    svg = re.sub(r' id="([^"]+)"', lambda match: match[0] if match[1] in referenced else "", svg)
+    svg = svg.replace(INK, "currentColor").replace(FAINT, "var(--faint)")
+    return re.sub(r"font: ([\d.]+px) [^;\"]*", r"font: \1 var(--font)", svg)
 
 
-def for_paper(judgement: Judgement) -> dict[str, bytes]:
-    """Return the figure in each of FORMATS."""
-    with _style({}):
+def image_files(judgement: Judgement) -> dict[str, bytes]:
+    """Return the content of a file of the figure in each of FORMATS."""
+    with _drawing_style({}):
         figure = draw(judgement)
-        return {kind: _saved(figure, kind, dpi=200) for kind in FORMATS}
+        return {kind: _to_bytes(figure, kind, dpi=200) for kind in FORMATS}
 
 
 def draw(judgement: Judgement) -> Figure:
@@ -69,37 +69,35 @@ def draw(judgement: Judgement) -> Figure:
     cross. Batch sizes and learning rates are those of one seed, means between two evaluations.
     """
     traces, rows = judgement.traces, judgement.trainings
-    factors = rows.loc[rows["trace"] != REFERENCE, "lr_factor"].nunique() > 1
-    heights = [1.0, 1.0, 1.8, *([1.5] if factors else [])]
+    has_factors = rows.loc[rows["trace"] != REFERENCE, "lr_factor"].nunique() > 1
+    heights = [1.0, 1.0, 1.8, *([1.5] if has_factors else [])]
     size = (max(4.2, 3.2 * len(traces)), 1.6 * sum(heights) + 0.9)
     figure: Figure = import_extra("matplotlib.figure", "evaluation").Figure(figsize=size, layout="constrained")
     panels: Any = figure.subplots(len(heights), len(traces), squeeze=False, sharey="row", height_ratios=heights)
-    looks = {rule: (COLORS[n % len(COLORS)], DASHES[n % len(DASHES)]) for n, rule in enumerate(judgement.rules)}
+    styles: dict[str, dict[str, Any]] = {
+        rule: {"color": COLORS[n % len(COLORS)], "linestyle": DASHES[n % len(DASHES)]}
+        for n, rule in enumerate(judgement.rules)
+    }
     for (batch, lr, curves, *response), trace in zip(panels.T, traces, strict=True):
         of_trace = rows[rows["label"] == trace.name]
         for rule, of_rule in of_trace[np.isclose(of_trace["lr_factor"], 1)].groupby("rule"):
-            style = dict(zip(("color", "linestyle"), looks[str(rule)], strict=True))
-            _draw_updates(batch, lr, of_rule, style)
-            _draw_curves(curves, of_rule, judgement.metric, str(rule), style)
-        if response:
-            for rule, of_rule in of_trace.groupby("rule"):
-                _draw_response(response[0], of_rule, dict(zip(("color", "linestyle"), looks[str(rule)], strict=True)))
-            response[0].set(xlabel="factor on the learning rate", xscale="log")
-            ticks = sorted(of_trace["lr_factor"].unique())
-            response[0].set_xticks(ticks, labels=[f"{factor:g}" for factor in ticks])
-            response[0].minorticks_off()
+            _draw_updates(batch, lr, of_rule, styles[str(rule)])
+            _draw_curves(curves, of_rule, judgement.metric, str(rule), styles[str(rule)])
+        for axes in response:
+            _draw_responses(axes, of_trace, styles)
         batch.set_title("\n".join(textwrap.wrap(trace.name, 30, max_lines=3)))
         curves.set_xlabel("samples")
     reference = rows.loc[(rows["trace"] == REFERENCE) & np.isclose(rows["lr_factor"], 1), "value"].median()
-    _finish(panels, judgement.metric, reference)
+    _label_axes(panels, judgement.metric, reference)
     lines = {line.get_label(): line for axes in panels[2] for line in axes.get_lines() if line.get_label()[0] != "_"}
-    order = [*(rule for rule in looks if rule in lines), *(name for name in lines if name not in looks)]
-    handles = [lines[name] for name in order]
-    figure.legend(handles, order, loc="outside upper center", ncols=min(max(2, 2 * len(traces)), 6), frameon=False)
+    names = [*(rule for rule in styles if rule in lines), *(name for name in lines if name not in styles)]
+    handles = [lines[name] for name in names]
+    figure.legend(handles, names, loc="outside upper center", ncols=min(max(2, 2 * len(traces)), 6), frameon=False)
     return figure
 
 
 def _draw_updates(batch: Axes, lr: Axes, trainings: pd.DataFrame, style: dict[str, Any]) -> None:
+    """Draw the batch sizes and the learning rates of a rule along the samples, those of its longest training."""
     curve = max(trainings.sort_values("seed")["curve"], key=lambda curve: len(curve.get("samples", ())))
     samples = curve.get("samples", [])
     if not samples:
@@ -112,6 +110,7 @@ def _draw_updates(batch: Axes, lr: Axes, trainings: pd.DataFrame, style: dict[st
 
 
 def _draw_curves(axes: Axes, trainings: pd.DataFrame, metric: str, rule: str, style: dict[str, Any]) -> None:
+    """Draw the metric of a rule along the samples: median and band of its seeds, and those that failed."""
     good = trainings[(trainings["status"] == "finished") & ~trainings["failed"]]
     curves = [np.stack([_floats(curve["samples"]), _floats(curve[metric])]) for curve in good["curve"]]
     curves = [curve[:, np.isfinite(curve).all(0)] for curve in curves]
@@ -127,25 +126,32 @@ def _draw_curves(axes: Axes, trainings: pd.DataFrame, metric: str, rule: str, st
         axes.plot(samples[: len(values)][-1:], values[-1:], "x", color=style["color"], ms=5, label="_failed")
 
 
-def _draw_response(axes: Axes, trainings: pd.DataFrame, style: dict[str, Any]) -> None:
-    values = trainings.groupby("lr_factor")["value"].agg(["median", "min", "max"]).dropna()
-    axes.plot(values.index, values["median"], marker=".", lw=1.2, **style)
-    axes.fill_between(values.index, values["min"], values["max"], color=style["color"], alpha=0.13, lw=0)
+def _draw_responses(axes: Axes, trainings: pd.DataFrame, styles: dict[str, dict[str, Any]]) -> None:
+    """Draw the final metric of each rule along the factors on the learning rate."""
+    for rule, of_rule in trainings.groupby("rule"):
+        values = of_rule.groupby("lr_factor")["value"].agg(["median", "min", "max"]).dropna()
+        axes.plot(values.index, values["median"], marker=".", lw=1.2, **styles[str(rule)])
+        color = styles[str(rule)]["color"]
+        axes.fill_between(values.index, values["min"], values["max"], color=color, alpha=0.13, lw=0)
+    axes.set(xlabel="factor on the learning rate", xscale="log")
+    factors = sorted(trainings["lr_factor"].unique())
+    axes.set_xticks(factors, labels=[f"{factor:g}" for factor in factors])
+    axes.minorticks_off()
 
 
-def _finish(panels: Any, metric: str, reference: float) -> None:
+def _label_axes(panels: Any, metric: str, reference: float) -> None:
+    """Give all panels their labels, scales and grids, and those of the metric a line at the reference's value."""
     for axes, name in zip(panels[:, 0], ("batch size", "learning rate", metric, f"final {metric}"), strict=False):
         axes.set_ylabel(name)
     for axes in panels[0]:
         axes.set_yscale("log", base=2)
         axes.yaxis.set_major_formatter("{x:g}")
-    _focus(panels[2], reference)
+    _limit_metric_axis(panels[2], reference)
     ticker = import_extra("matplotlib.ticker", "evaluation")
     for axes in panels[2]:
         if np.isfinite(reference):
-            axes.axhline(
-                reference, lw=0.9, ls=(0, (1, 1)), color=axes.xaxis.label.get_color(), label="the reference, at its end"
-            )
+            color = axes.xaxis.label.get_color()
+            axes.axhline(reference, lw=0.9, ls=(0, (1, 1)), color=color, label="the reference, at its end")
     for axes in panels[:3].ravel():
         axes.xaxis.set_major_locator(ticker.MaxNLocator(4))
         axes.xaxis.set_major_formatter(ticker.EngFormatter(sep=""))
@@ -154,7 +160,7 @@ def _finish(panels: Any, metric: str, reference: float) -> None:
         axes.margins(x=0.01)
 
 
-def _focus(panels: Any, reference: float) -> None:
+def _limit_metric_axis(panels: Any, reference: float) -> None:
     """Show the medians after the first fifth of the samples, and a cross that is outside of these at the edge."""
     lines = [line for axes in panels for line in axes.get_lines()]
     thick = [_floats(line.get_ydata()) for line in lines if not line.get_label().startswith("_")]
@@ -173,17 +179,19 @@ def _floats(values: Sequence[float | None]) -> FloatArray:
     return np.array([np.nan if value is None else value for value in values], np.float64)
 
 
-def _saved(figure: Figure, kind: str, **arguments: Any) -> bytes:
+def _to_bytes(figure: Figure, kind: str, **arguments: Any) -> bytes:
+    """Return the content of a file of a figure, the same each time: without dates."""
     file = io.BytesIO()
-    dates = {"png": {"Software": None}, "pdf": {"CreationDate": None}, "svg": {"Date": None, "Creator": None}}
-    figure.savefig(file, format=kind, metadata=dates[kind], **arguments)
+    metadata = {"png": {"Software": None}, "pdf": {"CreationDate": None}, "svg": {"Date": None, "Creator": None}}
+    figure.savefig(file, format=kind, metadata=metadata[kind], **arguments)
     return file.getvalue()
 
 
 @contextmanager
-def _style(more: dict[str, str]) -> Iterator[None]:
+def _drawing_style(colors: dict[str, str]) -> Iterator[None]:
+    """Draw in STYLE and these colors within a block, whatever the user has set for other pictures."""
     matplotlib = import_extra("matplotlib", "evaluation")
     with matplotlib.rc_context():
-        matplotlib.rcdefaults()  # whatever the user has set for other pictures
-        matplotlib.rcParams.update({**STYLE, **more})
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update({**STYLE, **colors})
         yield

@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from variable_batch_size._validation import FloatArray, IntArray, value_error
-from variable_batch_size.lab.evaluation.failures import at_its_rate, constant_batchsize, failed, of_reference
+from variable_batch_size.lab.evaluation.failures import (
+    constant_batchsize,
+    find_failed,
+    is_reference,
+    reference_trainings,
+)
 from variable_batch_size.lab.evaluation.metric import Mode, lower_is_better
 from variable_batch_size.lab.evaluation.records import REFERENCE, Evaluation, EvaluationPlan
 from variable_batch_size.lab.evaluation.statistics import (
@@ -23,10 +28,10 @@ from variable_batch_size.lab.evaluation.statistics import (
     ConfidenceInterval,
     claims,
     compare,
+    detectable_difference,
+    judge_tuning,
     mean_interval,
     moments,
-    seen,
-    tuned,
 )
 from variable_batch_size.rules import RULES
 
@@ -159,7 +164,7 @@ class Judgement:
     @property
     def rules(self) -> list[str]:
         """The rules, the baseline first."""
-        return in_order(self.trainings["rule"].unique(), self.baseline)
+        return sort_rules(self.trainings["rule"].unique(), self.baseline)
 
 
 def judge(
@@ -185,7 +190,7 @@ def judge(
         found = " or ".join(f'"{name}"' for name in known)
         raise value_error(f"metric must be {found}", repr(metric), "choose one that the task evaluates")
     lower = lower_is_better(metric, mode)
-    rules = in_order(trainings.loc[trainings["trace"] != REFERENCE, "rule"].unique())
+    rules = sort_rules(trainings.loc[trainings["trace"] != REFERENCE, "rule"].unique())
     if baseline is not None and baseline not in rules:
         raise value_error(f"baseline must be {' or '.join(rules)}", repr(baseline), "choose a rule of the evaluation")
     baseline = baseline or (BASELINE if BASELINE in rules or not rules else rules[0])
@@ -194,14 +199,14 @@ def judge(
         for name, of_task in trainings.groupby(_task_names(trainings))
     ]
     ended = set(trainings["key"])
-    found_tasks = []
+    judgements = []
     for name, of_task, plans in tasks:
         keys = set(plans[-1].keys) if plans else ended
         earlier = {key for plan in plans[:-1] for key in plan.keys}
-        parts = sum(others[-1:] == plans[-1:] for _, _, others in tasks)
+        parts = sum(other_plans[-1:] == plans[-1:] for _, _, other_plans in tasks)
         planned = of_task[of_task["key"].isin(keys)]
-        found_tasks.append(_judge(name, planned, metric, lower, baseline, len(keys - ended), earlier, parts))
-    return found_tasks
+        judgements.append(_judge(name, planned, metric, lower, baseline, len(keys - ended), earlier, parts))
+    return judgements
 
 
 def _plans_of(trainings: pd.DataFrame, evaluation: Evaluation) -> list[EvaluationPlan]:
@@ -216,7 +221,7 @@ def metrics_of(trainings: pd.DataFrame) -> list[str]:
     return [name for name in names if name not in NOT_METRICS]
 
 
-def in_order(rules: Iterable[str], first: str = BASELINE) -> list[str]:
+def sort_rules(rules: Iterable[str], first: str = BASELINE) -> list[str]:
     """Return rules in the order of the table of rules, after the `first`; those with arguments by their text."""
     places = {name: place for place, name in enumerate(RULES)}
     return sorted(rules, key=lambda rule: (rule != first, places.get(rule.partition(":")[0], len(places)), rule))
@@ -243,32 +248,39 @@ def _judge(
     earlier: set[str],
     parts: int,
 ) -> Judgement:
-    final = {name: [_final(curve, name) for curve in trainings["curve"]] for name in ("loss", metric)}
+    """Return what trainings of a task say, without the keys of `earlier` plans; `parts` tasks share the levels."""
+    final = {name: [_final_value(curve, name) for curve in trainings["curve"]] for name in ("loss", metric)}
     trainings = trainings.assign(loss=final["loss"], value=final[metric], label=_labels(trainings))
-    trainings["failed"] = failed(trainings)
+    trainings["failed"] = find_failed(trainings)
     trainings["value"] = trainings["value"].where((trainings["status"] == "finished") & ~trainings["failed"])
     used = _without_earlier_seeds(trainings, earlier)
     killed = trainings[trainings["status"] == "killed"]
-    table = _Table.of(used[(used["trace"] != REFERENCE) & np.isclose(used["lr_factor"], 1)], baseline, lower)
+    at_factor_1 = used[(used["trace"] != REFERENCE) & np.isclose(used["lr_factor"], 1)]
+    table = _Table.from_trainings(at_factor_1, baseline, lower)
     claimed = claims(table.values, table.failed, table.same, parts)
-    fails = np.zeros_like(claimed.fails) if waiting else claimed.fails
     return Judgement(
         task,
         metric,
         lower,
         baseline,
-        Reference("waiting") if waiting else _reference(used[of_reference(used)], table.sign, parts),
-        tuple(_traces(table, claimed, used, waiting, parts)),
-        {
-            rule: Failures(*map(int, (*counts, sign)))
-            for rule, counts, sign in zip(table.rules, claimed.failures, fails, strict=True)
-            if counts[0] or counts[2]
-        },
+        Reference("waiting") if waiting else _judge_reference(used[is_reference(used)], table.sign, parts),
+        tuple(_judge_traces(table, claimed, used, waiting, parts)),
+        _failures_by_rule(table.rules, claimed, waiting),
         waiting,
         tuple(sorted(set(trainings["seed"]) - set(used["seed"]))),
         tuple(f"{row.rule} at {row.lr_factor:g}x under {row.label}, seed {row.seed}" for row in killed.itertuples()),
         used,
     )
+
+
+def _failures_by_rule(rules: Sequence[str], claimed: Claims, waiting: int) -> dict[str, Failures]:
+    """Return how often each rule failed, of those that did, or whose baseline did."""
+    fails = np.zeros_like(claimed.fails) if waiting else claimed.fails
+    return {
+        rule: Failures(*map(int, (*counts, sign)))
+        for rule, counts, sign in zip(rules, claimed.failures, fails, strict=True)
+        if counts[0] or counts[2]
+    }
 
 
 @dataclass(frozen=True)
@@ -288,9 +300,10 @@ class _Table:
         return counts
 
     @classmethod
-    def of(cls, trainings: pd.DataFrame, baseline: str, lower: bool) -> _Table:
+    def from_trainings(cls, trainings: pd.DataFrame, baseline: str, lower: bool) -> _Table:
+        """Return the trainings by trace, rule and seed; a rule is the same where its losses are the baseline's."""
         names, seeds = sorted(trainings["label"].unique()), sorted(trainings["seed"].unique())
-        rules = in_order({baseline, *trainings["rule"]}, baseline)
+        rules = sort_rules({baseline, *trainings["rule"]}, baseline)
         values = np.full((len(names), len(rules), len(seeds)), np.nan)
         sign = 1.0 if lower else -1.0
         fails = np.zeros(values.shape, bool)
@@ -300,27 +313,27 @@ class _Table:
             values[place] = sign * row["value"]
             fails[place] = row["failed"]
             losses[place] = tuple(row["curve"].get("loss", ()))
-        both = np.vectorize(lambda loss: loss is not None, otypes=[bool])(losses)
-        both &= both[:, :1]
-        same = both.any(-1) & ((losses == losses[:, :1]) | ~both).all(-1)
+        trained = np.vectorize(lambda loss: loss is not None, otypes=[bool])(losses)
+        both_trained = trained & trained[:, :1]
+        same = both_trained.any(-1) & ((losses == losses[:, :1]) | ~both_trained).all(-1)
         return cls(names, rules, values, fails, same, sign)
 
 
-def _traces(table: _Table, claimed: Claims, used: pd.DataFrame, waiting: int, parts: int) -> Iterator[Trace]:
-    at_reference = table.sign * at_its_rate(used)["value"].to_numpy(np.float64)
+def _judge_traces(table: _Table, claimed: Claims, used: pd.DataFrame, waiting: int, parts: int) -> Iterator[Trace]:
+    at_reference = table.sign * reference_trainings(used)["value"].to_numpy(np.float64)
     _, means, variances = moments(table.values)
     level = DIFFERENCES / parts / max(1, int(claimed.tested.sum()))
     for place, name in enumerate(table.names):
         numbers = [number for number, trained in enumerate(table.trained[place]) if trained]
-        rows = {number: _row(table, claimed, place, number, waiting) for number in numbers}
+        rows = {number: _judge_rule(table, claimed, place, number, waiting) for number in numbers}
         candidates = [number for number in numbers if _may_be_best(rows[number], rows.get(0))]
         best = min(candidates, key=means[place].__getitem__, default=0)
         of_trace = used[(used["label"] == name) & np.isclose(used["lr_factor"], 1)]
         beside = dict.fromkeys((0, best)) if (of_trace["end"] == "samples").all() and len(at_reference) else ()
         outlook = None
         if best and not waiting and all(row.answer != "better" for row in rows.values()):
-            away = abs(float(means[place, best] - means[place, 0]))
-            outlook = _outlook(away, variances[place, best], variances[place, 0], table.values.shape[-1], level)
+            gap = abs(float(means[place, best] - means[place, 0]))
+            outlook = _outlook(gap, variances[place, best], variances[place, 0], table.values.shape[-1], level)
         longest = max(of_trace["curve"], key=lambda curve: len(curve.get("samples", ())))
         yield Trace(
             name,
@@ -332,14 +345,14 @@ def _traces(table: _Table, claimed: Claims, used: pd.DataFrame, waiting: int, pa
         )
 
 
-def _row(table: _Table, claimed: Claims, place: int, number: int, waiting: int) -> Row:
-    """Return a rule, by its number, under a trace, by its place."""
+def _judge_rule(table: _Table, claimed: Claims, place: int, number: int, waiting: int) -> Row:
+    """Return what is said of the rule with a number in the table under the trace at a place of it."""
     answer: Answer = "waiting" if waiting else _ANSWERS[int(claimed.differs[place, number])]
     answer = "baseline" if not number else "same" if table.same[place, number] else answer
     difference = Comparison(*(part[place, number] for part in claimed.difference)).interval()
     mean = mean_interval(table.values[place, number])
     counts = int(table.trained[place, number]), int(table.failed[place, number].sum())
-    return Row(table.rules[number], _turned(mean, table.sign), *counts, _turned(difference, table.sign), answer)
+    return Row(table.rules[number], _with_sign(mean, table.sign), *counts, _with_sign(difference, table.sign), answer)
 
 
 def _may_be_best(row: Row, baseline: Row | None) -> bool:
@@ -352,34 +365,34 @@ def _may_be_best(row: Row, baseline: Row | None) -> bool:
 _ANSWERS: Mapping[int, Answer] = {-1: "better", 0: "open", 1: "worse"}
 
 
-def _outlook(away: float, variance: float, of_baseline: float, seeds: int, level: float) -> tuple[int, float] | None:
-    """Return how many seeds, at least as many as now, see such a difference, or what the most that are advised see."""
-    if not np.isfinite(away + variance + of_baseline):
+def _outlook(gap: float, variance: float, of_baseline: float, seeds: int, level: float) -> tuple[int, float] | None:
+    """Return how many seeds, at least as many as now, would see a difference of `gap`, or what the most would see."""
+    if not np.isfinite(gap + variance + of_baseline):
         return None
     numbers = np.arange(max(2, seeds), max(MOST_SEEDS, seeds) + 1)
-    differences = seen(variance, of_baseline, numbers.astype(np.float64), level)
-    enough = np.flatnonzero(differences <= away)
-    return (int(numbers[enough[0]]), away) if len(enough) else (int(numbers[-1]), float(differences[-1]))
+    differences = detectable_difference(variance, of_baseline, numbers.astype(np.float64), level)
+    enough = np.flatnonzero(differences <= gap)
+    return (int(numbers[enough[0]]), gap) if len(enough) else (int(numbers[-1]), float(differences[-1]))
 
 
-def _reference(trainings: pd.DataFrame, sign: float, parts: int) -> Reference:
+def _judge_reference(trainings: pd.DataFrame, sign: float, parts: int) -> Reference:
     """Return whether the learning rate of the task is tuned at the reference's batch size."""
     if trainings.empty:
         return Reference("missing")
-    at = float(trainings["ref_batchsize"].iloc[0]), float((trainings["lr"] / trainings["lr_factor"]).iloc[0])
+    tuned_at = float(trainings["ref_batchsize"].iloc[0]), float((trainings["lr"] / trainings["lr_factor"]).iloc[0])
     kinds = trainings.groupby([trainings["lr_factor"].round(9), "seed"])
     values, fails = (kinds[name].first().unstack() for name in ("value", "failed"))
     factors = [1.0, *(factor for factor in values.index if factor != 1)]
     values = values.reindex(factors)
     fails = fails.reindex(factors).eq(True)
     if fails.loc[1.0].any() and values.loc[1.0].isna().all():
-        return Reference("failed", *at)
-    intervals, answer = tuned(sign * values.to_numpy(np.float64), fails.to_numpy(), parts)
+        return Reference("failed", *tuned_at)
+    intervals, answer = judge_tuning(sign * values.to_numpy(np.float64), fails.to_numpy(), parts)
     gains = {factor: ConfidenceInterval(*gain.tolist()) for factor, gain in zip(factors[1:], intervals, strict=True)}
     gains = {factor: gain for factor, gain in gains.items() if np.isfinite(gain.low)}
     rates = fails.sum(axis=1) / (fails | values.notna()).sum(axis=1)
     failing = tuple(sorted(rates[1:][rates[1:] > rates[1.0]].index))
-    return Reference(_TUNED[int(answer)] if gains or failing else "untried", *at, gains, failing)
+    return Reference(_TUNED[int(answer)] if gains or failing else "untried", *tuned_at, gains, failing)
 
 
 _TUNED: Mapping[int, Tuned] = {-1: "tuned", 0: "open", 1: "not tuned"}
@@ -387,11 +400,10 @@ _TUNED: Mapping[int, Tuned] = {-1: "tuned", 0: "open", 1: "not tuned"}
 
 def _without_earlier_seeds(trainings: pd.DataFrame, earlier: set[str]) -> pd.DataFrame:
     """Leave out the seeds that an earlier plan has judged where there are new ones."""
-    old = trainings["key"].isin(earlier)
-    kinds = [trainings["label"], trainings["seed"]]
-    known = old.groupby(kinds).transform("any")  # a seed of any rule of the trace
-    renewed = (~known).groupby(trainings["label"]).transform("any")
-    return trainings[~(known & renewed)]
+    judged = trainings["key"].isin(earlier)
+    has_judged_seed = judged.groupby([trainings["label"], trainings["seed"]]).transform("any")  # of any rule
+    has_new_seeds = (~has_judged_seed).groupby(trainings["label"]).transform("any")  # its trace
+    return trainings[~(has_judged_seed & has_new_seeds)]
 
 
 def _labels(trainings: pd.DataFrame) -> pd.Series[str]:
@@ -400,10 +412,10 @@ def _labels(trainings: pd.DataFrame) -> pd.Series[str]:
     return trainings["trace"] + (", " + trainings["end"]).where(several, "")
 
 
-def _final(curve: Mapping[str, Sequence[float | None]], name: str) -> float:
+def _final_value(curve: Mapping[str, Sequence[float | None]], name: str) -> float:
     value = (curve.get(name) or [None])[-1]
     return np.nan if value is None else float(value)
 
 
-def _turned(interval: ConfidenceInterval, sign: float) -> ConfidenceInterval:
+def _with_sign(interval: ConfidenceInterval, sign: float) -> ConfidenceInterval:
     return interval if sign > 0 else ConfidenceInterval(-interval.value, -interval.high, -interval.low)

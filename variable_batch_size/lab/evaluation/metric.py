@@ -32,7 +32,7 @@ def lower_is_better(metric: str, mode: Mode | None = None, remedy: str = ASK) ->
     if mode is not None:
         check_choice(mode, "mode", get_args(Mode))
         return mode == "min"
-    less, more = _words(metric)
+    less, more = _directions(metric)
     if less == more:
         requirement = f"the name of the metric {metric} must tell whether less of it is better"
         found = "both words for less and for more" if less else "no word that tells"
@@ -40,7 +40,7 @@ def lower_is_better(metric: str, mode: Mode | None = None, remedy: str = ASK) ->
     return less
 
 
-def _words(metric: str) -> tuple[bool, bool]:
+def _directions(metric: str) -> tuple[bool, bool]:
     """Return whether a name has words for metrics that are better when they are lower, and when they are higher."""
     name = metric.lower()
     parts = set(re.split(r"[^a-z0-9]+", name))

@@ -40,7 +40,7 @@ def environment() -> dict[str, Any]:
 
 
 @lru_cache(maxsize=8)
-def facts_of(name: str, arguments: str, data_dir: str | None) -> dict[str, Any]:
+def task_facts(name: str, arguments: str, data_dir: str | None) -> dict[str, Any]:
     """Return the number of samples, and hashes of the dataset and of the file of a task; None where there is none.
 
     The task is that of `load_task`, with arguments as JSON.
@@ -54,9 +54,8 @@ def facts_of(name: str, arguments: str, data_dir: str | None) -> dict[str, Any]:
     if type(dataset) is TensorDataset:
         digits: str | None = content_hash(dataset.tensors)
     else:
-        first, second = (
-            content_hash([dataset[size * at // SAMPLES] for at in range(min(size, SAMPLES))]) for _ in range(2)
-        )
+        places = [size * number // SAMPLES for number in range(min(size, SAMPLES))]
+        first, second = (content_hash([dataset[place] for place in places]) for _ in range(2))
         digits = first if first == second else None
     try:
         path = inspect.getsourcefile(task if isinstance(task, ModuleType) else type(task))
@@ -69,13 +68,13 @@ def facts_of(name: str, arguments: str, data_dir: str | None) -> dict[str, Any]:
 def content_hash(value: Any) -> str:
     """Return a hash of tensors, arrays and plain values in any containers, 16 hexadecimal digits."""
 
-    def plain(leaf: Any) -> Any:
+    def to_plain(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         numbers = leaf.detach().cpu().contiguous().view(-1)
         return str(leaf.dtype), tuple(leaf.shape), numbers.view(torch.uint8).numpy() if leaf.numel() else None
 
-    return str(import_extra("joblib", "evaluation").hash(tree_map(plain, value), hash_name="sha1"))[:DIGITS]
+    return str(import_extra("joblib", "evaluation").hash(tree_map(to_plain, value), hash_name="sha1"))[:DIGITS]
 
 
 def _commit() -> str | None:
@@ -83,8 +82,8 @@ def _commit() -> str | None:
     git = ["git", "-C", str(Path(__file__).parent)]
     described = [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        known = [*git, "ls-files", "--error-unmatch", Path(__file__).name]
-        if subprocess.run(known, capture_output=True, check=False).returncode:
+        is_tracked = [*git, "ls-files", "--error-unmatch", Path(__file__).name]
+        if subprocess.run(is_tracked, capture_output=True, check=False).returncode:
             return None
         return subprocess.run(described, capture_output=True, text=True, check=False).stdout.strip() or None
     except OSError:  # there is no git

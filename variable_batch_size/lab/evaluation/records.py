@@ -71,15 +71,14 @@ def read(place: str | os.PathLike[str]) -> Evaluation:
         remedy = "pass the --folder of vbs evaluate, or its file"
         raise FileNotFoundError(f"an evaluation must be a folder with {NAME}, got {os.fspath(place)!r}; {remedy}")
     if path.name.endswith(".csv.gz"):
-        return Evaluation(_frame([(0, row) for row in _table(path)]), ())
+        return Evaluation(_trainings_frame([(0, row) for row in _read_table(path)]), ())
     content = path.read_bytes()
-    lines = _lines(gzip.decompress(content) if path.suffix == ".gz" else content, path)
+    lines = _parse_lines(gzip.decompress(content) if path.suffix == ".gz" else content, path)
     plans = tuple(EvaluationPlan(line["command"], tuple(line["keys"])) for line in lines if "keys" in line)
-    order = {
-        key: (number, place) for number, plan in reversed([*enumerate(plans)]) for place, key in enumerate(plan.keys)
-    }
+    latest_first = reversed([*enumerate(plans)])  # so that the first plan of a key counts
+    order = {key: (number, place) for number, plan in latest_first for place, key in enumerate(plan.keys)}
     rows = sorted((order.get(line["key"], (len(plans), 0)), line["key"], line) for line in lines if "key" in line)
-    return Evaluation(_frame([(number, line) for (number, _), _, line in rows]), plans)
+    return Evaluation(_trainings_frame([(number, line) for (number, _), _, line in rows]), plans)
 
 
 def tidy(trainings: pd.DataFrame) -> pd.DataFrame:
@@ -125,16 +124,16 @@ class Journal:
             self._file.seek(0)
             content = self._file.read()
             self._file.truncate(content.rfind(b"\n") + 1)
-            self.lines = _lines(content, folder / NAME)
+            self.lines = _parse_lines(content, folder / NAME)
         except BaseException:
             self._file.close()
             raise
 
-    def plan(self, command: str, keys: Iterable[str]) -> None:
+    def append_plan(self, command: str, keys: Iterable[str]) -> None:
         """Append a plan, unless there is one of the same trainings."""
-        wanted = list(dict.fromkeys(keys))
-        if not any(set(line["keys"]) == set(wanted) for line in self.lines if "keys" in line):
-            self.append({"format": FORMAT, "command": command, "keys": wanted})
+        planned = list(dict.fromkeys(keys))
+        if not any(set(line["keys"]) == set(planned) for line in self.lines if "keys" in line):
+            self.append({"format": FORMAT, "command": command, "keys": planned})
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Append a line, which is there when this returns, also if the process is killed then."""
@@ -160,7 +159,7 @@ def _lock(file: Any, folder: Path) -> None:
             raise BlockingIOError(f"a folder must have one evaluation at a time, got {found}; {remedy}") from None
 
 
-def _lines(content: bytes, path: Path) -> list[dict[str, Any]]:
+def _parse_lines(content: bytes, path: Path) -> list[dict[str, Any]]:
     """Return the lines of a file, without a last one that has no end."""
     lines: list[dict[str, Any]] = []
     for number, text in enumerate(content.split(b"\n")[:-1], 1):
@@ -178,8 +177,8 @@ def _lines(content: bytes, path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def _table(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a table, whose fields are JSON: `curve.loss` is `row["curve"]["loss"]`."""
+def _read_table(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a table of earlier versions, whose fields are JSON: `curve.loss` is `row["curve"]["loss"]`."""
     import pandas as pd
 
     try:
@@ -195,13 +194,13 @@ def _table(path: Path) -> list[dict[str, Any]]:
     except (OSError, EOFError, ValueError, KeyError) as error:
         if isinstance(error, FileNotFoundError):
             raise
-        raise value_error(
-            f"{path} must be a table of trainings", f"{type(error).__name__}: {error}", "copy it again"
-        ) from None
+        found = f"{type(error).__name__}: {error}"
+        raise value_error(f"{path} must be a table of trainings", found, "copy it again") from None
     return rows
 
 
-def _frame(rows: Sequence[tuple[int, Mapping[str, Any]]]) -> pd.DataFrame:
+def _trainings_frame(rows: Sequence[tuple[int, Mapping[str, Any]]]) -> pd.DataFrame:
+    """Return the table of `Evaluation.trainings` from the number of the plan and the line of each training."""
     import pandas as pd
 
     kinds: dict[str, Any] = {

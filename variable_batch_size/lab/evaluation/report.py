@@ -14,7 +14,7 @@ import numpy as np
 from variable_batch_size._extras import import_extra
 from variable_batch_size._files import write_bytes
 from variable_batch_size.lab.evaluation import figures, wording
-from variable_batch_size.lab.evaluation.failures import at_its_rate
+from variable_batch_size.lab.evaluation.failures import reference_trainings
 from variable_batch_size.lab.evaluation.judgement import Judgement, Trace
 from variable_batch_size.lab.evaluation.records import REFERENCE, Evaluation
 from variable_batch_size.lab.evaluation.statistics import mean_interval
@@ -55,9 +55,9 @@ def write_report(
         if parquet
         else {"report.csv": trainings.to_csv(index=False).encode()}
     )
-    for judgement in (one for one in judgements if one.traces):
-        pictures = figures.for_paper(judgement)
-        files |= {f"report-{_file_name(judgement.task)}.{kind}": content for kind, content in pictures.items()}
+    for judgement in judgements:
+        images = figures.image_files(judgement) if judgement.traces else {}
+        files |= {f"report-{_file_name(judgement.task)}.{kind}": content for kind, content in images.items()}
     for path in {path for kind in ("png", "pdf", "svg", "csv", "parquet") for path in target.glob(f"report*.{kind}")}:
         if path.name not in files:
             path.unlink()
@@ -73,39 +73,65 @@ def render(evaluation: Evaluation, judgements: Sequence[Judgement]) -> str:
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     html: str = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-        tasks=[_task(judgement) for judgement in judgements],
+        tasks=[_task_section(judgement) for judgement in judgements],
         metric=judgements[0].metric,
-        seeds=_seeds(judgements),
-        rules=_definitions(judgements),
-        facts=_facts(evaluation, judgements),
+        seeds=_describe_seeds(judgements),
+        rules=_rule_definitions(judgements),
+        facts=_evaluation_facts(evaluation, judgements),
     )
     return html
 
 
-def _definitions(judgements: Sequence[Judgement]) -> dict[str, str]:
+def _rule_definitions(judgements: Sequence[Judgement]) -> dict[str, str]:
     """Return what each rule does, in the words of its class; the arguments of a rule are in its name."""
     rules = dict.fromkeys(rule for judgement in judgements for rule in judgement.rules)
     kinds = {rule: RULES.get(rule.partition(":")[0]) for rule in rules}
     return {rule: (getdoc(kind) or "").partition("\n")[0] for rule, kind in kinds.items() if kind is not None}
 
 
-def _seeds(judgements: Sequence[Judgement]) -> str:
+def _describe_seeds(judgements: Sequence[Judgement]) -> str:
     """Return with how many seeds each rule was trained, in words."""
-    numbers = sorted(
-        {row.trained for judgement in judgements for trace in judgement.traces for row in trace.rows} - {0}
-    )
+    rows = [row for judgement in judgements for trace in judgement.traces for row in trace.rows]
+    numbers = sorted({row.trained for row in rows} - {0})
     return f"{numbers[0]} to {numbers[-1]} seeds" if len(numbers) > 1 else f"{(numbers or [0])[0]} seeds"
 
 
-def _task(judgement: Judgement) -> dict[str, Any]:
+def _task_section(judgement: Judgement) -> dict[str, Any]:
     """Return what the template shows of a task."""
     reference, rows = judgement.reference, judgement.trainings
-    factors = rows.loc[rows["trace"] != REFERENCE, "lr_factor"].nunique() > 1
-    notes = []
+    has_factors = rows.loc[rows["trace"] != REFERENCE, "lr_factor"].nunique() > 1
+    svg = figures.page_svg(judgement) if judgement.traces else ""
+    return {
+        "name": judgement.task,
+        "baseline": judgement.baseline,
+        "reference": wording.describe_reference(judgement),
+        "most": wording.format_number(reference.most, reference.most) if reference.most > 0 else "",
+        "notes": _notes(judgement),
+        "failures": wording.describe_failures(judgement),
+        "at_reference": wording.format_number(*_reference_moments(rows)).removesuffix("-"),
+        "beside": f"{reference.batchsize:g}" if np.isfinite(reference.batchsize) else "",
+        "traces": [
+            {
+                "name": trace.name,
+                "verdict": wording.verdict(judgement, trace),
+                "lost": wording.describe_loss(judgement, trace),
+                "table": _rule_rows(trace),
+                "failed": any(row.failed for row in trace.rows),
+                "response": _response(judgement, trace) if has_factors else None,
+            }
+            for trace in judgement.traces
+        ],
+        "figure": import_extra("markupsafe", "evaluation").Markup(svg),
+    }
+
+
+def _notes(judgement: Judgement) -> list[str]:
+    """Return sentences about the trainings of a task that are missing or left out, or differ in what they are from."""
+    rows, notes = judgement.trainings, list[str]()
     if judgement.waiting:
         notes.append(f"{judgement.waiting:,} trainings of the plan have not ended: nothing is claimed yet.")
     if judgement.earlier_seeds:
-        seeds = wording.listed([*map(str, judgement.earlier_seeds)])
+        seeds = wording.join_names([*map(str, judgement.earlier_seeds)])
         notes.append(f"An earlier plan judged the seeds {seeds}: they are left out here, all is of the new ones.")
     if judgement.killed:
         notes.append(f"Killed, and in no number: {'; '.join(judgement.killed)}.")
@@ -114,48 +140,25 @@ def _task(judgement: Judgement) -> dict[str, Any]:
         notes.append(f"The trainings are of {len(sources)} versions of the file of the task; give it another version.")
     starts = [start for start in rows["start"].unique() if start]
     if starts:
-        notes.append(f"All trainings start at {wording.listed(starts)}: what is claimed holds for this checkpoint.")
-    return {
-        "name": judgement.task,
-        "baseline": judgement.baseline,
-        "reference": wording.reference(judgement),
-        "most": wording.number(reference.most, reference.most) if reference.most > 0 else "",
-        "notes": notes,
-        "failures": wording.failures(judgement),
-        "at_reference": wording.number(*_moments(rows)).removesuffix("-"),
-        "beside": f"{reference.batchsize:g}" if np.isfinite(reference.batchsize) else "",
-        "traces": [
-            {
-                "name": trace.name,
-                "verdict": wording.verdict(judgement, trace),
-                "lost": wording.lost(judgement, trace),
-                "table": _rows(trace),
-                "failed": any(row.failed for row in trace.rows),
-                "response": _response(judgement, trace) if factors else None,
-            }
-            for trace in judgement.traces
-        ],
-        "figure": import_extra("markupsafe", "evaluation").Markup(
-            figures.for_page(judgement) if judgement.traces else ""
-        ),
-    }
+        notes.append(f"All trainings start at {wording.join_names(starts)}: what is claimed holds for this checkpoint.")
+    return notes
 
 
-def _moments(rows: pd.DataFrame) -> tuple[float, float]:
+def _reference_moments(rows: pd.DataFrame) -> tuple[float, float]:
     """Return mean and standard deviation of the metric of the reference at its own learning rate."""
-    values = at_its_rate(rows)["value"]  # nan of a training that failed
+    values = reference_trainings(rows)["value"]  # nan of a training that failed
     return float(values.mean()), float(values.std())
 
 
-def _rows(trace: Trace) -> list[dict[str, str]]:
+def _rule_rows(trace: Trace) -> list[dict[str, str]]:
     """Return the table of a trace: the mean of each rule, and its difference to the baseline, with what is claimed."""
     words = {"baseline": "", "same": "the same trainings"}
     return [
         {
             "rule": row.rule,
             "claim": row.answer if row.answer in ("better", "worse") else "",
-            "mean": wording.interval(*row.mean),
-            "difference": words.get(row.answer, wording.interval(*row.difference, sign="+")),
+            "mean": wording.format_interval(*row.mean),
+            "difference": words.get(row.answer, wording.format_interval(*row.difference, sign="+")),
             "failed": f"{row.failed} of {row.trained}" if row.failed else "",
         }
         for row in trace.rows
@@ -167,20 +170,21 @@ def _response(judgement: Judgement, trace: Trace) -> dict[str, Any]:
     rows = judgement.trainings[judgement.trainings["label"] == trace.name]
     factors = sorted(rows["lr_factor"].unique())
     table = [
-        (rule, [_at(rows[(rows["rule"] == rule) & (rows["lr_factor"] == factor)]) for factor in factors])
+        (rule, [_describe_trainings(of_rule[of_rule["lr_factor"] == factor]) for factor in factors])
         for rule in judgement.rules
-        if (rows["rule"] == rule).any()
+        if len(of_rule := rows[rows["rule"] == rule])
     ]
     return {"factors": [f"{factor:g}" for factor in factors], "rows": table}
 
 
-def _at(trainings: pd.DataFrame) -> str:
+def _describe_trainings(trainings: pd.DataFrame) -> str:
+    """Return the mean of the metric over trainings with its interval, and how many failed, in words."""
     failed = f", {trainings['failed'].sum()} of {len(trainings)} failed" if trainings["failed"].any() else ""
-    return wording.interval(*mean_interval(trainings["value"].to_numpy(np.float64))) + failed
+    return wording.format_interval(*mean_interval(trainings["value"].to_numpy(np.float64))) + failed
 
 
-def _facts(evaluation: Evaluation, judgements: Sequence[Judgement]) -> dict[str, str]:
-    """Return how an evaluation was made."""
+def _evaluation_facts(evaluation: Evaluation, judgements: Sequence[Judgement]) -> dict[str, str]:
+    """Return how an evaluation was made: name -> fact, in words."""
     import pandas as pd
 
     rows = pd.concat([judgement.trainings for judgement in judgements], ignore_index=True)
@@ -189,16 +193,15 @@ def _facts(evaluation: Evaluation, judgements: Sequence[Judgement]) -> dict[str,
     if evaluation.plans:
         facts["command"] = evaluation.plans[-1].command
     for task, of_task in rows.groupby("task"):
-        rates = _distinct(f"{rate:.6g}" for rate in of_task["lr"] / of_task["lr_factor"])
-        sizes = _distinct("unknown" if np.isnan(size) else f"{size:g}" for size in of_task["ref_batchsize"])
-        seeds = wording.listed([*map(str, sorted(of_task["seed"].unique()))])
-        samples = _distinct(f"{number:,}" for number in of_task["samples"])
+        rates = _join_distinct(f"{rate:.6g}" for rate in of_task["lr"] / of_task["lr_factor"])
+        sizes = _join_distinct("unknown" if np.isnan(size) else f"{size:g}" for size in of_task["ref_batchsize"])
+        seeds = wording.join_names([*map(str, sorted(of_task["seed"].unique()))])
+        samples = _join_distinct(f"{number:,}" for number in of_task["samples"])
         facts[str(task)] = f"reference batch size {sizes}, learning rate {rates}, {samples} samples, seeds {seeds}"
     environments = list(rows["environment"])
-    names = dict.fromkeys(
-        name for environment in environments for name in environment if not name.startswith("seed of")
-    )
-    facts |= {name: _distinct(str(environment.get(name, "unknown")) for environment in environments) for name in names}
+    names = dict.fromkeys(name for facts_of_one in environments for name in facts_of_one)
+    for name in (name for name in names if not name.startswith("seed of")):
+        facts[name] = _join_distinct(str(environment.get(name, "unknown")) for environment in environments)
     if "-dirty" in facts.get("commit", ""):
         facts["commit"] += " (with changes that are in no commit)"
     return facts
@@ -209,12 +212,12 @@ def _table_of(judgements: Sequence[Judgement]) -> pd.DataFrame:
     import pandas as pd
 
     rows = pd.concat([judgement.trainings for judgement in judgements], ignore_index=True)
-    lasts = pd.DataFrame([{name: values[-1] for name, values in curve.items() if values} for curve in rows["curve"]])
+    finals = pd.DataFrame([{name: values[-1] for name, values in curve.items() if values} for curve in rows["curve"]])
     facts = rows.drop(columns=["curve", "environment", "loss", "value"])
-    return facts.join(lasts.drop(columns=[name for name in lasts if name in facts]))
+    return facts.join(finals.drop(columns=[name for name in finals if name in facts]))
 
 
-def _distinct(values: Iterable[str]) -> str:
+def _join_distinct(values: Iterable[str]) -> str:
     return " | ".join(dict.fromkeys(values))
 
 

@@ -39,8 +39,8 @@ class ModelTime:
         if self.price is not None:
             object.__setattr__(self, "price", check_number(self.price, "price", "pass the price of a device-hour"))
 
-    def after(self, seconds: float, updates: int, batch_size: int, minibatch_size: int) -> float:
-        """Return when an update ends: the one before it, its number, its samples, and the most rows of a microbatch."""
+    def update_end(self, seconds: float, updates: int, batch_size: int, minibatch_size: int) -> float:
+        """Return when update number `updates` ends, in seconds; the one before it ended at `seconds`."""
         return seconds + self.throughput.seconds(batch_size, self.devices, minibatch_size)
 
     def cost(self, seconds: float) -> float | None:
@@ -66,14 +66,14 @@ class RunTime:
     capacity: CapacityTrace
 
     @classmethod
-    def of(cls, run: Run) -> RunTime:
+    def from_run(cls, run: Run) -> RunTime:
         """Return the time of a simulated training."""
         table = run.timeline
         productive = table[(table["state"] == "productive") & (table["updates"] > 0)]
         ends = productive["updates"].to_numpy(np.int64).cumsum()
         return cls(productive["begin"].to_numpy(np.float64), productive["end"].to_numpy(np.float64), ends, run.capacity)
 
-    def after(self, seconds: float, updates: int, batch_size: int, minibatch_size: int) -> float:
+    def update_end(self, seconds: float, updates: int, batch_size: int, minibatch_size: int) -> float:
         """Return when an update ends, see `ModelTime`."""
         row = min(int(self.updates.searchsorted(updates)), len(self.updates) - 1)
         before = int(self.updates[row - 1]) if row else 0

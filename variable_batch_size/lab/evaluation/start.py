@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
@@ -59,14 +60,7 @@ class Start:
         contents = read_checkpoint(folder)
         path = Path(folder).absolute()
         parts, updates = contents["parts"], contents["facts"]["updates"]
-        needed = {"model": "model" in parts, "optimizer": "vbs" in parts.get("optimizer", {})}
-        if scheduled:
-            needed['scheduler, a ProgressScheduler(by="samples")'] = parts.get("scheduler", {}).get("by") == "samples"
-        if not all(needed.values()):
-            missing = " and no ".join(name for name, is_there in needed.items() if not is_there)
-            requirement = f"trainings can go on from a checkpoint with {', '.join(needed)}"
-            remedy = "save them by vbs.Checkpoint, and pass its folder"
-            raise value_error(requirement, f"no {missing} in {path}", remedy)
+        _check_parts(parts, scheduled, path)
         state, group = parts["optimizer"]["vbs"], parts["optimizer"]["param_groups"][0]
         position = state["sampler"]
         return cls(
@@ -87,3 +81,15 @@ class Start:
     def as_json(self) -> dict[str, Any]:
         """Return what names it, as values of JSON."""
         return {"start": self.name, "start_hash": self.digits}
+
+
+def _check_parts(parts: Mapping[str, Any], scheduled: bool, path: Path) -> None:
+    """Raise ValueError if a checkpoint lacks a part from which a training can go on."""
+    needed = {"model": "model" in parts, "optimizer": "vbs" in parts.get("optimizer", {})}
+    if scheduled:
+        needed['scheduler, a ProgressScheduler(by="samples")'] = parts.get("scheduler", {}).get("by") == "samples"
+    if not all(needed.values()):
+        missing = " and no ".join(name for name, is_there in needed.items() if not is_there)
+        requirement = f"trainings can go on from a checkpoint with {', '.join(needed)}"
+        remedy = "save them by vbs.Checkpoint, and pass its folder"
+        raise value_error(requirement, f"no {missing} in {path}", remedy)

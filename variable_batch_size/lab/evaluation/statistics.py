@@ -39,17 +39,17 @@ class Comparison(NamedTuple):
     def p(self) -> FloatArray:
         """Probability of so large a difference, (...), if the means are equal; nan where a sample has no two values."""
         with np.errstate(divide="ignore", invalid="ignore"):
-            p_values: FloatArray = 2 * _stats().t.sf(np.abs(self.value / self.error), self.freedom)
+            p_values: FloatArray = 2 * _scipy_stats().t.sf(np.abs(self.value / self.error), self.freedom)
         return p_values
 
-    def half(self, confidence: float = CONFIDENCE) -> FloatArray:
+    def half_width(self, confidence: float = CONFIDENCE) -> FloatArray:
         """Half the width of the interval, (...)."""
-        half_widths: FloatArray = self.error * _stats().t.isf((1 - confidence) / 2, self.freedom)
+        half_widths: FloatArray = self.error * _scipy_stats().t.isf((1 - confidence) / 2, self.freedom)
         return half_widths
 
     def interval(self, confidence: float = CONFIDENCE) -> ConfidenceInterval:
         """The interval of one comparison."""
-        value, half = float(self.value), float(self.half(confidence))
+        value, half = float(self.value), float(self.half_width(confidence))
         return ConfidenceInterval(value, value - half, value + half)
 
 
@@ -91,15 +91,15 @@ def claims(values: FloatArray, failed: BoolArray, same: BoolArray | bool = False
     tested = (counts[..., 1] > 0) & (counts[..., 3] > 0) & ~np.broadcast_to(same, trained.shape)
     tested[..., 0] = False  # the baseline
     p = np.where(tested, np.nan_to_num(difference.p, nan=1.0), np.nan)
-    decided = holm(_flat(p), DIFFERENCES / parts).reshape(p.shape)
+    decided = holm(_merge_last_axes(p), DIFFERENCES / parts).reshape(p.shape)
     differs = np.where(decided, np.sign(np.nan_to_num(difference.value)), 0).astype(int)
-    differs[(differs < 0) & (_more(counts) > 0)] = 0
+    differs[(differs < 0) & (_compare_rates(counts) > 0)] = 0
     pooled = np.where(tested[..., None], counts, 0).sum(-3)
-    fails = np.where(holm(fisher(pooled), FAILURES / parts), _more(pooled), 0)
+    fails = np.where(holm(fisher(pooled), FAILURES / parts), _compare_rates(pooled), 0)
     return Claims(difference, tested, differs, pooled, fails)
 
 
-def tuned(values: FloatArray, failed: BoolArray, parts: int = 1) -> tuple[FloatArray, IntArray]:
+def judge_tuning(values: FloatArray, failed: BoolArray, parts: int = 1) -> tuple[FloatArray, IntArray]:
     """Return by how much each factor on a learning rate is better than factor 1, and whether factor 1 is tuned.
 
     A gain is positive if the factor is better, and has an interval of Welch; the intervals of all factors hold together
@@ -117,7 +117,7 @@ def tuned(values: FloatArray, failed: BoolArray, parts: int = 1) -> tuple[FloatA
     gain = compare(values[..., :1, :], values, smallest_step(values)[..., None])
     trained = (failed | ~np.isnan(values)).sum(-1)
     failures = failed.sum(-1)
-    half = gain.half(1 - TUNING / parts / max(1, values.shape[-2] - 1))
+    half = gain.half_width(1 - TUNING / parts / max(1, values.shape[-2] - 1))
     half[failures * trained[..., :1] > failures[..., :1] * trained] = np.nan
     value = np.where(np.isnan(half), np.nan, gain.value)
     gains = np.stack([value, value - half, value + half], -1)[..., 1:, :]
@@ -125,15 +125,15 @@ def tuned(values: FloatArray, failed: BoolArray, parts: int = 1) -> tuple[FloatA
     return gains, answers
 
 
-def _flat(values: FloatArray) -> FloatArray:
+def _merge_last_axes(values: FloatArray) -> FloatArray:
     """Return values with their last two axes as one, also of size 0."""
     return values.reshape(*values.shape[:-2], values.shape[-2] * values.shape[-1])
 
 
-def _more(counts: IntArray) -> IntArray:
-    """Return 1 where the first of two rates is the larger one, -1 where it is the smaller one; counts are (..., 4)."""
-    more: IntArray = np.sign(counts[..., 0] * counts[..., 3] - counts[..., 2] * counts[..., 1])
-    return more
+def _compare_rates(counts: IntArray) -> IntArray:
+    """Return 1 where the first of two rates is larger, -1 where it is smaller, else 0; counts as in `fisher`."""
+    signs: IntArray = np.sign(counts[..., 0] * counts[..., 3] - counts[..., 2] * counts[..., 1])
+    return signs
 
 
 def compare(first: FloatArray, second: FloatArray, step: FloatArray | float = 0.0) -> Comparison:
@@ -157,12 +157,12 @@ def compare(first: FloatArray, second: FloatArray, step: FloatArray | float = 0.
 
 def moments(values: FloatArray) -> tuple[IntArray, FloatArray, FloatArray]:
     """Return number, mean and variance of the values that are not nan; nan where there are too few, (...)."""
-    known = ~np.isnan(values)
-    number = known.sum(-1)
+    is_known = ~np.isnan(values)
+    number = is_known.sum(-1)
     with np.errstate(divide="ignore", invalid="ignore"):
-        mean = np.where(known, values, 0.0).sum(-1) / number
-        variance = np.where(known, values - mean[..., None], 0.0)
-        return number, mean, (variance**2).sum(-1) / np.where(number > 1, number - 1, np.nan)
+        mean = np.where(is_known, values, 0.0).sum(-1) / number
+        deviation = np.where(is_known, values - mean[..., None], 0.0)
+        return number, mean, (deviation**2).sum(-1) / np.where(number > 1, number - 1, np.nan)
 
 
 def mean_interval(values: FloatArray, confidence: float = CONFIDENCE) -> ConfidenceInterval:
@@ -173,7 +173,7 @@ def mean_interval(values: FloatArray, confidence: float = CONFIDENCE) -> Confide
 
 def smallest_step(values: FloatArray) -> FloatArray:
     """Return the smallest step between two values, (..., rules, seeds), at least the rounding of a float32, (...)."""
-    values = np.sort(_flat(values), axis=-1)
+    values = np.sort(_merge_last_axes(values), axis=-1)
     steps = np.diff(values, axis=-1)
     least = np.where(steps > 0, steps, np.inf).min(-1, initial=np.inf)
     rounding: FloatArray = 1e-6 * np.where(np.isnan(values), 0.0, np.abs(values)).max(-1, initial=0.0)
@@ -198,35 +198,35 @@ def fisher(counts: IntArray) -> FloatArray:
         counts: failed and trained of each, (..., 4).
     """
     kinds, places = np.unique(counts.reshape(-1, 4), axis=0, return_inverse=True)
-    return np.array([_fisher(*kind) for kind in kinds.tolist()])[places.ravel()].reshape(counts.shape[:-1])
+    return np.array([_fisher_p(*kind) for kind in kinds.tolist()])[places.ravel()].reshape(counts.shape[:-1])
 
 
-def seen(variance: float, other_variance: float, seeds: FloatArray, level: float) -> FloatArray:
+def detectable_difference(variance: float, other_variance: float, seeds: FloatArray, level: float) -> FloatArray:
     """Return the difference that Welch's test at `level` sees with a probability of 80 %, for numbers of seeds.
 
     By the noncentral t distribution. Welch's degrees of freedom, of which estimated variances leave fewer, are lowered
     by 1 / seeds: in simulations of 3 to 20 seeds 80 to 91 % see it.
 
-    >>> seen(1.0, 1.0, np.array([5.0, 10.0]), 0.03).round(2).tolist()
+    >>> detectable_difference(1.0, 1.0, np.array([5.0, 10.0]), 0.03).round(2).tolist()
     [2.36, 1.45]
     """
     total = variance + other_variance
     freedom = (seeds - 1) * (1 - 1 / seeds) * total**2 / max(variance**2 + other_variance**2, 1e-300)
     freedom = np.maximum(freedom, seeds - 1)
     noncentral = import_extra("scipy.special", "evaluation").nctdtrinc
-    differences: FloatArray = noncentral(freedom, 1 - POWER, _stats().t.isf(level / 2, freedom)) * np.sqrt(
-        total / seeds
-    )
+    critical = _scipy_stats().t.isf(level / 2, freedom)
+    differences: FloatArray = noncentral(freedom, 1 - POWER, critical) * np.sqrt(total / seeds)
     return differences
 
 
 @lru_cache(maxsize=2**14)
-def _fisher(failed: int, trained: int, other_failed: int, other_trained: int) -> float:
+def _fisher_p(failed: int, trained: int, other_failed: int, other_trained: int) -> float:
+    """Return p of Fisher's exact test of two rates; nan if one has no training."""
     if not trained or not other_trained:
         return float("nan")
     table = [[failed, trained - failed], [other_failed, other_trained - other_failed]]
-    return float(_stats().fisher_exact(table)[1])
+    return float(_scipy_stats().fisher_exact(table)[1])
 
 
-def _stats() -> Any:
+def _scipy_stats() -> Any:
     return import_extra("scipy.stats", "evaluation")

@@ -22,10 +22,7 @@ from torch.utils.data import Dataset
 from variable_batch_size._validation import MAX_INT, check_int, check_positive, type_error, value_error
 
 _ROOM = "variable_batch_size.lab.evaluation.tasks"
-TASKS: Final[Mapping[str, str]] = {
-    "mnist-cnn": f"{_ROOM}.mnist_cnn:MnistCnn",
-    "char-gpt": f"{_ROOM}.char_gpt:CharGpt",
-}
+TASKS: Final[Mapping[str, str]] = {"mnist-cnn": f"{_ROOM}.mnist_cnn:MnistCnn", "char-gpt": f"{_ROOM}.char_gpt:CharGpt"}
 FUNCTIONS = {
     "model": ("seed",),
     "dataset": (),
@@ -89,26 +86,26 @@ class Defaults:
     version: str = ""
 
     @classmethod
-    def of(cls, task: Task, name: str) -> Defaults:
-        """Return those of a task; the errors call it `name`."""
+    def read(cls, task: Task, name: str) -> Defaults:
+        """Return the checked attributes of a task, which errors call `name`."""
         given: dict[str, Any] = {}
         for attribute in cls.__dataclass_fields__:
             value = getattr(task, attribute, None)
-            what = f"{attribute} of the task {name}"
+            label = f"{attribute} of the task {name}"
             if value is None:
                 continue
             if attribute in ("lr", "max_grad_norm"):
-                value = check_positive(value, what, "pass one, or leave it out")
+                value = check_positive(value, label, "pass one, or leave it out")
             elif attribute == "schedule":
-                _check_takes(value, ("samples", "total"), what)
+                _check_takes(value, ("samples", "total"), label)
             elif attribute != "version":
-                value = check_int(value, what, 1, MAX_INT)
+                value = check_int(value, label, 1, MAX_INT)
             given[attribute] = value
         return cls(**given)
 
 
 def _check_takes(function: Any, arguments: tuple[str, ...], name: str) -> None:
-    """Raise TypeError if something is no function of these positional arguments."""
+    """Raise TypeError if `function` cannot be called with these positional arguments."""
     requirement = f"{name} must be a function that takes the arguments ({', '.join(arguments)})"
     if not callable(function):
         raise type_error(requirement, function, "define it")
@@ -145,13 +142,14 @@ def load_task(name: str, arguments: Mapping[str, Any] | None = None, data_dir: s
     except (TypeError, ValueError):
         requirement = f"the arguments of the task {name} must be values of JSON"
         raise type_error(requirement, arguments, "pass numbers, strings, lists and mappings of these") from None
-    return _loaded(name, text, data_dir)
+    return _load(name, text, data_dir)
 
 
 @lru_cache(maxsize=8)
-def _loaded(name: str, text: str, data_dir: str | None) -> Task:
-    task = _find(name)
-    arguments = json.loads(text)
+def _load(name: str, arguments_json: str, data_dir: str | None) -> Task:
+    """Return the task of a name, the same object for the same arguments; raise TypeError if it is no `Task`."""
+    task = _find_object(name)
+    arguments = json.loads(arguments_json)
     if callable(task):
         task = _create(task, name, arguments, data_dir)
     elif arguments:
@@ -161,12 +159,13 @@ def _loaded(name: str, text: str, data_dir: str | None) -> Task:
     if missing:
         requirement = f"the task {name} must have {', '.join(FUNCTIONS)}"
         raise type_error(requirement, task, f"define {', '.join(missing)}")
-    for function, takes in FUNCTIONS.items():
-        _check_takes(getattr(task, function), takes, f"{function} of the task {name}")
+    for function, parameters in FUNCTIONS.items():
+        _check_takes(getattr(task, function), parameters, f"{function} of the task {name}")
     return task  # type: ignore[no-any-return]
 
 
 def _create(make: Callable[..., Any], name: str, arguments: dict[str, Any], data_dir: str | None) -> Any:
+    """Return the task that a class or a function makes of arguments, and of `data_dir` if it takes one."""
     signature = inspect.signature(make)
     if data_dir is not None and "data_dir" in signature.parameters:
         arguments = {"data_dir": data_dir} | arguments
@@ -194,7 +193,8 @@ def dataset_of(task: Task) -> Dataset[Any]:
     return _datasets[id(task)][1]
 
 
-def _find(name: str) -> Any:
+def _find_object(name: str) -> Any:
+    """Return the object, the class or the module that the name of a task stands for."""
     place, _, attribute = TASKS.get(name, name).partition(":")
     module = _import(place, name)
     try:
@@ -207,7 +207,7 @@ def _find(name: str) -> Any:
 def _import(place: str, name: str) -> ModuleType:
     """Import a module, also one of the working directory, with what it imports from there, as `python -m` does."""
     if not all(part.isidentifier() for part in place.split(".")):
-        raise _unknown(name, "pass one of these")
+        raise _unknown_task(name, "pass one of these")
     try:
         first = place.partition(".")[0]
         if first not in sys.modules and importlib.util.find_spec(first) is None:
@@ -215,7 +215,7 @@ def _import(place: str, name: str) -> ModuleType:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
         if error.name is not None and (place == error.name or place.startswith(f"{error.name}.")):
-            raise _unknown(name, f"pass one of these, or run it where {place.replace('.', '/')}.py is") from None
+            raise _unknown_task(name, f"pass one of these, or run it where {place.replace('.', '/')}.py is") from None
         if not str(error).startswith("No module named"):  # it says more than that
             raise
         found = f"the task {name} imports {error.name}, which is neither installed nor in {Path.cwd()}"
@@ -224,7 +224,7 @@ def _import(place: str, name: str) -> ModuleType:
         raise RuntimeError(f"the task {name} cannot be imported: {type(error).__name__}: {error}") from error
 
 
-def _unknown(name: str, remedy: str) -> ValueError:
+def _unknown_task(name: str, remedy: str) -> ValueError:
     close = get_close_matches(name, TASKS, 1, 0.8)
     requirement = f"a task must be {', '.join(TASKS)} or package.module:name"
     return value_error(requirement, f"{name!r:.60}", f"pass {close[0]}" if close else remedy)

@@ -23,6 +23,7 @@ from variable_batch_size.lab.evaluation.end import MOST, SAMPLES, End, reached
 from variable_batch_size.lab.evaluation.simulated_time import RunTime, SimulatedTime
 from variable_batch_size.lab.simulation.engine import Overheads
 from variable_batch_size.lab.simulation.noise_curve import NoiseCurve
+from variable_batch_size.lab.simulation.result import Run
 from variable_batch_size.lab.simulation.simulate import simulate
 from variable_batch_size.rules.base import needs_noise
 from variable_batch_size.trace.batch_trace import BatchTrace, OnEnd
@@ -139,25 +140,17 @@ def depends_on_the_dataset(source: TraceSource) -> bool:
 def timed_trace(
     source: TraceSource, training: Training, options: TraceOptions, time: SimulatedTime | None = None
 ) -> TimedTrace:
-    """Return the timed of a training until its end; `time` is that of a trace that is not under a capacity trace.
+    """Return batch sizes and time of a training until its end; `time` is that of traces without a capacity trace.
 
     Raises:
         TypeError: if `source` has another type.
         ValueError: if the text is not that of a trace, the trace is not one for this training, or the time or the cost
             with which it ends is not known.
     """
-    if isinstance(source, str) and "@" in source:
-        policy, _, log = source.partition("@")
-        if options.under is None:
-            remedy = "pass an UnderCapacity with its throughput, or --samples-per-second"
-            raise value_error(f"the trace {source} needs the time of an update", "none", remedy)
-        source = replace(options.under, capacity=log, policy=policy)
-    if isinstance(source, str) and source.partition(":")[0] in POLICIES:  # it starts at the reference batch size
-        low, high = options.bounds or (1, training.dataset_size)
-        first = None if training.ref_batchsize is None else min(max(training.ref_batchsize, low), high)
-        source = AdaptiveTrace(parse_policy(source), first, options.bounds, every=options.every or EVERY)
+    if isinstance(source, str):
+        source = _parse_policy_text(source, training, options)
     if isinstance(source, UnderCapacity):
-        timed = _simulated(source, training, options)
+        timed = _simulate_timed(source, training, options)
     elif isinstance(source, AdaptiveTrace):
         timed = TimedTrace(source, time, None, training.end)
     elif callable(source):
@@ -165,18 +158,38 @@ def timed_trace(
     else:
         timed = TimedTrace(_batch_trace(source, training, options), time, None, training.end)
     _check_end(timed)
-    trace = timed.trace
-    if not isinstance(trace, BatchTrace):
+    if not isinstance(timed.trace, BatchTrace):
         return timed
+    remark = _remark_if_constant(timed.trace, training) or timed.remark
+    return replace(timed, remark=remark, trace=_after_checkpoint(timed.trace, training))
+
+
+def _parse_policy_text(text: str, training: Training, options: TraceOptions) -> TraceSource:
+    """Return what the text of a policy, or of a policy under a capacity trace, stands for; other texts as they are."""
+    policy, at, log = text.partition("@")
+    if at:
+        if options.under is None:
+            remedy = "pass an UnderCapacity with its throughput, or --samples-per-second"
+            raise value_error(f"the trace {text} needs the time of an update", "none", remedy)
+        return replace(options.under, capacity=log, policy=policy)
+    if text.partition(":")[0] not in POLICIES:
+        return text
+    low, high = options.bounds or (1, training.dataset_size)
+    start = None if training.ref_batchsize is None else min(max(training.ref_batchsize, low), high)
+    return AdaptiveTrace(parse_policy(text), start, options.bounds, every=options.every or EVERY)
+
+
+def _remark_if_constant(trace: BatchTrace, training: Training) -> str | None:
+    """Return what a user should know of a batch size that does not change within the training; None if it does."""
     starts, sizes = trace.runs
-    if len(starts) == 1 or trace.offset(int(starts[1])) >= training.end.most(training.rest):
-        later = f"; its first change follows sample {trace.offset(int(starts[1])):,}" if len(starts) > 1 else ""
-        remark = f"the batch size is {sizes[0]} throughout, so that rules are only learning rates here{later}"
-        timed = replace(timed, remark=remark)
-    return replace(timed, trace=_after(trace, training))
+    if len(starts) > 1 and trace.offset(int(starts[1])) < training.end.max_samples(training.rest):
+        return None
+    later = f"; its first change follows sample {trace.offset(int(starts[1])):,}" if len(starts) > 1 else ""
+    return f"the batch size is {sizes[0]} throughout, so that rules are only learning rates here{later}"
 
 
 def _batch_trace(source: Any, training: Training, options: TraceOptions) -> BatchTrace:
+    """Return the batch trace that a source is or names, which ends as the options and the end of the training say."""
     if isinstance(source, str) and not (source[:1].isdigit() or Path(source).is_file()):
         requirement = f"a trace must be a number, a schedule, a CSV file, {FORMS}, or POLICY@LOG"
         raise value_error(requirement, f"{source!r:.60}", "pass one of these; a file must exist")
@@ -185,11 +198,11 @@ def _batch_trace(source: Any, training: Training, options: TraceOptions) -> Batc
         return trace
     on_end = options.on_end or trace.on_end
     if on_end == "error" and training.end.by != "samples":
-        on_end = "stop"  # how far it must last is not known before
+        on_end = "stop"  # how long it must last is not known before
     return trace.with_on_end(on_end)
 
 
-def _after(trace: BatchTrace, training: Training) -> BatchTrace:
+def _after_checkpoint(trace: BatchTrace, training: Training) -> BatchTrace:
     """Return a trace that begins after the updates of a checkpoint, whose sizes, which are over, are written as 1."""
     before = training.before[0]
     if not before:
@@ -227,7 +240,8 @@ def _check_end(timed: TimedTrace) -> None:
             raise value_error(requirement, f"{end.by} {reached_amount:,.6g}", remedy)
 
 
-def _simulated(source: UnderCapacity, training: Training, options: TraceOptions) -> TimedTrace:
+def _simulate_timed(source: UnderCapacity, training: Training, options: TraceOptions) -> TimedTrace:
+    """Return the batch sizes of a policy under a capacity trace, and their time, as `simulate` finds them."""
     capacity = source.capacity if isinstance(source.capacity, CapacityTrace) else cluster.read(source.capacity)
     policy = parse_policy(source.policy) if isinstance(source.policy, str) else source.policy
     arguments: dict[str, Any] = {}
@@ -249,9 +263,17 @@ def _simulated(source: UnderCapacity, training: Training, options: TraceOptions)
         overheads=source.overheads,
         prices=source.price,
         by="samples",
-        until=training.end.most(training.rest),
+        until=training.end.max_samples(training.rest),
         **arguments,
     )
+    _check_simulated_run(run, training)
+    # Epochs end elsewhere after a checkpoint, so that the updates of the simulation may be a few too few.
+    on_end: OnEnd = "hold" if training.before[0] else "stop"
+    return TimedTrace(run.trace.with_on_end(on_end), RunTime.from_run(run), None, training.end)
+
+
+def _check_simulated_run(run: Run, training: Training) -> None:
+    """Raise ValueError if a simulation has too few samples for a training, or a batch exceeds its dataset."""
     if training.end.by == "samples" and run.summary["samples"] < training.rest:
         requirement = f"the capacity trace must last for the {training.rest:,} samples of the training"
         least = math.ceil(100 * training.rest / max(1, run.summary["samples"])) / 100
@@ -259,10 +281,7 @@ def _simulated(source: UnderCapacity, training: Training, options: TraceOptions)
             f"train on fewer samples, pass a faster throughput, or a log whose time is scaled by {least:g} or more, "
             f"see vbs capacity convert --scale-time"
         )
-        raise value_error(requirement, f"{run.summary['samples']:,.0f} until second {capacity.end:,.6g}", remedy)
-    trace = run.trace
-    if trace.max_batch_size > training.dataset_size:
+        raise value_error(requirement, f"{run.summary['samples']:,.0f} until second {run.capacity.end:,.6g}", remedy)
+    if run.trace.max_batch_size > training.dataset_size:
         requirement = f"a batch size must be at most the dataset's size of {training.dataset_size} samples"
-        raise value_error(requirement, trace.max_batch_size, "limit it with bounds=")
-    # Epochs end elsewhere after a checkpoint, so that the updates of the simulation may be a few too few.
-    return TimedTrace(trace.with_on_end("hold" if training.before[0] else "stop"), RunTime.of(run), None, training.end)
+        raise value_error(requirement, run.trace.max_batch_size, "limit it with bounds=")

@@ -27,7 +27,7 @@ from variable_batch_size._validation import value_error
 from variable_batch_size.backend import LocalBackend
 from variable_batch_size.checkpoint import Checkpoint
 from variable_batch_size.lab.evaluation.cell import Cell
-from variable_batch_size.lab.evaluation.curve import Curve, checked
+from variable_batch_size.lab.evaluation.curve import Curve, check_metrics
 from variable_batch_size.lab.evaluation.provenance import environment
 from variable_batch_size.lab.evaluation.start import Start
 from variable_batch_size.lab.evaluation.task import Defaults, Task, dataset_of, load_task
@@ -46,7 +46,7 @@ class TrainingParts(NamedTuple):
     scheduler: ProgressScheduler | LambdaLR | None
 
 
-def parts_of(cell: Cell, curve: Curve) -> TrainingParts:
+def create_parts(cell: Cell, curve: Curve) -> TrainingParts:
     """Create the objects of a training in the state of its start; `curve` tells the schedule the time."""
     task = load_task(cell.task, cell.task_arguments, cell.data_dir)
     dataset: Any = dataset_of(task)
@@ -58,7 +58,7 @@ def parts_of(cell: Cell, curve: Curve) -> TrainingParts:
         0,
         cell.minibatch_size,
         fixed_shape=False,
-        max_samples=cell.timed.end.most(cell.samples),
+        max_samples=cell.timed.end.max_samples(cell.samples),
         **order,
     )
     model = task.model(cell.seed)
@@ -70,18 +70,18 @@ def parts_of(cell: Cell, curve: Curve) -> TrainingParts:
         max_grad_norm=cell.max_grad_norm,
         backend=LocalBackend(),
     )
-    parts = TrainingParts(task, model, sampler, optimizer, *_schedule(cell, task, optimizer, curve))
+    parts = TrainingParts(task, model, sampler, optimizer, *_create_schedules(cell, task, optimizer, curve))
     if cell.start is not None:
-        curve.untrained = checked(metrics_of(parts))["loss"]
-        _go_on(parts, cell.start, cell.lr_factor)
+        curve.untrained = check_metrics(metrics_of(parts))["loss"]
+        _restore_start(parts, cell.start, cell.lr_factor)
     return parts
 
 
-def _schedule(
+def _create_schedules(
     cell: Cell, task: Task, optimizer: CustomOptimizer, curve: Curve
 ) -> tuple[LambdaLR | None, ProgressScheduler | LambdaLR | None]:
-    """Return the schedule of the task, which every rule reads by samples, or by its share of another end."""
-    function, size, end = Defaults.of(task, cell.task).schedule, cell.ref_batchsize, cell.timed.end
+    """Return the schedule of the task, by samples or by the share of another end, and what steps it; or None twice."""
+    function, size, end = Defaults.read(task, cell.task).schedule, cell.ref_batchsize, cell.timed.end
     if function is None:
         return None, None
     if end.by != "samples":
@@ -109,7 +109,7 @@ class _Unused:
         """Leave it out."""
 
 
-def _go_on(parts: TrainingParts, start: Start, lr_factor: float) -> None:
+def _restore_start(parts: TrainingParts, start: Start, lr_factor: float) -> None:
     """Restore a copy of the state of the start into the objects of a training, with another lr."""
     others: dict[str, Any] = {name: _Unused() for name in start.others}
     if parts.scheduler is not None:
@@ -121,17 +121,27 @@ def _go_on(parts: TrainingParts, start: Start, lr_factor: float) -> None:
         except FileNotFoundError:
             message = f"the checkpoint {start.path} must stay until all trainings have ended, but it is gone"
             raise FileNotFoundError(f"{message}; pass a copy of it") from None
-        with _quiet(), Checkpoint(folder, model=parts.model, optimizer=parts.optimizer, **others) as checkpoint:
+        saved = {"model": parts.model, "optimizer": parts.optimizer, **others}
+        with _without_info_logs(), Checkpoint(folder, **saved) as checkpoint:
             checkpoint.restore(strict=False, required=True)
-    schedule = parts.schedule
-    group = parts.optimizer.param_groups[0]
-    if schedule is not None:
-        expected = float(schedule.base_lrs[0] * schedule.lr_lambdas[0](schedule.last_epoch))
-        if not math.isclose(float(group["lr"]), expected, rel_tol=1e-6):
-            requirement = f"the schedule of the task must be that of the checkpoint {start.path}"
-            found = f"lr {float(group['lr']):g} in it, and {expected:g} by the task"
-            raise value_error(requirement, found, "pass the samples of that training (--samples)")
-        schedule.base_lrs = [rate * lr_factor for rate in schedule.base_lrs]
+    if parts.schedule is not None:
+        _check_schedule(parts.schedule, float(parts.optimizer.param_groups[0]["lr"]), start)
+    _scale_lr(parts, lr_factor)
+
+
+def _check_schedule(schedule: LambdaLR, lr: float, start: Start) -> None:
+    """Raise ValueError if the learning rate of a checkpoint is not that of the schedule of the task there."""
+    expected = float(schedule.base_lrs[0] * schedule.lr_lambdas[0](schedule.last_epoch))
+    if not math.isclose(lr, expected, rel_tol=1e-6):
+        requirement = f"the schedule of the task must be that of the checkpoint {start.path}"
+        found = f"lr {lr:g} in it, and {expected:g} by the task"
+        raise value_error(requirement, found, "pass the samples of that training (--samples)")
+
+
+def _scale_lr(parts: TrainingParts, lr_factor: float) -> None:
+    """Multiply the learning rates of the schedule and of the parameter groups by a factor."""
+    if parts.schedule is not None:
+        parts.schedule.base_lrs = [rate * lr_factor for rate in parts.schedule.base_lrs]
     for group in parts.optimizer.param_groups:
         for name in {"lr", "initial_lr"} & set(group):
             value = group[name]
@@ -171,8 +181,8 @@ def _train(cell: Cell, checkpoints: Path | None, save_every: timedelta | int, dr
     began = time.perf_counter()
     seed_all(cell.seed)
     curve = Curve(cell.timed.time, cell.minibatch_size, 0 if cell.start is None else cell.start.updates)
-    parts = parts_of(cell, curve)
-    optimizer, end = parts.optimizer, cell.timed.end
+    parts = create_parts(cell, curve)
+    optimizer = parts.optimizer
     saved: dict[str, Any] = {"model": parts.model, "optimizer": optimizer, "scheduler": parts.scheduler, "curve": curve}
     checkpoint: Checkpoint | None = None
     with ExitStack() as stack:
@@ -182,9 +192,8 @@ def _train(cell: Cell, checkpoints: Path | None, save_every: timedelta | int, dr
         before = curve.wall_seconds
         if not curve.rows:
             evaluate(parts, curve)
-        over = curve.diverged or end.is_reached(curve, optimizer.progress)
-        for updated in () if over else updates_of(parts, curve, cell):
-            curve.update(optimizer.updates, optimizer.current_lr())
+        for updated in () if _is_over(cell, parts, curve) else train_updates(parts, curve, cell):
+            curve.add_update(optimizer.updates, optimizer.current_lr())
             if updated and parts.scheduler is not None:
                 parts.scheduler.step()
             if optimizer.samples // cell.between > curve.samples // cell.between:
@@ -197,17 +206,26 @@ def _train(cell: Cell, checkpoints: Path | None, save_every: timedelta | int, dr
                 checkpoint.save(wait=False)  # the first one: short trainings need no folder
             if driver is not None and os.getppid() != driver:
                 raise SystemExit("the evaluation has ended before its training")
-            if curve.diverged or end.is_reached(curve, optimizer.progress):
+            if _is_over(cell, parts, curve):
                 break
         if curve.samples < optimizer.samples and not curve.diverged:
             evaluate(parts, curve)
+    return _line(cell, parts, curve, before + time.perf_counter() - began)
+
+
+def _is_over(cell: Cell, parts: TrainingParts, curve: Curve) -> bool:
+    return curve.diverged or cell.timed.end.is_reached(curve, parts.optimizer.progress)
+
+
+def _line(cell: Cell, parts: TrainingParts, curve: Curve, wall_seconds: float) -> dict[str, Any]:
+    """Return the line of a training that has ended, as `Journal` appends it."""
     return {
         "key": cell.key,
         "cell": cell.as_json(),
         "status": "diverged" if curve.diverged else "finished",
         "untrained": curve.untrained,
-        "wall_seconds": round(before + time.perf_counter() - began, 3),
-        "environment": environment() | _facts(parts, cell),
+        "wall_seconds": round(wall_seconds, 3),
+        "environment": environment() | _training_facts(parts, cell),
         "curve": curve.columns(),
     }
 
@@ -216,7 +234,8 @@ def _is_due(every: timedelta | int, updates: int, seconds: float) -> bool:
     return seconds >= every.total_seconds() if isinstance(every, timedelta) else updates % every == 0
 
 
-def _facts(parts: TrainingParts, cell: Cell) -> dict[str, Any]:
+def _training_facts(parts: TrainingParts, cell: Cell) -> dict[str, Any]:
+    """Return what is told of a training with its environment: threads, the optimizer, and its noise averages."""
     inner = parts.optimizer.inner
     options = {name: value for name, value in inner.defaults.items() if value is not None and name != "lr"}
     facts: dict[str, Any] = {"threads": torch.get_num_threads()}
@@ -234,11 +253,11 @@ def seed_all(*seeds: int) -> None:
     random.seed(seed)
 
 
-def updates_of(parts: TrainingParts, curve: Curve, cell: Cell) -> Iterator[bool]:
+def train_updates(parts: TrainingParts, curve: Curve, cell: Cell) -> Iterator[bool]:
     """Train, and yield after each update whether it has changed the weights, until its samples or its divergence."""
     parts.model.train()
     for epoch in remaining_epochs(parts.sampler, parts.optimizer):
-        for batch in _loader(parts, cell, epoch):
+        for batch in _epoch_loader(parts, cell, epoch):
             updates, samples = parts.optimizer.updates, parts.optimizer.microbatch.samples
             try:
                 loss = parts.task.loss(parts.model, batch)
@@ -247,7 +266,7 @@ def updates_of(parts: TrainingParts, curve: Curve, cell: Cell) -> Iterator[bool]
                     raise
                 curve.diverged = True
                 return
-            if not curve.microbatch(_scalar(loss), samples):
+            if not curve.add_microbatch(_loss_value(loss), samples):
                 return
             loss.backward()  # type: ignore[no-untyped-call]
             updated = parts.optimizer.step()
@@ -255,7 +274,7 @@ def updates_of(parts: TrainingParts, curve: Curve, cell: Cell) -> Iterator[bool]
                 yield updated
 
 
-def _loader(parts: TrainingParts, cell: Cell, epoch: int) -> DataLoader[Any]:
+def _epoch_loader(parts: TrainingParts, cell: Cell, epoch: int) -> DataLoader[Any]:
     """Return the loader of an epoch.
 
     After a checkpoint the sampler has the seed of that training, so that the epoch which has begun keeps its order;
@@ -280,12 +299,12 @@ def evaluate(parts: TrainingParts, curve: Curve) -> None:
         if not _failed_by_divergence(parts.model, curve, error):
             raise
     optimizer = parts.optimizer
-    curve.evaluation(optimizer.updates, optimizer.samples, optimizer.progress, metrics)
+    curve.add_evaluation(optimizer.updates, optimizer.samples, optimizer.progress, metrics)
 
 
 @torch.no_grad()
 def metrics_of(parts: TrainingParts) -> Mapping[str, float]:
-    """Return what the task's evaluation says of a model, which trains on afterwards, without gradients of it."""
+    """Return the metrics of the task's evaluation; the model is in `train()` mode afterwards, without gradients."""
     parts.model.eval()
     metrics = parts.task.evaluate(parts.model)
     parts.model.train()
@@ -294,7 +313,7 @@ def metrics_of(parts: TrainingParts) -> Mapping[str, float]:
     return metrics
 
 
-def _scalar(loss: Any) -> float:
+def _loss_value(loss: Any) -> float:
     """Return the value of a loss, or raise an error if it cannot be one."""
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return float(loss.detach())
@@ -312,8 +331,8 @@ def _failed_by_divergence(model: nn.Module, curve: Curve, error: Exception) -> b
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Leave out what a checkpoint tells of each training that goes on from it."""
+def _without_info_logs() -> Iterator[None]:
+    """Log nothing below WARNING within a block."""
     before = logging.root.manager.disable
     logging.disable(logging.INFO)
     try:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from variable_batch_size.lab.evaluation.judgement import Judgement, Row, Trace
-from variable_batch_size.lab.evaluation.statistics import DIFFERENCES, ConfidenceInterval, seen
+from variable_batch_size.lab.evaluation.statistics import DIFFERENCES, ConfidenceInterval, detectable_difference
 
 BETTER, WORSE, SAME, OPEN, FAILS = "\u25b2", "\u25bc", "=", "?", "\u2715"  # told apart without a color
 
@@ -41,10 +41,10 @@ def verdict(judgement: Judgement, trace: Trace) -> list[Sentence]:
         sentences.insert(0, _none_better(judgement, trace))
     same = [row.rule for row in others if row.answer == "same"]
     if same and len(same) < len(others):
-        sentences.append(Sentence(SAME, f"{listed(same)}: the same trainings as {judgement.baseline}, bit for bit"))
+        sentences.append(Sentence(SAME, f"{join_names(same)}: the same trainings as {judgement.baseline}, bit for bit"))
     undecided = [row for row in others if row.answer == "open" and row.failed < row.trained]
     if claimed and undecided:
-        sentences.append(Sentence(OPEN, f"not decided: {listed([row.rule for row in undecided])}"))
+        sentences.append(Sentence(OPEN, f"not decided: {join_names([row.rule for row in undecided])}"))
     sentences += _failing(trace)
     if trace.constant and others:
         sentences.append(Sentence(SAME, "the batch size is constant: a rule is a learning rate here"))
@@ -53,15 +53,16 @@ def verdict(judgement: Judgement, trace: Trace) -> list[Sentence]:
 
 def _claim(judgement: Judgement, row: Row) -> Sentence:
     """Say by how much a rule is better or worse, and whether the learning rate alone might bring as much."""
-    size = _positive(row.difference)
+    size = _absolute(row.difference)
     most = judgement.reference.most
-    text = f"{row.rule}: {row.answer} than {judgement.baseline} by {interval(*size)}"
+    text = f"{row.rule}: {row.answer} than {judgement.baseline} by {format_interval(*size)}"
     if size.value <= most:
-        text += f", which another learning rate may bring, too (up to {number(most, most)})"
+        text += f", which another learning rate may bring, too (up to {format_number(most, most)})"
     return Sentence(BETTER if row.answer == "better" else WORSE, text)
 
 
 def _none_better(judgement: Judgement, trace: Trace) -> Sentence:
+    """Say which rule to use where none is claimed to be better than the baseline, and how sure that is."""
     baseline = judgement.baseline
     others = [row for row in trace.rows if row.answer != "baseline"]
     if not others:
@@ -78,9 +79,10 @@ def _none_better(judgement: Judgement, trace: Trace) -> Sentence:
     text = f"not decided, use {baseline}: no rule is seen to be better"
     if best is not None and math.isfinite(best.difference.low):
         ahead = (best.difference.value < 0) == judgement.lower
-        text += f"; {best.rule} is {'ahead' if ahead else 'behind'} by {interval(*_positive(best.difference))}"
+        text += f"; {best.rule} is {'ahead' if ahead else 'behind'} by {format_interval(*_absolute(best.difference))}"
     if trace.outlook is not None:
-        text += f"; a new evaluation of {trace.outlook[0]} seeds would see {number(trace.outlook[1], trace.outlook[1])}"
+        seeds, difference = trace.outlook
+        text += f"; a new evaluation of {seeds} seeds would see {format_number(difference, difference)}"
     elif max(row.trained for row in trace.rows) < 2:
         text += ": one seed says nothing about chance"
     return Sentence(OPEN, text)
@@ -92,21 +94,20 @@ def _failing(trace: Trace) -> Iterator[Sentence]:
             yield Sentence(FAILS, f"{row.rule}: fails in {row.failed} of {row.trained}")
 
 
-def failures(judgement: Judgement) -> list[Sentence]:
+def describe_failures(judgement: Judgement) -> list[Sentence]:
     """Return which rules are claimed to fail more or less often than the baseline, under all traces."""
     sentences = []
     for rule, counted in judgement.failures.items():
         if counted.claimed:
             word = "more" if counted.claimed > 0 else "less"
-            counts = (
-                f"{counted.failed} of {counted.trained} against {counted.baseline_failed} of {counted.baseline_trained}"
-            )
+            of_baseline = f"{counted.baseline_failed} of {counted.baseline_trained}"
+            counts = f"{counted.failed} of {counted.trained} against {of_baseline}"
             text = f"{rule} fails {word} often than {judgement.baseline}: {counts} trainings under all traces"
             sentences.append(Sentence(WORSE if counted.claimed > 0 else BETTER, text))
     return sentences
 
 
-def reference(judgement: Judgement) -> str:
+def describe_reference(judgement: Judgement) -> str:
     """Return whether the learning rate is tuned at the reference's batch size."""
     outcome = judgement.reference
     if outcome.answer == "waiting":
@@ -120,13 +121,12 @@ def reference(judgement: Judgement) -> str:
         return f"Whether the reference is tuned is not known: {at}, no other rate was tried with two seeds or more."
     best = max(outcome.gains, key=lambda factor: outcome.gains[factor].value, default=1.0)
     tried = f"({', '.join(f'{factor:g}' for factor in sorted(outcome.gains))} times)"
-    failing = f"; {listed([f'{factor:g}' for factor in outcome.failing])} times it fails more often" * bool(
-        outcome.failing
-    )
+    factors = join_names([f"{factor:g}" for factor in outcome.failing]) if outcome.failing else ""
+    failing = f"; {factors} times it fails more often" if factors else ""
     if outcome.answer == "not tuned":
-        gain = f"{best:g} times the rate is better by {interval(*outcome.gains[best])}"
+        gain = f"{best:g} times the rate is better by {format_interval(*outcome.gains[best])}"
         return f"The reference is not tuned: {at}, {gain}. What rules bring at this rate depends on that."
-    most = number(outcome.most, outcome.most)
+    most = format_number(outcome.most, outcome.most)
     if outcome.answer == "open":
         best_rate = f"{best:g} times the rate may be better by up to {most}"
         return f"Whether the reference is tuned is not decided: {at}, {best_rate}{failing}."
@@ -136,9 +136,9 @@ def reference(judgement: Judgement) -> str:
     return f"The reference is tuned: {at}, {worse}{failing}."
 
 
-def lost(judgement: Judgement, trace: Trace) -> str:
+def describe_loss(judgement: Judgement, trace: Trace) -> str:
     """Return how much worse the baseline and the best other rule are than the reference after equal samples."""
-    return "; ".join(f"{rule} {interval(*bounds)}" for rule, bounds in trace.lost.items())
+    return "; ".join(f"{rule} {format_interval(*bounds)}" for rule, bounds in trace.lost.items())
 
 
 def power(seeds: int, comparisons: int) -> str:
@@ -149,20 +149,20 @@ def power(seeds: int, comparisons: int) -> str:
     """
     if not comparisons or seeds < 2:
         return ""
-    size = float(seen(1.0, 1.0, np.array(float(seeds)), DIFFERENCES / comparisons))
+    size = float(detectable_difference(1.0, 1.0, np.array(float(seeds)), DIFFERENCES / comparisons))
     return (
         f"with {seeds} seeds and {comparisons:,} comparisons, a difference of {size:.2g} standard deviations is "
         "claimed in 80 % of cases"
     )
 
 
-def number(value: float, spread: float = 0.0, sign: str = "") -> str:
+def format_number(value: float, spread: float = 0.0, sign: str = "") -> str:
     """Format a number: with two digits of its spread, or with three significant digits; "-" if it is not finite.
 
-    >>> number(0.123456), number(0.123456, 0.02), number(12345.6), number(0.7), number(3.0), number(math.nan)
-    ('0.123', '0.123', '12,346', '0.700', '3', '-')
-    >>> number(-1e-9, 1.0), number(1 / 35, 1e-18)
-    ('0.0', '0.0286')
+    >>> [format_number(value) for value in (0.123456, 12345.6, 0.7, 3.0, math.nan)]
+    ['0.123', '12,346', '0.700', '3', '-']
+    >>> format_number(0.123456, 0.02), format_number(-1e-9, 1.0), format_number(1 / 35, 1e-18)
+    ('0.123', '0.0', '0.0286')
     """
     if not math.isfinite(value):
         return "-"
@@ -173,30 +173,30 @@ def number(value: float, spread: float = 0.0, sign: str = "") -> str:
     return f"{round(value, digits) + 0.0:{sign},.{digits}f}"  # + 0.0: no -0.0
 
 
-def interval(value: float, low: float, high: float, sign: str = "") -> str:
+def format_interval(value: float, low: float, high: float, sign: str = "") -> str:
     """Format an estimate and its interval, if there is one.
 
-    >>> interval(0.1234, 0.11, 0.15), interval(0.1234, math.nan, math.nan), interval(-0.02, -0.05, 0.01, "+")
-    ('0.123 (0.110 to 0.150)', '0.123', '-0.020 (-0.050 to +0.010)')
+    >>> format_interval(0.1234, 0.11, 0.15), format_interval(0.1234, math.nan, math.nan)
+    ('0.123 (0.110 to 0.150)', '0.123')
+    >>> format_interval(-0.02, -0.05, 0.01, sign="+")
+    '-0.020 (-0.050 to +0.010)'
     """
     if not math.isfinite(low):
-        return number(value, sign=sign)
-    texts = [number(end, high - low, sign) for end in (value, low, high)]
+        return format_number(value, sign=sign)
+    texts = [format_number(end, high - low, sign) for end in (value, low, high)]
     return f"{texts[0]} ({texts[1]} to {texts[2]})"
 
 
-def listed(names: Sequence[str], last: str = "and") -> str:
-    """Join names.
+def join_names(names: Sequence[str], last: str = "and") -> str:
+    """Return names as a list in words.
 
-    >>> listed(["a", "b", "c"]), listed(["a"], "or")
+    >>> join_names(["a", "b", "c"]), join_names(["a"], "or")
     ('a, b and c', 'a')
     """
     return f" {last} ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-def _positive(difference: ConfidenceInterval) -> ConfidenceInterval:
-    return (
-        difference
-        if difference.value >= 0
-        else ConfidenceInterval(-difference.value, -difference.high, -difference.low)
-    )
+def _absolute(difference: ConfidenceInterval) -> ConfidenceInterval:
+    """Return the size of a difference, with its interval turned if it is negative."""
+    value, low, high = difference
+    return difference if value >= 0 else ConfidenceInterval(-value, -high, -low)

@@ -10,14 +10,4 @@ from variable_batch_size.lab.simulation.result import Run, plot_runs
 from variable_batch_size.lab.simulation.simulate import simulate, to_batch_trace
 from variable_batch_size.lab.simulation.sweep import compare, means, sweep
 
-__all__ = [
-    "NoiseCurve",
-    "Overheads",
-    "Run",
-    "compare",
-    "means",
-    "plot_runs",
-    "simulate",
-    "sweep",
-    "to_batch_trace",
-]
+__all__ = ["NoiseCurve", "Overheads", "Run", "compare", "means", "plot_runs", "simulate", "sweep", "to_batch_trace"]

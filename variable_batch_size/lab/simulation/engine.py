@@ -159,12 +159,12 @@ class Engine:
         self._cause: Cause = "start"
 
     def run(self) -> None:
-        """Simulate the training."""
+        """Simulate the training, up to its goal or the end of the simulation."""
         least = self.overheads.least_nodes
         while not self._done:
             nodes = self.staying.at(self.now)
             if nodes < least:
-                self._spend("idle", self.staying.at_least(least, self.now))
+                self._spend_time("idle", self.staying.time_at_least(least, self.now))
             elif self._restart(nodes):
                 self._train(nodes)
 
@@ -182,7 +182,8 @@ class Engine:
     def _snap(self, time: float) -> float:
         return snap(self.present.snap(self.staying.snap(time)), [self.end])
 
-    def _spend(self, state: State, until: float, nodes: int = 0, batch_size: int = 0) -> None:
+    def _spend_time(self, state: State, until: float, nodes: int = 0, batch_size: int = 0) -> None:
+        """Move the time on to `until`, or to the end of the simulation, with an interval in which no update ends."""
         begin = self.now
         self.now = min(until, self.end)
         if self.now > begin:
@@ -191,43 +192,44 @@ class Engine:
     def _restart(self, nodes: int) -> bool:
         """Restart with these nodes; return False if some of them leave before the restart ends."""
         started = self._snap(self.now + self.overheads.restart_seconds(nodes, self._cause))
-        aborted = self.staying.below(nodes, self.now)
+        aborted = self.staying.time_below(nodes, self.now)
         self.restarts += self._cause != "start"
-        self._spend("restarting", min(started, aborted), nodes)
+        self._spend_time("restarting", min(started, aborted), nodes)
         if aborted < min(started, self.end):
             self.preemptions = self.preemptions + 1
             self._cause = "preemption"
         return aborted >= started
 
     def _train(self, nodes: int) -> None:
-        overheads, restarted, continued, asked = self.overheads, self.now, self.now, False
-        kill = self.present.below(nodes, self.now) if self.kills else math.inf
-        notice = self.staying.below(nodes, self.now)
+        """Train on `nodes` nodes since a restart, until the training stops, is killed or ends."""
+        overheads, restarted, last_save, has_updated = self.overheads, self.now, self.now, False
+        kill = self.present.time_below(nodes, self.now) if self.kills else math.inf
+        notice = self.staying.time_below(nodes, self.now)
         while not self._done:  # `now` is the end of a restart, an update or a save
             now = self.now
-            self._complete(now)
+            self._finish_checkpoint(now)
             if now >= kill and not overheads.notice:
-                return self._die()
+                return self._roll_back()
             staying = self.staying.at(now)
             may_grow = reached(now, restarted + overheads.grow_every)
             if staying < nodes or (staying > nodes and may_grow):
                 return self._stop(nodes, kill)
             if notice <= now:  # the nodes are there again
-                notice = self.staying.below(nodes, now)
-            due = math.inf if overheads.save_every is None else continued + overheads.save_every
+                notice = self.staying.time_below(nodes, now)
+            due = math.inf if overheads.save_every is None else last_save + overheads.save_every
             due = max(due, self._writing.complete) if self._writing else due
             if reached(now, due):
                 if not self._save(nodes, kill, overheads.blocking):
                     return None
-                continued = self.now
+                last_save = self.now
                 continue
-            change = self.staying.other_than(nodes, max(now, restarted + overheads.grow_every))
-            if not self._update(nodes, min(notice, change, due), min(kill, self.end), not asked):
-                return self._die() if self.now < self.end else None
-            asked = True
+            change = self.staying.time_other_than(nodes, max(now, restarted + overheads.grow_every))
+            if not self._make_updates(nodes, min(notice, change, due), min(kill, self.end), not has_updated):
+                return self._roll_back() if self.now < self.end else None
+            has_updated = True
         return None
 
-    def _update(self, nodes: int, wanted: float, limit: float, restarted: bool) -> bool:
+    def _make_updates(self, nodes: int, wanted: float, limit: float, restarted: bool) -> bool:
         """Make equal updates up to the first one that ends at `wanted` or later.
 
         Returns:
@@ -236,21 +238,21 @@ class Engine:
         before = self._position
         begin = self.now
         devices = nodes * self.model.devices_per_node
-        decisions = self.sizes.advance(before.decisions, partial(self._input, devices), restarted)
+        decisions = self.sizes.advance(before.decisions, partial(self._control_input, devices), restarted)
         size = decisions[0].batch_size
         updates_alike = self.model.equal_updates(size, devices, before)
-        updates = updates_alike.ended_by(begin, limit * (1 + ROUNDING))
+        updates = updates_alike.count_ended(begin, limit * (1 + ROUNDING))
         if updates == 0:
-            self._spend("idle" if limit == self.end else "redone", limit, nodes, size)
+            self._spend_time("idle" if limit == self.end else "redone", limit, nodes, size)
             return False
         unit, value = self.goal
         ends = min(self.sizes.end, self.sizes.next_change(decisions, before.updates))
         updates = int(min(updates, ends - before.updates))
-        updates = updates_alike.until(lambda n: begin + updates_alike.seconds(n), wanted * (1 - ROUNDING), updates)
-        updates = updates_alike.until(
-            lambda n: before.progress + updates_alike.progress(n), self.model.next_noise(before.progress), updates
-        )
-        updates = updates_alike.until(lambda n: getattr(before, unit) + getattr(updates_alike, unit)(n), value, updates)
+        updates = updates_alike.first_with(lambda n: begin + updates_alike.seconds(n), wanted * (1 - ROUNDING), updates)
+        noise_end = self.model.next_noise(before.progress)
+        updates = updates_alike.first_with(lambda n: before.progress + updates_alike.progress(n), noise_end, updates)
+        total, of_updates = getattr(before, unit), getattr(updates_alike, unit)
+        updates = updates_alike.first_with(lambda n: total + of_updates(n), value, updates)
         self.now = self._snap(begin + updates_alike.seconds(updates))
         made = updates, updates_alike.samples(updates), updates_alike.progress(updates)
         self.intervals.append(Interval(begin, self.now, "productive", nodes, size, *made))
@@ -258,7 +260,8 @@ class Engine:
         self._position = before.after(updates_alike, updates, decisions)
         return True
 
-    def _input(self, devices: int, chosen: int | None) -> ControlInput:
+    def _control_input(self, devices: int, chosen: int | None) -> ControlInput:
+        """Return what a controller is told, whose last choice is the batch size `chosen`."""
         done, model = self._position, self.model
         noise = model.noise_at(done.progress, done.updates, chosen)
         counts = done.updates, done.samples, done.progress
@@ -271,10 +274,10 @@ class Engine:
         if not blocking:
             self._writing = saved
             return True
-        self._spend("saving", min(complete, kill), nodes)
+        self._spend_time("saving", min(complete, kill), nodes)
         if complete > min(kill, self.end):
             if kill < self.end:
-                self._die()
+                self._roll_back()
             return False
         self._saved, self._writing = saved, None
         return True
@@ -286,12 +289,14 @@ class Engine:
             self.preemptions = self.preemptions + fewer
             self._cause = "preemption" if fewer else "growth"
 
-    def _complete(self, now: float) -> None:
+    def _finish_checkpoint(self, now: float) -> None:
+        """Count the checkpoint that is being written as saved, if it is complete by now."""
         if self._writing and reached(now, self._writing.complete):
             self._saved, self._writing = self._writing, None
 
-    def _die(self) -> None:
-        self._complete(self.now)
+    def _roll_back(self) -> None:
+        """Go back to the last checkpoint that is complete; the updates since are lost."""
+        self._finish_checkpoint(self.now)
         self._writing = None
         for row in range(self._saved.intervals, len(self.intervals)):
             if self.intervals[row].state == "productive":

@@ -44,12 +44,8 @@ class TimeSpent(NamedTuple):
         return self.saving / max(1, self.saves)
 
     @staticmethod
-    def of(events: Iterable[Mapping[str, Any]]) -> TimeSpent:
-        """Return how the time was spent.
-
-        Args:
-            events: of one training, the oldest first.
-        """
+    def from_events(events: Iterable[Mapping[str, Any]]) -> TimeSpent:
+        """Return how the time was spent, from the events of one training, the oldest first."""
         redone = saving = restoring = down = total = 0.0
         runs = saves = 0
         last: Mapping[str, Any] | None = None
@@ -67,7 +63,7 @@ class TimeSpent(NamedTuple):
                 saved = event["seconds"] if event["event"] == "save" else 0.0
                 saving, saves = saving + saved, saves + (event["event"] == "save")
                 if last is not None and event["update"] > last["update"]:
-                    lost, spans = _cut(spans, last["update"])
+                    lost, spans = _cut_spans(spans, last["update"])
                     redone += lost
                     spans.append(_Span(last["update"], event["update"], max(0.0, seconds - saved)))
             total = total + seconds
@@ -84,8 +80,8 @@ class _Span(NamedTuple):
     seconds: float
 
 
-def _cut(spans: Iterable[_Span], update: int) -> tuple[float, list[_Span]]:
-    """Return the seconds of what is after an update, which is made again, and what is left."""
+def _cut_spans(spans: Iterable[_Span], update: int) -> tuple[float, list[_Span]]:
+    """Return the seconds of the updates after number `update`, which are made again, and the spans before it."""
     lost, left = 0.0, list[_Span]()
     for span in spans:
         end = min(span.end, max(span.begin, update))

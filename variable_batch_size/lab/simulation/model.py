@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, final
 
 from variable_batch_size._validation import MAX_INT, check_number, value_error
@@ -54,35 +55,35 @@ class EqualUpdates:
     def seconds(self, updates: int) -> float:
         """Return the seconds of the first `updates` updates."""
         full, tails, lasts = self._counts(updates)
-        by_kind = self._seconds_of
-        return full * by_kind[0] + tails * by_kind[1] + lasts * by_kind[2]
+        of_full, of_tail, of_last = self._seconds_of
+        return full * of_full + tails * of_tail + lasts * of_last
 
     def updates(self, updates: int) -> int:
-        """Return their number."""
+        """Return the number of the first `updates` updates, which is a goal of a training as samples are."""
         return updates
 
     def samples(self, updates: int) -> int:
-        """Return their samples."""
+        """Return the samples of the first `updates` updates."""
         full, tails, lasts = self._counts(updates)
-        by_kind = self._sizes
-        return full * by_kind[0] + tails * by_kind[1] + lasts * by_kind[2]
+        of_full, of_tail, of_last = self._sizes
+        return full * of_full + tails * of_tail + lasts * of_last
 
     def progress(self, updates: int) -> float:
-        """Return their progress."""
+        """Return the progress of the first `updates` updates."""
         full, tails, lasts = self._counts(updates)
-        by_kind = self._progress_of
-        return full * by_kind[0] + tails * by_kind[1] + lasts * by_kind[2]
+        of_full, of_tail, of_last = self._progress_of
+        return full * of_full + tails * of_tail + lasts * of_last
 
     def used(self, updates: int) -> int:
-        """Return the samples of the then current epoch that are used after them."""
+        """Return how many samples of the epoch that is current after `updates` updates are used by then."""
         return 0 if self._dataset_size is None else (self._used + self.samples(updates)) % self._dataset_size
 
-    def ended_by(self, begin: float, end: float) -> int:
+    def count_ended(self, begin: float, end: float) -> int:
         """Return how many updates end by the time `end`, if the first one begins at `begin`."""
-        most = int(min((end - begin) / min(self._seconds_of), MAX_INT)) + 2
-        return bisect_right(range(1, most), end, key=lambda n: begin + self.seconds(n))
+        limit = int(min((end - begin) / min(self._seconds_of), MAX_INT)) + 2
+        return bisect_right(range(1, limit), end, key=lambda n: begin + self.seconds(n))
 
-    def until(self, total: Callable[[int], float], value: float, most: int) -> int:
+    def first_with(self, total: Callable[[int], float], value: float, most: int) -> int:
         """Return the least number of updates n >= 1 with total(n) >= value; `most` if that is less."""
         return most if total(most) < value else bisect_left(range(1, most), value, key=total) + 1
 
@@ -160,9 +161,7 @@ class Model:
             scaling = self.rule(RuleInput(batch_size, reference, before.updates, before.samples, noise))
             return check_number(scaling.progress, f"the progress of {self.rule}", "let the rule return a number >= 0")
 
-        return EqualUpdates(
-            size, self.dataset_size, before.used, lambda batch_size: self.seconds(batch_size, devices), progress
-        )
+        return EqualUpdates(size, self.dataset_size, before.used, partial(self.seconds, devices=devices), progress)
 
     def seconds(self, batch_size: int, devices: int) -> float:
         """Return the seconds of an update."""

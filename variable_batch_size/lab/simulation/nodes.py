@@ -53,21 +53,21 @@ class Nodes:
         """Return the number of nodes at a time."""
         return self._nodes[self._row(time)]
 
-    def below(self, nodes: int, time: float) -> float:
+    def time_below(self, nodes: int, time: float) -> float:
         """Return the first time, from `time` on, with fewer than `nodes` nodes; infinity if there is none."""
         row = self._row(time)
         while row < len(self._nodes) and self._nodes[row] >= nodes:
             row = self._lower[row]
         return max(time, self._times[row])
 
-    def at_least(self, nodes: int, time: float) -> float:
+    def time_at_least(self, nodes: int, time: float) -> float:
         """Return the first time, from `time` on, with `nodes` nodes or more; infinity if there is none."""
         row = self._row(time)
         while row < len(self._nodes) and self._nodes[row] < nodes:
             row += 1
         return max(time, self._times[row])
 
-    def other_than(self, nodes: int, time: float) -> float:
+    def time_other_than(self, nodes: int, time: float) -> float:
         """Return the first time, from `time` on, with another number of nodes; infinity if there is none."""
         row = self._row(time)
         return max(time, self._times[row + (self._nodes[row] == nodes)])

@@ -80,7 +80,7 @@ class NoiseCurve:
             ValueError: if it has not the columns vbs/progress, vbs/sigma2 and vbs/mu2, or no row with an estimate.
         """
         remedy = 'log a training with noise="microbatches", or with a rule that reads the noise'
-        rows = list(_estimates(read_columns(path, COLUMNS, remedy).T.tolist()))
+        rows = list(_distinct_estimates(read_columns(path, COLUMNS, remedy).T.tolist()))
         if not rows:
             raise value_error(f"{path} must have a row with an estimate of the noise", "none", "train for longer")
         return cls(*zip(*rows, strict=True))
@@ -108,7 +108,7 @@ class NoiseCurve:
         return self.progress[row] if row < len(self.progress) else math.inf
 
 
-def _estimates(rows: Iterable[Sequence[float]]) -> Iterable[tuple[float, float, float]]:
+def _distinct_estimates(rows: Iterable[Sequence[float]]) -> Iterable[tuple[float, float, float]]:
     """Return (progress, sigma2, mu2) of each change of the noise."""
     by_progress: dict[float, tuple[float, float]] = {}
     for progress, sigma2, mu2 in rows:

@@ -100,6 +100,15 @@ def with_prices(capacity: CapacityTrace, prices: Prices | None) -> CapacityTrace
     """
     if prices is None:
         return capacity
+    times, costs = _check_prices(prices)
+    seconds = np.unique(np.concatenate([capacity.seconds, times[times < capacity.end]]))  # (rows,), as all below
+    nodes = capacity.nodes[capacity.seconds.searchsorted(seconds, side="right") - 1]
+    rows = times.searchsorted(np.maximum(seconds, times[0]), side="right") - 1
+    return CapacityTrace(seconds, nodes, capacity.end, costs[rows])
+
+
+def _check_prices(prices: Prices) -> tuple[FloatArray, FloatArray]:
+    """Return the seconds from which each price holds, and the prices, (rows,) both."""
     if isinstance(prices, Sequence) and len(prices) == 2 and not isinstance(prices, str):
         times = np.asarray(prices[0], np.float64)
         if times.ndim != 1 or len(times) == 0 or not np.isfinite(times).all() or (np.diff(times) < 0).any():
@@ -109,15 +118,10 @@ def with_prices(capacity: CapacityTrace, prices: Prices | None) -> CapacityTrace
             raise value_error(f"prices must have the shape {times.shape} of seconds", costs.shape, "pass a row each")
         if not (np.isfinite(costs) & (costs >= 0)).all():
             raise value_error("each price must be finite and >= 0", prices[1], "pass the prices of a node-hour")
-    elif isinstance(prices, (int, float, np.number)):
-        times = np.zeros(1)
-        costs = np.array([check_number(prices, "prices", "pass the price of a node-hour")])
-    else:
-        raise type_error("prices must be a number, or (seconds, prices)", prices, "pass the price of a node-hour")
-    seconds = np.unique(np.concatenate([capacity.seconds, times[times < capacity.end]]))  # (rows,), as all below
-    nodes = capacity.nodes[capacity.seconds.searchsorted(seconds, side="right") - 1]
-    rows = times.searchsorted(np.maximum(seconds, times[0]), side="right") - 1
-    return CapacityTrace(seconds, nodes, capacity.end, costs[rows])
+        return times, costs
+    if isinstance(prices, (int, float, np.number)):
+        return np.zeros(1), np.array([check_number(prices, "prices", "pass the price of a node-hour")])
+    raise type_error("prices must be a number, or (seconds, prices)", prices, "pass the price of a node-hour")
 
 
 def cost_until(capacity: CapacityTrace, elapsed: float) -> float | None:
@@ -146,9 +150,8 @@ def plot_runs(runs: Mapping[str, Run], title: str | None = None) -> Figure:
         raise value_error("runs must have at least one run", "none", "pass {name: run}")
     plt = import_extra("matplotlib.pyplot", "plot")
     heights = [1.8, 1.8, 2.6, *[0.7] * len(runs)]  # inches
-    figure, panels = plt.subplots(
-        len(heights), sharex=True, figsize=(9, sum(heights) + 1), height_ratios=heights, layout="constrained"
-    )
+    settings = {"figsize": (9, sum(heights) + 1), "height_ratios": heights, "layout": "constrained"}
+    figure, panels = plt.subplots(len(heights), sharex=True, **settings)
     nodes, batch, progress, *losses = panels
     _draw_capacity(nodes, list(runs.values()))
     widths = np.linspace(2.6 if len(runs) > 1 else 1.3, 1.3, len(runs))  # a line shows below a thinner one
@@ -167,7 +170,7 @@ def plot_runs(runs: Mapping[str, Run], title: str | None = None) -> Figure:
     if title is not None:
         nodes.set_title(title, parse_math=False)
     figure.align_ylabels(panels[:3])
-    figure.legend(**_entries([nodes, *losses]), loc="outside upper center", ncols=6)
+    figure.legend(**_legend_entries([nodes, *losses]), loc="outside upper center", ncols=6)
     if len(runs) > 1:
         progress.legend(loc="upper left")
     result: Figure = figure
@@ -182,6 +185,7 @@ def _draw_capacity(axes: Axes, runs: list[Run]) -> None:
 
 
 def _draw_training(batch: Axes, progress: Axes, timeline: pd.DataFrame, **style: Any) -> None:
+    """Draw the batch size of a training, between updates that of the last one, and its progress over the hours."""
     hours = _hours(timeline)
     held = timeline["batch_size"].where(timeline["batch_size"] > 0).ffill().where(timeline["nodes"] > 0)
     batch.stairs(held, hours, baseline=None, **style)
@@ -190,6 +194,7 @@ def _draw_training(batch: Axes, progress: Axes, timeline: pd.DataFrame, **style:
 
 
 def _draw_losses(axes: Axes, timeline: pd.DataFrame) -> None:
+    """Draw the shares of the time that are not productive, one above the other, over the hours."""
     below = np.zeros(COLUMNS)
     for state, color in LOST.items():
         spent = (timeline["state"] == state).to_numpy().astype(np.float64)
@@ -206,7 +211,7 @@ def _hours(timeline: pd.DataFrame) -> FloatArray:
     return hours
 
 
-def _entries(panels: Iterable[Axes]) -> dict[str, list[Any]]:
+def _legend_entries(panels: Iterable[Axes]) -> dict[str, list[Any]]:
     """Return the entries of a legend: the first one of each label."""
     by_label: dict[str, Any] = {}
     for axes in panels:

@@ -105,15 +105,10 @@ def simulate(
             `ref_batchsize` or `noise` and there is none, or the shape is fixed without a `minibatch_size`.
         TraceEndError: if a batch trace with `on_end="error"` ends before the training.
     """
-    for value, name, kind in (
-        (capacity, "capacity", CapacityTrace),
-        (throughput, "throughput", Throughput),
-        (noise, "noise", NoiseCurve),
-        (overheads, "overheads", Overheads),
-    ):
-        if not isinstance(value, kind) and not (value is None and name in ("noise", "overheads")):
-            requirement = f"{name} must be a{'n' * (kind is Overheads)} {kind.__name__}"
-            raise type_error(requirement, value, "pass one")
+    _check_type(capacity, "capacity", CapacityTrace)
+    _check_type(throughput, "throughput", Throughput)
+    _check_type(noise, "noise", NoiseCurve, optional=True)
+    _check_type(overheads, "overheads", Overheads, optional=True)
     check_choice(by, "by", get_args(Unit))
     goal = math.inf if until is None else check_positive(until, "until", "pass a positive number")
     costs = overheads or Overheads()
@@ -137,7 +132,7 @@ def simulate(
         present=present_nodes(capacity),
         staying=staying_nodes(capacity, costs.notice),
         kills=overheads is not None,
-        sizes=_sizes(controller, start, bounds, every, delay, model.dataset_size),
+        sizes=_batch_sizes(controller, start, bounds, every, delay, model.dataset_size),
         model=model,
         overheads=costs,
     )
@@ -198,14 +193,22 @@ def to_batch_trace(
     return run.trace.with_on_end(on_end)
 
 
+def _check_type(value: object, name: str, kind: type, optional: bool = False) -> None:
+    """Raise TypeError if an argument has another type; `optional`: it may be None."""
+    if not isinstance(value, kind) and not (optional and value is None):
+        article = "an" if kind is Overheads else "a"
+        raise type_error(f"{name} must be {article} {kind.__name__}", value, "pass one")
+
+
 def _check_rule(rule: Rule | str, ref_batchsize: int | None, noise: NoiseCurve | None) -> tuple[Rule, int | None]:
+    """Return the rule and its `ref_batchsize`; raise ValueError if it needs that, or the noise, and there is none."""
     (checked,) = rules_for_groups(rule, 1)
     if needs_noise(checked) and noise is None:
         raise value_error(f"{checked} needs the gradient noise", "noise=None", "pass noise=NoiseCurve.from_csv(...)")
     return checked, check_reference(checked, ref_batchsize)
 
 
-def _sizes(
+def _batch_sizes(
     controller: Any,
     start: int | None,
     bounds: tuple[int, int] | None,
@@ -213,10 +216,10 @@ def _sizes(
     delay: int,
     dataset_size: int | None,
 ) -> BatchSizes:
+    """Return the batch sizes of a controller with its options, of an AdaptiveTrace, or of a batch trace."""
     if isinstance(controller, type):
-        raise type_error(
-            "controller must be a controller or a batch trace", controller, "pass an instance of the class"
-        )
+        requirement = "controller must be a controller or a batch trace"
+        raise type_error(requirement, controller, "pass an instance of the class")
     if callable(controller):
         return ControllerSizes(AdaptiveTrace(controller, start, bounds, every=every, delay=delay))
     adaptive = isinstance(controller, AdaptiveTrace)
@@ -234,6 +237,7 @@ def _sizes(
 
 
 def _summary(engine: Engine, rented: CapacityTrace, on_demand: float | None) -> Mapping[str, float]:
+    """Return the `summary` of a `Run`; `rented` are the nodes with their prices."""
     seconds: dict[str, list[float]] = {name: [] for name in ("productive", "redone", "restarting", "saving", "idle")}
     for row in engine.intervals:
         seconds[row.state].append(row.end - row.begin)

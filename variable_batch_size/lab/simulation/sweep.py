@@ -56,7 +56,7 @@ def sweep(traces: Mapping[str, CapacityTrace], policies: Mapping[str, object], *
         if not given:
             raise value_error(f"{name} must have at least one item", "none", "pass {name: value}")
     rows = {
-        (trace, policy): _row(f"{policy} under {trace}", capacity, controller, arguments)
+        (trace, policy): _run_facts(f"{policy} under {trace}", capacity, controller, arguments)
         for trace, capacity in traces.items()
         for policy, controller in policies.items()
     }
@@ -100,15 +100,17 @@ def compare(table: pd.DataFrame) -> pd.DataFrame:
     return means(table[facts].sub(first[facts], level="trace"))
 
 
-def _row(name: str, capacity: CapacityTrace, controller: object, arguments: Mapping[str, Any]) -> dict[str, float]:
+def _run_facts(name: str, capacity: CapacityTrace, policy: object, arguments: Mapping[str, Any]) -> dict[str, float]:
+    """Return the summary and the rates of a simulated run; a ValueError names it."""
     try:
-        run = simulate(capacity, controller, **arguments)
+        run = simulate(capacity, policy, **arguments)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     return {**run.summary, **_rates(run)}
 
 
 def _rates(run: Run) -> dict[str, float]:
+    """Return the facts of a run that can be compared between traces of different lengths, see RATES."""
     elapsed, progress = run.summary["elapsed"], run.summary["progress"]  # seconds, updates at the reference
     node_hours = cost_until(with_prices(run.capacity, 1.0), elapsed) or 0.0
     rates = {f"{name}_share": run.summary[name] / elapsed for name in SHARES}
@@ -116,8 +118,6 @@ def _rates(run: Run) -> dict[str, float]:
     rates["progress_per_node_hour"] = progress / node_hours if node_hours else 0.0
     rates |= {f"{name}_per_day": 86400 * run.summary[name] / elapsed for name in ("preemptions", "restarts")}
     if (cost := run.summary.get("cost")) is not None:
-        rates |= {
-            "cost_per_hour": 3600 * cost / elapsed,
-            "cost_per_progress": run.summary.get("cost_per_progress", math.inf),
-        }
+        rates["cost_per_hour"] = 3600 * cost / elapsed
+        rates["cost_per_progress"] = run.summary.get("cost_per_progress", math.inf)
     return rates

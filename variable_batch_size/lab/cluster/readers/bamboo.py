@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import final
 
-from variable_batch_size.lab.cluster.readers.base import Membership, Reader, ReaderOptions, Rows, Text, is_number, split
+from variable_batch_size.lab.cluster.readers.base import (
+    Membership,
+    Reader,
+    ReaderOptions,
+    Rows,
+    Text,
+    is_number,
+    split_cells,
+)
 
 
 @final
@@ -23,7 +31,7 @@ class BambooCountsReader(Reader):
 
     def recognizes(self, text: Text) -> bool:
         """Return whether the first row is two numbers."""
-        cells = split(text.lines[0][1])
+        cells = split_cells(text.lines[0][1])
         return len(cells) == 2 and all(map(is_number, cells))
 
     def read(self, text: Text, options: ReaderOptions) -> Rows:
@@ -53,7 +61,7 @@ class BambooEventsReader(Reader):
 
     def recognizes(self, text: Text) -> bool:
         """Return whether the first row is a number, one of the two events and a name."""
-        cells = split(text.lines[0][1])
+        cells = split_cells(text.lines[0][1])
         return len(cells) == 3 and cells[1] in ("add", "remove") and is_number(cells[0])
 
     def read(self, text: Text, options: ReaderOptions) -> Rows:

@@ -77,9 +77,8 @@ class Text:
         except (OSError, ValueError) as error:  # ValueError: a path that cannot be one
             kind = type(error) if isinstance(error, OSError) else ValueError
             found = getattr(error, "strerror", None) or error
-            raise kind(
-                f'capacity trace ({source}) must be a file that can be read, got "{found}"; pass another path'
-            ) from None
+            requirement = f"capacity trace ({source}) must be a file that can be read"
+            raise kind(f'{requirement}, got "{found}"; pass another path') from None
         try:
             text = data.decode()
         except UnicodeDecodeError as error:
@@ -102,8 +101,8 @@ class Text:
 
     def cells(self, line: int, row: str, example: str, separator: str = ",") -> list[str]:
         """Return the cells of a row; raise if their number is not that of the example."""
-        cells = split(row, separator)
-        if len(cells) != len(split(example, separator)):
+        cells = split_cells(row, separator)
+        if len(cells) != len(split_cells(example, separator)):
             raise self.error(line, f"a row must have the cells of {example}", row, "correct the row")
         return cells
 
@@ -130,7 +129,7 @@ class Text:
 
     def moment(self, line: int, requirement: str, cell: str, remedy: str) -> float:
         """Return the Unix time of a cell with a time of ISO 8601; raise if it is none."""
-        moment = seconds_of(cell)
+        moment = unix_seconds(cell)
         if moment is None:
             raise self.error(line, requirement, cell, remedy)
         return moment
@@ -206,7 +205,7 @@ def from_first_row(seconds: FloatArray, end: float, clock: bool = False) -> tupl
     return seconds, end
 
 
-def split(row: str, separator: str = ",") -> list[str]:
+def split_cells(row: str, separator: str = ",") -> list[str]:
     """Return the cells of a row of a CSV file, without quotes, within which no separator may be."""
     return [re.sub('"([^"]*)"', r"\1", cell.strip()) for cell in row.split(separator)]
 
@@ -216,9 +215,7 @@ def as_number(cell: str) -> float:
     if not cell.isascii() or "_" in cell:  # float("1_0") is 10
         return math.nan
     try:
-        return (
-            int(cell) if cell.isdigit() and len(cell) < 20 else float(cell)
-        )  # an int above 2**53 is not rounded to it
+        return int(cell) if cell.isdigit() and len(cell) < 20 else float(cell)  # an int above 2**53 is not rounded
     except ValueError:
         return math.nan
 
@@ -228,10 +225,10 @@ _MOMENT = re.compile(
 )
 
 
-def seconds_of(cell: str) -> float | None:
+def unix_seconds(cell: str) -> float | None:
     """Return the Unix time of a time of ISO 8601, in UTC without a zone; None if it is none.
 
-    >>> seconds_of("1970-01-01T01:00:00Z"), seconds_of("1970-02-30T01:00"), seconds_of("08:00")
+    >>> unix_seconds("1970-01-01T01:00:00Z"), unix_seconds("1970-02-30T01:00"), unix_seconds("08:00")
     (3600.0, None, None)
     """
     try:
@@ -289,10 +286,7 @@ _DECODER = json.JSONDecoder(parse_int=lambda digits: int(digits) if len(digits) 
 def json_values(text: Text, content: str) -> Iterator[tuple[int, object]]:
     """Yield each JSON value of a text, on one line or several, with the number of its first line.
 
-    NaN and Infinity are read, as in Python: `Text.number` raises for them.
-
-    Raises:
-        LogError: if it is not JSON.
+    NaN and Infinity are read, as in Python: `Text.number` raises for them. Raise LogError if it is not JSON.
     """
     line, start = 1, 0
     while (begin := _BLANKS.match(content, start).end()) < len(content):  # type: ignore[union-attr]

@@ -11,7 +11,7 @@ import numpy as np
 
 from variable_batch_size._files import written
 from variable_batch_size._validation import FloatArray, IntArray
-from variable_batch_size.lab.cluster.readers.base import Reader, ReaderOptions, Rows, Text, seconds_of, split
+from variable_batch_size.lab.cluster.readers.base import Reader, ReaderOptions, Rows, Text, split_cells, unix_seconds
 from variable_batch_size.trace.csv_file import separator_of
 
 COLUMNS = ("seconds", "nodes", "price")
@@ -37,13 +37,13 @@ class OwnReader(Reader):
     def recognizes(self, text: Text) -> bool:
         """Return whether the header has the columns `seconds`, `time` or `timestamp`, and `nodes`."""
         first = text.lines[0][1]
-        header, _ = _header(first)
+        header, _ = _split_header(first)
         return first[0] not in "[{#" and "nodes" in header and any(name in header for name in TIMES)
 
     def read(self, text: Text, options: ReaderOptions) -> Rows:
         """Return the rows; their times have to be in ascending order."""
         line, first = text.lines[0]
-        header, separator = _header(first)
+        header, separator = _split_header(first)
         time = options.time_column.lower() or next((name for name in TIMES if name in header), TIMES[0])
         nodes = options.nodes_column.lower() or "nodes"
         for name in (time, nodes):
@@ -56,8 +56,8 @@ class OwnReader(Reader):
         table: dict[str, list[float]] = {name: [] for name in (time, nodes, *({"price"} & {*header}))}
         if len(text.lines) == 1:
             raise text.error(line, "there must be at least one row", first, "add rows")
-        first_time = dict(zip(header, split(text.lines[1][1], separator), strict=False)).get(time, "")
-        start = seconds_of(first_time)
+        first_time = dict(zip(header, split_cells(text.lines[1][1], separator), strict=False)).get(time, "")
+        start = unix_seconds(first_time)
         dated = start is not None or DATE.fullmatch(first_time) is not None
         for line, row in text.lines[1:]:
             for name, cell in zip(header, text.cells(line, row, first, separator), strict=True):
@@ -71,10 +71,10 @@ class OwnReader(Reader):
         return Rows(table[time], list(map(int, table[nodes])), prices=table.get("price"))
 
 
-def _header(row: str) -> tuple[list[str], str]:
+def _split_header(row: str) -> tuple[list[str], str]:
     """Return the names of the columns in lower case, and their separator."""
     separator = separator_of(row)
-    return [cell.lower() for cell in split(row, separator)], separator
+    return [cell.lower() for cell in split_cells(row, separator)], separator
 
 
 def read_csv(path: str | os.PathLike[str]) -> Rows:
@@ -87,12 +87,7 @@ def read_csv(path: str | os.PathLike[str]) -> Rows:
     return OwnReader().read_checked(Text.load(path), ReaderOptions())
 
 
-def write_csv(
-    path: str | os.PathLike[str],
-    seconds: FloatArray,
-    nodes: IntArray,
-    prices: FloatArray | None,
-) -> None:
+def write_csv(path: str | os.PathLike[str], seconds: FloatArray, nodes: IntArray, prices: FloatArray | None) -> None:
     """Write a trace atomically: a failure leaves the old file as it was.
 
     Args:
@@ -103,11 +98,11 @@ def write_csv(
     """
     columns = [seconds, np.append(nodes, nodes[-1])]
     columns += [] if prices is None else [np.append(prices, prices[-1])]
-    rows = zip(*([_shortest(value) for value in column.tolist()] for column in columns), strict=True)
+    rows = zip(*([_shortest_text(value) for value in column.tolist()] for column in columns), strict=True)
     with written(path) as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerows([COLUMNS[: len(columns)], *rows])
 
 
-def _shortest(number: float) -> str:
+def _shortest_text(number: float) -> str:
     return str(int(number)) if float(number).is_integer() else repr(number)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, final
 
-from variable_batch_size.lab.cluster.readers.base import Reader, ReaderOptions, Rows, Text, split
+from variable_batch_size.lab.cluster.readers.base import Reader, ReaderOptions, Rows, Text, split_cells
 
 COUNTS: Final = ("GPUs", "TPU_cores")
 
@@ -26,16 +26,15 @@ class EthReader(Reader):
 
     def recognizes(self, text: Text) -> bool:
         """Return whether the header has an index without a name, `Time` and nothing but columns of devices."""
-        header = split(text.lines[0][1])
+        header = split_cells(text.lines[0][1])
         return header[:2] == ["", "Time"] and len(header) > 2 and set(header[2:]) <= set(COUNTS)
 
     def read(self, text: Text, options: ReaderOptions) -> Rows:
         """Return the rows; their times have to be in ascending order."""
         line, header = text.lines[0]
-        if not self.recognizes(text) or len(split(header)) != 3:
-            raise text.error(
-                line, "the header must be ,Time,GPUs or ,Time,TPU_cores", header, "keep one of the columns"
-            )
+        if not self.recognizes(text) or len(split_cells(header)) != 3:
+            requirement = "the header must be ,Time,GPUs or ,Time,TPU_cores"
+            raise text.error(line, requirement, header, "keep one of the columns")
         if len(text.lines) == 1:
             raise text.error(line, "there must be at least one row", header, "add rows")
         times: list[float] = []
@@ -44,5 +43,5 @@ class EthReader(Reader):
             _, time, count = text.cells(line, row, header)
             times.append(text.cell(line, "Time", time))
             text.check_order(line, "Time", times)
-            devices.append(int(text.cell(line, split(header)[2], count, whole=True)))
+            devices.append(int(text.cell(line, split_cells(header)[2], count, whole=True)))
         return Rows(times, devices)

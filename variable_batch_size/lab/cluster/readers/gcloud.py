@@ -8,7 +8,7 @@ from datetime import datetime
 from itertools import pairwise
 from typing import Final, final
 
-from variable_batch_size.lab.cluster.readers.base import Reader, ReaderOptions, Rows, Text, split
+from variable_batch_size.lab.cluster.readers.base import Reader, ReaderOptions, Rows, Text, split_cells
 
 DATE: Final = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 TIME: Final = re.compile(r"[0-9]{2}:[0-9]{2}:[0-9]{2}")
@@ -34,7 +34,7 @@ class GcloudReader(Reader):
 
     def recognizes(self, text: Text) -> bool:
         """Return whether the first row begins with a date and what could be a time of day."""
-        cells = split(text.lines[0][1])
+        cells = split_cells(text.lines[0][1])
         return len(cells) == 3 and DATE.fullmatch(cells[0]) is not None and ":" in cells[1]
 
     def read(self, text: Text, options: ReaderOptions) -> Rows:
@@ -42,7 +42,7 @@ class GcloudReader(Reader):
         rows: list[tuple[datetime, int]] = []
         for line, row in text.lines:
             date, time, count = text.cells(line, row, self.example)
-            rows.append((_moment(text, line, date, time), int(text.cell(line, "the count", count, whole=True))))
+            rows.append((_parse_moment(text, line, date, time), int(text.cell(line, "the count", count, whole=True))))
         backwards = sum(later < earlier for (earlier, _), (later, _) in pairwise(rows))
         if backwards:
             message = (
@@ -56,7 +56,8 @@ class GcloudReader(Reader):
         return Rows(seconds, nodes) if options.max_gap is None else _fill_gaps(seconds, nodes, options.max_gap)
 
 
-def _moment(text: Text, line: int, date: str, time: str) -> datetime:
+def _parse_moment(text: Text, line: int, date: str, time: str) -> datetime:
+    """Return the moment of a row; raise LogError if its cells are no date and no time of day."""
     try:
         if DATE.fullmatch(date) and TIME.fullmatch(time):  # fromisoformat reads more than these
             return datetime.fromisoformat(f"{date} {time}")
@@ -67,6 +68,7 @@ def _moment(text: Text, line: int, date: str, time: str) -> datetime:
 
 
 def _fill_gaps(seconds: list[float], nodes: list[int], max_gap: float) -> Rows:
+    """Return the rows, with one of 0 nodes where a row has held for `max_gap` seconds."""
     result = Rows([], [])
     for second, number, following in zip(seconds, nodes, [*seconds[1:], seconds[-1]], strict=True):
         result.seconds.append(second)

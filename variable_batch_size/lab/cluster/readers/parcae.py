@@ -52,10 +52,10 @@ class ParcaeReader(Reader):
         return Rows(seconds, nodes, seconds[-1] + duration)
 
     def _fields(self, text: Text, line: int, entry: object) -> tuple[object, object, list[str], object]:
+        """Return milliseconds, event, names of nodes and duration of a row; raise LogError if it has another form."""
         if not (isinstance(entry, list) and len(entry) == 3 and isinstance(entry[2], dict)):
-            raise text.error(
-                line, f"a row must have the form {self.example}", dict(text.lines)[line], "correct the row"
-            )
+            requirement = f"a row must have the form {self.example}"
+            raise text.error(line, requirement, dict(text.lines)[line], "correct the row")
         milliseconds, event, details = entry
         if event not in EVENTS:
             raise text.error(line, f"the event must be one of {', '.join(EVENTS)}", event, "correct the row")

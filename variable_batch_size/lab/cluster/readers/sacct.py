@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, final
 
-from variable_batch_size.lab.cluster.readers.base import Reader, ReaderOptions, Rows, Text, split
+from variable_batch_size.lab.cluster.readers.base import Reader, ReaderOptions, Rows, Text, split_cells
 
 COLUMNS: Final = ("JobID", "Start", "End", "NNodes")
 FORM: Final = "must be a time such as 2026-11-24T10:00:00"
@@ -29,14 +29,29 @@ class SacctReader(Reader):
 
     def recognizes(self, text: Text) -> bool:
         """Return whether the header has the four columns."""
-        return set(COLUMNS) <= set(split(text.lines[0][1], "|"))
+        return set(COLUMNS) <= set(split_cells(text.lines[0][1], "|"))
 
     def read(self, text: Text, options: ReaderOptions) -> Rows:
         """Return a row for each time at which a job has begun or ended."""
         line, header = text.lines[0]
         if not self.recognizes(text):
             raise text.error(line, "the header must have JobID, Start, End and NNodes", header, PRINT)
-        places = [split(header, "|").index(name) for name in COLUMNS]
+        changes = self._changes(text)
+        if not changes:
+            line = text.lines[-1][0]
+            raise text.error(line, "there must be a job that has started", header, "print those of another time")
+        seconds, nodes, total = list[float](), list[int](), 0
+        changes.sort(key=lambda change_at: (change_at[0], -change_at[1]))  # a job may end when it begins
+        for moment, change in changes:
+            total += change
+            seconds.append(moment)
+            nodes.append(total)
+        return Rows(seconds[:-1], nodes[:-1], seconds[-1]) if len(changes) > 1 else Rows(seconds, nodes)
+
+    def _changes(self, text: Text) -> list[tuple[float, int]]:
+        """Return the Unix time of each start and end of a job, with the nodes that it then takes or gives back."""
+        _, header = text.lines[0]
+        places = [split_cells(header, "|").index(name) for name in COLUMNS]
         changes: list[tuple[float, int]] = []
         for line, row in text.lines[1:]:
             cells = text.cells(line, row, header, "|")
@@ -50,12 +65,4 @@ class SacctReader(Reader):
                 changes.append((text.moment(line, f"End {FORM}", end, "correct it"), -nodes))
                 if changes[-1][0] < begun:
                     raise text.error(line, f"End must not be before Start, {start}", end, "correct it")
-        if not changes:
-            raise text.error(line, "there must be a job that has started", header, "print those of another time")
-        seconds, nodes_then, total = list[float](), list[int](), 0
-        changes.sort(key=lambda change_at: (change_at[0], -change_at[1]))  # a job may end when it begins
-        for moment, change in changes:
-            total += change
-            seconds.append(moment)
-            nodes_then.append(total)
-        return Rows(seconds[:-1], nodes_then[:-1], seconds[-1]) if len(changes) > 1 else Rows(seconds, nodes_then)
+        return changes

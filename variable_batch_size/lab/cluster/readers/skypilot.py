@@ -40,26 +40,26 @@ class SkyPilotReader(Reader):
             requirement = f"the file must hold gap_seconds and at least one tick, as {self.example} does"
             raise text.error(line, requirement, first, "add them, or write lines of seconds,nodes")
         seconds = text.number(line, "gap_seconds", metadata["gap_seconds"])
-        nodes = [int(number) for number in _numbers(text, line, "data", data, whole=True)]
+        nodes = [int(number) for number in _read_numbers(text, line, "data", data, whole=True)]
         if options.inverted:
             nodes = _invert(text, line, nodes, options.inverted)
         if prices is not None and not (isinstance(prices, list) and len(prices) == len(data)):
             found = f"{len(prices)} prices" if isinstance(prices, list) else prices
             requirement = f"prices must be a list of {len(data)} numbers, one for each tick"
             raise text.error(line, requirement, found, "correct them, or leave them out")
-        costs = None if prices is None else _numbers(text, line, "prices", prices)
+        costs = None if prices is None else _read_numbers(text, line, "prices", prices)
         return Rows([tick * seconds for tick in range(len(data))], nodes, len(data) * seconds, costs)
 
 
-def _numbers(text: Text, line: int, key: str, values: list[object], whole: bool = False) -> list[float]:
+def _read_numbers(text: Text, line: int, key: str, values: list[object], whole: bool = False) -> list[float]:
     return [text.number(line, f"{key}[{index}]", value, whole) for index, value in enumerate(values)]
 
 
 def _invert(text: Text, line: int, nodes: list[int], size: int) -> list[int]:
+    """Return `size` minus the number of each tick; raise LogError if one is larger."""
     for tick, number in enumerate(nodes):
         if number > size:
             requirement = f"data[{tick}] must be <= {size}, the nodes of the cluster, with inverted={size}"
-            raise text.error(
-                line, requirement, number, "pass the number of nodes of the cluster as inverted= (--inverted)"
-            )
+            remedy = "pass the number of nodes of the cluster as inverted= (--inverted)"
+            raise text.error(line, requirement, number, remedy)
     return [size - number for number in nodes]

@@ -107,10 +107,7 @@ class Layer(nn.Module):
         self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
-        self.up, self.down = (
-            nn.Linear(width, 4 * width),
-            nn.Linear(4 * width, width),
-        )
+        self.up, self.down = (nn.Linear(width, 4 * width), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the values of the next layer, (rows, tokens, width) as those of this one."""
@@ -156,10 +153,7 @@ def parameter_groups(model: nn.Module) -> list[dict[str, object]]:
     """Return two groups: matrices decay; biases and norms do not."""
     decays = [parameter for parameter in model.parameters() if parameter.ndim == 2]
     others = [parameter for parameter in model.parameters() if parameter.ndim < 2]
-    return [
-        {"params": decays, "weight_decay": 0.1},
-        {"params": others, "weight_decay": 0.0},
-    ]
+    return [{"params": decays, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
 
 
 def warmup_cosine(total: int) -> Callable[[int], float]:

