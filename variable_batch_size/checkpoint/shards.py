@@ -30,7 +30,7 @@ def assign_writers(sizes: Mapping[str, int], world_size: int, others: int = 0) -
         world_size: number of ranks.
         others: bytes that only rank 0 can write.
 
-    >>> assign({"a": 20 << 20, "b": 10 << 20, "c": 10 << 20}, world_size=2)
+    >>> assign_writers({"a": 20 << 20, "b": 10 << 20, "c": 10 << 20}, world_size=2)
     {'a': 0, 'b': 1, 'c': 1}
     """
     writers = max(1, min(world_size, sum(sizes.values()) // SMALLEST))

@@ -94,7 +94,7 @@ def rows_in_order(rows: int, minibatch_size: int, *, fixed_shape: bool, rounds: 
         fixed_shape: whether each has that many.
         rounds: number of microbatches to make without a fixed shape, if there are as many rows and more are not needed.
 
-    >>> [part.tolist() for part in in_order(3, 4, fixed_shape=True)]
+    >>> [part.tolist() for part in rows_in_order(3, 4, fixed_shape=True)]
     [[0, 0, 0, 0], [1, 1, 2, 2]]
     """
     if rows == 0:
@@ -113,7 +113,7 @@ def rounds_by_rank(brought: Sequence[Brought], *, fixed: bool, equal: bool) -> l
         fixed: whether the number of microbatches of some rows is fixed, as if they are packed.
         equal: whether each rank makes as many as the one that needs most, as far as it has rows.
 
-    >>> rounds_of_all([Brought(9, 9, 3), Brought(2, 2, 1), Brought()], fixed=False, equal=True)
+    >>> rounds_by_rank([Brought(9, 9, 3), Brought(2, 2, 1), Brought()], fixed=False, equal=True)
     [3, 2, 0]
     """
     most = max(of_rank.necessary for of_rank in brought)
