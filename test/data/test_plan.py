@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from helpers.properties import examples
 from helpers.runs import cases
+from variable_batch_size.data.batches import Batches, Position
 from variable_batch_size.data.plan import Plan
 from variable_batch_size.trace.batch_trace import BatchTrace
+from variable_batch_size.world import World
 
 # --------------------------------------------------------------------------------------------------------------- epochs
 
@@ -53,6 +55,26 @@ def test_an_epoch_uses_every_position_once_except_a_dropped_tail(case):
             assert plan.step(plan.epoch(number), epoch.end_step - 1).batch_size == case.trace.batch_size(
                 epoch.end_step - 1
             )
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(9, 12), st.integers(1, 40), st.booleans())
+@examples(200)
+def test_a_run_that_another_end_has_cut_uses_the_rest_of_its_epoch(sizes, dataset_size, samples, drop_last):
+    trace = BatchTrace.of(sizes, on_end="cycle")
+    options = {"dataset_size": dataset_size, "minibatch_size": 4, "drop_last": drop_last}
+    batches = Batches(Plan(trace, **options, max_samples=samples), World())
+    number = 0
+    while not batches.plan.ends_with(epoch := batches.plan.epoch(number)):
+        number += 1
+    state = {**batches.position_state(Position(number, epoch.end_step)), "fixed_shape": False}
+    plan = Plan(trace, **options).resume(state)
+    rest = plan.epoch(number)
+    steps = [plan.step(rest, step) for step in range(state["step"], rest.end_step)]
+    used = [step.start + i for step in steps for i in range(step.batch_size)]
+    assert used == list(range(epoch.samples, rest.samples))
+    following = plan.epoch(number + 1)
+    dropped = dataset_size - rest.samples
+    assert dropped == 0 or (drop_last and trace.batch_size(following.first_step) > dropped)
 
 
 @given(cases(epochs=4))
