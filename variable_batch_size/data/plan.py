@@ -130,20 +130,21 @@ class Plan:
         Raises:
             ValueError: if the trace ends before the step; or inside the epoch, and has `on_end="error"`.
         """
-        number, step, first_step, before, used = (
-            check_int(state[key], key, 0) for key in ("epoch", "step", "first_step", "samples_before", "epoch_samples")
-        )
+        keys = "epoch", "step", "first_step", "samples_before", "epoch_samples"
+        number, step, first_step, samples_before, samples = (check_int(state[key], key, 0) for key in keys)
         self._check_trace_reaches(step)
         complete = bool(state["ended"])
         offset = self._endless_trace.offset(first_step)
         known_from = first_step
-        shortened = self._endless_trace.offset(step) - offset - used
-        if shortened and not complete and used >= step - first_step:  # by an earlier end of the training
-            offset = offset + shortened
+        # An earlier end of the training may have shortened the last update: the trace then has samples before the step
+        # that were not used, and the epoch goes on as if they lay before it. An update has at least one sample.
+        unused = self._endless_trace.offset(step) - offset - samples
+        if unused and not complete and samples >= step - first_step:
+            offset += unused
             known_from = step
-        begin = Epoch(number, first_step, step, used, offset, before, complete)
-        if not (complete or self._ends_at(step, before + used)):
-            begin = self._next_epoch(number, first_step, before, offset, through=None if self.ends else number)
+        begin = Epoch(number, first_step, step, samples, offset, samples_before, complete)
+        if not (complete or self._ends_at(step, samples_before + samples)):
+            begin = self._next_epoch(number, first_step, samples_before, offset, through=None if self.ends else number)
         return replace(self, fixed_shape=bool(state["fixed_shape"]), begin=replace(begin, known_from=known_from))
 
     def epoch(self, number: int) -> Epoch:

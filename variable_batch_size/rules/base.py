@@ -1,8 +1,8 @@
 """What rules share: their input, their output, and what an optimizer asks of them.
 
 A rule is a frozen dataclass in a file of its own, with one line in `variable_batch_size.rules.table`. Its docstring has
-the lines "Scales:", "Progress:", "Use when:", "Fails when:" and, if there is a paper, "Source:"; a test holds the table of
-rules in the docs to them.
+the lines "Scales:", "Progress:", "Use when:", "Fails when:" and, if there is a paper, "Source:"; a test holds the table
+of rules in the docs to them.
 """
 
 from __future__ import annotations
