@@ -345,9 +345,9 @@ def test_128_ranks_restore_what_two_have_saved(tmp_path, monkeypatch):
     def restore(backend):
         run = training(backend=backend)
         saves = checkpoint(tmp_path, run)
-        original = saves._folder.texts
+        original = saves._folder.read_texts
         monkeypatch.setattr(
-            saves._folder, "texts", lambda name: [*map(str, original(name))] + (read.append(name) or [])
+            saves._folder, "read_texts", lambda name: [*map(str, original(name))] + (read.append(name) or [])
         )
         assert saves.restore()
         saves.close()
