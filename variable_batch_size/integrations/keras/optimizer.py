@@ -19,7 +19,7 @@ class KerasOptimizer(Optimizer):
 
     def __init__(self, wrapped: Any, variables: Sequence[Any]) -> None:
         self.wrapped = wrapped
-        self._variables = list(variables)
+        self._trained = list(variables)
         super().__init__([variable.value for variable in variables], {"lr": float(wrapped.learning_rate)})
 
     @torch.no_grad()
@@ -30,6 +30,6 @@ class KerasOptimizer(Optimizer):
         reference = learning_rate.value.clone() if is_number else learning_rate
         self.wrapped.learning_rate = scaled if is_number else lambda: scaled
         try:
-            self.wrapped.apply([variable.value.grad for variable in self._variables], self._variables)
+            self.wrapped.apply([variable.value.grad for variable in self._trained], self._trained)
         finally:
             self.wrapped.learning_rate = reference
