@@ -57,15 +57,14 @@ class Arrivals(Generic[T]):
         if optimizer.inside_step:
             raise incomplete_update(optimizer.updates)
         source.note_iteration()
-        if source.item is not None and source.item.batch is _NO_MORE:  # there may be more by now
-            source.item = None
         items = workers.read_and_compare(self._batches)
         restarts = cursor.restarts
         if source.has_trace:
             self._read_from(items)
+        rows_of_steps = self._rows_of_steps(items)
         while not source.ends_at(optimizer.updates):
             if not source.is_due(items):  # else its step was discarded, perhaps on this rank alone
-                arrived = self._next_arrived(items)
+                arrived = self._next_arrived(items, rows_of_steps)
                 if arrived is None:
                     return
                 source.arrived = arrived
@@ -90,11 +89,11 @@ class Arrivals(Generic[T]):
         self._source.stream.ended |= self._restored_ended
         self._restored_rows, self._restored_ended = None, False
 
-    def _next_arrived(self, items: Iterator[T]) -> Arrived | None:
+    def _next_arrived(self, items: Iterator[T], rows_of_steps: Iterator[Any]) -> Arrived | None:
         """Return the next batch with rows on any rank, and its update; None if nothing more comes on all ranks."""
         source = self._source
         while True:
-            rows = self._item_of_step(items)
+            rows = next(rows_of_steps, _NO_MORE)
             ended = rows is _NO_MORE
             rows_here = source.bring_rows(None if ended else rows, ended=ended, can_replay=source.last is not None)
             brought = self._exchange_counts_of_rows(rows_here)
@@ -102,16 +101,21 @@ class Arrivals(Generic[T]):
                 return None
             if any(of_rank.samples for of_rank in brought):
                 return Arrived(items, rows_here, *source.arrange_update(rows_here, brought), brought)
-            if not ended:
-                source.item = None  # nobody had rows
+            source.item = None  # nobody had rows
 
-    def _item_of_step(self, items: Iterator[T]) -> Any:
-        """Return what this rank has for the next step; again, if an error came before the ranks had agreed on it."""
-        source, step = self._source, self._source.position.step
-        item = source.item
-        if item is None or item.items is not items or (item.step != step and item.batch is not _NO_MORE):
-            source.item = item = Item(items, step, self._next_rows(items))
-        return item.batch
+    def _rows_of_steps(self, items: Iterator[T]) -> Iterator[Any]:
+        """Yield the rows of this rank in each step, None where it has none, until there are no more.
+
+        Those of a step come again in the next loop if an error came before the ranks had agreed on it.
+        """
+        source = self._source
+        while True:
+            item, step = source.item, source.position.step
+            if item is None or item.items is not items or item.step != step:
+                if (rows := self._next_rows(items)) is _NO_MORE:
+                    return
+                source.item = item = Item(items, step, rows)
+            yield item.batch
 
     def _next_rows(self, items: Iterator[T]) -> Any:
         """Return the rows of this rank in the next step, None for none; `_NO_MORE` if there will be no more."""
