@@ -95,11 +95,11 @@ class Agreement:
 
     # Calls that every rank makes, in the same order. --------------------------------------------------------------
 
-    def gather(self, what: str, message: str, patience: float | None = None, *, within: bool = False) -> list[str]:
+    def gather(self, call: str, message: str, patience: float | None = None, *, within: bool = False) -> list[str]:
         """Return the messages of all ranks, by rank.
 
         Args:
-            what: the call that every rank has to make, in words for an error.
+            call: the call that every rank has to make, in words for an error.
             message: of any length.
             patience: seconds to wait for the others. Default: the timeout of the store.
             within: whether it is in an update: others that have begun this update have not passed it by.
@@ -114,16 +114,16 @@ class Agreement:
         number, self._compared = self._gathered, self._updates
         keys = {rank: f"{number}/{rank}" for rank in range(self.world.size)}
         all_of_them = f"{number}/all"
-        with _absence_if_store_ends(what):
-            self._store.set(keys[self.world.rank], json.dumps([what, message, self._history.text_after(self._updates)]))
+        with _absence_if_store_ends(call):
+            self._store.set(keys[self.world.rank], json.dumps([call, message, self._history.text_after(self._updates)]))
             if self.world.rank == 0:
-                self._wait_for_keys(what, keys, patience=patience, within=within)
+                self._wait_for_keys(call, keys, patience=patience, within=within)
                 texts = [text.decode() for text in self._store.multi_get([*keys.values()])]
                 self._store.set(all_of_them, f"[{','.join(texts)}]")
                 for key in (*keys.values(), f"{number - 1}/all"):  # which all ranks have read: they are here
                     self._store.delete_key(key)
             else:
-                self._wait_for_keys(what, keys, ready=all_of_them, patience=patience, within=within)
+                self._wait_for_keys(call, keys, ready=all_of_them, patience=patience, within=within)
             calls = json.loads(self._store.get(all_of_them))
         first, _, history = calls[0]
         for rank, (call, _, other) in enumerate(calls):
@@ -190,9 +190,9 @@ class Agreement:
         Raises:
             RuntimeError: if rank 0 has ended or does not publish it.
         """
-        key, what = f"{name}/{number}", f"{name} {number}"
-        with _absence_if_store_ends(what):
-            self._wait_for_keys(what, {0: key})
+        key, call = f"{name}/{number}", f"{name} {number}"
+        with _absence_if_store_ends(call):
+            self._wait_for_keys(call, {0: key})
             return str(self._store.get(key).decode())
 
     # Meetings after updates. --------------------------------------------------------------------------------------

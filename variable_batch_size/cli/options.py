@@ -34,7 +34,7 @@ def option(help: str, *names: str, **settings: Any) -> Any:
 
 
 def parse_duration(text: str | float) -> float:
-    """Return the seconds of numbers with the units s, m, h and d, or of one without; raise typer.BadParameter else.
+    """Return the seconds of numbers with units s, m, h and d, or of one without; raise typer.BadParameter otherwise.
 
     >>> parse_duration("1h30m"), parse_duration("1.5h"), parse_duration("2d"), parse_duration(90)
     (5400.0, 5400.0, 172800.0, 90.0)
@@ -52,7 +52,7 @@ def parse_duration(text: str | float) -> float:
 
 
 def check_count(text: str | int, least: int = 1, most: int = MAX_INT) -> int:
-    """Return an integer in [least, most], which may have a unit: 60k is 60,000; raise typer.BadParameter else.
+    """Return an integer in [least, most], which may have a unit: 60k is 60,000; raise typer.BadParameter otherwise.
 
     >>> check_count("60k"), check_count("1.5M"), check_count(7)
     (60000, 1500000, 7)
