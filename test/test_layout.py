@@ -33,7 +33,7 @@ WITHOUT_TORCH = {
     "lab.simulation",
     "_extras",
     "_files",
-} | {*(f"data.{module}" for module in ("plan", "growing", "deal", "batches", "shuffle"))}
+} | {*(f"data.{module}" for module in ("plan", "training", "decided", "deal", "batches", "shuffle"))}
 NAMES_NO_TORCH = {"tracker", "backend._xla_launch"}  # but their package does
 WITH_XLA = {"backend.xla"}
 

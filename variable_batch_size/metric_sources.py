@@ -57,10 +57,6 @@ class TrainingSource:
         """Return whether all values of the pass count from now on: no, the optimizer commits."""
         return False
 
-    def complete_update(self) -> None:
-        """Let the optimizer commit what an exception has kept it from."""
-        self._optimizer._complete_update()
-
     def discard(self) -> None:
         """Forget the microbatch of the last value."""
         self._microbatch, self._names = None, frozenset()
@@ -133,9 +129,6 @@ class EvaluationSource:
         """Run what XLA has recorded for the batch, and return whether the pass is complete."""
         self.backend.mark_step()
         return self.count_missing() == 0
-
-    def complete_update(self) -> None:
-        """Do nothing: values count when a pass is complete."""
 
     def discard(self) -> None:
         """Expect the first batch of a pass."""

@@ -22,6 +22,7 @@ from variable_batch_size.metric_sources import SAMPLES, EvaluationSource, Source
 from variable_batch_size.optim.consistency import check_names
 from variable_batch_size.optim.means import check_mean
 from variable_batch_size.optim.optimizer import CustomOptimizer
+from variable_batch_size.optim.properties import Commit
 
 WITHOUT_FLOAT64 = ("mps", "tpu", "xla")  # device types that lack float64, or emulate it
 
@@ -78,7 +79,7 @@ class Accumulator:
         self._committed: dict[str, _Sum] = {}  # of this rank since then, up to the last commit
         self._pending: dict[str, _Sum] = {}  # the same, with the values that do not count yet
         if isinstance(source, CustomOptimizer):
-            source._add_watcher(self)
+            source.register(self)
 
     def reset(self) -> None:
         """Start again with no samples."""
@@ -114,7 +115,7 @@ class Accumulator:
         for name, samples in self._source.weigh(means.keys()).items():
             self._pending[name] = self._add_weighted(self._pending.get(name, _Sum()), means.get(name, 1.0), samples)
         if self._source.end_add():
-            self.commit(updated=True)
+            self._committed = dict(self._pending)
 
     def read(self) -> dict[str, float]:
         """Return the mean of each name over the samples that count, and under "samples" their number.
@@ -150,9 +151,9 @@ class Accumulator:
         epoch = state_dict.get(SAMPLES, {}).get("epoch")
         self._epoch = None if epoch is None else int(epoch)
 
-    def commit(self, *, updated: bool) -> None:
+    def commit(self, commit: Commit) -> None:
         """Count the values since the last commit, or drop them if their step was skipped. The optimizer calls it."""
-        if updated:
+        if commit.updated:
             self._committed = dict(self._pending)
         else:
             self.discard()
@@ -177,7 +178,6 @@ class Accumulator:
 
     def _sums_over_ranks(self) -> dict[str, tuple[int, float]]:
         """Return name -> number of samples and sum of the value, over all ranks, with those of the checkpoint."""
-        self._source.complete_update()
         committed = dict(sorted(self._committed.items()))
         of_rank = [(name, sums.samples, self._to_float(sums.parts)) for name, sums in committed.items()]
         message = json.dumps([self._source.count_missing(), of_rank])

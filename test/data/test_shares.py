@@ -166,25 +166,11 @@ def test_an_epoch_has_each_sample_once_and_a_run_resumes_with_other_speeds(case,
             for update in case.updates[number][:stop]:
                 here = Position(place.position.epoch, place.position.step + 1)
                 place = Place(here, place.samples + update.batch_size)
-            state = sampler.state_of(place)
+            state = sampler.batches.state_dict(place, end_pending=False)
         elif not part:
             break
     expected = {step: set(samples) for epoch, step, samples in case.steps if epoch == number}
     assert read == expected
-
-
-def test_a_loader_resumes_within_a_step_only_with_the_same_speeds():
-    def batches(*speeds):
-        return iter(vbs.CustomSampler(40, 40, 2, 0, 8, speeds=speeds, fixed_shape=False))
-
-    whole = batches(3, 1)
-    next(whole)
-    saved = whole.state_dict()
-    again = batches(6, 2)
-    again.load_state_dict(saved)
-    assert list(again) == list(whole)
-    with pytest.raises(ValueError, match=r"the same split, but it was .*'speeds': \[3, 1\], .* and is .*\[2, 1\]"):
-        batches(2, 1).load_state_dict(saved)
 
 
 def test_a_billion_samples_need_no_work_per_sample():

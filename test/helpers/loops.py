@@ -16,7 +16,6 @@ CASE = Case(vbs.BatchTrace.from_sizes([7, 3, 12, 1, 5], on_end="cycle"), 40, 4, 
 # Microbatches of the updates: 3 2 3 1 2 3 2 1 (17), then 1 2 3 2 3 1 2 2 (16), then 2 3 1 2 3 2 3 (16).
 
 EACH = r"^step\(\) must follow the backward\(\) of every microbatch, but {} of those that were read .*; call it once"
-NOT_STEPPED = r"was read from epoch 0, step 0 to the end, 17 microbatches, with {} calls of step\(\); call it once"
 with_prefetching = pytest.mark.parametrize("ahead", [0, 1, 3, 50])
 
 

@@ -237,8 +237,7 @@ def train(folder: Path, number: int, settings: Settings, rank: int, port: int) -
                     time.sleep(0.02)
                 world = [backend.world.rank, backend.world.size]
                 for index, x, y in update:
-                    microbatch = optimizer._cursor.upcoming()
-                    assert microbatch is not None
+                    microbatch = optimizer.microbatch
                     used += index.tolist() if microbatch.samples else []
                     if step + 1 == settings.get("dies"):
                         die_in_the_sum(manager)

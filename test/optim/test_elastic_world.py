@@ -48,8 +48,7 @@ def train(backend, trace, rule, way="plain"):
         for update in vbs.updates(loader, optimizer):
             step, own = optimizer.updates, []
             for index, x in update:
-                upcoming = optimizer._cursor.upcoming()
-                assert upcoming is not None
+                upcoming = optimizer.microbatch
                 own += index.tolist() if upcoming.samples else []
                 hidden = model[:3](x)
                 loss = (hidden if way == "unused" and step % 3 else model[3](hidden)).square().mean()

@@ -165,27 +165,3 @@ def test_an_optimizer_that_measures_and_comes_late_needs_a_new_loop():
         assert_equal(run.weights(), twin(vbs.ConstantOptimizer, [3, 10], minibatch_size=3))
 
     run_ranks(train, 5)
-
-
-@pytest.mark.parametrize("number", range(8))
-@pytest.mark.parametrize("measures", [(False, True), (True, False), (True, True)])
-def test_a_loader_resumes_if_only_one_of_the_runs_measures_or_raises_within_a_step(number, measures):
-    """Within a step the rounds of one run are not those of the other one."""
-
-    def batches(measures):
-        sampler = vbs.CustomSampler(41, 13, 3, 2, 4, fixed_shape=False)
-        sampler.attach(spread=not measures)
-        return iter(sampler)
-
-    before, after, whole = map(batches, (*measures, measures[1]))
-    for _ in zip(range(number), before, strict=False):
-        pass
-    saved = before.state_dict()
-    if saved["round"] and measures[0] != measures[1]:
-        with pytest.raises(ValueError, match=r"the same split, but it was .*'multiple_of': .* and is "):
-            after.load_state_dict(saved)
-        return
-    after.load_state_dict(saved)
-    while (due := whole.state_dict())["step"] != saved["step"] or due["round"] != saved["round"]:
-        next(whole)
-    assert list(after) == list(whole)

@@ -1,4 +1,4 @@
-"""An interrupt at any line of `step()`: before the commit nothing has happened, after it everything has; exceptions."""
+"""An interrupt at any line of `step()`: `discard_step()` or a state repairs what it leaves; exceptions."""
 
 from __future__ import annotations
 
@@ -63,25 +63,24 @@ class Trial:
                 return
 
     def recover(self, by_state):
+        """Restore the state after the last update that is known to be complete, or discard the step."""
         run, optimizer = self.run, self.run.optimizer
-        here, samples = optimizer.updates, optimizer.samples
-        assert (run.sampler.position.step, run.sampler.place.samples) == (here, samples)
-        assert self.metrics.read()["samples"] == self.counted[here]
         if not by_state:
             try:
                 optimizer.discard_step()
             except RuntimeError as error:
                 assert HALF_UPDATED in str(error)  # noqa: PT017
-                by_state = True
-        if by_state:
-            if here not in self.states:  # the update was made
-                assert not optimizer.inside_step
-                self._keep()
-            model, state, metrics, _ = self.states[here]
+        if not optimizer.inside_step and optimizer.updates not in self.states:
+            self._keep()  # the update was made, and all know of it
+        if optimizer.inside_step or by_state:
+            model, state, metrics, _ = self.states[max(self.states)]
             run.model.load_state_dict(model)
             optimizer.load_state_dict(state)
             self.metrics.load_state_dict(metrics)
-        assert (optimizer.updates, optimizer.samples, optimizer.inside_step) == (here, samples, False)
+        here = optimizer.updates
+        assert here == max(self.states)
+        assert (run.sampler.position.step, run.sampler.place.samples) == (here, optimizer.samples)
+        assert not optimizer.inside_step
         assert self.metrics.read()["samples"] == self.counted[here]
         assert optimizer.progress == pytest.approx(self.expected[here])
 
@@ -126,7 +125,7 @@ def check(kind, call, line, by_state):
     by_state=st.booleans(),
 )
 @examples(100)
-def test_an_interrupted_step_has_happened_or_not(kind, call, fraction, by_state):
+def test_an_interrupted_step_is_discarded_or_restored(kind, call, fraction, by_state):
     check(kind, call, 1 + int(fraction * lines_of(kind, call)), by_state)
 
 

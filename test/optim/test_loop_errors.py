@@ -2,7 +2,8 @@
 
 import copy
 import itertools
-import time
+import re
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -10,10 +11,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import variable_batch_size as vbs
-from helpers.loops import CASE, EACH, NOT_STEPPED, InThread, begun, epoch_steps, take, with_prefetching
+from helpers.loops import CASE, EACH, begun, epoch_steps, take, with_prefetching
 from helpers.properties import examples
 from helpers.runs import Run, error_of, read_ahead, together
 
@@ -85,30 +86,70 @@ def test_epochs_after_the_end_of_the_training_are_empty(said, ends):
         next(iter(run.sampler))  # that nobody has announced, as by update_bn(loader, model)
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_states_of_optimizers_at_different_updates_are_told(order):
-    """Saved when one of the two had begun the next epoch."""
+def two_optimizers(sampler):
+    weights = [torch.zeros(1, requires_grad=True) for _ in range(2)]
+    return [vbs.ConstantOptimizer(torch.optim.SGD([one], lr=0.1), sampler) for one in weights]
 
-    def create():
-        sampler, weights = CASE.sampler(), [torch.zeros(1, requires_grad=True) for _ in range(2)]
-        return sampler, weights, [vbs.ConstantOptimizer(torch.optim.SGD([one]), sampler) for one in weights]
 
-    sampler, weights, optimizers = create()
-    for number, _ in enumerate(itertools.chain(sampler, sampler)):
-        for weight, optimizer in zip(weights, optimizers[: 2 if number < 17 else 1], strict=False):
-            weight.sum().backward()
-            optimizer.step()
-        if number == 17:
-            break
-    states = [optimizer.state_dict() for optimizer in optimizers]
-    sampler, weights, optimizers = create()
-    for number in order:
-        optimizers[number].load_state_dict(states[number])
+def step(optimizer):
+    optimizer.param_groups[0]["params"][0].sum().backward()
+    return optimizer.step()
+
+
+def test_an_update_is_committed_when_the_last_of_several_optimizers_has_made_it():
+    sampler = CASE.sampler()
+    one, other = two_optimizers(sampler)
+    for _ in itertools.islice(sampler, 3):
+        assert (one.updates, one.samples, other.inside_step) == (0, 0, one.inside_step)
+        made = step(one), step(other)
+        assert made[0] == made[1]
+    assert (one.updates, other.updates, sampler.samples) == (1, 1, 7)
+    batches = iter(sampler)
+    for _ in range(2):
+        next(batches)
+        updated = step(one)
+    assert updated  # its own, in one turn
+    assert (one.updates, sampler.samples) == (1, 7)
+    for call in (one.state_dict, other.state_dict, one.discard_step):
+        with pytest.raises(RuntimeError, match=r"some of the sampler's optimizers only; call step.. of each optimizer"):
+            call()
+    assert [step(other), step(other)] == [False, True]
+    assert (one.updates, other.updates, sampler.samples) == (2, 2, 10)
+    other.load_state_dict(copy.deepcopy(one.state_dict()))
+    assert one.updates == 2
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_an_optimizer_may_join_or_leave_between_two_updates(steps):
+    """One that makes no update is waited for in one, until the loop goes on; later it raises, or joins."""
+    sampler = vbs.CustomSampler(40, 4, 1, 0, 4)
+    one, other = two_optimizers(sampler)
+    for number, _ in enumerate(sampler):
+        assert step(one)
+        if number < steps:
+            assert step(other)
+        assert one.updates == number + (number != steps)
+        if number == steps:
+            with pytest.raises(RuntimeError, match="some of the sampler's optimizers only"):
+                one.state_dict()
+    assert one.updates == 10
     next(iter(sampler))
-    with pytest.raises(RuntimeError, match="must be at the same update, but the sampler's iteration began at epoch 1"):  # noqa: PT012
-        for weight, optimizer in zip(weights, optimizers, strict=True):
-            weight.sum().backward()
-            optimizer.step()
+    with pytest.raises(RuntimeError, match="of all optimizers of a sampler must") if steps else nullcontext():
+        assert step(other)
+    assert step(one)
+    assert (one.updates, other.updates) == (11, 11)
+
+
+def test_an_exception_between_two_inner_steps_needs_a_restore():
+    sampler = vbs.CustomSampler(40, 4, 1, 0, 4)
+    one, other = two_optimizers(sampler)
+    next(iter(sampler))
+    step(one)
+    with pytest.raises(RuntimeError, match="must follow the backward"):
+        other.step()
+    for optimizer in (one, other):
+        with pytest.raises(RuntimeError, match="restore the states of model and optimizer, as of the last checkpoint"):
+            optimizer.discard_step()
 
 
 @pytest.mark.filterwarnings("ignore:set_epoch")
@@ -136,14 +177,6 @@ def test_raises_if_an_update_comes_from_two_iterations(ahead):
 
 
 @with_prefetching
-def test_set_epoch_detects_a_loop_without_step(ahead):
-    run = begun()
-    list(read_ahead(run.sampler, ahead))
-    with pytest.raises(RuntimeError, match=NOT_STEPPED.format(0)):
-        run.sampler.set_epoch(1)
-
-
-@with_prefetching
 def test_reading_the_sampler_for_something_else_harms_nothing(ahead):
     run = begun()
     list(read_ahead(run.sampler, ahead))
@@ -162,16 +195,6 @@ def test_raises_if_the_loader_has_another_sampler(make):
     take(run, iter(loader), 1)
     with pytest.raises(RuntimeError, match=NOT_ITS_OWN.format(1, 2)):
         take(run, iter(loader), 1)
-
-
-def test_raises_if_the_loader_batches_microbatches():
-    """`DataLoader(data, sampler=sampler, batch_size=4)` yields four of them at a time."""
-    run = begun()
-    loader = DataLoader(TensorDataset(torch.arange(40)), sampler=run.sampler, batch_size=4)
-    with pytest.raises(RuntimeError, match=EACH.format(3) + r".* pass the sampler to the loader as batch_sampler, "):  # noqa: PT012
-        for _ in loader:
-            run.weight.sum().backward()
-            run.optimizer.step()
 
 
 def test_raises_if_an_iteration_continues_after_its_update_started_over():
@@ -232,90 +255,74 @@ def test_a_run_that_is_restored_at_the_end_of_an_epoch_goes_on(pending):
 # step() too rarely or too often. --------------------------------------------------------------------------------------
 
 
-@with_prefetching
+@pytest.mark.parametrize("by", ["optimizer", "loss"])
 @pytest.mark.parametrize("every", [2, 3, 4])
 @pytest.mark.parametrize("first", [0, 1])
-def test_raises_if_the_loop_accumulates_by_itself(every, first, ahead):
-    """`if number % every == 0: optimizer.step()`: raises before the first update, of three microbatches, ends."""
-    run, calls, last = begun(), 0, 2
-    with pytest.raises(RuntimeError, match=EACH.format(every - 1)):  # noqa: PT012
-        for number, _ in enumerate(read_ahead(run.sampler, ahead)):
-            run.weight.sum().backward()
+def test_raises_if_the_loop_accumulates_by_itself(every, first, by):
+    """`if number % every == 0: optimizer.step()`: raises before the first update, of three microbatches, ends.
+
+    With `loss.backward()` several reads before the first `step()` look like those of a loader that prefetches.
+    """
+    run, calls = begun(), 0
+    error = (
+        pytest.raises(RuntimeError, match=EACH.format(every - 1)) if by == "optimizer" or not first else nullcontext()
+    )
+    with error:
+        for number, _ in enumerate(run.sampler):
+            loss = run.weight.sum()
+            run.optimizer.backward(loss) if by == "optimizer" else loss.backward()
             if number % every == (every - 1) * first:
                 calls += 1
                 run.optimizer.step()
-    assert calls == last
-    assert run.optimizer.updates == 0
+    assert calls > 2 or run.optimizer.updates == 0
 
 
-LEAVING = {
-    "set_epoch": lambda run: run.sampler.set_epoch(1),
-    "a new iteration": lambda run: next(iter(run.sampler)),
-    "vbs.updates": lambda run: list(next(iter(vbs.updates(run.sampler, run.optimizer)))),
-}
-SAVING = {"done": lambda run: run.optimizer.done, "state_dict": lambda run: run.optimizer.state_dict()}
-
-
-@with_prefetching
-@pytest.mark.parametrize("left_out", range(17))
-@pytest.mark.parametrize("then", LEAVING)
-def test_raises_if_a_microbatch_is_skipped(left_out, ahead, then):
-    """`if loss.isnan(): continue`: at the next `step()`; for the first or the last one of an epoch at its end.
-
-    How far a loader reads ahead is not known before the first `step()`: with workers the first one is not seen.
-    """
-    if ahead and left_out == 0:
-        return
+@pytest.mark.parametrize("left_out", range(1, 17))
+def test_raises_if_a_microbatch_is_skipped(left_out):
+    """`if loss.isnan(): continue`: at the next `step()`, of a loader that prefetches nothing."""
     run = begun()
 
     def loop():
-        for number, batch in enumerate(read_ahead(run.sampler, ahead)):
+        for number, batch in enumerate(run.sampler):
             if number != left_out:
                 (run.weight * len(batch)).backward()
                 run.optimizer.step()
-            assert number <= left_out or left_out == 0
+            assert number <= left_out
 
     error = error_of(loop)
-    if 0 < left_out < 16:
-        assert error is not None
-        assert error.startswith("step() must follow the backward() of every microbatch, but 1 of those that were read")
-        assert run.optimizer.updates == sum(end <= left_out for end in itertools.accumulate([3, 2, 3, 1, 2, 3, 2, 1]))
+    assert run.optimizer.updates == sum(end <= left_out for end in itertools.accumulate([3, 2, 3, 1, 2, 3, 2, 1]))
+    if left_out == 16:  # of an update of one microbatch, the last one of the epoch
+        assert error is None
+        with pytest.warns(UserWarning, match=r"^set_epoch\(1\) skips 1 updates and 2 samples"):
+            run.set_epoch(1)
         return
-    assert error is None
-    with pytest.raises(RuntimeError, match="17 microbatches, with 16 calls of"):
-        LEAVING[then](run)
+    assert error.startswith("step() must follow the backward() of every microbatch, but 1 of those that were read")
     run.discard_step()
     take(run, iter(run.sampler), 1)
 
 
-@pytest.mark.parametrize("call", SAVING)
-@pytest.mark.parametrize("sizes", [[4], [7, 3, 12, 1, 5]])
-def test_a_loop_that_has_skipped_the_last_microbatch_cannot_be_saved(call, sizes):
-    """Also of the last epoch, after which nothing else tells; a loop that stops with it in hand has not skipped it."""
-    run = Run(replace(CASE, trace=vbs.BatchTrace.from_sizes(sizes, on_end="cycle"), epochs=1))
-    whole = sum(1 for _ in CASE.sampler()) if len(sizes) > 1 else 10
+def test_the_last_microbatch_of_an_epoch_that_is_skipped_comes_again():
+    """Without `set_epoch` a loop goes on where the training is."""
+    run = begun()
     for number, batch in enumerate(run.sampler):
-        SAVING["done"](run)
-        if number < whole - 1:
+        if number < 16:
             run.take(batch)
-    with pytest.raises(RuntimeError, match=f"{whole} microbatches, with {whole - 1} calls of"):
-        SAVING[call](run)
-    run.discard_step()
-    take(run, iter(run.sampler), 3)
-    assert run.optimizer.done is False
-    assert run.optimizer.state_dict()["vbs"]["sampler"]["epoch"] == 0
+    take(run, iter(run.sampler), 100)
+    assert together([run.log]) == epoch_steps(0)
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
-def test_two_steps_a_microbatch_raise_before_the_weights_change(workers):
-    """Two losses, each with backward() and step(); whatever the workers of the loader have prefetched."""
+def test_two_steps_a_microbatch_raise(workers):
+    """Two losses, each with backward() and step(): before the weights change, or when all that was read is counted."""
     run = Run(replace(CASE, trace=vbs.BatchTrace.from_sizes([8], on_end="hold"), dataset_size=400))
-    with pytest.raises(RuntimeError, match=r"was called 1 times more than|this is number 2"):  # noqa: PT012
+    message = r"was called 1 times more than|yielded (?P<read>\d+) and this is number"
+    with pytest.raises(RuntimeError, match=message) as error:  # noqa: PT012
         for batch in DataLoader(range(400), batch_sampler=run.sampler, num_workers=workers):
             for _ in range(2):
                 (run.weight * len(batch)).backward()
                 run.optimizer.step()
-    assert run.optimizer.updates == 0
+    read = re.search(message, str(error.value))["read"] if workers else 1
+    assert run.optimizer.updates == int(read) // 2
 
 
 @given(st.integers(0, 16), st.sampled_from([0, 1, 3]), st.sampled_from(["loss", "optimizer"]))
@@ -335,11 +342,9 @@ def test_a_backward_that_a_loop_has_left_is_in_no_update(stop, ahead, by):
         run.optimizer.step()
     backward(next(batches))
     del batches
-    skipped = ahead and stop == 16  # a loop that leaves with the last microbatch in hand counts as one that skips it
     error = None if run.optimizer.inside_step else error_of(lambda: again(run, backward))
-    if run.optimizer.inside_step or skipped or by == "loss":
-        refused = "must reach optimizer.step()" if skipped else "a backward() that no step() has counted"
-        assert error is None or refused in error
+    if run.optimizer.inside_step or by == "loss":
+        assert error is None or "a backward() that no step() has counted" in error
         run.discard_step()
         again(run, backward)
     else:
@@ -351,22 +356,3 @@ def again(run, backward):
     for batch in run.sampler:
         backward(batch)
         run.optimizer.step()
-
-
-@pytest.mark.filterwarnings("ignore:set_epoch")
-@pytest.mark.parametrize("said", [False, True])
-def test_a_thread_may_have_read_the_epoch_when_the_loop_leaves_it(said):
-    """How far such a loader reads ahead is unknown; `discard_step()` states that the loop leaves on purpose."""
-    run = begun()
-    batches = iter(InThread(run.sampler, 0))
-    take(run, batches, 3)
-    while not (run.sampler.iteration and run.sampler.iteration.exhausted):
-        time.sleep(0.001)
-    if said:
-        run.discard_step()
-        run.set_epoch(1)
-        take(run, iter(run.sampler), 16)
-        assert together([run.log]) == CASE.steps[:1] + epoch_steps(1)
-    else:
-        with pytest.raises(RuntimeError, match=NOT_STEPPED.format(3) + r".*to leave .* early, call .*discard_step"):
-            run.set_epoch(1)

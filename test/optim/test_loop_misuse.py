@@ -53,8 +53,8 @@ class Fuzz:
         return samples[rows].tolist()
 
     def leave_out(self, which):
-        """Read without training, once training on the iteration has begun: before, it is a loader's reading ahead."""
-        if len(self.iterations) - 1 in self.begun:
+        """Read without training: of a loader that prefetches nothing, once training on the iteration has begun."""
+        if self.ahead == 0 and len(self.iterations) - 1 in self.begun:
             next(self.iterations[-1], None)
 
     def sampler_epoch(self, epoch):

@@ -145,7 +145,8 @@ def test_a_second_optimizer_that_misses_a_microbatch_raises_before_a_wrong_updat
                     other.param_groups[0]["params"][0].sum().backward()
                     other.step()
                 number += 1
-    assert other.updates == sum(end <= missed for end in itertools.accumulate([3, 2, 3, 1, 2, 3, 2, 1]))
+    made = sum(end <= missed for end in itertools.accumulate([3, 2, 3, 1, 2, 3, 2, 1]))
+    assert other.updates == made + (missed == 8)  # an update of one microbatch, which is made without the other
 
 
 @given(cases(largest_dataset=60), st.integers(0, 20), st.sampled_from(["skip", "twice", "leave"]), st.data())
@@ -199,10 +200,10 @@ class Changed(Reading):
 
 @given(cases(largest_dataset=60), st.integers(0, 20), st.sampled_from(["leave out", "twice", "end"]), st.data())
 @examples(150)
-def test_a_loader_that_changes_the_microbatches_raises_before_a_second_wrong_update(case, ahead, wrong, data):
-    """But where the first one of an epoch is left out, which looks like a loader that reads one more ahead.
+def test_a_loader_that_changes_the_microbatches_raises(case, ahead, wrong, data):
+    """Before a second wrong update, or at the end of the epoch if the loader prefetches.
 
-    One that comes twice when the loader has read all is noticed at the end of the epoch.
+    But where the first one of an epoch is left out, which looks like a loader that reads one more ahead.
     """
     run = Run(case)
     epoch = data.draw(st.sampled_from([epoch for epoch, updates in enumerate(case.updates) if updates]))
@@ -222,7 +223,7 @@ def test_a_loader_that_changes_the_microbatches_raises_before_a_second_wrong_upd
     error = error_of(loop)
     assert error is not None
     assert "of the optimizer's sampler" in error
-    at_the_end = wrong == "twice" and number + ahead >= sum(rounds) - 1
+    at_the_end = ahead > 0 or (wrong == "twice" and number == sum(rounds) - 1)
     assert run.optimizer.updates <= (sum(map(len, case.updates[: epoch + 1])) if at_the_end else update + 1)
 
 
@@ -264,7 +265,6 @@ def test_an_update_must_be_read_within_its_turn():
     for microbatch in microbatches:
         run.take(microbatch)
     second = next(updates)
-    run.discard_step()
     for update in vbs.updates(run.sampler, run.optimizer):
         for microbatch in update:
             run.take(microbatch)

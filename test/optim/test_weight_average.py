@@ -25,9 +25,8 @@ def averaged(run, updates, by="progress"):
     average = vbs.WeightAverage(run.model.parameters(), DECAY, run.optimizer, by=by)
     expected = [parameter.detach().numpy().copy() for parameter in run.model.parameters()]
     for _ in range(updates):
-        before = run.optimizer.progress
+        before, size = run.optimizer.progress, run.optimizer.batch.batch_size
         run.run(1)
-        size = run.optimizer._cursor.last_batch.batch_size
         k = run.optimizer.progress - before if by == "progress" else size / REF
         pairs = zip(expected, run.weights(), strict=True)
         expected = [DECAY**k * old + (1 - DECAY**k) * new for old, new in pairs]

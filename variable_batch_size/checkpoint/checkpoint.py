@@ -125,7 +125,7 @@ class Checkpoint:
         self._events = Events(self._folder.storage, world)
         self._events.add("start", optimizer.updates)
         self._events.large_told = optimizer.skipped
-        optimizer._add_watcher(self._events)
+        optimizer.register(self._events)
 
     @property
     def latest(self) -> str | None:
@@ -348,7 +348,6 @@ class Checkpoint:
         """Close, after an exception or, if `error` is None, at the end of the training."""
         try:
             if error is None:
-                self._optimizer._complete_update()
                 self._saver.finish_pending("Checkpoint.close()")
                 self._agreement.compare("Checkpoint.close()")
                 missed = self._every is not None and not self._stepped and self._optimizer.updates > self._last_update

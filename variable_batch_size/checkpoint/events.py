@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, Final, final
 
 from variable_batch_size.checkpoint.storage import Storage
+from variable_batch_size.optim.properties import Commit
 from variable_batch_size.world import World
 
 VERSION: Final = 1
@@ -67,12 +68,12 @@ class Events:
         yield
         self.add(event, update, seconds=time.monotonic() - began)
 
-    def commit(self, *, updated: bool) -> None:
-        """Take whether an update was skipped; see `Watcher`."""
-        self._skipped = not updated
+    def commit(self, commit: Commit) -> None:
+        """Take whether an update was skipped; see `Observer`."""
+        self._skipped = not commit.updated
 
     def discard(self) -> None:
-        """See `Watcher`."""
+        """See `Observer`."""
 
     def note_update(self, update: int, large: int) -> None:
         """Add that the last update was skipped, or, once a minute, that it was made; `large`: see `large_told`."""

@@ -157,7 +157,7 @@ class Parts:
     @property
     def reads_epoch(self) -> bool:
         """Whether the loop has begun to read the epoch of the position."""
-        return self._optimizer.sampler.reads_epoch
+        return self._optimizer.sampler.training.reads_epoch
 
     def batch_size(self, step: int) -> int:
         """Return the batch size of an update; 0 if it is not known."""
@@ -221,7 +221,7 @@ class Parts:
         random.set()  # before an epoch is read: the loader draws its seed from these states
         sampler = self._optimizer.sampler
         if reads_epoch or self._optimizer.updates:  # else also the saved run begins with new workers
-            sampler.before_reading.wait_for(sampler.position if reads_epoch else None, random)
+            sampler.training.before_reading.wait_for(sampler.position if reads_epoch else None, random)
 
 
 def _check_scheduler(parts: Collection[object], optimizer: CustomOptimizer) -> None:

@@ -194,10 +194,10 @@ class ArrivingBatches(Dealer):
         trace = self._trace
         return trace is not None and trace.on_end == "stop" and trace.steps is not None and updates >= trace.steps
 
-    def adopt_state(self, state: dict[str, Any], batches: Batches, *, counted: bool = False) -> Place:
+    def adopt_state(self, state: dict[str, Any], batches: Batches, *, owned: bool) -> None:
         """Go on at a saved position, as `Dealer.adopt_state`; another update is due then."""
         self.item = self.arrived = None
-        return super().adopt_state(state, batches, counted=counted)
+        super().adopt_state(state, batches, owned=owned)
 
     def is_due(self, items: Iterator[Any]) -> bool:
         """Return whether the next update is one that the ranks have agreed on, with rows of this iterator."""

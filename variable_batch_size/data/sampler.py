@@ -191,7 +191,7 @@ class CustomSampler(Dealer, Sampler[list[int]]):
 
     def __iter__(self) -> Iteration:
         """Return an iterator over the rest of this epoch, from the last committed update on."""
-        return Iteration(self)
+        return Iteration(self.training)
 
     def __len__(self) -> int:
         """Return how many microbatches the iteration under way yields on this rank, or else the next one.
@@ -199,10 +199,10 @@ class CustomSampler(Dealer, Sampler[list[int]]):
         At the end of an epoch it is that over the epoch that follows; 0 if none does. With workers, a loader has read
         the end before the loop is there: the last `step()` of an epoch then ends it.
         """
-        begun, position = self.iteration, self.position
+        begun, position = self.training.iteration, self.position
         under_way = begun is not None and begun.start.epoch == position.epoch
         if under_way and begun is not None and not (begun.exhausted and self.batches.ends_epoch(position)):
-            return self.batches.count(begun.start) - begun.first_round
+            return self.batches.count(begun.start)
         try:
             return self.batches.count(self.batches.next_update(position))
         except ValueError:  # the trace ends

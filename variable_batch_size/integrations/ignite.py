@@ -174,7 +174,7 @@ class VariableBatchEngine(Engine):
     def _begin_run(self) -> None:
         """Set the counters of Ignite, which takes all epochs to be as long as the first one, to the position."""
         state, optimizer = self.state, self.optimizer
-        if optimizer.sampler.end_pending:  # restored at the end of an epoch, whose handlers are not run again
+        if optimizer.sampler.training.end_pending:  # restored at the end of an epoch, whose handlers are not run again
             deque(state.dataloader, maxlen=0)
         state.iteration, state.epoch, state.epoch_length = optimizer.updates, optimizer.epoch, None
 

@@ -18,8 +18,8 @@ from variable_batch_size.data.arrival import Brought
 from variable_batch_size.data.arriving import UNKNOWN, Arrived, ArrivingBatches, Item, RankRows
 from variable_batch_size.data.batches import Batch
 from variable_batch_size.data.stream import Stream, shares
+from variable_batch_size.data.training import Phase
 from variable_batch_size.optim.counts import Count
-from variable_batch_size.optim.cursor import Phase
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.optim.yielded_update import Update, incomplete_update, stale_loop
 from variable_batch_size.trace.runs import TraceEndError
@@ -53,12 +53,13 @@ class Arrivals(Generic[T]):
 
     def __iter__(self) -> Iterator[Update[T]]:
         """Yield an update for each batch that has rows on any rank."""
-        optimizer, source, cursor = self._optimizer, self._source, self._optimizer._cursor
+        optimizer, source, training = self._optimizer, self._source, self._source.training
+        training.settle()
         if optimizer.inside_step:
             raise incomplete_update(optimizer.updates)
-        source.note_iteration()
+        training.note_iteration()
         items = workers.read_and_compare(self._batches)
-        restarts = cursor.restarts
+        restarts = training.restarts
         if source.has_trace:
             self._read_from(items)
         rows_of_steps = self._rows_of_steps(items)
@@ -70,13 +71,14 @@ class Arrivals(Generic[T]):
                 source.arrived = arrived
             arrived = self._complete_arrived()
             due = arrived.due
-            source.expected, source.handed_out = due, 0
+            training.expected, training.handed_out = due, 0
             yield Update(self._hand_out(due, self._microbatches(arrived)), len(due.microbatches), due.totals)
-            if cursor.restarts != restarts:
+            training.settle()
+            if training.restarts != restarts:
                 raise stale_loop()
             if optimizer.updates == due.step:
                 raise incomplete_update(optimizer.updates)
-            if cursor.updated:  # else what it could repeat is not finite
+            if optimizer._updated:  # else what it could repeat is not finite
                 source.last = self._last_microbatch
 
     # What the ranks bring. ---------------------------------------------------------------------------------------
@@ -241,7 +243,7 @@ class Arrivals(Generic[T]):
                     f"{self._optimizer.updates} updates are made; read it within its turn of the loop"
                 )
             microbatch = next(microbatches)
-            self._source.handed_out = number + 1
+            self._source.training.handed_out = number + 1
             self._last_microbatch = microbatch
             yield microbatch
 
@@ -260,7 +262,7 @@ class Arrivals(Generic[T]):
                 "a state needs streams of rows, but these batches are made as they arrive; save the state of what "
                 "makes them on this rank, and that of the optimizer"
             )
-        self._optimizer._cursor.check_phase(_STATE, Phase.BETWEEN_STEPS)
+        self._source.training.check_phase(_STATE, Phase.BETWEEN_STEPS)
         state: dict[str, Any] = {"ended": self._restored_ended, "rows": self._restored_rows}
         stream = self._source.stream
         if stream is not None and stream.items is self._items:

@@ -20,7 +20,6 @@ from variable_batch_size.backend import Backend, detect
 from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.backend.update_history import differing_in_words
 from variable_batch_size.data.dealer import Dealer
-from variable_batch_size.optim.cursor import Cursor
 from variable_batch_size.optim.normalization import check_remembered_models, remember_model
 from variable_batch_size.optim.participation import FIRST_UPDATE
 from variable_batch_size.optim.tensors import check_whole, local_parts, shard_coordinates
@@ -75,11 +74,11 @@ def broadcast_tensors(tensors: Sequence[Tensor], backend: Backend) -> None:
     backend.mark_step()
 
 
-def compare_ranks(updater: Updater, cursor: Cursor, inner: Optimizer, backend: Backend, agreement: Agreement) -> None:
+def compare_ranks(updater: Updater, sampler: Dealer, inner: Optimizer, backend: Backend, agreement: Agreement) -> None:
     """Compare the ranks before the first update; they also agree on the parameters that have gradients."""
     if agreement.world.size > 1:
         of_update = update_facts(updater, inner, backend)  # before the sampler's, which noise has changed
-        sampler, place = cursor.sampler, cursor.place
+        place = sampler.training.place
         position = {**sampler.batches.position_state(place.position), "samples": place.samples}
         facts = {**position, **of_update, **sampler_facts(sampler)}
         check_same_facts(FIRST_UPDATE, facts, agreement)
@@ -90,11 +89,11 @@ def compare_ranks(updater: Updater, cursor: Cursor, inner: Optimizer, backend: B
         updater.gradient.sum.agree(agreement)
     elif not backend.alone:
         updater.gradient.sum.agree(agreement)
-    check_remembered_models(updater.parameters, cursor.sampler)
+    check_remembered_models(updater.parameters, sampler)
     updater.gradient.agreed = True
 
 
-def compare_after_update(agreement: Agreement, cursor: Cursor, inner: Optimizer) -> None:
+def compare_after_update(agreement: Agreement, sampler: Dealer, inner: Optimizer) -> None:
     """Let the ranks compare where they are, and by which hyperparameters; they wait for one another after an epoch.
 
     If they differ, every rank raises RuntimeError some updates later, or at the end of the epoch.
@@ -104,9 +103,9 @@ def compare_after_update(agreement: Agreement, cursor: Cursor, inner: Optimizer)
             tuple([item for item in group.items() if item[1].__class__ in _NUMBERS or _is_tuple_of_numbers(item[1])])
             for group in inner.param_groups
         )
-        position = cursor.position
+        position = sampler.position
         agreement.after_update(position.step, position.epoch, groups)
-        if cursor.sampler.batches.ends_epoch(position):
+        if sampler.batches.ends_epoch(position):
             agreement.compare("the last update of the epoch")
 
 

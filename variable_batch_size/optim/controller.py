@@ -21,7 +21,7 @@ from variable_batch_size.adaptive.stopwatch import UpdateStopwatch
 from variable_batch_size.backend import Backend, ElasticBackend
 from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.data.batches import Batch
-from variable_batch_size.optim.cursor import Cursor
+from variable_batch_size.data.dealer import Dealer
 from variable_batch_size.optim.update import Updater
 from variable_batch_size.tracker import Tracker
 
@@ -38,14 +38,11 @@ class _Asked(NamedTuple):
 
 @final
 class ControllerRunner:
-    """Asks the controller of the sampler, if it has one, on rank 0, and plans with its decisions on all ranks.
+    """Asks the controller of the sampler, if it has one, on rank 0, and plans with its decisions on all ranks."""
 
-    Of several optimizers of a sampler, the one that makes an update first does it.
-    """
-
-    def __init__(self, updater: Updater, cursor: Cursor, backend: Backend, tracker: Tracker | None) -> None:
-        self._cursor, self._updater, self._tracker = cursor, updater, tracker
-        self._backend, decided = backend, cursor.sampler.batches.decided
+    def __init__(self, updater: Updater, sampler: Dealer, backend: Backend, tracker: Tracker | None) -> None:
+        self._sampler, self._updater, self._tracker = sampler, updater, tracker
+        self._backend, decided = backend, sampler.batches.decided
         timed = decided is not None and needs_throughput(decided.adaptive.controller)
         self._stopwatch = UpdateStopwatch() if timed else None
         self._asked = _Asked()
@@ -53,24 +50,11 @@ class ControllerRunner:
         self._begun = False  # whether an update was made
 
     def after_update(self, step: Batch, agreement: Agreement) -> None:
-        """Ask, answer and adopt what is due after an update."""
-        growing, updates = self._cursor.sampler.growing, self._cursor.position.step
-        decided = growing.batches.decided
-        if decided is None or updates <= (before := growing.decided_at):
+        """Ask a question that is due after an update, and let the sampler plan with each answer that is due."""
+        decided = before = self._sampler.batches.decided
+        if decided is None:
             return
-        try:
-            growing.decided_at = updates  # also if the controller has failed
-            self._ask_and_adopt(decided, step, agreement, updates)
-        except Exception:
-            raise
-        except BaseException:  # an interrupt: what is due is done later
-            growing.decided_at = before
-            raise
-
-    def _ask_and_adopt(self, decided: DecidedTrace, step: Batch, agreement: Agreement, updates: int) -> None:
-        """Ask a question that is due, and let the sampler plan with each answer that is due after `updates`."""
-        growing, before = self._cursor.sampler.growing, decided
-        growing.mark_trainer()
+        updates = self._sampler.updates
         self._time_update(step)
         if not self._begun:  # what was decided at the beginning, or at a restart
             self._begun = True
@@ -86,18 +70,18 @@ class ControllerRunner:
             if isinstance(self._backend, ElasticBackend):  # where an update carries one answer
                 break
         if decided is not before:
-            growing.grow(decided, self._cursor.position)
+            self._sampler.training.grow(decided)
 
     def _time_update(self, step: Batch) -> None:
         """Let the stopwatch, if there is one, take the time of an update of so many rows and rounds."""
         if self._stopwatch is not None:
-            plan, ranks = self._cursor.sampler.growing.batches.plan, self._backend.world.size
+            plan, ranks = self._sampler.plan, self._backend.world.size
             rows = plan.minibatch_size if plan.fixed_shape else -(-step.batch_size // step.num_microbatches)
             self._stopwatch.after_update(ranks, rows, -(-step.num_microbatches // ranks))
 
     def before_update(self, backend: ElasticBackend) -> None:
         """Let the next sum carry the answer that is due after it."""
-        decided, updates = self._cursor.sampler.batches.decided, self._cursor.position.step
+        decided, updates = self._sampler.batches.decided, self._sampler.updates
         backend.posted = ""
         if decided is None or not decided.unanswered or not backend.leads:
             return
@@ -115,7 +99,7 @@ class ControllerRunner:
 
     def _measure_later(self) -> Callable[[], dict[str, Any]]:
         """Return a function that returns what is known now; calling it later avoids a wait for a device."""
-        place, updater = self._cursor.place, self._updater
+        place, updater = self._sampler.training.place, self._updater
         known = {"devices": self._backend.world.size, "updates": place.position.step, "samples": place.samples}
         known_later = updater.progress.reader()
         noise = None if updater.gradient_noise is None else updater.gradient_noise.reader()
@@ -143,7 +127,7 @@ class ControllerRunner:
 
     def _answer_of_controller(self, decided: DecidedTrace) -> str:
         """Return the controller's answer to the oldest question, or its error, which every rank raises."""
-        plan, stopwatch = self._cursor.sampler.plan, self._stopwatch
+        plan, stopwatch = self._sampler.plan, self._stopwatch
         try:
             throughput = None if stopwatch is None else stopwatch.throughput()
             decision = decided.decide(plan.minibatch_size, throughput, fixed_shape=plan.fixed_shape)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
 from typing import Any
 from weakref import WeakMethod
 
@@ -21,18 +20,17 @@ from torch.optim import Optimizer
 
 from variable_batch_size._validation import suggests, value_error
 from variable_batch_size.backend import Backend, BrokenStepError
-from variable_batch_size.data.batches import Place
+from variable_batch_size.data.batches import Batch
 from variable_batch_size.data.dealer import Dealer
-from variable_batch_size.data.passes import Pass
+from variable_batch_size.data.training import Phase, Reads
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim import consistency
 from variable_batch_size.optim.controller import ControllerRunner
 from variable_batch_size.optim.counts import Counts
-from variable_batch_size.optim.cursor import Cursor, Phase
 from variable_batch_size.optim.hooks import call_before_forward, uncompiled
 from variable_batch_size.optim.normalization import check_reproducible, cut_options
 from variable_batch_size.optim.options import Estimator, NormLimit, Reduction, UpdateOptions, check_objects
-from variable_batch_size.optim.properties import ObservedOptimizer
+from variable_batch_size.optim.properties import Commit, ObservedOptimizer
 from variable_batch_size.optim.replay import Replays
 from variable_batch_size.optim.report import Reporter
 from variable_batch_size.optim.rule_check import check_applies_lr, choose_rules
@@ -46,6 +44,7 @@ from variable_batch_size.optim.wrapper import (
     check_hyperparameters,
     check_kind,
     check_state,
+    check_world,
     list_parameters,
     run_closure,
 )
@@ -146,34 +145,35 @@ class CustomOptimizer(ObservedOptimizer):
             check_reproducible(module, parameters, measures_elements=self._updater.second_moment is not None)
         check_applies_lr(inner, rules.rules)
         kind = {"measured": self._updater.measures_microbatches, "alone": self._backend.alone}
-        self._cursor = Cursor(sampler, self._backend, **total.dealing(**cut_options(module, parameters, **kind)))
+        check_world(sampler, self._backend)
+        self._sampler, self._training = sampler, sampler.training
+        cut = total.dealing(**cut_options(module, parameters, **kind))
+        sampler.attach(self, compiles_shapes=self._backend.static_graph, elastic=self._backend.elastic, **cut)
         self._replays, self._counts = Replays(module, self._backend), Counts(self._backend, total)
         call_before_forward(total.module, self._announce_microbatch)
         call_before_forward(self._replays.module, self._save_before_replay)
         total.meet(lambda: self.agreement)  # while every rank is here
         self._lr_check, self._seeding = LearningRateCheck(), Seeding(self._backend)
-        self._backward_of: Pass | None = None  # during which backward() was called last
+        self._backward_of: Reads | None = None  # during which backward() was called last
         self._left: Sequence[Tensor] = ()  # the gradients that there were when an iteration began
-        sampler.listeners.add(self)
-        self._followed_up = 0  # commits that the controller and the tracker have seen
+        self._updated = True  # whether the last update changed the weights
         self.tracker = Tracker("runs") if tracker is None and (log_steps, log_samples) != (None, None) else tracker
-        core = self._updater, self._cursor, self._backend
+        core = self._updater, sampler, self._backend
         self._reporter = Reporter(self.tracker, log_steps, log_samples, *core)
         self._controller = ControllerRunner(*core, self.tracker)
 
     def _announce_microbatch(self) -> None:
-        self._updater.gradient.sum.prepare(self._cursor.upcoming())
+        self._updater.gradient.sum.prepare(self._training.upcoming(self))
 
     def _needs_of_microbatch(self) -> Needs:
-        known = self._cursor.upcoming() is not None
-        return self._updater.needs(self._cursor.batch if known else None)
+        known = self._training.upcoming(self) is not None
+        return self._updater.needs(self._training.batch if known else None)
 
     def _save_before_replay(self) -> None:
-        self._replays.save_state(self._cursor.upcoming())
+        self._replays.save_state(self._training.upcoming(self))
 
     def _change_groups(self, caller: str, number: int, change: Callable[[], None]) -> None:
-        self._complete_update()
-        self._cursor.check_phase(caller, Phase.BETWEEN_STEPS)
+        self._training.check_phase(caller, Phase.BETWEEN_STEPS)
         rules = self._updater.rules_for(number)
         self._updater.clear()
         change()
@@ -183,7 +183,7 @@ class CustomOptimizer(ObservedOptimizer):
         """Take the parameters from `param_groups`, whose lists may have been changed in place between two steps."""
         if not self._updater.has_new_groups:
             return
-        if self._cursor.begun:
+        if self._training.round_of(self):
             raise RuntimeError(
                 f"the parameters must stay the same within a step, but the lists of param_groups were changed in step "
                 f"{self.updates}; change them when optimizer.step() has returned True, or after discard_step()"
@@ -204,9 +204,7 @@ class CustomOptimizer(ObservedOptimizer):
             RuntimeError: if all updates of that epoch are committed, or an exception has interrupted a step.
             ValueError: if the trace ends before the epoch does.
         """
-        self._complete_update()
-        self._cursor.check_phase("set_epoch()", Phase.BETWEEN_STEPS, Phase.INSIDE_STEP)
-        self._cursor.set_epoch(epoch)
+        self._training.set_epoch(epoch)
         self._clear_step()
 
     def discard_step(self, timeout: float = 10.0) -> None:
@@ -222,12 +220,10 @@ class CustomOptimizer(ObservedOptimizer):
             RuntimeError: if the exception came when the inner optimizer's step had begun: only a state repairs that; or
                 if ranks that have to discard the step do not.
         """
-        self._complete_update()
-        self._cursor.check_phase("discard_step()", Phase.BETWEEN_STEPS, Phase.INSIDE_STEP, Phase.INTERRUPTED)
+        self._training.check_phase("discard_step()", Phase.BETWEEN_STEPS, Phase.INSIDE_STEP, Phase.INTERRUPTED)
         self._seeding.end_microbatch()
         self._updater.gradient.sum.discard(lambda: self.agreement, timeout)
-        self._clear_step()
-        self._cursor.restart()
+        self._training.restart()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients that have come since the last `step()`; what it has accumulated stays.
@@ -297,7 +293,7 @@ class CustomOptimizer(ObservedOptimizer):
 
     def _check_weighted(self, weighted: bool) -> None:
         """Raise ValueError unless the losses of this update have to be weighted, or not, as one is."""
-        has_totals = self._cursor.batch.totals is not None
+        has_totals = self._training.batch.totals is not None
         if weighted and not has_totals:
             raise ValueError(
                 "backward(weighted=True) needs a loss whose terms are divided by update.counts, but this update has "
@@ -308,26 +304,28 @@ class CustomOptimizer(ObservedOptimizer):
 
     def _watching_others(self, others: Sequence[CustomOptimizer]) -> AbstractContextManager[Any]:
         """Let optimizers of the sampler that a loss does not name note whether it has their parameters."""
-        listeners = self.sampler.listeners
-        if len(listeners) == 1 + len(others):
+        members = self._training.members
+        if len(members) == 1 + len(others):
             return nullcontext()
         stack, named = ExitStack(), {self, *others}
-        for listener in list(listeners):
-            if isinstance(listener, CustomOptimizer) and listener not in named:
-                stack.enter_context(listener._updater.gradient.sum.note_other_backward())
+        for member in list(members):
+            if member not in named:
+                stack.enter_context(member._updater.gradient.sum.note_other_backward())
         return stack
 
     def _microbatch_of_backward(self) -> Microbatch:
         """Return the microbatch that `backward()` is of; drop what a loop that was left has accumulated before it."""
-        cursor = self._cursor
-        cursor.check_phase("backward()", Phase.BETWEEN_STEPS, Phase.INSIDE_STEP)
+        training = self._training
+        training.check_phase("backward()", Phase.BETWEEN_STEPS, Phase.INSIDE_STEP, Phase.PARTLY_MADE)
         self._check_meets_same_weights()
         self._adopt_groups()
-        if (iteration := cursor.sampler.iteration) is not self._backward_of:
+        if (iteration := training.iteration) is not self._backward_of:
             self._backward_of = iteration
-            if not cursor.begun:  # an earlier backward() was that of a loop that was left
+            if iteration is not None:
+                iteration.find_serial()  # now, before a loop may accumulate several microbatches by itself
+            if not training.round_of(self):  # an earlier backward() was that of a loop that was left
                 self._updater.gradient.sum.zero_grad()
-        return cursor.microbatch()
+        return training.microbatch(self)
 
     def _check_meets_same_weights(self) -> None:
         """Check that no other optimizer has made the update: microbatches of other ranks would have met other weights.
@@ -337,7 +335,7 @@ class CustomOptimizer(ObservedOptimizer):
         sampler, plan = self.sampler, self.sampler.plan
         if not sampler.batches.reproducible or (sampler.max_batch_size <= plan.minibatch_size and not plan.fixed_shape):
             return
-        if sampler.is_counted_by_other(self._cursor) and sampler.updates > self.updates:
+        if self._training.is_made_without(self):
             raise RuntimeError(
                 f"reproducible=True needs microbatches that meet the same weights in any world, but another optimizer "
                 f"of the sampler has made update {self.updates} before optimizer.backward() of this one was called; "
@@ -349,7 +347,7 @@ class CustomOptimizer(ObservedOptimizer):
         """Raise RuntimeError if updates are reproducible, and the microbatch was not seeded last, for this sampler."""
         if not self.sampler.batches.reproducible:
             return
-        if not (self._cursor.is_handed_out_last and self._seeding.seeded_last_for(self.sampler)):
+        if not (self._training.is_handed_out_last(self) and self._seeding.seeded_last_for(self.sampler)):
             raise RuntimeError(
                 "reproducible=True needs random numbers that are seeded before the forward of each microbatch, but "
                 "step() was called outside of vbs.updates(loader, optimizer), or after a later microbatch was read, as "
@@ -379,34 +377,30 @@ class CustomOptimizer(ObservedOptimizer):
         Raises:
             RuntimeError: if no `backward()` has run, or a microbatch of the sampler was skipped, repeated or reordered.
         """
-        updater, cursor = self._updater, self._cursor
-        if cursor.watchers_know:  # an update that an exception has interrupted later was made
-            self._complete_update()
-        cursor.check_receiving()
+        updater, training = self._updater, self._training
+        training.begin_step(self)
         self._check_seeded()
         if closure is not None:
             run_closure(closure, scaled=getattr(self, "found_inf", None) is not None)
         if not updater.gradient.sum.carries_weight:
             self._check_meets_same_weights()
         self._adopt_groups()
-        self._lr_check.check(self.param_groups, inside_step=cursor.begun)
-        cursor.enter_phase(Phase.INTERRUPTED)  # stays if an exception follows
+        self._lr_check.check(self.param_groups, inside_step=training.round_of(self) > 0)
         try:
-            cursor.running = True
-            microbatch = cursor.receive_microbatch()
+            training.running = True
+            microbatch = training.receive_microbatch(self)
             self._check_none_left(updater.gradient.parameters)
-            updated = self._accumulate(microbatch, count) and self._make_update()
+            self._accumulate(microbatch, count)
+            updated = microbatch.ends_step and self._make_update()
         except BrokenStepError:  # before anything has changed but gradients; vbs.updates makes the step again
-            self._clear_step()
-            cursor.restart()
+            training.restart()
             return False
         finally:
-            cursor.running = False
-            if not cursor.begun and len(self.sampler.listeners) == 1:  # else others make their forward
-                self._seeding.end_microbatch()
-        self._complete_commit()  # before the graph ends: they would be its results
+            training.running = False
+        training.end_step(self, ends_update=microbatch.ends_step)
+        if microbatch.ends_step and len(training.members) == 1:  # else others make their forward
+            self._seeding.end_microbatch()
         self._backend.mark_step()
-        self._complete_update()
         return updated
 
     step.hooked = True  # type: ignore[attr-defined]  # torch then runs its global hooks in the inner step only
@@ -417,16 +411,14 @@ class CustomOptimizer(ObservedOptimizer):
         """Return the state of the inner optimizer and, under "vbs", the position in the training; no rank or world.
 
         Raises:
-            RuntimeError: in the middle of a step, or if a microbatch of a loop that has ended did not reach `step()`.
+            RuntimeError: in the middle of a step, also if another optimizer of the sampler is to make the update.
         """
-        self._complete_update()
-        self._cursor.check_phase("state_dict()", Phase.BETWEEN_STEPS)
-        self.sampler.check_left_over()
+        self._training.check_phase("state_dict()", Phase.BETWEEN_STEPS)
         kind: dict[str, Any] = {"optimizer": type(self.inner).__name__}
         if self._updater.measures_microbatches:
             kind["minibatch_size"] = self.sampler.plan.minibatch_size
         state = kind | self._updater.state_dict() | self._controller.state_dict()
-        return {**self.inner.state_dict(), "vbs": {"sampler": self.sampler.state_of(self._cursor.place), **state}}
+        return {**self.inner.state_dict(), "vbs": {"sampler": self.sampler.state_dict(), **state}}
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Restore a state, in any world. The sampler moves to its position.
@@ -439,8 +431,8 @@ class CustomOptimizer(ObservedOptimizer):
         Raises:
             ValueError: if the state does not match, or an entry is missing or damaged; then nothing has changed.
         """
-        self._complete_update()
-        self._cursor.check_phase("load_state_dict()", *Phase)
+        if self._training.running:
+            self._training.check_phase("load_state_dict()")
         sampler = self.sampler
         batches = None
         position = state_dict.get("vbs")
@@ -461,11 +453,10 @@ class CustomOptimizer(ObservedOptimizer):
         self._mark_stepped()
         self._updater.gradient.sum.restart()
         self._counts.forget()
-        self._clear_step()
-        place: Place | None = None
         if position is not None and batches is not None:
-            place = sampler.adopt_state(position["sampler"], batches, counted=True)
-        self._cursor.restart(place)
+            sampler.adopt_state(position["sampler"], batches, owned=True)
+        else:
+            self._training.restart()
         self._updater.load_state_dict(position or {}, sampler.plan.minibatch_size)
         self._controller.load_state_dict(position or {})
 
@@ -477,56 +468,59 @@ class CustomOptimizer(ObservedOptimizer):
         self._replays.drop_state()
         self._backend.mark_step()  # otherwise the clearing would change the graph of the next microbatch
 
-    def _accumulate(self, microbatch: Microbatch, count: Tensor | float | None) -> bool:
-        """Add a microbatch to the step; return whether it is the last one, so that the update follows."""
-        cursor = self._cursor
-        following = None if microbatch.ends_step else cursor.microbatch(ahead=1)
+    def _accumulate(self, microbatch: Microbatch, count: Tensor | float | None) -> None:
+        """Add a microbatch to the step."""
+        training = self._training
+        following = None if microbatch.ends_step else training.microbatch(self, ahead=1)
         scale = {name: getattr(self, name, None) for name in ("found_inf", "grad_scale")}  # set by a GradScaler
-        weighted = cursor.batch.totals is not None
+        weighted = training.batch.totals is not None
         gradient = self._updater.gradient
-        gradient.add(microbatch, following, inside_step=cursor.begun, **scale, count=count, weighted=weighted)
+        gradient.add(
+            microbatch, following, inside_step=training.round_of(self) > 0, **scale, count=count, weighted=weighted
+        )
         self._replays.restore_state()
-        if not microbatch.ends_step:
-            cursor.next_round()
-        return microbatch.ends_step
 
     def _make_update(self) -> bool:
-        """Make the update of the step and commit it; return whether the weights changed."""
-        updater, cursor = self._updater, self._cursor
+        """Make the update of the step; return whether the weights changed."""
+        updater, training = self._updater, self._training
         if not updater.gradient.agreed:
-            consistency.compare_ranks(updater, cursor, self.inner, self._backend, self.agreement)
-        begin = partial(cursor.enter_phase, Phase.HALF_UPDATED)
-        batch = cursor.batch
+            consistency.compare_ranks(updater, self.sampler, self.inner, self._backend, self.agreement)
+        batch = training.batch
         try:
-            updated = updater.apply(batch, batch.step, cursor.place.samples, begin)
+            self._updated = updater.apply(batch, batch.step, training.place.samples, training.begin_update)
         except RanksDifferError as error:
-            facts = {"epoch": self.sampler.batches.next_update(cursor.position).epoch, **error.facts}
+            facts = {"epoch": self.sampler.batches.next_update(training.position).epoch, **error.facts}
             consistency.check_same_facts(consistency.UPDATE, facts, self.agreement)
             raise
-        cursor.commit(updated=updated)
-        return updated
+        training.begin_update()  # also if it was skipped: what follows happens as a whole
+        updater.commit()
+        updater.clear()
+        return self._updated
 
-    def _complete_update(self) -> None:
-        """Complete what follows from the last update, if an exception has interrupted it; all methods do it first."""
-        cursor, commits = self._cursor, self._cursor.commits
-        self._complete_commit()
-        if self._followed_up != commits and cursor.last_batch is not None:
-            self._controller.after_update(cursor.last_batch, self.agreement)
-            self._followed_up = commits  # before what is done once, whatever error comes of it
-            consistency.compare_after_update(self.agreement, cursor, self.inner)
-            self._reporter.after_update(cursor.last_batch)
+    def note_commit(self, batch: Batch) -> None:
+        """Begin the next step, and tell the observers that an update was committed."""
+        self._updater.gradient.sum.begin_next_step(several=self._training.several_rounds)
+        commit = Commit(batch, self._updater.last_scaling, self._updated)
+        for observer in list(self._observers):
+            observer.commit(commit)
 
-    def _complete_commit(self) -> None:
-        """Clear the gradients of a committed step and tell its watchers, unless that was done."""
-        if not self._cursor.watchers_know:
-            self._updater.commit()
-            self._updater.clear()
-            self._updater.gradient.sum.begin_next_step(several=self._cursor.several_rounds)
-            self._cursor.notify_watchers()
+    def follow_up(self, batch: Batch, *, first: bool) -> None:
+        """Ask the controller, if this is the first of several optimizers, compare the ranks, and log the update."""
+        self._backend.mark_step()  # the results of the graph: what observers have computed is among them
+        if first:
+            self._controller.after_update(batch, self.agreement)
+        consistency.compare_after_update(self.agreement, self.sampler, self.inner)
+        self._reporter.after_update(batch)
+
+    def note_discard(self) -> None:
+        """Forget what was accumulated, and tell the observers."""
+        self._clear_step()
+        for observer in list(self._observers):
+            observer.discard()
 
     def note_iteration(self) -> None:
         """Note which gradients there are when an iteration begins: they are left from before."""
-        if not self._cursor.begun:
+        if not self._training.round_of(self):
             gradients = (parameter.grad for parameter in self._updater.gradient.parameters)
             self._left = [gradient for gradient in gradients if gradient is not None]
 

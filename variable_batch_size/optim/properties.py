@@ -3,28 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple, Protocol, final
+from weakref import WeakSet
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from variable_batch_size.backend import Backend
 from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.data.batches import Batch
 from variable_batch_size.data.dealer import Dealer
+from variable_batch_size.data.training import Phase, Training
 from variable_batch_size.microbatching import Microbatch
-from variable_batch_size.optim.cursor import Cursor, Phase, Watcher
 from variable_batch_size.optim.options import Reduction
 from variable_batch_size.optim.update import Updater
 from variable_batch_size.optim.wrapper import OptimizerWrapper
-from variable_batch_size.rules import Noise, Rule
+from variable_batch_size.rules import Noise, Rule, Scaling
+
+
+@final
+class Commit(NamedTuple):
+    """An update that was committed.
+
+    Attributes:
+        batch: its number and its samples.
+        scaling: the factors of its first parameter group.
+        updated: whether the weights have changed: False if the host has skipped the update.
+    """
+
+    batch: Batch
+    scaling: Scaling
+    updated: bool
+
+
+class Observer(Protocol):
+    """What counts with the updates of an optimizer; it keeps no clock of its own."""
+
+    def commit(self, commit: Commit) -> None:
+        """Handle an update that was committed."""
+
+    def discard(self) -> None:
+        """Handle the discarding of the accumulated step, if any."""
 
 
 class ObservedOptimizer(OptimizerWrapper):
     """A wrapper whose training can be read from it. Subclasses set the attributes and define `step`."""
 
-    _cursor: Cursor
+    _sampler: Dealer
+    _training: Training
     _updater: Updater
     _backend: Backend
     _agreement: Agreement | None
+
+    def __init__(self, inner: Optimizer) -> None:
+        super().__init__(inner)
+        self._observers: WeakSet[Observer] = WeakSet()
 
     @property
     def rules(self) -> tuple[Rule, ...]:
@@ -48,7 +81,7 @@ class ObservedOptimizer(OptimizerWrapper):
     @property
     def sampler(self) -> Dealer:
         """The sampler that feeds the loop."""
-        return self._cursor.sampler
+        return self._sampler
 
     @property
     def ref_batchsize(self) -> int | None:
@@ -63,17 +96,17 @@ class ObservedOptimizer(OptimizerWrapper):
     @property
     def epoch(self) -> int:
         """The epoch of the next update: after an epoch has ended, the following one; but see `Checkpoint.step`."""
-        return self._cursor.epoch
+        return self._training.epoch
 
     @property
     def updates(self) -> int:
         """The number of updates of the training so far, with those of skipped epochs: the next step of the trace."""
-        return self._cursor.position.step
+        return self._training.position.step
 
     @property
     def samples(self) -> int:
         """The number of samples that were trained on so far, over all ranks."""
-        return self._cursor.place.samples
+        return self._training.place.samples
 
     @property
     def progress(self) -> float:
@@ -82,18 +115,13 @@ class ObservedOptimizer(OptimizerWrapper):
 
     @property
     def done(self) -> bool:
-        """Whether the training has ended: by the sampler's `max_updates` or `max_samples`, or with its trace.
-
-        Raises:
-            RuntimeError: if the loop has ended, but a microbatch of it did not reach `step()`; as `state_dict()` does.
-        """
-        self.sampler.check_left_over()
-        return self._cursor.done
+        """Whether the training has ended: by the sampler's `max_updates` or `max_samples`, or with its trace."""
+        return self._training.done
 
     @property
     def inside_step(self) -> bool:
         """Whether a step has begun and is not complete: it is accumulating, or an exception has interrupted it."""
-        return self._cursor.phase not in (Phase.BETWEEN_STEPS, Phase.UNSETTLED)
+        return self._training.phase is not Phase.BETWEEN_STEPS
 
     def _progress_reader(self) -> Callable[[], float]:
         """Return a function that returns the present progress, to be called later without waiting for a device."""
@@ -106,7 +134,7 @@ class ObservedOptimizer(OptimizerWrapper):
         Raises:
             RuntimeError: if the training has ended, or nobody knows the update yet.
         """
-        return self._cursor.batch
+        return self._training.batch
 
     @property
     def microbatch(self) -> Microbatch:
@@ -115,11 +143,11 @@ class ObservedOptimizer(OptimizerWrapper):
         Raises:
             RuntimeError: if all updates of the epoch are committed.
         """
-        return self._cursor.microbatch()
+        return self._training.microbatch(self)
 
-    def _add_watcher(self, watcher: Watcher) -> None:
-        """Notify `watcher`, which is held weakly, when a step is committed and when one is discarded."""
-        self._cursor.watchers.add(watcher)
+    def register(self, observer: Observer) -> None:
+        """Tell an observer, which is held weakly, when an update is committed and when a step is discarded."""
+        self._observers.add(observer)
 
     def log(self, **means: Tensor | float) -> None:
         """Average values over exactly the samples of each step, over all ranks, for `tracker` and `logged`.

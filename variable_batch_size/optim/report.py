@@ -12,8 +12,8 @@ from torch import Tensor
 from variable_batch_size._validation import check_int
 from variable_batch_size.backend import Backend
 from variable_batch_size.data.batches import Batch
+from variable_batch_size.data.dealer import Dealer
 from variable_batch_size.data.plan import Epoch
-from variable_batch_size.optim.cursor import Cursor
 from variable_batch_size.optim.update import Updater
 from variable_batch_size.tracker import Tracker
 
@@ -44,7 +44,7 @@ class Reporter:
         log_steps: int | None,
         log_samples: int | None,
         updater: Updater,
-        cursor: Cursor,
+        sampler: Dealer,
         backend: Backend,
     ) -> None:
         self._samples = None if log_samples is None else check_int(log_samples, "log_samples", 1)
@@ -54,7 +54,7 @@ class Reporter:
         if tracker is not None and others:
             tracker.mute()  # a loop may log to it on every rank
         self._tracker = None if others else tracker
-        self._updater, self._cursor, self._backend = updater, cursor, backend
+        self._updater, self._sampler, self._backend = updater, sampler, backend
         self._begin: _Moment | None = None  # after the first update of this run
         self._earlier = 0.0  # seconds of earlier runs, up to the restored update
         self._last: _Moment | None = None  # after the update of the last row
@@ -76,10 +76,10 @@ class Reporter:
         tracker = self._tracker
         if tracker is None or not self._backend.leads:
             return
-        updates, epoch = self._cursor.position.step, self._epoch
+        updates, epoch = self._sampler.updates, self._epoch
         row_is_due = self._is_row_due(step)
         if self._begin is None or row_is_due:
-            now = _Moment(time.monotonic(), updates, self._cursor.place.samples, self._fraction)
+            now = _Moment(time.monotonic(), updates, self._sampler.samples, self._fraction)
             if self._begin is None:
                 self._begin = now
                 self._earlier = tracker.last_before(updates, "vbs/seconds")
@@ -104,15 +104,14 @@ class Reporter:
         return measured and updater.parameters[0].device.type != "cpu"
 
     def _is_row_due(self, step: Batch) -> bool:
-        place, every = self._cursor.place, self._samples
-        if self._steps is not None and place.position.step % self._steps == 0:
+        samples, every = self._sampler.samples, self._samples
+        if self._steps is not None and self._sampler.updates % self._steps == 0:
             return True
-        samples = place.samples
         return every is not None and samples // every > (samples - step.batch_size) // every
 
     def _known_scalars(self, step: Batch, now: _Moment) -> dict[str, float]:
         """Return the scalars of a row that the host knows, without the prefix of their tags."""
-        epoch, sampler = self._epoch, self._cursor.sampler
+        epoch, sampler = self._epoch, self._sampler
         last, begin = self._last or self._begin or now, self._begin or now
         seconds = now.seconds - last.seconds
         return {
@@ -154,13 +153,13 @@ class Reporter:
     @property
     def _epoch(self) -> Epoch:
         """The epoch of the last update."""
-        return self._cursor.sampler.batches.epoch(self._cursor.position)
+        return self._sampler.batches.epoch(self._sampler.position)
 
     @property
     def _fraction(self) -> float:
         """How much of the whole training is done, as far as its end is known; otherwise 0."""
-        sampler = self._cursor.sampler
-        return sampler.plan.fraction(self._epoch, self._cursor.position.step, sampler.epochs)
+        sampler = self._sampler
+        return sampler.plan.fraction(self._epoch, sampler.updates, sampler.epochs)
 
 
 def _estimate_seconds_left(begin: _Moment, now: _Moment) -> float | None:

@@ -14,6 +14,7 @@ from variable_batch_size._validation import check_int, check_number, type_error,
 from variable_batch_size.backend import ElasticBackend
 from variable_batch_size.data.arriving import ArrivingBatches
 from variable_batch_size.data.batches import Batch, Position
+from variable_batch_size.data.decided import wait_for
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.optim.arriving import Arrivals
 from variable_batch_size.optim.consistency import common_facts
@@ -59,22 +60,18 @@ class Updates(Generic[T]):
 
     def __iter__(self) -> Iterator[Update[T]]:
         """Set the epoch of the next update, and yield the updates that are left of it."""
-        if self._ahead == 0:
-            self._optimizer.sampler.check_last_loop()
         try:
             while (yield from self._yield_updates(self._begin_epoch())):
                 pass
         finally:
             self._epoch = None
-            self._optimizer.sampler.expected = None
 
     def _begin_epoch(self) -> int:
         """Set the epoch of the next update, whose ranks are known then, and return it."""
-        optimizer, sampler = self._optimizer, self._optimizer.sampler
+        optimizer = self._optimizer
         optimizer._seeding.end_microbatch()  # of a loop that was left
         while True:
             self._epoch = optimizer.epoch
-            sampler.set_epoch(self._epoch)
             optimizer.set_epoch(self._epoch)
             if optimizer.done or not _meet_world(optimizer):
                 return self._epoch
@@ -82,38 +79,35 @@ class Updates(Generic[T]):
     def _yield_updates(self, number: int) -> Generator[Update[T], None, bool]:
         """Yield the updates of an epoch; return whether the world has changed, so that the rest is read again."""
         optimizer, loader = self._optimizer, self._loader
-        sampler, cursor, elastic = optimizer.sampler, optimizer._cursor, optimizer.backend.elastic
+        training, elastic = optimizer.sampler.training, optimizer.backend.elastic
         if isinstance(loader, DataLoader) and loader.persistent_workers and loader._iterator is None:
             # What starting the workers of a loader draws, the saved run had drawn before.
-            sampler.before_reading.wait_with_present(sampler.due)
+            training.before_reading.wait_with_present(training.due)
         microbatches = enumerate(self._loader)
-        restarts = cursor.restarts
-        for step in count(sampler.position.step):
+        restarts = training.restarts
+        for step in count(training.position.step):
+            training.settle()
             waiting = step - optimizer.updates  # updates that were read, but not made
-            if cursor.restarts != restarts:
+            if training.restarts != restarts:
                 if elastic:
                     return True
                 raise stale_loop()
             if waiting > self._ahead or (waiting == 0 and optimizer.inside_step and not self._ahead):
                 raise incomplete_update(optimizer.updates)
-            batches = sampler.growing.wait_for(number, step, waiting + 1)  # a controller may move the end of the epoch
+            batches = wait_for(training, number, step, waiting + 1)  # a controller may move the end of the epoch
             if step == batches.plan.epoch(number).end_step:
                 break
             if _meet_world(optimizer):
                 return True
-            batch = sampler.batches.batch(Position(number, step))
-            sampler.expected = batch if self._ahead == 0 else None
-            sampler.handed_out = 0
+            batch = training.batches.batch(Position(number, step))
             read = self._read_microbatches(microbatches, batch)
             if self._counts is not None:
                 begins = step == batches.plan.epoch(number).first_step
                 batch, read = self._with_totals(self._counts, [*read], batch, compares=begins)
-                sampler.expected = batch
-            update = self._hand_out(read, batch)
-            if sampler.batches.reproducible:
+            update = self._hand_out(read, batch, restarts)
+            if training.batches.reproducible:
                 update = self._seed_microbatches(update, batch)
             yield Update(iter(list(update)) if self._ahead else update, len(batch.microbatches), batch.totals)
-        sampler.expected = None
         for _ in microbatches:  # lets the loader end as in a loop
             raise RuntimeError(
                 f"the loader must yield the microbatches of the optimizer's sampler, but it yields more than epoch "
@@ -140,24 +134,24 @@ class Updates(Generic[T]):
             finally:
                 seeding.end_microbatch(number)
 
-    def _hand_out(self, microbatches: Iterator[T], batch: Batch) -> Iterator[T]:
-        """Yield the microbatches of an update, and tell the sampler how many were handed out."""
-        sampler = self._optimizer.sampler
+    def _hand_out(self, microbatches: Iterator[T], batch: Batch, restarts: int) -> Iterator[T]:
+        """Yield the microbatches of an update, and tell the training how many were handed out."""
+        training = self._optimizer.sampler.training
         for number in range(len(batch.microbatches)):
+            if training.restarts != restarts:
+                raise stale_loop()
             if self._ahead == 0 and batch.step != self._optimizer.updates:
                 raise RuntimeError(
                     f"an update yields its microbatches until it is made, but update {batch.step} is read when "
                     f"{self._optimizer.updates} updates are made; read it within its turn of the loop"
                 )
             microbatch = next(microbatches)
-            if self._ahead == 0:  # the first read of the epoch has forgotten what an earlier loop has said
-                sampler.expected = batch
-                sampler.handed_out = number + 1
+            training.expected, training.handed_out = batch, number + 1
             yield microbatch
 
     def _read_microbatches(self, microbatches: Iterator[tuple[int, T]], batch: Batch) -> Iterator[T]:
         """Read the microbatches of an update, of all that the loader yields, with their numbers."""
-        sampler = self._optimizer.sampler
+        training = self._optimizer.sampler.training
         for number in range(len(batch.microbatches)):
             try:
                 received, microbatch = next(microbatches)
@@ -167,26 +161,23 @@ class Updates(Generic[T]):
                     f"the {len(batch.microbatches)} of update {batch.step}; create it with batch_sampler=sampler, and "
                     f"filter or repeat samples in the dataset"
                 ) from None
-            if sampler.iteration is not None:
-                sampler.iteration.by_updates = True
-                if lost := sampler.iteration.count_lost(received):
-                    found = f"{lost} of those that were read did not come" if lost > 0 else f"{-lost} came once more"
-                    raise RuntimeError(
-                        f"the loader must yield each microbatch of the optimizer's sampler once, but before update "
-                        f"{batch.step} was read, {found}; create it with batch_sampler=sampler, and filter or repeat "
-                        f"samples in the dataset"
-                    )
+            if training.iteration is not None and (lost := training.iteration.count_lost(received)):
+                found = f"{lost} of those that were read did not come" if lost > 0 else f"{-lost} came once more"
+                raise RuntimeError(
+                    f"the loader must yield each microbatch of the optimizer's sampler once, but before update "
+                    f"{batch.step} was read, {found}; create it with batch_sampler=sampler, and filter or repeat "
+                    f"samples in the dataset"
+                )
             yield microbatch
 
 
 def _meet_world(optimizer: CustomOptimizer) -> bool:
     """Find the world of the next update; return whether it is another one, or a state was loaded."""
-    backend, cursor = optimizer.backend, optimizer._cursor
+    backend, training = optimizer.backend, optimizer.sampler.training
     if not isinstance(backend, ElasticBackend):
         return False
-    optimizer._complete_update()
-    loaded = backend.meet(cursor.position.step)
-    moved = cursor.enter_world(backend.world, loaded=loaded)
+    loaded = backend.meet(training.position.step)
+    moved = training.enter_world(backend.world, loaded=loaded)
     optimizer._controller.before_update(backend)
     backend.facts = common_facts(optimizer._updater, optimizer.sampler, optimizer.inner, backend)
     return loaded or moved
@@ -307,15 +298,14 @@ def _yield_remaining(
         epoch = max(first.epoch, epoch + 1)  # the loop may have left the last one before its end
         # What a restore has left of an epoch to the loop comes first; the number of the epoch includes it.
         if isinstance(until, ProgressScheduler):
-            reached = until.done and not sampler.end_pending
+            reached = until.done and not sampler.training.end_pending
         elif by == "epochs":
             reached = epoch >= until
         else:
-            reached = getattr(first, by) >= until and not (resumes or sampler.end_pending)
+            reached = getattr(first, by) >= until and not (resumes or sampler.training.end_pending)
         if reached:
             return
         resumes = False
-        sampler.set_epoch(epoch)
         for optimizer in optimizers:
             optimizer.set_epoch(epoch)
         yield epoch

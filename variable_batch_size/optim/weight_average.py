@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from variable_batch_size._validation import check_choice, check_number, suggests, type_error, value_error
 from variable_batch_size.optim.optimizer import CustomOptimizer
+from variable_batch_size.optim.properties import Commit
 from variable_batch_size.optim.tensors import has_dtensor, is_narrow, local_parts
 from variable_batch_size.optim.wrapper import list_parameters
 
@@ -69,27 +70,20 @@ class WeightAverage:
         self._by, self._optimizer, self._given = by, optimizer, len(self._parameters)
         self._known = {id(weight) for weight in (*self._parameters, *updated)}
         self.averages = [_copy_widened(weight) for weight in self._parameters]
-        self._averaged = self._commits
-        optimizer._add_watcher(self)
+        optimizer.register(self)
         add_new = WeakMethod(self._add_new)  # before an update, after which the first weights are not known any more
         optimizer.inner.register_step_pre_hook(lambda *_: (add := add_new()) and add())
 
-    @property
-    def _commits(self) -> int:
-        """How many updates the optimizer has committed: no state that it loads moves this back."""
-        return self._optimizer._cursor.commits
-
     @torch.no_grad()
-    def commit(self, *, updated: bool) -> None:
+    def commit(self, commit: Commit) -> None:
         """Average the weights of the update that was just made; the optimizer calls it."""
-        if updated and self._averaged != self._commits:  # otherwise called again after an interrupt
+        if commit.updated:
             parts, averages = local_parts(self._parameters), local_parts(self.averages)
-            share = self._share_of_weights(averages[0])
+            share = self._share_of_weights(commit, averages[0])
             parts = [part.to(average.dtype) for part, average in zip(parts, averages, strict=True)]
             changes = torch._foreach_sub(parts, averages)
             torch._foreach_mul_(changes, share)
             torch._foreach_add_(averages, changes)
-        self._averaged = self._commits
 
     def discard(self) -> None:
         """Do nothing: only updates that are committed are averaged."""
@@ -110,18 +104,15 @@ class WeightAverage:
         self._parameters += new
         self.averages += map(_copy_widened, new)
 
-    def _share_of_weights(self, like: Tensor) -> Any:
+    def _share_of_weights(self, commit: Commit, like: Tensor) -> Any:
         """Return 1 - decay^p, the share of the present weights in the average: a float, or 0-D."""
-        optimizer = self._optimizer
-        progress = optimizer._updater.last_scaling.progress
+        progress = commit.scaling.progress
         if self._by == "samples":
-            made, reference = optimizer._cursor.last_batch, optimizer.ref_batchsize
-            assert made is not None
-            assert reference is not None
-            progress = made.batch_size / reference
+            assert self._optimizer.ref_batchsize is not None
+            progress = commit.batch.batch_size / self._optimizer.ref_batchsize
         if isinstance(progress, Tensor):
             return 1 - torch.pow(self.decay, progress)
-        return optimizer.backend.scalar(1 - self.decay**progress, like, "average of the weights")
+        return self._optimizer.backend.scalar(1 - self.decay**progress, like, "average of the weights")
 
     @torch.no_grad()
     def copy_to(self, module: nn.Module | Iterable[Tensor]) -> None:
@@ -179,7 +170,6 @@ class WeightAverage:
         _check_shapes("averages of a state", saved, self.averages, "restore one of the same model")
         for average, saved_average in zip(self.averages, saved, strict=True):
             average.copy_(_placed_as(average, saved_average))
-        self._averaged = self._commits
 
 
 def _check_not_gathered(parameters: list[Tensor], updated: list[Tensor]) -> None:

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from variable_batch_size._validation import type_error, value_error
+from variable_batch_size.backend import Backend
+from variable_batch_size.data.dealer import Dealer
 from variable_batch_size.data.state import NUMBER, Kinds, check_entries, check_items, check_position
 from variable_batch_size.optim.differenced import KEYS
 from variable_batch_size.optim.noise_estimate import AVERAGES
@@ -239,6 +241,27 @@ def _check_inner(inner: Optimizer) -> Optimizer:
         if isinstance(inner, kind):
             raise TypeError(f"{type(inner).__name__} cannot be the inner optimizer: {remedy}")
     return inner
+
+
+def check_sampler(sampler: object) -> None:
+    """Raise TypeError unless it is a `CustomSampler`, or `ArrivingBatches`."""
+    if not isinstance(sampler, Dealer):
+        raise TypeError(
+            f"the sampler must be the vbs.CustomSampler that feeds the loop, got {type(sampler).__name__}; create one "
+            f"and pass it to the loader as batch_sampler, or pass vbs.ArrivingBatches"
+        )
+
+
+def check_world(sampler: Dealer, backend: Backend) -> None:
+    """Raise ValueError unless a sampler deals for the rank of the backend."""
+    world = backend.world
+    if sampler.world != world:
+        raise ValueError(
+            f"sampler and optimizer must have the same rank and world size, but the sampler deals for rank "
+            f"{sampler.world.rank} of {sampler.world.size} and the optimizer's {type(backend).__name__} is rank "
+            f"{world.rank} of {world.size}; pass num_replicas and rank of this process, and initialize "
+            f"torch.distributed (or move the model to its XLA device) before the optimizer is created"
+        )
 
 
 OWN: Final[Kinds] = {

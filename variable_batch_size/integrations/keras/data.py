@@ -46,7 +46,7 @@ class Epochs(IterableDataset[Any]):
 
     def next_epoch(self) -> int:
         """Return the epoch of the next update, after leaving one whose end alone was not seen."""
-        if self._optimizer.sampler.end_pending:
+        if self._optimizer.sampler.training.end_pending:
             for _ in self._updates:
                 pass
         return self._optimizer.epoch

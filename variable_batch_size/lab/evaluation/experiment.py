@@ -21,9 +21,9 @@ from variable_batch_size.lab.evaluation.start import Start
 from variable_batch_size.lab.evaluation.task import Defaults, Task, dataset_of, load_task
 from variable_batch_size.lab.evaluation.timed_trace import (
     TimedTrace,
+    TimedTraining,
     TraceOptions,
     TraceSource,
-    Training,
     depends_on_the_dataset,
     timed_trace,
 )
@@ -211,7 +211,7 @@ class Experiment:
             needs_size = start is not None or depends_on_the_dataset(source)
             size = len(dataset_of(task)) if needs_size else MAX_INT  # type: ignore[arg-type]
             before = (0, 0) if start is None else (start.updates, start.samples)
-            training = Training(size, fixed["samples"], reference, fixed["minibatch_size"], before=before)
+            training = TimedTraining(size, fixed["samples"], reference, fixed["minibatch_size"], before=before)
             try:
                 training = training._replace(end=end.with_amount(fixed["samples"], reference))
                 timed_traces[label] = timed_trace(source, training, self.options, self.time)

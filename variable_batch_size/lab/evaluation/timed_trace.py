@@ -80,7 +80,7 @@ class TraceOptions:
     under: UnderCapacity | None = None
 
 
-class Training(NamedTuple):
+class TimedTraining(NamedTuple):
     """What batch sizes depend on beside their trace; `before` are updates and samples of the start."""
 
     dataset_size: int
@@ -138,7 +138,7 @@ def depends_on_the_dataset(source: TraceSource) -> bool:
 
 
 def timed_trace(
-    source: TraceSource, training: Training, options: TraceOptions, time: SimulatedTime | None = None
+    source: TraceSource, training: TimedTraining, options: TraceOptions, time: SimulatedTime | None = None
 ) -> TimedTrace:
     """Return batch sizes and time of a training until its end; `time` is that of traces without a capacity trace.
 
@@ -164,7 +164,7 @@ def timed_trace(
     return replace(timed, remark=remark, trace=_after_checkpoint(timed.trace, training))
 
 
-def _parse_policy_text(text: str, training: Training, options: TraceOptions) -> TraceSource:
+def _parse_policy_text(text: str, training: TimedTraining, options: TraceOptions) -> TraceSource:
     """Return what the text of a policy, or of a policy under a capacity trace, stands for; other texts as they are."""
     policy, at, log = text.partition("@")
     if at:
@@ -179,7 +179,7 @@ def _parse_policy_text(text: str, training: Training, options: TraceOptions) -> 
     return AdaptiveTrace(parse_policy(text), start, options.bounds, every=options.every or EVERY)
 
 
-def _remark_if_constant(trace: BatchTrace, training: Training) -> str | None:
+def _remark_if_constant(trace: BatchTrace, training: TimedTraining) -> str | None:
     """Return what a user should know of a batch size that does not change within the training; None if it does."""
     starts, sizes = trace.runs
     if len(starts) > 1 and trace.offset(int(starts[1])) < training.end.max_samples(training.rest):
@@ -188,7 +188,7 @@ def _remark_if_constant(trace: BatchTrace, training: Training) -> str | None:
     return f"the batch size is {sizes[0]} throughout, so that rules are only learning rates here{later}"
 
 
-def _batch_trace(source: Any, training: Training, options: TraceOptions) -> BatchTrace:
+def _batch_trace(source: Any, training: TimedTraining, options: TraceOptions) -> BatchTrace:
     """Return the batch trace that a source is or names, which ends as the options and the end of the training say."""
     if isinstance(source, str) and not (source[:1].isdigit() or Path(source).is_file()):
         requirement = f"a trace must be a number, a schedule, a CSV file, {FORMS}, or POLICY@LOG"
@@ -202,7 +202,7 @@ def _batch_trace(source: Any, training: Training, options: TraceOptions) -> Batc
     return trace.with_on_end(on_end)
 
 
-def _after_checkpoint(trace: BatchTrace, training: Training) -> BatchTrace:
+def _after_checkpoint(trace: BatchTrace, training: TimedTraining) -> BatchTrace:
     """Return a trace that begins after the updates of a checkpoint, whose sizes, which are over, are written as 1."""
     before = training.before[0]
     if not before:
@@ -240,7 +240,7 @@ def _check_end(timed: TimedTrace) -> None:
             raise value_error(requirement, f"{end.by} {reached_amount:,.6g}", remedy)
 
 
-def _simulate_timed(source: UnderCapacity, training: Training, options: TraceOptions) -> TimedTrace:
+def _simulate_timed(source: UnderCapacity, training: TimedTraining, options: TraceOptions) -> TimedTrace:
     """Return the batch sizes of a policy under a capacity trace, and their time, as `simulate` finds them."""
     capacity = source.capacity if isinstance(source.capacity, CapacityTrace) else cluster.read(source.capacity)
     policy = parse_policy(source.policy) if isinstance(source.policy, str) else source.policy
@@ -272,7 +272,7 @@ def _simulate_timed(source: UnderCapacity, training: Training, options: TraceOpt
     return TimedTrace(run.trace.with_on_end(on_end), RunTime.from_run(run), None, training.end)
 
 
-def _check_simulated_run(run: Run, training: Training) -> None:
+def _check_simulated_run(run: Run, training: TimedTraining) -> None:
     """Raise ValueError if a simulation has too few samples for a training, or a batch exceeds its dataset."""
     if training.end.by == "samples" and run.summary["samples"] < training.rest:
         requirement = f"the capacity trace must last for the {training.rest:,} samples of the training"

@@ -1,0 +1,82 @@
+"""Where a loader waits for a batch size that a controller has not decided yet."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable
+
+from variable_batch_size.adaptive.decided_trace import ADOPTED_AFTER
+from variable_batch_size.data.batches import Batches
+from variable_batch_size.data.training import Training
+
+WAIT_SECONDS = 0.5  # after which a waiting loader looks whether anybody still reads what it would read
+WARN_SECONDS = 30.0  # of waiting
+
+
+class PrefetchCancelled(Exception):  # noqa: N818 (not an error: the loader ends)
+    """The iteration that asked for this batch has been replaced."""
+
+
+def wait_for(
+    training: Training, number: int, step: int, ahead: int, *, abandoned: Callable[[], bool] = lambda: False
+) -> Batches:
+    """Return batches in which the size of a step is known, or the epoch is known to have ended before it.
+
+    A loader may read in a thread of its own, ahead of the training: there it waits. The thread of the training cannot
+    wait for itself and gets an error. Before the first update nobody knows which one it is: only a daemon, as the
+    thread of a loader is, waits then.
+
+    Args:
+        training: the training, whose batches a decision replaces.
+        number: number of the epoch.
+        step: the step.
+        ahead: number of microbatches, or of updates, that were read and not trained on, with this one.
+        abandoned: function that returns whether nobody reads what the caller would read.
+
+    Raises:
+        RuntimeError: if the thread of the training would have to wait.
+        PrefetchCancelled: if nobody reads what the caller would read.
+    """
+    begun: float | None = None
+    while True:
+        batches = training.batches  # once, because the training may replace them
+        if (decided := batches.decided) is None or step < batches.known_until:
+            return batches
+        epoch = batches.plan.epoch(number)
+        if step == epoch.end_step and batches.plan.ends_whatever_follows(epoch):
+            return batches
+        thread = threading.current_thread()
+        if not thread.daemon if training.trainer is None else thread.ident == training.trainer:
+            raise _reads_too_far_error(decided.adaptive.delay, step, batches.known_until, ahead)
+        if abandoned() or not threading.main_thread().is_alive():
+            raise PrefetchCancelled
+        with training.changed:
+            if training.batches is batches:
+                training.changed.wait(WAIT_SECONDS)
+        begun = _warn_of_long_wait(begun)
+
+
+def _reads_too_far_error(delay: int, step: int, end_step: int, ahead: int) -> RuntimeError:
+    """Return the error of a loader that reads step `step` in the thread of the training, which cannot wait."""
+    return RuntimeError(
+        f"a loader must not read updates whose batch size is not decided yet, but it reads update {step}, {ahead} "
+        f"reads ahead of step(), and the batch sizes are known up to update {end_step - 1}; pass "
+        f"delay=num_workers * prefetch_factor + 4 to the AdaptiveTrace, which is always enough, here at least "
+        f"{max(delay + 1, ahead + ADOPTED_AFTER)}, or let the loader prefetch less"
+    )
+
+
+def _warn_of_long_wait(begun: float | None) -> float:
+    """Warn once after `WARN_SECONDS`; return when the wait began, or infinity after the warning."""
+    if begun is not None and time.monotonic() - begun > WARN_SECONDS:
+        warnings.warn(
+            f"A loader has waited {WARN_SECONDS:.0f} seconds in {threading.current_thread().name} for a batch size "
+            f"that the training decides; if the training waits for this thread, pass a larger delay to the "
+            f"AdaptiveTrace (num_workers * prefetch_factor + 4 is always enough)",
+            UserWarning,
+            stacklevel=3,
+        )
+        return float("inf")
+    return time.monotonic() if begun is None else begun

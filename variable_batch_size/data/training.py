@@ -1,0 +1,629 @@
+"""Where a training is: the one place of a sampler, and the checks that a loop passes the microbatch which is due.
+
+A sampler has one `Training`, which alone writes the place, the round, the phase and what a loop has announced. Its
+optimizers report each microbatch; when all of them have made the update, it is committed, at one moment.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from typing import Any, NamedTuple, Protocol, final
+from weakref import WeakKeyDictionary
+
+from variable_batch_size._log import stacklevel_of_user
+from variable_batch_size._validation import check_int, value_error
+from variable_batch_size.adaptive.decided_trace import DecidedTrace
+from variable_batch_size.data.batches import Batch, Batches, Place, Position, Split, position_of
+from variable_batch_size.data.random_states import BeforeReading
+from variable_batch_size.microbatching import Microbatch
+from variable_batch_size.world import World
+
+
+class Member(Protocol):
+    """An optimizer that reports the microbatches of a sampler."""
+
+    def note_commit(self, batch: Batch) -> None:
+        """Tell all who count with it that an update is committed, which this optimizer has made."""
+
+    def follow_up(self, batch: Batch, *, first: bool) -> None:
+        """Do what may fail after a commit, which stays; `first`: what one of several optimizers does, too."""
+
+    def note_discard(self) -> None:
+        """Forget what was accumulated: the step starts over, or elsewhere."""
+
+    def note_iteration(self) -> None:
+        """Handle the first read of an iteration."""
+
+
+@dataclass
+class Reads:
+    """What a training counts of an iteration over the microbatches of its sampler.
+
+    Attributes:
+        start: the position of its first microbatch.
+        restarts: those of the training when it began.
+        thread: the one that reads.
+        number: microbatches that were read.
+        stepped: those that have reached `step()`.
+        exhausted: whether a read has met the end.
+        serial: whether each is read when its turn comes, because nothing prefetches; None before the first one came.
+    """
+
+    start: Position
+    restarts: int
+    thread: int
+    number: int = 0
+    stepped: int = 0
+    exhausted: bool = False
+    serial: bool | None = None
+
+    def find_serial(self) -> bool:
+        """Find out at the first call in an iteration whether it is serial: one was read, in the thread of the loop."""
+        if self.serial is None:
+            self.serial = self.number == 1 and self.thread == threading.get_ident()
+        return self.serial
+
+    def count_lost(self, received: int) -> int:
+        """Return how many microbatches were lost between sampler and loop, by one that comes after `received` others.
+
+        It is negative if one came once more. Of a loader that prefetches nothing is known.
+        """
+        return self.number - received - 1 if self.find_serial() else 0
+
+
+@final
+class Phase(Enum):
+    """Where in a step a training is."""
+
+    BETWEEN_STEPS = auto()
+    INSIDE_STEP = auto()  # some microbatches are accumulated, others are to come
+    PARTLY_MADE = auto()  # some of several optimizers have made the update, others are to make it
+    INTERRUPTED = auto()  # an exception has left step(): what is accumulated is unknown, the weights have not changed
+    HALF_UPDATED = auto()  # an exception has come after an inner optimizer's step had begun: the weights are unknown
+
+
+_WAY_OUT = {
+    Phase.INSIDE_STEP: "call it when optimizer.step() has returned True, or call discard_step() first",
+    Phase.PARTLY_MADE: "call step() of each optimizer of the sampler first, and delete those that are not used",
+    Phase.INTERRUPTED: "call optimizer.discard_step() and iterate the loader again, or load a state",
+    Phase.HALF_UPDATED: "restore the states of model and optimizer, as of the last checkpoint, or create both again",
+}
+_IN_WORDS = {
+    Phase.INSIDE_STEP: "has accumulated only some of its microbatches",
+    Phase.PARTLY_MADE: "was made by some of the sampler's optimizers only",
+    Phase.INTERRUPTED: "was interrupted by an exception",
+    Phase.HALF_UPDATED: "was interrupted by an exception in the inner optimizer's step, or in a hook of it, so that "
+    "the weights may be half updated",
+}
+_OF_ALL = (
+    "step() of all optimizers of a sampler must be called once per microbatch, but {}; call each for every microbatch, "
+    "and give an optimizer that steps more rarely a sampler of its own"
+)
+
+
+class _Report:
+    """What one optimizer has reported.
+
+    Attributes:
+        round: microbatches of the step that it has counted.
+        stepped: whether it has ever counted one, since the last restart.
+        awaited: whether no update was made without it since it began.
+    """
+
+    round = 0
+    stepped = False
+    awaited = True
+
+
+class _Choice(NamedTuple):
+    """Where `set_epoch` lets a training go on, and the batches without what a controller skips by it."""
+
+    position: Position
+    before: Batches
+
+
+@final
+class Training:
+    """The place of a training, along the batches of a sampler.
+
+    The optimizers of an update are those that count its microbatches, in turn or one after another. One may join or
+    leave between two updates; one that is there and counts none is waited for until the loop goes on without it.
+
+    Args:
+        batches: what is dealt.
+        cut_is_known: whether the user has said whether shapes are fixed.
+
+    Attributes:
+        phase: where in the step the training is.
+        running: whether a `step()` is under way.
+        restarts: how often it has moved otherwise than by commits, so that a loop over the loader must begin again.
+        iteration: the iteration that was read last.
+        expected: the update whose microbatches a loop over `vbs.updates` has handed out last; None in a plain loop.
+        handed_out: how many of them.
+        read_epoch: the last epoch that a loop has begun to read.
+        owned: whether an optimizer has counted a microbatch or loaded a state: it has the place from then on.
+        unrestored: whether the sampler was restored, but not the optimizers that it had.
+        before_reading: the random states of a checkpoint that wait for the next read.
+    """
+
+    def __init__(self, batches: Batches, *, cut_is_known: bool) -> None:
+        self._batches = batches
+        self._committed = Place(batches.first_position, 0)
+        self._choice: _Choice | None = None  # by set_epoch, until the next commit
+        self.phase, self.running, self.restarts = Phase.BETWEEN_STEPS, False, 0
+        self.iteration: Reads | None = None
+        self.expected: Batch | None = None
+        self.handed_out = 0
+        self.read_epoch = self._committed.position.epoch - 1
+        self.owned = self.elastic = self.unrestored = False
+        self._cut_is_known = cut_is_known
+        self.before_reading = BeforeReading()
+        self._restart_outside()
+
+    def _restart_outside(self) -> None:
+        """Begin without optimizers, and without loaders that wait."""
+        self.changed = threading.Condition()  # the batches have
+        self.trainer: int | None = None  # the thread of the last update
+        self.members: WeakKeyDictionary[Any, _Report] = WeakKeyDictionary()  # the optimizers
+        self._feeding: Reads | None = None  # the iteration from which the last microbatch came
+        self._planned: tuple[Batches, Position, Batch] | None = None  # each is needed several times
+
+    def __getstate__(self) -> dict[str, Any]:  # of a copy, which no optimizer feeds from
+        batches = self._batches
+        if batches.decided is not None:
+            batches = replace(batches, decided=batches.decided.copy())
+        kept = ["_committed", "_choice", "restarts", "read_epoch", "owned", "elastic", "unrestored", "_cut_is_known"]
+        kept.append("before_reading")
+        return {**{name: getattr(self, name) for name in kept}, "_batches": batches}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, phase=Phase.BETWEEN_STEPS, running=False)
+        vars(self).update(iteration=None, expected=None, handed_out=0)
+        self._restart_outside()
+
+    # What is dealt. --------------------------------------------------------------------------------------------------
+
+    @property
+    def batches(self) -> Batches:
+        """What is dealt: pure functions of positions."""
+        return self._batches
+
+    @batches.setter
+    def batches(self, batches: Batches) -> None:
+        with self.changed:
+            self._batches = batches
+            self.changed.notify_all()
+
+    def grow(self, decided: DecidedTrace) -> None:
+        """Plan with what a controller has decided since; what lies before the position is the same."""
+        self.batches = self._batches.grow(decided, self.position)
+
+    def attach(self, member: Member | None, *, compiles_shapes: bool, elastic: bool, split: Split) -> None:
+        """Deal for an optimizer that will report every microbatch; see `Dealer.attach`."""
+        choice, self._choice = self._choice, None
+        batches = self._batches if choice is None else choice.before
+        known = batches.split
+        # Where each of several optimizers has a DistributedDataParallel, its first forward after a sum is a collective.
+        padded = split.padded or (batches.arriving and len(self.members) > 0)
+        split = Split(known.spread and split.spread, known.padded or padded, known.equal_rounds or split.equal_rounds)
+        fixed = True if compiles_shapes and not self._cut_is_known else None
+        self.batches = batches.with_split(split._replace(speeds=known.speeds), fixed_shape=fixed)
+        if choice is not None:  # in other batches
+            self._choose_epoch(choice.position.epoch)
+        self._cut_is_known, self.elastic = True, self.elastic or elastic
+        if member is not None:
+            self.members[member] = _Report()
+        self.restarts += 1  # microbatches that were read before are not for this optimizer
+
+    def enter_world(self, world: World, *, loaded: bool) -> bool:
+        """Deal for a world from the next step on; return whether it is another one.
+
+        `loaded`: a state has come, in which a controller may have decided the first step for a world of one.
+        """
+        if world == self._batches.world and not (loaded and self.position.step == 0):
+            return False
+        self.batches = self._batches.in_world(world, self.position)
+        self.restart()
+        return True
+
+    # Where the training is. ------------------------------------------------------------------------------------------
+
+    @property
+    def place(self) -> Place:
+        """How far the training is."""
+        return self._committed if self._choice is None else self._committed._replace(position=self._choice.position)
+
+    @property
+    def position(self) -> Position:
+        """The next update; after the last one of an epoch, the end of that epoch."""
+        return self.place.position
+
+    @property
+    def round(self) -> int:
+        """How many microbatches of the step the optimizer has counted that is ahead of the others, on this rank."""
+        return max((report.round for report in self.members.values()), default=0)
+
+    def round_of(self, member: object) -> int:
+        """Return how many microbatches of the step an optimizer has counted."""
+        return self.members[member].round
+
+    @property
+    def due(self) -> Position:
+        """Where the next iteration begins: at the end of an epoch that no loop has begun to read, or the next update.
+
+        The end of an epoch that was saved within the loop comes once more, so that the loop does what it does there.
+        """
+        position = self.position
+        return self._batches.next_update(position) if self.read_epoch >= position.epoch else position
+
+    @property
+    def end_pending(self) -> bool:
+        """Whether the epoch of the position has ended, but what the loop does at its end is to come."""
+        batches, position = self._batches, self.position
+        if self.read_epoch >= position.epoch or position.epoch < batches.plan.first_epoch:
+            return False
+        epoch = batches.epoch(position)
+        return position.step == epoch.end_step > epoch.first_step
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next update; of one whose end is pending, that one."""
+        position = self.position
+        return position.epoch if self.end_pending else self._batches.next_update(position).epoch
+
+    @property
+    def done(self) -> bool:
+        """Whether the training has ended, and no end of an epoch is pending."""
+        return self._batches.done(self.position) and not self.end_pending
+
+    def set_epoch(self, epoch: int) -> None:
+        """Move to the first step of a later epoch; in the epoch under way, continue after the last committed update.
+
+        An incomplete step starts over.
+
+        Raises:
+            ValueError: if the trace ends before the epoch does.
+            RuntimeError: if all updates of that epoch are committed, or an exception has interrupted a step.
+        """
+        epoch = check_int(epoch, "epoch", 0, remedy="count epochs from 0")
+        self.settle()
+        self.check_phase("set_epoch()", Phase.BETWEEN_STEPS, Phase.INSIDE_STEP)
+        position, choice = self._committed.position, self._choice
+        batches = self._batches if choice is None else choice.before
+        due = batches.next_update(position) if self.read_epoch >= position.epoch else position
+        ended = batches.done(position) and not batches.epoch(position).updates  # such an epoch is never over
+        if epoch < due.epoch and not (ended and epoch == position.epoch):
+            raise RuntimeError(
+                f"set_epoch() can choose the epoch under way or a later one, but epoch {epoch} is over and the next "
+                f"update is in epoch {due.epoch}; loop over range(optimizer.epoch, epochs), and to go back load an "
+                f"earlier state, or create sampler and optimizer again"
+            )
+        batches.plan.epoch(epoch)  # raises if the trace ends before
+        before = self.position
+        self.batches, self._choice = batches, None
+        if epoch > position.epoch:
+            self._choose_epoch(epoch)
+        if not self._batches.epoch(self.position).updates:
+            self.read_epoch = min(self.read_epoch, self.position.epoch - 1)
+        moved = before.step != self.position.step
+        if moved and self.members:
+            self._warn_of_skipped(before, epoch)
+        if moved or self.round:
+            self.restart()
+
+    def _choose_epoch(self, epoch: int) -> None:
+        """Go on in a later epoch."""
+        batches, position = self._batches, self._committed.position
+        chosen = batches.enter_epoch(batches.next_update(position), epoch)
+        self._choice = _Choice(chosen, batches)
+        if batches.decided is not None and chosen.step > position.step:
+            self.batches = batches.grow(batches.decided.skip_to(chosen.step), position)
+
+    def _warn_of_skipped(self, before: Position, epoch: int) -> None:
+        """Warn of the updates that a later position leaves out."""
+        batches, position = self._batches, self.position
+        if (skipped := position.step - before.step) > 0:
+            samples = batches.samples_before(position) - batches.samples_before(before)
+            warnings.warn(
+                f"set_epoch({epoch}) skips {skipped} updates and {samples} samples, which are not trained on; call it "
+                f"with optimizer.epoch to continue",
+                UserWarning,
+                stacklevel=stacklevel_of_user(),
+            )
+
+    def load(self, state: dict[str, Any], batches: Batches, *, owned: bool) -> None:
+        """Go on at a saved position; `owned`: an optimizer counts from there."""
+        place = Place(position_of(state), check_int(state["samples"], "samples"))
+        self.batches, self._committed, self._choice = batches, place, None
+        self.read_epoch = place.position.epoch
+        if state["end_pending"] or not batches.ends_epoch(place.position):
+            self.read_epoch -= 1
+        self.owned, self._cut_is_known = self.owned or owned, True
+        self.unrestored = not owned and len(self.members) > 0 and place.position.step > 0
+        self.restart()
+
+    # What comes. -----------------------------------------------------------------------------------------------------
+
+    @property
+    def batch(self) -> Batch:
+        """The next update.
+
+        Raises:
+            RuntimeError: if there is none, or it is not known.
+            ValueError: if the trace has ended.
+        """
+        expected = self.expected
+        if expected is not None and expected.step == self.position.step:
+            return expected
+        if self._batches.arriving:
+            raise self._not_handed_out(0)
+        return self._planned_batch()
+
+    def _planned_batch(self) -> Batch:
+        """Return the next update as it is planned; raise RuntimeError if the training has ended."""
+        batches, position = self._batches, self.position
+        if self._planned is None or self._planned[0] is not batches or self._planned[1] is not position:
+            due = batches.next_update(position)
+            if batches.ends_epoch(due):
+                raise RuntimeError(
+                    f"step() needs an update, but the training has ended after {due.step} of them; leave the loop when "
+                    f"optimizer.done is True, or pass another max_updates=, max_samples= or trace"
+                )
+            self._planned = batches, position, batches.batch(due)
+        return self._planned[2]
+
+    def microbatch(self, member: object, ahead: int = 0) -> Microbatch:
+        """Return the next microbatch that an optimizer counts, or one that is `ahead` rounds later in the same step."""
+        position = self.position
+        if not self.round and self._batches.ends_epoch(position) and self.read_epoch <= position.epoch:
+            raise RuntimeError(
+                f"a microbatch must be of an epoch that has begun, but all updates of epoch {position.epoch} are "
+                f"committed; read the loader first"
+            )
+        microbatches, number = self.batch.microbatches, self.round_of(member) + ahead
+        if number < len(microbatches):
+            return microbatches[number]
+        following = self._batches.place_after(self.place, self.batch).position  # others are still to make the update
+        return self._batches.batch(self._batches.next_update(following)).microbatches[0]
+
+    def upcoming(self, member: object) -> Microbatch | None:
+        """Return what the next `step()` counts; None if it is not known, or `step()` must not be called."""
+        if self.phase in (Phase.INTERRUPTED, Phase.HALF_UPDATED):
+            return None
+        try:
+            return self.microbatch(member)
+        except (RuntimeError, ValueError):  # the training, or the trace, has ended
+            return None
+
+    @property
+    def several_rounds(self) -> bool:
+        """Whether this rank has several microbatches in the next step; True if that is not known yet."""
+        try:
+            return self._batches.arriving or len(self._planned_batch().microbatches) > 1
+        except (RuntimeError, ValueError):
+            return True
+
+    def is_handed_out_last(self, member: object) -> bool:
+        """Return whether the next microbatch of an optimizer is the one that `vbs.updates` has yielded last."""
+        return self.expected is not None and self.round_of(member) + 1 == self.handed_out
+
+    def is_made_without(self, member: object) -> bool:
+        """Return whether another optimizer has made the update that an optimizer is to make."""
+        return self.phase is Phase.PARTLY_MADE and self.round_of(member) < len(self.batch.microbatches)
+
+    def _not_handed_out(self, number: int) -> RuntimeError:
+        """Return the error of a microbatch that `vbs.updates` has not yielded: it has yielded `number` of them."""
+        return RuntimeError(
+            f"step() must be called once for each microbatch that vbs.updates has yielded, but update "
+            f"{self.position.step} has yielded {number or 'none'} yet; loop over vbs.updates(loader, optimizer), and "
+            f"over the microbatches of each update, call step() once for each, and read optimizer.batch before the last"
+        )
+
+    # Reading. --------------------------------------------------------------------------------------------------------
+
+    def begin_iteration(self) -> Reads:
+        """Begin an iteration in this thread, at its first read, where the training is.
+
+        Raises:
+            RuntimeError: if the training has ended, and no `set_epoch` has announced an empty epoch.
+        """
+        self.settle()
+        position = self.position
+        if self.members and self.done and self.read_epoch >= position.epoch:
+            raise RuntimeError(
+                f"the loader of a training must be read within it, but the training has ended after {position.step} "
+                f"updates; read the data by another loader, DataLoader(dataset, batch_size=...), for update_bn() or an "
+                f"evaluation; and loop over epochs by vbs.remaining_epochs, or with set_epoch()"
+            )
+        due = self.due
+        self._batches.epoch(due)  # raises, at each read, if the trace ends before the epoch does
+        self.expected = None  # by a loop that was left
+        self.before_reading.set_waiting(due)
+        self.note_iteration()
+        self.read_epoch = due.epoch
+        return Reads(due, self.restarts, threading.get_ident())
+
+    def note_iteration(self) -> None:
+        """Let the optimizers know that an iteration begins."""
+        for member in list(self.members):
+            member.note_iteration()
+
+    @property
+    def reads_epoch(self) -> bool:
+        """Whether a loop has begun to read the epoch of the position, or had when that was saved."""
+        return self.before_reading.waits_at(self.position) or self.read_epoch == self.position.epoch
+
+    # What a loop calls. ----------------------------------------------------------------------------------------------
+
+    def check_phase(self, call: str, *allowed: Phase) -> None:
+        """Raise RuntimeError unless the phase is one of those in which `call`, named in the error, may be called."""
+        phase = self.phase
+        if phase in allowed:
+            return
+        if self.running:
+            raise RuntimeError(
+                f"{call} must be called when optimizer.step() has returned, but it was called within it, as by a hook "
+                f"of the inner optimizer; call it after step()"
+            )
+        when = "between steps" if Phase.INSIDE_STEP not in allowed else "in an intact step"
+        raise RuntimeError(
+            f"{call} must be called {when}, but step {self.position.step} {_IN_WORDS[phase]}; {_WAY_OUT[phase]}"
+        )
+
+    def begin_step(self, member: object) -> None:
+        """Check that the `step()` of an optimizer may be called now; otherwise the microbatch in hand is lost."""
+        if self.phase in (Phase.INTERRUPTED, Phase.HALF_UPDATED):
+            self.restarts += 1
+            self.check_phase("step()", Phase.BETWEEN_STEPS)
+        report = self.members[member]
+        if report.round and self.phase is Phase.PARTLY_MADE and not self.is_made_without(member):
+            self.settle()
+        if report.stepped and not (report.awaited or report.round):
+            raise RuntimeError(_OF_ALL.format(f"this one has made no update before update {self.position.step}"))
+
+    def receive_microbatch(self, member: object) -> Microbatch:
+        """Count a microbatch of an optimizer as received, and return it; an exception that follows leaves its mark."""
+        if self.unrestored:
+            raise RuntimeError(
+                f"sampler and optimizer must be at the same update, but only the sampler was restored, to "
+                f"{self.position}; restore both, with load_state_dict() of the optimizer"
+            )
+        self.phase = Phase.HALF_UPDATED if self.phase is Phase.PARTLY_MADE else Phase.INTERRUPTED
+        expected, step, number = self.expected, self.position.step, self.round_of(member)
+        if expected is not None and (step, number) >= (expected.step, self.handed_out):
+            raise self._not_handed_out(self.handed_out if expected.step == step else 0)
+        if number == self.round and not self._batches.arriving:
+            self._count_read_microbatch()
+        microbatch = self.microbatch(member)
+        self.owned = True
+        return microbatch
+
+    def _count_read_microbatch(self) -> None:
+        """Check that a microbatch can be one that was read, and the next one as far as that is known."""
+        iteration, step = self.iteration, self.position.step
+        if iteration is None:
+            raise _too_many_steps(0, 1)
+        if iteration.restarts != self.restarts:
+            raise RuntimeError(
+                f"the loader must be iterated again after set_epoch(), discard_step() or load_state_dict(), and after "
+                f"an optimizer is created, but this iteration was begun before the optimizer moved to "
+                f"{self.position}; start a new loop over the loader"
+            )
+        if iteration.stepped >= iteration.number:
+            raise _too_many_steps(iteration.number, iteration.stepped + 1)
+        if self.expected is None:
+            if iteration is not self._feeding:
+                self._check_feeds(iteration)
+            if lost := iteration.count_lost(iteration.stepped):
+                found = f"{lost} of those that were read did not reach step() before step {step} continued"
+                if lost < 0:
+                    found = f"step() was called {-lost} times more than microbatches were read"
+                raise RuntimeError(
+                    f"step() must follow the backward() of every microbatch, but {found}; call it once per microbatch, "
+                    f"skip none (after an exception call discard_step() and iterate the loader again), pass the "
+                    f"sampler to the loader as batch_sampler, give an optimizer that steps more rarely a sampler of "
+                    f"its own, and read several at once only by vbs.updates"
+                )
+        self._feeding = iteration
+        iteration.stepped += 1
+
+    def _check_feeds(self, iteration: Reads) -> None:
+        """Raise RuntimeError unless an iteration that was begun goes on with the microbatch that is due."""
+        due = self._batches.next_update(self.position)
+        if self.round:
+            raise RuntimeError(
+                f"a step must get all its microbatches from one iteration, but step {due.step} had {self.round} of "
+                f"{len(self.batch.microbatches)} when the loader was iterated again; call optimizer.discard_step() "
+                f"first to start the step over, or set_epoch on both"
+            )
+        if iteration.stepped or iteration.start != due:
+            self.restarts += 1
+            raise RuntimeError(
+                f"sampler and optimizer must be at the same update, but the sampler's iteration began at "
+                f"{iteration.start} and the optimizer is at {due}; call set_epoch with the same epoch on both, or "
+                f"restore both"
+            )
+
+    def begin_update(self) -> None:
+        """Note that the inner optimizer's step begins: from here on only a state repairs what an exception leaves."""
+        self.phase = Phase.HALF_UPDATED
+
+    def end_step(self, member: object, *, ends_update: bool) -> None:
+        """Count a microbatch that an optimizer has accumulated; `ends_update`: it has made its update with it."""
+        report = self.members[member]
+        report.round, report.stepped = report.round + 1, True
+        last = len(self.batch.microbatches)
+        others = [other for other in self.members.values() if other.round < last]
+        if ends_update and not any(other.round or other.awaited for other in others):
+            self._commit()
+        else:
+            self.phase = Phase.PARTLY_MADE if len(others) < len(self.members) else Phase.INSIDE_STEP
+
+    def settle(self) -> None:
+        """Commit an update that some optimizers have made, when the loop goes on without those that count none of it.
+
+        Raises:
+            RuntimeError: if one has counted some of its microbatches.
+        """
+        if self.phase is not Phase.PARTLY_MADE:
+            return
+        if any(0 < report.round < len(self.batch.microbatches) for report in self.members.values()):
+            raise RuntimeError(_OF_ALL.format(f"one has left out a microbatch of update {self.position.step}"))
+        self._commit()
+
+    def _commit(self) -> None:
+        """Commit the update, at one moment, and tell all who follow."""
+        self.phase = Phase.HALF_UPDATED  # until all who follow know of it
+        batch, made = self.batch, []
+        for member, report in list(self.members.items()):  # in an order that is the same on all ranks
+            report.awaited = report.round > 0
+            report.round = 0
+            made += [member] * report.awaited
+        self._committed, self._choice = self._batches.place_after(self.place, batch), None
+        self.trainer = threading.get_ident()
+        for member in made:
+            member.note_commit(batch)
+        self.phase = Phase.BETWEEN_STEPS
+        for member in made:
+            member.follow_up(batch, first=member is made[0])
+
+    def advance(self) -> None:
+        """Commit the next update, in a loop that has no optimizer of this library."""
+        batch = self._batches.batch(self._batches.next_update(self.position))
+        self._committed, self._choice = self._batches.place_after(self.place, batch), None
+        self.read_epoch = max(self.read_epoch, self.position.epoch)
+
+    def restart(self) -> None:
+        """Return to the first microbatch of a step, which must come from a new iteration."""
+        self.phase, self.running, self.expected = Phase.BETWEEN_STEPS, False, None
+        self.restarts += 1
+        for member in list(self.members):
+            self.members[member] = _Report()
+            member.note_discard()
+
+
+def _too_many_steps(read: int, number: int) -> RuntimeError:
+    """Return the error of call `number` of `step()`, of a sampler that has yielded only `read` microbatches."""
+    return RuntimeError(
+        f"step() must be called once per microbatch of the optimizer's own sampler, but that sampler has yielded "
+        f"{read} and this is number {number}; pass the same CustomSampler to the optimizer and, as batch_sampler, to "
+        f"the loader (in a trainer: use its adapter, such as Ignite's VariableBatchEngine), and call step() once "
+        f"per microbatch; pass optimizer.inner to functions that make a step of their own, as get_state_dict() of "
+        f"torch.distributed.checkpoint does"
+    )
+
+
+def check_can_attach(batches: Batches, *, compiles_shapes: bool, elastic: bool) -> None:
+    """Raise ValueError if batches cannot be dealt for an optimizer with such a device, or such a world."""
+    if batches.arriving and elastic:
+        found = "an elastic backend"
+        raise value_error("batches that arrive need ranks that stay", found, "pass a vbs.CustomSampler")
+    if batches.split.speeds and (compiles_shapes or elastic):
+        found = "a world that may change" if elastic else "a device on which all ranks run one graph, as with XLA"
+        raise value_error("speeds= needs a fixed world whose ranks run on their own", found, "omit speeds=")
+    if elastic and batches.decided is not None and batches.decided.adaptive.every is None:
+        requirement = "where the world may change, an AdaptiveTrace must ask its controller again"
+        raise value_error(requirement, "every=None", "pass every=")
