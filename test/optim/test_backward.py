@@ -99,7 +99,7 @@ def test_the_error_names_the_remedy(change):
         "max_grad_norm=",
         "register_step_pre_hook()",
         "remove zero_grad() of the model and of the inner optimizer",
-        "call optimizer.zero_grad() before each microbatch if other backwards run in a step",
+        "pass inputs= to other backwards that run in a step",
     ):
         assert remedy in str(caught.value)
 
@@ -285,36 +285,10 @@ def test_noise_of_a_microbatch_with_several_backward_passes_raises_before_the_we
     assert_equal(run.weights(), before, 0)
 
 
-# zero_grad() clears what other backwards have added: of a validation, or of a GAN's generator. ------------------------
+# zero_grad() drops what other backwards have left between two steps; within one it raises. ----------------------------
 
 
-OPTIONS = [{}, {"noise": "microbatches"}, {"dtype": torch.float32}]
-LEAK = (
-    r"zero_grad\(\) within a step .*; call zero_grad\(\) before each microbatch, from the first one on, or pass inputs="
-)
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("carried", [True, False])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_within_a_step_what_step_has_accumulated_stays(options, carried, set_to_none):
-    run = training(**options)
-    for indices in run.sampler:
-        (run.loss(indices) * 7).backward()
-        run.optimizer.zero_grad(set_to_none)
-        run.optimizer.backward(run.loss(indices)) if carried else run.loss(indices).backward()
-        run.optimizer.step()
-    assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, SIZES[:4]), 1e-6 if "dtype" in options else 1e-12)
-
-
-def test_a_loop_that_clears_only_at_first_adds_what_was_kept_apart():
-    run = training()
-    for number, indices in enumerate(run.sampler):
-        if number % 2 == 0:
-            run.optimizer.zero_grad()
-        run.loss(indices).backward()
-        run.optimizer.step()
-    assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, SIZES[:4]))
+LEAK = r"zero_grad\(\) within a step .*; pass inputs=list\(model.parameters\(\)\) to the backward\(\) of the other loss"
 
 
 def test_within_a_step_gradients_in_place_cannot_be_told_apart():
@@ -359,25 +333,25 @@ class Gan:
         return [p.detach().numpy() for p in (*self.generator.parameters(), *self.discriminator.parameters())]
 
 
-@given(seed=st.integers(0, 9), sizes=st.lists(st.integers(1, 40), min_size=1, max_size=5))
+@given(seed=st.integers(0, 9), sizes=st.lists(st.integers(1, 40), min_size=1, max_size=5), carried=st.booleans())
 @examples(20)
-def test_the_ordinary_gan_loop_with_several_microbatches(seed, sizes):
-    """The generator's step comes after the discriminator's, also when both are updated by the same microbatch."""
+def test_the_generator_leaves_the_gradients_of_the_discriminator_alone(seed, sizes, carried):
+    """With inputs=, in one turn for each microbatch, also when both are updated by the same one."""
     gan, plain = Gan(seed), Gan(seed)
     sampler = vbs.CustomSampler(40, sizes, 1, 0, 4, on_end="cycle", fixed_shape=False)
     inners = [torch.optim.SGD(one.parameters(), **SGD) for one in (gan.discriminator, gan.generator)]
     optimizer_d, optimizer_g = (vbs.ConstantOptimizer(inner, sampler) for inner in inners)
     plain_d, plain_g = (torch.optim.SGD(one.parameters(), **SGD) for one in (plain.discriminator, plain.generator))
     sums = [{}, {}]
+    turns = (optimizer_d, gan.discriminator, gan.loss_d), (optimizer_g, gan.generator, gan.loss_g)
     for rows in sampler:
         microbatch = optimizer_d.microbatch
         weight = microbatch.samples / microbatch.batch_size
-        optimizer_d.zero_grad()
-        gan.loss_d(rows).backward()
-        optimizer_d.step()
-        optimizer_g.zero_grad()
-        gan.loss_g(rows).backward()
-        optimizer_g.step()
+        for optimizer, module, loss in turns:
+            optimizer.zero_grad()
+            inputs = list(module.parameters())
+            optimizer.backward(loss(rows), inputs=inputs) if carried else loss(rows).backward(inputs=inputs)
+            optimizer.step()
         parts = (plain.discriminator, plain.loss_d, plain_d), (plain.generator, plain.loss_g, plain_g)
         for (module, loss, inner), total in zip(parts, sums, strict=True):
             parameters = list(module.parameters())
@@ -388,6 +362,21 @@ def test_the_ordinary_gan_loop_with_several_microbatches(seed, sizes):
                     parameter.grad = total.pop(parameter)
                 inner.step()
     assert_equal(gan.weights(), plain.weights())
+
+
+def test_the_loop_of_a_gan_without_inputs_raises_in_its_first_update():
+    gan = Gan(0)
+    sampler = vbs.CustomSampler(40, 8, 1, 0, 4)
+    inners = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (gan.discriminator, gan.generator)]
+    optimizer_d, optimizer_g = (vbs.ConstantOptimizer(inner, sampler) for inner in inners)
+    before = gan.weights()
+    with pytest.raises(RuntimeError, match=LEAK):  # noqa: PT012
+        for rows in sampler:
+            for optimizer, loss in ((optimizer_d, gan.loss_d), (optimizer_g, gan.loss_g)):
+                optimizer.zero_grad()
+                loss(rows).backward()
+                optimizer.step()
+    assert_equal(gan.weights(), before, 0)
 
 
 def test_gradients_of_an_unrelated_model_stay():

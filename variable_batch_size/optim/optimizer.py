@@ -226,16 +226,14 @@ class CustomOptimizer(ObservedOptimizer):
         self._training.restart()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients that have come since the last `step()`; what it has accumulated stays.
-
-        It is needed if another backward adds to them, as that of a generator does to those of its discriminator: then
-        call it before each microbatch.
+        """Drop the gradients of a `backward()` that no `step()` has counted; what a step has accumulated stays.
 
         Args:
             set_to_none: accepted as in torch; gradients become None.
 
         Raises:
-            RuntimeError: within a step, if a backward has added to gradients that were accumulated in `.grad`.
+            RuntimeError: within a step, if a backward has added to gradients that were accumulated in `.grad`, as that
+                of a generator does to those of its discriminator: pass `inputs=` to it.
         """
         self._adopt_groups()
         self._updater.gradient.sum.zero_grad()

@@ -67,9 +67,6 @@ class MeasuredSquares(NamedTuple):
 class Sum(ABC):
     """Sums the gradients of a step: `prepare`, forward, `backward`, `measure`, `add` of each microbatch, then `finish`.
 
-    In a loop of several losses, as that of a GAN, other gradients come between the microbatches of a step. There what
-    is accumulated stays apart from `.grad` until `zero_grad` or `backward`; the first step shows which loop it is.
-
     Args:
         backend: how the ranks communicate.
         by_rows: whether a loss is a sum over the rows of its microbatch, and not a mean.
@@ -79,7 +76,6 @@ class Sum(ABC):
     module: Module | None = None  # before whose forward `prepare` has to be called, if there is one
     _sums_alone = False  # whether nothing else may sum the gradients over several ranks
     by_microbatch = False  # whether what is measured of a microbatch stays apart until the ranks have summed it
-    _clears: bool | None = None  # whether other gradients come within a step; None: it is not known yet
 
     def __init__(self, backend: Backend, *, by_rows: bool, needs: Callable[[], Needs] | None) -> None:
         self._backend, self._by_rows, self._needs = backend, by_rows, needs
@@ -101,8 +97,6 @@ class Sum(ABC):
     def _begin_step(self) -> None:
         self._inside = False  # whether a microbatch of the step was added
         self._weighted = False  # whether the losses of the step are divided by all that they must be
-        self._zeroed = self._tried = False  # whether `zero_grad` was called since `add`; and, in this step, before one
-        self._apart: list[Tensor | None] | None = None  # the gradients that were accumulated
 
     def _watch_gradients(self, squares: Squares | None) -> None:
         if squares is not None:
@@ -195,11 +189,10 @@ class Sum(ABC):
             )
 
     def _before_backward(self, microbatch: Microbatch) -> None:
-        """Check the gradients, and let `.grad` hold what was accumulated."""
+        """Check the gradients."""
         self._check.before_backward()
         if self._factor is None:
             self._forget_squares()  # of whatever came before
-        self._restore_accumulated()
 
     def _after_backward(self, microbatch: Microbatch, factor: float, scale: Tensor | None) -> None:
         self._check.after_backward()
@@ -223,23 +216,12 @@ class Sum(ABC):
 
     def add(self, microbatch: Microbatch, following: Microbatch | None) -> None:
         """Count a microbatch that was measured; `following` is the next one of this rank in the step, if any."""
-        if following is not None and (self._clears or (self._clears is None and self._zeroed)):
-            self._apart = [parameter.grad for parameter in self.parameters]
-            self._tried = True
-            self._set_grads(None)
-        self._inside, self._factor, self._zeroed = True, None, False
+        self._inside, self._factor = True, None
         self._check.remember()
 
     def _forget_squares(self) -> None:
         if self._squares is not None:
             self._squares.clear()
-
-    def _restore_accumulated(self) -> None:
-        """Return to `.grad` what was accumulated apart from it."""
-        if self._apart is not None:
-            self._set_grads(self._apart)
-            self._apart = None
-            self._check.remember()
 
     def _set_grads(self, gradients: Sequence[Tensor | None] | None) -> None:
         for number, parameter in enumerate(self.parameters):
@@ -247,30 +229,23 @@ class Sum(ABC):
 
     def flush(self) -> None:
         """Let later microbatches find no overflow of this step, which is skipped."""
-        known = [*(self._apart or ()), *(parameter.grad for parameter in self.parameters)]
-        if gradients := local_parts(gradient for gradient in known if gradient is not None):
+        if gradients := local_parts(collect_gradients(self.parameters)):
             torch._foreach_zero_(gradients)
         self._check.remember()
 
     def zero_grad(self) -> None:
-        """Clear the gradients that have come since the last `add`; what that has accumulated stays.
+        """Drop the gradients that there are if no microbatch was added; otherwise do nothing.
 
         Raises:
             RuntimeError: if another backward has added to what `.grad` has accumulated.
         """
-        self._zeroed = True
-        if self._apart is not None:
-            self._clears = any(parameter.grad is not None for parameter in self.parameters) or self._clears
-            self._factor = None
-            self._forget_squares()
-            self._restore_accumulated()
-        elif not self._inside:
+        if not self._inside:
             self._drop_gradients()
         elif any(self._check.find_fresh()):
             raise RuntimeError(
                 "zero_grad() within a step must leave the microbatches that step() has accumulated, but a backward() "
-                "has added to their gradients in .grad since; call zero_grad() before each microbatch, from the first "
-                "one on, or pass inputs= to the backward() of the other loss; after an exception call discard_step()"
+                "has added to their gradients in .grad since; pass inputs=list(model.parameters()) to the backward() "
+                "of the other loss, with its own parameters; after an exception call discard_step()"
             )
 
     # The step. -----------------------------------------------------------------------------------------------------
@@ -287,8 +262,6 @@ class Sum(ABC):
 
     def _remaining_factor(self, factor: float | None) -> float | Tensor:
         """Return what the sum of the step must still be multiplied by."""
-        if self._clears is None and self._tried:  # a loop that clears, but has nothing to clear
-            self._clears = False
         self._check.forget()
         scaled_by = 1.0 if factor is None else factor
         return scaled_by if self._scale is None else scaled_by / self._scale.to(scalar_dtype(self.parameters))
@@ -375,7 +348,7 @@ class Plain(Sum):
         fresh = self._check.find_fresh()
         ours = self._check.has_backward
         replay = microbatch.samples == 0
-        accumulating = self._inside and self._apart is None and not self._takes_out
+        accumulating = self._inside and not self._takes_out
         self._check.check(fresh, needed=not replay, accumulating=accumulating)
         if ours or any(fresh):
             if self._raw is ours:
@@ -401,17 +374,10 @@ class Plain(Sum):
                 [grad if grad is None else sum_over_parts(grad, parameter) for grad, parameter in gradients]
             )
         self._accumulate(microbatch, following)
-        super().add(microbatch, None if self._takes_out else following)
+        super().add(microbatch, following)
 
     def _accumulate(self, microbatch: Microbatch, following: Microbatch | None) -> None:
-        """Add what is accumulated apart from `.grad`, and give losses without a weight theirs."""
-        if (apart := self._apart) is not None:  # loss.backward() without zero_grad()
-            self._apart = None
-            new = {parameter: parameter.grad for parameter in self.parameters if parameter.grad is not None}
-            pairs = zip(self.parameters, apart, strict=True)
-            sums = {parameter: total for parameter, total in pairs if total is not None}
-            add_to(sums, new)
-            self._set_grads([sums.get(parameter) for parameter in self.parameters])
+        """Give losses without a weight theirs."""
         if microbatch.samples == 0 and not self._backend.static_graph:
             self._set_grads(None)  # only replays come first: they may be non-finite, and 0 * inf is nan
         elif self._raw:

@@ -121,11 +121,6 @@ class DDP(InBackward):
         # The last backward() also gives this rank the gradients of parameters that others have used.
         return self._take_squares(microbatch, () if microbatch.ends_step else fresh, factor)
 
-    def _restore_accumulated(self) -> None:
-        super()._restore_accumulated()
-        if self._at_forward is not None:
-            self._at_forward = versions(self.parameters)
-
     def finish(self, batch_size: int, factor: float | None, others: Others) -> list[Tensor]:
         """Sum what travels with the gradients, which `backward()` has averaged."""
         for number in self._left_out:

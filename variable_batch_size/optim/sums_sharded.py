@@ -36,7 +36,6 @@ class Sharded(InBackward):
     """FSDP2 sums in `backward()`; `between` sums what comes of it over replicas that come and go."""
 
     wrapper = "a model that fully_shard() has sharded"
-    _clears = False  # what FSDP2 has summed stays where it is
 
     def __init__(
         self,
