@@ -79,7 +79,7 @@ class Agreement:
             self._processes = [process for _, process in identities]  # by rank
             self.leave = register_leave(self, self.world, self._store, in_memory=isinstance(store, dist.HashStore))
             look = WeakMethod(self._look_while_waiting)
-            backend.while_waiting = lambda *waits: (alive := look()) and alive(*waits)
+            backend.while_waiting = lambda: (alive := look()) and alive()
 
     def _restart_counts(self) -> None:
         """Forget updates, meetings and comparisons: they are counted from here on."""
@@ -95,14 +95,13 @@ class Agreement:
 
     # Calls that every rank makes, in the same order. --------------------------------------------------------------
 
-    def gather(self, call: str, message: str, patience: float | None = None, *, within: bool = False) -> list[str]:
+    def gather(self, call: str, message: str, patience: float | None = None) -> list[str]:
         """Return the messages of all ranks, by rank.
 
         Args:
             call: the call that every rank has to make, in words for an error.
             message: of any length.
             patience: seconds to wait for the others. Default: the timeout of the store.
-            within: whether it is in an update: others that have begun this update have not passed it by.
 
         Raises:
             RuntimeError: on every rank, if ranks are in different calls, or have differed in step, epoch or
@@ -117,13 +116,13 @@ class Agreement:
         with _absence_if_store_ends(call):
             self._store.set(keys[self.world.rank], json.dumps([call, message, self._history.text_after(self._updates)]))
             if self.world.rank == 0:
-                self._wait_for_keys(call, keys, patience=patience, within=within)
+                self._wait_for_keys(call, keys, patience=patience)
                 texts = [text.decode() for text in self._store.multi_get([*keys.values()])]
                 self._store.set(all_of_them, f"[{','.join(texts)}]")
                 for key in (*keys.values(), f"{number - 1}/all"):  # which all ranks have read: they are here
                     self._store.delete_key(key)
             else:
-                self._wait_for_keys(call, keys, ready=all_of_them, patience=patience, within=within)
+                self._wait_for_keys(call, keys, ready=all_of_them, patience=patience)
             calls = json.loads(self._store.get(all_of_them))
         first, _, history = calls[0]
         for rank, (call, _, other) in enumerate(calls):
@@ -313,7 +312,7 @@ class Agreement:
     # Waiting. -----------------------------------------------------------------------------------------------------
 
     def _wait_for_keys(
-        self, call: str, keys: Mapping[int, str], ready: str = "", patience: float | None = None, within: bool = False
+        self, call: str, keys: Mapping[int, str], ready: str = "", patience: float | None = None
     ) -> None:
         """Wait for the keys of ranks, or for `ready` in their place, which rank 0 writes when it has seen these.
 
@@ -330,7 +329,7 @@ class Agreement:
             if time.monotonic() > looks:
                 looks += _SECONDS_TO_LOOK
                 ended = ended or any(starmap(self._has_left, [*keys.items(), *[(0, ready)] * bool(ready)]))
-                self._store.set(_WAITS, json.dumps([self._gathered, self._updates, within, self.world.rank, call]))
+                self._store.set(_WAITS, json.dumps([self._gathered, self._updates, self.world.rank, call]))
             if (ended or waited > _SECONDS_TO_LOOK) and self._store.check([_PASSED]):
                 raise AbsentRankError(self._store.get(_PASSED).decode())
             if (ended or waited > patience) and not self._store.check(wanted):  # who has ended may have come before
@@ -346,25 +345,20 @@ class Agreement:
             time.sleep(pause)  # and not in the store, whose connection the threads of this process share
             pause = min(waited / 8 + 1e-5, _MAX_PAUSE)
 
-    def _look_while_waiting(self, waits: Callable[[], bool] | None = None) -> None:
-        """Look for a rank that waits in a call, while this one waits for it in the sum of the next update.
-
-        A thread that looks passes `waits`, whether the host still does: perhaps in a forward, before calls within that.
-        """
-        made = self._updates + 1  # before another thread learns that the host still waits
+    def _look_while_waiting(self) -> None:
+        """Look for a rank that waits in a call, while this one waits for it in the sum of the next update."""
         with suppress(dist.DistNetworkError):
-            if waits is None or waits():
-                self._check_no_call_passed(made, early=waits is not None)
+            self._check_no_call_passed(self._updates + 1)
 
-    def _check_no_call_passed(self, made: int, *, early: bool = False) -> None:
+    def _check_no_call_passed(self, made: int) -> None:
         """Raise AbsentRankError, on all ranks that wait, if this one has passed a call by, in which another one waits.
 
-        It has made or begun `made` updates; `early`: it may still come to calls within the last one.
+        It has made `made` updates, or waits in the sum of the last of them.
         """
         if not self._store.check([_WAITS]):
             return
-        number, updates, within, rank, call = json.loads(self._store.get(_WAITS))
-        if number > self._gathered and made > updates + (within and early):
+        number, updates, rank, call = json.loads(self._store.get(_WAITS))
+        if number > self._gathered and made > updates:
             sentence = (
                 f"every rank must come to {call}, but rank {rank} waits there and rank {self.world.rank} makes the "
                 f"next update; load, save, read metrics and change param_groups on every rank, after the same updates"

@@ -85,7 +85,7 @@ def compare_ranks(updater: Updater, cursor: Cursor, inner: Optimizer, backend: B
         check_same_facts(FIRST_UPDATE, facts, agreement)
         means = updater.gradient.step_means
         names = json.dumps(means.names_of_step or means.names or ())
-        check_names("log()", [*map(json.loads, agreement.gather(FIRST_UPDATE, names, within=True))])
+        check_names("log()", [*map(json.loads, agreement.gather(FIRST_UPDATE, names))])
         _check_replicas(updater.parameters, backend, agreement)
         updater.gradient.sum.agree(agreement)
     elif not backend.alone:
@@ -116,10 +116,9 @@ def check_same_facts(call: str, facts: Mapping[str, Any], agreement: Agreement) 
     `call` says in which call the ranks compare them, in words for the error.
     """
     text = json.dumps(facts, default=str)
-    within = call in (FIRST_UPDATE, UPDATE)
-    if len(set(agreement.gather(call, hashlib.sha256(text.encode()).hexdigest(), within=within))) == 1:
+    if len(set(agreement.gather(call, hashlib.sha256(text.encode()).hexdigest()))) == 1:
         return
-    first, *others = map(json.loads, agreement.gather(call, text, within=within))
+    first, *others = map(json.loads, agreement.gather(call, text))
     for rank, other in enumerate(others, start=1):
         for name in {**first, **other}:
             pair = str(first.get(name)), str(other.get(name))
@@ -136,7 +135,7 @@ def _check_replicas(parameters: Sequence[Tensor], backend: Backend, agreement: A
         return
     part = json.dumps([shard_coordinates(parameter) for parameter in sharded])
     known: dict[str, tuple[int, int]] = {}  # part -> the first rank that has it, and its checksum
-    by_rank = agreement.gather(FIRST_UPDATE, json.dumps([part, checksum(local_parts(sharded), backend)]), within=True)
+    by_rank = agreement.gather(FIRST_UPDATE, json.dumps([part, checksum(local_parts(sharded), backend)]))
     for rank, (other, crc) in enumerate(map(json.loads, by_rank)):
         first, expected = known.setdefault(other, (rank, crc))
         if crc != expected:

@@ -56,7 +56,7 @@ class Participation:
             return
         unknown = replay and agreement.world.size > 1  # what others know
         row = "" if unknown else "".join("01"[has] for has in has_gradient)
-        rows = agreement.gather(FIRST_UPDATE, row, within=True)
+        rows = agreement.gather(FIRST_UPDATE, row)
         first, *others = (tuple(flag == "1" for flag in row) for row in rows if row)
         for other in others:
             if other != first:
