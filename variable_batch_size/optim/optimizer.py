@@ -36,10 +36,11 @@ from variable_batch_size.optim.properties import ObservedOptimizer
 from variable_batch_size.optim.replay import Replays
 from variable_batch_size.optim.report import Reporter
 from variable_batch_size.optim.rule_check import check_applies_lr, choose_rules
+from variable_batch_size.optim.same_updates import RanksDifferError
 from variable_batch_size.optim.scaling import LearningRateCheck
 from variable_batch_size.optim.seeding import Seeding
 from variable_batch_size.optim.squares import Needs
-from variable_batch_size.optim.step_gradient import NOT_WEIGHTED, RanksDifferError
+from variable_batch_size.optim.step_gradient import NOT_WEIGHTED
 from variable_batch_size.optim.strategies import backend_for, sum_for, unwrap
 from variable_batch_size.optim.update import Updater
 from variable_batch_size.optim.wrapper import (
@@ -498,10 +499,9 @@ class CustomOptimizer(ObservedOptimizer):
         begin = partial(cursor.enter_phase, Phase.HALF_UPDATED)
         batch = cursor.batch
         try:
-            updated = updater.apply(batch, batch.step, cursor.place.samples, begin)
+            updated = updater.apply(batch, cursor.epoch, cursor.place.samples, begin)
         except RanksDifferError as error:
-            facts = {"epoch": self.sampler.batches.next_update(cursor.position).epoch, **error.facts}
-            consistency.check_same_facts(consistency.UPDATE, facts, self.agreement)
+            consistency.name_difference(error, self.agreement)
             raise
         cursor.commit(updated=updated)
         return updated
@@ -513,7 +513,7 @@ class CustomOptimizer(ObservedOptimizer):
         if self._followed_up != commits and cursor.last_batch is not None:
             self._controller.after_update(cursor.last_batch, self.agreement)
             self._followed_up = commits  # before what is done once, whatever error comes of it
-            consistency.compare_after_update(self.agreement, cursor, self.inner)
+            self.agreement.after_update()
             self._reporter.after_update(cursor.last_batch)
 
     def _complete_commit(self) -> None:
