@@ -8,8 +8,6 @@ _getattr, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)  # the 
 
 
 def __getattr__(name: str) -> object:
-    if name in ("cluster", "evaluation", "simulation"):
-        raise AttributeError(f"{__name__} is for trainings, and has no {name}; use {__name__}.lab.{name}", name=name)
     try:
         return _getattr(name)
     except AttributeError as error:

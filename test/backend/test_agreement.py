@@ -161,7 +161,7 @@ def test_little_is_left_in_the_store():
             assert agreement.wait_for("decision", number) == "8"
             if number % 10 == rank:
                 agreement.wish("stop")
-            agreement.after_update(number, 0, ((("lr", float(number)),),))
+            agreement.after_update()
 
     in_threads(run, size)
     assert store.num_keys() < 64 + 36
@@ -174,7 +174,7 @@ def test_a_world_of_one_needs_no_store():
     assert [agreement.any_rank("test", condition) for condition in (False, True)] == [False, True]
     agreement.publish("decision", 1, "8")
     for _ in range(2):
-        agreement.after_update(1, 0, ())
+        agreement.after_update()
         assert not agreement.take_granted("stop")
         agreement.wish("stop")
         assert [agreement.take_granted("stop") for _ in range(2)] == [True, False]
@@ -189,8 +189,8 @@ def test_ranks_that_go_on_and_one_that_waits_for_them_get_one_error(later):
 
     def run(rank):
         ranks[rank].gather("save()", "before")
-        for update in range(1, 4 + (rank != 1) * later):
-            ranks[rank].after_update(update, 0, ())
+        for _ in range(1, 4 + (rank != 1) * later):
+            ranks[rank].after_update()
         if rank == 1:
             return message_of(lambda: ranks[rank].gather("save()", ""))
         while (found := message_of(backends[rank].while_waiting)) is None:
@@ -213,34 +213,13 @@ def test_ranks_that_come_late_to_a_call_pass_none_by():
             if rank == 0 and update == 3:  # in the sum of the third update, for which rank 1 does not wait any more
                 time.sleep(1.5)
                 backends[0].while_waiting()
-            ranks[rank].after_update(update, 0, ())
+            ranks[rank].after_update()
             if update > 2:
                 found = ranks[rank].gather("save()", str(update))
                 backends[rank].while_waiting()
         return found
 
     assert in_threads(run, 2) == 2 * [["4", "4"]]
-
-
-@examples(30)
-@given(st.lists(st.integers(0, 1), min_size=2, max_size=3), st.sampled_from(["step", "epoch", "lr"]))
-def test_a_call_of_all_ranks_compares_where_they_are(values, which):
-    ranks, last = agreements(len(values) * [dist.HashStore()]), {"step": 2, "epoch": 0, "lr": 0.1}
-
-    def run(rank):
-        step, epoch, lr = (value + values[rank] * (name == which) for name, value in last.items())
-        ranks[rank]._history.add(1, int(step), int(epoch), ((("lr", lr),),))
-        ranks[rank]._updates = 1
-        return message_of(lambda: ranks[rank].compare("save()"))
-
-    found = in_threads(run, len(values))
-    assert len(set(found)) == 1
-    assert (found[0] is None) == (len(set(values)) == 1)
-    for agreement in ranks:
-        agreement.forget()
-    assert in_threads(lambda rank: ranks[rank].gather("restore()", "here"), len(values)) == len(values) * [
-        len(values) * ["here"]
-    ]
 
 
 # --------------------------------------------------------------------------------------- what one rank tells the others
@@ -295,9 +274,7 @@ def test_ranks_do_not_wait_for_a_process_that_was_killed(victim, came):
         agreement = ranks[rank]
         agreement._processes[victim] = killed()
         if rank == victim:
-            return came and agreement._store.set(
-                f"1/{rank}", json.dumps(["read()", "", agreement._history.text_after(0)])
-            )
+            return came and agreement._store.set(f"1/{rank}", json.dumps(["read()", ""]))
         return message_of(lambda: agreement.gather("read()", f"of {rank}"))
 
     found = in_threads(run, 3)

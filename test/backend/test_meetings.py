@@ -1,4 +1,4 @@
-"""Ranks that are any number of updates apart meet after the same update: to stop or save, or because they differ."""
+"""Ranks that are any number of updates apart meet after the same update, to stop or save."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, TypeVar, final
 import pytest
 import torch.distributed as dist
 
-from helpers.agreements import agreements, in_threads, message_of
+from helpers.agreements import agreements, in_threads
 from variable_batch_size.backend import departure
 from variable_batch_size.backend.agreement import AbsentRankError, Agreement
 from variable_batch_size.world import World
@@ -78,7 +78,7 @@ def run_scheduled(rng, size, work, monkeypatch):
         now += rng.choice([1e-6, 2e-4])
         return now
 
-    def after_update(agreement, *position):
+    def after_update(agreement):
         """An update takes 1 ms, and no rank is more than 100 updates ahead of another one."""
         nonlocal now
         now += 1e-3
@@ -86,7 +86,7 @@ def run_scheduled(rng, size, work, monkeypatch):
         while made[rank] > min(made) + 100:
             scheduler.wait(rank)
         made[rank] += 1
-        original(agreement, *position)
+        original(agreement)
 
     original, made = Agreement.after_update, size * [0]
     patched = SimpleNamespace(perf_counter=clock, monotonic=lambda: 0.0, sleep=lambda seconds: None)
@@ -130,7 +130,7 @@ def test_ranks_meet_after_the_same_updates_for_any_order_of_their_accesses(monke
                 if passed - begun >= when[len(held)][agreement.world.rank]:  # noqa: B023
                     agreement.wish("stop")
                 passed += 1
-                agreement.after_update(passed, 0, ())
+                agreement.after_update()
                 if agreement.take_granted("stop"):
                     held.append(passed)
                     begun = passed
@@ -149,14 +149,14 @@ def test_ranks_that_were_interrupted_in_different_updates_meet_after_a_restore(m
 
         def work(agreement):
             rank = agreement.world.rank
-            for update in range(before[rank]):  # noqa: B023
-                agreement.after_update(update, 0, ())
+            for _ in range(before[rank]):  # noqa: B023
+                agreement.after_update()
             agreement.forget()
             agreement.gather("restore()", "")
             for update in range(LONG):
                 if update >= when and rank == odd:  # noqa: B023
                     agreement.wish("stop")
-                agreement.after_update(update, 0, ())
+                agreement.after_update()
                 if agreement.take_granted("stop"):
                     return update
             raise AssertionError
@@ -176,7 +176,7 @@ def test_concurrent_ranks_meet_after_the_same_update(kind):
             if time.perf_counter() - began > when:
                 agreement.wish(rng.choice(["save", "stop"]))
             passed += 1
-            agreement.after_update(passed, 0, ())
+            agreement.after_update()
             time.sleep(rng.choice([0, 1e-5, 1e-4]))
         return passed, agreement.take_granted("stop")
 
@@ -204,11 +204,11 @@ def test_ranks_make_their_last_updates_although_the_process_with_the_store_has_e
     server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     clients = [dist.TCPStore("localhost", server.port, is_master=False) for _ in range(2)]
     _, late = agreements(clients)
-    late.after_update(1, 0, ())
+    late.after_update()
     del server
-    for update in range(2, 6):
+    for _ in range(2, 6):
         late.wish("stop")
-        late.after_update(update, 0, ())
+        late.after_update()
         assert not late.take_granted("stop")
     with pytest.raises(AbsentRankError, match=r"come to save\(\), but the process that holds the store, .*, has ended"):
         late.gather("save()", "")
@@ -235,62 +235,3 @@ def test_a_fork_leaves_at_its_end_also_if_its_parent_has_joined(before, tmp_path
         member.leave()
     joined.clear()
     departure._last_joined.clear()
-
-
-# ----------------------------------------------------------------------------------------- ranks that differ hear of it
-
-
-def groups(lr=0.1, weight_decay=0.0, betas=(0.9, 0.99)):
-    return ((("lr", 0.5),), (("lr", lr), ("betas", betas), ("weight_decay", weight_decay)))
-
-
-DIFFERENT = {  # step and epoch relative to those of rank 0
-    "lr": ((0, 0, groups(lr=0.2)), r"lr of parameter group 1, but it is 0\.1 on rank 0 and 0\.2"),
-    "lr nan": ((0, 0, groups(lr=float("nan"))), r"lr of parameter group 1, but it is 0\.1 on rank 0 and nan"),
-    "decay": ((0, 0, groups(weight_decay=0.01)), r"weight_decay of parameter group 1, but it is 0\.0 on .* and 0\.01"),
-    "betas": (
-        (0, 0, groups(betas=(0.9, 0.9))),
-        r"betas of parameter group 1, but it is \(0\.9, 0\.99\) on .* and \(0\.9, 0\.9\)",
-    ),
-    "group": ((0, 0, groups()[:1]), r"lr of parameter group 1, but it is 0\.1 on rank 0 and no number"),
-    "step": ((3, 0, groups()), r"step, but it is \d+ on rank 0 and \d+"),
-    "epoch": ((7, 1, groups()), r"epoch, but it is 0 on rank 0 and 1"),
-}
-
-
-@pytest.mark.parametrize("which", DIFFERENT)
-def test_a_difference_becomes_the_same_error_on_all_ranks(which, monkeypatch):
-    rng = seeded()
-    (step, epoch, other), sentence = DIFFERENT[which]
-    for _ in range(15):
-        size, begins = rng.randint(2, 4), rng.choice([1, 2, 30])
-        odd = rng.randrange(1, size)
-
-        def work(agreement):
-            for update in range(1, LONG):
-                differs = agreement.world.rank == odd and update >= begins  # noqa: B023
-                now = (update + step, epoch, other) if differs else (update, 0, groups())
-                found = message_of(partial(agreement.after_update, *now))
-                if found is not None:
-                    return update, found
-            raise AssertionError
-
-        found = run_scheduled(rng, size, work, monkeypatch)
-        assert found == size * found[:1]
-        met, message = found[0]
-        pattern = rf"^all ranks must train with the same {sentence} on rank {odd} after update (\d+); .+"
-        with pytest.raises(RuntimeError, match=pattern):
-            raise RuntimeError(message)
-        assert begins <= int(message.rpartition("after update ")[2].partition(";")[0]) <= met
-
-
-def test_ranks_that_do_not_differ_hear_nothing(monkeypatch):
-    """Also if hyperparameters change all the time, are not finite, or are whole on one rank."""
-    rng = seeded()
-
-    def work(agreement):
-        for update in range(1, 200):
-            lr = [update / 3, float("nan"), float("inf"), 1 if agreement.world.rank else 1.0][update // 50]
-            agreement.after_update(update, update // 70, groups(lr=lr))
-
-    run_scheduled(rng, 3, work, monkeypatch)

@@ -255,3 +255,19 @@ def tell(folder: Path, sizes: Sequence[int]) -> None:
         run.run(len(sizes)).optimizer.state_dict()
     except RuntimeError as error:
         (folder / f"rank{backend.world.rank}").write_text(str(error))
+
+
+def part(folder: Path) -> None:
+    """Train with another weight decay on the last rank in the fourth update; rank r writes the error, and when."""
+    backend = vbs.backend.XlaBackend()
+    world = backend.world
+    run = Place(Layout(world.size, by="plain", where="cores"), backend).training(
+        sizes=[20], hyperparameters={"lr": 0.01, "weight_decay": 0.5}, sampling={"fixed_shape": True}
+    )
+    try:
+        for update in range(40):
+            odd = update == 3 and world.rank == world.size - 1
+            run.optimizer.param_groups[0]["weight_decay"] = 0.25 if odd else 0.5
+            run.run(1)
+    except RuntimeError as error:
+        (folder / f"rank{world.rank}").write_text(f"{run.optimizer.updates} after {error}")

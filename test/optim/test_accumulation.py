@@ -15,7 +15,8 @@ from helpers.properties import examples
 from helpers.reference import ADAM, SGD, assert_equal, batches, filled, network, training, twin
 from variable_batch_size.backend import LocalBackend
 from variable_batch_size.backend.sent_numbers import SentNumbers
-from variable_batch_size.optim.participation import READ_EVERY, Participation
+from variable_batch_size.optim.late import READ_EVERY
+from variable_batch_size.optim.participation import Participation
 from variable_batch_size.testing import run_ranks
 
 # ----------------------------------------------------------------------------------------------------------- dtypes

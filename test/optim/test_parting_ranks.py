@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -58,14 +59,9 @@ def loop(run, saves, metrics, how, *, odd):
         assert epoch < 4, "the ranks have not heard that they differ"
 
 
-def drift_at_the_end(run, *, odd):
-    """Change a learning rate on one rank, two updates before the loop ends."""
-    for indices in run.sampler:
-        run.loss(indices).backward()
-        if run.optimizer.step() and run.optimizer.updates == PART_AFTER - 2 and odd:
-            run.optimizer.param_groups[0]["lr"] = 1e-4
-        if run.optimizer.updates == PART_AFTER:
-            break
+def in_ddp(model):
+    """A rank that takes no part in a backward is missed when the time of the process group is over."""
+    return DistributedDataParallel(model, process_group=dist.new_group(timeout=timedelta(seconds=5)))
 
 
 def train(backend, folder, how):
@@ -76,33 +72,22 @@ def train(backend, folder, how):
     began, message = time.monotonic(), ""
     try:
         with vbs.Preemption():
-            samples = 8 * PART_AFTER if how == "before an epoch ends" else 40_000
             how, _, wrapper = how.partition(" in ")
-            model = DistributedDataParallel(network()) if wrapper else network()
+            model = in_ddp(network()) if wrapper else network()
             run = training(
-                vbs.ConstantOptimizer, [8], dataset_size=samples, hyperparameters={"lr": 1e-3, "weight_decay": 0.01},
+                vbs.ConstantOptimizer, [8], dataset_size=40_000, hyperparameters={"lr": 1e-3, "weight_decay": 0.01},
                 model=model, backend=backend,
             )  # fmt: skip
             odd = backend.world.rank == backend.world.size - 1
-            if how == "before an epoch ends":
-                drift_at_the_end(run, odd=odd)
-                raise AssertionError("the ranks have not heard that they differ")
             with checkpoint(folder / "saved", run, every=10**6) as saves:
-                if how.startswith("before"):
-                    drift_at_the_end(run, odd=odd)
-                else:
-                    loop(run, saves, vbs.Accumulator(run.optimizer), how, odd=odd)
-                if how == "before a save":
-                    saves.save()
+                loop(run, saves, vbs.Accumulator(run.optimizer), how, odd=odd)
     except (RuntimeError, SystemExit) as error:
         message = str(error)
     return message, time.monotonic() - began, run.optimizer.updates
 
 
 SECONDS = 30  # half of what a rank waits for the others
-HYPERPARAMETER = (
-    r"same {} of parameter group 0, but it is {} on rank 0 and {} on rank {{}}(?: after update \d+)?; set it to"
-)
+HYPERPARAMETER = r"same {} of parameter group 0, but it is {} on rank 0 and {} on rank {{}}; set it to"
 
 PASSED = r"every rank must come to {}, but rank {{}} waits there and rank \d makes the next update; load, save, read"
 
@@ -112,14 +97,13 @@ PASSED = r"every rank must come to {}, but rank {{}} waits there and rank \d mak
 @pytest.mark.parametrize(
     ("how", "sentence"),
     [
-        ("lr", HYPERPARAMETER.format("lr", r"0\.001", r"0\.0005")),
+        ("weight_decay", HYPERPARAMETER.format("weight_decay", r"0\.01", r"0\.005")),
         ("saves alone", PASSED.format("a save of the Checkpoint")),
         ("loads alone", PASSED.format("the first update .*, of a restored state, .*")),
         ("lr in DDP", HYPERPARAMETER.format("lr", r"0\.001", r"0\.0005")),
         *(
             pytest.param(*case, marks=pytest.mark.nightly("starts processes"))
             for case in [
-                ("weight_decay", HYPERPARAMETER.format("weight_decay", r"0\.01", r"0\.005")),
                 (
                     "epoch",
                     r"same epoch, but it is 0 on rank 0 and 1 on rank {}; call set_epoch with the same epoch on eve",
@@ -131,9 +115,6 @@ PASSED = r"every rank must come to {}, but rank {{}} waits there and rank \d mak
                 ("is signalled", "^143$"),
                 ("adds a group alone", PASSED.format("the first update .*, or with other parameters")),
                 ("reads metrics alone", PASSED.format(r"Accumulator\.read\(\)")),
-                ("before a save", HYPERPARAMETER.format("lr", r"0\.001", r"0\.0001")),
-                ("before the end", HYPERPARAMETER.format("lr", r"0\.001", r"0\.0001")),
-                ("before an epoch ends", HYPERPARAMETER.format("lr", r"0\.001", r"0\.0001")),
                 ("saves alone in DDP", PASSED.format("a save of the Checkpoint")),
                 ("loads alone in DDP", PASSED.format("the first update .*, of a restored state, .*")),
                 ("adds a group beside a late rank", PASSED.format("the first update .*, or with other parameters")),
@@ -148,7 +129,7 @@ def test_all_ranks_end_with_one_sentence_soon_after_one_has_parted(how, sentence
     with pytest.raises(RuntimeError, match=sentence.format(size - 1)):
         raise RuntimeError(messages[0])
     assert max(seconds) < SECONDS
-    assert min(updates) >= PART_AFTER - 2 * how.startswith("before")  # the ranks differ two updates earlier then
+    assert min(updates) >= PART_AFTER
 
 
 @pytest.mark.slow("starts processes")

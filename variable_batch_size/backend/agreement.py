@@ -1,8 +1,8 @@
 """Let the hosts of all ranks agree through a key-value store, without a collective and without a device.
 
-What hosts know goes through an `Agreement`: wishes to stop or save, decisions, the position, hyperparameters that are
-Python numbers, the state of files. What devices know rides in the message of the gradients instead. A collective could
-not tell which rank waits in another one; here a rank that waits names those that are missing.
+What hosts know goes through an `Agreement`: wishes to stop or save, decisions, the state of files. What devices know
+rides in the message of the gradients instead, and a number that shows whether ranks differ. A collective could not tell
+which rank waits in another one; here a rank that waits names those that are missing.
 
 `gather` is for calls that every rank makes, such as `Checkpoint.save()`. Between such calls no rank waits for another:
 `after_update` lets all ranks meet after the same update, although they can be any number of updates apart, because
@@ -29,7 +29,6 @@ import torch.distributed as dist
 
 from variable_batch_size.backend.base import Backend
 from variable_batch_size.backend.departure import LEFT, AskedOnce, has_ended, identity, register_leave
-from variable_batch_size.backend.update_history import Groups, UpdateHistory, difference_in_words
 
 _MAX_SHARE = 0.005  # largest share of an update's time to spend on looks into the store
 _MAX_INTERVAL = 0.5  # seconds between two looks, unless one update takes longer
@@ -39,7 +38,7 @@ _KEPT = 64  # texts that stay; hosts of devices that execute later may be some u
 
 _BASE = "variable_batch_size"
 _WAITS, _PASSED = "waits", "passed"  # keys: a call in which a rank waits; an error
-_REQUESTED, _LAST, _HISTORY = "requested", "last", "history"  # keys of a meeting, beside the ranks; where rank 0 is
+_REQUESTED, _LAST = "requested", "last"  # keys of a meeting, beside the ranks
 
 
 @final
@@ -79,74 +78,57 @@ class Agreement:
             self._processes = [process for _, process in identities]  # by rank
             self.leave = register_leave(self, self.world, self._store, in_memory=isinstance(store, dist.HashStore))
             look = WeakMethod(self._look_while_waiting)
-            backend.while_waiting = lambda *waits: (alive := look()) and alive(*waits)
+            backend.while_waiting = lambda: (alive := look()) and alive()
 
     def _restart_counts(self) -> None:
-        """Forget updates, meetings and comparisons: they are counted from here on."""
-        self._updates, self._compared = 0, 0  # made from here on, and before the last call of all ranks
+        """Forget updates and meetings: they are counted from here on."""
+        self._updates = 0  # made from here on
         self._meetings, self._met_at = 0, 0  # meetings so far, and the update after which the last one was held
         self._reserved = 1  # a rank that has written nothing has reserved one update after the previous meeting
         self._next: int | None = None  # update after which all ranks meet, once it is agreed
-        self._history = UpdateHistory()
-        self._posted = ""  # by rank 0, which this one has read last
-        self._compared_at = math.inf  # update after which this rank compares itself with it
-        self._difference = ""  # the error for what this rank has found
         self._looked_at, self._looked_time, self._look_seconds = 0, time.perf_counter(), 0.0
 
     # Calls that every rank makes, in the same order. --------------------------------------------------------------
 
-    def gather(self, call: str, message: str, patience: float | None = None, *, within: bool = False) -> list[str]:
+    def gather(self, call: str, message: str, patience: float | None = None) -> list[str]:
         """Return the messages of all ranks, by rank.
 
         Args:
             call: the call that every rank has to make, in words for an error.
             message: of any length.
             patience: seconds to wait for the others. Default: the timeout of the store.
-            within: whether it is in an update: others that have begun this update have not passed it by.
 
         Raises:
-            RuntimeError: on every rank, if ranks are in different calls, or have differed in step, epoch or
-                hyperparameters at the last update; or if a rank has ended or does not come.
+            RuntimeError: on every rank, if ranks are in different calls; or if a rank has ended or does not come.
         """
         if self.world.size == 1:
             return [message]
         self._gathered += 1
-        number, self._compared = self._gathered, self._updates
+        number = self._gathered
         keys = {rank: f"{number}/{rank}" for rank in range(self.world.size)}
         all_of_them = f"{number}/all"
         with _absence_if_store_ends(call):
-            self._store.set(keys[self.world.rank], json.dumps([call, message, self._history.text_after(self._updates)]))
+            self._store.set(keys[self.world.rank], json.dumps([call, message]))
             if self.world.rank == 0:
-                self._wait_for_keys(call, keys, patience=patience, within=within)
+                self._wait_for_keys(call, keys, patience=patience)
                 texts = [text.decode() for text in self._store.multi_get([*keys.values()])]
                 self._store.set(all_of_them, f"[{','.join(texts)}]")
                 for key in (*keys.values(), f"{number - 1}/all"):  # which all ranks have read: they are here
                     self._store.delete_key(key)
             else:
-                self._wait_for_keys(call, keys, ready=all_of_them, patience=patience, within=within)
+                self._wait_for_keys(call, keys, ready=all_of_them, patience=patience)
             calls = json.loads(self._store.get(all_of_them))
-        first, _, history = calls[0]
-        for rank, (call, _, other) in enumerate(calls):
+        first, _ = calls[0]
+        for rank, (call, _) in enumerate(calls):
             if call != first:
                 raise RuntimeError(
                     f"all ranks must make the same calls in the same order, but rank 0 is in {first} and rank {rank} "
                     f"in {call}; call both on every rank, after the same updates"
                 )
-            if sentence := difference_in_words(history, other, rank):
-                raise RuntimeError(sentence)
-        return [text for _, text, _ in calls]
-
-    def compare(self, call: str) -> None:
-        """Compare step, epoch and hyperparameters, if there was an update since the ranks have done so last.
-
-        Raises:
-            RuntimeError: as `gather`.
-        """
-        if self._updates > self._compared:
-            self.gather(call, "")
+        return [text for _, text in calls]
 
     def forget(self) -> None:
-        """Count and compare updates from here on: every rank restores a state, and they may have made unequal many."""
+        """Count updates from here on: every rank restores a state, and they may have made unequal many."""
         self._restores += 1
         self._restart_counts()
 
@@ -208,41 +190,23 @@ class Agreement:
         self._granted.discard(word)
         return granted
 
-    def after_update(self, step: int, epoch: int, groups: Groups) -> None:
-        """Count an update, and meet the other ranks if that was agreed: to learn their wishes, and whether they differ.
-
-        Args:
-            step: number of updates of the training.
-            epoch: its epoch.
-            groups: hyperparameters of the update.
-
-        Raises:
-            RuntimeError: at a meeting, on every rank, if the ranks have differed in one of these after some update.
-        """
+    def after_update(self) -> None:
+        """Count an update, and meet the other ranks if that was agreed, to learn their wishes."""
         if self.world.size == 1:
             return
         self._updates += 1
-        self._history.add(self._updates, step, epoch, groups)
-        if self._updates >= self._compared_at:
-            self._compare_with_rank_0()
-        wanted = bool(self._wishes or self._difference)
-        if self._next is None and (wanted or self._updates >= self._reserved):
+        if self._next is None and (self._wishes or self._updates >= self._reserved):
             # If the process with the store has ended, it has made the last update, or the next sum of gradients fails.
             with suppress(dist.DistNetworkError):
-                self._look_for_request(wanted)
+                self._look_for_request()
         if self._next is not None and self._updates >= self._next:
             self._meet_ranks()
 
-    def _look_for_request(self, wanted: bool) -> None:
-        """Ask for a meeting if that is `wanted`, or reserve updates; agree on the next meeting if one was asked for."""
+    def _look_for_request(self) -> None:
+        """Ask for a meeting if there are wishes, or reserve updates; agree on the next one if a rank has asked."""
         began = time.perf_counter()
         self._check_no_call_passed(self._updates)
-        if self.world.rank == 0:
-            self._store.set(self._meeting_key(_HISTORY), self._history.text_after(self._updates))
-        elif self._compared_at == math.inf:
-            self._read_posted_history()
-        wanted = wanted or bool(self._difference)
-        if wanted:
+        if self._wishes:
             self._store.set(self._meeting_key(_REQUESTED), "")
         else:
             self._reserve_until(self._updates + self._updates_to_next_look(began))
@@ -258,19 +222,16 @@ class Agreement:
         self._look_seconds += (self._looked_time - began - self._look_seconds) / 4
 
     def _meet_ranks(self) -> None:
-        """Exchange wishes with all ranks, after the update of the meeting, and raise if ranks have differed."""
-        message = json.dumps([sorted(self._wishes), self._difference])
-        keys = [self._meeting_key(name) for name in (_REQUESTED, _LAST, _HISTORY, *range(self.world.size))]
+        """Exchange wishes with all ranks, after the update of the meeting."""
+        message = json.dumps(sorted(self._wishes))
+        keys = [self._meeting_key(name) for name in (_REQUESTED, _LAST, *range(self.world.size))]
         self._meetings, self._met_at, self._reserved = self._meetings + 1, self._updates, self._updates + 1
-        self._wishes, self._difference, self._next = set(), "", None
-        messages = [json.loads(text) for text in self.gather("optimizer.step()", message)]
+        self._wishes, self._next = set(), None
+        wishes = self.gather("optimizer.step()", message)
         if self.world.rank == 0:
             for key in keys:
                 self._store.delete_key(key)
-        for wishes, sentence in messages:
-            if sentence:
-                raise RuntimeError(sentence)
-            self._granted.update(wishes)
+        self._granted.update(*map(json.loads, wishes))
 
     def _meeting_key(self, name: object) -> str:
         return f"{self._restores} restores, {self._meetings} meetings/{name}"
@@ -288,24 +249,6 @@ class Agreement:
         update_seconds = (now - self._looked_time) / (self._updates - self._looked_at)
         return max(1, math.ceil(min(self._look_seconds / _MAX_SHARE, _MAX_INTERVAL) / max(update_seconds, 1e-9)))
 
-    # Do ranks differ? Rank 0 posts where it is, and the others compare themselves when they are there. -------------
-
-    def _read_posted_history(self) -> None:
-        """Read what rank 0 has posted last, and compare it with this rank as soon as that has made the same update."""
-        key = self._meeting_key(_HISTORY)
-        posted = self._store.get(key).decode() if self._store.check([key]) else self._posted
-        if posted != self._posted:
-            self._posted = posted
-            self._compared_at = UpdateHistory.update_of(posted)
-        if self._updates >= self._compared_at:
-            self._compare_with_rank_0()
-
-    def _compare_with_rank_0(self) -> None:
-        """Note how this rank differs from rank 0 after the update of the posted history."""
-        update = int(self._compared_at)
-        self._compared_at = math.inf
-        self._difference = difference_in_words(self._posted, self._history.text_after(update), self.world.rank)
-
     def drop_store(self) -> None:
         """Let go of the store, and of its threads."""
         del self._store
@@ -313,7 +256,7 @@ class Agreement:
     # Waiting. -----------------------------------------------------------------------------------------------------
 
     def _wait_for_keys(
-        self, call: str, keys: Mapping[int, str], ready: str = "", patience: float | None = None, within: bool = False
+        self, call: str, keys: Mapping[int, str], ready: str = "", patience: float | None = None
     ) -> None:
         """Wait for the keys of ranks, or for `ready` in their place, which rank 0 writes when it has seen these.
 
@@ -330,7 +273,7 @@ class Agreement:
             if time.monotonic() > looks:
                 looks += _SECONDS_TO_LOOK
                 ended = ended or any(starmap(self._has_left, [*keys.items(), *[(0, ready)] * bool(ready)]))
-                self._store.set(_WAITS, json.dumps([self._gathered, self._updates, within, self.world.rank, call]))
+                self._store.set(_WAITS, json.dumps([self._gathered, self._updates, self.world.rank, call]))
             if (ended or waited > _SECONDS_TO_LOOK) and self._store.check([_PASSED]):
                 raise AbsentRankError(self._store.get(_PASSED).decode())
             if (ended or waited > patience) and not self._store.check(wanted):  # who has ended may have come before
@@ -346,25 +289,20 @@ class Agreement:
             time.sleep(pause)  # and not in the store, whose connection the threads of this process share
             pause = min(waited / 8 + 1e-5, _MAX_PAUSE)
 
-    def _look_while_waiting(self, waits: Callable[[], bool] | None = None) -> None:
-        """Look for a rank that waits in a call, while this one waits for it in the sum of the next update.
-
-        A thread that looks passes `waits`, whether the host still does: perhaps in a forward, before calls within that.
-        """
-        made = self._updates + 1  # before another thread learns that the host still waits
+    def _look_while_waiting(self) -> None:
+        """Look for a rank that waits in a call, while this one waits for it in the sum of the next update."""
         with suppress(dist.DistNetworkError):
-            if waits is None or waits():
-                self._check_no_call_passed(made, early=waits is not None)
+            self._check_no_call_passed(self._updates + 1)
 
-    def _check_no_call_passed(self, made: int, *, early: bool = False) -> None:
+    def _check_no_call_passed(self, made: int) -> None:
         """Raise AbsentRankError, on all ranks that wait, if this one has passed a call by, in which another one waits.
 
-        It has made or begun `made` updates; `early`: it may still come to calls within the last one.
+        It has made `made` updates, or waits in the sum of the last of them.
         """
         if not self._store.check([_WAITS]):
             return
-        number, updates, within, rank, call = json.loads(self._store.get(_WAITS))
-        if number > self._gathered and made > updates + (within and early):
+        number, updates, rank, call = json.loads(self._store.get(_WAITS))
+        if number > self._gathered and made > updates:
             sentence = (
                 f"every rank must come to {call}, but rank {rank} waits there and rank {self.world.rank} makes the "
                 f"next update; load, save, read metrics and change param_groups on every rank, after the same updates"

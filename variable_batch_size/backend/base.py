@@ -35,7 +35,6 @@ class Backend(ABC):
         threads: whether ranks may be threads of one process, which have the disk of rank 0.
         elastic: whether the world may change between two updates, see `ElasticBackend`.
         while_waiting: called every second while the host waits in a sum, if the backend can; what it raises ends that.
-            Another thread passes a function that returns whether the host still waits.
     """
 
     threads: ClassVar[bool] = False
@@ -43,7 +42,7 @@ class Backend(ABC):
 
     def __init__(self, world: World, sent: SentNumbers | None = None) -> None:
         self.world, self._sent = world, sent
-        self.while_waiting: Callable[..., object] = lambda *waits: None
+        self.while_waiting: Callable[[], object] = lambda: None
 
     # Collectives: every rank has to call them, in the same order. -------------------------------------------------
 

@@ -32,7 +32,6 @@ GROWTH: Final[Kinds] = {
     **dict.fromkeys(("decides", "asked"), (str,)),
 }
 NUMBER = (float, int)
-_ADDED: Final = {"reproducible": ""}  # what states lack that were saved before there was such an entry
 
 
 def check_position(state: Mapping[str, Any]) -> None:
@@ -67,8 +66,7 @@ def check_same_samples(state: Mapping[str, Any], here: Mapping[str, Any], past: 
     Raises:
         ValueError: if not, naming each difference.
     """
-    saved = {**_ADDED, **state}
-    different = [f"{key} was {saved.get(key)!r} and is {here[key]!r}" for key in here if saved.get(key) != here[key]]
+    different = [f"{key} was {state.get(key)!r} and is {here[key]!r}" for key in here if state.get(key) != here[key]]
     if different and all(text.startswith("reproducible ") for text in different):
         raise ValueError(
             f"a state can be restored to the last bit only as it was saved, but {different[0]}; pass and set the same, "

@@ -18,15 +18,14 @@ from variable_batch_size._validation import without_addresses
 from variable_batch_size.adaptive.decided_trace import describe
 from variable_batch_size.backend import Backend, detect
 from variable_batch_size.backend.agreement import Agreement
-from variable_batch_size.backend.update_history import differing_in_words
 from variable_batch_size.data.dealer import Dealer
 from variable_batch_size.optim.normalization import check_remembered_models, remember_model
 from variable_batch_size.optim.participation import FIRST_UPDATE
+from variable_batch_size.optim.same_updates import RanksDifferError
 from variable_batch_size.optim.tensors import check_whole, local_parts, shard_coordinates
 from variable_batch_size.optim.update import Updater
 
-_NUMBERS = frozenset({bool, int, float})
-UPDATE = "an update in which the ranks differ"
+_UPDATE = "an update in which the ranks differ"
 _SHOWN = 120  # characters of a value in an error
 
 _REMEDIES = {
@@ -84,7 +83,7 @@ def compare_ranks(updater: Updater, sampler: Dealer, inner: Optimizer, backend: 
         check_same_facts(FIRST_UPDATE, facts, agreement)
         means = updater.gradient.step_means
         names = json.dumps(means.names_of_step or means.names or ())
-        check_names("log()", [*map(json.loads, agreement.gather(FIRST_UPDATE, names, within=True))])
+        check_names("log()", [*map(json.loads, agreement.gather(FIRST_UPDATE, names))])
         _check_replicas(updater.parameters, backend, agreement)
         updater.gradient.sum.agree(agreement)
     elif not backend.alone:
@@ -93,39 +92,35 @@ def compare_ranks(updater: Updater, sampler: Dealer, inner: Optimizer, backend: 
     updater.gradient.agreed = True
 
 
-def compare_after_update(agreement: Agreement, sampler: Dealer, inner: Optimizer) -> None:
-    """Let the ranks compare where they are, and by which hyperparameters; they wait for one another after an epoch.
-
-    If they differ, every rank raises RuntimeError some updates later, or at the end of the epoch.
-    """
-    if agreement.world.size > 1:
-        groups = tuple(
-            tuple([item for item in group.items() if item[1].__class__ in _NUMBERS or _is_tuple_of_numbers(item[1])])
-            for group in inner.param_groups
-        )
-        position = sampler.position
-        agreement.after_update(position.step, position.epoch, groups)
-        if sampler.batches.ends_epoch(position):
-            agreement.compare("the last update of the epoch")
+def name_difference(error: RanksDifferError, agreement: Agreement) -> None:
+    """Raise RuntimeError with the first fact in which the ranks differ; every rank has to call it."""
+    for facts in error.updates:
+        usual = "set it to one value on all ranks"
+        if error.made:
+            usual += f", and restore a checkpoint of at most {facts['step']} updates: the weights differ since"
+        check_same_facts(_UPDATE, facts, agreement, usual)
 
 
-def check_same_facts(call: str, facts: Mapping[str, Any], agreement: Agreement) -> None:
+def check_same_facts(
+    call: str, facts: Mapping[str, Any], agreement: Agreement, usual: str = "pass the same value on every rank"
+) -> None:
     """Raise RuntimeError on every rank if a value that JSON represents differs; every rank has to call it.
 
-    `call` says in which call the ranks compare them, in words for the error.
+    `call` says in which call the ranks compare them, in words for the error; `usual` is the remedy of most facts.
     """
     text = json.dumps(facts, default=str)
-    within = call in (FIRST_UPDATE, UPDATE)
-    if len(set(agreement.gather(call, hashlib.sha256(text.encode()).hexdigest(), within=within))) == 1:
+    if len(set(agreement.gather(call, hashlib.sha256(text.encode()).hexdigest()))) == 1:
         return
-    first, *others = map(json.loads, agreement.gather(call, text, within=within))
+    first, *others = map(json.loads, agreement.gather(call, text))
     for rank, other in enumerate(others, start=1):
         for name in {**first, **other}:
             pair = str(first.get(name)), str(other.get(name))
             if pair[0] != pair[1]:
-                usual = "set it to one value on all ranks" if call == UPDATE else "pass the same value on every rank"
-                remedy = _REMEDIES.get(name, usual)
-                raise RuntimeError(differing_in_words(name, *_excerpts_of_difference(*pair), rank, remedy))
+                value, differing = _excerpts_of_difference(*pair)
+                raise RuntimeError(
+                    f"all ranks must train with the same {name}, but it is {value} on rank 0 and {differing} on rank "
+                    f"{rank}; {_REMEDIES.get(name, usual)}"
+                )
 
 
 def _check_replicas(parameters: Sequence[Tensor], backend: Backend, agreement: Agreement) -> None:
@@ -135,7 +130,7 @@ def _check_replicas(parameters: Sequence[Tensor], backend: Backend, agreement: A
         return
     part = json.dumps([shard_coordinates(parameter) for parameter in sharded])
     known: dict[str, tuple[int, int]] = {}  # part -> the first rank that has it, and its checksum
-    by_rank = agreement.gather(FIRST_UPDATE, json.dumps([part, checksum(local_parts(sharded), backend)]), within=True)
+    by_rank = agreement.gather(FIRST_UPDATE, json.dumps([part, checksum(local_parts(sharded), backend)]))
     for rank, (other, crc) in enumerate(map(json.loads, by_rank)):
         first, expected = known.setdefault(other, (rank, crc))
         if crc != expected:
@@ -221,10 +216,6 @@ def _hyperparameters(inner: Optimizer, backend: Backend) -> dict[str, Any]:
         for name, value in sorted(group.items())
         if name != "params" and isinstance(value, plain)
     }
-
-
-def _is_tuple_of_numbers(value: object) -> bool:
-    return isinstance(value, tuple) and all(number.__class__ in _NUMBERS for number in value)
 
 
 def _excerpts_of_difference(first: str, other: str) -> tuple[str, str]:

@@ -34,10 +34,11 @@ from variable_batch_size.optim.properties import Commit, ObservedOptimizer
 from variable_batch_size.optim.replay import Replays
 from variable_batch_size.optim.report import Reporter
 from variable_batch_size.optim.rule_check import check_applies_lr, choose_rules
+from variable_batch_size.optim.same_updates import RanksDifferError
 from variable_batch_size.optim.scaling import LearningRateCheck
 from variable_batch_size.optim.seeding import Seeding
 from variable_batch_size.optim.squares import Needs
-from variable_batch_size.optim.step_gradient import NOT_WEIGHTED, RanksDifferError
+from variable_batch_size.optim.step_gradient import NOT_WEIGHTED
 from variable_batch_size.optim.strategies import backend_for, sum_for, unwrap
 from variable_batch_size.optim.update import Updater
 from variable_batch_size.optim.wrapper import (
@@ -485,10 +486,9 @@ class CustomOptimizer(ObservedOptimizer):
             consistency.compare_ranks(updater, self.sampler, self.inner, self._backend, self.agreement)
         batch = training.batch
         try:
-            self._updated = updater.apply(batch, batch.step, training.place.samples, training.begin_update)
+            self._updated = updater.apply(batch, training.epoch, training.place.samples, training.begin_update)
         except RanksDifferError as error:
-            facts = {"epoch": self.sampler.batches.next_update(training.position).epoch, **error.facts}
-            consistency.check_same_facts(consistency.UPDATE, facts, self.agreement)
+            consistency.name_difference(error, self.agreement)
             raise
         training.begin_update()  # also if it was skipped: what follows happens as a whole
         updater.commit()
@@ -503,11 +503,11 @@ class CustomOptimizer(ObservedOptimizer):
             observer.commit(commit)
 
     def follow_up(self, batch: Batch, *, first: bool) -> None:
-        """Ask the controller, if this is the first of several optimizers, compare the ranks, and log the update."""
+        """Ask the controller, if this is the first of several optimizers, meet the ranks, and log the update."""
         self._backend.mark_step()  # the results of the graph: what observers have computed is among them
         if first:
             self._controller.after_update(batch, self.agreement)
-        consistency.compare_after_update(self.agreement, self.sampler, self.inner)
+        self.agreement.after_update()
         self._reporter.after_update(batch)
 
     def note_discard(self) -> None:

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from variable_batch_size.backend import Backend
 from variable_batch_size.backend.agreement import Agreement
+from variable_batch_size.optim.late import LateReader
 
 FIRST_UPDATE = "the first update of a training, of a restored state, or with other parameters"
-READ_EVERY = 16  # updates between two reads of the flag on a device, each of a value that is as many updates old
 
 _REMEDY = (
     "pass find_unused_parameters=True to the optimizer (with a trainer, in optimizer_options), which then sums all "
@@ -31,8 +31,7 @@ _REMEDY = (
 class Participation:
     """Determines which parameters, of all in the order of the groups, take part in an update; the same on every rank.
 
-    A rank that has only a `replay` in the step says nothing about them. The flag is read `READ_EVERY` updates later or
-    more, when reading it does not wait for the device.
+    A rank that has only a `replay` in the step says nothing about them. The flag is read by a `LateReader`.
     """
 
     def __init__(self, parameters: Sequence[Tensor], backend: Backend, *, find_unused: bool) -> None:
@@ -42,8 +41,7 @@ class Participation:
         self._members: tuple[bool, ...] | None = None  # on which the ranks have agreed
         self._constants: tuple[Tensor, Tensor] | None = None  # flags 0 and 1 on the device, (1,)
         self._flags: Tensor | None = None  # their sum over ranks and updates, (1,), on a device that is not read
-        self._due: Tensor | None = None  # that sum of some updates ago, which is read next
-        self._updates = 0  # since the last read
+        self._late = LateReader()
         self._first_change = ""  # on this rank since the last restored state
 
     @property
@@ -56,7 +54,7 @@ class Participation:
             return
         unknown = replay and agreement.world.size > 1  # what others know
         row = "" if unknown else "".join("01"[has] for has in has_gradient)
-        rows = agreement.gather(FIRST_UPDATE, row, within=True)
+        rows = agreement.gather(FIRST_UPDATE, row)
         first, *others = (tuple(flag == "1" for flag in row) for row in rows if row)
         for other in others:
             if other != first:
@@ -94,14 +92,10 @@ class Participation:
         """Return for each parameter whether any rank has used it, from the sums of `message`; None: as was selected."""
         if self._counts or not message:
             return [used for counts in message for used in self._backend.host(counts).abs().bool().tolist()] or None
-        # The sum over updates never returns to 0, so that one read covers all of them. The value that is read is the
-        # sum of `READ_EVERY` updates ago: the device has computed it, and the host does not wait. All ranks read the
-        # same sum after the same update, so that all of them raise.
+        # The sum over updates never returns to 0, so that one read covers all of them. All ranks read the same sum
+        # after the same update, so that all of them raise.
         self._flags = message[0] if self._flags is None else self._flags + message[0]
-        self._updates += 1
-        if self._updates == READ_EVERY:
-            due, self._due, self._updates = self._due, self._flags, 0
-            self._raise_if_flagged(due)
+        self._raise_if_flagged(self._late.read(self._flags))
         return None
 
     def check(self) -> None:
@@ -117,7 +111,10 @@ class Participation:
         members = state.get("has_gradient") or ()
         fits = self._is_agreed_on and len(members) == len(self.parameters)
         self._members = tuple(map(bool, members)) if fits else None
-        self._flags, self._due, self._first_change = None, None, ""
+        self._forget()
+
+    def _forget(self) -> None:
+        self._flags, self._late, self._first_change = None, LateReader(), ""
 
     def _first_change_in_words(self, has_gradient: Sequence[bool]) -> str:
         """Return, for an error, which parameter has another gradient than agreed, and on which rank."""
@@ -132,8 +129,7 @@ class Participation:
         """Raise RuntimeError if the flags, summed over the ranks, say that one had other parameters than agreed."""
         if flags is not None and flags.cpu().abs().item() != 0:  # without a step marker, which would cut the graph
             change = self._first_change or "that has changed on another rank"
-            self._first_change = ""
-            self._flags = self._due = None
+            self._forget()
             raise RuntimeError(
                 f"the same parameters must have gradients in every update as in the first one, but {change}; "
                 f"{_REMEDY}, or restore the last checkpoint with parameters frozen as they were"

@@ -21,8 +21,8 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Muon,
 from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size._validation import value_error
 from variable_batch_size.backend import Backend
+from variable_batch_size.optim.late import LateReader
 from variable_batch_size.optim.options import NormLimit, check_norm
-from variable_batch_size.optim.participation import READ_EVERY
 from variable_batch_size.optim.tensors import local_parts
 
 _IN_A_ROW = 20  # skipped updates, after which the user is warned
@@ -57,8 +57,7 @@ class LargeGradients:
         self.selects = backend.static_graph
         self._books = _Books()
         self._warned = False
-        self._due: Tensor | None = None  # what the device had counted some updates ago, which is read next
-        self._updates = 0  # since the last read
+        self._late = LateReader()  # of what the device has counted
         self._saved: list[tuple[Tensor, Tensor]] = []  # tensors and their values before the update
         if self.selects:
             inner.register_step_post_hook(self._select_tensors)  # hooks that are registered later see what was selected
@@ -127,11 +126,8 @@ class LargeGradients:
         row = row * skip + skip
         counts = torch.stack([total + skip, row, torch.maximum(longest, row)])
         self._books = books._replace(skips=None, on_device=counts)
-        self._updates += 1
-        if self._updates == READ_EVERY:  # a value that the device has computed that many updates ago
-            due, self._due, self._updates = self._due, counts, 0
-            if due is not None:
-                self._read_counts(due)
+        if (due := self._late.read(counts)) is not None:
+            self._read_counts(due)
 
     def _read_counts(self, counts: Tensor) -> None:
         """Take over what the device has counted, (3,), and warn of a long row."""
@@ -165,7 +161,7 @@ class LargeGradients:
         """Restore a state; one without books begins them."""
         known = state.get("skipped", {})
         self._books = _Books(known.get("updates", 0), known.get("in_a_row", 0))
-        self._due, self._updates = None, 0
+        self._late = LateReader()
 
     # The selection. ----------------------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -18,24 +17,15 @@ from variable_batch_size.optim.counts import counts_nothing
 from variable_batch_size.optim.gradient_noise import GradientNoise
 from variable_batch_size.optim.means import StepMeans, TokenCount
 from variable_batch_size.optim.options import UpdateOptions
+from variable_batch_size.optim.same_updates import Facts, SameUpdates
 from variable_batch_size.optim.second_moment import SecondMoment
 from variable_batch_size.optim.sums import Sum
 from variable_batch_size.optim.tensors import check_dense, local_parts, scalar_dtype
 
-Facts = dict[str, Any]
 NOT_WEIGHTED = (
     "in an update of vbs.updates(counts=) each loss is divided by update.counts, and must not be weighed by samples, "
     "but {}; call optimizer.backward(loss, weighted=True) for all losses"
 )
-_NUMBERS = 64  # so that float32 holds the sum of the squares of up to 4,096 of them
-
-
-class RanksDifferError(Exception):
-    """The facts of an update differ between ranks."""
-
-    def __init__(self, facts: Facts) -> None:
-        super().__init__("ranks differ")
-        self.facts = facts
 
 
 @final
@@ -61,13 +51,17 @@ class StepGradient:
         """Start over with these parameters; `keep`: the gradients of a first microbatch are in `.grad`."""
         self.parameters = list(parameters)
         self.sum.use_parameters(parameters, keep=keep)
-        self.agreed = False  # whether the ranks have compared themselves
+        self._await_agreement()
         self._scaled: bool | None = None  # whether the losses of this step are scaled; None: there was none
         self._scale: Tensor | None = None  # of the losses of this step under a GradScaler, 0-D
         self._overflows: Any = None  # number of non-finite microbatches under a GradScaler; 0-D on a static graph
         self._by_microbatch: dict[int, Tensor] = {}  # what was measured of each, by number, if that stays apart
         self._integers: Tensor | None = None  # its sums, (2, numbers), on devices that compile
         self._widths: list[int] = []  # of its parts
+
+    def _await_agreement(self) -> None:
+        self.agreed = False  # whether the ranks have compared themselves before a first update
+        self._same_updates = SameUpdates(self._backend, self.sum.ranks)
 
     def clear(self) -> None:
         """Discard the accumulated microbatches, after an update or to start the step over."""
@@ -239,14 +233,11 @@ class StepGradient:
         `squares` gets the sum of the weighted squares over all ranks, (1,).
 
         Raises:
-            RanksDifferError: on every rank, if the facts differ between ranks; of 64 differences one is not seen.
+            RanksDifferError: on every rank, if the facts differ between ranks, or did some updates ago.
         """
-        like = local_parts(self.parameters)
-        check = list[Tensor]()
-        if self.sum.ranks > 1 and self._backend.reads(like[0]) and self._backend.job is self._backend:
-            number = zlib.crc32(repr(facts()).encode()) % _NUMBERS
-            check = [torch.tensor([number, number**2], dtype=scalar_dtype(like))]
-        found_inf, measured, apart = list[Tensor](), list[Tensor](), self.sum.by_microbatch
+        like, same_updates = local_parts(self.parameters), self._same_updates
+        found_inf, measured, compared = list[Tensor](), list[Tensor](), list[Tensor]()
+        apart = self.sum.by_microbatch
 
         def message() -> list[Tensor]:  # not in the graph of a microbatch: a step may have any number of them
             measured.extend(self._table_of_bits(step.num_microbatches, like[0]) if apart else self._measured_sums(like))
@@ -257,13 +248,14 @@ class StepGradient:
             if self._second_moment is not None:
                 members = [parameter for parameter in self.parameters if parameter.grad is not None]
                 sums = self._second_moment.message(members)
-            return [*measured, *sums, *found_inf, *check]
+            if same_updates.compares:
+                dtype = torch.int64 if apart else scalar_dtype(like)  # that of the gradients as they are summed
+                compared.append(same_updates.message(facts(), like[0], dtype))
+            return [*measured, *sums, *found_inf, *compared]
 
         gradients = self.sum.finish(step.batch_size, factor, message)
-        for sums_of_rank in check:  # the same number x on all ranks: sum x^2 = (sum x)^2 / W
-            total, square = sums_of_rank.tolist()
-            if self.sum.ranks * square != total**2:
-                raise RanksDifferError(facts())
+        for sums in compared:
+            same_updates.compare(sums)
         summed = iter(self._sum_microbatches(measured) if apart else measured)
         if squares is not None:
             squares.append(next(summed))
@@ -287,6 +279,7 @@ class StepGradient:
         names = self.step_means.names if self._backend.elastic else None
         logged = {} if names is None else {"logged": list(names)}
         agreed: dict[str, Any] = {}
+        self._same_updates.check()
         if (participation := self.sum.participation) is not None:
             participation.check()
             agreed = participation.state_dict()
@@ -296,6 +289,7 @@ class StepGradient:
         """Restore a state; what it lacks is agreed on again."""
         if self.sum.participation is not None:
             self.sum.participation.load_state_dict(state)
-        self.agreed, logged = False, state.get("logged") if self._backend.elastic else None
+        self._await_agreement()
+        logged = state.get("logged") if self._backend.elastic else None
         self.step_means.names = None if logged is None else tuple(logged)
         self.token_count.used = state.get("counts", self.token_count.used)

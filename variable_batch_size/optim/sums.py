@@ -37,7 +37,6 @@ from variable_batch_size.optim.tensors import (
     sum_over_parts,
     widen,
 )
-from variable_batch_size.optim.watch import Watch
 
 RESTART = "so that the ranks may have made different updates; restart all ranks from the last checkpoint"
 
@@ -499,10 +498,6 @@ class InBackward(Sum):
 
     wrapper: str  # in words
 
-    def __init__(self, backend: Backend, **options: Any) -> None:
-        super().__init__(backend, **options)
-        self._watch = Watch(backend)
-
     @staticmethod
     def _check_members(parameters: Sequence[Tensor], members: Iterable[Tensor], words: str) -> None:
         """Raise ValueError if a parameter of the optimizer is not in what sums, in these words."""
@@ -518,15 +513,13 @@ class InBackward(Sum):
     def backward(
         self, loss: Tensor, microbatch: Microbatch, scale: Tensor | None, others: Sequence[Sum], **options: Any
     ) -> None:
-        """Call `backward()` of a loss with its weight; the wait for a rank that does not take part ends."""
+        """Call `backward()` of a loss with its weight; torch's timeout ends a wait for a rank that takes no part."""
         if options.get("create_graph"):
             raise RuntimeError(
                 "create_graph=True needs gradients that nothing changes in place, but a DistributedDataParallel or "
                 "FSDP2 sums them in backward(); omit it, or train the bare model, without model=, after "
                 "vbs.broadcast_parameters(model)"
             )
-        if loss.device.type == "cpu":
-            self._watch.begin()
         try:
             super().backward(loss, microbatch, scale, others, **options)
         except RuntimeError as error:
@@ -548,7 +541,6 @@ class InBackward(Sum):
 
     def _scale_and_sum_others(self, factor: float | None, others: Others) -> tuple[list[Tensor], Sequence[Tensor]]:
         """Multiply what was summed, sum the others, and return both."""
-        self._watch.end()
         gradients = collect_gradients(self.parameters)
         multiply(gradients, self._remaining_factor(factor), self._backend)
         if message := others():
@@ -562,11 +554,6 @@ class InBackward(Sum):
             scale = scale * (backend.world.rank == 0)
             backend.all_reduce_sum([scale.view(1)])
         return scale
-
-    def clear(self) -> None:
-        """Forget the step, after its update or to start it over."""
-        self._watch.end()
-        super().clear()
 
     def discard(self, agreement: Callable[[], Agreement], timeout: float) -> None:
         """Check that all ranks discard the step: what some have summed cannot be called back by one."""

@@ -115,8 +115,6 @@ class Sharded(InBackward):
                 f"torch.bfloat16, reduce_dtype=torch.float32) to fully_shard(), or choose a minibatch_size for which "
                 f"each rank has one microbatch a step"
             )
-        if self._groups[0].device.type == "cpu":
-            self._watch.begin()
         # By default each backward() scatters its sum, and replicas are summed in the last one only. Otherwise whole
         # gradients stay on the rank until the last backward(), which sums them over all ranks. A GradScaler reads
         # `.grad` after each microbatch, so that each backward() then sums over the replicas, too.
@@ -289,4 +287,4 @@ class SameForwards:
             call_before_forward(part, self._compare, name or "the root", first=True, once=True)  # before that of FSDP2
 
     def _compare(self, name: str) -> None:
-        self._agreement.gather(f"the first forward of {name} in a sharded model", "", _PATIENCE, within=True)
+        self._agreement.gather(f"the first forward of {name} in a sharded model", "", _PATIENCE)

@@ -33,6 +33,7 @@ from variable_batch_size.data.batches import Batch
 from variable_batch_size.optim.gradient_noise import GradientNoise, Statistics, UnmeasuredWarning, create_gradient_noise
 from variable_batch_size.optim.options import UpdateOptions
 from variable_batch_size.optim.rule_check import Chosen, scalings_of_groups
+from variable_batch_size.optim.same_updates import Facts, numbers_of_groups
 from variable_batch_size.optim.scaling import HyperparameterScaling
 from variable_batch_size.optim.second_moment import create_second_moment
 from variable_batch_size.optim.skipping import LargeGradients
@@ -164,18 +165,19 @@ class Updater:
         if self.skipper is not None:
             self.skipper.commit()
 
-    def apply(self, step: Batch, updates: int, samples: int, begin: Callable[[], None]) -> bool:
+    def apply(self, step: Batch, epoch: int, samples: int, begin: Callable[[], None]) -> bool:
         """Sum the gradients over the ranks, and step the inner optimizer; return False if the update was skipped.
 
-        It is skipped if the host has read that the gradient is non-finite or too large. `updates` and `samples` are
-        those before this update; `begin` is called right before the inner optimizer's step, which changes the weights.
+        It is skipped if the host has read that the gradient is non-finite or too large. `samples` are those before this
+        update; `begin` is called right before the inner optimizer's step, which changes the weights.
         """
         reference = step.batch_size if self.ref_batchsize is None else self.ref_batchsize
-        update = RuleInput(step.batch_size, reference, updates, samples)
+        update = RuleInput(step.batch_size, reference, step.step, samples)
+        facts = partial(self._facts, update, epoch)
         if self.gradient_noise is None:
-            scalings = self._apply_known_rules(update, step)
+            scalings = self._apply_known_rules(update, step, facts)
         else:
-            scalings = self._apply_measured_rules(self.gradient_noise, update, step)
+            scalings = self._apply_measured_rules(self.gradient_noise, update, step, facts)
         if scalings is None:
             return False
         self._step_inner(scalings, step, begin)
@@ -229,13 +231,13 @@ class Updater:
 
     # The stages. -------------------------------------------------------------------------------------------------
 
-    def _apply_known_rules(self, update: RuleInput, step: Batch) -> list[Scaling] | None:
+    def _apply_known_rules(self, update: RuleInput, step: Batch, facts: Callable[[], Facts]) -> list[Scaling] | None:
         """Reduce, clip and scale by rules that need no noise; return their factors, None if the update is skipped."""
         scalings = scalings_of_groups(self.rules, update)
         if self.second_moment is not None:
             self.second_moment.check(step, self.rules, scalings)
         factor = float(scalings[0].gradient) if self._shares_factor else None
-        reduced = self.gradient.reduce(step, factor, partial(self._facts, update))
+        reduced = self.gradient.reduce(step, factor, facts)
         if reduced is None:
             self._forget_norm()
             return None
@@ -247,10 +249,12 @@ class Updater:
             self._scale_gradients(scalings)
         return scalings
 
-    def _apply_measured_rules(self, noise: GradientNoise, update: RuleInput, step: Batch) -> list[Scaling] | None:
+    def _apply_measured_rules(
+        self, noise: GradientNoise, update: RuleInput, step: Batch, facts: Callable[[], Facts]
+    ) -> list[Scaling] | None:
         """Reduce, measure, clip and scale by rules that may use the noise; None if the update is skipped."""
         squares: list[Tensor] = []
-        reduced = self.gradient.reduce(step, None, partial(self._facts, update), squares)
+        reduced = self.gradient.reduce(step, None, facts, squares)
         if reduced is None:
             self._forget_norm()
             return None
@@ -304,15 +308,14 @@ class Updater:
         self.grad_norm = norm
         return self.skipper.judge(norm, update.batch_size, first=update.samples == 0)
 
-    def _facts(self, update: RuleInput) -> dict[str, Any]:
+    def _facts(self, update: RuleInput, epoch: int) -> Facts:
         """Return what all ranks must have in common in an update, by name."""
-        groups = enumerate(self._inner.param_groups)
-        rates = {f"lr of parameter group {number}": group.get("lr") for number, group in groups}
         return {
+            "epoch": epoch,
             "step": update.updates,
             "batch_size": update.batch_size,
             "samples": update.samples,
-            **{name: rate for name, rate in rates.items() if not isinstance(rate, Tensor)},
+            **numbers_of_groups(self._inner.param_groups),
             **({} if self.skipper is None else {"skip_grad_norm": self.skipper.limit(update.batch_size)}),
             "parameters that require gradients": [
                 number for number, parameter in enumerate(self.parameters) if parameter.requires_grad

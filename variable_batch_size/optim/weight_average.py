@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal, NoReturn, final, get_args
+from typing import Any, Literal, final, get_args
 from weakref import WeakMethod
 
 import torch
@@ -143,14 +143,6 @@ class WeightAverage:
         _check_shapes("parameters to write to", targets, self.averages, remedy)
         for target, average in zip(targets, self.averages, strict=True):
             target.copy_(average)
-
-    def applied(self) -> NoReturn:
-        """Raise RuntimeError: an evaluation has a module of its own."""
-        raise RuntimeError(
-            "averages must be evaluated in another module than the one that is trained, whose weights they replaced "
-            "within applied(); create one, evaluated = copy.deepcopy(model), or build and shard a second one under "
-            "FSDP2, and call average.copy_to(evaluated) before each evaluation"
-        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averages, whole, by the numbers of the parameters; all ranks of a sharded model call it."""

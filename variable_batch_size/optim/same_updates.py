@@ -1,0 +1,121 @@
+"""Do all ranks make the same update? One number in the message of the gradients says so.
+
+A rank sends x and x^2, where x < M is a checksum of the facts of its update. W ranks have the same x if and only if
+W sum x^2 = (sum x)^2, by Cauchy's and Schwarz's inequality. M is the largest for which float32 holds each of the sums.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from variable_batch_size.backend import Backend
+from variable_batch_size.optim.late import READ_EVERY, LateReader
+
+Facts = dict[str, Any]  # of an update, by their names in an error
+
+_EXACT = 2**24  # up to here float32 holds every whole number
+_NUMBERS: frozenset[Any] = frozenset({bool, int, float})
+
+
+class RanksDifferError(RuntimeError):
+    """The facts of an update differ between ranks.
+
+    Attributes:
+        updates: the facts of the updates among which the one is in which they differ, on this rank.
+        made: whether the weights have changed since.
+    """
+
+    def __init__(self, updates: Iterable[Facts], *, made: bool) -> None:
+        super().__init__(
+            "all ranks must make the same updates, but they differ in position, hyperparameters or what is trained; "
+            "set these alike, and restore an earlier checkpoint on all ranks"
+        )
+        self.updates, self.made = list(updates), made
+
+
+def modulus(ranks: int) -> int:
+    """Return the largest M for which `ranks` squares of numbers below M have a sum that float32 holds: at most 2^24."""
+    return math.isqrt(_EXACT // ranks) + 1
+
+
+@final
+class SameUpdates:
+    """Compares the ranks that share a backend, update by update: before it where the host reads, else later.
+
+    Args:
+        backend: how the ranks communicate. If not all ranks of its job do, nothing is compared: the others would not
+            hear of a difference.
+        ranks: the number of ranks that sum.
+    """
+
+    def __init__(self, backend: Backend, ranks: int) -> None:
+        self._backend, self._ranks = backend, ranks
+        self.compares = ranks > 1 and backend.job is backend
+        self._modulus = modulus(ranks)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._updates = deque[Facts](maxlen=2 * READ_EVERY)  # those that a late read may still be about
+        self._differing: Tensor | None = None  # number of updates that differ, 0-D, on a device that is not read
+        self._late = LateReader()
+
+    def message(self, facts: Facts, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return [x, x^2] of an update, (2,), which the ranks sum in place, on the device of `like`."""
+        self._updates.append(facts)
+        x = zlib.crc32(repr(facts).encode()) % self._modulus
+        (numbers,) = self._backend.vectors([(x, x * x)], torch.empty((), dtype=dtype, device=like.device), "")
+        return numbers
+
+    def compare(self, sums: Tensor) -> None:
+        """Take the sums of what `message` has returned.
+
+        Raises:
+            RanksDifferError: on every rank, if the ranks differ.
+        """
+        if self._backend.reads(sums):
+            total, squares = sums.tolist()
+            if self._ranks * squares != total**2:
+                raise RanksDifferError([self._updates[-1]], made=False)
+            return
+        total, squares = sums.unbind()
+        ranks = self._backend.scalar(float(self._ranks), total, "ranks")
+        x = torch.round(total / ranks)  # if all are equal; the products are exact then, and W^2 x^2 would not be
+        differs = ((x * ranks != total) | (x * x * ranks != squares)).to(torch.float32)
+        self._differing = differs if self._differing is None else self._differing + differs
+        self._raise_if(self._late.read(self._differing))
+
+    def check(self) -> None:
+        """Raise RanksDifferError if the ranks have differed; waits for the device."""
+        self._raise_if(self._differing)
+
+    def _raise_if(self, differing: Tensor | None) -> None:
+        if differing is not None and differing.cpu().item() != 0:  # without a step marker, which would cut the graph
+            updates = self._updates
+            self._forget()
+            raise RanksDifferError(updates, made=True)
+
+
+def numbers_of_groups(groups: Sequence[Mapping[str, Any]]) -> Facts:
+    """Return the hyperparameters that are Python numbers, or tuples of them, as floats, by name and group."""
+    return {
+        f"{name} of parameter group {number}": as_floats
+        for number, group in enumerate(groups)
+        for name, value in sorted(group.items())
+        if (as_floats := _as_floats(value)) is not None
+    }
+
+
+def _as_floats(value: Any) -> float | tuple[float, ...] | None:
+    """Return numbers as floats, among which equal ones have equal texts; None for anything else."""
+    if value.__class__ in _NUMBERS:
+        return float(value + 0.0)  # 0.0 for -0.0
+    if isinstance(value, tuple) and _NUMBERS.issuperset(map(type, value)):
+        return tuple([number + 0.0 for number in value])
+    return None
