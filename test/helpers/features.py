@@ -233,8 +233,9 @@ def _by_closure(run: Run, indices: list[int]) -> bool:
 
 
 def _clearing(run: Run, indices: list[int]) -> bool:
-    """As where another backward adds to the gradients."""
-    run.loss(indices).mul(7).backward()
+    """As in a loop of torch, and where another backward has come before the first microbatch."""
+    if not run.optimizer.inside_step:
+        run.loss(indices).mul(7).backward()
     run.optimizer.zero_grad()
     return plainly(run, indices)
 

@@ -102,7 +102,7 @@ class Gan:
         return (judged - 1).square().mean()
 
     def train(self):
-        """With unequal numbers of microbatches, and gradients of one loss in the parameters of the other model."""
+        """With unequal numbers of microbatches; a loss leaves the gradients of the other model alone."""
         sampler = vbs.CustomSampler(40, [4, 12, 3, 9, 12], minibatch_size=2, on_end="hold", fixed_shape=False)
         modules = self.discriminator, self.generator
         optimizers = [
@@ -110,9 +110,9 @@ class Gan:
             for module in modules
         ]
         for rows in sampler:
-            for optimizer, loss in zip(optimizers, (self.loss_d, self.loss_g), strict=True):
+            for module, optimizer, loss in zip(modules, optimizers, (self.loss_d, self.loss_g), strict=True):
                 optimizer.zero_grad()
-                optimizer.backward(loss(rows))
+                optimizer.backward(loss(rows), inputs=list(module.parameters()))
                 optimizer.step()
         return [parameter.detach().numpy() for module in modules for parameter in module.parameters()]
 
@@ -151,7 +151,7 @@ def test_a_replay_leaves_statistics_and_random_numbers_as_they_were():
 
 
 def groups(backend):
-    """Two pairs of ranks train on equal batches, and begin anew, one with another rate: all four hear of it."""
+    """Two pairs of ranks train on equal batches; then one rank changes its learning rate, which all four hear."""
     rank, weights, messages = backend.world.rank, [], []
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     own = pairs[rank // 2]
@@ -159,10 +159,9 @@ def groups(backend):
         model = DistributedDataParallel(network(), process_group=own) if ddp else network()
         run = training(sizes=ODD, dataset_size=400, model=model, process_group=own).run(len(ODD))
         weights.append([array.copy() for array in run.weights()])
-        run = training(sizes=ODD, dataset_size=400, model=run.model, process_group=own)
         run.optimizer.param_groups[0]["lr"] *= 1 + (rank == 3)
         try:
-            run.run(1)
+            run.run(20)
         except RuntimeError as error:
             messages.append(str(error))
     return weights, messages

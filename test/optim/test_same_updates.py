@@ -16,6 +16,7 @@ from variable_batch_size.backend.sent_numbers import SentNumbers
 from variable_batch_size.optim.late import READ_EVERY
 from variable_batch_size.optim.same_updates import RanksDifferError, SameUpdates, modulus, numbers_of_groups
 from variable_batch_size.testing import run_ranks
+from variable_batch_size.world import World
 
 WORLDS = range(2, 4097)
 LATE = 2 * READ_EVERY  # updates, after which the host has read of every one
@@ -32,9 +33,16 @@ def sums_of(numbers):
     return np.add.accumulate(pairs, axis=1, dtype=np.float32)[:, -1]
 
 
+def same_updates(ranks, device):
+    """What compares so many ranks, of which this is one."""
+    backend = LocalBackend(sent=None if device is None else SentNumbers(device))
+    backend.world = World(0, ranks)
+    return SameUpdates(backend)
+
+
 def differ(ranks, sums, *, on_device):
     """Whether so many ranks are told that they differ, by these sums of their numbers."""
-    same = SameUpdates(LocalBackend(sent=SentNumbers("cpu") if on_device else None), ranks)
+    same = same_updates(ranks, "cpu" if on_device else None)
     same.message({}, torch.zeros(1), torch.float32)
     try:
         same.compare(torch.tensor(sums, dtype=torch.float32))
@@ -69,7 +77,7 @@ def test_in_no_world_the_largest_numbers_are_mistaken(on_device):
 
 def test_the_host_reads_a_device_every_few_updates_only():
     """Each read of the device "meta" raises."""
-    same = SameUpdates(LocalBackend(sent=SentNumbers("meta")), 2)
+    same = same_updates(2, "meta")
 
     def update():
         same.compare(same.message({"step": 1}, torch.zeros(1, device="meta"), torch.float32))

@@ -21,7 +21,7 @@ from variable_batch_size.optim.late import READ_EVERY, LateReader
 Facts = dict[str, Any]  # of an update, by their names in an error
 
 _EXACT = 2**24  # up to here float32 holds every whole number
-_NUMBERS: frozenset[Any] = frozenset({bool, int, float})
+_NUMBERS = frozenset({bool, int, float})
 
 
 class RanksDifferError(RuntimeError):
@@ -47,18 +47,21 @@ def modulus(ranks: int) -> int:
 
 @final
 class SameUpdates:
-    """Compares the ranks that share a backend, update by update: before it where the host reads, else later.
+    """Compares the ranks of a job, update by update: before it where the host reads, else later.
 
     Args:
-        backend: how the ranks communicate. If not all ranks of its job do, nothing is compared: the others would not
-            hear of a difference.
-        ranks: the number of ranks that sum.
+        backend: how the ranks that share a batch communicate. One whose ranks come and go compares them by itself.
+
+    Attributes:
+        compares: whether there are ranks to compare.
+        apart: whether not all ranks of the job share a batch, so that the number needs a sum of its own.
     """
 
-    def __init__(self, backend: Backend, ranks: int) -> None:
-        self._backend, self._ranks = backend, ranks
-        self.compares = ranks > 1 and backend.job is backend
-        self._modulus = modulus(ranks)
+    def __init__(self, backend: Backend) -> None:
+        job = backend.job
+        self._backend, self._job, self._ranks = backend, job, job.world.size
+        self.compares, self.apart = job.world.size > 1 and not backend.elastic, job is not backend
+        self._modulus = modulus(job.world.size)
         self._forget()
 
     def _forget(self) -> None:
@@ -74,11 +77,13 @@ class SameUpdates:
         return numbers
 
     def compare(self, sums: Tensor) -> None:
-        """Take the sums of what `message` has returned.
+        """Take the sums of what `message` has returned, or what is to be summed, if the number is `apart`.
 
         Raises:
             RanksDifferError: on every rank, if the ranks differ.
         """
+        if self.apart:
+            self._job.all_reduce_sum([sums])
         if self._backend.reads(sums):
             total, squares = sums.tolist()
             if self._ranks * squares != total**2:
@@ -114,8 +119,8 @@ def numbers_of_groups(groups: Sequence[Mapping[str, Any]]) -> Facts:
 
 def _as_floats(value: Any) -> float | tuple[float, ...] | None:
     """Return numbers as floats, among which equal ones have equal texts; None for anything else."""
-    if value.__class__ in _NUMBERS:
-        return float(value + 0.0)  # 0.0 for -0.0
-    if isinstance(value, tuple) and _NUMBERS.issuperset(map(type, value)):
-        return tuple([number + 0.0 for number in value])
-    return None
+    numbers: tuple[Any, ...] = value if isinstance(value, tuple) else (value,)
+    if any(number.__class__ not in _NUMBERS for number in numbers):
+        return None
+    floats = tuple([number + 0.0 for number in numbers])  # also of -0.0
+    return floats if numbers is value else floats[0]

@@ -61,7 +61,7 @@ class StepGradient:
 
     def _await_agreement(self) -> None:
         self.agreed = False  # whether the ranks have compared themselves before a first update
-        self._same_updates = SameUpdates(self._backend, self.sum.ranks)
+        self._same_updates = SameUpdates(self._backend)
 
     def clear(self) -> None:
         """Discard the accumulated microbatches, after an update or to start the step over."""
@@ -251,7 +251,7 @@ class StepGradient:
             if same_updates.compares:
                 dtype = torch.int64 if apart else scalar_dtype(like)  # that of the gradients as they are summed
                 compared.append(same_updates.message(facts(), like[0], dtype))
-            return [*measured, *sums, *found_inf, *compared]
+            return [*measured, *sums, *found_inf, *([] if same_updates.apart else compared)]
 
         gradients = self.sum.finish(step.batch_size, factor, message)
         for sums in compared:
