@@ -43,9 +43,10 @@ def same_updates(ranks, device):
 def differ(ranks, sums, *, on_device):
     """Whether so many ranks are told that they differ, by these sums of their numbers."""
     same = same_updates(ranks, "cpu" if on_device else None)
-    same.message({}, torch.zeros(1), torch.float32)
+    same.expect({})
+    same.part([torch.zeros(1)])
     try:
-        same.compare(torch.tensor(sums, dtype=torch.float32))
+        same.compare([torch.tensor(sums, dtype=torch.float32)])
         same.check()
     except RanksDifferError:
         return True
@@ -80,7 +81,8 @@ def test_the_host_reads_a_device_every_few_updates_only():
     same = same_updates(2, "meta")
 
     def update():
-        same.compare(same.message({"step": 1}, torch.zeros(1, device="meta"), torch.float32))
+        same.expect({"step": 1})
+        same.compare(same.part([torch.zeros(1, device="meta")]))
 
     for _ in range(LATE - 1):
         update()

@@ -81,15 +81,15 @@ def compare_ranks(updater: Updater, sampler: Dealer, inner: Optimizer, backend: 
         position = {**sampler.batches.position_state(place.position), "samples": place.samples}
         facts = {**position, **of_update, **sampler_facts(sampler)}
         check_same_facts(FIRST_UPDATE, facts, agreement)
-        means = updater.gradient.step_means
+        means = updater.step_means
         names = json.dumps(means.names_of_step or means.names or ())
         check_names("log()", [*map(json.loads, agreement.gather(FIRST_UPDATE, names))])
         _check_replicas(updater.parameters, backend, agreement)
-        updater.gradient.sum.agree(agreement)
+        updater.sum.agree(agreement)
     elif not backend.alone:
-        updater.gradient.sum.agree(agreement)
+        updater.sum.agree(agreement)
     check_remembered_models(updater.parameters, sampler)
-    updater.gradient.agreed = True
+    updater.agreed = True
 
 
 def name_difference(error: RanksDifferError, agreement: Agreement) -> None:
@@ -195,7 +195,7 @@ def _facts_of_update(updater: Updater, inner: Optimizer, backend: Backend) -> di
         "number of parameter groups": len(inner.param_groups),
         **_hyperparameters(inner, backend),
         "number of parameters": len(updater.parameters),
-        "count= in step()": bool(updater.gradient.token_count.used),
+        "count= in step()": bool(updater.token_count.used),
     }
 
 

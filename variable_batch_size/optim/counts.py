@@ -21,6 +21,10 @@ Count: TypeAlias = "Callable[[Any], Mapping[str, Tensor | float]]"
 Totals: TypeAlias = "Mapping[str, Tensor | float]"
 
 _CALL = "the next update of vbs.updates(counts=)"
+NOT_WEIGHTED = (
+    "in an update of vbs.updates(counts=) each loss is divided by update.counts, and must not be weighed by samples, "
+    "but {}; call optimizer.backward(loss, weighted=True) for all losses"
+)
 _REMEDY = 'return a dict such as {"tokens": (labels != -100).sum(), "rows": len(labels)}'
 
 
@@ -54,11 +58,12 @@ class Counts:
     microbatch divided by that of its rows, so that repeated rows count once and replays not at all. A total of 0 is
     given as inf: a term that is divided by it is 0, and so is its gradient, where 0 / 0 would be nan.
 
-    The totals are floats where the host reads the gradients, and 0-D tensors on other devices.
+    The totals are floats where the host reads the gradients, and 0-D tensors on other devices. `whole`: counts have to
+    be whole numbers, whose sum has no order.
     """
 
-    def __init__(self, backend: Backend, total: Sum) -> None:
-        self._backend, self._sum = backend, total
+    def __init__(self, backend: Backend, total: Sum, *, whole: bool) -> None:
+        self._backend, self._sum, self._whole = backend, total, whole
         self.forget()
 
     def forget(self) -> None:
@@ -144,7 +149,7 @@ class Counts:
                 return value.to(example.device, example.dtype)
             value = value.item()
         number = check_number(value, f"the count {name!r} of a microbatch", "count its tokens, rows or weights")
-        if self._sum.by_microbatch and number % 1:
+        if self._whole and number % 1:
             requirement = f"with reproducible=True the count {name!r} must be a whole number, whose sum has no order"
             raise value_error(requirement, number, "count tokens or rows")
         return number

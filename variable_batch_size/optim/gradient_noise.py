@@ -61,7 +61,7 @@ class GradientNoise:
     theta = max(0, 1 - (B / ref) / HORIZON). An average is divided by 1 - prod(theta), which corrects the bias of its
     start at 0. sigma^2 and mu^2 are averaged first and divided by each other afterwards.
 
-    The calls of a step: `add_square` for each microbatch, `local_squares` before the all-reduce, `statistics` and
+    The calls of a step: `add_square` for each microbatch, `part` before the sum over the ranks, `statistics` and
     `update` after it, `commit` after the weights have changed, and `clear`.
 
     `on_device`: numbers stay on the device, without a host sync. `differenced`: an update of a single microbatch is
@@ -88,10 +88,10 @@ class GradientNoise:
         square = square * self._backend.scalar(factor, square, "square")
         self._squares = square if self._squares is None else self._squares + square
 
-    def local_squares(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Return this rank's part of S = sum_j n_j |g_j|^2, (1,), which the all-reduce sums."""
-        squares = gradients[0].new_zeros((), dtype=torch.float32) if self._squares is None else self._squares
-        return squares.to(scalar_dtype(gradients)).view(1)
+    def part(self, like: Sequence[Tensor]) -> list[Tensor]:
+        """Return this rank's part of S = sum_j n_j |g_j|^2, (1,), which the ranks sum."""
+        squares = like[0].new_zeros((), dtype=torch.float32) if self._squares is None else self._squares
+        return [squares.to(scalar_dtype(like)).view(1)]
 
     def statistics(self, squares: Tensor, gradients: Sequence[Tensor]) -> Statistics:
         """Return the statistics of the update from S, (1,), and G, both summed over the ranks."""

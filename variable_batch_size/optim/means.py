@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -57,7 +57,7 @@ class StepMeans:
             self._sums[name] = total + self._weigh(value, weight, like), weights + weight
         self._current = {}
 
-    def message(self, like: Tensor) -> list[Tensor]:
+    def part(self, like: Sequence[Tensor]) -> list[Tensor]:
         """Return what the ranks have to sum, (2 * names,); nothing if nothing is logged."""
         for name, number in self._microbatches.items():
             if number != self._added:
@@ -65,14 +65,14 @@ class StepMeans:
                     f"log() must be called for every microbatch of a step, but {name!r} has {number} values for "
                     f"{self._added} microbatches; call it before each step() on every rank, replays too"
                 )
-        names = self.names if self.names is not None else self.names_of_step
-        if not names:
+        self.names = self.names_of_step if self.names is None else self.names
+        if not self.names:
             return []
-        sums = [self._sums.get(name, (0.0, 0.0))[part] for part in (0, 1) for name in names]
-        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        sums = [self._sums.get(name, (0.0, 0.0))[part] for part in (0, 1) for name in self.names]
+        dtype = torch.float64 if like[0].dtype == torch.float64 else torch.float32
         if not any(isinstance(number, Tensor) for number in sums):
-            return [torch.tensor(sums, dtype=dtype).to(like.device)]
-        return [torch.stack([torch.as_tensor(number, dtype=dtype, device=like.device) for number in sums])]
+            return [torch.tensor(sums, dtype=dtype).to(like[0].device)]
+        return [torch.stack([torch.as_tensor(number, dtype=dtype, device=like[0].device) for number in sums])]
 
     @property
     def names_of_step(self) -> tuple[str, ...]:
@@ -222,12 +222,12 @@ class TokenCount:
         self._zero = self._backend.scalar(0.0, like) if self._zero is None else self._zero
         self._sum = (self._zero if self._sum is None else self._sum) + self.weight
 
-    def message(self, like: Tensor) -> list[Tensor]:
+    def part(self, like: Sequence[Tensor]) -> list[Tensor]:
         """Return what the ranks have to sum: the counts of this rank, (1,); nothing if there are none."""
         if not self.used:
             return []
-        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-        return [torch.as_tensor(self._sum, dtype=dtype).to(like.device).view(1)]
+        dtype = torch.float64 if like[0].dtype == torch.float64 else torch.float32
+        return [torch.as_tensor(self._sum, dtype=dtype).to(like[0].device).view(1)]
 
     @staticmethod
     def total(message: list[Tensor]) -> Tensor | None:

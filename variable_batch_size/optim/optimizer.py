@@ -26,7 +26,7 @@ from variable_batch_size.data.training import Phase, Reads
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim import consistency
 from variable_batch_size.optim.controller import ControllerRunner
-from variable_batch_size.optim.counts import Counts
+from variable_batch_size.optim.counts import NOT_WEIGHTED, Counts
 from variable_batch_size.optim.hooks import call_before_forward, uncompiled
 from variable_batch_size.optim.normalization import check_reproducible, cut_options
 from variable_batch_size.optim.options import Estimator, NormLimit, Reduction, UpdateOptions, check_objects
@@ -38,7 +38,6 @@ from variable_batch_size.optim.same_updates import RanksDifferError
 from variable_batch_size.optim.scaling import LearningRateCheck
 from variable_batch_size.optim.seeding import Seeding
 from variable_batch_size.optim.squares import Needs
-from variable_batch_size.optim.step_gradient import NOT_WEIGHTED
 from variable_batch_size.optim.strategies import backend_for, sum_for, unwrap
 from variable_batch_size.optim.update import Updater
 from variable_batch_size.optim.wrapper import (
@@ -150,7 +149,10 @@ class CustomOptimizer(ObservedOptimizer):
         self._sampler, self._training = sampler, sampler.training
         cut = total.dealing(**cut_options(module, parameters, **kind))
         sampler.attach(self, compiles_shapes=self._backend.static_graph, elastic=self._backend.elastic, **cut)
-        self._replays, self._counts = Replays(module, self._backend), Counts(self._backend, total)
+        self._replays, self._counts = (
+            Replays(module, self._backend),
+            Counts(self._backend, total, whole=sampler.batches.reproducible),
+        )
         call_before_forward(total.module, self._announce_microbatch)
         call_before_forward(self._replays.module, self._save_before_replay)
         total.meet(lambda: self.agreement)  # while every rank is here
@@ -164,7 +166,7 @@ class CustomOptimizer(ObservedOptimizer):
         self._controller = ControllerRunner(*core, self.tracker)
 
     def _announce_microbatch(self) -> None:
-        self._updater.gradient.sum.prepare(self._training.upcoming(self))
+        self._updater.sum.prepare(self._training.upcoming(self))
 
     def _needs_of_microbatch(self) -> Needs:
         known = self._training.upcoming(self) is not None
@@ -223,7 +225,7 @@ class CustomOptimizer(ObservedOptimizer):
         """
         self._training.check_phase("discard_step()", Phase.BETWEEN_STEPS, Phase.INSIDE_STEP, Phase.INTERRUPTED)
         self._seeding.end_microbatch()
-        self._updater.gradient.sum.discard(lambda: self.agreement, timeout)
+        self._updater.sum.discard(lambda: self.agreement, timeout)
         self._training.restart()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -237,7 +239,7 @@ class CustomOptimizer(ObservedOptimizer):
                 of a generator does to those of its discriminator: pass `inputs=` to it.
         """
         self._adopt_groups()
-        self._updater.gradient.sum.zero_grad()
+        self._updater.sum.zero_grad()
 
     def backward(
         self,
@@ -285,10 +287,15 @@ class CustomOptimizer(ObservedOptimizer):
                 requirement = "all optimizers of a loss must be at the same microbatch, and have the same reduction"
                 found = f"{optimizer.reduction} at {other}" if optimizer.reduction != self.reduction else f"{other}"
                 raise value_error(requirement, found, "pass one sampler to them, and call step() of each")
-        options = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs, "weighted": weighted}
-        gradients = [optimizer._updater.gradient for optimizer in others]
+        options: Any = {
+            "retain_graph": retain_graph,
+            "create_graph": create_graph,
+            "inputs": inputs,
+            "weighted": weighted,
+        }
+        sums = [optimizer._updater.sum for optimizer in others]
         with self._watching_others(others):
-            self._updater.gradient.backward(loss, microbatch, scaler, gradients, gradient=gradient, **options)
+            self._updater.sum.backward(loss, microbatch, scaler, sums, **options)
 
     def _check_weighted(self, weighted: bool) -> None:
         """Raise ValueError unless the losses of this update have to be weighted, or not, as one is."""
@@ -309,7 +316,7 @@ class CustomOptimizer(ObservedOptimizer):
         stack, named = ExitStack(), {self, *others}
         for member in list(members):
             if member not in named:
-                stack.enter_context(member._updater.gradient.sum.note_other_backward())
+                stack.enter_context(member._updater.sum.note_other_backward())
         return stack
 
     def _microbatch_of_backward(self) -> Microbatch:
@@ -323,7 +330,7 @@ class CustomOptimizer(ObservedOptimizer):
             if iteration is not None:
                 iteration.find_serial()  # now, before a loop may accumulate several microbatches by itself
             if not training.round_of(self):  # an earlier backward() was that of a loop that was left
-                self._updater.gradient.sum.zero_grad()
+                self._updater.sum.zero_grad()
         return training.microbatch(self)
 
     def _check_meets_same_weights(self) -> None:
@@ -381,14 +388,14 @@ class CustomOptimizer(ObservedOptimizer):
         self._check_seeded()
         if closure is not None:
             run_closure(closure, scaled=getattr(self, "found_inf", None) is not None)
-        if not updater.gradient.sum.carries_weight:
+        if not updater.sum.carries_weight:
             self._check_meets_same_weights()
         self._adopt_groups()
         self._lr_check.check(self.param_groups, inside_step=training.round_of(self) > 0)
         try:
             training.running = True
             microbatch = training.receive_microbatch(self)
-            self._check_none_left(updater.gradient.parameters)
+            self._check_none_left(updater.parameters)
             self._accumulate(microbatch, count)
             updated = microbatch.ends_step and self._make_update()
         except BrokenStepError:  # before anything has changed but gradients; vbs.updates makes the step again
@@ -450,7 +457,7 @@ class CustomOptimizer(ObservedOptimizer):
         self._seeding.end_microbatch()
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "vbs"})
         self._mark_stepped()
-        self._updater.gradient.sum.restart()
+        self._updater.sum.restart()
         self._counts.forget()
         if position is not None and batches is not None:
             sampler.adopt_state(position["sampler"], batches, owned=True)
@@ -473,16 +480,14 @@ class CustomOptimizer(ObservedOptimizer):
         following = None if microbatch.ends_step else training.microbatch(self, ahead=1)
         scale = {name: getattr(self, name, None) for name in ("found_inf", "grad_scale")}  # set by a GradScaler
         weighted = training.batch.totals is not None
-        gradient = self._updater.gradient
-        gradient.add(
-            microbatch, following, inside_step=training.round_of(self) > 0, **scale, count=count, weighted=weighted
-        )
+        inside_step = training.round_of(self) > 0
+        self._updater.add(microbatch, following, inside_step=inside_step, **scale, count=count, weighted=weighted)
         self._replays.restore_state()
 
     def _make_update(self) -> bool:
         """Make the update of the step; return whether the weights changed."""
         updater, training = self._updater, self._training
-        if not updater.gradient.agreed:
+        if not updater.agreed:
             consistency.compare_ranks(updater, self.sampler, self.inner, self._backend, self.agreement)
         batch = training.batch
         try:
@@ -497,7 +502,7 @@ class CustomOptimizer(ObservedOptimizer):
 
     def note_commit(self, batch: Batch) -> None:
         """Begin the next step, and tell the observers that an update was committed."""
-        self._updater.gradient.sum.begin_next_step(several=self._training.several_rounds)
+        self._updater.sum.begin_next_step(several=self._training.several_rounds)
         commit = Commit(batch, self._updater.last_scaling, self._updated)
         for observer in list(self._observers):
             observer.commit(commit)
@@ -519,7 +524,7 @@ class CustomOptimizer(ObservedOptimizer):
     def note_iteration(self) -> None:
         """Note which gradients there are when an iteration begins: they are left from before."""
         if not self._training.round_of(self):
-            gradients = (parameter.grad for parameter in self._updater.gradient.parameters)
+            gradients = (parameter.grad for parameter in self._updater.parameters)
             self._left = [gradient for gradient in gradients if gradient is not None]
 
     def _check_none_left(self, parameters: Sequence[Tensor]) -> None:

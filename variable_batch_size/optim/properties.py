@@ -155,17 +155,17 @@ class ObservedOptimizer(OptimizerWrapper):
         Call it before the `step()` of every microbatch, on every rank, with the names of the first update. Pass means
         over the rows of a microbatch; with `step(count=)`, means over what is counted.
         """
-        self._updater.gradient.step_means.log(means)
+        self._updater.step_means.log(means)
 
     @property
     def logged(self) -> dict[str, Tensor]:
         """The means of the values of `log` in the last update: 0-D tensors on the device of the gradients."""
-        return self._updater.gradient.step_means.last_means
+        return self._updater.step_means.last_means
 
     @property
     def count(self) -> Tensor | None:
         """The sum of the counts of the last update over all ranks, as its tokens, 0-D; None without `step(count=)`."""
-        return self._updater.gradient.token_count.last
+        return self._updater.token_count.last
 
     @property
     def max_grad_norm(self) -> float | None:

@@ -98,9 +98,7 @@ class Reporter:
     def _reads_device(self) -> bool:
         """Whether the next row has numbers that a device computes."""
         updater = self._updater
-        measured = (
-            updater.gradient_noise is not None or updater.options.grad_norm or bool(updater.gradient.step_means.names)
-        )
+        measured = updater.gradient_noise is not None or updater.options.grad_norm or bool(updater.step_means.names)
         return measured and updater.parameters[0].device.type != "cpu"
 
     def _is_row_due(self, step: Batch) -> bool:
@@ -135,7 +133,7 @@ class Reporter:
         skipped = {} if updater.skipper is None else {"skipped": updater.skipper.skipped}
         scaling, lr, norm = updater.last_scaling, updater.reference_lr, updater.grad_norm
         noise = None if updater.gradient_noise is None else updater.gradient_noise.reader()
-        progress, means = updater.progress.reader(), updater.gradient.step_means.reader()
+        progress, means = updater.progress.reader(), updater.step_means.reader()
 
         def read() -> dict[str, float]:
             factor = _as_float(scaling.lr) * _as_float(scaling.gradient)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from variable_batch_size.backend import Backend
 from variable_batch_size.optim.late import READ_EVERY, LateReader
+from variable_batch_size.optim.tensors import scalar_dtype
 
 Facts = dict[str, Any]  # of an update, by their names in an error
 
@@ -54,36 +55,51 @@ class SameUpdates:
 
     Attributes:
         compares: whether there are ranks to compare.
-        apart: whether not all ranks of the job share a batch, so that the number needs a sum of its own.
     """
 
     def __init__(self, backend: Backend) -> None:
         job = backend.job
         self._backend, self._job, self._ranks = backend, job, job.world.size
-        self.compares, self.apart = job.world.size > 1 and not backend.elastic, job is not backend
+        self.compares = job.world.size > 1 and not backend.elastic
+        self._apart = job is not backend  # not all ranks of the job share a batch: the number has a sum of its own
         self._modulus = modulus(job.world.size)
-        self._forget()
+        self.forget()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Begin anew: the ranks compare all that they have before the next update."""
         self._updates = deque[Facts](maxlen=2 * READ_EVERY)  # those that a late read may still be about
         self._differing: Tensor | None = None  # number of updates that differ, 0-D, on a device that is not read
         self._late = LateReader()
 
-    def message(self, facts: Facts, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return [x, x^2] of an update, (2,), which the ranks sum in place, on the device of `like`."""
+    def expect(self, facts: Facts) -> None:
+        """Compare an update by these facts."""
         self._updates.append(facts)
-        x = zlib.crc32(repr(facts).encode()) % self._modulus
-        (numbers,) = self._backend.vectors([(x, x * x)], torch.empty((), dtype=dtype, device=like.device), "")
-        return numbers
 
-    def compare(self, sums: Tensor) -> None:
-        """Take the sums of what `message` has returned, or what is to be summed, if the number is `apart`.
+    def part(self, like: Sequence[Tensor]) -> list[Tensor]:
+        """Return [x, x^2] of the update, (2,), which the ranks sum in place; nothing if there is nothing to compare."""
+        if not self.compares:
+            return []
+        x = zlib.crc32(repr(self._updates[-1]).encode()) % self._modulus
+        example = torch.empty((), dtype=scalar_dtype(like), device=like[0].device)
+        (self._number,) = self._backend.vectors([(x, x * x)], example, "")
+        return [] if self._apart else [self._number]
+
+    def clear(self) -> None:
+        """Do nothing: what was compared stays known."""
+
+    def compare(self, message: Sequence[Tensor]) -> None:
+        """Take the sums of what `part` has returned.
 
         Raises:
             RanksDifferError: on every rank, if the ranks differ.
         """
-        if self.apart:
-            self._job.all_reduce_sum([sums])
+        if self.compares and self._apart:
+            self._job.all_reduce_sum([self._number])
+            message = [self._number]
+        for sums in message:
+            self._compare(sums)
+
+    def _compare(self, sums: Tensor) -> None:
         if self._backend.reads(sums):
             total, squares = sums.tolist()
             if self._ranks * squares != total**2:
@@ -103,7 +119,7 @@ class SameUpdates:
     def _raise_if(self, differing: Tensor | None) -> None:
         if differing is not None and differing.cpu().item() != 0:  # without a step marker, which would cut the graph
             updates = self._updates
-            self._forget()
+            self.forget()
             raise RanksDifferError(updates, made=True)
 
 

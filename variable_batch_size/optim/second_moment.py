@@ -37,7 +37,7 @@ _SMALLEST_BETA = 2.0**-60  # a smaller one may take the quotient by it out of th
 class SecondMoment:
     """Adds to the second moment of an Adam what its gradients would have at the reference.
 
-    The calls of a step: `add` for each microbatch, `message` before the sum over the ranks, `subtract_squared_mean`
+    The calls of a step: `add` for each microbatch, `part` before the sum over the ranks, `subtract_squared_mean`
     after it, `clip`, `apply` right before the inner step, and `clear`. Updates of at most the reference need nothing
     but on a device that compiles graphs, whose updates are all the same.
     """
@@ -83,10 +83,12 @@ class SecondMoment:
             torch._foreach_div_(tensors, scale.to(tensors[0].dtype).square())
         add_to(self._sums, squares)
 
-    def message(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+    def part(self, like: Sequence[Tensor]) -> list[Tensor]:
         """Return this rank's sums for the parameters that take part in the update; the ranks add them in place."""
         if not self.needs_squares_now:
             return []
+        groups = self._inner.param_groups
+        parameters = dict.fromkeys(one for group in groups for one in group["params"] if one.grad is not None)
         missing = [parameter for parameter in parameters if parameter not in self._sums]
         self._sums |= {parameter: widen(torch.zeros_like(parameter)) for parameter in missing}
         self._sums = {parameter: self._sums[parameter] for parameter in parameters}

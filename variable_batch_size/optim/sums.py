@@ -19,12 +19,15 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import OutOfMemoryError, Tensor
+from torch.amp.grad_scaler import GradScaler
 from torch.nn import Module
 
 from variable_batch_size.backend import Backend
 from variable_batch_size.backend.agreement import AbsentRankError, Agreement
+from variable_batch_size.data.batches import Batch
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.backward_check import BackwardCheck
+from variable_batch_size.optim.message import Message
 from variable_batch_size.optim.participation import Participation
 from variable_batch_size.optim.squares import Needs, Squares
 from variable_batch_size.optim.tensors import (
@@ -44,9 +47,6 @@ RESTART = "so that the ranks may have made different updates; restart all ranks 
 def absent_rank_error(error: Exception) -> RuntimeError:
     """Return the error of ranks that wait for one that does not come."""
     return RuntimeError(f"a rank does not take part in the sum of the gradients, {RESTART}: {error}")
-
-
-Others = Callable[[], Sequence[Tensor]]  # returns what the ranks have to sum besides gradients, in place
 
 
 class MeasuredSquares(NamedTuple):
@@ -74,10 +74,10 @@ class Sum(ABC):
 
     module: Module | None = None  # before whose forward `prepare` has to be called, if there is one
     _sums_alone = False  # whether nothing else may sum the gradients over several ranks
-    by_microbatch = False  # whether what is measured of a microbatch stays apart until the ranks have summed it
 
     def __init__(self, backend: Backend, *, by_rows: bool, needs: Callable[[], Needs] | None) -> None:
         self._backend, self._by_rows, self._needs = backend, by_rows, needs
+        self.message = Message()  # what the ranks sum besides
         self._begun = False  # whether the other ranks may have a sum that an exception has interrupted here
 
     def use_parameters(self, parameters: Sequence[Tensor], *, keep: bool = False) -> None:
@@ -87,7 +87,6 @@ class Sum(ABC):
         self._watch_gradients(self._squares)
         self._check = BackwardCheck(parameters, sums=self._sums_alone)
         self._factor: float | None = None  # of the gradients that `backward` has left, of that of the mean loss
-        self._scale: Tensor | None = None  # that of a GradScaler in this step, 0-D
         self._begin_step()
         if not keep:
             self._drop_gradients()
@@ -96,6 +95,8 @@ class Sum(ABC):
     def _begin_step(self) -> None:
         self._inside = False  # whether a microbatch of the step was added
         self._weighted = False  # whether the losses of the step are divided by all that they must be
+        self._scaled: bool | None = None  # whether the losses of the step are scaled; None: there was none
+        self._scale: Tensor | None = None  # that of a GradScaler in this step, 0-D
 
     def _watch_gradients(self, squares: Squares | None) -> None:
         if squares is not None:
@@ -145,22 +146,28 @@ class Sum(ABC):
         """Whether `backward` has run since the last `add`."""
         return self._factor is not None
 
+    @property
+    def scale(self) -> Tensor | None:
+        """The scale of the losses of the step under a `GradScaler`, 0-D."""
+        return self._scale
+
     def backward(
         self,
         loss: Tensor,
         microbatch: Microbatch,
-        scale: Tensor | None,
+        scaler: GradScaler | None,
         others: Sequence[Sum],
         *,
         weighted: bool = False,
         **options: Any,
     ) -> None:
-        """Call `backward()` of a loss of a microbatch, with its weight and the scale of a `GradScaler`, 0-D.
+        """Call `backward()` of a loss of a microbatch, with its weight, and a scale if there is a `GradScaler`.
 
         `others` are those of optimizers whose parameters the loss has, too; `options` those of `Tensor.backward`. A
         `weighted` loss is a part of that of the update: its weight is 1, but for repeated rows.
         """
         every = (self, *others)
+        scale = self._begin_scaling(loss, scaler, every)
         for total in every:
             total._weighted = weighted
         factor = self._loss_factor(microbatch)
@@ -172,7 +179,25 @@ class Sum(ABC):
             loss = loss * self._backend.scalar(weight, loss, "loss")
         (loss if scale is None else loss * scale).backward(**options)  # type: ignore[no-untyped-call]
         for total in every:
-            total._after_backward(microbatch, factor, scale)
+            total._after_backward(microbatch, factor)
+
+    def _begin_scaling(self, loss: Tensor, scaler: GradScaler | None, every: Sequence[Sum]) -> Tensor | None:
+        """Return the scale of a loss, 0-D, which is that of the first one of the step; None without a scaler."""
+        scaled = scaler is not None and scaler.is_enabled()
+        for total in every:
+            if total._scaled not in (None, scaled):
+                raise RuntimeError(
+                    "all losses of a step must be scaled, or none, but some have a scaler= and others have not; pass "
+                    "it to each backward() of the step, and call discard_step() first"
+                )
+            total._scaled = scaled
+        if scaler is not None and scaled:
+            scale = self._scale
+            if scale is None:
+                scale = self._common_scale(scaler.scale(torch.ones((), device=loss.device)))
+            for total in every:
+                total._scale = scale
+        return self._scale
 
     def note_other_backward(self) -> AbstractContextManager[None]:
         """Note whether the `backward()` of an optimizer that does not know this one adds to its gradients."""
@@ -193,9 +218,9 @@ class Sum(ABC):
         if self._factor is None:
             self._forget_squares()  # of whatever came before
 
-    def _after_backward(self, microbatch: Microbatch, factor: float, scale: Tensor | None) -> None:
+    def _after_backward(self, microbatch: Microbatch, factor: float) -> None:
         self._check.after_backward()
-        self._factor, self._scale = factor, scale
+        self._factor = factor
 
     @abstractmethod
     def measure(self, microbatch: Microbatch, *, counted: bool) -> MeasuredSquares:
@@ -250,14 +275,17 @@ class Sum(ABC):
     # The step. -----------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def finish(self, batch_size: int, factor: float | None, others: Others) -> list[Tensor]:
-        """Leave `factor` times G in `.grad`, sum the others, and return the gradients that there are.
+    def finish(self, batch: Batch, factor: float | None) -> list[Tensor]:
+        """Leave `factor` times G in `.grad`, sum the message, and return the gradients that there are.
 
         Args:
-            batch_size: B.
+            batch: the update.
             factor: None if there is none in any update.
-            others: returns what the ranks have to sum besides, in place, for the parameters with a gradient on any.
         """
+
+    def _collect_message(self, batch: Batch) -> list[Tensor]:
+        """Return what the ranks sum besides: not in the graph of a microbatch, of which a step may have any number."""
+        return self.message.collect(batch.num_microbatches, local_parts(self.parameters))
 
     def _remaining_factor(self, factor: float | None) -> float | Tensor:
         """Return what the sum of the step must still be multiplied by."""
@@ -265,7 +293,7 @@ class Sum(ABC):
         scaled_by = 1.0 if factor is None else factor
         return scaled_by if self._scale is None else scaled_by / self._scale.to(scalar_dtype(self.parameters))
 
-    def common_scale(self, scale: Tensor) -> Tensor:
+    def _common_scale(self, scale: Tensor) -> Tensor:
         """Return the scale of a `GradScaler` for the step, 0-D, which the ranks whose gradients are summed share."""
         return scale
 
@@ -275,7 +303,7 @@ class Sum(ABC):
         self._drop_gradients()
 
     def _drop_gradients(self) -> None:
-        self._factor, self._scale = None, None
+        self._factor = None
         self._forget_squares()
         self._set_grads(None)
         self._check.remember()
@@ -402,8 +430,8 @@ class Plain(Sum):
         for parameter, gradient in zip(present, torch._foreach_mul(gradients, factor), strict=True):
             parameter.grad = gradient
 
-    def finish(self, batch_size: int, factor: float | None, others: Others) -> list[Tensor]:
-        """Sum `.grad` and the others; a parameter that takes no part in the update has no gradient afterwards.
+    def finish(self, batch: Batch, factor: float | None) -> list[Tensor]:
+        """Sum `.grad` and the message; a parameter that takes no part in the update has no gradient afterwards.
 
         Operations that may differ between ranks are executed before: they must not be in the graph of the collective.
         """
@@ -411,9 +439,9 @@ class Plain(Sum):
         self._complete_gradients(members, factor)
         self._clear_excluded(members)
         self._backend.mark_step()
-        message = self._participation.message(self._used, replay=not any(self._used))
-        self.all_reduce([*local_parts(collect_gradients(self.parameters)), *message, *others()])
-        self._clear_excluded(self._participation.find_used(message) or members)
+        used = self._participation.message(self._used, replay=not any(self._used))
+        self.all_reduce([*local_parts(collect_gradients(self.parameters)), *used, *self._collect_message(batch)])
+        self._clear_excluded(self._participation.find_used(used) or members)
         return collect_gradients(self.parameters)
 
     def _complete_gradients(self, members: Sequence[bool], factor: float | None) -> None:
@@ -511,7 +539,7 @@ class InBackward(Sum):
         agreement()
 
     def backward(
-        self, loss: Tensor, microbatch: Microbatch, scale: Tensor | None, others: Sequence[Sum], **options: Any
+        self, loss: Tensor, microbatch: Microbatch, scaler: GradScaler | None, others: Sequence[Sum], **options: Any
     ) -> None:
         """Call `backward()` of a loss with its weight; torch's timeout ends a wait for a rank that takes no part."""
         if options.get("create_graph"):
@@ -521,7 +549,7 @@ class InBackward(Sum):
                 "vbs.broadcast_parameters(model)"
             )
         try:
-            super().backward(loss, microbatch, scale, others, **options)
+            super().backward(loss, microbatch, scaler, others, **options)
         except RuntimeError as error:
             self._backend.while_waiting()  # a rank that does not take part may have said why
             if any(word in str(error) for word in ("gloo", "NCCL")):
@@ -539,15 +567,15 @@ class InBackward(Sum):
         self._check.check(fresh, needed=needed)
         return self._factor
 
-    def _scale_and_sum_others(self, factor: float | None, others: Others) -> tuple[list[Tensor], Sequence[Tensor]]:
-        """Multiply what was summed, sum the others, and return both."""
+    def _scale_and_sum_message(self, batch: Batch, factor: float | None) -> tuple[list[Tensor], Sequence[Tensor]]:
+        """Multiply what was summed, sum the message, and return both."""
         gradients = collect_gradients(self.parameters)
         multiply(gradients, self._remaining_factor(factor), self._backend)
-        if message := others():
+        if message := self._collect_message(batch):
             self.all_reduce(message)
         return gradients, message
 
-    def common_scale(self, scale: Tensor) -> Tensor:
+    def _common_scale(self, scale: Tensor) -> Tensor:
         """Return the scale of rank 0: the scalers of others have seen other microbatches."""
         backend = self._backend.job
         if backend.world.size > 1:

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from variable_batch_size.backend import Backend, DistributedBackend
+from variable_batch_size.data.batches import Batch
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.backward_check import versions
-from variable_batch_size.optim.sums import InBackward, MeasuredSquares, Others
+from variable_batch_size.optim.sums import InBackward, MeasuredSquares
 from variable_batch_size.optim.tensors import is_narrow
 
 _ELSEWHERE = "call model.module for another optimizer's loss"
@@ -102,8 +103,8 @@ class DDP(InBackward):
                 "delete those before it"
             )
 
-    def _after_backward(self, microbatch: Microbatch, factor: float, scale: Tensor | None) -> None:
-        super()._after_backward(microbatch, factor, scale)
+    def _after_backward(self, microbatch: Microbatch, factor: float) -> None:
+        super()._after_backward(microbatch, factor)
         if self._at_forward is not None:
             self._averaged = microbatch.ends_step
             try:
@@ -121,7 +122,7 @@ class DDP(InBackward):
         # The last backward() also gives this rank the gradients of parameters that others have used.
         return self._take_squares(microbatch, () if microbatch.ends_step else fresh, factor)
 
-    def finish(self, batch_size: int, factor: float | None, others: Others) -> list[Tensor]:
+    def finish(self, batch: Batch, factor: float | None) -> list[Tensor]:
         """Sum what travels with the gradients, which `backward()` has averaged."""
         for number in self._left_out:
             if self.parameters[number].grad is not None:
@@ -130,7 +131,7 @@ class DDP(InBackward):
                     f"of shape {tuple(self.parameters[number].shape)}, which was frozen when it was created, or is "
                     f"ignored; create it, and the optimizer, after requires_grad_(True)"
                 )
-        return self._scale_and_sum_others(factor, others)[0]
+        return self._scale_and_sum_message(batch, factor)[0]
 
     def zero_grad(self) -> None:
         """Clear the gradients that have come since the last `add`, if no rank can have summed them."""

@@ -2,7 +2,7 @@
 
 The gradient of the sum of the losses of each microbatch becomes integers, see `limbs.py`, which are added over
 microbatches and ranks; the cut into microbatches does not depend on the world. What else is measured of a microbatch
-travels in a slot of its own, see `StepGradient`.
+travels in a slot of its own, see `ByMicrobatch`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from torch.distributed.tensor import DTensor
 
 from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.backend import Backend
+from variable_batch_size.data.batches import Batch
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim import limbs
-from variable_batch_size.optim.sums import Others, TakenOut
+from variable_batch_size.optim.message import Message
+from variable_batch_size.optim.sums import TakenOut
 from variable_batch_size.optim.tensors import collect_gradients
 
 RANKS = 1000  # at most, so that the sums of lo do not wrap
@@ -28,12 +30,11 @@ RANKS = 1000  # at most, so that the sums of lo do not wrap
 class Reproducible(TakenOut):
     """Adds each microbatch to integers, which the backend sums over the ranks by one collective."""
 
-    by_microbatch = True
-
     def __init__(self, backend: Backend, **options: Any) -> None:
         if backend.world.size > RANKS:
             raise value_error(f"reproducible=True needs at most {RANKS} ranks", backend.world.size, "train on fewer")
         super().__init__(backend, **options)
+        self.message = ByMicrobatch(backend)
 
     def use_parameters(self, parameters: Sequence[Tensor], *, keep: bool = False) -> None:
         """Sum the gradients of these parameters from now on."""
@@ -68,7 +69,7 @@ class Reproducible(TakenOut):
         self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
         self._added += 1
 
-    def finish(self, batch_size: int, factor: float | None, others: Others) -> list[Tensor]:
+    def finish(self, batch: Batch, factor: float | None) -> list[Tensor]:
         """Leave `factor` times the mean gradient in `.grad`; all of it is nan if a number was out of range."""
         members = self._participation.select(self._used)
         sums = self._sums
@@ -77,18 +78,18 @@ class Reproducible(TakenOut):
         if self.ranks > 1:
             limbs.carry(sums)
         like = sums.new_zeros((), dtype=torch.float64)
-        limit = self._backend.scalar(limbs.LARGEST / batch_size, like, "range")
+        limit = self._backend.scalar(limbs.LARGEST / batch.batch_size, like, "range")
         out_of_range = (~((like if self._largest is None else self._largest) < limit)).long().view(1)
         self._backend.mark_step()
-        message = self._participation.message(self._used, replay=not any(self._used))
-        flags = [tensor.long() for tensor in message]  # one dtype, one collective: XLA:CPU may run several in any order
-        self.all_reduce([sums, out_of_range, *flags, *others()])
+        used = self._participation.message(self._used, replay=not any(self._used))
+        flags = [tensor.long() for tensor in used]  # one dtype, one collective: XLA:CPU may run several in any order
+        self.all_reduce([sums, out_of_range, *flags, *self._collect_message(batch)])
         limbs.carry(sums)
-        divisor = 1 if self._weighted else batch_size
+        divisor = 1 if self._weighted else batch.batch_size
         weight = like + self._backend.scalar(float(self._remaining_factor(factor)) / divisor, like, "update")
         self._set_means(torch.where(out_of_range == 0, weight, torch.nan))
-        message = [flag.to(tensor.dtype) for flag, tensor in zip(flags, message, strict=True)]
-        self._clear_excluded(self._participation.find_used(message) or members)
+        used = [flag.to(tensor.dtype) for flag, tensor in zip(flags, used, strict=True)]
+        self._clear_excluded(self._participation.find_used(used) or members)
         return collect_gradients(self.parameters)
 
     def _set_means(self, weight: Tensor) -> None:
@@ -97,7 +98,7 @@ class Reproducible(TakenOut):
             mean = limbs.value(total, weight, parameter.new_empty(parameter.numel()))
             parameter.grad = mean.view_as(parameter)
 
-    def common_scale(self, scale: Tensor) -> Tensor:
+    def _common_scale(self, scale: Tensor) -> Tensor:
         """Refuse a `GradScaler`.
 
         Raises:
@@ -108,3 +109,67 @@ class Reproducible(TakenOut):
 
     def flush(self) -> None:
         """Do nothing: no `GradScaler` finds an overflow."""
+
+
+@final
+class ByMicrobatch(Message):
+    """Keeps what is measured of each microbatch apart until the ranks have it all, so that no rounding depends on them.
+
+    The bits of a table with a row for each microbatch of the update are summed with the zeros of other ranks; where a
+    graph is compiled, which would be another one for each number of rows, integers are added as for the gradients.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__()
+        self._backend = backend
+        self._rows: dict[int, Tensor] = {}  # by number of the microbatch, (numbers,)
+        self._integers: Tensor | None = None  # their sums, (2, numbers), where a graph is compiled
+        self._widths: dict[str, list[int]] = {}  # of the parts, by name
+        self._table: list[Tensor] = []  # that the ranks sum, until the sums are asked for
+
+    def count(self, microbatch: Microbatch, like: Sequence[Tensor]) -> None:
+        """Take what the entries have measured of a microbatch out of their sums."""
+        measured = {name: entry for name, (entry, measures) in self._entries.items() if measures}
+        parts = {name: [part.to(torch.float64) for part in entry.part(like)] for name, entry in measured.items()}
+        self._widths = {name: list(map(len, of_entry)) for name, of_entry in parts.items()}
+        flat = [part for of_entry in parts.values() for part in of_entry]
+        if flat and self._backend.static_graph:
+            row = torch.cat(flat)
+            if self._integers is None:
+                self._integers = row.new_zeros((2, len(row)), dtype=torch.int64)
+            limbs.add(self._integers, row)
+        elif flat and microbatch.samples:
+            self._rows[microbatch.number] = torch.cat(flat)
+        for entry in measured.values():
+            entry.clear()
+
+    def collect(self, microbatches: int, like: Sequence[Tensor]) -> list[Tensor]:
+        """Return the table as bits, (microbatches, numbers), or the integers; and other entries, of whole numbers."""
+        others = [(name, entry) for name, (entry, measures) in self._entries.items() if not measures]
+        self._sums = {name: [part.long() for part in entry.part(like)] for name, entry in others}
+        self._table = []
+        if self._integers is not None:
+            self._table = [self._integers]
+        elif width := sum(map(sum, self._widths.values())):
+            table = like[0].new_zeros((microbatches, width), dtype=torch.float64)
+            for number, row in self._rows.items():
+                table[number] = row
+            self._table = [table.view(torch.int64)]
+        return [*self._table, *(tensor for sums in self._sums.values() for tensor in sums)]
+
+    def __getitem__(self, name: str) -> list[Tensor]:
+        """Return the sums of an entry: of what was measured, over the microbatches in their order."""
+        for table in self._table if name in self._widths else ():
+            if self._integers is not None:
+                total = limbs.value(table, 1.0, torch.empty_like(table[0], dtype=torch.float64))
+            else:
+                total = table.view(torch.float64).sum(0)
+            parts = iter(torch.split(total, [width for widths in self._widths.values() for width in widths]))
+            self._sums |= {entry: [next(parts) for _ in widths] for entry, widths in self._widths.items()}
+            self._table = []
+        return super().__getitem__(name)
+
+    def clear(self) -> None:
+        """Forget the step."""
+        super().clear()
+        self._rows, self._integers = {}, None

@@ -20,14 +20,16 @@ from weakref import finalize, ref
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp import FSDPModule
 
 from variable_batch_size.backend import Backend, DistributedBackend
 from variable_batch_size.backend.agreement import Agreement
+from variable_batch_size.data.batches import Batch
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.hooks import call_before_forward
 from variable_batch_size.optim.squares import Squares
-from variable_batch_size.optim.sums import InBackward, MeasuredSquares, Others, Sum
+from variable_batch_size.optim.sums import InBackward, MeasuredSquares, Sum
 from variable_batch_size.optim.tensors import is_narrow, local_parts
 
 
@@ -56,7 +58,7 @@ class Sharded(InBackward):
         self._groups = [group for part in self._sharded_parts for group in param_groups(part)]
         self._replicated = self._groups[0].mesh_info.mesh.ndim > 1
         self._narrow = _narrow_dtype(self._groups)
-        self._scaled = False  # whether a GradScaler reads `.grad` after each microbatch
+        self._reads_grads = False  # whether a GradScaler does, after each microbatch
         self._watched = set[int]()  # gathered parameters with hooks, by their number
         self._only_sum()
         for part in self._sharded_parts:
@@ -118,7 +120,7 @@ class Sharded(InBackward):
         # By default each backward() scatters its sum, and replicas are summed in the last one only. Otherwise whole
         # gradients stay on the rank until the last backward(), which sums them over all ranks. A GradScaler reads
         # `.grad` after each microbatch, so that each backward() then sums over the replicas, too.
-        now = last or self._scaled
+        now = last or self._reads_grads
         if not self._summed:
             self._only_sum()
         for part in self._sharded_parts:  # which a loop written for FSDP2 sets, too
@@ -137,17 +139,17 @@ class Sharded(InBackward):
         return float(microbatch.samples)
 
     def backward(
-        self, loss: Tensor, microbatch: Microbatch, scale: Tensor | None, others: Sequence[Sum], **options: Any
+        self, loss: Tensor, microbatch: Microbatch, scaler: GradScaler | None, others: Sequence[Sum], **options: Any
     ) -> None:
         """Call `backward()` of a loss that carries its weight, which sums over the ranks."""
-        self._scaled = scale is not None
+        self._reads_grads = scaler is not None and scaler.is_enabled()
         if self._factor is not None and self._squares is not None and any(self._squares.needs):
             raise RuntimeError(
                 "the gradient noise needs one backward() for each microbatch of a sharded model, but there is another "
                 "one; add the losses, and call optimizer.backward() once"
             )
         self.prepare(microbatch)
-        super().backward(loss, microbatch, scale, others, **options)
+        super().backward(loss, microbatch, scaler, others, **options)
 
     def _before_backward(self, microbatch: Microbatch) -> None:
         super()._before_backward(microbatch)
@@ -167,10 +169,10 @@ class Sharded(InBackward):
         unseen = [parameter.grad is not None and number not in self._seen for number, parameter in pairs]
         return self._take_squares(microbatch, unseen, factor)
 
-    def finish(self, batch_size: int, factor: float | None, others: Others) -> list[Tensor]:
+    def finish(self, batch: Batch, factor: float | None) -> list[Tensor]:
         """Sum what travels with the gradients, which `backward()` has summed; both over replicas that come and go."""
-        divisor = 1 if self._weighted else batch_size
-        gradients, message = self._scale_and_sum_others((1.0 if factor is None else factor) / divisor, others)
+        divisor = 1 if self._weighted else batch.batch_size
+        gradients, message = self._scale_and_sum_message(batch, (1.0 if factor is None else factor) / divisor)
         if self._between is not None:
             self._between.all_reduce_sum([*local_parts(gradients), *message])
         return gradients

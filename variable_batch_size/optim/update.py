@@ -18,7 +18,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from operator import is_
 from typing import Any, final
 
@@ -30,17 +29,27 @@ from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size._validation import without_addresses
 from variable_batch_size.backend import Backend
 from variable_batch_size.data.batches import Batch
+from variable_batch_size.microbatching import Microbatch
+from variable_batch_size.optim.counts import NOT_WEIGHTED, counts_nothing
 from variable_batch_size.optim.gradient_noise import GradientNoise, Statistics, UnmeasuredWarning, create_gradient_noise
+from variable_batch_size.optim.means import StepMeans, TokenCount
 from variable_batch_size.optim.options import UpdateOptions
+from variable_batch_size.optim.overflows import Overflows, check_scaled
 from variable_batch_size.optim.rule_check import Chosen, scalings_of_groups
-from variable_batch_size.optim.same_updates import Facts, numbers_of_groups
+from variable_batch_size.optim.same_updates import Facts, SameUpdates, numbers_of_groups
 from variable_batch_size.optim.scaling import HyperparameterScaling
 from variable_batch_size.optim.second_moment import create_second_moment
 from variable_batch_size.optim.skipping import LargeGradients
 from variable_batch_size.optim.squares import Needs
-from variable_batch_size.optim.step_gradient import StepGradient
 from variable_batch_size.optim.sums import Sum
-from variable_batch_size.optim.tensors import collect_gradients, local_parts, multiply, scalar_dtype, squared_norm
+from variable_batch_size.optim.tensors import (
+    check_dense,
+    collect_gradients,
+    local_parts,
+    multiply,
+    scalar_dtype,
+    squared_norm,
+)
 from variable_batch_size.optim.wrapper import list_parameters, lr_of, stepping
 from variable_batch_size.rules import Rule, RuleInput, Scaling
 from variable_batch_size.rules.base import scales_betas
@@ -95,12 +104,14 @@ class Updater:
         self.last_scaling = Scaling()  # of the first parameter group in the last update
         self.reference_lr: Any = lr_of(inner.param_groups[0])  # its lr then, before scaling
         self.grad_norm: Tensor | None = None  # of the last update before clipping, 0-D, if it is asked for or limited
+        self.sum = total
         self._inner, self._backend = inner, backend
-        self._known = [list(group["params"]) for group in inner.param_groups]  # as they were used last
         self.gradient_noise = create_gradient_noise(inner, self.rules, self.ref_batchsize, self.options.noise, backend)
         self.second_moment = create_second_moment(inner, self.rules, self.ref_batchsize, backend)
-        measured = self.gradient_noise, self.second_moment
-        self.gradient = StepGradient(self.parameters, backend, self.options, *measured, total)
+        self.token_count, self.step_means = TokenCount(backend), StepMeans(backend)
+        self._overflows, self._same_updates = Overflows(backend), SameUpdates(backend)
+        self._register_entries()
+        self.use_parameters()
         deferred_lr = self.gradient_noise is not None and self.gradient_noise.on_device
         limit = self.options.skip_grad_norm
         selects = limit is not None and backend.static_graph
@@ -111,15 +122,34 @@ class Updater:
         self._numbers_of_rules = backend.numbers_as_inputs(inner)
         self._unmeasured = UnmeasuredWarning()
 
-    @property
-    def parameters(self) -> list[Tensor]:
-        """All parameters of the inner optimizer, in the order of its groups; one that is listed twice counts once."""
-        return list_parameters(self._inner.param_groups)
+    def _register_entries(self) -> None:
+        """Let the message have what the ranks sum besides gradients."""
+        message = self.sum.message
+        if self.gradient_noise is not None:
+            message.register("squares", self.gradient_noise, measured=True)
+        message.register("counts", self.token_count, measured=True)
+        message.register("means", self.step_means, measured=True)
+        if self.second_moment is not None:
+            message.register("second moments", self.second_moment)
+        message.register("overflows", self._overflows)
+        message.register("facts", self._same_updates)
+
+    def use_parameters(self, *, keep: bool = False) -> None:
+        """Train the parameters that the groups have now; `keep`: the gradients of a first microbatch are in `.grad`."""
+        self.known_groups = [list(group["params"]) for group in self._inner.param_groups]
+        self.parameters = list_parameters(self._inner.param_groups)  # each once, in the order of the groups
+        self.sum.use_parameters(self.parameters, keep=keep)
+        self.sum.message.clear()
+        self._await_agreement()
+
+    def _await_agreement(self) -> None:
+        self.agreed = False  # whether the ranks have compared themselves before a first update
+        self._same_updates.forget()
 
     @property
     def has_new_groups(self) -> bool:
         """Whether the groups of the inner optimizer have other parameters than those that are trained."""
-        groups, known = self._inner.param_groups, self._known
+        groups, known = self._inner.param_groups, self.known_groups
         return len(groups) != len(known) or not all(
             len(group["params"]) == len(parameters) and all(map(is_, group["params"], parameters))
             for group, parameters in zip(groups, known, strict=True)
@@ -130,13 +160,12 @@ class Updater:
         return rules_for_groups(self.rules if self.rule_per_group else self.rules[0], number)
 
     def use_groups(self, rules: tuple[Rule, ...], *, keep: bool = False) -> None:
-        """Train the parameters that the groups have now, by these rules; `keep`: see `StepGradient.use_parameters`."""
+        """Train the parameters that the groups have now, by these rules; `keep`: see `use_parameters`."""
         self.rules = rules
         for group in self._inner.param_groups:  # one that was appended to the list may lack some
             for name, default in self._inner.defaults.items():
                 group.setdefault(name, copy.deepcopy(default))
-        self._known = [list(group["params"]) for group in self._inner.param_groups]
-        self.gradient.use_parameters(self.parameters, keep=keep)
+        self.use_parameters(keep=keep)
 
     @property
     def measures_microbatches(self) -> bool:
@@ -154,40 +183,120 @@ class Updater:
 
     def clear(self) -> None:
         """Discard the accumulated microbatches, after an update or to start the step over."""
-        self.gradient.clear()
-        if self.gradient_noise is not None:
-            self.gradient_noise.clear()
+        self.sum.clear()
+        self.sum.message.clear()
         if self.skipper is not None:
             self.skipper.discard()
 
     def commit(self) -> None:
-        """Count the update that was just committed; it may be called again after an interrupt."""
+        """Count the update that was just made."""
         if self.skipper is not None:
             self.skipper.commit()
+
+    def add(
+        self,
+        microbatch: Microbatch,
+        following: Microbatch | None,
+        *,
+        inside_step: bool,
+        found_inf: Tensor | None,
+        grad_scale: Tensor | None,
+        count: Any = None,
+        weighted: bool = False,
+    ) -> None:
+        """Count a microbatch, whose `backward()` has run.
+
+        Args:
+            microbatch: the microbatch.
+            following: the next one of this rank in the same step; None after the last one.
+            inside_step: whether it is not the first one of the step.
+            found_inf: under a `GradScaler`, whether the gradient is non-finite, 0-D.
+            grad_scale: the scale of the loss under a `GradScaler` that has not yet divided by it, 0-D.
+            count: of the microbatch, if its loss counts something else than samples; see `TokenCount`.
+            weighted: whether the losses of the step are divided by totals of the update, see `Counts`.
+        """
+        if not (self.agreed or inside_step):
+            check_dense(self.parameters)
+        self._check_count(microbatch, count, weighted=weighted)
+        check_scaled(self.sum.scale, found_inf, grad_scale)
+        if self.second_moment is not None:
+            self.second_moment.batch_size = microbatch.batch_size
+        norm, elements, factor = self.sum.measure(microbatch, counted=weighted or count is not None)
+        if self.gradient_noise is not None and norm is not None:
+            self.gradient_noise.add_square(norm, factor, self.sum.scale)
+        if self.second_moment is not None:
+            self.second_moment.add(elements, factor, self.sum.scale)
+        like = local_parts(self.parameters[:1])
+        # Before the gradients of any microbatch get their weight: another order would be another graph.
+        self.token_count.add(count, microbatch, like[0])
+        weight = microbatch.samples / microbatch.batch_size if count is None else self.token_count.weight
+        self.step_means.add(weight, like[0])
+        self.sum.message.count(microbatch, like)
+        self.sum.add(microbatch, following)
+        if found_inf is not None and self._overflows.add(found_inf * (microbatch.samples > 0)):
+            self.sum.flush()
+
+    def _check_count(self, microbatch: Microbatch, count: Any, *, weighted: bool) -> None:
+        """Raise an error unless a microbatch may have this count, and its loss has carried its weight."""
+        if weighted and microbatch.samples and not self.sum.carries_weight:
+            raise RuntimeError(NOT_WEIGHTED.format("step() came without optimizer.backward()"))
+        if weighted and count is not None:
+            raise RuntimeError(
+                "a loss has one way to its denominators, but step() has count= in an update of vbs.updates(counts=); "
+                "omit count=, and divide by update.counts"
+            )
+        self.token_count.check(count, self.options.reduction, noise=self.measures_microbatches)
 
     def apply(self, step: Batch, epoch: int, samples: int, begin: Callable[[], None]) -> bool:
         """Sum the gradients over the ranks, and step the inner optimizer; return False if the update was skipped.
 
         It is skipped if the host has read that the gradient is non-finite or too large. `samples` are those before this
         update; `begin` is called right before the inner optimizer's step, which changes the weights.
+
+        Raises:
+            RanksDifferError: on every rank, if the facts of the update differ between ranks, or did some updates ago.
         """
         reference = step.batch_size if self.ref_batchsize is None else self.ref_batchsize
         update = RuleInput(step.batch_size, reference, step.step, samples)
-        facts = partial(self._facts, update, epoch)
-        if self.gradient_noise is None:
-            scalings = self._apply_known_rules(update, step, facts)
-        else:
-            scalings = self._apply_measured_rules(self.gradient_noise, update, step, facts)
-        if scalings is None:
+        noise = self.gradient_noise
+        scalings = None if noise is not None else self._scalings(update, step)
+        factor = float(scalings[0].gradient) if scalings is not None and self._shares_factor else None
+        if self._same_updates.compares:
+            self._same_updates.expect(self._facts(update, epoch))
+        reduced = self._reduce(step, factor)
+        if reduced is None:
+            self._forget_norm()
             return False
+        statistics = None if noise is None else noise.statistics(self.sum.message["squares"][0], reduced)
+        norm = None if self.skipper is None else _norm(reduced, statistics)
+        skips = self._is_too_large(norm, update)
+        if skips is True:
+            return False
+        finite: bool | Tensor = True
+        if noise is not None and statistics is not None:
+            if statistics.finite is False:
+                warnings.warn(_SKIPPED, RuntimeWarning, stacklevel=stacklevel_of_user())
+                self._forget_norm()
+                return False
+            if isinstance(skips, Tensor):  # as if the gradient were not finite: noise and progress stay
+                statistics = statistics._replace(finite=statistics.finite & ~skips)
+            finite = statistics.finite
+            if isinstance(finite, Tensor):
+                _zero_tensors_unless(finite, local_parts(reduced))
+            scalings = self._scalings_by_noise(noise, statistics, update, step)
+        assert scalings is not None
+        self._clip(reduced, step, finite, None if noise is not None else norm)
+        self.grad_norm = self.grad_norm if norm is None else norm
+        if noise is not None or not self._shares_factor:
+            self._scale_gradients(scalings)
         self._step_inner(scalings, step, begin)
         self.last_scaling = scalings[0]
-        if self.skipper is not None and self.skipper.skips is not None and self.gradient_noise is None:
+        if self.skipper is not None and self.skipper.skips is not None and noise is None:
             self.last_scaling = self._zero_unless(~self.skipper.skips, scalings[0], "made")
         self.progress.add(self.last_scaling.progress)
-        if self.gradient_noise is not None:
-            self.gradient_noise.commit()
-            self._unmeasured.after_update(self.gradient_noise)
+        if noise is not None:
+            noise.commit()
+            self._unmeasured.after_update(noise)
         return True
 
     def state_dict(self) -> dict[str, Any]:
@@ -200,7 +309,18 @@ class Updater:
         state: dict[str, Any] = {"progress": float(self.progress), "last_rates": rates}
         if self.skipper is not None:
             state |= self.skipper.state_dict()
-        return {**self._settings(), **state, **self.gradient.state_dict(), **noise, **self._scaling.state_dict()}
+        return {**self._settings(), **state, **self._state_of_sums(), **noise, **self._scaling.state_dict()}
+
+    def _state_of_sums(self) -> dict[str, Any]:
+        """Return what the ranks have agreed on, and whether the steps have counts."""
+        names = self.step_means.names if self._backend.elastic else None
+        logged = {} if names is None else {"logged": list(names)}
+        agreed: dict[str, Any] = {}
+        self._same_updates.check()
+        if (participation := self.sum.participation) is not None:
+            participation.check()
+            agreed = participation.state_dict()
+        return {"counts": self.token_count.used, **logged, **agreed}
 
     def load_state_dict(self, state: dict[str, Any], minibatch_size: int) -> None:
         """Restore a state; noise and bias correction are reset if it has none, and the progress stays.
@@ -222,7 +342,12 @@ class Updater:
             rates = state["last_rates"]
             self.last_scaling = Scaling(lr=rates["lr"], gradient=rates["gradient"])
             self.reference_lr = rates["reference_lr"]
-        self.gradient.load_state_dict(state)
+        if self.sum.participation is not None:
+            self.sum.participation.load_state_dict(state)
+        self._await_agreement()
+        logged = state.get("logged") if self._backend.elastic else None
+        self.step_means.names = None if logged is None else tuple(logged)
+        self.token_count.used = state.get("counts", self.token_count.used)
         self._scaling.load_state_dict(state)
         if self.gradient_noise is not None:
             self.gradient_noise.load_state_dict(state.get("noise"))
@@ -231,67 +356,42 @@ class Updater:
 
     # The stages. -------------------------------------------------------------------------------------------------
 
-    def _apply_known_rules(self, update: RuleInput, step: Batch, facts: Callable[[], Facts]) -> list[Scaling] | None:
-        """Reduce, clip and scale by rules that need no noise; return their factors, None if the update is skipped."""
-        scalings = scalings_of_groups(self.rules, update)
-        if self.second_moment is not None:
-            self.second_moment.check(step, self.rules, scalings)
-        factor = float(scalings[0].gradient) if self._shares_factor else None
-        reduced = self.gradient.reduce(step, factor, facts)
-        if reduced is None:
-            self._forget_norm()
-            return None
-        norm = None if self.skipper is None else squared_norm(reduced).sqrt()
-        if self._is_too_large(norm, update) is True:
-            return None
-        self._clip(reduced, step, norm=norm)
-        if not self._shares_factor:
-            self._scale_gradients(scalings)
-        return scalings
+    def _reduce(self, step: Batch, factor: float | None) -> list[Tensor] | None:
+        """Return `factor` (None: there is none in any update) times the gradient, summed over the ranks.
 
-    def _apply_measured_rules(
-        self, noise: GradientNoise, update: RuleInput, step: Batch, facts: Callable[[], Facts]
-    ) -> list[Scaling] | None:
-        """Reduce, measure, clip and scale by rules that may use the noise; None if the update is skipped."""
-        squares: list[Tensor] = []
-        reduced = self.gradient.reduce(step, None, facts, squares)
-        if reduced is None:
-            self._forget_norm()
+        It is None if the update is skipped here: a `GradScaler` found it non-finite, or nothing was counted.
+        """
+        gradients, message = self.sum.finish(step, factor), self.sum.message
+        self._same_updates.compare(message["facts"])
+        counts = message["counts"]
+        self.step_means.compute_means(message["means"], self.token_count.total(counts))
+        counted = self.token_count.divide_by_counts(counts, gradients, step.batch_size)
+        if not counted or counts_nothing(step) or self._overflows.found(message["overflows"]):
             return None
-        statistics = noise.statistics(squares[0], reduced)
-        norm, square = None, statistics.squared_norm
-        if self.skipper is not None:
-            norm = torch.as_tensor(square, dtype=None if isinstance(square, Tensor) else torch.float64).sqrt()
-        skips = self._is_too_large(norm, update)
-        if skips is True:
-            return None
-        if statistics.finite is False:
-            warnings.warn(_SKIPPED, RuntimeWarning, stacklevel=stacklevel_of_user())
-            self._forget_norm()
-            return None
-        if isinstance(skips, Tensor):  # as if the gradient were not finite: noise and progress stay
-            statistics = statistics._replace(finite=statistics.finite & ~skips)
-        if isinstance(statistics.finite, Tensor):
-            _zero_tensors_unless(statistics.finite, local_parts(reduced))
-        scalings = self._scalings_by_noise(noise, statistics, update, step)
+        if not gradients:
+            raise RuntimeError(
+                "an update needs a gradient of at least one parameter, but backward() gave none to the parameters of "
+                "this optimizer; compute the loss from them, and set requires_grad"
+            )
+        return gradients
+
+    def _scalings(self, update: RuleInput, step: Batch, device: torch.device | None = None) -> list[Scaling]:
+        """Return the scaling of each group, once it is known that the update can be made by them."""
+        scalings = scalings_of_groups(self.rules, update, device)
         if self.second_moment is not None:
             self.second_moment.check(step, self.rules, scalings)
-        self._clip(reduced, step, statistics.finite)
-        self.grad_norm = self.grad_norm if norm is None else norm
-        self._scale_gradients(scalings)
         return scalings
 
     def _scalings_by_noise(
         self, noise: GradientNoise, statistics: Statistics, update: RuleInput, step: Batch
     ) -> list[Scaling]:
         """Measure the noise of an update, and return the scaling of each group; of factors 0 if it is not finite."""
-        parameters = self.parameters
-        gradients = [parameter.grad for parameter in parameters]
+        gradients = [parameter.grad for parameter in self.parameters]
         size, groups, ref = step.batch_size, step.num_microbatches, update.ref_batchsize
         measured = noise.update(statistics, gradients, batch_size=size, groups=groups, ref=ref)
-        device = parameters[0].device if noise.on_device else None
+        device = self.parameters[0].device if noise.on_device else None
         with self._numbers_of_rules:
-            scalings = scalings_of_groups(self.rules, replace(update, noise=measured), device)
+            scalings = self._scalings(replace(update, noise=measured), step, device)
         if not isinstance(statistics.finite, Tensor):
             return scalings
         return [self._zero_unless(statistics.finite, scaling, group) for group, scaling in enumerate(scalings)]
@@ -387,6 +487,14 @@ class Updater:
             known = isinstance(factor, Tensor)
             factors[name] = like * (factor if known else self._backend.scalar(factor, like, f"{name} {group}"))
         return replace(scaling, **factors)
+
+
+def _norm(gradients: Sequence[Tensor], statistics: Statistics | None) -> Tensor:
+    """Return the norm of a gradient, 0-D, whose square may have been measured."""
+    if statistics is None:
+        return squared_norm(gradients).sqrt()
+    square = statistics.squared_norm
+    return torch.as_tensor(square, dtype=None if isinstance(square, Tensor) else torch.float64).sqrt()
 
 
 def _zero_tensors_unless(finite: Tensor, tensors: Sequence[Tensor]) -> None:
