@@ -342,13 +342,9 @@ def test_a_backward_that_a_loop_has_left_is_in_no_update(stop, ahead, by):
         run.optimizer.step()
     backward(next(batches))
     del batches
-    error = None if run.optimizer.inside_step else error_of(lambda: again(run, backward))
-    if run.optimizer.inside_step or by == "loss":
-        assert error is None or "a backward() that no step() has counted" in error
+    if run.optimizer.inside_step:
         run.discard_step()
-        again(run, backward)
-    else:
-        assert error is None
+    again(run, backward)
     assert run.weight.item() == pytest.approx(-sum(np.mean(samples) for _, _, samples in CASE.steps[:8]))
 
 

@@ -360,11 +360,11 @@ class Training:
             return expected
         if self._batches.arriving:
             raise self._not_handed_out(0)
-        return self._planned_batch()
+        return self._planned_batch(self.position)
 
-    def _planned_batch(self) -> Batch:
-        """Return the next update as it is planned; raise RuntimeError if the training has ended."""
-        batches, position = self._batches, self.position
+    def _planned_batch(self, position: Position) -> Batch:
+        """Return the update at a position as it is planned; raise RuntimeError if the training has ended."""
+        batches = self._batches
         if self._planned is None or self._planned[0] is not batches or self._planned[1] is not position:
             due = batches.next_update(position)
             if batches.ends_epoch(due):
@@ -386,8 +386,8 @@ class Training:
         microbatches, number = self.batch.microbatches, self.round_of(member) + ahead
         if number < len(microbatches):
             return microbatches[number]
-        following = self._batches.place_after(self.place, self.batch).position  # others are still to make the update
-        return self._batches.batch(self._batches.next_update(following)).microbatches[0]
+        following = self._batches.place_after(self.place, self.batch)  # others are still to make this update
+        return self._planned_batch(following.position).microbatches[0]
 
     def upcoming(self, member: object) -> Microbatch | None:
         """Return what the next `step()` counts; None if it is not known, or `step()` must not be called."""
@@ -402,7 +402,7 @@ class Training:
     def several_rounds(self) -> bool:
         """Whether this rank has several microbatches in the next step; True if that is not known yet."""
         try:
-            return self._batches.arriving or len(self._planned_batch().microbatches) > 1
+            return self._batches.arriving or len(self._planned_batch(self.position).microbatches) > 1
         except (RuntimeError, ValueError):
             return True
 

@@ -22,7 +22,7 @@ from variable_batch_size._validation import suggests, value_error
 from variable_batch_size.backend import Backend, BrokenStepError
 from variable_batch_size.data.batches import Batch
 from variable_batch_size.data.dealer import Dealer
-from variable_batch_size.data.training import Phase, Reads
+from variable_batch_size.data.training import Phase
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim import consistency
 from variable_batch_size.optim.controller import ControllerRunner
@@ -157,8 +157,6 @@ class CustomOptimizer(ObservedOptimizer):
         call_before_forward(self._replays.module, self._save_before_replay)
         total.meet(lambda: self.agreement)  # while every rank is here
         self._lr_check, self._seeding = LearningRateCheck(), Seeding(self._backend)
-        self._backward_of: Reads | None = None  # during which backward() was called last
-        self._left: Sequence[Tensor] = ()  # the gradients that there were when an iteration began
         self._updated = True  # whether the last update changed the weights
         self.tracker = Tracker("runs") if tracker is None and (log_steps, log_samples) != (None, None) else tracker
         core = self._updater, sampler, self._backend
@@ -325,12 +323,8 @@ class CustomOptimizer(ObservedOptimizer):
         training.check_phase("backward()", Phase.BETWEEN_STEPS, Phase.INSIDE_STEP, Phase.PARTLY_MADE)
         self._check_meets_same_weights()
         self._adopt_groups()
-        if (iteration := training.iteration) is not self._backward_of:
-            self._backward_of = iteration
-            if iteration is not None:
-                iteration.find_serial()  # now, before a loop may accumulate several microbatches by itself
-            if not training.round_of(self):  # an earlier backward() was that of a loop that was left
-                self._updater.sum.zero_grad()
+        if training.iteration is not None:
+            training.iteration.find_serial()  # now, before a loop may accumulate several microbatches by itself
         return training.microbatch(self)
 
     def _check_meets_same_weights(self) -> None:
@@ -395,7 +389,6 @@ class CustomOptimizer(ObservedOptimizer):
         try:
             training.running = True
             microbatch = training.receive_microbatch(self)
-            self._check_none_left(updater.parameters)
             self._accumulate(microbatch, count)
             updated = microbatch.ends_step and self._make_update()
         except BrokenStepError:  # before anything has changed but gradients; vbs.updates makes the step again
@@ -522,23 +515,9 @@ class CustomOptimizer(ObservedOptimizer):
             observer.discard()
 
     def note_iteration(self) -> None:
-        """Note which gradients there are when an iteration begins: they are left from before."""
+        """Drop the gradients of a `backward()` that no step has counted, of a loop that an exception has ended."""
         if not self._training.round_of(self):
-            gradients = (parameter.grad for parameter in self._updater.parameters)
-            self._left = [gradient for gradient in gradients if gradient is not None]
-
-    def _check_none_left(self, parameters: Sequence[Tensor]) -> None:
-        """Check that the gradients are new since an iteration began, at its first microbatch."""
-        if not self._left:
-            return
-        left_in = {id(gradient) for gradient in self._left}
-        self._left = ()
-        if any(id(parameter.grad) in left_in for parameter in parameters if parameter.grad is not None):
-            raise RuntimeError(
-                "the gradients must be those of the microbatches that step() counts, but a backward() that no step() "
-                "has counted had left some when the loader was iterated, as a loop does that an exception has ended; "
-                "call optimizer.discard_step() or zero_grad() before a new loop"
-            )
+            self._updater.sum.zero_grad()
 
 
 def _decides_by_noise(sampler: Dealer) -> bool:
