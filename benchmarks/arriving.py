@@ -28,7 +28,7 @@ import variable_batch_size as vbs
 from records import spread
 from results import record
 from step import ROWS, perceptron
-from variable_batch_size.data.arrival import first_fit_decreasing
+from variable_batch_size.data.streams.arrival import first_fit_decreasing
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "packed_documents.py"
 MODELS = {"1M parameters": 512, "10M parameters": 2048}

@@ -104,7 +104,7 @@ def test_the_commands_of_our_scripts_have_flags_that_exist():
 
 
 def test_the_files_on_the_way_of_a_microbatch_exist():
-    way = (DOCS / "architecture.md").read_text().split("In ten lines")[1].split("\n## ")[0]
+    way = (DOCS / "architecture.md").read_text().split("Ten files of")[1].split("\n## ")[0]
     folder, files = "", list[Path]()
     for name in re.findall(r"`([\w/]+\.py)`", way):
         folder = name.rpartition("/")[0] or folder  # a name without a folder lies beside the one before

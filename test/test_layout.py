@@ -33,7 +33,7 @@ WITHOUT_TORCH = {
     "lab.simulation",
     "_extras",
     "_files",
-} | {*(f"data.{module}" for module in ("plan", "training", "decided", "deal", "batches", "shuffle"))}
+} | {*(f"data.{module}" for module in ("plan.plan", "plan.deal", "plan.shuffle", "training", "decided", "batches"))}
 NAMES_NO_TORCH = {"tracker", "backend._xla_launch"}  # but their package does
 WITH_XLA = {"backend.xla"}
 
@@ -132,6 +132,12 @@ for name in vbs.__all__:
 assert not [name for name in sys.modules if name.startswith("variable_batch_size.lab")]
 """
     assert run_python(script) == (0, "", "")
+
+
+def test_a_folder_of_the_engine_has_at_most_ten_files():
+    for room in ("data", "optim"):
+        for folder in [PACKAGE / room, *(path for path in (PACKAGE / room).iterdir() if path.is_dir())]:
+            assert len([path for path in folder.glob("*.py") if path.name != "__init__.py"]) <= 10, folder
 
 
 def test_modules_import_each_other_in_no_circle():

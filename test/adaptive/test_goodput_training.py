@@ -16,7 +16,7 @@ from helpers.controllers import EXAMPLES, FUNCTIONS
 from variable_batch_size.adaptive import ControlInput, Goodput, Throughput
 from variable_batch_size.adaptive.base import needs_throughput
 from variable_batch_size.adaptive.stopwatch import UpdateStopwatch
-from variable_batch_size.optim import controller
+from variable_batch_size.optim.beside import controller
 from variable_batch_size.rules import adascale_gain
 
 BOUNDS, MICROBATCH = (16, 512), 128

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from helpers.properties import examples
 from helpers.runs import cases, speeds_of, worlds
 from helpers.splitting import rows_of, split_sizes
-from variable_batch_size.data import plan as plan_module
-from variable_batch_size.data.deal import Dealing
-from variable_batch_size.data.plan import Plan
-from variable_batch_size.data.shares import check_speeds
+from variable_batch_size.data.plan import plan as plan_module
+from variable_batch_size.data.plan.deal import Dealing
+from variable_batch_size.data.plan.plan import Plan
+from variable_batch_size.data.plan.shares import check_speeds
 from variable_batch_size.trace.batch_trace import BatchTrace
 from variable_batch_size.world import World
 

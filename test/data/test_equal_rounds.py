@@ -14,7 +14,7 @@ from helpers.properties import examples
 from helpers.reference import training
 from helpers.runs import cases, error_of, minibatch_sizes, worlds
 from helpers.splitting import split_sizes
-from variable_batch_size.data.equal_rounds import next_equal
+from variable_batch_size.data.plan.equal_rounds import next_equal
 from variable_batch_size.testing import run_ranks
 from variable_batch_size.world import World
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from helpers.properties import examples
 from helpers.runs import cases
 from variable_batch_size.data.batches import Batches, Position
-from variable_batch_size.data.plan import Plan
+from variable_batch_size.data.plan.plan import Plan
 from variable_batch_size.trace.batch_trace import BatchTrace
 from variable_batch_size.world import World
 

@@ -21,9 +21,9 @@ from helpers.properties import examples
 from helpers.runs import Case, Run, cases, read_ahead, together, worlds
 from helpers.splitting import rows_of, split_sizes
 from variable_batch_size.data import iteration as iteration_module
-from variable_batch_size.data import plan as plan_module
-from variable_batch_size.data.deal import Dealing
-from variable_batch_size.data.shuffle import order
+from variable_batch_size.data.plan import plan as plan_module
+from variable_batch_size.data.plan.deal import Dealing
+from variable_batch_size.data.plan.shuffle import order
 from variable_batch_size.world import World
 
 CASE = Case(vbs.BatchTrace.from_sizes([7, 3, 12, 1, 5], on_end="cycle"), 40, 4, False, True, seed=3, epochs=4)

@@ -16,8 +16,8 @@ from helpers.properties import examples
 from helpers.runs import cases, error_of, speeds_of, worlds
 from helpers.splitting import split_sizes
 from variable_batch_size.data.batches import Place, Position
-from variable_batch_size.data.deal import Dealing
-from variable_batch_size.data.shares import PERIOD, check_speeds, share, turns
+from variable_batch_size.data.plan.deal import Dealing
+from variable_batch_size.data.plan.shares import PERIOD, check_speeds, share, turns
 from variable_batch_size.world import World
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from helpers.properties import examples
 from helpers.shuffle_twin import Twin
-from variable_batch_size.data.shuffle import Identity, Permutation, order
+from variable_batch_size.data.plan.shuffle import Identity, Permutation, order
 
 SEEDS = st.integers(0, 2**64 - 1)
 EPOCHS = st.one_of(st.integers(0, 100), st.integers(0, 2**200))

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import variable_batch_size as vbs
 from helpers.splitting import split_batch
 from helpers.twins import Array, Gradients, InnerTwin, NoiseTwin, PlainTraining, Rule
-from variable_batch_size.data.shuffle import order
+from variable_batch_size.data.plan.shuffle import order
 from variable_batch_size.optim.named import NamedOptimizer
 from variable_batch_size.world import World
 

@@ -14,8 +14,8 @@ import torch
 from hypothesis import strategies as st
 
 import variable_batch_size as vbs
-from variable_batch_size.data.plan import Plan
-from variable_batch_size.data.shuffle import order
+from variable_batch_size.data.plan.plan import Plan
+from variable_batch_size.data.plan.shuffle import order
 from variable_batch_size.trace.batch_trace import BatchTrace
 from variable_batch_size.world import World
 

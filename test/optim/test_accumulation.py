@@ -16,7 +16,7 @@ from helpers.reference import ADAM, SGD, assert_equal, batches, filled, network,
 from variable_batch_size.backend import LocalBackend
 from variable_batch_size.backend.sent_numbers import SentNumbers
 from variable_batch_size.optim.late import READ_EVERY
-from variable_batch_size.optim.participation import Participation
+from variable_batch_size.optim.sums.participation import Participation
 from variable_batch_size.testing import run_ranks
 
 # ----------------------------------------------------------------------------------------------------------- dtypes

@@ -350,7 +350,7 @@ def test_a_step_without_a_batch_raises():
 
 
 def test_a_message_has_a_microbatch_and_not_its_batch():
-    from variable_batch_size.optim.arriving import _as_text, _from_text
+    from variable_batch_size.optim.loops.arriving import _as_text, _from_text
 
     batch = torch.zeros(10**6, dtype=torch.float64)
     text = _as_text([batch[:4]])

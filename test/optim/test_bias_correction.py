@@ -14,7 +14,7 @@ from torch.optim import Adam, AdamW, NAdam
 import variable_batch_size as vbs
 from helpers.properties import examples
 from helpers.reference import ADAM, SIZES, assert_equal, batches, network, training, twin
-from variable_batch_size.optim.scaling import HyperparameterScaling
+from variable_batch_size.optim.scaling.scaling import HyperparameterScaling
 from variable_batch_size.testing import run_ranks
 
 KIND = vbs.SqrtSDERuleOptimizer

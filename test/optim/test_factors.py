@@ -10,8 +10,8 @@ import variable_batch_size as vbs
 from helpers.properties import examples
 from helpers.reference import ADAM, SIZES, assert_equal, training
 from variable_batch_size.backend import LocalBackend
-from variable_batch_size.optim.rule_check import scalings_of_groups
-from variable_batch_size.optim.scaling import HyperparameterScaling
+from variable_batch_size.optim.scaling.rule_check import scalings_of_groups
+from variable_batch_size.optim.scaling.scaling import HyperparameterScaling
 from variable_batch_size.optim.update import Progress
 from variable_batch_size.rules.base import Scaling
 

@@ -11,7 +11,7 @@ import variable_batch_size as vbs
 from helpers.properties import examples
 from helpers.runs import Case, Run, error_of, read_ahead
 from helpers.splitting import rows_of
-from variable_batch_size.data.shuffle import order
+from variable_batch_size.data.plan.shuffle import order
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:set_epoch")
 

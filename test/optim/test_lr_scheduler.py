@@ -17,7 +17,7 @@ import variable_batch_size as vbs
 from helpers.properties import examples
 from helpers.reference import SIZES, batches, training
 from helpers.schedules import SCHEDULERS, counter, every_by
-from variable_batch_size.optim.lr_scheduler import DELAY
+from variable_batch_size.optim.beside.lr_scheduler import DELAY
 from variable_batch_size.testing import run_ranks
 
 traces = st.lists(st.integers(1, 40), min_size=1, max_size=8)

@@ -12,7 +12,7 @@ import variable_batch_size as vbs
 from helpers.fingerprint import compile_on_the_cpu
 from helpers.reference import ADAM, REF, assert_equal, training, twin
 from variable_batch_size.backend import LocalBackend
-from variable_batch_size.optim.second_moment import SecondMoment
+from variable_batch_size.optim.noise.second_moment import SecondMoment
 from variable_batch_size.testing import run_ranks
 from variable_batch_size.world import World
 

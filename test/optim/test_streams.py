@@ -18,7 +18,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import variable_batch_size as vbs
 from helpers.interrupts import Interrupt
 from helpers.properties import examples
-from variable_batch_size.data.workers import digest
+from variable_batch_size.data.streams.workers import digest
 
 
 class Chunks:
@@ -262,7 +262,7 @@ def test_a_state_is_taken_between_steps():
     assert updates.state_dict()["version"] == 1
 
 
-@pytest.mark.parametrize("file", ["data/stream.py", "optim/arriving.py"])
+@pytest.mark.parametrize("file", ["data/streams/stream.py", "optim/loops/arriving.py"])
 def test_an_interrupt_at_any_line_loses_no_row(file):
     interrupted = True
     for line in itertools.count(1):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, dropout
 
-from variable_batch_size.data.rows import has_tensor_rows
+from variable_batch_size.data.streams.rows import has_tensor_rows
 from variable_batch_size.testing import check_loss
 
 ROWS = 8

@@ -18,10 +18,10 @@ from variable_batch_size.checkpoint.names import Names
 from variable_batch_size.checkpoint.rng_states import RNGStates
 from variable_batch_size.checkpoint.stored import StoredState
 from variable_batch_size.checkpoint.values import encode, identity
-from variable_batch_size.optim.arriving import check_stream_is_saved
-from variable_batch_size.optim.lr_scheduler import ProgressScheduler, is_stepped_by_progress
+from variable_batch_size.optim.beside.lr_scheduler import ProgressScheduler, is_stepped_by_progress
+from variable_batch_size.optim.beside.weight_average import WeightAverage
+from variable_batch_size.optim.loops.arriving import check_stream_is_saved
 from variable_batch_size.optim.optimizer import CustomOptimizer
-from variable_batch_size.optim.weight_average import WeightAverage
 from variable_batch_size.optim.wrapper import list_parameters
 
 

@@ -1,3 +1,3 @@
 from .evaluation_sampler import EvaluationSampler as EvaluationSampler
-from .plan import Plan as Plan
+from .plan.plan import Plan as Plan
 from .sampler import CustomSampler as CustomSampler

@@ -11,12 +11,12 @@ from typing import Any, ClassVar, NamedTuple, final
 from variable_batch_size._validation import MAX_INT, IntArray, check_int
 from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace
 from variable_batch_size.adaptive.decided_trace import DecidedTrace
-from variable_batch_size.data.deal import Dealing, Step
-from variable_batch_size.data.equal_rounds import check_constant
-from variable_batch_size.data.plan import Epoch, Plan
-from variable_batch_size.data.shares import Speeds
-from variable_batch_size.data.shuffle import order
-from variable_batch_size.data.state import VERSION
+from variable_batch_size.data.plan.deal import Dealing, Step
+from variable_batch_size.data.plan.equal_rounds import check_constant
+from variable_batch_size.data.plan.plan import Epoch, Plan
+from variable_batch_size.data.plan.shares import Speeds
+from variable_batch_size.data.plan.shuffle import order
+from variable_batch_size.data.plan.state import VERSION
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.world import World
 

@@ -10,9 +10,9 @@ from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size.adaptive.adaptive_trace import largest_size
 from variable_batch_size.adaptive.decided_trace import describe, warn_if_changed
 from variable_batch_size.data.batches import Batch, Batches, Place, Position, Split
-from variable_batch_size.data.deal import Dealing
-from variable_batch_size.data.plan import Plan
-from variable_batch_size.data.state import check_position, check_same_samples
+from variable_batch_size.data.plan.deal import Dealing
+from variable_batch_size.data.plan.plan import Plan
+from variable_batch_size.data.plan.state import check_position, check_same_samples
 from variable_batch_size.data.training import Member, Training, check_can_attach
 from variable_batch_size.world import World
 

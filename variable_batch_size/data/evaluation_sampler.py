@@ -15,7 +15,7 @@ from torch.utils.data import Sampler
 from variable_batch_size._validation import IntArray, check_int, suggests
 from variable_batch_size.backend.detection import resolve_world, runs_on_xla
 from variable_batch_size.data.iteration import INDICES_PER_CHUNK
-from variable_batch_size.data.plan import Plan
+from variable_batch_size.data.plan.plan import Plan
 from variable_batch_size.data.sampler import number_of_samples
 from variable_batch_size.trace.batch_trace import BatchTrace
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from variable_batch_size._validation import MAX_INT, check_int, type_error, value_error
 from variable_batch_size.backend import current_world, detect
 from variable_batch_size.backend.detection import runs_on_xla
-from variable_batch_size.data import rows
+from variable_batch_size.data.streams import rows
 from variable_batch_size.microbatching import microbatch_counts
 
 Model = TypeVar("Model", bound=torch.nn.Module)

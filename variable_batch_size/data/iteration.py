@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any, final
 
 from variable_batch_size.data.batches import Batches, Position
-from variable_batch_size.data.deal import Deal
 from variable_batch_size.data.decided import PrefetchCancelled, wait_for
-from variable_batch_size.data.equal_rounds import check_equal_rounds
+from variable_batch_size.data.plan.deal import Deal
+from variable_batch_size.data.plan.equal_rounds import check_equal_rounds
 from variable_batch_size.data.seeded import Indices
 from variable_batch_size.data.training import Reads, Training
 

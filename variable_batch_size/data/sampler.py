@@ -17,9 +17,9 @@ from variable_batch_size.backend.detection import resolve_world
 from variable_batch_size.data.batches import Batches, Split
 from variable_batch_size.data.dealer import Dealer
 from variable_batch_size.data.iteration import Iteration
-from variable_batch_size.data.plan import Plan
-from variable_batch_size.data.shares import check_speeds
-from variable_batch_size.data.shuffle import order
+from variable_batch_size.data.plan.plan import Plan
+from variable_batch_size.data.plan.shares import check_speeds
+from variable_batch_size.data.plan.shuffle import order
 from variable_batch_size.trace.batch_trace import BatchTrace, OnEnd
 
 

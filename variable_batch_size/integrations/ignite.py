@@ -13,15 +13,15 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from variable_batch_size._validation import type_error
-from variable_batch_size.data.plan import Epoch
-from variable_batch_size.data.rows import has_tensor_rows
+from variable_batch_size.data.plan.plan import Epoch
 from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.data.streams.rows import has_tensor_rows
 from variable_batch_size.integrations.loading import sampler_for, with_sampler
 from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.integrations.versions import require_version
-from variable_batch_size.optim.consistency import broadcast_parameters
+from variable_batch_size.optim.beside.consistency import broadcast_parameters
+from variable_batch_size.optim.loops.updates import Updates
 from variable_batch_size.optim.optimizer import CustomOptimizer
-from variable_batch_size.optim.updates import Updates
 from variable_batch_size.testing.loss import CHECKED_UPDATES, check_loss
 
 require_version("pytorch-ignite", "0.5.2", "ignite")

@@ -8,9 +8,9 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from variable_batch_size._validation import check_number, suggests, value_error
-from variable_batch_size.data.arriving import ArrivingBatches
 from variable_batch_size.data.dealer import Dealer
 from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.data.streams.arriving import ArrivingBatches
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.optim.options import OptimizerOptions
 from variable_batch_size.rules import LEGWRule, PowerRule

@@ -24,21 +24,21 @@ from variable_batch_size.data.batches import Batch
 from variable_batch_size.data.dealer import Dealer
 from variable_batch_size.data.training import Phase
 from variable_batch_size.microbatching import Microbatch
-from variable_batch_size.optim import consistency
-from variable_batch_size.optim.controller import ControllerRunner
-from variable_batch_size.optim.counts import NOT_WEIGHTED, Counts
+from variable_batch_size.optim.beside import consistency
+from variable_batch_size.optim.beside.controller import ControllerRunner
+from variable_batch_size.optim.beside.normalization import check_reproducible, cut_options
+from variable_batch_size.optim.beside.report import Reporter
+from variable_batch_size.optim.beside.same_updates import RanksDifferError
 from variable_batch_size.optim.hooks import call_before_forward, uncompiled
-from variable_batch_size.optim.normalization import check_reproducible, cut_options
+from variable_batch_size.optim.loops.counts import NOT_WEIGHTED, Counts
+from variable_batch_size.optim.loops.seeding import Seeding
 from variable_batch_size.optim.options import Estimator, NormLimit, Reduction, UpdateOptions, check_objects
 from variable_batch_size.optim.properties import Commit, ObservedOptimizer
-from variable_batch_size.optim.replay import Replays
-from variable_batch_size.optim.report import Reporter
-from variable_batch_size.optim.rule_check import check_applies_lr, choose_rules
-from variable_batch_size.optim.same_updates import RanksDifferError
-from variable_batch_size.optim.scaling import LearningRateCheck
-from variable_batch_size.optim.seeding import Seeding
-from variable_batch_size.optim.squares import Needs
-from variable_batch_size.optim.strategies import backend_for, sum_for, unwrap
+from variable_batch_size.optim.scaling.rule_check import check_applies_lr, choose_rules
+from variable_batch_size.optim.scaling.scaling import LearningRateCheck
+from variable_batch_size.optim.sums.replay import Replays
+from variable_batch_size.optim.sums.squares import Needs
+from variable_batch_size.optim.sums.strategies import backend_for, sum_for, unwrap
 from variable_batch_size.optim.update import Updater
 from variable_batch_size.optim.wrapper import (
     check_hyperparameters,

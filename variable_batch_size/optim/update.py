@@ -30,18 +30,23 @@ from variable_batch_size._validation import without_addresses
 from variable_batch_size.backend import Backend
 from variable_batch_size.data.batches import Batch
 from variable_batch_size.microbatching import Microbatch
-from variable_batch_size.optim.counts import NOT_WEIGHTED, counts_nothing
-from variable_batch_size.optim.gradient_noise import GradientNoise, Statistics, UnmeasuredWarning, create_gradient_noise
-from variable_batch_size.optim.means import StepMeans, TokenCount
+from variable_batch_size.optim.beside.means import StepMeans, TokenCount
+from variable_batch_size.optim.beside.overflows import Overflows, check_scaled
+from variable_batch_size.optim.beside.same_updates import Facts, SameUpdates, numbers_of_groups
+from variable_batch_size.optim.beside.skipping import LargeGradients
+from variable_batch_size.optim.loops.counts import NOT_WEIGHTED, counts_nothing
+from variable_batch_size.optim.noise.gradient_noise import (
+    GradientNoise,
+    Statistics,
+    UnmeasuredWarning,
+    create_gradient_noise,
+)
+from variable_batch_size.optim.noise.second_moment import create_second_moment
 from variable_batch_size.optim.options import UpdateOptions
-from variable_batch_size.optim.overflows import Overflows, check_scaled
-from variable_batch_size.optim.rule_check import Chosen, scalings_of_groups
-from variable_batch_size.optim.same_updates import Facts, SameUpdates, numbers_of_groups
-from variable_batch_size.optim.scaling import HyperparameterScaling
-from variable_batch_size.optim.second_moment import create_second_moment
-from variable_batch_size.optim.skipping import LargeGradients
-from variable_batch_size.optim.squares import Needs
-from variable_batch_size.optim.sums import Sum
+from variable_batch_size.optim.scaling.rule_check import Chosen, scalings_of_groups
+from variable_batch_size.optim.scaling.scaling import HyperparameterScaling
+from variable_batch_size.optim.sums.base import Sum
+from variable_batch_size.optim.sums.squares import Needs
 from variable_batch_size.optim.tensors import (
     check_dense,
     collect_gradients,

@@ -18,9 +18,9 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.backend import Backend
 from variable_batch_size.data.dealer import Dealer
-from variable_batch_size.data.state import NUMBER, Kinds, check_entries, check_items, check_position
-from variable_batch_size.optim.differenced import KEYS
-from variable_batch_size.optim.noise_estimate import AVERAGES
+from variable_batch_size.data.plan.state import NUMBER, Kinds, check_entries, check_items, check_position
+from variable_batch_size.optim.noise.differenced import KEYS
+from variable_batch_size.optim.noise.estimate import AVERAGES
 
 _stepping: set[int] = set()  # ids of the inner optimizers whose step a wrapper has called
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from variable_batch_size._validation import FloatArray, IntArray, value_error
-from variable_batch_size.data import rows
+from variable_batch_size.data.streams import rows
 from variable_batch_size.testing import update_gradients
 
 

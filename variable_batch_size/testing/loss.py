@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size._validation import FloatArray, IntArray, in_documentation, value_error
 from variable_batch_size.backend.generators import kept_states
-from variable_batch_size.data import rows
+from variable_batch_size.data.streams import rows
 
 # By trainers, if rows.has_tensor_rows(batch). In the first a KL term may be 0, and the loss of all tokens nearly equal.
 CHECKED_UPDATES: Final = frozenset({0, 10, 100, 1000})

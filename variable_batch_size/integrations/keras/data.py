@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from variable_batch_size._validation import type_error, value_error
-from variable_batch_size.optim.updates import updates
+from variable_batch_size.optim.loops.updates import updates
 
 
 @final

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from variable_batch_size._validation import type_error, value_error
-from variable_batch_size.data.rows import has_tensor_rows
+from variable_batch_size.data.streams.rows import has_tensor_rows
 from variable_batch_size.integrations.facts import optimizer_facts
 from variable_batch_size.integrations.keras.checkpoint import VariableBatchCheckpoint
 from variable_batch_size.integrations.keras.data import Epochs, map_arrays, pop_loader
@@ -22,8 +22,8 @@ from variable_batch_size.integrations.keras.optimizer import KerasOptimizer
 from variable_batch_size.integrations.loading import sampler_for, with_sampler
 from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.integrations.supported import Setting, check_settings
-from variable_batch_size.optim.consistency import broadcast_parameters
-from variable_batch_size.optim.yielded_update import Update
+from variable_batch_size.optim.beside.consistency import broadcast_parameters
+from variable_batch_size.optim.loops.yielded_update import Update
 from variable_batch_size.testing.loss import CHECKED_UPDATES, check_loss
 from variable_batch_size.testing.schedules import check_schedule
 

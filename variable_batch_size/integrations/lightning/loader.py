@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.integrations.loading import sampler_for
 from variable_batch_size.integrations.settings import Settings
+from variable_batch_size.optim.loops.updates import Updates
 from variable_batch_size.optim.optimizer import CustomOptimizer
-from variable_batch_size.optim.updates import Updates
 
 
 @final

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from variable_batch_size._validation import type_error
-from variable_batch_size.data.rows import has_tensor_rows
+from variable_batch_size.data.streams.rows import has_tensor_rows
 from variable_batch_size.testing.loss import check_loss
 
 MEAN_LOSS: Final = "update_loss"  # under which the mean over an update is logged

@@ -12,10 +12,10 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from variable_batch_size._validation import type_error
-from variable_batch_size.data.arriving import ArrivingBatches
+from variable_batch_size.data.streams.arriving import ArrivingBatches
 from variable_batch_size.integrations.loading import sampler_for, with_sampler
 from variable_batch_size.integrations.settings import Settings
-from variable_batch_size.optim.updates import updates
+from variable_batch_size.optim.loops.updates import updates
 
 
 @final

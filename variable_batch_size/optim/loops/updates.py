@@ -12,16 +12,16 @@ from torch.utils.data import DataLoader
 
 from variable_batch_size._validation import check_int, check_number, type_error, value_error
 from variable_batch_size.backend import ElasticBackend
-from variable_batch_size.data.arriving import ArrivingBatches
 from variable_batch_size.data.batches import Batch, Position
 from variable_batch_size.data.decided import wait_for
 from variable_batch_size.data.sampler import CustomSampler
-from variable_batch_size.optim.arriving import Arrivals
-from variable_batch_size.optim.consistency import common_facts
-from variable_batch_size.optim.counts import Count, check_counts
-from variable_batch_size.optim.lr_scheduler import ProgressScheduler
+from variable_batch_size.data.streams.arriving import ArrivingBatches
+from variable_batch_size.optim.beside.consistency import common_facts
+from variable_batch_size.optim.beside.lr_scheduler import ProgressScheduler
+from variable_batch_size.optim.loops.arriving import Arrivals
+from variable_batch_size.optim.loops.counts import Count, check_counts
+from variable_batch_size.optim.loops.yielded_update import Update, incomplete_update, stale_loop
 from variable_batch_size.optim.optimizer import CustomOptimizer
-from variable_batch_size.optim.yielded_update import Update, incomplete_update, stale_loop
 
 T = TypeVar("T")
 

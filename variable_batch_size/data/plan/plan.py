@@ -15,8 +15,8 @@ from typing import Any, final
 import numpy as np
 
 from variable_batch_size._validation import MAX_INT, IntArray, check_int
-from variable_batch_size.data.deal import Deal, Dealing, Step
-from variable_batch_size.data.state import Past
+from variable_batch_size.data.plan.deal import Deal, Dealing, Step
+from variable_batch_size.data.plan.state import Past
 from variable_batch_size.microbatching import count_microbatches, cut
 from variable_batch_size.trace.batch_trace import BatchTrace
 from variable_batch_size.world import World

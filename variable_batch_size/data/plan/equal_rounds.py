@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from variable_batch_size._validation import MAX_INT
-from variable_batch_size.data.deal import Dealing, Step
-from variable_batch_size.data.plan import Epoch, Plan
+from variable_batch_size.data.plan.deal import Dealing, Step
+from variable_batch_size.data.plan.plan import Epoch, Plan
 from variable_batch_size.microbatching import count_microbatches
 from variable_batch_size.world import World
 

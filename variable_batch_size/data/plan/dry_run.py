@@ -13,7 +13,7 @@ from typing import final
 import numpy as np
 
 from variable_batch_size._validation import IntArray, check_int, value_error
-from variable_batch_size.data.plan import Epoch, Plan
+from variable_batch_size.data.plan.plan import Epoch, Plan
 from variable_batch_size.trace.batch_trace import BatchTrace
 
 

@@ -18,11 +18,11 @@ from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.backend import Backend, DistributedBackend, ElasticBackend, LocalBackend, detect
 from variable_batch_size.backend.detection import numbers_for
 from variable_batch_size.data.dealer import Dealer
-from variable_batch_size.optim.squares import Needs
-from variable_batch_size.optim.sums import Plain, Sum, Widened
-from variable_batch_size.optim.sums_ddp import DDP
-from variable_batch_size.optim.sums_reproducible import Reproducible
-from variable_batch_size.optim.sums_sharded import Sharded, data_parallel_group
+from variable_batch_size.optim.sums.base import Plain, Sum, Widened
+from variable_batch_size.optim.sums.ddp import DDP
+from variable_batch_size.optim.sums.reproducible import Reproducible
+from variable_batch_size.optim.sums.sharded import Sharded, data_parallel_group
+from variable_batch_size.optim.sums.squares import Needs
 from variable_batch_size.optim.tensors import is_narrow
 
 _REFUSED = {

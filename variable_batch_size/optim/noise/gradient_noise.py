@@ -19,8 +19,8 @@ from torch.optim import ASGD, Adafactor, Optimizer, Rprop
 from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size._validation import value_error
 from variable_batch_size.backend import Backend
-from variable_batch_size.optim.differenced import DifferencedEstimator, Gradient
-from variable_batch_size.optim.noise_estimate import (
+from variable_batch_size.optim.noise.differenced import DifferencedEstimator, Gradient
+from variable_batch_size.optim.noise.estimate import (
     AVERAGES,
     HORIZON,
     Number,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from variable_batch_size._validation import IntArray
-from variable_batch_size.data import rows
+from variable_batch_size.data.streams import rows
 
 
 def shares(size: int, capacities: Sequence[float]) -> list[int]:

@@ -12,13 +12,19 @@ from torch import Tensor
 from variable_batch_size._validation import MAX_INT, IntArray, check_int, suggests, type_error, value_error
 from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace
 from variable_batch_size.backend.detection import resolve_world
-from variable_batch_size.data import rows
-from variable_batch_size.data.arrival import Brought, batch_of_rows, first_fit_decreasing, rounds_by_rank, rows_in_order
 from variable_batch_size.data.batches import Batch, Batches, Place, Position
 from variable_batch_size.data.dealer import Dealer
-from variable_batch_size.data.plan import Epoch, Plan
+from variable_batch_size.data.plan.plan import Epoch, Plan
 from variable_batch_size.data.sampler import TraceLike
-from variable_batch_size.data.stream import Stream
+from variable_batch_size.data.streams import rows
+from variable_batch_size.data.streams.arrival import (
+    Brought,
+    batch_of_rows,
+    first_fit_decreasing,
+    rounds_by_rank,
+    rows_in_order,
+)
+from variable_batch_size.data.streams.stream import Stream
 from variable_batch_size.microbatching import count_microbatches
 from variable_batch_size.trace.batch_trace import BatchTrace
 

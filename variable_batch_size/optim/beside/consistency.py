@@ -19,9 +19,9 @@ from variable_batch_size.adaptive.decided_trace import describe
 from variable_batch_size.backend import Backend, detect
 from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.data.dealer import Dealer
-from variable_batch_size.optim.normalization import check_remembered_models, remember_model
-from variable_batch_size.optim.participation import FIRST_UPDATE
-from variable_batch_size.optim.same_updates import RanksDifferError
+from variable_batch_size.optim.beside.normalization import check_remembered_models, remember_model
+from variable_batch_size.optim.beside.same_updates import RanksDifferError
+from variable_batch_size.optim.sums.participation import FIRST_UPDATE
 from variable_batch_size.optim.tensors import check_whole, local_parts, shard_coordinates
 from variable_batch_size.optim.update import Updater
 

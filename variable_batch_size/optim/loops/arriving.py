@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from variable_batch_size._validation import type_error, value_error
-from variable_batch_size.data import workers
-from variable_batch_size.data.arrival import Brought
-from variable_batch_size.data.arriving import UNKNOWN, Arrived, ArrivingBatches, Item, RankRows
 from variable_batch_size.data.batches import Batch
-from variable_batch_size.data.stream import Stream, shares
+from variable_batch_size.data.streams import workers
+from variable_batch_size.data.streams.arrival import Brought
+from variable_batch_size.data.streams.arriving import UNKNOWN, Arrived, ArrivingBatches, Item, RankRows
+from variable_batch_size.data.streams.stream import Stream, shares
 from variable_batch_size.data.training import Phase
-from variable_batch_size.optim.counts import Count
+from variable_batch_size.optim.loops.counts import Count
+from variable_batch_size.optim.loops.yielded_update import Update, incomplete_update, stale_loop
 from variable_batch_size.optim.optimizer import CustomOptimizer
-from variable_batch_size.optim.yielded_update import Update, incomplete_update, stale_loop
 from variable_batch_size.trace.runs import TraceEndError
 
 T = TypeVar("T")

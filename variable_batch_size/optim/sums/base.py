@@ -2,9 +2,9 @@
 
     Plain         autograd adds to `.grad`; the backend sums it over the ranks after the last backward of each
     Widened       the same for parameters in half precision, whose gradients are added in float32
-    DDP           DistributedDataParallel averages in the last backward of each rank (`sums_ddp.py`)
-    Sharded       FSDP2 scatters the sum of each microbatch into the shards (`sums_sharded.py`)
-    Reproducible  integers are added, for the same bits in any world (`sums_reproducible.py`)
+    DDP           DistributedDataParallel averages in the last backward of each rank (`ddp.py`)
+    Sharded       FSDP2 scatters the sum of each microbatch into the shards (`sharded.py`)
+    Reproducible  integers are added, for the same bits in any world (`reproducible.py`)
 
 The loss of a microbatch carries its weight: `backward` multiplies it by n_j / B, or by what the strategy needs. On the
 plain road `loss.backward()` is right, too: there `.grad` holds the sum in units of the weight of the last microbatch.
@@ -26,10 +26,10 @@ from variable_batch_size.backend import Backend
 from variable_batch_size.backend.agreement import AbsentRankError, Agreement
 from variable_batch_size.data.batches import Batch
 from variable_batch_size.microbatching import Microbatch
-from variable_batch_size.optim.backward_check import BackwardCheck
 from variable_batch_size.optim.message import Message
-from variable_batch_size.optim.participation import Participation
-from variable_batch_size.optim.squares import Needs, Squares
+from variable_batch_size.optim.sums.backward_check import BackwardCheck
+from variable_batch_size.optim.sums.participation import Participation
+from variable_batch_size.optim.sums.squares import Needs, Squares
 from variable_batch_size.optim.tensors import (
     add_to,
     collect_gradients,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from variable_batch_size._validation import IntArray
-from variable_batch_size.data.shares import Share, Speeds, count_of_all, share, turns
+from variable_batch_size.data.plan.shares import Share, Speeds, count_of_all, share, turns
 from variable_batch_size.microbatching import Cut, Microbatch, cut, partial_sizes
 from variable_batch_size.world import World
 

@@ -15,7 +15,7 @@ from torch.optim import ASGD, Optimizer, Rprop
 from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.adaptive.base import check_rule_of
 from variable_batch_size.data.dealer import Dealer
-from variable_batch_size.optim.second_moment import check_microbatches
+from variable_batch_size.optim.noise.second_moment import check_microbatches
 from variable_batch_size.optim.wrapper import check_sampler
 from variable_batch_size.rules import ConstantRule, Noise, Rule, RuleContext, RuleInput, Scaling
 from variable_batch_size.rules.base import Factor, check_reference

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from variable_batch_size.backend import Backend, DistributedBackend
 from variable_batch_size.data.batches import Batch
 from variable_batch_size.microbatching import Microbatch
-from variable_batch_size.optim.backward_check import versions
-from variable_batch_size.optim.sums import InBackward, MeasuredSquares
+from variable_batch_size.optim.sums.backward_check import versions
+from variable_batch_size.optim.sums.base import InBackward, MeasuredSquares
 from variable_batch_size.optim.tensors import is_narrow
 
 _ELSEWHERE = "call model.module for another optimizer's loss"

@@ -13,7 +13,7 @@ from variable_batch_size._validation import check_int
 from variable_batch_size.backend import Backend
 from variable_batch_size.data.batches import Batch
 from variable_batch_size.data.dealer import Dealer
-from variable_batch_size.data.plan import Epoch
+from variable_batch_size.data.plan.plan import Epoch
 from variable_batch_size.optim.update import Updater
 from variable_batch_size.tracker import Tracker
 

@@ -1,0 +1,1 @@
+"""Batches that arrive while the training runs: begin with `arriving.py`."""

@@ -1,0 +1,1 @@
+"""What follows the updates of an optimizer, or judges them, and changes no gradient."""

@@ -1,0 +1,1 @@
+"""The loops of a training: begin with `updates.py`."""
