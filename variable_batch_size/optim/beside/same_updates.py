@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from variable_batch_size.backend import Backend
-from variable_batch_size.optim.late import READ_EVERY, LateReader
+from variable_batch_size.optim.late import READ_EVERY
 from variable_batch_size.optim.tensors import scalar_dtype
 
 Facts = dict[str, Any]  # of an update, by their names in an error
@@ -46,6 +45,11 @@ def modulus(ranks: int) -> int:
     return math.isqrt(_EXACT // ranks) + 1
 
 
+class _Sums(NamedTuple):
+    facts: Facts
+    sums: Tensor  # of x and x^2 over the ranks, (2,)
+
+
 @final
 class SameUpdates:
     """Compares the ranks of a job, update by update: before it where the host reads, else later.
@@ -67,19 +71,18 @@ class SameUpdates:
 
     def forget(self) -> None:
         """Begin anew: the ranks compare all that they have before the next update."""
-        self._updates = deque[Facts](maxlen=2 * READ_EVERY)  # those that a late read may still be about
-        self._differing: Tensor | None = None  # number of updates that differ, 0-D, on a device that is not read
-        self._late = LateReader()
+        self._facts: Facts = {}  # of the update under way
+        self._unread = list[_Sums]()  # of earlier ones, on a device that is not read at once
 
     def expect(self, facts: Facts) -> None:
         """Compare an update by these facts."""
-        self._updates.append(facts)
+        self._facts = facts
 
     def part(self, like: Sequence[Tensor]) -> list[Tensor]:
         """Return [x, x^2] of the update, (2,), which the ranks sum in place; nothing if there is nothing to compare."""
         if not self.compares:
             return []
-        x = zlib.crc32(repr(self._updates[-1]).encode()) % self._modulus
+        x = zlib.crc32(repr(self._facts).encode()) % self._modulus
         example = torch.empty((), dtype=scalar_dtype(like), device=like[0].device)
         (self._number,) = self._backend.vectors([(x, x * x)], example, "")
         return [] if self._apart else [self._number]
@@ -100,27 +103,29 @@ class SameUpdates:
             self._compare(sums)
 
     def _compare(self, sums: Tensor) -> None:
+        update = _Sums(self._facts, sums)
         if self._backend.reads(sums):
-            total, squares = sums.tolist()
-            if self._ranks * squares != total**2:
-                raise RanksDifferError([self._updates[-1]], made=False)
+            if self._differs(update):
+                raise RanksDifferError([self._facts], made=False)
             return
-        total, squares = sums.unbind()
-        ranks = self._backend.scalar(float(self._ranks), total, "ranks")
-        x = torch.round(total / ranks)  # if all are equal; the products are exact then, and W^2 x^2 would not be
-        differs = ((x * ranks != total) | (x * x * ranks != squares)).to(torch.float32)
-        self._differing = differs if self._differing is None else self._differing + differs
-        self._raise_if(self._late.read(self._differing))
+        self._unread.append(update)
+        if len(self._unread) == 2 * READ_EVERY:  # the device has computed the older half, and the host does not wait
+            older, self._unread = self._unread[:READ_EVERY], self._unread[READ_EVERY:]
+            self._check_made(older)
 
     def check(self) -> None:
         """Raise RanksDifferError if the ranks have differed; waits for the device."""
-        self._raise_if(self._differing)
+        made, self._unread = self._unread, []
+        self._check_made(made)
 
-    def _raise_if(self, differing: Tensor | None) -> None:
-        if differing is not None and differing.cpu().item() != 0:  # without a step marker, which would cut the graph
-            updates = self._updates
-            self.forget()
-            raise RanksDifferError(updates, made=True)
+    def _check_made(self, updates: Sequence[_Sums]) -> None:
+        """Read the sums of updates, without a kernel of their own, and raise RanksDifferError if the ranks differ."""
+        if differing := [update.facts for update in updates if self._differs(update)]:
+            raise RanksDifferError(differing, made=True)
+
+    def _differs(self, update: _Sums) -> bool:
+        total, squares = update.sums.cpu().tolist()  # without a step marker, which would cut the graph
+        return bool(self._ranks * squares != total**2)
 
 
 def numbers_of_groups(groups: Sequence[Mapping[str, Any]]) -> Facts:
