@@ -119,25 +119,71 @@ def test_an_update_is_committed_when_the_last_of_several_optimizers_has_made_it(
     assert one.updates == 2
 
 
-@pytest.mark.parametrize("steps", [0, 1])
-def test_an_optimizer_may_join_or_leave_between_two_updates(steps):
-    """One that makes no update is waited for in one, until the loop goes on; later it raises, or joins."""
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_optimizer_that_is_never_used_changes_nothing_and_one_that_comes_later_raises(workers):
+    """As that of a notebook's cell that was run twice; to join, one has to be created."""
     sampler = vbs.CustomSampler(40, 4, 1, 0, 4)
     one, other = two_optimizers(sampler)
-    for number, _ in enumerate(sampler):
+    for number, _ in enumerate(DataLoader(range(40), batch_sampler=sampler, num_workers=workers), start=1):
         assert step(one)
-        if number < steps:
-            assert step(other)
-        assert one.updates == number + (number != steps)
-        if number == steps:
-            with pytest.raises(RuntimeError, match="some of the sampler's optimizers only"):
-                one.state_dict()
-    assert one.updates == 10
-    next(iter(sampler))
-    with pytest.raises(RuntimeError, match="of all optimizers of a sampler must") if steps else nullcontext():
-        assert step(other)
-    assert step(one)
-    assert (one.updates, other.updates) == (11, 11)
+        assert (one.updates, one.samples, one.inside_step) == (number, 4 * number, False)
+        one.state_dict()
+    assert one.epoch == 1
+    with pytest.raises(RuntimeError, match=r"this one has missed updates before update 10; .*; create it anew"):
+        step(other)
+    third = vbs.ConstantOptimizer(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1), sampler)
+    for _ in sampler:
+        assert step(one)
+        assert step(third)
+    assert (one.updates, third.updates, sampler.epoch) == (20, 20, 2)
+
+
+@pytest.mark.parametrize("way", ["plain", "updates"])
+def test_an_optimizer_that_misses_an_update_raises_before_the_next_one(way):
+    """As one that steps at every second update; unless it was deleted."""
+    sampler = vbs.CustomSampler(40, 4, 1, 0, 4)
+    one, other = two_optimizers(sampler)
+    batches = sampler if way == "plain" else (row for update in vbs.updates(sampler, one) for row in update)
+    with pytest.raises(RuntimeError, match=r"one has not made the last update; .* a sampler of its own; delete one"):  # noqa: PT012
+        for number, _ in enumerate(batches):
+            step(one)
+            if number != 1:
+                step(other)
+    assert (one.updates, number) == (1, 2 if way == "plain" else 1)
+    del other
+    one.state_dict()
+    assert one.updates == 2
+
+
+@pytest.mark.parametrize("discards", [False, True])
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("stop", [0, 1, 2])
+def test_a_loop_that_is_left_between_two_steps_does_not_go_on(stop, before, discards):
+    """One has made update `stop`, and the other has not, `before` or after its backward(); also in the first one."""
+    sampler = vbs.CustomSampler(40, 4, 1, 0, 4)
+    one, other = two_optimizers(sampler)
+
+    def backward(optimizer):
+        optimizer.backward(optimizer.param_groups[0]["params"][0].sum())
+
+    def train(*, leaves):
+        for number, update in enumerate(vbs.updates(sampler, one)):
+            for _ in update:
+                backward(one)
+                one.step()
+                if leaves and number == stop and before:
+                    return
+                backward(other)
+                if leaves and number == stop:
+                    return
+                other.step()
+
+    train(leaves=True)
+    if discards:
+        error_of(one.discard_step)
+    with pytest.raises(RuntimeError, match=r"step.. of all optimizers|restore a state|by some of the sampler's"):
+        train(leaves=False)
+    assert one.updates <= stop + 2
 
 
 def test_an_exception_between_two_inner_steps_needs_a_restore():

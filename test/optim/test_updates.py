@@ -145,8 +145,7 @@ def test_a_second_optimizer_that_misses_a_microbatch_raises_before_a_wrong_updat
                     other.param_groups[0]["params"][0].sum().backward()
                     other.step()
                 number += 1
-    made = sum(end <= missed for end in itertools.accumulate([3, 2, 3, 1, 2, 3, 2, 1]))
-    assert other.updates == made + (missed == 8)  # an update of one microbatch, which is made without the other
+    assert other.updates == sum(end <= missed for end in itertools.accumulate([3, 2, 3, 1, 2, 3, 2, 1]))
 
 
 @given(cases(largest_dataset=60), st.integers(0, 20), st.sampled_from(["skip", "twice", "leave"]), st.data())

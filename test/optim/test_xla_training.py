@@ -31,9 +31,10 @@ from helpers.xla_training import (  # noqa: E402
     watch,
 )
 from variable_batch_size.backend.xla import launch  # noqa: E402
+from variable_batch_size.optim.late import READ_EVERY  # noqa: E402
 
 WARM = 6  # updates after which nothing may compile
-FLAGS = 1 + READ_EVERY  # that each of several ranks reads once in a training: what has gradients, and what was compared
+FLAGS = 1 + READ_EVERY  # numbers that each of several ranks reads once: what has gradients, and what was compared
 MANY = {seed: tuple(random.Random(seed).sample(range(1, SAMPLES + 1), 40)) for seed in (0, 1, 2, 4)}  # all different
 EVERY = 5  # updates between two questions to a controller
 WIDTHS = iter(range(5, 100))  # hidden units of the trainings whose compilations count

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any, NamedTuple, Protocol, final
@@ -104,18 +105,35 @@ _OF_ALL = (
 )
 
 
+@final
+class Due(NamedTuple):
+    """The update that an optimizer is to make.
+
+    Attributes:
+        batch: its samples.
+        samples: those of the updates before it.
+        epoch: its epoch.
+    """
+
+    batch: Batch
+    samples: int
+    epoch: int
+
+
 class _Report:
     """What one optimizer has reported.
 
     Attributes:
-        round: microbatches of the step that it has counted.
-        stepped: whether it has ever counted one, since the last restart.
-        awaited: whether no update was made without it since it began.
+        round: microbatches of its update that it has counted.
+        works: whether it has ever called `backward()` or `step()`, since the last state was loaded.
+        late: the update that others have made before it worked for the first time, which it may still make.
+        passed: whether the training has gone on without it.
     """
 
     round = 0
-    stepped = False
-    awaited = True
+    works = False
+    late: Due | None = None
+    passed = False
 
 
 class _Choice(NamedTuple):
@@ -129,8 +147,9 @@ class _Choice(NamedTuple):
 class Training:
     """The place of a training, along the batches of a sampler.
 
-    The optimizers of an update are those that count its microbatches, in turn or one after another. One may join or
-    leave between two updates; one that is there and counts none is waited for until the loop goes on without it.
+    The optimizers of an update are those that have worked, by `backward()` or `step()`; one that never does is ignored.
+    Each counts all microbatches of every update, in turn or one after another. One joins by being created, and leaves
+    by being deleted.
 
     Args:
         batches: what is dealt.
@@ -244,7 +263,7 @@ class Training:
     @property
     def round(self) -> int:
         """How many microbatches of the step the optimizer has counted that is ahead of the others, on this rank."""
-        return max((report.round for report in self.members.values()), default=0)
+        return max((report.round for report in self.members.values() if report.late is None), default=0)
 
     def round_of(self, member: object) -> int:
         """Return how many microbatches of the step an optimizer has counted."""
@@ -289,8 +308,8 @@ class Training:
             RuntimeError: if all updates of that epoch are committed, or an exception has interrupted a step.
         """
         epoch = check_int(epoch, "epoch", 0, remedy="count epochs from 0")
-        self.settle()
         self.check_phase("set_epoch()", Phase.BETWEEN_STEPS, Phase.INSIDE_STEP)
+        self.go_on()
         position, choice = self._committed.position, self._choice
         batches = self._batches if choice is None else choice.before
         due = batches.next_update(position) if self.read_epoch >= position.epoch else position
@@ -343,7 +362,7 @@ class Training:
             self.read_epoch -= 1
         self.owned, self._cut_is_known = self.owned or owned, True
         self.unrestored = not owned and len(self.members) > 0 and place.position.step > 0
-        self.restart()
+        self.restart(anew=True)
 
     # What comes. -----------------------------------------------------------------------------------------------------
 
@@ -362,6 +381,10 @@ class Training:
             raise self._not_handed_out(0)
         return self._planned_batch(self.position)
 
+    def due_of(self, member: object) -> Due:
+        """Return the update that an optimizer is to make: the next one, or one that others have just made."""
+        return self.members[member].late or Due(self.batch, self.place.samples, self.epoch)
+
     def _planned_batch(self, position: Position) -> Batch:
         """Return the update at a position as it is planned; raise RuntimeError if the training has ended."""
         batches = self._batches
@@ -377,13 +400,15 @@ class Training:
 
     def microbatch(self, member: object, ahead: int = 0) -> Microbatch:
         """Return the next microbatch that an optimizer counts, or one that is `ahead` rounds later in the same step."""
-        position = self.position
-        if not self.round and self._batches.ends_epoch(position) and self.read_epoch <= position.epoch:
+        position, begins = self.position, self.round == 0 and self.members[member].late is None
+        if begins and self._batches.ends_epoch(position) and self.read_epoch <= position.epoch:
             raise RuntimeError(
                 f"a microbatch must be of an epoch that has begun, but all updates of epoch {position.epoch} are "
                 f"committed; read the loader first"
             )
-        microbatches, number = self.batch.microbatches, self.round_of(member) + ahead
+        report = self.members[member]
+        microbatches = (self.batch if report.late is None else report.late.batch).microbatches
+        number = report.round + ahead
         if number < len(microbatches):
             return microbatches[number]
         following = self._batches.place_after(self.place, self.batch)  # others are still to make this update
@@ -412,7 +437,10 @@ class Training:
 
     def is_made_without(self, member: object) -> bool:
         """Return whether another optimizer has made the update that an optimizer is to make."""
-        return self.phase is Phase.PARTLY_MADE and self.round_of(member) < len(self.batch.microbatches)
+        report = self.members[member]
+        if report.late is not None:
+            return True
+        return self.phase is Phase.PARTLY_MADE and report.round < len(self.batch.microbatches)
 
     def _not_handed_out(self, number: int) -> RuntimeError:
         """Return the error of a microbatch that `vbs.updates` has not yielded: it has yielded `number` of them."""
@@ -430,7 +458,7 @@ class Training:
         Raises:
             RuntimeError: if the training has ended, and no `set_epoch` has announced an empty epoch.
         """
-        self.settle()
+        self.go_on()
         position = self.position
         if self.members and self.done and self.read_epoch >= position.epoch:
             raise RuntimeError(
@@ -460,6 +488,7 @@ class Training:
 
     def check_phase(self, call: str, *allowed: Phase) -> None:
         """Raise RuntimeError unless the phase is one of those in which `call`, named in the error, may be called."""
+        self.settle()
         phase = self.phase
         if phase in allowed:
             return
@@ -478,11 +507,22 @@ class Training:
         if self.phase in (Phase.INTERRUPTED, Phase.HALF_UPDATED):
             self.restarts += 1
             self.check_phase("step()", Phase.BETWEEN_STEPS)
+        self.note_work(member)
         report = self.members[member]
-        if report.round and self.phase is Phase.PARTLY_MADE and not self.is_made_without(member):
-            self.settle()
-        if report.stepped and not (report.awaited or report.round):
-            raise RuntimeError(_OF_ALL.format(f"this one has made no update before update {self.position.step}"))
+        if report.late is None and self.round == 0:
+            self.go_on()
+        elif report.late is None and report.round == len(self.batch.microbatches):
+            raise self._not_made_by_all()
+
+    def note_work(self, member: object) -> None:
+        """Note that an optimizer takes part; raise RuntimeError if the training has gone on without it."""
+        report = self.members[member]
+        if report.passed:
+            raise RuntimeError(
+                _OF_ALL.format(f"this one has missed updates before update {self.position.step}")
+                + "; create it anew to let it join, or restore a state"
+            )
+        report.works = True
 
     def receive_microbatch(self, member: object) -> Microbatch:
         """Count a microbatch of an optimizer as received, and return it; an exception that follows leaves its mark."""
@@ -491,11 +531,14 @@ class Training:
                 f"sampler and optimizer must be at the same update, but only the sampler was restored, to "
                 f"{self.position}; restore both, with load_state_dict() of the optimizer"
             )
-        self.phase = Phase.HALF_UPDATED if self.phase is Phase.PARTLY_MADE else Phase.INTERRUPTED
-        expected, step, number = self.expected, self.position.step, self.round_of(member)
+        report = self.members[member]
+        late = report.late is not None
+        self.phase = Phase.HALF_UPDATED if late or self.phase is Phase.PARTLY_MADE else Phase.INTERRUPTED
+        step = self.position.step if report.late is None else report.late.batch.step
+        expected, number = self.expected, report.round
         if expected is not None and (step, number) >= (expected.step, self.handed_out):
             raise self._not_handed_out(self.handed_out if expected.step == step else 0)
-        if number == self.round and not self._batches.arriving:
+        if number == self.round and not (late or self._batches.arriving):
             self._count_read_microbatch()
         microbatch = self.microbatch(member)
         self.owned = True
@@ -554,41 +597,70 @@ class Training:
     def end_step(self, member: object, *, ends_update: bool) -> None:
         """Count a microbatch that an optimizer has accumulated; `ends_update`: it has made its update with it."""
         report = self.members[member]
-        report.round, report.stepped = report.round + 1, True
-        last = len(self.batch.microbatches)
-        others = [other for other in self.members.values() if other.round < last]
-        if ends_update and not any(other.round or other.awaited for other in others):
-            self._commit()
-        else:
-            self.phase = Phase.PARTLY_MADE if len(others) < len(self.members) else Phase.INSIDE_STEP
+        report.round += 1
+        if report.late is not None:
+            self.phase = Phase.PARTLY_MADE
+            if ends_update:
+                batch, report.late, report.round = report.late.batch, None, 0
+                self._tell([member], batch, leads=False)
+            return
+        self.phase = Phase.PARTLY_MADE if ends_update or self._is_made_by_some else Phase.INSIDE_STEP
+        self.settle()
+
+    @property
+    def _is_made_by_some(self) -> bool:
+        return self.round > 0 and any(report.round == len(self.batch.microbatches) for report in self._reports)
+
+    @property
+    def _reports(self) -> list[_Report]:
+        """The reports of optimizers about the update under way."""
+        return [report for report in self.members.values() if report.works and report.late is None]
 
     def settle(self) -> None:
-        """Commit an update that some optimizers have made, when the loop goes on without those that count none of it.
+        """Commit an update that all optimizers have made, of which one may have been deleted."""
+        made = self.phase is Phase.PARTLY_MADE and self.round > 0
+        if made and all(report.round == len(self.batch.microbatches) for report in self._reports):
+            self._commit()
+
+    def go_on(self) -> None:
+        """Check that all have made the last update before the loop goes on; those that never worked are passed over.
 
         Raises:
-            RuntimeError: if one has counted some of its microbatches.
+            RuntimeError: if one has not.
         """
-        if self.phase is not Phase.PARTLY_MADE:
-            return
-        if any(0 < report.round < len(self.batch.microbatches) for report in self.members.values()):
-            raise RuntimeError(_OF_ALL.format(f"one has left out a microbatch of update {self.position.step}"))
-        self._commit()
+        self.settle()
+        if self._is_made_by_some or any(report.late and report.works for report in self.members.values()):
+            raise self._not_made_by_all()
+        for report in self.members.values():
+            report.passed |= report.late is not None
+            report.late = None
+
+    def _not_made_by_all(self) -> RuntimeError:
+        return RuntimeError(
+            _OF_ALL.format("one has not made the last update")
+            + "; delete one that is not used any more, and after an exception between two of them restore a state"
+        )
 
     def _commit(self) -> None:
         """Commit the update, at one moment, and tell all who follow."""
         self.phase = Phase.HALF_UPDATED  # until all who follow know of it
         batch, made = self.batch, []
+        late = Due(batch, self.place.samples, self.epoch)
         for member, report in list(self.members.items()):  # in an order that is the same on all ranks
-            report.awaited = report.round > 0
+            made += [member] * (report.round > 0)
+            report.late = None if report.works or report.passed else late
             report.round = 0
-            made += [member] * report.awaited
         self._committed, self._choice = self._batches.place_after(self.place, batch), None
         self.trainer = threading.get_ident()
-        for member in made:
+        self._tell(made, batch)
+
+    def _tell(self, members: Sequence[Any], batch: Batch, *, leads: bool = True) -> None:
+        """Tell optimizers that an update is committed; `leads`: the first one does what one of them does."""
+        for member in members:
             member.note_commit(batch)
         self.phase = Phase.BETWEEN_STEPS
-        for member in made:
-            member.follow_up(batch, first=member is made[0])
+        for member in members:
+            member.follow_up(batch, first=leads and member is members[0])
 
     def advance(self) -> None:
         """Commit the next update, in a loop that has no optimizer of this library."""
@@ -596,12 +668,17 @@ class Training:
         self._committed, self._choice = self._batches.place_after(self.place, batch), None
         self.read_epoch = max(self.read_epoch, self.position.epoch)
 
-    def restart(self) -> None:
-        """Return to the first microbatch of a step, which must come from a new iteration."""
+    def restart(self, *, anew: bool = False) -> None:
+        """Return to the first microbatch of a step, which must come from a new iteration; `anew`: by a state."""
         self.phase, self.running, self.expected = Phase.BETWEEN_STEPS, False, None
         self.restarts += 1
         for member in list(self.members):
-            self.members[member] = _Report()
+            report = self.members[member]
+            report.round = 0
+            if anew:
+                self.members[member] = _Report()
+            elif report.late is not None:
+                report.late, report.passed = None, True
             member.note_discard()
 
 

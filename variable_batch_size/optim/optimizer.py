@@ -168,7 +168,7 @@ class CustomOptimizer(ObservedOptimizer):
 
     def _needs_of_microbatch(self) -> Needs:
         known = self._training.upcoming(self) is not None
-        return self._updater.needs(self._training.batch if known else None)
+        return self._updater.needs(self._training.due_of(self).batch if known else None)
 
     def _save_before_replay(self) -> None:
         self._replays.save_state(self._training.upcoming(self))
@@ -297,7 +297,7 @@ class CustomOptimizer(ObservedOptimizer):
 
     def _check_weighted(self, weighted: bool) -> None:
         """Raise ValueError unless the losses of this update have to be weighted, or not, as one is."""
-        has_totals = self._training.batch.totals is not None
+        has_totals = self._training.due_of(self).batch.totals is not None
         if weighted and not has_totals:
             raise ValueError(
                 "backward(weighted=True) needs a loss whose terms are divided by update.counts, but this update has "
@@ -321,6 +321,7 @@ class CustomOptimizer(ObservedOptimizer):
         """Return the microbatch that `backward()` is of; drop what a loop that was left has accumulated before it."""
         training = self._training
         training.check_phase("backward()", Phase.BETWEEN_STEPS, Phase.INSIDE_STEP, Phase.PARTLY_MADE)
+        training.note_work(self)
         self._check_meets_same_weights()
         self._adopt_groups()
         if training.iteration is not None:
@@ -472,7 +473,7 @@ class CustomOptimizer(ObservedOptimizer):
         training = self._training
         following = None if microbatch.ends_step else training.microbatch(self, ahead=1)
         scale = {name: getattr(self, name, None) for name in ("found_inf", "grad_scale")}  # set by a GradScaler
-        weighted = training.batch.totals is not None
+        weighted = training.due_of(self).batch.totals is not None
         inside_step = training.round_of(self) > 0
         self._updater.add(microbatch, following, inside_step=inside_step, **scale, count=count, weighted=weighted)
         self._replays.restore_state()
@@ -482,9 +483,9 @@ class CustomOptimizer(ObservedOptimizer):
         updater, training = self._updater, self._training
         if not updater.agreed:
             consistency.compare_ranks(updater, self.sampler, self.inner, self._backend, self.agreement)
-        batch = training.batch
+        due = training.due_of(self)
         try:
-            self._updated = updater.apply(batch, training.epoch, training.place.samples, training.begin_update)
+            self._updated = updater.apply(due.batch, due.epoch, due.samples, training.begin_update)
         except RanksDifferError as error:
             consistency.name_difference(error, self.agreement)
             raise

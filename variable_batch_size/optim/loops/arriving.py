@@ -54,7 +54,7 @@ class Arrivals(Generic[T]):
     def __iter__(self) -> Iterator[Update[T]]:
         """Yield an update for each batch that has rows on any rank."""
         optimizer, source, training = self._optimizer, self._source, self._source.training
-        training.settle()
+        training.go_on()
         if optimizer.inside_step:
             raise incomplete_update(optimizer.updates)
         training.note_iteration()
@@ -73,7 +73,7 @@ class Arrivals(Generic[T]):
             due = arrived.due
             training.expected, training.handed_out = due, 0
             yield Update(self._hand_out(due, self._microbatches(arrived)), len(due.microbatches), due.totals)
-            training.settle()
+            training.go_on()
             if training.restarts != restarts:
                 raise stale_loop()
             if optimizer.updates == due.step:

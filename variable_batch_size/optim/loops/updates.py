@@ -86,7 +86,7 @@ class Updates(Generic[T]):
         microbatches = enumerate(self._loader)
         restarts = training.restarts
         for step in count(training.position.step):
-            training.settle()
+            training.go_on()
             waiting = step - optimizer.updates  # updates that were read, but not made
             if training.restarts != restarts:
                 if elastic:
