@@ -234,6 +234,8 @@ class Training:
             self._choose_epoch(choice.position.epoch)
         self._cut_is_known, self.elastic = True, self.elastic or elastic
         if member is not None:
+            for report in self.members.values():
+                report.works &= report.round > 0  # the new one may take the place of another, which then never works
             self.members[member] = _Report()
         self.restarts += 1  # microbatches that were read before are not for this optimizer
 
