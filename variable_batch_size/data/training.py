@@ -387,6 +387,11 @@ class Training:
         """Return the update that an optimizer is to make: the next one, or one that others have just made."""
         return self.members[member].late or Due(self.batch, self.place.samples, self.epoch)
 
+    def batch_of(self, member: object) -> Batch:
+        """Return the batch of that update, as each microbatch asks for it."""
+        late = self.members[member].late
+        return self.batch if late is None else late.batch
+
     def _planned_batch(self, position: Position) -> Batch:
         """Return the update at a position as it is planned; raise RuntimeError if the training has ended."""
         batches = self._batches
@@ -408,9 +413,7 @@ class Training:
                 f"a microbatch must be of an epoch that has begun, but all updates of epoch {position.epoch} are "
                 f"committed; read the loader first"
             )
-        report = self.members[member]
-        microbatches = (self.batch if report.late is None else report.late.batch).microbatches
-        number = report.round + ahead
+        microbatches, number = self.batch_of(member).microbatches, self.round_of(member) + ahead
         if number < len(microbatches):
             return microbatches[number]
         following = self._batches.place_after(self.place, self.batch)  # others are still to make this update

@@ -168,7 +168,7 @@ class CustomOptimizer(ObservedOptimizer):
 
     def _needs_of_microbatch(self) -> Needs:
         known = self._training.upcoming(self) is not None
-        return self._updater.needs(self._training.due_of(self).batch if known else None)
+        return self._updater.needs(self._training.batch_of(self) if known else None)
 
     def _save_before_replay(self) -> None:
         self._replays.save_state(self._training.upcoming(self))
@@ -297,7 +297,7 @@ class CustomOptimizer(ObservedOptimizer):
 
     def _check_weighted(self, weighted: bool) -> None:
         """Raise ValueError unless the losses of this update have to be weighted, or not, as one is."""
-        has_totals = self._training.due_of(self).batch.totals is not None
+        has_totals = self._training.batch_of(self).totals is not None
         if weighted and not has_totals:
             raise ValueError(
                 "backward(weighted=True) needs a loss whose terms are divided by update.counts, but this update has "
@@ -337,9 +337,10 @@ class CustomOptimizer(ObservedOptimizer):
         if not sampler.batches.reproducible or (sampler.max_batch_size <= plan.minibatch_size and not plan.fixed_shape):
             return
         if self._training.is_made_without(self):
+            step = self._training.batch_of(self).step
             raise RuntimeError(
                 f"reproducible=True needs microbatches that meet the same weights in any world, but another optimizer "
-                f"of the sampler has made update {self.updates} before optimizer.backward() of this one was called; "
+                f"of the sampler has made update {step} before optimizer.backward() of this one was called; "
                 f"call optimizer.backward(loss) of each, not loss.backward(), before the step() of any, or give each a "
                 f"sampler and a loader of its own"
             )
@@ -473,7 +474,7 @@ class CustomOptimizer(ObservedOptimizer):
         training = self._training
         following = None if microbatch.ends_step else training.microbatch(self, ahead=1)
         scale = {name: getattr(self, name, None) for name in ("found_inf", "grad_scale")}  # set by a GradScaler
-        weighted = training.due_of(self).batch.totals is not None
+        weighted = training.batch_of(self).totals is not None
         inside_step = training.round_of(self) > 0
         self._updater.add(microbatch, following, inside_step=inside_step, **scale, count=count, weighted=weighted)
         self._replays.restore_state()

@@ -141,7 +141,7 @@ class Updater:
 
     def use_parameters(self, *, keep: bool = False) -> None:
         """Train the parameters that the groups have now; `keep`: the gradients of a first microbatch are in `.grad`."""
-        self.known_groups = [list(group["params"]) for group in self._inner.param_groups]
+        self._known_groups = [list(group["params"]) for group in self._inner.param_groups]
         self.parameters = list_parameters(self._inner.param_groups)  # each once, in the order of the groups
         self.sum.use_parameters(self.parameters, keep=keep)
         self.sum.message.clear()
@@ -154,7 +154,7 @@ class Updater:
     @property
     def has_new_groups(self) -> bool:
         """Whether the groups of the inner optimizer have other parameters than those that are trained."""
-        groups, known = self._inner.param_groups, self.known_groups
+        groups, known = self._inner.param_groups, self._known_groups
         return len(groups) != len(known) or not all(
             len(group["params"]) == len(parameters) and all(map(is_, group["params"], parameters))
             for group, parameters in zip(groups, known, strict=True)
