@@ -19,6 +19,7 @@ from helpers.properties import examples
 from helpers.runs import Case, Run, cases, minibatch_sizes, sizes, together
 from variable_batch_size.adaptive import AdaptiveTrace, PerDevice
 from variable_batch_size.testing import run_ranks
+from variable_batch_size.world import World
 
 CASE = Case(vbs.BatchTrace.from_sizes([7, 3, 12, 1, 5], on_end="cycle"), 40, 4, False, True, seed=3, epochs=4)
 
@@ -164,6 +165,18 @@ def test_set_epoch_continues_the_epoch_under_way_and_says_what_it_skips():
     assert run.optimizer.samples == 7 + 3 + 12
     run.train(updates=1)
     assert run.optimizer.samples == 22 + CASE.updates[2][0].batch_size
+
+
+@pytest.mark.parametrize("trace", [CASE.trace, AdaptiveTrace(PerDevice(4), every=2, delay=5)])
+def test_a_world_that_changes_at_the_start_of_an_epoch_stays(trace):
+    """As where ranks come and go: the loop then sets the epoch once more."""
+    sampler = vbs.CustomSampler(40, trace, 2, 0, 4)
+    for epoch, world in ((1, World(0, 3)), (1, World(1, 5)), (2, World(0, 2))):
+        sampler.set_epoch(epoch)
+        assert sampler.training.enter_world(world, loaded=False)
+        sampler.set_epoch(epoch)
+        assert (sampler.world, sampler.epoch) == (world, epoch)
+        assert not sampler.training.enter_world(world, loaded=False)
 
 
 def test_set_epoch_keeps_a_restored_position_in_that_epoch():

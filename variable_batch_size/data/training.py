@@ -137,10 +137,10 @@ class _Report:
 
 
 class _Choice(NamedTuple):
-    """Where `set_epoch` lets a training go on, and the batches without what a controller skips by it."""
+    """Where `set_epoch` lets a training go on, and what a controller had decided before it, without what is skipped."""
 
     position: Position
-    before: Batches
+    decided: DecidedTrace | None
 
 
 @final
@@ -222,9 +222,8 @@ class Training:
 
     def attach(self, member: Member | None, *, compiles_shapes: bool, elastic: bool, split: Split) -> None:
         """Deal for an optimizer that will report every microbatch; see `Dealer.attach`."""
-        choice, self._choice = self._choice, None
-        batches = self._batches if choice is None else choice.before
-        known = batches.split
+        batches, choice = self._batches_before_choice, self._choice
+        known, self._choice = batches.split, None
         # Where each of several optimizers has a DistributedDataParallel, its first forward after a sum is a collective.
         padded = split.padded or (batches.arriving and len(self.members) > 0)
         split = Split(known.spread and split.spread, known.padded or padded, known.equal_rounds or split.equal_rounds)
@@ -312,8 +311,7 @@ class Training:
         epoch = check_int(epoch, "epoch", 0, remedy="count epochs from 0")
         self.check_phase("set_epoch()", Phase.BETWEEN_STEPS, Phase.INSIDE_STEP)
         self.go_on()
-        position, choice = self._committed.position, self._choice
-        batches = self._batches if choice is None else choice.before
+        position, batches = self._committed.position, self._batches_before_choice
         due = batches.next_update(position) if self.read_epoch >= position.epoch else position
         ended = batches.done(position) and not batches.epoch(position).updates  # such an epoch is never over
         if epoch < due.epoch and not (ended and epoch == position.epoch):
@@ -335,11 +333,17 @@ class Training:
         if moved or self.round:
             self.restart()
 
+    @property
+    def _batches_before_choice(self) -> Batches:
+        """The batches, in the present world and cut, without what `set_epoch` lets a controller skip."""
+        decided = None if self._choice is None else self._choice.decided
+        return self._batches if decided is None else self._batches.grow(decided, self._committed.position)
+
     def _choose_epoch(self, epoch: int) -> None:
         """Go on in a later epoch."""
         batches, position = self._batches, self._committed.position
         chosen = batches.enter_epoch(batches.next_update(position), epoch)
-        self._choice = _Choice(chosen, batches)
+        self._choice = _Choice(chosen, batches.decided)
         if batches.decided is not None and chosen.step > position.step:
             self.batches = batches.grow(batches.decided.skip_to(chosen.step), position)
 
