@@ -99,9 +99,7 @@ def _seeded_class(loader_class: Any) -> Any:
 
     def iterate(self: Any) -> Iterator[Any]:
         sampler = self.batch_sampler
-        seed = np.random.SeedSequence(
-            [sampler.seed, sampler.training.due.epoch, sampler.training.due.step]
-        ).generate_state(1, np.uint64)
+        seed = np.random.SeedSequence([sampler.seed, sampler.due.epoch, sampler.due.step]).generate_state(1, np.uint64)
         self.generator = torch.Generator().manual_seed(int(seed[0]))
         return loader_class.__iter__(self)
 

@@ -46,7 +46,7 @@ class TrainerLoader:
 
     def __len__(self) -> int:
         """Return the number of updates of the epoch."""
-        return self.sampler.plan.epoch(self.sampler.training.due.epoch).updates  # type: ignore[no-any-return]
+        return self.sampler.plan.epoch(self.sampler.due.epoch).updates  # type: ignore[no-any-return]
 
     def __iter__(self) -> Iterator[list[Any]]:
         optimizer = self.trainer.variable_optimizer
