@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from helpers.xla_graphs import quietly
 from variable_batch_size.backend.xla import XlaBackend, compiled_graphs
-from variable_batch_size.optim.tensors import squared_norm
+from variable_batch_size.optim.tensors.arithmetic import squared_norm
 
 STOP = threading.Event()  # set by a handler in the main thread
 _rank_0_arrived = threading.Event()

@@ -15,7 +15,7 @@ from helpers.properties import examples
 from helpers.reference import ADAM, SGD, assert_equal, batches, filled, network, training, twin
 from variable_batch_size.backend import LocalBackend
 from variable_batch_size.backend.sent_numbers import SentNumbers
-from variable_batch_size.optim.late import READ_EVERY
+from variable_batch_size.optim.tensors.late import READ_EVERY
 from variable_batch_size.optim.sums.participation import Participation
 from variable_batch_size.testing import run_ranks
 

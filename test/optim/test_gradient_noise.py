@@ -21,7 +21,7 @@ from helpers.properties import examples
 from helpers.reference import REF, SIZES, NoiseTwin, assert_equal, batches, data, gradient, network, training
 from helpers.splitting import split_batch
 from variable_batch_size.optim.noise.estimate import estimate_from_groups, estimate_from_pair, gain
-from variable_batch_size.optim.tensors import squared_norm
+from variable_batch_size.optim.tensors.arithmetic import squared_norm
 from variable_batch_size.testing import run_ranks
 from variable_batch_size.world import World
 

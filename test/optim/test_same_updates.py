@@ -14,7 +14,7 @@ from helpers.reference import training
 from variable_batch_size.backend import LocalBackend
 from variable_batch_size.backend.sent_numbers import SentNumbers
 from variable_batch_size.optim.beside.same_updates import RanksDifferError, SameUpdates, modulus, numbers_of_groups
-from variable_batch_size.optim.late import READ_EVERY
+from variable_batch_size.optim.tensors.late import READ_EVERY
 from variable_batch_size.testing import run_ranks
 from variable_batch_size.world import World
 

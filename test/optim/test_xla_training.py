@@ -31,7 +31,7 @@ from helpers.xla_training import (  # noqa: E402
     watch,
 )
 from variable_batch_size.backend.xla import launch  # noqa: E402
-from variable_batch_size.optim.late import READ_EVERY  # noqa: E402
+from variable_batch_size.optim.tensors.late import READ_EVERY  # noqa: E402
 
 WARM = 6  # updates after which nothing may compile
 FLAGS = 1 + READ_EVERY  # numbers that each of several ranks reads once: what has gradients, and what was compared

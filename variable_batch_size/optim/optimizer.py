@@ -29,14 +29,14 @@ from variable_batch_size.optim.beside.controller import ControllerRunner
 from variable_batch_size.optim.beside.normalization import check_reproducible, cut_options
 from variable_batch_size.optim.beside.report import Reporter
 from variable_batch_size.optim.beside.same_updates import RanksDifferError
-from variable_batch_size.optim.hooks import call_before_forward, uncompiled
+from variable_batch_size.optim.tensors.hooks import call_before_forward, uncompiled
 from variable_batch_size.optim.loops.counts import NOT_WEIGHTED, Counts
-from variable_batch_size.optim.loops.seeding import Seeding
+from variable_batch_size.optim.reproducible.seeding import Seeding
 from variable_batch_size.optim.options import Estimator, NormLimit, Reduction, UpdateOptions, check_objects
 from variable_batch_size.optim.properties import Commit, ObservedOptimizer
 from variable_batch_size.optim.scaling.rule_check import check_applies_lr, choose_rules
 from variable_batch_size.optim.scaling.scaling import LearningRateCheck
-from variable_batch_size.optim.sums.replay import Replays
+from variable_batch_size.optim.loops.replay import Replays
 from variable_batch_size.optim.sums.squares import Needs
 from variable_batch_size.optim.sums.strategies import backend_for, sum_for, unwrap
 from variable_batch_size.optim.update import Updater

@@ -31,7 +31,7 @@ from variable_batch_size.backend import Backend
 from variable_batch_size.data.batches import Batch
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.beside.means import StepMeans, TokenCount
-from variable_batch_size.optim.beside.overflows import Overflows, check_scaled
+from variable_batch_size.optim.sums.overflows import Overflows, check_scaled
 from variable_batch_size.optim.beside.same_updates import Facts, SameUpdates, numbers_of_groups
 from variable_batch_size.optim.beside.skipping import LargeGradients
 from variable_batch_size.optim.loops.counts import NOT_WEIGHTED, counts_nothing
@@ -47,7 +47,7 @@ from variable_batch_size.optim.scaling.rule_check import Chosen, scalings_of_gro
 from variable_batch_size.optim.scaling.scaling import HyperparameterScaling
 from variable_batch_size.optim.sums.base import Sum
 from variable_batch_size.optim.sums.squares import Needs
-from variable_batch_size.optim.tensors import (
+from variable_batch_size.optim.tensors.arithmetic import (
     check_dense,
     collect_gradients,
     local_parts,

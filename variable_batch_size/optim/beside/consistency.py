@@ -22,7 +22,7 @@ from variable_batch_size.data.dealer import Dealer
 from variable_batch_size.optim.beside.normalization import check_remembered_models, remember_model
 from variable_batch_size.optim.beside.same_updates import RanksDifferError
 from variable_batch_size.optim.sums.participation import FIRST_UPDATE
-from variable_batch_size.optim.tensors import check_whole, local_parts, shard_coordinates
+from variable_batch_size.optim.tensors.arithmetic import check_whole, local_parts, shard_coordinates
 from variable_batch_size.optim.update import Updater
 
 _UPDATE = "an update in which the ranks differ"

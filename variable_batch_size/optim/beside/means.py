@@ -13,8 +13,8 @@ from torch import Tensor
 from variable_batch_size._validation import check_number, type_error, value_error
 from variable_batch_size.backend import Backend
 from variable_batch_size.microbatching import Microbatch
-from variable_batch_size.optim.hooks import uncompiled
-from variable_batch_size.optim.tensors import multiply
+from variable_batch_size.optim.tensors.hooks import uncompiled
+from variable_batch_size.optim.tensors.arithmetic import multiply
 
 _WHOLE = 1e-3  # tolerance for the weights of a step, which sum to 1
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from variable_batch_size.backend import Backend
-from variable_batch_size.optim.late import READ_EVERY
-from variable_batch_size.optim.tensors import scalar_dtype
+from variable_batch_size.optim.tensors.late import READ_EVERY
+from variable_batch_size.optim.tensors.arithmetic import scalar_dtype
 
 Facts = dict[str, Any]  # of an update, by their names in an error
 

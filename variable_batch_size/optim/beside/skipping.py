@@ -21,9 +21,9 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Muon,
 from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size._validation import value_error
 from variable_batch_size.backend import Backend
-from variable_batch_size.optim.late import LateReader
+from variable_batch_size.optim.tensors.late import LateReader
 from variable_batch_size.optim.options import NormLimit, check_norm
-from variable_batch_size.optim.tensors import local_parts
+from variable_batch_size.optim.tensors.arithmetic import local_parts
 
 _IN_A_ROW = 20  # skipped updates, after which the user is warned
 CAPTURABLE = (RAdam, ASGD, Rprop)  # optimizers that compute on the device without a branch on the host if they are so

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from variable_batch_size._validation import check_choice, check_number, suggests, type_error, value_error
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.optim.properties import Commit
-from variable_batch_size.optim.tensors import has_dtensor, is_narrow, local_parts
+from variable_batch_size.optim.tensors.arithmetic import has_dtensor, is_narrow, local_parts
 from variable_batch_size.optim.wrapper import list_parameters
 
 By = Literal["progress", "samples"]

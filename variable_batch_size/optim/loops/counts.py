@@ -15,7 +15,7 @@ from variable_batch_size.backend import Backend
 from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.data.batches import Batch
 from variable_batch_size.optim.sums.base import Sum
-from variable_batch_size.optim.tensors import local_parts, scalar_dtype
+from variable_batch_size.optim.tensors.arithmetic import local_parts, scalar_dtype
 
 Count: TypeAlias = "Callable[[Any], Mapping[str, Tensor | float]]"
 Totals: TypeAlias = "Mapping[str, Tensor | float]"

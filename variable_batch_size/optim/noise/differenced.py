@@ -10,7 +10,7 @@ from torch import Tensor
 
 from variable_batch_size.backend import Backend
 from variable_batch_size.optim.noise.estimate import Estimate, Number, estimate_from_pair, select
-from variable_batch_size.optim.tensors import local_parts, scalar_dtype, squared_norm
+from variable_batch_size.optim.tensors.arithmetic import local_parts, scalar_dtype, squared_norm
 
 Gradient = Sequence[Tensor | None]  # of each parameter; None counts as 0
 

@@ -32,7 +32,7 @@ from variable_batch_size.optim.noise.estimate import (
     update_averages,
 )
 from variable_batch_size.optim.options import Estimator
-from variable_batch_size.optim.tensors import is_narrow, scalar_dtype, squared_norm
+from variable_batch_size.optim.tensors.arithmetic import is_narrow, scalar_dtype, squared_norm
 from variable_batch_size.rules import ConstantTimescale, Noise, Rule
 from variable_batch_size.rules.base import needs_noise
 

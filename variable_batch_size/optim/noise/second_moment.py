@@ -25,7 +25,7 @@ from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.backend import Backend
 from variable_batch_size.data.batches import Batch
 from variable_batch_size.data.dealer import Dealer
-from variable_batch_size.optim.tensors import add_to, check_whole, multiply, widen
+from variable_batch_size.optim.tensors.arithmetic import add_to, check_whole, multiply, widen
 from variable_batch_size.rules import Rule, Scaling
 from variable_batch_size.rules.base import needs_squares
 

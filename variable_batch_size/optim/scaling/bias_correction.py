@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Adam, Optimizer
 
 from variable_batch_size.backend import Backend
-from variable_batch_size.optim.tensors import local_parts, scalar_dtype
+from variable_batch_size.optim.tensors.arithmetic import local_parts, scalar_dtype
 from variable_batch_size.rules import Scaling
 
 Group = dict[str, Any]

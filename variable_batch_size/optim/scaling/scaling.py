@@ -14,7 +14,7 @@ from variable_batch_size._validation import value_error
 from variable_batch_size.backend import Backend
 from variable_batch_size.optim.beside.skipping import CAPTURABLE
 from variable_batch_size.optim.scaling.bias_correction import BiasCorrection, Group
-from variable_batch_size.optim.tensors import local_parts
+from variable_batch_size.optim.tensors.arithmetic import local_parts
 from variable_batch_size.optim.wrapper import lr_of
 from variable_batch_size.rules import Scaling
 

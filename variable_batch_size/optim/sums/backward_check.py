@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from variable_batch_size.optim.tensors import has_dtensor, local_parts
+from variable_batch_size.optim.tensors.arithmetic import has_dtensor, local_parts
 
 WATCHED = 3  # updates of a run in which hooks count, of those with one microbatch and of those with several
 

@@ -30,7 +30,7 @@ from variable_batch_size.optim.message import Message
 from variable_batch_size.optim.sums.backward_check import BackwardCheck
 from variable_batch_size.optim.sums.participation import Participation
 from variable_batch_size.optim.sums.squares import Needs, Squares
-from variable_batch_size.optim.tensors import (
+from variable_batch_size.optim.tensors.arithmetic import (
     add_to,
     collect_gradients,
     has_dtensor,

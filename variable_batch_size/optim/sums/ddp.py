@@ -19,7 +19,7 @@ from variable_batch_size.data.batches import Batch
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.sums.backward_check import versions
 from variable_batch_size.optim.sums.base import InBackward, MeasuredSquares
-from variable_batch_size.optim.tensors import is_narrow
+from variable_batch_size.optim.tensors.arithmetic import is_narrow
 
 _ELSEWHERE = "call model.module for another optimizer's loss"
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from variable_batch_size.backend import Backend
 from variable_batch_size.backend.agreement import Agreement
-from variable_batch_size.optim.late import LateReader
+from variable_batch_size.optim.tensors.late import LateReader
 
 FIRST_UPDATE = "the first update of a training, of a restored state, or with other parameters"
 

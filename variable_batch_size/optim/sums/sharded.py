@@ -27,10 +27,10 @@ from variable_batch_size.backend import Backend, DistributedBackend
 from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.data.batches import Batch
 from variable_batch_size.microbatching import Microbatch
-from variable_batch_size.optim.hooks import call_before_forward
+from variable_batch_size.optim.tensors.hooks import call_before_forward
 from variable_batch_size.optim.sums.base import InBackward, MeasuredSquares, Sum
 from variable_batch_size.optim.sums.squares import Squares
-from variable_batch_size.optim.tensors import is_narrow, local_parts
+from variable_batch_size.optim.tensors.arithmetic import is_narrow, local_parts
 
 
 @final

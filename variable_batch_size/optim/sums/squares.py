@@ -13,8 +13,8 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from variable_batch_size.optim.hooks import uncompiled
-from variable_batch_size.optim.tensors import groups_of_parts, norm_or_square, sum_of_squares, widen
+from variable_batch_size.optim.tensors.hooks import uncompiled
+from variable_batch_size.optim.tensors.arithmetic import groups_of_parts, norm_or_square, sum_of_squares, widen
 
 _EACH = "the gradient noise, and squares, need one backward() for each microbatch"
 

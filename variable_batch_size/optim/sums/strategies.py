@@ -20,10 +20,10 @@ from variable_batch_size.backend.detection import numbers_for
 from variable_batch_size.data.dealer import Dealer
 from variable_batch_size.optim.sums.base import Plain, Sum, Widened
 from variable_batch_size.optim.sums.ddp import DDP
-from variable_batch_size.optim.sums.reproducible import Reproducible
+from variable_batch_size.optim.reproducible.integer_sum import Reproducible
 from variable_batch_size.optim.sums.sharded import Sharded, data_parallel_group
 from variable_batch_size.optim.sums.squares import Needs
-from variable_batch_size.optim.tensors import is_narrow
+from variable_batch_size.optim.tensors.arithmetic import is_narrow
 
 _REFUSED = {
     "FullyShardedDataParallel": "shard it with torch.distributed.fsdp.fully_shard(), FSDP2",

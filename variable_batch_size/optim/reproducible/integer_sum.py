@@ -19,9 +19,9 @@ from variable_batch_size.backend import Backend
 from variable_batch_size.data.batches import Batch
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.message import Message
-from variable_batch_size.optim.sums import limbs
+from variable_batch_size.optim.reproducible import limbs
 from variable_batch_size.optim.sums.base import TakenOut
-from variable_batch_size.optim.tensors import collect_gradients
+from variable_batch_size.optim.tensors.arithmetic import collect_gradients
 
 RANKS = 1000  # at most, so that the sums of lo do not wrap
 

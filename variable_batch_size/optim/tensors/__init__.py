@@ -1,0 +1,1 @@
+"""What every part of an update computes with: begin with `parameters.py`."""
