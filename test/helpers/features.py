@@ -137,10 +137,10 @@ def results(run: Training) -> list[Array]:
 
     An error of the noise may not reach the weights.
     """
-    large = run.optimizer._updater.skipper
+    large = run.optimizer._abilities.skipper
     skipped = [] if large is None else large.state_dict()["skipped"].values()
     numbers = np.array([run.optimizer.progress, *skipped])
-    if run.optimizer._updater.gradient_noise is not None:
+    if run.optimizer._abilities.noise is not None:
         numbers = np.append(numbers, np.nan_to_num(np.array(astuple(run.optimizer.noise())), posinf=0))
     return [*run.weights(), numbers]
 

@@ -15,8 +15,9 @@ from helpers.properties import examples
 from helpers.reference import ADAM, SGD, assert_equal, batches, filled, network, training, twin
 from variable_batch_size.backend import LocalBackend
 from variable_batch_size.backend.sent_numbers import SentNumbers
-from variable_batch_size.optim.tensors.late import READ_EVERY
 from variable_batch_size.optim.sums.participation import Participation
+from variable_batch_size.optim.tensors.late import READ_EVERY
+from variable_batch_size.optim.tensors.parameters import Parameters
 from variable_batch_size.testing import run_ranks
 
 # ----------------------------------------------------------------------------------------------------------- dtypes
@@ -202,21 +203,23 @@ class Device(LocalBackend):
 def test_a_flag_that_is_not_read_at_once_raises_some_updates_later(late):
     """As on a device; saving a state reads it."""
     parameters = [torch.zeros(2, requires_grad=True), torch.zeros(3, requires_grad=True)]
-    agreed = Participation(parameters, Device(sent=SentNumbers("cpu")), find_unused=False)
+    agreed = Participation(Parameters(parameters), Device(sent=SentNumbers("cpu")), find_unused=False)
     agreed.load_state_dict({"has_gradient": [1, 0]})
 
     def update(*has_gradient):
-        (flag,) = agreed.message(has_gradient, replay=False)
+        agreed.forget_use()
+        agreed.note_used(has_gradient)
+        (flag,) = agreed.message()
         agreed.find_used([flag])
 
     for _ in range(100):
         update(True, False)
-    agreed.check()
+    agreed.state_dict()
     update(True, True)
     changed = r"in every update as in the first one, but parameter 1, of shape \(3,\), on rank 0 has one; pass"
     if not late:
         with pytest.raises(RuntimeError, match=changed):
-            agreed.check()
+            agreed.state_dict()
         return
     with pytest.raises(RuntimeError, match=changed):  # noqa: PT012 (in one of these updates)
         for _ in range(2 * READ_EVERY):

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 import variable_batch_size as vbs
 from helpers.properties import examples
 from helpers.reference import OPTIMIZERS, SIZES, assert_equal, data, filled, training
-from variable_batch_size.optim.sums import limbs
+from variable_batch_size.optim.reproducible import limbs
 from variable_batch_size.testing import run_ranks
 
 EXACT = {"reproducible": True}

@@ -14,7 +14,10 @@ from helpers.reference import training
 from variable_batch_size.backend import LocalBackend
 from variable_batch_size.backend.sent_numbers import SentNumbers
 from variable_batch_size.optim.beside.same_updates import RanksDifferError, SameUpdates, modulus, numbers_of_groups
+from variable_batch_size.optim.message import Message
+from variable_batch_size.optim.stage import UpdateUnderWay
 from variable_batch_size.optim.tensors.late import READ_EVERY
+from variable_batch_size.optim.tensors.parameters import Parameters
 from variable_batch_size.testing import run_ranks
 from variable_batch_size.world import World
 
@@ -37,17 +40,24 @@ def same_updates(ranks, device):
     """What compares so many ranks, of which this is one."""
     backend = LocalBackend(sent=None if device is None else SentNumbers(device))
     backend.world = World(0, ranks)
-    return SameUpdates(backend)
+    return SameUpdates(torch.optim.SGD([torch.zeros(1)]), backend)
+
+
+def under_way(step=0):
+    """An update of no parameters."""
+    parts = (), Parameters(()), {"step": step}, Message()
+    return UpdateUnderWay(None, vbs.rules.RuleInput(1, 1, step, 0), *parts)
 
 
 def differ(ranks, sums, *, on_device):
     """Whether so many ranks are told that they differ, by these sums of their numbers."""
     same = same_updates(ranks, "cpu" if on_device else None)
-    same.expect({})
+    same.begin(update := under_way())
     same.part([torch.zeros(1)])
+    update.message._sums = {same.name: [torch.tensor(sums, dtype=torch.float32)]}
     try:
-        same.compare([torch.tensor(sums, dtype=torch.float32)])
-        same.check()
+        same.reduce(update)
+        same.state_dict()
     except RanksDifferError:
         return True
     return False
@@ -81,8 +91,9 @@ def test_the_host_reads_a_device_every_few_updates_only():
     same = same_updates(2, "meta")
 
     def update():
-        same.expect({"step": 1})
-        same.compare(same.part([torch.zeros(1, device="meta")]))
+        same.begin(made := under_way(1))
+        made.message._sums = {same.name: same.part([torch.zeros(1, device="meta")])}
+        same.reduce(made)
 
     for _ in range(LATE - 1):
         update()

@@ -12,7 +12,11 @@ import variable_batch_size as vbs
 from helpers.fingerprint import compile_on_the_cpu
 from helpers.reference import ADAM, REF, assert_equal, training, twin
 from variable_batch_size.backend import LocalBackend
+from variable_batch_size.microbatching import Microbatch
+from variable_batch_size.optim.message import Message
 from variable_batch_size.optim.noise.second_moment import SecondMoment
+from variable_batch_size.optim.stage import Counted, MeasuredSquares, UpdateUnderWay
+from variable_batch_size.optim.tensors.parameters import Parameters
 from variable_batch_size.testing import run_ranks
 from variable_batch_size.world import World
 
@@ -27,6 +31,13 @@ class Counts(NamedTuple):
     num_microbatches: int
 
 
+def under_way(step, parameters):
+    """An update of one group, whose rule has answered."""
+    rule, asked = vbs.rules.InvariantAdamRule(), vbs.rules.RuleInput(step.batch_size, 8, 0, 0)
+    parts = (rule,), Parameters(parameters), {}, Message()
+    return UpdateUnderWay(step, asked, *parts, scalings=[vbs.rules.Scaling()])
+
+
 # ------------------------------------------------------------------------------------------------------ the equation
 
 
@@ -38,16 +49,17 @@ def test_its_expectation_is_that_at_the_reference(cut):
     inner = torch.optim.Adam([parameter], betas=(0.9, 0.5))
     moment = SecondMoment(inner, LocalBackend(), reference)
     step = Counts(sum(cut), len(cut))
-    moment.batch_size = sum(cut)
+    update = under_way(step, [parameter])
     whole = torch.zeros_like(parameter)
     for n in cut:
         noise = torch.randn(number, generator=generator, dtype=torch.float64) / n**0.5
         gradient = mean + deviation * noise
-        moment.add({parameter: gradient.square()}, n)
+        counted = Counted(Microbatch(0, sum(cut), n, n, 0, 0, False), None, False)
+        moment.add(counted, MeasuredSquares(None, {parameter: gradient.square()}, n, None), parameter)
         whole += n / sum(cut) * gradient
     parameter.grad = whole
-    moment.subtract_squared_mean(step)
-    moment.apply(step, [vbs.rules.InvariantAdamRule()])
+    moment.measure(update)
+    moment.begin_step(update)
     inner.step()
     found = inner.state[parameter]["exp_avg_sq"] / (1 - 0.5)
     error = found.std() / number**0.5
@@ -137,10 +149,9 @@ def test_a_hook_that_changes_gradients_is_seen_before_the_weights_change(changes
 def test_a_single_microbatch_that_arrives_is_refused():
     parameter = nn.Parameter(torch.zeros(1))
     moment = SecondMoment(torch.optim.Adam([parameter]), LocalBackend(), 8)
-    rules, scalings = [vbs.rules.InvariantAdamRule()], [vbs.rules.Scaling()]
-    step = Counts(9, 1)
+    update = under_way(Counts(9, 1), [parameter])
     with pytest.raises(ValueError, match="two or more microbatches, got one of 9 samples; pass a smaller minibatch_"):
-        moment.check(step, rules, scalings)
+        moment.scale(update)
 
 
 def test_a_beta_that_vanishes_is_refused():

@@ -152,7 +152,7 @@ def test_it_is_an_event_and_a_scalar(tmp_path):
     with checkpoint(tmp_path / "saved", again) as saves:
         saves.restore()
         assert again.optimizer.skipped == len(skipped)
-        again.optimizer._updater.skipper.judge(0.0, 1, first=False)
+        again.optimizer._abilities.skipper._is_too_large(torch.tensor(0.0), 1, first=False)
         saves.step()
     rows = [line for line in events.read_events(Storage(tmp_path / "saved")) if line["event"] == "skip"]
     assert len(rows) == len(skipped)
@@ -163,8 +163,9 @@ def test_rank_0_decides_for_all():
 
     def decide(backend):
         run = training(sizes=SIZES, backend=backend, skip_grad_norm=1.0)
-        large = run.optimizer._updater.skipper
+        large = run.optimizer._abilities.skipper
         assert large is not None
-        return large.judge(1.0 + (backend.world.rank == 1) * 1e-9, 20, first=False)
+        norm = torch.tensor(1.0 + (backend.world.rank == 1) * 1e-9, dtype=torch.float64)
+        return large._is_too_large(norm, 20, first=False)
 
     assert run_ranks(decide, 2) == [False, False]

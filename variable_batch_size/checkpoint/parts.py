@@ -22,7 +22,7 @@ from variable_batch_size.optim.beside.lr_scheduler import ProgressScheduler, is_
 from variable_batch_size.optim.beside.weight_average import WeightAverage
 from variable_batch_size.optim.loops.arriving import check_stream_is_saved
 from variable_batch_size.optim.optimizer import CustomOptimizer
-from variable_batch_size.optim.wrapper import list_parameters
+from variable_batch_size.optim.tensors.parameters import list_parameters
 
 
 @runtime_checkable

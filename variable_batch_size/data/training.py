@@ -432,14 +432,6 @@ class Training:
         except (RuntimeError, ValueError):  # the training, or the trace, has ended
             return None
 
-    @property
-    def several_rounds(self) -> bool:
-        """Whether this rank has several microbatches in the next step; True if that is not known yet."""
-        try:
-            return self._batches.arriving or len(self._planned_batch(self.position).microbatches) > 1
-        except (RuntimeError, ValueError):
-            return True
-
     def is_handed_out_last(self, member: object) -> bool:
         """Return whether the next microbatch of an optimizer is the one that `vbs.updates` has yielded last."""
         return self.expected is not None and self.round_of(member) + 1 == self.handed_out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -11,41 +11,31 @@ from variable_batch_size.microbatching import Microbatch
 
 
 class Entry(Protocol):
-    """Whatever needs a sum over the ranks in each update."""
+    """Whatever needs a sum over the ranks in each update, as a `Stage`."""
+
+    name: str
+    by_microbatch: bool
 
     def part(self, like: Sequence[Tensor]) -> list[Tensor]:
-        """Return this rank's part, which the ranks sum in place; nothing if there is none.
-
-        Args:
-            like: what this rank has of the parameters, for devices and dtypes.
-        """
+        """Return this rank's part, which the ranks sum in place; nothing if there is none."""
 
     def clear(self) -> None:
         """Forget the step, after its update or to start it over."""
-
-
-class _Registered(NamedTuple):
-    entry: Entry
-    measured: bool
 
 
 class Message:
     """The entries of an optimizer, and their sums in the update under way, by name."""
 
     def __init__(self) -> None:
-        self._entries: dict[str, _Registered] = {}
+        self.entries: list[Entry] = []
         self._sums: dict[str, list[Tensor]] = {}
-
-    def register(self, name: str, entry: Entry, *, measured: bool = False) -> None:
-        """Sum an entry in each update; `measured`: it is a sum over microbatches already."""
-        self._entries[name] = _Registered(entry, measured)
 
     def count(self, microbatch: Microbatch, like: Sequence[Tensor]) -> None:
         """Take what the entries have measured of a microbatch, before it is added to others."""
 
     def collect(self, microbatches: int, like: Sequence[Tensor]) -> list[Tensor]:
         """Return what the ranks sum in place, for an update of so many microbatches over all ranks."""
-        self._sums = {name: entry.part(like) for name, (entry, _) in self._entries.items()}
+        self._sums = {entry.name: entry.part(like) for entry in self.entries}
         return [tensor for sums in self._sums.values() for tensor in sums]
 
     def __getitem__(self, name: str) -> list[Tensor]:
@@ -55,5 +45,3 @@ class Message:
     def clear(self) -> None:
         """Forget the step."""
         self._sums = {}
-        for entry, _ in self._entries.values():
-            entry.clear()

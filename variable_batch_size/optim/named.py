@@ -10,7 +10,6 @@ from typing_extensions import Unpack
 from variable_batch_size._validation import check_number, suggests, value_error
 from variable_batch_size.data.dealer import Dealer
 from variable_batch_size.data.sampler import CustomSampler
-from variable_batch_size.data.streams.arriving import ArrivingBatches
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.optim.options import OptimizerOptions
 from variable_batch_size.rules import LEGWRule, PowerRule
@@ -176,7 +175,7 @@ class LEGWRuleOptimizer(CustomOptimizer):
     ) -> None:
         epochs = check_number(warmup_epochs, "warmup_epochs", "pass the length of the warm-up at ref_batchsize, or 0")
         reference = check_reference(LEGWRule(0), ref_batchsize)
-        if isinstance(sampler, ArrivingBatches):
+        if isinstance(sampler, Dealer) and sampler.batches.arriving:
             remedy = "pass rule=vbs.rules.LEGWRule(updates of the warm-up) to vbs.CustomOptimizer"
             raise value_error("the warm-up of LEGW must be in epochs", "batches that arrive, which have none", remedy)
         updates = 0.0

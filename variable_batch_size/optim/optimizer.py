@@ -6,8 +6,7 @@ sums over the ranks, clips, scales by the rule, runs the inner optimizer's `step
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakMethod
 
@@ -22,34 +21,27 @@ from variable_batch_size._validation import suggests, value_error
 from variable_batch_size.backend import Backend, BrokenStepError
 from variable_batch_size.data.batches import Batch
 from variable_batch_size.data.dealer import Dealer
+from variable_batch_size.data.plan.state import check_entries, check_position
 from variable_batch_size.data.training import Phase
 from variable_batch_size.microbatching import Microbatch
+from variable_batch_size.optim.abilities import Abilities, measures_microbatches
 from variable_batch_size.optim.beside import consistency
-from variable_batch_size.optim.beside.controller import ControllerRunner
-from variable_batch_size.optim.beside.normalization import check_reproducible, cut_options
-from variable_batch_size.optim.beside.report import Reporter
+from variable_batch_size.optim.beside.normalization import cut_options
 from variable_batch_size.optim.beside.same_updates import RanksDifferError
-from variable_batch_size.optim.tensors.hooks import call_before_forward, uncompiled
-from variable_batch_size.optim.loops.counts import NOT_WEIGHTED, Counts
-from variable_batch_size.optim.reproducible.seeding import Seeding
+from variable_batch_size.optim.loops.replay import Replays
 from variable_batch_size.optim.options import Estimator, NormLimit, Reduction, UpdateOptions, check_objects
 from variable_batch_size.optim.properties import Commit, ObservedOptimizer
 from variable_batch_size.optim.scaling.rule_check import check_applies_lr, choose_rules
 from variable_batch_size.optim.scaling.scaling import LearningRateCheck
-from variable_batch_size.optim.loops.replay import Replays
-from variable_batch_size.optim.sums.squares import Needs
-from variable_batch_size.optim.sums.strategies import backend_for, sum_for, unwrap
+from variable_batch_size.optim.stage import Needs
+from variable_batch_size.optim.sums.base import NOT_WEIGHTED
+from variable_batch_size.optim.sums.overflows import Scaled
+from variable_batch_size.optim.sums.strategies import backend_for, strategy_for, sums_in_backward, unwrap
+from variable_batch_size.optim.tensors.hooks import call_before_forward, uncompiled
+from variable_batch_size.optim.tensors.parameters import list_parameters
 from variable_batch_size.optim.update import Updater
-from variable_batch_size.optim.wrapper import (
-    check_hyperparameters,
-    check_kind,
-    check_state,
-    check_world,
-    list_parameters,
-    run_closure,
-)
+from variable_batch_size.optim.wrapper import check_hyperparameters, check_kind, check_world, run_closure
 from variable_batch_size.rules import Rule
-from variable_batch_size.rules.base import needs_noise, needs_squares
 from variable_batch_size.tracker import Tracker
 
 
@@ -121,50 +113,44 @@ class CustomOptimizer(ObservedOptimizer):
     ) -> None:
         super().__init__(inner)
         check_objects(tracker, backend)
-        rules = choose_rules(rule, inner, ref_batchsize, sampler)
+        chosen = choose_rules(rule, inner, ref_batchsize, sampler)
+        options = UpdateOptions(noise, reduction, max_grad_norm, find_unused_parameters, grad_norm, skip_grad_norm)
+        options = options.validate()
         parameters = list_parameters(inner.param_groups)
         module = unwrap(model)
         self._agreement = None
         self._backend = backend or backend_for(module, parameters, sampler, process_group)
-        noise = "microbatches" if noise is None and _decides_by_noise(sampler) else noise
-        options = UpdateOptions(noise, reduction, max_grad_norm, find_unused_parameters, grad_norm, skip_grad_norm)
         needs = WeakMethod(self._needs_of_microbatch)  # hooks of the parameters must not keep the optimizer alive
-        total = sum_for(
+        strategy = strategy_for(
             module,
             parameters,
             self._backend,
+            self.agreement if sums_in_backward(module) else None,  # while every rank is here
             sharded_accumulation=sharded_accumulation,
             find_unused=find_unused_parameters,
             by_rows=reduction == "sum",
-            measures=noise is not None or any(needs_noise(rule) or needs_squares(rule) for rule in rules.rules),
-            needs=lambda: (needs() or Needs)(),
+            needs=(lambda: (needs() or Needs)()) if measures_microbatches(options, chosen, sampler) else None,
             reproducible=sampler.batches.reproducible,
         )
-        self._updater = Updater(inner, self._backend, rules, options, total)
-        if sampler.batches.reproducible:
-            check_reproducible(module, parameters, measures_elements=self._updater.second_moment is not None)
-        check_applies_lr(inner, rules.rules)
-        kind = {"measured": self._updater.measures_microbatches, "alone": self._backend.alone}
         check_world(sampler, self._backend)
+        core = inner, sampler, self._backend
+        self._abilities = Abilities(*core, strategy.ranks, chosen, options, module)
+        self._updater = Updater(inner, self._backend, chosen, options, strategy.create, self._abilities.stages)
+        check_applies_lr(inner, chosen.rules)
         self._sampler, self._training = sampler, sampler.training
-        cut = total.dealing(**cut_options(module, parameters, **kind))
+        kind = {"measured": self._updater.stages.any("compares_microbatches"), "alone": self._backend.alone}
+        cut = self._updater.sum.dealing(**cut_options(module, parameters, **kind))
         sampler.attach(self, compiles_shapes=self._backend.static_graph, elastic=self._backend.elastic, **cut)
-        self._replays, self._counts = (
-            Replays(module, self._backend),
-            Counts(self._backend, total, whole=sampler.batches.reproducible),
-        )
-        call_before_forward(total.module, self._announce_microbatch)
+        self._replays = Replays(module, self._backend)
+        call_before_forward(self._updater.sum.module, self._announce_microbatch)
         call_before_forward(self._replays.module, self._save_before_replay)
-        total.meet(lambda: self.agreement)  # while every rank is here
-        self._lr_check, self._seeding = LearningRateCheck(), Seeding(self._backend)
+        self._lr_check = LearningRateCheck()
         self._updated = True  # whether the last update changed the weights
         self.tracker = Tracker("runs") if tracker is None and (log_steps, log_samples) != (None, None) else tracker
-        core = self._updater, sampler, self._backend
-        self._reporter = Reporter(self.tracker, log_steps, log_samples, *core)
-        self._controller = ControllerRunner(*core, self.tracker)
+        self._followers = self._abilities.follow(self._updater, self.tracker, log_steps, log_samples)
 
     def _announce_microbatch(self) -> None:
-        self._updater.sum.prepare(self._training.upcoming(self))
+        self._updater.sum.prepare(self._training.upcoming(self), forward=True)
 
     def _needs_of_microbatch(self) -> Needs:
         known = self._training.upcoming(self) is not None
@@ -222,8 +208,8 @@ class CustomOptimizer(ObservedOptimizer):
                 if ranks that have to discard the step do not.
         """
         self._training.check_phase("discard_step()", Phase.BETWEEN_STEPS, Phase.INSIDE_STEP, Phase.INTERRUPTED)
-        self._seeding.end_microbatch()
-        self._updater.sum.discard(lambda: self.agreement, timeout)
+        self._followers.call("discard")
+        self._updater.sum.reset(timeout)
         self._training.restart()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -285,15 +271,13 @@ class CustomOptimizer(ObservedOptimizer):
                 requirement = "all optimizers of a loss must be at the same microbatch, and have the same reduction"
                 found = f"{optimizer.reduction} at {other}" if optimizer.reduction != self.reduction else f"{other}"
                 raise value_error(requirement, found, "pass one sampler to them, and call step() of each")
-        options: Any = {
-            "retain_graph": retain_graph,
-            "create_graph": create_graph,
-            "inputs": inputs,
-            "weighted": weighted,
-        }
-        sums = [optimizer._updater.sum for optimizer in others]
-        with self._watching_others(others):
-            self._updater.sum.backward(loss, microbatch, scaler, sums, **options)
+        named = {self, *others}
+        sums, unnamed = (
+            [optimizer._updater.sum for optimizer in optimizers]
+            for optimizers in (others, [one for one in list(self._training.members) if one not in named])
+        )
+        options: Any = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
+        self._updater.sum.backward(loss, microbatch, scaler, sums, unnamed, weighted=weighted, **options)
 
     def _check_weighted(self, weighted: bool) -> None:
         """Raise ValueError unless the losses of this update have to be weighted, or not, as one is."""
@@ -306,56 +290,16 @@ class CustomOptimizer(ObservedOptimizer):
         if has_totals and not weighted:
             raise ValueError(NOT_WEIGHTED.format("backward() came without weighted=True"))
 
-    def _watching_others(self, others: Sequence[CustomOptimizer]) -> AbstractContextManager[Any]:
-        """Let optimizers of the sampler that a loss does not name note whether it has their parameters."""
-        members = self._training.members
-        if len(members) == 1 + len(others):
-            return nullcontext()
-        stack, named = ExitStack(), {self, *others}
-        for member in list(members):
-            if member not in named:
-                stack.enter_context(member._updater.sum.note_other_backward())
-        return stack
-
     def _microbatch_of_backward(self) -> Microbatch:
         """Return the microbatch that `backward()` is of; drop what a loop that was left has accumulated before it."""
         training = self._training
         training.check_phase("backward()", Phase.BETWEEN_STEPS, Phase.INSIDE_STEP, Phase.PARTLY_MADE)
         training.note_work(self)
-        self._check_meets_same_weights()
+        self._followers.call("begin_backward", self)
         self._adopt_groups()
         if training.iteration is not None:
             training.iteration.find_serial()  # now, before a loop may accumulate several microbatches by itself
         return training.microbatch(self)
-
-    def _check_meets_same_weights(self) -> None:
-        """Check that no other optimizer has made the update: microbatches of other ranks would have met other weights.
-
-        If each update is one microbatch, that may meet the weights that another optimizer has left.
-        """
-        sampler, plan = self.sampler, self.sampler.plan
-        if not sampler.batches.reproducible or (sampler.max_batch_size <= plan.minibatch_size and not plan.fixed_shape):
-            return
-        if self._training.is_made_without(self):
-            step = self._training.batch_of(self).step
-            raise RuntimeError(
-                f"reproducible=True needs microbatches that meet the same weights in any world, but another optimizer "
-                f"of the sampler has made update {step} before optimizer.backward() of this one was called; "
-                f"call optimizer.backward(loss) of each, not loss.backward(), before the step() of any, or give each a "
-                f"sampler and a loader of its own"
-            )
-
-    def _check_seeded(self) -> None:
-        """Raise RuntimeError if updates are reproducible, and the microbatch was not seeded last, for this sampler."""
-        if not self.sampler.batches.reproducible:
-            return
-        if not (self._training.is_handed_out_last(self) and self._seeding.seeded_last_for(self.sampler)):
-            raise RuntimeError(
-                "reproducible=True needs random numbers that are seeded before the forward of each microbatch, but "
-                "step() was called outside of vbs.updates(loader, optimizer), or after a later microbatch was read, as "
-                "by list(update), or one of another sampler; loop over the microbatches of each update, and call "
-                "step() for each"
-            )
 
     @uncompiled
     @torch.no_grad()
@@ -379,13 +323,11 @@ class CustomOptimizer(ObservedOptimizer):
         Raises:
             RuntimeError: if no `backward()` has run, or a microbatch of the sampler was skipped, repeated or reordered.
         """
-        updater, training = self._updater, self._training
+        training = self._training
         training.begin_step(self)
-        self._check_seeded()
         if closure is not None:
             run_closure(closure, scaled=getattr(self, "found_inf", None) is not None)
-        if not updater.sum.carries_weight:
-            self._check_meets_same_weights()
+        self._followers.call("begin_microbatch", self)
         self._adopt_groups()
         self._lr_check.check(self.param_groups, inside_step=training.round_of(self) > 0)
         try:
@@ -399,8 +341,8 @@ class CustomOptimizer(ObservedOptimizer):
         finally:
             training.running = False
         training.end_step(self, ends_update=microbatch.ends_step)
-        if microbatch.ends_step and len(training.members) == 1:  # else others make their forward
-            self._seeding.end_microbatch()
+        if len(training.members) == 1:  # else others make their forward
+            self._followers.call("end_microbatch", ends_update=microbatch.ends_step)
         self._backend.mark_step()
         return updated
 
@@ -416,9 +358,7 @@ class CustomOptimizer(ObservedOptimizer):
         """
         self._training.check_phase("state_dict()", Phase.BETWEEN_STEPS)
         kind: dict[str, Any] = {"optimizer": type(self.inner).__name__}
-        if self._updater.measures_microbatches:
-            kind["minibatch_size"] = self.sampler.plan.minibatch_size
-        state = kind | self._updater.state_dict() | self._controller.state_dict()
+        state = kind | self._updater.state_dict(self.sampler.plan.minibatch_size) | self._followers.state_dict()
         return {**self.inner.state_dict(), "vbs": {"sampler": self.sampler.state_dict(), **state}}
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
@@ -438,7 +378,10 @@ class CustomOptimizer(ObservedOptimizer):
         batches = None
         position = state_dict.get("vbs")
         if position is not None:
-            check_state(position)
+            check_position(position.get("sampler", {}) if isinstance(position, Mapping) else {})
+            check_entries(position, {"optimizer": (str,)})
+            self._updater.check_state(position)
+            self._followers.call("check_state", position)
             if strict:
                 check_kind(self.inner, position["optimizer"])
                 sampler.check_samples(position["sampler"])
@@ -449,17 +392,15 @@ class CustomOptimizer(ObservedOptimizer):
                 "of a plain optimizer; pass strict=False to load the inner optimizer's state only"
             )
         check_hyperparameters(self.inner, state_dict)
-        self._seeding.end_microbatch()
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "vbs"})
         self._mark_stepped()
-        self._updater.sum.restart()
-        self._counts.forget()
+        self._updater.sum.reset()
         if position is not None and batches is not None:
             sampler.adopt_state(position["sampler"], batches, owned=True)
         else:
             self._training.restart()
         self._updater.load_state_dict(position or {}, sampler.plan.minibatch_size)
-        self._controller.load_state_dict(position or {})
+        self._followers.call("load_state_dict", position or {})
 
     # An update. --------------------------------------------------------------------------------------------------
 
@@ -473,10 +414,10 @@ class CustomOptimizer(ObservedOptimizer):
         """Add a microbatch to the step."""
         training = self._training
         following = None if microbatch.ends_step else training.microbatch(self, ahead=1)
-        scale = {name: getattr(self, name, None) for name in ("found_inf", "grad_scale")}  # set by a GradScaler
-        weighted = training.batch_of(self).totals is not None
-        inside_step = training.round_of(self) > 0
-        self._updater.add(microbatch, following, inside_step=inside_step, **scale, count=count, weighted=weighted)
+        scaled = Scaled(getattr(self, "found_inf", None), getattr(self, "grad_scale", None))  # set by a GradScaler
+        divided = training.batch_of(self).totals is not None
+        inside = training.round_of(self) > 0
+        self._updater.add(microbatch, following, inside_step=inside, scaled=scaled, count=count, divided=divided)
         self._replays.restore_state()
 
     def _make_update(self) -> bool:
@@ -491,24 +432,21 @@ class CustomOptimizer(ObservedOptimizer):
             consistency.name_difference(error, self.agreement)
             raise
         training.begin_update()  # also if it was skipped: what follows happens as a whole
-        updater.commit()
         updater.clear()
         return self._updated
 
     def note_commit(self, batch: Batch) -> None:
-        """Begin the next step, and tell the observers that an update was committed."""
-        self._updater.sum.begin_next_step(several=self._training.several_rounds)
+        """Tell the observers that an update was committed."""
         commit = Commit(batch, self._updater.last_scaling, self._updated)
         for observer in list(self._observers):
             observer.commit(commit)
 
     def follow_up(self, batch: Batch, *, first: bool) -> None:
-        """Ask the controller, if this is the first of several optimizers, meet the ranks, and log the update."""
+        """Prepare for the next step, and let followers, and the ranks, follow; `first`: of several optimizers."""
+        self._updater.sum.prepare(self._training.upcoming(self))
         self._backend.mark_step()  # the results of the graph: what observers have computed is among them
-        if first:
-            self._controller.after_update(batch, self.agreement)
+        self._followers.call("follow_up", batch, self.agreement, leads=first)
         self.agreement.after_update()
-        self._reporter.after_update(batch)
 
     def note_discard(self) -> None:
         """Forget what was accumulated, and tell the observers."""
@@ -520,8 +458,3 @@ class CustomOptimizer(ObservedOptimizer):
         """Drop the gradients of a `backward()` that no step has counted, of a loop that an exception has ended."""
         if not self._training.round_of(self):
             self._updater.sum.zero_grad()
-
-
-def _decides_by_noise(sampler: Dealer) -> bool:
-    decided = sampler.batches.decided
-    return decided is not None and decided.adaptive.needs_noise

@@ -46,6 +46,11 @@ class UpdateOptions(NamedTuple):
     grad_norm: bool = False
     skip_grad_norm: NormLimit | None = None
 
+    @property
+    def measures_norm(self) -> bool:
+        """Whether the norm of the reduced gradient is measured in each update."""
+        return self.grad_norm or self.max_grad_norm is not None or self.skip_grad_norm is not None
+
     def validate(self) -> UpdateOptions:
         """Return the options with checked numbers; raise ValueError or TypeError for others."""
         if self.reduction not in get_args(Reduction):

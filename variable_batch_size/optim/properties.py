@@ -15,7 +15,9 @@ from variable_batch_size.data.batches import Batch
 from variable_batch_size.data.dealer import Dealer
 from variable_batch_size.data.training import Phase, Training
 from variable_batch_size.microbatching import Microbatch
+from variable_batch_size.optim.abilities import Abilities
 from variable_batch_size.optim.options import Reduction
+from variable_batch_size.optim.stage import LoopStage, Moments, Stage
 from variable_batch_size.optim.update import Updater
 from variable_batch_size.optim.wrapper import OptimizerWrapper
 from variable_batch_size.rules import Noise, Rule, Scaling
@@ -52,6 +54,8 @@ class ObservedOptimizer(OptimizerWrapper):
     _sampler: Dealer
     _training: Training
     _updater: Updater
+    _abilities: Abilities
+    _followers: Moments[LoopStage]
     _backend: Backend
     _agreement: Agreement | None
 
@@ -145,9 +149,18 @@ class ObservedOptimizer(OptimizerWrapper):
         """
         return self._training.microbatch(self)
 
-    def register(self, observer: Observer) -> None:
-        """Tell an observer, which is held weakly, when an update is committed and when a step is discarded."""
-        self._observers.add(observer)
+    def register(self, observer: Observer | Stage | LoopStage) -> None:
+        """Add an ability: a `Stage` of updates, or a `LoopStage` of the loop.
+
+        Or tell an observer, which is held weakly, when an update is committed and when a step is discarded.
+        """
+        if isinstance(observer, Stage):
+            self._training.check_phase("register()", Phase.BETWEEN_STEPS)
+            self._updater.add_stage(observer)
+        elif isinstance(observer, LoopStage):
+            self._followers.append(observer)
+        else:
+            self._observers.add(observer)
 
     def log(self, **means: Tensor | float) -> None:
         """Average values over exactly the samples of each step, over all ranks, for `tracker` and `logged`.
@@ -155,17 +168,17 @@ class ObservedOptimizer(OptimizerWrapper):
         Call it before the `step()` of every microbatch, on every rank, with the names of the first update. Pass means
         over the rows of a microbatch; with `step(count=)`, means over what is counted.
         """
-        self._updater.step_means.log(means)
+        self._abilities.means.log(means)
 
     @property
     def logged(self) -> dict[str, Tensor]:
         """The means of the values of `log` in the last update: 0-D tensors on the device of the gradients."""
-        return self._updater.step_means.last_means
+        return self._abilities.means.last_means
 
     @property
     def count(self) -> Tensor | None:
         """The sum of the counts of the last update over all ranks, as its tokens, 0-D; None without `step(count=)`."""
-        return self._updater.token_count.last
+        return self._abilities.counts.last
 
     @property
     def max_grad_norm(self) -> float | None:
@@ -191,8 +204,7 @@ class ObservedOptimizer(OptimizerWrapper):
         On a device that compiles graphs, as the host knows it: it reads every 16 updates a number that is as old, and
         the present one for a `state_dict()`.
         """
-        large = self._updater.skipper
-        return 0 if large is None else large.skipped
+        return self._abilities.skipped or 0
 
     def __repr__(self) -> str:
         """Return the rule, how far the training is, and the inner optimizer with its learning rate before scaling."""
@@ -216,7 +228,7 @@ class ObservedOptimizer(OptimizerWrapper):
         Raises:
             RuntimeError: if the noise is not measured.
         """
-        noise = self._updater.gradient_noise
+        noise = self._abilities.noise
         if noise is None:
             raise RuntimeError(
                 f"noise() needs measured gradient noise, but {self.rules[0]} does not use it; pass "

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import NoneType
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
-from variable_batch_size._validation import type_error, value_error
+from variable_batch_size._validation import type_error
 from variable_batch_size.backend import Backend
 from variable_batch_size.data.dealer import Dealer
-from variable_batch_size.data.plan.state import NUMBER, Kinds, check_entries, check_items, check_position
-from variable_batch_size.optim.noise.differenced import KEYS
-from variable_batch_size.optim.noise.estimate import AVERAGES
+from variable_batch_size.data.plan.state import check_entries, check_items
 
 _stepping: set[int] = set()  # ids of the inner optimizers whose step a wrapper has called
 
@@ -155,11 +151,6 @@ def lr_of(group: dict[str, Any]) -> Any:
     return 1.0 if lr is None else lr
 
 
-def list_parameters(groups: Iterable[dict[str, Any]]) -> list[Tensor]:
-    """Return the parameters of the groups in their order, each once."""
-    return list(dict.fromkeys(parameter for group in groups for parameter in group["params"]))
-
-
 def run_closure(closure: Callable[[], object], *, scaled: bool) -> None:
     """Run a closure of `step()` with gradients enabled."""
     if not callable(closure):
@@ -262,56 +253,3 @@ def check_world(sampler: Dealer, backend: Backend) -> None:
             f"{world.rank} of {world.size}; pass num_replicas and rank of this process, and initialize "
             f"torch.distributed (or move the model to its XLA device) before the optimizer is created"
         )
-
-
-OWN: Final[Kinds] = {
-    "optimizer": (str,),
-    "rule": (str,),
-    "ref_batchsize": (int, NoneType),
-    "progress": NUMBER,
-    "last_rates": (dict,),
-    "counts": (bool, NoneType),
-}
-OPTIONAL: Final[Kinds] = {
-    "has_gradient": (list,),
-    "logged": (list,),
-    "bias_correction": (list,),
-    "stopwatch": (dict,),
-    "noise": (dict,),
-    "minibatch_size": (int,),
-    "skipped": (dict,),
-}
-
-
-def check_state(state: Mapping[str, Any]) -> None:
-    """Check the entries of a state, before anything of it is used."""
-    check_position(state.get("sampler", {}) if isinstance(state, Mapping) else {})
-    check_entries(state, OWN)
-    if not 0 <= state["progress"] < math.inf:
-        raise value_error("progress must be a finite number >= 0", state["progress"], "restore a state as it was saved")
-    check_entries(state["last_rates"], dict.fromkeys(("lr", "gradient", "reference_lr"), NUMBER), "last_rates.")
-    of_noise = {name: OPTIONAL[name] for name in ("noise", "minibatch_size")}
-    if of_noise.keys() & state.keys():  # it was measured
-        check_entries(state, of_noise)
-    present = {name: kind for name, kind in OPTIONAL.items() if name in state}
-    check_entries(state, present)
-    check_items(state.get("has_gradient", ()), (int,), "has_gradient")
-    check_items(state.get("logged", ()), (str,), "logged")
-    check_items(state.get("bias_correction", ()), (list,), "bias_correction")
-    for group in state.get("bias_correction", ()):
-        check_items(group + [None] * (len(group) not in (0, 3)), NUMBER, "bias_correction.")
-    if "stopwatch" in state:
-        check_entries(state["stopwatch"], {"seconds": (list,)}, "stopwatch.")
-    if "skipped" in state:
-        check_entries(state["skipped"], {"updates": (int,), "in_a_row": (int,)}, "skipped.")
-    _check_noise(state.get("noise", {}))
-
-
-def _check_noise(noise: Mapping[str, Any]) -> None:
-    """Check the entries of a state of the noise, which may be empty."""
-    if noise:
-        check_entries(noise, dict.fromkeys((*AVERAGES, "gain"), NUMBER), "noise.")
-    if "earlier" in noise:
-        check_entries(noise, {"earlier": (dict,)}, "noise.")
-        gradients, *numbers = KEYS
-        check_entries(noise["earlier"], {gradients: (list,), **dict.fromkeys(numbers, NUMBER)}, "noise.earlier.")

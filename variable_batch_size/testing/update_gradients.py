@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from variable_batch_size._validation import FloatArray
-from variable_batch_size.optim.sums.backward_check import PROBES
+from variable_batch_size.optim.tensors.parameters import PROBES
 
 
 def gradients_of_step(step: Callable[[], object], trained: nn.Module) -> tuple[dict[str, FloatArray], bool]:

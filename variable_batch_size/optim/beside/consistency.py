@@ -21,7 +21,7 @@ from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.data.dealer import Dealer
 from variable_batch_size.optim.beside.normalization import check_remembered_models, remember_model
 from variable_batch_size.optim.beside.same_updates import RanksDifferError
-from variable_batch_size.optim.sums.participation import FIRST_UPDATE
+from variable_batch_size.optim.stage import FIRST_UPDATE
 from variable_batch_size.optim.tensors.arithmetic import check_whole, local_parts, shard_coordinates
 from variable_batch_size.optim.update import Updater
 
@@ -81,13 +81,9 @@ def compare_ranks(updater: Updater, sampler: Dealer, inner: Optimizer, backend: 
         position = {**sampler.batches.position_state(place.position), "samples": place.samples}
         facts = {**position, **of_update, **sampler_facts(sampler)}
         check_same_facts(FIRST_UPDATE, facts, agreement)
-        means = updater.step_means
-        names = json.dumps(means.names_of_step or means.names or ())
-        check_names("log()", [*map(json.loads, agreement.gather(FIRST_UPDATE, names))])
         _check_replicas(updater.parameters, backend, agreement)
-        updater.sum.agree(agreement)
-    elif not backend.alone:
-        updater.sum.agree(agreement)
+    if agreement.world.size > 1 or not backend.alone:
+        updater.stages.call("meet", agreement)
     check_remembered_models(updater.parameters, sampler)
     updater.agreed = True
 
@@ -195,7 +191,7 @@ def _facts_of_update(updater: Updater, inner: Optimizer, backend: Backend) -> di
         "number of parameter groups": len(inner.param_groups),
         **_hyperparameters(inner, backend),
         "number of parameters": len(updater.parameters),
-        "count= in step()": bool(updater.token_count.used),
+        **{name: value for settings in updater.stages.calls("settings") for name, value in settings().items()},
     }
 
 

@@ -22,7 +22,10 @@ from variable_batch_size.backend import Backend, ElasticBackend
 from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.data.batches import Batch
 from variable_batch_size.data.dealer import Dealer
+from variable_batch_size.data.plan.state import check_entries
+from variable_batch_size.optim.stage import LoopStage
 from variable_batch_size.optim.update import Updater
+from variable_batch_size.rules import Noise
 from variable_batch_size.tracker import Tracker
 
 _REPEATED = 3  # questions without a new estimate of the noise, after which the user is warned
@@ -37,11 +40,18 @@ class _Asked(NamedTuple):
 
 
 @final
-class ControllerRunner:
+class ControllerRunner(LoopStage):
     """Asks the controller of the sampler, if it has one, on rank 0, and plans with its decisions on all ranks."""
 
-    def __init__(self, updater: Updater, sampler: Dealer, backend: Backend, tracker: Tracker | None) -> None:
-        self._sampler, self._updater, self._tracker = sampler, updater, tracker
+    def __init__(
+        self,
+        updater: Updater,
+        noise: Callable[[], Callable[[], Noise]] | None,
+        sampler: Dealer,
+        backend: Backend,
+        tracker: Tracker | None,
+    ) -> None:
+        self._sampler, self._updater, self._noise, self._tracker = sampler, updater, noise, tracker
         self._backend, decided = backend, sampler.batches.decided
         timed = decided is not None and needs_throughput(decided.adaptive.controller)
         self._stopwatch = UpdateStopwatch() if timed else None
@@ -49,13 +59,13 @@ class ControllerRunner:
         self._same_estimates: list[float] = []  # at the questions since the last new one
         self._begun = False  # whether an update was made
 
-    def after_update(self, step: Batch, agreement: Agreement) -> None:
+    def follow_up(self, batch: Batch, agreement: Agreement, *, leads: bool) -> None:
         """Ask a question that is due after an update, and let the sampler plan with each answer that is due."""
         decided = before = self._sampler.batches.decided
-        if decided is None:
+        if decided is None or not leads:
             return
         updates = self._sampler.updates
-        self._time_update(step)
+        self._time_update(batch)
         if not self._begun:  # what was decided at the beginning, or at a restart
             self._begun = True
             self._log_decision(decision_scalars(decided.decisions[0]), updates)
@@ -92,7 +102,13 @@ class ControllerRunner:
         """Return what was measured, if anything is."""
         return {} if self._stopwatch is None else {"stopwatch": self._stopwatch.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError if its entry is damaged."""
+        if "stopwatch" in state:
+            check_entries(state, {"stopwatch": (dict,)})
+            check_entries(state["stopwatch"], {"seconds": (list,)}, "stopwatch.")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what an earlier run has measured."""
         if self._stopwatch is not None and "stopwatch" in state:
             self._stopwatch.load_state_dict(state["stopwatch"])
@@ -102,7 +118,7 @@ class ControllerRunner:
         place, updater = self._sampler.training.place, self._updater
         known = {"devices": self._backend.world.size, "updates": place.position.step, "samples": place.samples}
         known_later = updater.progress.reader()
-        noise = None if updater.gradient_noise is None else updater.gradient_noise.reader()
+        noise = None if self._noise is None else self._noise()
         reference = updater.ref_batchsize
 
         def read() -> dict[str, Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
+from types import NoneType
 from typing import Any, final
 
 import torch
@@ -12,24 +14,29 @@ from torch import Tensor
 
 from variable_batch_size._validation import check_number, type_error, value_error
 from variable_batch_size.backend import Backend
-from variable_batch_size.microbatching import Microbatch
-from variable_batch_size.optim.tensors.hooks import uncompiled
+from variable_batch_size.backend.agreement import Agreement
+from variable_batch_size.data.plan.state import check_entries, check_items
+from variable_batch_size.optim.beside.consistency import check_names
+from variable_batch_size.optim.stage import FIRST_UPDATE, Counted, MeasuredSquares, Stage, UpdateUnderWay
 from variable_batch_size.optim.tensors.arithmetic import multiply
+from variable_batch_size.optim.tensors.hooks import uncompiled
 
 _WHOLE = 1e-3  # tolerance for the weights of a step, which sum to 1
 
 
 @final
-class StepMeans:
+class StepMeans(Stage):
     """Averages the values of `optimizer.log` over the microbatches of a step and all ranks.
 
     mean = sum_j w_j v_j / sum_j w_j with w_j = n_j / B, or the counts of `step(count=)`. The sums travel in the message
     of the gradients. Nothing is read from a device.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    name, by_microbatch = "means", True
+
+    def __init__(self, backend: Backend, counts: TokenCount) -> None:
         self.names: tuple[str, ...] | None = None  # those of the first update
-        self._backend = backend
+        self._backend, self._counts = backend, counts
         self._current: dict[str, Tensor | float] = {}  # of the microbatch that the next `add` counts
         self._sums: dict[str, tuple[Any, Any]] = {}  # name -> sum of w v and of w, on this rank
         self._zeros: dict[str, tuple[Any, Any]] = {}  # with which they begin; kept, so that no graph changes
@@ -44,8 +51,16 @@ class StepMeans:
             self._check_value(name, value)
             self._current[name] = value.detach().reshape(()) if isinstance(value, Tensor) else float(value)
 
-    def add(self, weight: Any, like: Tensor) -> None:
-        """Add the values of a microbatch of this weight, a float or 0-D; a replay has weight 0."""
+    def meet(self, agreement: Agreement) -> None:
+        """Compare the names, which all ranks must have before they sum values."""
+        if agreement.world.size > 1:
+            names = json.dumps(self._names_of_step or self.names or ())
+            check_names("log()", [*map(json.loads, agreement.gather(FIRST_UPDATE, names))])
+
+    def add(self, counted: Counted, squares: MeasuredSquares, like: Tensor) -> None:
+        """Add the values of a microbatch with its weight, a float or 0-D; a replay has weight 0."""
+        microbatch = counted.microbatch
+        weight = microbatch.samples / microbatch.batch_size if counted.count is None else self._counts.weight
         self._added += 1
         if self._current and not self._backend.reads(like):
             weight = self._on_device(weight, like)
@@ -65,7 +80,7 @@ class StepMeans:
                     f"log() must be called for every microbatch of a step, but {name!r} has {number} values for "
                     f"{self._added} microbatches; call it before each step() on every rank, replays too"
                 )
-        self.names = self.names_of_step if self.names is None else self.names
+        self.names = self._names_of_step if self.names is None else self.names
         if not self.names:
             return []
         sums = [self._sums.get(name, (0.0, 0.0))[part] for part in (0, 1) for name in self.names]
@@ -75,22 +90,22 @@ class StepMeans:
         return [torch.stack([torch.as_tensor(number, dtype=dtype, device=like[0].device) for number in sums])]
 
     @property
-    def names_of_step(self) -> tuple[str, ...]:
+    def _names_of_step(self) -> tuple[str, ...]:
         """The names that have values in this step."""
         return tuple(sorted(self._sums))
 
-    def compute_means(self, message: list[Tensor], total: Tensor | None) -> None:
-        """Compute the means of the update from the sums over all ranks; `total`: the counts of the step, if any, 0-D.
+    def reduce(self, update: UpdateUnderWay) -> None:
+        """Compute the means of the update from the sums over all ranks.
 
         Raise RuntimeError on every rank if a name has values for a part of the samples only, as on one rank. On a
         device, where the host does not know it, the mean is nan.
         """
-        self.names = self.names if self.names is not None else self.names_of_step
+        self.names = self.names if self.names is not None else self._names_of_step
         self._last = None
-        if not message:
+        if not (message := update.message[self.name]):
             return
         sums, weights = message[0].view(2, -1)
-        part = weights if total is None else weights / total
+        part = weights if update.count is None else weights / update.count
         whole = (part - 1).abs() < _WHOLE
         if self._backend.reads(message[0]):
             for name, share, complete in zip(self.names, part.tolist(), whole.tolist(), strict=True):
@@ -104,6 +119,20 @@ class StepMeans:
     def clear(self) -> None:
         """Discard the values of the step."""
         self._current, self._sums, self._microbatches, self._added = {}, {}, {}, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the names, where a world that changes has to know them."""
+        return {"logged": list(self.names)} if self._backend.elastic and self.names is not None else {}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError if its entry is damaged."""
+        if "logged" in state:
+            check_entries(state, {"logged": (list,)})
+            check_items(state["logged"], (str,), "logged")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a state; without names those of the next update count."""
+        self.names = tuple(state["logged"]) if self._backend.elastic and "logged" in state else None
 
     @property
     def last_means(self) -> dict[str, Tensor]:
@@ -161,7 +190,7 @@ def check_mean(name: str, value: object) -> None:
 
 
 @final
-class TokenCount:
+class TokenCount(Stage):
     """Sums the counts of `step(count=)`, by which the gradient of an update is divided.
 
     G = (sum_j d_j S_j) / (sum_j d_j c_j) over the microbatches j of all ranks: S_j is the gradient of the sum of the
@@ -169,16 +198,29 @@ class TokenCount:
     once and replays not at all. In a mean of the means S_j / c_j a token would weigh less in a longer microbatch.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    name, by_microbatch = "counts", True
+
+    def __init__(self, backend: Backend, reduction: str) -> None:
         self.used: bool | None = None  # whether the steps of this training have counts, once there was one
         self.weight: Any = 0.0  # d_j c_j of the last microbatch
         self.last: Tensor | None = None  # sum of the d_j c_j of all ranks in the last update, 0-D
-        self._backend = backend
+        self.refused = ""  # why the steps cannot have counts
+        self._backend, self._reduction = backend, reduction
         self._sum: Any = None  # of the weights of this rank's microbatches: a float, or 0-D on a device
         self._zero: Any = None  # with which it begins; kept, so that no graph changes
 
-    def check(self, count: object, reduction: str, *, noise: bool) -> None:
-        """Raise an error unless a step may have this count, None for none, with this reduction of its loss."""
+    def settings(self) -> dict[str, Any]:
+        """Return whether the steps have counts."""
+        return {"count= in step()": bool(self.used)}
+
+    def check(self, counted: Counted) -> None:
+        """Raise an error unless a step may have this count, None for none."""
+        count: object = counted.count
+        if counted.divided and count is not None:
+            raise RuntimeError(
+                "a loss has one way to its denominators, but step() has count= in an update of vbs.updates(counts=); "
+                "omit count=, and divide by update.counts"
+            )
         if self.used is not None and self.used != (count is not None):
             raise RuntimeError(
                 f"either every step() has a count, or none, but this one has {'one' if count is not None else 'none'}; "
@@ -186,16 +228,13 @@ class TokenCount:
             )
         if count is None:
             return
-        if reduction != "sum":
+        if self._reduction != "sum":
             requirement = "step(count=) needs a loss that is summed over the rows of a microbatch"
             raise value_error(
-                requirement, f"reduction={reduction!r}", 'pass reduction="sum" to the loss and to the optimizer'
+                requirement, f"reduction={self._reduction!r}", 'pass reduction="sum" to the loss and to the optimizer'
             )
-        if noise:
-            raise ValueError(
-                "step(count=) needs gradients that nothing compares, but the rule, the controller or noise= compares "
-                "those of microbatches, by their samples; choose another rule or controller, or omit noise="
-            )
+        if self.refused:
+            raise ValueError(f"step(count=) needs gradients that nothing compares, but {self.refused}")
         if not isinstance(count, Tensor):
             check_number(count, "count", "pass the number of tokens of the microbatch")
         elif count.numel() != 1 or count.is_complex():
@@ -204,8 +243,9 @@ class TokenCount:
                 f"pass its .sum()"
             )
 
-    def add(self, count: Any, microbatch: Microbatch, like: Tensor) -> None:
-        """Add the count of a microbatch; None if the steps have none."""
+    def add(self, counted: Counted, squares: MeasuredSquares, like: Tensor) -> None:
+        """Add the count of a microbatch, if it has one."""
+        microbatch, count = counted.microbatch, counted.count
         self.used = count is not None
         if count is None:
             return
@@ -229,26 +269,34 @@ class TokenCount:
         dtype = torch.float64 if like[0].dtype == torch.float64 else torch.float32
         return [torch.as_tensor(self._sum, dtype=dtype).to(like[0].device).view(1)]
 
-    @staticmethod
-    def total(message: list[Tensor]) -> Tensor | None:
-        """Return the counts of all ranks, 0-D, from the summed message; None if there are none."""
-        return message[0][0] if message else None
-
-    def divide_by_counts(self, message: list[Tensor], gradients: list[Tensor], batch_size: int) -> bool:
+    def reduce(self, update: UpdateUnderWay) -> None:
         """Turn gradients that were divided by the samples into those that are divided by the counts.
 
-        Return False if nothing was counted on any rank, so that there is no gradient. On a device, where the host does
-        not know it, the gradients become 0.
+        The update is skipped if nothing was counted on any rank, so that there is no gradient. On a device, where the
+        host does not know it, the gradients become 0.
         """
-        self.last = self.total(message)
+        message, size = update.message[self.name], update.batch.batch_size
+        self.last = update.count = message[0][0] if message else None
         for total in message:
             if self._backend.reads(total):
-                counted = total.item()
-                multiply(gradients, batch_size / counted if counted else 0.0, self._backend)
-                return counted != 0
-            size = torch.as_tensor(self._backend.scalar(batch_size, total))
-            multiply(gradients, torch.where(total[0] > 0, size / total[0], 0.0), self._backend)
-        return True
+                number = total.item()
+                multiply(update.gradients, size / number if number else 0.0, self._backend)
+                update.skipped = update.skipped or not number
+            else:
+                factor = torch.as_tensor(self._backend.scalar(size, total)) / total[0]
+                multiply(update.gradients, torch.where(total[0] > 0, factor, 0.0), self._backend)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return whether the steps have counts."""
+        return {"counts": self.used}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError if its entry is damaged, or missing."""
+        check_entries(state, {"counts": (bool, NoneType)})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a state."""
+        self.used = state.get("counts", self.used)
 
     def clear(self) -> None:
         """Discard the counts of the step."""

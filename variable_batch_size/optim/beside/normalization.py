@@ -69,7 +69,7 @@ def check_batch_norm(model: torch.nn.Module, sampler: Dealer) -> None:
 def check_model_known(model: torch.nn.Module, sampler: Dealer) -> None:
     """Check a model as `check_batch_norm` does, and that the optimizer of the sampler has cut the steps for it."""
     if sampler.batches.reproducible:
-        check_reproducible(model, [], measures_elements=False)
+        check_reproducible(model, [])
     if sampler.dealing.multiple_of > 1 and any(map(_depends_on_cut, model.modules())):
         raise ValueError(
             "the optimizer of a model with batch normalization must know it, because the result depends on how steps "
@@ -119,7 +119,7 @@ def cut_options(
     }
 
 
-def check_reproducible(model: torch.nn.Module | None, parameters: Sequence[Tensor], *, measures_elements: bool) -> None:
+def check_reproducible(model: torch.nn.Module | None, parameters: Sequence[Tensor]) -> None:
     """Raise ValueError if updates cannot be the same to the last bit in any world."""
     requirement = "reproducible=True needs"
     for part in _known_modules(model, parameters):
@@ -129,9 +129,6 @@ def check_reproducible(model: torch.nn.Module | None, parameters: Sequence[Tenso
             found = "batch normalization" if batch else type(part).__name__
             remedy = "use GroupNorm, or freeze it in evaluation mode"
             raise value_error(f"{requirement} layers that see each sample alone, and keep nothing", found, remedy)
-    if measures_elements:
-        remedy = "choose another rule"
-        raise value_error(f"{requirement} a rule without the squares of elements", "invariant-adam", remedy)
 
 
 def _known_modules(model: torch.nn.Module | None, parameters: Sequence[Tensor]) -> list[torch.nn.Module]:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, Protocol, final
 
 from torch import Tensor
 
 from variable_batch_size._validation import check_int
 from variable_batch_size.backend import Backend
+from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.data.batches import Batch
 from variable_batch_size.data.dealer import Dealer
 from variable_batch_size.data.plan.plan import Epoch
+from variable_batch_size.optim.beside.means import StepMeans
+from variable_batch_size.optim.stage import LoopStage
 from variable_batch_size.optim.update import Updater
+from variable_batch_size.rules import Noise
 from variable_batch_size.tracker import Tracker
 
 _TAGS = (
@@ -31,8 +35,22 @@ class _Moment(NamedTuple):
     fraction: float  # of the whole training
 
 
+class ReportedStages(Protocol):
+    """What is measured of updates, where it is: the stages that rows of scalars show."""
+
+    means: StepMeans
+
+    @property
+    def noise_reader(self) -> Callable[[], Callable[[], Noise]] | None:
+        """Return a function that returns a reader of the present noise; None if it is not measured."""
+
+    @property
+    def skipped(self) -> int | None:
+        """The number of updates that were skipped; None if none is."""
+
+
 @final
-class Reporter:
+class Reporter(LoopStage):
     """Logs a row of scalars after each interval of updates or samples, and moves the progress bar after each update.
 
     Numbers on a device are read by a function that the tracker calls some updates later.
@@ -44,6 +62,7 @@ class Reporter:
         log_steps: int | None,
         log_samples: int | None,
         updater: Updater,
+        measured: ReportedStages,
         sampler: Dealer,
         backend: Backend,
     ) -> None:
@@ -54,7 +73,7 @@ class Reporter:
         if tracker is not None and others:
             tracker.mute()  # a loop may log to it on every rank
         self._tracker = None if others else tracker
-        self._updater, self._sampler, self._backend = updater, sampler, backend
+        self._updater, self._measured, self._sampler, self._backend = updater, measured, sampler, backend
         self._begin: _Moment | None = None  # after the first update of this run
         self._earlier = 0.0  # seconds of earlier runs, up to the restored update
         self._last: _Moment | None = None  # after the update of the last row
@@ -67,13 +86,13 @@ class Reporter:
         """All tags of the training that begin with "vbs/"."""
         updater = self._updater
         norm = ("grad_norm",) if updater.options.grad_norm else ()
-        noise = () if updater.gradient_noise is None else _NOISE_TAGS
-        skipped = () if updater.skipper is None else ("skipped",)
+        noise = () if self._measured.noise_reader is None else _NOISE_TAGS
+        skipped = () if self._measured.skipped is None else ("skipped",)
         return [f"vbs/{name}" for name in (*_TAGS, *skipped, *norm, *noise)]
 
-    def after_update(self, step: Batch) -> None:
+    def follow_up(self, batch: Batch, agreement: Agreement, *, leads: bool) -> None:
         """Move the progress bar, and log a row if one is due."""
-        tracker = self._tracker
+        step, tracker = batch, self._tracker
         if tracker is None or not self._backend.leads:
             return
         updates, epoch = self._sampler.updates, self._epoch
@@ -97,9 +116,9 @@ class Reporter:
     @property
     def _reads_device(self) -> bool:
         """Whether the next row has numbers that a device computes."""
-        updater = self._updater
-        measured = updater.gradient_noise is not None or updater.options.grad_norm or bool(updater.step_means.names)
-        return measured and updater.parameters[0].device.type != "cpu"
+        updater, measured = self._updater, self._measured
+        reads = measured.noise_reader is not None or updater.options.grad_norm or bool(measured.means.names)
+        return reads and updater.parameters[0].device.type != "cpu"
 
     def _is_row_due(self, step: Batch) -> bool:
         samples, every = self._sampler.samples, self._samples
@@ -130,10 +149,11 @@ class Reporter:
         """
         updater = self._updater
         known = self._known_scalars(step, now)
-        skipped = {} if updater.skipper is None else {"skipped": updater.skipper.skipped}
+        measures = self._measured
+        skipped = {} if measures.skipped is None else {"skipped": measures.skipped}
         scaling, lr, norm = updater.last_scaling, updater.reference_lr, updater.grad_norm
-        noise = None if updater.gradient_noise is None else updater.gradient_noise.reader()
-        progress, means = updater.progress.reader(), updater.step_means.reader()
+        noise = None if measures.noise_reader is None else measures.noise_reader()
+        progress, means = updater.progress.reader(), measures.means.reader()
 
         def read() -> dict[str, float]:
             factor = _as_float(scaling.lr) * _as_float(scaling.gradient)

@@ -13,10 +13,12 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from variable_batch_size.backend import Backend
-from variable_batch_size.optim.tensors.late import READ_EVERY
+from variable_batch_size.optim.stage import Stage, UpdateUnderWay
 from variable_batch_size.optim.tensors.arithmetic import scalar_dtype
+from variable_batch_size.optim.tensors.late import READ_EVERY
 
 Facts = dict[str, Any]  # of an update, by their names in an error
 
@@ -51,20 +53,20 @@ class _Sums(NamedTuple):
 
 
 @final
-class SameUpdates:
+class SameUpdates(Stage):
     """Compares the ranks of a job, update by update: before it where the host reads, else later.
 
     Args:
+        inner: the optimizer whose hyperparameters are compared.
         backend: how the ranks that share a batch communicate. One whose ranks come and go compares them by itself.
-
-    Attributes:
-        compares: whether there are ranks to compare.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    name = "facts"
+
+    def __init__(self, inner: Optimizer, backend: Backend) -> None:
         job = backend.job
-        self._backend, self._job, self._ranks = backend, job, job.world.size
-        self.compares = job.world.size > 1 and not backend.elastic
+        self._inner, self._backend, self._job, self._ranks = inner, backend, job, job.world.size
+        self._compares = job.world.size > 1 and not backend.elastic
         self._apart = job is not backend  # not all ranks of the job share a batch: the number has a sum of its own
         self._modulus = modulus(job.world.size)
         self.forget()
@@ -74,29 +76,31 @@ class SameUpdates:
         self._facts: Facts = {}  # of the update under way
         self._unread = list[_Sums]()  # of earlier ones, on a device that is not read at once
 
-    def expect(self, facts: Facts) -> None:
-        """Compare an update by these facts."""
-        self._facts = facts
+    def begin(self, update: UpdateUnderWay) -> None:
+        """Note what all ranks must have in common; other stages may add to it."""
+        if self._compares:
+            self._facts = update.facts
+            self._facts |= numbers_of_groups(self._inner.param_groups)
+            trained = [number for number, parameter in enumerate(update.parameters) if parameter.requires_grad]
+            self._facts["parameters that require gradients"] = trained
 
     def part(self, like: Sequence[Tensor]) -> list[Tensor]:
         """Return [x, x^2] of the update, (2,), which the ranks sum in place; nothing if there is nothing to compare."""
-        if not self.compares:
+        if not self._compares:
             return []
         x = zlib.crc32(repr(self._facts).encode()) % self._modulus
         example = torch.empty((), dtype=scalar_dtype(like), device=like[0].device)
         (self._number,) = self._backend.vectors([(x, x * x)], example, "")
         return [] if self._apart else [self._number]
 
-    def clear(self) -> None:
-        """Do nothing: what was compared stays known."""
-
-    def compare(self, message: Sequence[Tensor]) -> None:
+    def reduce(self, update: UpdateUnderWay) -> None:
         """Take the sums of what `part` has returned.
 
         Raises:
             RanksDifferError: on every rank, if the ranks differ.
         """
-        if self.compares and self._apart:
+        message = update.message[self.name]
+        if self._compares and self._apart:
             self._job.all_reduce_sum([self._number])
             message = [self._number]
         for sums in message:
@@ -113,10 +117,19 @@ class SameUpdates:
             older, self._unread = self._unread[:READ_EVERY], self._unread[READ_EVERY:]
             self._check_made(older)
 
-    def check(self) -> None:
-        """Raise RanksDifferError if the ranks have differed; waits for the device."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing; waits for the device.
+
+        Raises:
+            RanksDifferError: if the ranks have differed.
+        """
         made, self._unread = self._unread, []
         self._check_made(made)
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Begin anew."""
+        self.forget()
 
     def _check_made(self, updates: Sequence[_Sums]) -> None:
         """Read the sums of updates, without a kernel of their own, and raise RanksDifferError if the ranks differ."""

@@ -10,23 +10,25 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
-from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Muon, NAdam, Optimizer, RAdam, RMSprop, Rprop
+from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Muon, NAdam, Optimizer, RMSprop
 
 from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size._validation import value_error
 from variable_batch_size.backend import Backend
-from variable_batch_size.optim.tensors.late import LateReader
+from variable_batch_size.data.plan.state import check_entries
 from variable_batch_size.optim.options import NormLimit, check_norm
-from variable_batch_size.optim.tensors.arithmetic import local_parts
+from variable_batch_size.optim.scaling.scaling import CAPTURABLE
+from variable_batch_size.optim.stage import Stage, UpdateUnderWay
+from variable_batch_size.optim.tensors.arithmetic import local_parts, squared_norm
+from variable_batch_size.optim.tensors.late import LateReader
 
 _IN_A_ROW = 20  # skipped updates, after which the user is warned
-CAPTURABLE = (RAdam, ASGD, Rprop)  # optimizers that compute on the device without a branch on the host if they are so
 _SELECTABLE = (SGD, Adam, AdamW, NAdam, Adamax, Adagrad, Adadelta, RMSprop, Muon, *CAPTURABLE)
 
 
@@ -40,26 +42,27 @@ class _Books(NamedTuple):
 
 
 @final
-class LargeGradients:
+class LargeGradients(Stage):
     """Decides which updates are skipped, and counts them.
 
     An update of B samples is skipped unless |G| <= limit(B). The first update of a training is made if its
     gradient is finite; so is, on a device that compiles graphs, one with which the optimizer begins to keep a state of
     a parameter.
 
-    The calls of an update: `judge`, then `selecting` around the inner step where the host does not read, `commit` when
-    the update is committed, and `discard` otherwise.
+    Where the host does not read, what a skipped update leaves as it was is selected around the inner step.
     """
+
+    reads_gradient = True
 
     def __init__(self, limit: NormLimit, inner: Optimizer, backend: Backend, parameters: Sequence[Tensor]) -> None:
         _check_can_skip(inner, backend, parameters)
         self._limit, self._inner, self._backend = limit, inner, backend
-        self.selects = backend.static_graph
+        self.skips_on_device = backend.static_graph
         self._books = _Books()
         self._warned = False
         self._late = LateReader()  # of what the device has counted
         self._saved: list[tuple[Tensor, Tensor]] = []  # tensors and their values before the update
-        if self.selects:
+        if self.skips_on_device:
             inner.register_step_post_hook(self._select_tensors)  # hooks that are registered later see what was selected
 
     @property
@@ -68,30 +71,43 @@ class LargeGradients:
         return self._books.skipped
 
     @property
-    def skips(self) -> Tensor | None:
+    def _skips_on_device(self) -> Tensor | None:
         """Whether the update under way is skipped, 0-D, where the device decides."""
         skips = self._books.skips
         return skips if isinstance(skips, Tensor) else None
 
-    def limit(self, batch_size: int) -> float:
+    def _limit_of(self, batch_size: int) -> float:
         """Return the largest norm with which an update of a batch size is made."""
         if not callable(self._limit):
             return self._limit
         return check_norm(self._limit(batch_size), f"skip_grad_norm({batch_size})", "return a number > 0, or math.inf")
 
-    def judge(self, norm: Tensor | float, batch_size: int, *, first: bool) -> bool | Tensor:
+    def begin(self, update: UpdateUnderWay) -> None:
+        """Let the ranks compare the limit."""
+        update.facts["skip_grad_norm"] = self._limit_of(update.batch.batch_size)
+
+    def judge(self, update: UpdateUnderWay) -> None:
+        """Decide by the norm of the reduced gradient."""
+        if update.square is None:
+            update.norm = squared_norm(update.gradients).sqrt()
+        else:
+            dtype = None if isinstance(update.square, Tensor) else torch.float64
+            update.norm = torch.as_tensor(update.square, dtype=dtype).sqrt()
+        first = update.asked.samples == 0
+        update.skip(self._is_too_large(update.norm, update.batch.batch_size, first=first))
+
+    def _is_too_large(self, norm: Tensor, batch_size: int, *, first: bool) -> bool | Tensor:
         """Return whether an update is skipped, alike on all ranks: 0-D on a device that compiles graphs.
 
         A norm that is not a number is too large.
         """
-        limit = self.limit(batch_size)
-        if self.selects:
-            assert isinstance(norm, Tensor)
+        limit = self._limit_of(batch_size)
+        if self.skips_on_device:
             numbers = [limit, float(not (first or self._begins_state()))]
             largest, may = self._backend.scalars(numbers, norm, "skip_grad_norm")
             skips: bool | Tensor = ~(norm <= largest) & may.bool()
         else:
-            number = self._backend.host(norm).item() if isinstance(norm, Tensor) else norm
+            number = self._backend.host(norm).item()
             skips = self._decision_of_rank_0(not ((first and math.isfinite(number)) or number <= limit))
         self._books = self._books._replace(skips=skips)
         return skips
@@ -107,8 +123,8 @@ class LargeGradients:
 
     # The books. --------------------------------------------------------------------------------------------------
 
-    def commit(self) -> None:
-        """Count the update that was decided last; it may be called again after an interrupt."""
+    def end(self, update: UpdateUnderWay) -> None:
+        """Count the update, unless there was nothing to decide."""
         books = self._books
         if isinstance(books.skips, Tensor):
             self._commit_on_device(books, books.skips)
@@ -147,8 +163,8 @@ class LargeGradients:
                 stacklevel=stacklevel_of_user(),
             )
 
-    def discard(self) -> None:
-        """Forget the decision about an update that is not committed."""
+    def clear(self) -> None:
+        """Forget the decision about an update that is not made."""
         self._books = self._books._replace(skips=None)
 
     def state_dict(self) -> dict[str, Any]:
@@ -157,7 +173,13 @@ class LargeGradients:
             self._read_counts(self._books.on_device)
         return {"skipped": {"updates": self._books.skipped, "in_a_row": self._books.in_a_row}}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError if its entry is damaged."""
+        if "skipped" in state:
+            check_entries(state, {"skipped": (dict,)})
+            check_entries(state["skipped"], {"updates": (int,), "in_a_row": (int,)}, "skipped.")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state; one without books begins them."""
         known = state.get("skipped", {})
         self._books = _Books(known.get("updates", 0), known.get("in_a_row", 0))
@@ -166,9 +188,9 @@ class LargeGradients:
     # The selection. ----------------------------------------------------------------------------------------------
 
     @contextmanager
-    def selecting(self) -> Iterator[None]:
+    def around(self, update: UpdateUnderWay) -> Iterator[None]:
         """Select, within a block that calls `inner.step()`, what a skipped update leaves as it was."""
-        if self.selects:
+        if self.skips_on_device:
             self._save_tensors()
         try:
             yield
@@ -190,7 +212,7 @@ class LargeGradients:
 
     def _select_tensors(self, *_: object) -> None:
         """Give each saved tensor its value from before the step if the device skips the update."""
-        skips = self.skips
+        skips = self._skips_on_device
         if skips is None:
             return
         with torch.no_grad():

@@ -15,7 +15,7 @@ from variable_batch_size._validation import check_choice, check_number, suggests
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.optim.properties import Commit
 from variable_batch_size.optim.tensors.arithmetic import has_dtensor, is_narrow, local_parts
-from variable_batch_size.optim.wrapper import list_parameters
+from variable_batch_size.optim.tensors.parameters import list_parameters
 
 By = Literal["progress", "samples"]
 

@@ -203,7 +203,9 @@ class Arrivals(Generic[T]):
         if self._counts is not None and arrived.due.totals is None:
             options = {"compares": False, "may_repeat": False}
             microbatches = self._microbatches(arrived)
-            totals = self._optimizer._counts.sum_counts(self._counts, microbatches, arrived.due, agreement, **options)
+            totals = self._optimizer._abilities.totals.sum_counts(
+                self._counts, microbatches, arrived.due, agreement, **options
+            )
             source.arrived = arrived = arrived._replace(due=arrived.due._replace(totals=totals))
         return arrived
 

@@ -14,17 +14,14 @@ from variable_batch_size._validation import check_number, type_error, value_erro
 from variable_batch_size.backend import Backend
 from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.data.batches import Batch
-from variable_batch_size.optim.sums.base import Sum
+from variable_batch_size.optim.stage import Stage, UpdateUnderWay
+from variable_batch_size.optim.sums.ranks import Ranks
 from variable_batch_size.optim.tensors.arithmetic import local_parts, scalar_dtype
 
 Count: TypeAlias = "Callable[[Any], Mapping[str, Tensor | float]]"
 Totals: TypeAlias = "Mapping[str, Tensor | float]"
 
 _CALL = "the next update of vbs.updates(counts=)"
-NOT_WEIGHTED = (
-    "in an update of vbs.updates(counts=) each loss is divided by update.counts, and must not be weighed by samples, "
-    "but {}; call optimizer.backward(loss, weighted=True) for all losses"
-)
 _REMEDY = 'return a dict such as {"tokens": (labels != -100).sum(), "rows": len(labels)}'
 
 
@@ -51,7 +48,7 @@ class ByName(dict[str, Any]):
 
 
 @final
-class Counts:
+class Counts(Stage):
     """Sums what the microbatches of an update count, before the first forward of it.
 
     C_t = sum_j d_j c_tj over the microbatches j of all ranks, by name t: d_j is the number of distinct samples of a
@@ -62,11 +59,19 @@ class Counts:
     be whole numbers, whose sum has no order.
     """
 
-    def __init__(self, backend: Backend, total: Sum, *, whole: bool) -> None:
-        self._backend, self._sum, self._whole = backend, total, whole
-        self.forget()
+    def __init__(self, ranks: Ranks, example: Tensor, *, whole: bool) -> None:
+        self._backend, self._ranks, self._whole = ranks.backend, ranks, whole
+        self._like = example  # a parameter
+        self.load_state_dict({})
 
-    def forget(self) -> None:
+    def reduce(self, update: UpdateUnderWay) -> None:
+        """Skip an update of which the host knows that all totals are 0."""
+        totals = () if update.batch.totals is None else update.batch.totals.values()
+        numbers = [total for total in totals if not isinstance(total, Tensor)]
+        if totals and len(numbers) == len(totals) and all(total == math.inf for total in numbers):
+            update.skip(True)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Agree on the names again, and sum again: every rank loads a state."""
         self._names: list[str] = []  # on which the ranks have agreed
         self._last: tuple[Batch, dict[str, Any], Totals] | None = None  # what this rank has counted, and the totals
@@ -110,7 +115,7 @@ class Counts:
         if compares or [*counted] != self._names:
             self._compare_names([*counted], agreement)
         totals = self._sum_over_ranks(counted)
-        if self._sum.ranks > 1:
+        if self._ranks.number > 1:
             self._last = batch, counted, totals
         return totals
 
@@ -170,7 +175,7 @@ class Counts:
         example = self._example
         if self._backend.reads(example):
             message = torch.tensor([*counted.values()], dtype=torch.float64)  # (names,)
-            self._sum.all_reduce([message])
+            self._ranks.all_reduce([message])
             return ByName({name: total or math.inf for name, total in zip(counted, message.tolist(), strict=True)})
         floats = [0.0 if isinstance(number, Tensor) else number for number in counted.values()]
         (sent,) = self._backend.vectors([floats], example, "counts")
@@ -178,7 +183,7 @@ class Counts:
         numbers = [number if isinstance(number, Tensor) else from_host for number, from_host in pairs]
         message = torch.stack(numbers)  # (names,)
         self._backend.mark_step()  # what ranks compute in different graphs
-        self._sum.all_reduce([message])
+        self._ranks.all_reduce([message])
         totals = torch.where(message > 0, message, math.inf)
         self._backend.mark_step()
         return ByName(zip(counted, totals.unbind(), strict=True))
@@ -186,14 +191,8 @@ class Counts:
     @property
     def _example(self) -> Tensor:
         """A tensor of the device of the parameters, in the dtype of a sum there, which is not read."""
-        (part,) = local_parts(self._sum.parameters[:1])
+        (part,) = local_parts([self._like])
         return part.new_empty((), dtype=scalar_dtype([part]))
-
-
-def counts_nothing(batch: Batch) -> bool:
-    """Return whether the host knows that all totals of an update are 0."""
-    totals = () if batch.totals is None else batch.totals.values()
-    return batch.totals is not None and all(not isinstance(total, Tensor) and total == math.inf for total in totals)
 
 
 def _checked_counts(counts: object) -> Mapping[str, Any]:

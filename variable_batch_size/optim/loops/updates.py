@@ -69,7 +69,7 @@ class Updates(Generic[T]):
     def _begin_epoch(self) -> int:
         """Set the epoch of the next update, whose ranks are known then, and return it."""
         optimizer = self._optimizer
-        optimizer._seeding.end_microbatch()  # of a loop that was left
+        optimizer._followers.call("discard")  # of a loop that was left
         while True:
             self._epoch = optimizer.epoch
             optimizer.set_epoch(self._epoch)
@@ -121,18 +121,19 @@ class Updates(Generic[T]):
         """Return an update with the totals of all ranks, and its microbatches."""
         optimizer = self._optimizer
         options = {"compares": compares, "may_repeat": True}
-        totals = optimizer._counts.sum_counts(counts, read, batch, optimizer.agreement, **options)
+        totals = optimizer._abilities.totals.sum_counts(counts, read, batch, optimizer.agreement, **options)
         return batch._replace(totals=totals), iter(read)
 
     def _seed_microbatches(self, update: Iterator[T], batch: Batch) -> Iterator[T]:
         """Yield the microbatches of an update that is reproducible, with random numbers that are seeded for each."""
-        seeding, sampler = self._optimizer._seeding, self._optimizer.sampler
+        seeding = self._optimizer._abilities.seeding
+        assert seeding is not None
         for microbatch, loaded in zip(batch.microbatches, update, strict=True):  # read with the user's numbers
-            number = seeding.begin_microbatch(sampler, microbatch)
+            number = seeding.seed(microbatch)
             try:
                 yield loaded
             finally:
-                seeding.end_microbatch(number)
+                seeding.give_back(number)
 
     def _hand_out(self, microbatches: Iterator[T], batch: Batch, restarts: int) -> Iterator[T]:
         """Yield the microbatches of an update, and tell the training how many were handed out."""
@@ -178,7 +179,7 @@ def _meet_world(optimizer: CustomOptimizer) -> bool:
         return False
     loaded = backend.meet(training.position.step)
     moved = training.enter_world(backend.world, loaded=loaded)
-    optimizer._controller.before_update(backend)
+    optimizer._abilities.controller.before_update(backend)
     backend.facts = common_facts(optimizer._updater, optimizer.sampler, optimizer.inner, backend)
     return loaded or moved
 
@@ -241,7 +242,7 @@ def updates(
             microbatches are measured, the world may change, or updates are read ahead.
     """
     if counts is not None and isinstance(optimizer, CustomOptimizer):
-        check_counts(counts, optimizer.backend, measures=optimizer._updater.measures_microbatches)
+        check_counts(counts, optimizer.backend, measures=optimizer._updater.stages.any("compares_microbatches"))
     if isinstance(optimizer, CustomOptimizer) and isinstance(optimizer.sampler, ArrivingBatches):
         if ahead:
             raise value_error("ahead must be 0 with batches that arrive", ahead, "read each when its turn comes")

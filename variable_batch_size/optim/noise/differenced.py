@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from variable_batch_size.backend import Backend
-from variable_batch_size.optim.noise.estimate import Estimate, Number, estimate_from_pair, select
+from variable_batch_size.data.plan.state import NUMBER, check_entries
+from variable_batch_size.optim.noise.estimate import Estimate, Gradient, Number, estimate_from_pair, select
 from variable_batch_size.optim.tensors.arithmetic import local_parts, scalar_dtype, squared_norm
-
-Gradient = Sequence[Tensor | None]  # of each parameter; None counts as 0
 
 
 class _Previous(NamedTuple):
@@ -22,7 +21,7 @@ class _Previous(NamedTuple):
     finite: Number = 1.0  # 0 if it was not finite
 
 
-KEYS = ("gradients", "square", "size", "counts")  # of `_Previous` in a state dict
+_KEYS = ("gradients", "square", "size", "counts")  # of `_Previous` in a state dict
 
 
 @final
@@ -73,12 +72,19 @@ class DifferencedEstimator:
         gradients, *numbers = self._previous
         copy = self._backend.host if self._on_device else torch.clone  # a clone on the device would add a graph
         values = [None if part is None else copy(part) for part in gradients], *map(float, numbers)
-        return {"earlier": dict(zip(KEYS, values, strict=True))}
+        return {"earlier": dict(zip(_KEYS, values, strict=True))}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError if a state is damaged."""
+        if "earlier" in state:
+            check_entries(state, {"earlier": (dict,)}, "noise.")
+            gradients, *numbers = _KEYS
+            check_entries(state["earlier"], {gradients: (list,), **dict.fromkeys(numbers, NUMBER)}, "noise.earlier.")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state; one without a previous gradient drops it."""
         earlier = state.get("earlier")
-        self._previous = None if earlier is None else _Previous(*(earlier[key] for key in KEYS))
+        self._previous = None if earlier is None else _Previous(*(earlier[key] for key in _KEYS))
 
     def _replace_previous(
         self, previous: Gradient, gradient: Gradient, finite: bool | Tensor

@@ -9,7 +9,7 @@ read. There the operations of an update are few, because a number costs as much 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -22,6 +22,7 @@ from variable_batch_size.rules.adascale import measured_gain
 
 Number: TypeAlias = float | Tensor
 Vector: TypeAlias = NDArray[np.float64] | Tensor
+Gradient: TypeAlias = Sequence[Tensor | None]  # of each parameter; None counts as 0
 
 HORIZON = 1000  # number of updates at the reference over which the averages extend
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, final
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol, final
 
 import numpy as np
 import torch
@@ -19,10 +20,13 @@ from torch.optim import ASGD, Adafactor, Optimizer, Rprop
 from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size._validation import value_error
 from variable_batch_size.backend import Backend
-from variable_batch_size.optim.noise.differenced import DifferencedEstimator, Gradient
+from variable_batch_size.data.batches import Batch
+from variable_batch_size.data.plan.state import NUMBER, check_entries
 from variable_batch_size.optim.noise.estimate import (
     AVERAGES,
     HORIZON,
+    Estimate,
+    Gradient,
     Number,
     Vector,
     coefficients,
@@ -31,10 +35,10 @@ from variable_batch_size.optim.noise.estimate import (
     select,
     update_averages,
 )
-from variable_batch_size.optim.options import Estimator
-from variable_batch_size.optim.tensors.arithmetic import is_narrow, scalar_dtype, squared_norm
+from variable_batch_size.optim.scaling.scaling import scaling_if
+from variable_batch_size.optim.stage import Counted, MeasuredSquares, Needs, Stage, UpdateUnderWay
+from variable_batch_size.optim.tensors.arithmetic import is_narrow, local_parts, scalar_dtype, squared_norm
 from variable_batch_size.rules import ConstantTimescale, Noise, Rule
-from variable_batch_size.rules.base import needs_noise
 
 
 class Statistics(NamedTuple):
@@ -53,39 +57,73 @@ class NoiseState(NamedTuple):
     packed: Tensor | None = None  # (5,): averages and gain on a device, which one transfer reads
 
 
+_SKIPPED = "Skipped an update: non-finite gradient; check the loss if this persists"
+
+
+class PairEstimator(Protocol):
+    """Compares the gradient of an update with that of the previous one, see `DifferencedEstimator`."""
+
+    def has_previous(self, gradient: Gradient) -> bool:
+        """Return whether there is a previous gradient of the same parameters."""
+
+    def estimate(
+        self, gradient: Gradient, square: Number, batch_size: Number, finite: bool | Tensor
+    ) -> tuple[Estimate, Number]:
+        """Return the estimate from this update and the previous one, and 1 if it is valid; keep this gradient."""
+
+    def forget(self) -> None:
+        """Drop the previous gradient."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the previous gradient, an empty dict if there is none."""
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError if a state is damaged."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a state; one without a previous gradient drops it."""
+
+
 @final
-class GradientNoise:
+class GradientNoise(Stage):
     """Measures sigma^2 and mu^2 at each update, and averages them over about `HORIZON` reference updates.
 
     The estimate e of an update enters as average = theta average + (1 - theta) e, with
     theta = max(0, 1 - (B / ref) / HORIZON). An average is divided by 1 - prod(theta), which corrects the bias of its
     start at 0. sigma^2 and mu^2 are averaged first and divided by each other afterwards.
 
-    The calls of a step: `add_square` for each microbatch, `part` before the sum over the ranks, `statistics` and
-    `update` after it, `commit` after the weights have changed, and `clear`.
-
-    `on_device`: numbers stay on the device, without a host sync. `differenced`: an update of a single microbatch is
-    compared with the previous update, which takes one more copy of the gradients; otherwise it gives no estimate.
+    Args:
+        backend: keeps numbers on a device, without a host sync, where the host does not read the parameters.
+        parameters: one of them, at least.
+        pairs: compares an update of a single microbatch with the previous one; without it, such an update gives no
+            estimate.
     """
 
-    def __init__(self, backend: Backend, *, on_device: bool, differenced: bool = False) -> None:
-        self.on_device = on_device
-        self.measured = 0  # updates of this run that could give an estimate, as the host knows it
+    name, by_microbatch = "squares", True
+    compares_microbatches = reads_gradient = True
+
+    def __init__(self, backend: Backend, parameters: Sequence[Tensor], pairs: PairEstimator | None = None) -> None:
+        self.keeps_lr_on_device = not backend.reads(parameters[0])
+        self._measured = 0  # updates of this run that could give an estimate, as the host knows it
+        self._unmeasured = UnmeasuredWarning()
         self._backend = backend
-        self._differenced = DifferencedEstimator(backend, on_device=on_device) if differenced else None
+        self._pairs = pairs
+        self._statistics: Statistics | None = None  # of the update under way
         self._squares: Tensor | None = None  # 0-D: sum of n_j |g_j|^2 over this rank's microbatches
         self._state = NoiseState(np.zeros(len(AVERAGES)))
         self._uncommitted: NoiseState | None = None
 
-    def add_square(self, square: Tensor, factor: float, scale: Tensor | None = None) -> None:
-        """Add `factor * |g / scale|^2`, given |g|^2, 0-D, for the gradient g of a microbatch.
+    def needs(self, batch: Batch | None) -> Needs:
+        """Return that |g|^2 is needed if an update has several microbatches."""
+        return Needs(norm=self._backend.static_graph or batch is None or batch.num_microbatches > 1)
 
-        The factor is n_j / d^2 where g / d is the gradient of the mean loss; 0 for a replay. `scale`, of a
-        `GradScaler`, is 0-D.
-        """
-        if scale is not None:
-            square = square / scale.to(square.dtype).square()
-        square = square * self._backend.scalar(factor, square, "square")
+    def add(self, counted: Counted, squares: MeasuredSquares, like: Tensor) -> None:
+        """Add n_j |g_j|^2 of a microbatch, if it was measured; 0 for a replay."""
+        if (square := squares.norm) is None:
+            return
+        if squares.scale is not None:
+            square = square / squares.scale.to(square.dtype).square()
+        square = square * self._backend.scalar(squares.factor, square, "square")
         self._squares = square if self._squares is None else self._squares + square
 
     def part(self, like: Sequence[Tensor]) -> list[Tensor]:
@@ -93,61 +131,94 @@ class GradientNoise:
         squares = like[0].new_zeros((), dtype=torch.float32) if self._squares is None else self._squares
         return [squares.to(scalar_dtype(like)).view(1)]
 
-    def statistics(self, squares: Tensor, gradients: Sequence[Tensor]) -> Statistics:
-        """Return the statistics of the update from S, (1,), and G, both summed over the ranks."""
-        if not self.on_device:
-            numbers = squares.item(), squared_norm(gradients).item()
-            return Statistics(*numbers, all(map(math.isfinite, numbers)))
-        weighted_squares = squares[0]
-        square = squared_norm(gradients)
-        return Statistics(weighted_squares, square, torch.isfinite(weighted_squares + square))  # neither is negative
+    def reduce(self, update: UpdateUnderWay) -> None:
+        """Take the statistics of the update from S, (1,), and G, both summed over the ranks."""
+        if not update.gradients:
+            return
+        (squares,) = update.message[self.name]
+        square = squared_norm(update.gradients)
+        if self.keeps_lr_on_device:
+            finite = torch.isfinite(squares[0] + square)  # neither is negative
+            self._statistics = Statistics(squares[0], square, finite)
+        else:
+            numbers = squares.item(), square.item()
+            self._statistics = Statistics(*numbers, all(map(math.isfinite, numbers)))
+        update.square = self._statistics.squared_norm
 
-    def update(self, statistics: Statistics, gradient: Gradient, *, batch_size: int, groups: int, ref: int) -> Noise:
+    def judge(self, update: UpdateUnderWay) -> None:
+        """Skip an update of which the host knows that it is not finite."""
+        if self._statistics is not None and self._statistics.finite is False and update.skipped is False:
+            warnings.warn(_SKIPPED, RuntimeWarning, stacklevel=stacklevel_of_user())
+            update.skip(True)
+
+    def measure(self, update: UpdateUnderWay) -> None:
+        """Measure the noise; on a device, an update that is not finite, or skipped, gets a gradient of 0."""
+        assert self._statistics is not None
+        statistics = self._statistics
+        if isinstance(statistics.finite, Tensor) and isinstance(update.skipped, Tensor):
+            statistics = statistics._replace(finite=statistics.finite & ~update.skipped)
+        update.finite = statistics.finite
+        if isinstance(update.finite, Tensor):
+            _zero_tensors_unless(update.finite, local_parts(update.gradients))
+        update.asked = replace(update.asked, noise=self._include(statistics, update))
+
+    def scale(self, update: UpdateUnderWay) -> None:
+        """Let the learning rate and the progress of an update be 0 which the device finds not finite."""
+        if isinstance(update.finite, Tensor):
+            made = update.finite.to(scalar_dtype(update.parameters))
+            update.scalings = [
+                scaling_if(made, scaling, self._backend, group) for group, scaling in enumerate(update.scalings)
+            ]
+
+    def _include(self, statistics: Statistics, update: UpdateUnderWay) -> Noise:
         """Return the noise including this update of J groups, the microbatches of all ranks.
 
-        A non-finite update changes nothing. `gradient` is zeroed if the tensor `statistics.finite` is false.
+        A non-finite update changes nothing.
         """
-        paired = groups == 1 and self._differenced is not None and self._differenced.has_previous(gradient)
-        self.measured += groups > 1 or paired
+        batch_size, groups, ref = update.batch.batch_size, update.batch.num_microbatches, update.asked.ref_batchsize
+        gradient = [parameter.grad for parameter in update.parameters]
+        paired = groups == 1 and self._pairs is not None and self._pairs.has_previous(gradient)
+        self._measured += groups > 1 or paired
         weights = coefficients(batch_size, groups, min(1.0, batch_size / ref / HORIZON), paired=paired)
         squares, square, counts = statistics
         like = torch.as_tensor(square)
         numbers = [float(batch_size), float(ref), float(paired)]
         size, reference, use_pair = self._backend.scalars(numbers, like, "noise")
         measurements, rows = [squares, square], [weights.weighted_squares, weights.squared_norm]
-        if self._differenced is not None:
-            other, valid = self._differenced.estimate(gradient, square, size, counts)
+        if self._pairs is not None:
+            other, valid = self._pairs.estimate(gradient, square, size, counts)
             measurements += other
             rows += [weights.pair_sigma2, weights.pair_mu2]
             counts = counts & (valid >= use_pair)
         decay, constant, *factors = self._as_vectors([weights.decay, weights.constant, *rows], like, "noise")
         old = self._state.averages
-        if self.on_device and not isinstance(old, Tensor):
+        if self.keeps_lr_on_device and not isinstance(old, Tensor):
             (old,) = self._as_vectors([old.tolist()], like, "averages")
         new = update_averages(old, decay, constant, zip(factors, measurements, strict=True))
         averages = select(counts, new, old)
         own_gain = gain(averages, size, reference)
         last = select(statistics.finite, own_gain, self._state.gain)
-        packed = torch.cat([averages, torch.as_tensor(last).view(1)]) if self.on_device else None
+        packed = torch.cat([averages, torch.as_tensor(last).view(1)]) if self.keeps_lr_on_device else None
         self._uncommitted = NoiseState(averages, last, packed)
         return debias(averages, own_gain)
 
     def _as_vectors(self, rows: Sequence[Sequence[float]], like: Tensor, place: str) -> Sequence[Any]:
         """Return rows of numbers as arrays, or as tensors on the device of `like`."""
-        return self._backend.vectors(rows, like, place) if self.on_device else list(np.array(rows))
+        return self._backend.vectors(rows, like, place) if self.keeps_lr_on_device else list(np.array(rows))
 
-    def commit(self) -> None:
-        """Keep the state of the last `update`."""
+    def end(self, update: UpdateUnderWay) -> None:
+        """Keep what was measured, unless the update was skipped before."""
         if self._uncommitted is not None:
             self._state, self._uncommitted = self._uncommitted, None
+            self._unmeasured.after_update(measured=self._measured > 0)
 
     def clear(self) -> None:
         """Discard the microbatches of the step, and an update that was not committed."""
-        self._squares = None
+        self._squares = self._statistics = None
         if self._uncommitted is not None:
             self._uncommitted = None
-            if self._differenced is not None:
-                self._differenced.forget()  # `update` has overwritten the previous gradient
+            if self._pairs is not None:
+                self._pairs.forget()  # `measure` has overwritten the previous gradient
 
     def reader(self) -> Callable[[], Noise]:
         """Return a function that returns the present noise; calling it later avoids a wait for the device."""
@@ -166,16 +237,23 @@ class GradientNoise:
     def state_dict(self) -> dict[str, Any]:
         """Return plain numbers and, if it is kept, the previous gradient; reads them from a device."""
         state: dict[str, Any] = dict(zip((*AVERAGES, "gain"), _averages_and_gain(self._state), strict=True))
-        return {**state, **(self._differenced.state_dict() if self._differenced is not None else {})}
+        return {"noise": {**state, **(self._pairs.state_dict() if self._pairs is not None else {})}}
 
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Restore a state; None resets everything."""
-        state = state or {}
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError if its entry is damaged."""
+        if state.get("noise", {}) != {}:
+            check_entries(state["noise"], dict.fromkeys((*AVERAGES, "gain"), NUMBER), "noise.")
+            if self._pairs is not None:
+                self._pairs.check_state(state["noise"])
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a state; one without its entry resets everything."""
+        state = state.get("noise") or {}
         averages = np.array([float(state.get(name, 0)) for name in AVERAGES])
         self._state = NoiseState(averages, float(state.get("gain", 1)))
         self._uncommitted = None
-        if self._differenced is not None:
-            self._differenced.load_state_dict(state)
+        if self._pairs is not None:
+            self._pairs.load_state_dict(state)
 
 
 def _averages_and_gain(state: NoiseState) -> list[float]:
@@ -196,11 +274,11 @@ class UnmeasuredWarning:
     def __init__(self) -> None:
         self._updates = 0  # without an estimate so far; negative after the warning, or after an estimate
 
-    def after_update(self, noise: GradientNoise) -> None:
-        """Count an update."""
+    def after_update(self, *, measured: bool) -> None:
+        """Count an update; `measured`: whether there was an estimate in this run."""
         if self._updates < 0:
             return
-        self._updates = -1 if noise.measured else self._updates + 1
+        self._updates = -1 if measured else self._updates + 1
         if self._updates == _UNMEASURED:
             self._updates = -1
             warnings.warn(
@@ -212,14 +290,10 @@ class UnmeasuredWarning:
             )
 
 
-def create_gradient_noise(
-    inner: Optimizer, rules: Sequence[Rule], ref_batchsize: int | None, estimator: Estimator | None, backend: Backend
-) -> GradientNoise | None:
-    """Return what measures the noise; None if neither a rule nor `estimator` asks for it."""
+def check_measurable(inner: Optimizer, rules: Sequence[Rule], reference: int | None, backend: Backend) -> None:
+    """Raise TypeError or ValueError unless the noise of the updates of an optimizer can be measured."""
     parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
-    if estimator is None and not any(map(needs_noise, rules)):
-        return None
-    if ref_batchsize is None:
+    if reference is None:
         raise value_error(
             f"measuring the noise needs ref_batchsize, because averages extend over {HORIZON} updates of that size",
             "none",
@@ -230,10 +304,8 @@ def create_gradient_noise(
         raise value_error(
             "measuring the noise needs all parameters on one device", " and ".join(devices), "move them to one"
         )
-    on_device = not backend.reads(parameters[0])
-    if on_device:
+    if not backend.reads(parameters[0]):
         _check_deferred_lr(inner, parameters, rules)
-    return GradientNoise(backend, on_device=on_device, differenced=estimator == "differenced")
 
 
 def _check_deferred_lr(inner: Optimizer, parameters: Sequence[Tensor], rules: Sequence[Rule]) -> None:
@@ -256,3 +328,11 @@ def _check_deferred_lr(inner: Optimizer, parameters: Sequence[Tensor], rules: Se
                 f"on {device} the weight decay must not depend on the noise, which the host does not read there, "
                 f"but {rule} makes it depend on it; use the rule without ConstantTimescale"
             )
+
+
+def _zero_tensors_unless(finite: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Set tensors to 0, in place, if `finite`, 0-D, is false."""
+    dtypes = dict.fromkeys(tensor.dtype for tensor in tensors)
+    zeros = {dtype: tensors[0].new_zeros((), dtype=dtype) for dtype in dtypes}
+    for tensor in tensors:
+        tensor.copy_(torch.where(finite, tensor, zeros[tensor.dtype]))

@@ -13,7 +13,7 @@ a (1 - beta2) / beta2 (A - G^2) is added to v, which is never negative (Jensen's
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, final
 
 import torch
@@ -25,8 +25,9 @@ from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.backend import Backend
 from variable_batch_size.data.batches import Batch
 from variable_batch_size.data.dealer import Dealer
+from variable_batch_size.optim.stage import Counted, MeasuredSquares, Needs, Stage, UpdateUnderWay
 from variable_batch_size.optim.tensors.arithmetic import add_to, check_whole, multiply, widen
-from variable_batch_size.rules import Rule, Scaling
+from variable_batch_size.optim.tensors.parameters import Gradients
 from variable_batch_size.rules.base import needs_squares
 
 _WAY_OUT = "pass a smaller minibatch_size (or max_tokens), which cuts it into more"
@@ -34,37 +35,38 @@ _SMALLEST_BETA = 2.0**-60  # a smaller one may take the quotient by it out of th
 
 
 @final
-class SecondMoment:
+class SecondMoment(Stage):
     """Adds to the second moment of an Adam what its gradients would have at the reference.
 
-    The calls of a step: `add` for each microbatch, `part` before the sum over the ranks, `subtract_squared_mean`
-    after it, `clip`, `apply` right before the inner step, and `clear`. Updates of at most the reference need nothing
-    but on a device that compiles graphs, whose updates are all the same.
+    Updates of at most the reference need nothing but on a device that compiles graphs, whose updates are all the same.
     """
 
+    name = "second moments"
+    compares_microbatches = True
+
     def __init__(self, inner: Optimizer, backend: Backend, reference: int) -> None:
-        self.batch_size = 0  # of the step under way, samples
+        self._batch_size = 0  # of the step under way, samples
         self._inner: Any = inner
         self._backend, self._reference = backend, reference
         self._sums: dict[Tensor, Tensor] = {}  # by parameter: sum of n_j g_j^2, then A - G^2
         self._watch: RemovableHandle | None = None
 
-    @property
-    def needs_squares_now(self) -> bool:
-        """Whether the step under way needs the squares, which all ranks answer alike."""
-        return self._backend.static_graph or self.needs_squares_of(self.batch_size)
+    def needs(self, batch: Batch | None) -> Needs:
+        """Return that squares of elements are needed if an update is larger than the reference."""
+        return Needs(elements=batch is None or self._needs_squares(batch.batch_size))
 
-    def needs_squares_of(self, batch_size: int) -> bool:
-        """Return whether an update of this size needs the squares where no graph is compiled."""
-        return batch_size > self._reference
+    def _needs_squares(self, batch_size: int) -> bool:
+        """Return whether an update of this size needs them, which all ranks answer alike."""
+        return self._backend.static_graph or batch_size > self._reference
 
-    def check(self, step: Batch, rules: Sequence[Rule], scalings: Sequence[Scaling]) -> None:
+    def scale(self, update: UpdateUnderWay) -> None:
         """Raise ValueError if an update cannot be made: it is larger than the reference, and has one microbatch."""
+        step = update.batch
         if step.batch_size <= self._reference:
             return
         if step.num_microbatches < 2:
             raise value_error(_requirement(self._reference), f"one of {step.batch_size} samples", _WAY_OUT)
-        for group, rule, scaling in zip(self._inner.param_groups, rules, scalings, strict=True):
+        for group, rule, scaling in zip(self._inner.param_groups, update.rules, update.scalings, strict=True):
             beta = float(group["betas"][1])
             if needs_squares(rule) and (scaled := scaling.scaled_alpha(beta)) < _SMALLEST_BETA:
                 raise value_error(
@@ -73,19 +75,21 @@ class SecondMoment:
                     "limit the largest batch size of the trace, or choose a beta2 closer to 1",
                 )
 
-    def add(self, squares: Mapping[Tensor, Tensor], factor: float, scale: Tensor | None = None) -> None:
-        """Add `factor / scale^2 g^2` for squares g^2, by parameter, of a microbatch, see `GradientNoise.add_square`."""
-        if not (self.needs_squares_now and squares and (factor or self._backend.static_graph)):
+    def add(self, counted: Counted, squares: MeasuredSquares, like: Tensor) -> None:
+        """Add n_j g_j^2 of a microbatch, by parameter."""
+        self._batch_size = counted.microbatch.batch_size
+        _, elements, factor, scale = squares
+        if not (self._needs_squares(self._batch_size) and elements and (factor or self._backend.static_graph)):
             return
-        tensors = list(squares.values())
+        tensors = list(elements.values())
         multiply(tensors, factor, self._backend)
         if scale is not None:
             torch._foreach_div_(tensors, scale.to(tensors[0].dtype).square())
-        add_to(self._sums, squares)
+        add_to(self._sums, elements)
 
     def part(self, like: Sequence[Tensor]) -> list[Tensor]:
         """Return this rank's sums for the parameters that take part in the update; the ranks add them in place."""
-        if not self.needs_squares_now:
+        if not self._needs_squares(self._batch_size):
             return []
         groups = self._inner.param_groups
         parameters = dict.fromkeys(one for group in groups for one in group["params"] if one.grad is not None)
@@ -94,17 +98,17 @@ class SecondMoment:
         self._sums = {parameter: self._sums[parameter] for parameter in parameters}
         return list(self._sums.values())
 
-    def subtract_squared_mean(self, step: Batch, finite: Any = True) -> None:
-        """Turn the sums over all ranks into A - G^2; into 0 if the tensor `finite` is false."""
+    def measure(self, update: UpdateUnderWay) -> None:
+        """Turn the sums over all ranks into A - G^2; into 0 if a device finds G not finite."""
         self._sums = {tensor: total for tensor, total in self._sums.items() if tensor.grad is not None}
         if not self._sums:
             return
         gradients = [widen(parameter.grad) for parameter in self._sums]  # type: ignore[arg-type]
         sums = list(self._sums.values())
-        multiply(sums, 1 / step.batch_size, self._backend)
+        multiply(sums, 1 / update.batch.batch_size, self._backend)
         torch._foreach_addcmul_(sums, gradients, gradients, value=-1)
         torch._foreach_clamp_min_(sums, 0)  # by rounding alone it may be negative
-        if isinstance(finite, Tensor):
+        if isinstance(finite := update.finite, Tensor):
             pairs = self._sums.items()
             self._sums = {tensor: torch.where(finite, total, torch.zeros_like(total)) for tensor, total in pairs}
 
@@ -112,10 +116,11 @@ class SecondMoment:
         """Clip the gradient of each microbatch by the factor on that of the update, 0-D."""
         multiply(list(self._sums.values()), factor.square(), self._backend)
 
-    def apply(self, step: Batch, rules: Sequence[Rule]) -> None:
+    def begin_step(self, update: UpdateUnderWay) -> None:
         """Add to the second moments of the groups whose rule needs it, with the betas that they have for the update."""
+        step = update.batch
         weight = max(0.0, step.batch_size / self._reference - 1) / max(1, step.num_microbatches - 1)
-        for group, rule in zip(self._inner.param_groups, rules, strict=True):
+        for group, rule in zip(self._inner.param_groups, update.rules, strict=True):
             parameters = [tensor for tensor in dict.fromkeys(group["params"]) if tensor in self._sums]
             if not (parameters and needs_squares(rule)):
                 continue
@@ -136,14 +141,11 @@ class SecondMoment:
             self._watch = None
         if not self._inner._optimizer_step_pre_hooks:
             return
-        before = [
-            (parameter, parameter.grad, parameter.grad._version)
-            for parameter in self._sums
-            if parameter.grad is not None
-        ]
+        parameters = list(self._sums)
+        before = Gradients.of(parameters)
 
         def check(*_: object) -> None:
-            if any(parameter.grad is not grad or grad._version != version for parameter, grad, version in before):
+            if before.first_changed(Gradients.of(parameters)) is not None:
                 raise RuntimeError(
                     "with a rule of Adam's second moment no step_pre_hook may change gradients, because their squares "
                     "stay as they were, but one did; clip with max_grad_norm=, or choose another rule"
@@ -156,12 +158,8 @@ class SecondMoment:
         self._sums = {}
 
 
-def create_second_moment(
-    inner: Optimizer, rules: Sequence[Rule], reference: int | None, backend: Backend
-) -> SecondMoment | None:
-    """Return what adds squares to Adam's second moment, None if no rule needs it; raise an error where it cannot."""
-    if not any(map(needs_squares, rules)):
-        return None
+def create_second_moment(inner: Optimizer, reference: int | None, backend: Backend, sampler: Dealer) -> SecondMoment:
+    """Return what adds squares to Adam's second moment; raise an error where it cannot."""
     if not _is_of_torch(inner):
         requirement = "a rule of Adam's second moment needs a torch.optim.Adam or AdamW, with torch's own step()"
         raise type_error(requirement, inner, "wrap one of these, or choose another rule")
@@ -182,6 +180,12 @@ def create_second_moment(
             ", ".join(words for words, wrong in refused.items() if wrong),
             "change that, or choose another rule",
         )
+    if sampler.batches.reproducible:
+        found = "invariant-adam"
+        raise value_error(
+            "reproducible=True needs a rule without the squares of elements", found, "choose another rule"
+        )
+    _check_microbatches(reference, sampler)
     return SecondMoment(inner, backend, reference)
 
 
@@ -195,10 +199,10 @@ def _is_of_torch(inner: Optimizer) -> bool:
     return isinstance(inner, Adam) and functions_of(type(inner)) == functions_of(Adam)
 
 
-def check_microbatches(rules: Sequence[Rule], reference: int | None, sampler: Dealer) -> None:
+def _check_microbatches(reference: int, sampler: Dealer) -> None:
     """Raise ValueError if an update that is larger than the reference may have a single microbatch."""
-    if reference is None or sampler.batches.arriving or not any(map(needs_squares, rules)):
-        return  # of batches that arrive, `SecondMoment.check` sees the microbatches
+    if sampler.batches.arriving:
+        return  # `SecondMoment.scale` sees the microbatches
     size = sampler.plan.minibatch_size
     if reference < min(size, sampler.max_batch_size):
         raise value_error(_requirement(reference), f"minibatch_size={size}", _WAY_OUT)

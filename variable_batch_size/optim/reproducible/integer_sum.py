@@ -20,24 +20,21 @@ from variable_batch_size.data.batches import Batch
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.message import Message
 from variable_batch_size.optim.reproducible import limbs
-from variable_batch_size.optim.sums.base import TakenOut
+from variable_batch_size.optim.sums.plain import TakenOut
+from variable_batch_size.optim.sums.ranks import Ranks
 from variable_batch_size.optim.tensors.arithmetic import collect_gradients
+from variable_batch_size.optim.tensors.parameters import Parameters
 
 RANKS = 1000  # at most, so that the sums of lo do not wrap
 
 
 @final
-class Reproducible(TakenOut):
+class IntegerSum(TakenOut):
     """Adds each microbatch to integers, which the backend sums over the ranks by one collective."""
 
-    def __init__(self, backend: Backend, **options: Any) -> None:
-        if backend.world.size > RANKS:
-            raise value_error(f"reproducible=True needs at most {RANKS} ranks", backend.world.size, "train on fewer")
-        super().__init__(backend, **options)
-        self.message = ByMicrobatch(backend)
-
-    def use_parameters(self, parameters: Sequence[Tensor], *, keep: bool = False) -> None:
-        """Sum the gradients of these parameters from now on."""
+    def __init__(self, ranks: Ranks, parameters: Parameters, **options: Any) -> None:
+        if ranks.number > RANKS:
+            raise value_error(f"reproducible=True needs at most {RANKS} ranks", ranks.number, "train on fewer")
         if any(isinstance(parameter, DTensor) for parameter in parameters):
             requirement = "reproducible=True needs a model that every rank has whole"
             raise type_error(requirement, parameters[0], "train the bare model, or omit reproducible=True")
@@ -46,7 +43,10 @@ class Reproducible(TakenOut):
             raise value_error(requirement, "complex ones", remedy)
         size = sum(parameter.numel() for parameter in parameters)
         self._sums = parameters[0].new_empty((2, size), dtype=torch.int64)  # memory that steps share
-        super().use_parameters(parameters, keep=keep)
+        super().__init__(ranks, parameters, **options)
+
+    def _create_message(self) -> Message:
+        return ByMicrobatch(self._backend)
 
     def _begin_step(self) -> None:
         super()._begin_step()
@@ -69,21 +69,21 @@ class Reproducible(TakenOut):
         self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
         self._added += 1
 
-    def finish(self, batch: Batch, factor: float | None) -> list[Tensor]:
+    def _reduce(self, batch: Batch, factor: float | None) -> list[Tensor]:
         """Leave `factor` times the mean gradient in `.grad`; all of it is nan if a number was out of range."""
-        members = self._participation.select(self._used)
+        members = self._participation.select()
         sums = self._sums
         if self._added == 0:
             sums.zero_()
-        if self.ranks > 1:
+        if self._ranks.number > 1:
             limbs.carry(sums)
         like = sums.new_zeros((), dtype=torch.float64)
         limit = self._backend.scalar(limbs.LARGEST / batch.batch_size, like, "range")
         out_of_range = (~((like if self._largest is None else self._largest) < limit)).long().view(1)
         self._backend.mark_step()
-        used = self._participation.message(self._used, replay=not any(self._used))
+        used = self._participation.message()
         flags = [tensor.long() for tensor in used]  # one dtype, one collective: XLA:CPU may run several in any order
-        self.all_reduce([sums, out_of_range, *flags, *self._collect_message(batch)])
+        self._ranks.all_reduce([sums, out_of_range, *flags, *self._collect_message(batch)])
         limbs.carry(sums)
         divisor = 1 if self._weighted else batch.batch_size
         weight = like + self._backend.scalar(float(self._remaining_factor(factor)) / divisor, like, "update")
@@ -107,9 +107,6 @@ class Reproducible(TakenOut):
         requirement = "reproducible=True needs gradients that nothing scales by what single microbatches overflow"
         raise value_error(requirement, "a GradScaler", "train in bfloat16, by torch.autocast, without a scaler")
 
-    def flush(self) -> None:
-        """Do nothing: no `GradScaler` finds an overflow."""
-
 
 @final
 class ByMicrobatch(Message):
@@ -129,7 +126,7 @@ class ByMicrobatch(Message):
 
     def count(self, microbatch: Microbatch, like: Sequence[Tensor]) -> None:
         """Take what the entries have measured of a microbatch out of their sums."""
-        measured = {name: entry for name, (entry, measures) in self._entries.items() if measures}
+        measured = {entry.name: entry for entry in self.entries if entry.by_microbatch}
         parts = {name: [part.to(torch.float64) for part in entry.part(like)] for name, entry in measured.items()}
         self._widths = {name: list(map(len, of_entry)) for name, of_entry in parts.items()}
         flat = [part for of_entry in parts.values() for part in of_entry]
@@ -145,8 +142,8 @@ class ByMicrobatch(Message):
 
     def collect(self, microbatches: int, like: Sequence[Tensor]) -> list[Tensor]:
         """Return the table as bits, (microbatches, numbers), or the integers; and other entries, of whole numbers."""
-        others = [(name, entry) for name, (entry, measures) in self._entries.items() if not measures]
-        self._sums = {name: [part.long() for part in entry.part(like)] for name, entry in others}
+        others = [entry for entry in self.entries if not entry.by_microbatch]
+        self._sums = {entry.name: [part.long() for part in entry.part(like)] for entry in others}
         self._table = []
         if self._integers is not None:
             self._table = [self._integers]

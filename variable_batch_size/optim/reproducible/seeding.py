@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import final
+from collections.abc import Callable, Mapping
+from typing import Any, final
 from weakref import ref
 
 from variable_batch_size.backend import Backend
@@ -12,6 +12,7 @@ from variable_batch_size.backend.generators import HostStates, seed_host
 from variable_batch_size.data.dealer import Dealer
 from variable_batch_size.data.seeded import seed_of
 from variable_batch_size.microbatching import Microbatch
+from variable_batch_size.optim.stage import LoopStage
 
 
 class _Latest(threading.local):
@@ -24,22 +25,67 @@ _latest = _Latest()
 
 
 @final
-class Seeding:
-    """Seeds the generators for a microbatch that is handed out; `end_microbatch` lets them go on as they were before.
+class Seeding(LoopStage):
+    """Seeds the generators for a microbatch that is handed out; `give_back` lets them go on as they were before.
 
     Ranks that are threads share the generators of the host: these stay as they are.
     """
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    def __init__(self, sampler: Dealer, backend: Backend) -> None:
+        self._sampler, self._backend = sampler, backend
         self._states: HostStates | None = None  # of the user, while a microbatch is out
         self._begun = 0
+        self._met = False  # whether `backward()` was called for the present microbatch
 
-    def begin_microbatch(self, sampler: Dealer, microbatch: Microbatch) -> int:
-        """Seed by the seed of the sampler and a microbatch, after it was read; return a number for `end_microbatch`."""
-        self.end_microbatch()
-        of_microbatch = seed_of("microbatch", sampler.batches.seed, microbatch.step, microbatch.number)
-        _latest.sampler = ref(sampler)
+    def begin_backward(self, member: object) -> None:
+        """Check that no other optimizer has made the update: microbatches of other ranks would have met other weights.
+
+        If each update is one microbatch, that may meet the weights that another optimizer has left.
+        """
+        self._met = True
+        plan, training = self._sampler.plan, self._sampler.training
+        if self._sampler.max_batch_size <= plan.minibatch_size and not plan.fixed_shape:
+            return
+        if training.is_made_without(member):
+            raise RuntimeError(
+                f"reproducible=True needs microbatches that meet the same weights in any world, but another optimizer "
+                f"of the sampler has made update {training.batch_of(member).step} before optimizer.backward() of this "
+                f"one was called; call optimizer.backward(loss) of each, not loss.backward(), before the step() of "
+                f"any, or give each a sampler and a loader of its own"
+            )
+
+    def begin_microbatch(self, member: object) -> None:
+        """Raise RuntimeError unless the microbatch of a `step()` was seeded last, for this sampler."""
+        if not self._met:
+            self.begin_backward(member)
+        self._met = False
+        if not (self._sampler.training.is_handed_out_last(member) and _latest.sampler() is self._sampler):
+            raise RuntimeError(
+                "reproducible=True needs random numbers that are seeded before the forward of each microbatch, but "
+                "step() was called outside of vbs.updates(loader, optimizer), or after a later microbatch was read, as "
+                "by list(update), or one of another sampler; loop over the microbatches of each update, and call "
+                "step() for each"
+            )
+
+    def end_microbatch(self, *, ends_update: bool) -> None:
+        """Give the generators back after an update."""
+        if ends_update:
+            self.give_back()
+
+    def discard(self) -> None:
+        """Give the generators back, which a step that starts over seeds again."""
+        self._met = False
+        self.give_back()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Give the generators back."""
+        self.discard()
+
+    def seed(self, microbatch: Microbatch) -> int:
+        """Seed for a microbatch, after it was read; return a number for `give_back`."""
+        self.give_back()
+        of_microbatch = seed_of("microbatch", self._sampler.batches.seed, microbatch.step, microbatch.number)
+        _latest.sampler = ref(self._sampler)
         if not self._backend.threads:
             self._states = HostStates.present()
             seed_host(of_microbatch)
@@ -47,11 +93,7 @@ class Seeding:
         self._begun += 1
         return self._begun
 
-    def seeded_last_for(self, sampler: Dealer) -> bool:
-        """Return whether the last microbatch that was seeded in this thread is one of a sampler."""
-        return _latest.sampler() is sampler
-
-    def end_microbatch(self, number: int | None = None) -> None:
+    def give_back(self, number: int | None = None) -> None:
         """Give the generators back, unless another microbatch than that of `number` is out."""
         if self._states is not None and number in (None, self._begun):
             states, self._states = self._states, None

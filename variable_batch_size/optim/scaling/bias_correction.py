@@ -13,7 +13,7 @@ sqrt(C2 / c2). torch multiplies a decoupled weight decay by lr; it is therefore 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, final
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.optim import Adam, Optimizer
 
 from variable_batch_size.backend import Backend
+from variable_batch_size.data.plan.state import NUMBER, check_entries, check_items
 from variable_batch_size.optim.tensors.arithmetic import local_parts, scalar_dtype
 from variable_batch_size.rules import Scaling
 
@@ -81,7 +82,15 @@ class BiasCorrection:
         groups = [[term.cpu().item() if isinstance(term, Tensor) else term for term in of_group] for of_group in terms]
         return {"bias_correction": groups} if self._terms else {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError if its entry is damaged."""
+        if "bias_correction" in state:
+            check_entries(state, {"bias_correction": (list,)})
+            check_items(state["bias_correction"], (list,), "bias_correction")
+            for group in state["bias_correction"]:
+                check_items(group + [None] * (len(group) not in (0, 3)), NUMBER, "bias_correction.")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state; a state without terms resets everything."""
         groups = state.get("bias_correction", [])
         self._terms = {index: BiasTerms(*group) for index, group in enumerate(groups) if group}

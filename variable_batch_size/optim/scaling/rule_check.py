@@ -15,7 +15,6 @@ from torch.optim import ASGD, Optimizer, Rprop
 from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.adaptive.base import check_rule_of
 from variable_batch_size.data.dealer import Dealer
-from variable_batch_size.optim.noise.second_moment import check_microbatches
 from variable_batch_size.optim.wrapper import check_sampler
 from variable_batch_size.rules import ConstantRule, Noise, Rule, RuleContext, RuleInput, Scaling
 from variable_batch_size.rules.base import Factor, check_reference
@@ -37,7 +36,6 @@ def choose_rules(rule: Any, inner: Optimizer, ref_batchsize: int | None, sampler
     reference = [check_reference(chosen, ref_batchsize) for chosen in rules][0]  # noqa: RUF015 (checks all of them)
     per_group = isinstance(rule, Sequence) and not isinstance(rule, str)
     check_sampler(sampler)
-    check_microbatches(rules, reference, sampler)
     _check_rules(rule if per_group else [rule] * len(rules), rules, inner, reference, sampler)
     return Chosen(rules, reference, per_group)
 

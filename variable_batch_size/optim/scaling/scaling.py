@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import ASGD, Optimizer, RAdam, Rprop
 
 from variable_batch_size._validation import value_error
 from variable_batch_size.backend import Backend
-from variable_batch_size.optim.beside.skipping import CAPTURABLE
 from variable_batch_size.optim.scaling.bias_correction import BiasCorrection, Group
 from variable_batch_size.optim.tensors.arithmetic import local_parts
 from variable_batch_size.optim.wrapper import lr_of
 from variable_batch_size.rules import Scaling
+
+CAPTURABLE = (RAdam, ASGD, Rprop)  # optimizers that compute on the device without a branch on the host if they are so
 
 
 class _Decay(NamedTuple):
@@ -141,7 +143,11 @@ class HyperparameterScaling:
         """Return the state of the bias correction; an empty dict if there is none."""
         return self._bias_correction.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError if the entry of the bias correction is damaged."""
+        self._bias_correction.check_state(state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state; an empty one resets the bias correction."""
         self._bias_correction.load_state_dict(state)
 
@@ -183,6 +189,15 @@ class DeferredLrFactor:
                 torch._foreach_sub_(parameters, old)
                 torch._foreach_mul_(parameters, factor)
                 torch._foreach_add_(parameters, old)
+
+
+def scaling_if(made: Tensor, scaling: Scaling, backend: Backend, place: object) -> Scaling:
+    """Return a scaling whose factor on lr and progress are 0 unless `made`, 0-D of a float dtype, is 1."""
+    factors = {"lr": scaling.lr, "progress": scaling.progress}
+    for name, factor in factors.items():
+        known = isinstance(factor, Tensor)
+        factors[name] = made * (factor if known else backend.scalar(factor, made, f"{name} {place}"))
+    return replace(scaling, **factors)
 
 
 @final

@@ -14,15 +14,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import is_
-from typing import NamedTuple, final
+from typing import final
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from variable_batch_size.optim.tensors.arithmetic import has_dtensor, local_parts
+from variable_batch_size.optim.tensors.arithmetic import has_dtensor
+from variable_batch_size.optim.tensors.parameters import Gradients, Parameters, versions_of
 
 WATCHED = 3  # updates of a run in which hooks count, of those with one microbatch and of those with several
 
@@ -34,56 +33,6 @@ _REMEDY = (
 )
 
 
-PROBES = set[int]()  # ids of gradients that `testing.check_gradient` puts where there is none: they count as None
-
-
-def versions(parameters: Sequence[Tensor]) -> list[int]:
-    """Return the version of the gradient of each parameter, -1 where it has none."""
-    return _versions([parameter.grad for parameter in parameters])
-
-
-def _versions(gradients: Sequence[Tensor | None]) -> list[int]:
-    """Return the version of each gradient, -1 for None; that of a DTensor counts changes of the part of this rank."""
-    versions = [-1 if gradient is None else gradient._version for gradient in gradients]
-    if DTensor in set(map(type, gradients)):  # FSDP2 adds to the part of this rank
-        pairs = zip(versions, gradients, strict=True)
-        versions = [
-            version + (gradient._local_tensor._version if isinstance(gradient, DTensor) else 0)
-            for version, gradient in pairs
-        ]
-    return versions
-
-
-class _Gradients(NamedTuple):
-    """The gradient of each parameter at some moment, its version, and, if they are looked at, the norms."""
-
-    tensors: list[Tensor | None]
-    versions: list[int]
-    norms: list[Tensor] | None = None
-
-    @classmethod
-    def of_parameters(cls, parameters: Sequence[Tensor], *, norms: bool = False) -> _Gradients:
-        """Return the present gradients, with their norms if `norms` is true; None in the place of a probe."""
-        gradients = [parameter.grad for parameter in parameters]
-        if PROBES:
-            gradients = [None if id(gradient) in PROBES else gradient for gradient in gradients]
-        if not norms:
-            return cls(gradients, _versions(gradients))
-        none = torch.zeros(())
-        tensors = [none if gradient is None else gradient for gradient in gradients]
-        return cls(gradients, _versions(gradients), list(torch._foreach_norm(local_parts(tensors))))
-
-    def first_changed(self, later: _Gradients) -> int | None:
-        """Return the index of the first parameter whose gradient was replaced or changed; None if there is none."""
-        if self.versions != later.versions or not all(map(is_, self.tensors, later.tensors)):
-            pairs = zip(*self[:2], *later[:2], strict=True)
-            return next(i for i, (old, version, new, now) in enumerate(pairs) if old is not new or version != now)
-        if self.norms is None or later.norms is None:
-            return None
-        norms = zip(self.norms, later.norms, strict=True)
-        return next((i for i, (old, new) in enumerate(norms) if not old.equal(new) and not old.isnan()), None)
-
-
 @final
 class BackwardCheck:
     """Checks that only `backward()` changes the gradients between two calls of `step()`.
@@ -91,16 +40,16 @@ class BackwardCheck:
     `sums`: whether `step()` sums over several ranks, so that nothing else may.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], *, sums: bool = False) -> None:
-        self._parameters = list(parameters)
-        self._sums = sums
-        self._ours: _Gradients | None = None  # as the last `optimizer.backward()` left them, if it came later
+    def __init__(self, parameters: Parameters, *, sums: bool) -> None:
+        self._parameters, self._sums = parameters, sums
+        self._ours: Gradients | None = None  # as the last `optimizer.backward()` left them, if it came later
         self._counted: dict[int, tuple[Tensor, int]] = {}  # those with hooks and their versions, when last accumulated
         self._changed = self._compiled = False  # whether a hook has seen a change; whether compiled autograd ran one
         self._hooks: dict[int, RemovableHandle] = {}  # by index of the parameter
         self._left = {False: WATCHED, True: WATCHED}  # updates to watch, by whether they have several microbatches
         self._probed = {False: WATCHED, True: WATCHED} if has_dtensor(self._parameters) else {}  # in which norms are
         self._probes = False
+        weakref.finalize(self, _remove_all, self._hooks).atexit = False
         self.forget()
 
     @property
@@ -110,7 +59,7 @@ class BackwardCheck:
 
     def find_fresh(self) -> list[bool]:
         """Return, for each parameter, whether its gradient is new or has changed since the last `step()`."""
-        self._now = _Gradients.of_parameters(self._parameters, norms=self._probes)
+        self._now = Gradients.of(self._parameters, norms=self._probes)
         pairs = zip(*self._now[:2], *self._seen[:2], strict=True)
         return [new is not None and (new is not seen or now != known) for new, now, seen, known in pairs]
 
@@ -119,7 +68,7 @@ class BackwardCheck:
         if not self._sums:
             self._left = {False: 0, True: 0}  # without hooks
             self._remove_hooks()
-        self._check_unchanged(self._ours or self._seen, _Gradients.of_parameters(self._parameters, norms=self._probes))
+        self._check_unchanged(self._ours or self._seen, Gradients.of(self._parameters, norms=self._probes))
 
     def after_backward(self) -> None:
         """Record the gradients that `optimizer.backward()` leaves."""
@@ -129,16 +78,16 @@ class BackwardCheck:
                 "changed those that autograd had accumulated, as a DistributedDataParallel does; pass it to the "
                 "optimizer as model=, or switch its reduction off (model.require_backward_grad_sync = False)"
             )
-        self._ours = _Gradients.of_parameters(self._parameters, norms=self._probes)
+        self._ours = Gradients.of(self._parameters, norms=self._probes)
 
     @contextmanager
     def note_other_backward(self) -> Iterator[None]:
         """Note whether the `backward()` of another optimizer, within a block, adds to these gradients."""
-        before = _Gradients.of_parameters(self._parameters)
+        before = Gradients.of(self._parameters)
         yield
-        self._of_another |= before.first_changed(_Gradients.of_parameters(self._parameters)) is not None
+        self._of_another |= before.first_changed(Gradients.of(self._parameters)) is not None
 
-    def _check_unchanged(self, before: _Gradients, now: _Gradients) -> None:
+    def _check_unchanged(self, before: Gradients, now: Gradients) -> None:
         """Raise RuntimeError if a gradient is not as it was before."""
         number = before.first_changed(now)
         if number is not None:
@@ -195,14 +144,14 @@ class BackwardCheck:
 
     def remember(self) -> None:
         """Record the gradients as they are now."""
-        self._now = self._seen = _Gradients.of_parameters(self._parameters, norms=self._probes)
+        self._now = self._seen = Gradients.of(self._parameters, norms=self._probes)
         self._ours, self._of_another = None, False
         self._restart_counts()
 
     def forget(self) -> None:
         """Release the gradients, until the next `remember`: a static graph would compute those that are replaced."""
         number = len(self._parameters)
-        self._now = self._seen = _Gradients([None] * number, [-1] * number)
+        self._now = self._seen = Gradients.none(number)
         self._ours, self._counted, self._of_another = None, {}, False
 
     def begin(self, *, several: bool) -> None:
@@ -222,9 +171,7 @@ class BackwardCheck:
             self._remove_hooks()
 
     def _remove_hooks(self) -> None:
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks.clear()
+        _remove_all(self._hooks)
 
     def _restart_counts(self) -> None:
         """Count the accumulations of autograd from the gradients of the last `step()` on."""
@@ -239,14 +186,20 @@ class BackwardCheck:
             self._compiled = True
             return
         known, version = self._counted.get(index, (None, 0))
-        (now,) = _versions([gradient])
+        (now,) = versions_of([gradient])
         self._changed |= known is gradient and now != version + 1
         self._counted[index] = gradient, now
 
     def _nothing_followed_accumulations(self) -> bool:
         """Return whether autograd has changed each gradient last; those that were set by hand are not counted."""
         pairs = ((self._parameters[index].grad, *counted) for index, counted in self._counted.items())
-        return all(now is None or (now is seen and _versions([now]) == [version]) for now, seen, version in pairs)
+        return all(now is None or (now is seen and versions_of([now]) == [version]) for now, seen, version in pairs)
+
+
+def _remove_all(hooks: dict[int, RemovableHandle]) -> None:
+    for hook in hooks.values():
+        hook.remove()
+    hooks.clear()
 
 
 def _counting_hook(check: weakref.ref[BackwardCheck], index: int) -> Callable[[Tensor], None]:

@@ -1,10 +1,10 @@
-"""How the gradients of a step are summed, over its microbatches and over the ranks.
+"""How the gradients of a step are summed, over its microbatches and over the ranks: what all strategies have in common.
 
-    Plain         autograd adds to `.grad`; the backend sums it over the ranks after the last backward of each
+    Plain         autograd adds to `.grad`; the backend sums it over the ranks after the last backward (`plain.py`)
     Widened       the same for parameters in half precision, whose gradients are added in float32
     DDP           DistributedDataParallel averages in the last backward of each rank (`ddp.py`)
     Sharded       FSDP2 scatters the sum of each microbatch into the shards (`sharded.py`)
-    Reproducible  integers are added, for the same bits in any world (`reproducible.py`)
+    IntegerSum    integers are added, for the same bits in any world (`optim/reproducible/`)
 
 The loss of a microbatch carries its weight: `backward` multiplies it by n_j / B, or by what the strategy needs. On the
 plain road `loss.backward()` is right, too: there `.grad` holds the sum in units of the weight of the last microbatch.
@@ -14,83 +14,68 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, final
+from contextlib import ExitStack
+from typing import Any, final
 
 import torch
-from torch import OutOfMemoryError, Tensor
+from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.nn import Module
 
-from variable_batch_size.backend import Backend
-from variable_batch_size.backend.agreement import AbsentRankError, Agreement
+from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.data.batches import Batch
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.message import Message
+from variable_batch_size.optim.stage import MeasuredSquares, Needs, Stage
 from variable_batch_size.optim.sums.backward_check import BackwardCheck
-from variable_batch_size.optim.sums.participation import Participation
-from variable_batch_size.optim.sums.squares import Needs, Squares
-from variable_batch_size.optim.tensors.arithmetic import (
-    add_to,
-    collect_gradients,
-    has_dtensor,
-    local_parts,
-    multiply,
-    scalar_dtype,
-    sum_over_parts,
-    widen,
+from variable_batch_size.optim.sums.overflows import Overflows, Scaled
+from variable_batch_size.optim.sums.ranks import Ranks, absent_rank_error
+from variable_batch_size.optim.sums.squares import Squares
+from variable_batch_size.optim.tensors.arithmetic import collect_gradients, local_parts, multiply, scalar_dtype
+from variable_batch_size.optim.tensors.parameters import Parameters
+
+NOT_WEIGHTED = (
+    "in an update of vbs.updates(counts=) each loss is divided by update.counts, and must not be weighed by samples, "
+    "but {}; call optimizer.backward(loss, weighted=True) for all losses"
 )
-
-RESTART = "so that the ranks may have made different updates; restart all ranks from the last checkpoint"
-
-
-def absent_rank_error(error: Exception) -> RuntimeError:
-    """Return the error of ranks that wait for one that does not come."""
-    return RuntimeError(f"a rank does not take part in the sum of the gradients, {RESTART}: {error}")
-
-
-class MeasuredSquares(NamedTuple):
-    """The squares of a microbatch's gradient g, of any scale.
-
-    Attributes:
-        norm: |g|^2, 0-D; None if it is not needed.
-        elements: g^2 by parameter, if it is needed.
-        factor: by which they must be multiplied, to be n_j times those of the gradient of the mean loss.
-    """
-
-    norm: Tensor | None
-    elements: dict[Tensor, Tensor]
-    factor: float
 
 
 class Sum(ABC):
-    """Sums the gradients of a step: `prepare`, forward, `backward`, `measure`, `add` of each microbatch, then `finish`.
+    """Sums the gradients of a step: `prepare`, forward, `backward`, `add` of each microbatch, `finish`, and `clear`.
 
     Args:
-        backend: how the ranks communicate.
+        ranks: those over which is summed.
+        parameters: those whose gradients are summed; for others there is another sum.
         by_rows: whether a loss is a sum over the rows of its microbatch, and not a mean.
         needs: says what the next microbatch is measured for; None: no microbatch is measured.
+
+    Attributes:
+        module: before whose forward `prepare` has to be called, if there is one.
+        message: what the ranks sum besides.
+        stages: what takes part in updates because of this sum.
     """
 
-    module: Module | None = None  # before whose forward `prepare` has to be called, if there is one
+    module: Module | None = None
+    stages: Sequence[Stage] = ()
     _sums_alone = False  # whether nothing else may sum the gradients over several ranks
 
-    def __init__(self, backend: Backend, *, by_rows: bool, needs: Callable[[], Needs] | None) -> None:
-        self._backend, self._by_rows, self._needs = backend, by_rows, needs
-        self.message = Message()  # what the ranks sum besides
-        self._begun = False  # whether the other ranks may have a sum that an exception has interrupted here
-
-    def use_parameters(self, parameters: Sequence[Tensor], *, keep: bool = False) -> None:
-        """Sum the gradients of these parameters from now on; `keep`: those of a first microbatch are in `.grad`."""
-        self.parameters = list(parameters)
-        self._squares = None if self._needs is None else Squares(parameters, self._needs)
+    def __init__(
+        self, ranks: Ranks, parameters: Parameters, *, by_rows: bool, needs: Callable[[], Needs] | None
+    ) -> None:
+        self.parameters = parameters
+        self._ranks, self._backend, self._by_rows = ranks, ranks.backend, by_rows
+        self.message = self._create_message()
+        self._overflows = Overflows(ranks.backend)
+        self.message.entries.append(self._overflows)
+        self._squares = None if needs is None else Squares(parameters, needs)
         self._watch_gradients(self._squares)
         self._check = BackwardCheck(parameters, sums=self._sums_alone)
         self._factor: float | None = None  # of the gradients that `backward` has left, of that of the mean loss
         self._begin_step()
-        if not keep:
-            self._drop_gradients()
         self._check.begin(several=True)
+
+    def _create_message(self) -> Message:
+        return Message()
 
     def _begin_step(self) -> None:
         self._inside = False  # whether a microbatch of the step was added
@@ -102,24 +87,17 @@ class Sum(ABC):
         if squares is not None:
             squares.add_hooks()
 
-    @property
-    def ranks(self) -> int:
-        """The number of ranks over which is summed."""
-        return self._backend.world.size
-
     def dealing(self, **cut: bool) -> dict[str, bool]:
         """Return how steps must be cut, see `Dealer.attach`, if the model needs them cut like this."""
         return cut
 
-    def meet(self, agreement: Callable[[], Agreement]) -> None:  # noqa: B027 (a no-op unless ranks compute together)
-        """Let the ranks agree, before the first forward; every rank has to call it."""
+    def prepare(self, microbatch: Microbatch | None, *, forward: bool = False) -> None:
+        """Prepare for the first microbatch of the next step, None if it is not known.
 
-    def begin_next_step(self, *, several: bool) -> None:
-        """Begin the next step, which has several microbatches on this rank, or one."""
-        self._check.begin(several=several)
-
-    def prepare(self, microbatch: Microbatch | None) -> None:  # noqa: B027 (a no-op unless `backward()` sums)
-        """Prepare for a forward: that of a microbatch, or another one; any number of times."""
+        `forward`: prepare for a forward, that of a microbatch or another one, any number of times.
+        """
+        if not forward:
+            self._check.begin(several=microbatch is None or not microbatch.ends_step)
 
     # A microbatch. -------------------------------------------------------------------------------------------------
 
@@ -141,30 +119,22 @@ class Sum(ABC):
         factor = self._loss_factor(microbatch)
         return factor / microbatch.rows if self._is_sum else factor
 
-    @property
-    def carries_weight(self) -> bool:
-        """Whether `backward` has run since the last `add`."""
-        return self._factor is not None
-
-    @property
-    def scale(self) -> Tensor | None:
-        """The scale of the losses of the step under a `GradScaler`, 0-D."""
-        return self._scale
-
     def backward(
         self,
         loss: Tensor,
         microbatch: Microbatch,
         scaler: GradScaler | None,
-        others: Sequence[Sum],
+        others: Sequence[Sum] = (),
+        unnamed: Sequence[Sum] = (),
         *,
         weighted: bool = False,
         **options: Any,
     ) -> None:
         """Call `backward()` of a loss of a microbatch, with its weight, and a scale if there is a `GradScaler`.
 
-        `others` are those of optimizers whose parameters the loss has, too; `options` those of `Tensor.backward`. A
-        `weighted` loss is a part of that of the update: its weight is 1, but for repeated rows.
+        `others` are those of optimizers whose parameters the loss has, too; `unnamed` those of which nobody has said
+        so: they note whether it has. `options` are those of `Tensor.backward`. A `weighted` loss is a part of that of
+        the update: its weight is 1, but for repeated rows.
         """
         every = (self, *others)
         scale = self._begin_scaling(loss, scaler, every)
@@ -177,7 +147,10 @@ class Sum(ABC):
         weight = self._weight_of_loss(microbatch)
         if weight != 1 or self._backend.static_graph:
             loss = loss * self._backend.scalar(weight, loss, "loss")
-        (loss if scale is None else loss * scale).backward(**options)  # type: ignore[no-untyped-call]
+        with ExitStack() as stack:
+            for total in unnamed:
+                stack.enter_context(total._check.note_other_backward())
+            (loss if scale is None else loss * scale).backward(**options)  # type: ignore[no-untyped-call]
         for total in every:
             total._after_backward(microbatch, factor)
 
@@ -199,9 +172,9 @@ class Sum(ABC):
                 total._scale = scale
         return self._scale
 
-    def note_other_backward(self) -> AbstractContextManager[None]:
-        """Note whether the `backward()` of an optimizer that does not know this one adds to its gradients."""
-        return self._check.note_other_backward()
+    def _common_scale(self, scale: Tensor) -> Tensor:
+        """Return the scale of a `GradScaler` for the step, 0-D, which the ranks whose gradients are summed share."""
+        return scale
 
     def _check_factor(self, microbatch: Microbatch, factor: float) -> None:
         """Raise ValueError unless a loss of this factor suits this sum, too."""
@@ -222,26 +195,59 @@ class Sum(ABC):
         self._check.after_backward()
         self._factor = factor
 
+    @final
+    def add(
+        self,
+        microbatch: Microbatch,
+        following: Microbatch | None,
+        scaled: Scaled,
+        *,
+        weighted: bool = False,
+        counted: bool = False,
+    ) -> MeasuredSquares:
+        """Add a microbatch to the step, after a check that its backward has run, and nothing else; return its squares.
+
+        Args:
+            microbatch: the microbatch.
+            following: the next one of this rank in the step, if any.
+            scaled: what a `GradScaler` has said.
+            weighted: whether the loss must have carried all of its weight.
+            counted: whether the loss is a sum over something that is counted.
+        """
+        if weighted and microbatch.samples and self._factor is None:
+            raise RuntimeError(NOT_WEIGHTED.format("step() came without optimizer.backward()"))
+        scaled.check(self._scale)
+        squares = self._measure(microbatch, counted=counted or weighted)
+        self._add_gradients(microbatch, following)
+        self._inside, self._factor = True, None
+        if scaled.found_inf is not None and self._overflows.add(microbatch, scaled.found_inf):
+            self._zero()  # so that later microbatches find no overflow of this step, which is skipped
+        self._check.remember()
+        return squares
+
     @abstractmethod
-    def measure(self, microbatch: Microbatch, *, counted: bool) -> MeasuredSquares:
+    def _measure(self, microbatch: Microbatch, *, counted: bool) -> MeasuredSquares:
         """Check that the backward of a microbatch has run, and nothing else, and return its squares."""
 
     def _take_squares(self, microbatch: Microbatch, fresh: Sequence[bool], factor: float) -> MeasuredSquares:
         """Return the squares of a microbatch whose loss has carried `factor`; `fresh`: see `Squares.total_square`."""
         if self._squares is None:
-            return MeasuredSquares(None, {}, 0.0)
+            return MeasuredSquares(None, {}, 0.0, self._scale)
         norm = self._squares.total_square(fresh)
         elements = self._squares.elements
         n = microbatch.samples
         self._squares.clear()
         if n == 0 and not self._backend.static_graph:  # a replay, whose squares may be non-finite: 0 * inf is nan
-            return MeasuredSquares(None, {}, 0.0)
-        return MeasuredSquares(norm, elements, n / factor**2 if n else 0.0)
+            return MeasuredSquares(None, {}, 0.0, self._scale)
+        return MeasuredSquares(norm, elements, n / factor**2 if n else 0.0, self._scale)
 
-    def add(self, microbatch: Microbatch, following: Microbatch | None) -> None:
-        """Count a microbatch that was measured; `following` is the next one of this rank in the step, if any."""
-        self._inside, self._factor = True, None
-        self._check.remember()
+    def _add_gradients(self, microbatch: Microbatch, following: Microbatch | None) -> None:  # noqa: B027
+        """Weigh the gradients of a microbatch, where its loss was not weighed."""
+
+    def _zero(self) -> None:
+        """Set what was added to 0."""
+        if gradients := local_parts(collect_gradients(self.parameters)):
+            torch._foreach_zero_(gradients)
 
     def _forget_squares(self) -> None:
         if self._squares is not None:
@@ -250,12 +256,6 @@ class Sum(ABC):
     def _set_grads(self, gradients: Sequence[Tensor | None] | None) -> None:
         for number, parameter in enumerate(self.parameters):
             parameter.grad = None if gradients is None else gradients[number]
-
-    def flush(self) -> None:
-        """Let later microbatches find no overflow of this step, which is skipped."""
-        if gradients := local_parts(collect_gradients(self.parameters)):
-            torch._foreach_zero_(gradients)
-        self._check.remember()
 
     def zero_grad(self) -> None:
         """Drop the gradients that there are if no microbatch was added; otherwise do nothing.
@@ -274,14 +274,22 @@ class Sum(ABC):
 
     # The step. -----------------------------------------------------------------------------------------------------
 
-    @abstractmethod
-    def finish(self, batch: Batch, factor: float | None) -> list[Tensor]:
+    @final
+    def finish(self, batch: Batch, factor: float | None) -> list[Tensor] | None:
         """Leave `factor` times G in `.grad`, sum the message, and return the gradients that there are.
+
+        None is returned if a `GradScaler` has found one of them non-finite, on any rank.
 
         Args:
             batch: the update.
             factor: None if there is none in any update.
         """
+        gradients = self._reduce(batch, factor)
+        return None if self._overflows.found(self.message[self._overflows.name]) else gradients
+
+    @abstractmethod
+    def _reduce(self, batch: Batch, factor: float | None) -> list[Tensor]:
+        """Leave `factor` times G in `.grad`, sum the message, and return the gradients that there are."""
 
     def _collect_message(self, batch: Batch) -> list[Tensor]:
         """Return what the ranks sum besides: not in the graph of a microbatch, of which a step may have any number."""
@@ -293,13 +301,11 @@ class Sum(ABC):
         scaled_by = 1.0 if factor is None else factor
         return scaled_by if self._scale is None else scaled_by / self._scale.to(scalar_dtype(self.parameters))
 
-    def _common_scale(self, scale: Tensor) -> Tensor:
-        """Return the scale of a `GradScaler` for the step, 0-D, which the ranks whose gradients are summed share."""
-        return scale
-
     def clear(self) -> None:
         """Forget the step, after its update or to start it over."""
         self._begin_step()
+        self._overflows.clear()
+        self.message.clear()
         self._drop_gradients()
 
     def _drop_gradients(self) -> None:
@@ -308,223 +314,28 @@ class Sum(ABC):
         self._set_grads(None)
         self._check.remember()
 
-    def restart(self) -> None:
-        """Forget a sum that was interrupted: every rank loads a state."""
-        self._begun = False
+    def reset(self, timeout: float | None = None) -> None:
+        """Let the step begin anew, whatever an exception has interrupted.
 
-    @abstractmethod
-    def discard(self, agreement: Callable[[], Agreement], timeout: float) -> None:
-        """Check that the step can be discarded."""
+        Args:
+            timeout: seconds to wait for other ranks that have to do the same; None if every rank loads a state.
 
-    @property
-    def participation(self) -> Participation | None:
-        """Which parameters take part, where it does not follow from what wraps the model."""
-        return None
-
-    def agree(self, agreement: Agreement) -> None:  # noqa: B027 (a no-op where nothing is agreed on)
-        """Agree with the other ranks on the parameters that have gradients; every rank has to call it."""
-
-    @final
-    def all_reduce(self, tensors: Sequence[Tensor]) -> None:
-        """Sum tensors over the ranks whose gradients are summed, in place; every rank has to call it."""
-        self._begun = self._backend.world.size > 1
-        try:
-            self._backend.all_reduce_sum(tensors)
-        except (AbsentRankError, OutOfMemoryError):
-            raise
-        except RuntimeError as error:
-            if self._backend.elastic:  # which says what is wrong, and whose other ranks go on without this one
-                self._begun = False
-                raise
-            raise absent_rank_error(error) from error
-        self._begun = False
-
-
-class Plain(Sum):
-    """Autograd adds to `.grad`, and the backend sums that over the ranks by one collective for each dtype."""
-
-    _takes_out = False  # whether `.grad` holds the present microbatch alone
-
-    def __init__(self, backend: Backend, *, find_unused: bool = False, **options: Any) -> None:
-        super().__init__(backend, **options)
-        self._find_unused, self._sums_alone = find_unused, not backend.alone
-
-    def use_parameters(self, parameters: Sequence[Tensor], *, keep: bool = False) -> None:
-        """Sum the gradients of these parameters from now on."""
-        self._participation = Participation(parameters, self._backend, find_unused=self._find_unused)
-        self._partial = has_dtensor(parameters)
-        super().use_parameters(parameters, keep=keep)
-
-    def _begin_step(self) -> None:
-        super()._begin_step()
-        self._used = [False] * len(self.parameters)  # by a microbatch of this step that counts, on this rank
-        self._raw: bool | None = None  # whether losses carry no weight in this step
-        self._weight = 1.0  # by which what is accumulated of such losses must still be multiplied
-
-    @property
-    def participation(self) -> Participation:
-        """Which parameters take part."""
-        return self._participation
-
-    def _loss_factor(self, microbatch: Microbatch) -> float:
-        """Return n_j / B."""
-        return microbatch.samples / self._divisor(microbatch)
-
-    def measure(self, microbatch: Microbatch, *, counted: bool) -> MeasuredSquares:
-        """Check that the backward of a microbatch has run, and nothing else, and return its squares."""
-        fresh = self._check.find_fresh()
-        ours = self._check.has_backward
-        replay = microbatch.samples == 0
-        accumulating = self._inside and not self._takes_out
-        self._check.check(fresh, needed=not replay, accumulating=accumulating)
-        if ours or any(fresh):
-            if self._raw is ours:
-                raise RuntimeError(
-                    "a step must have losses of one kind, but there are both; call optimizer.backward(loss) for all "
-                    "losses of a step, or loss.backward() for all"
-                )
-            self._raw = not ours
-        if not replay or self._backend.static_graph:  # there the ranks' graphs must be equal
-            self._used = [known or new for known, new in zip(self._used, fresh, strict=True)]
-        return self._take_squares(microbatch, fresh, self._present_factor(microbatch))
-
-    def _present_factor(self, microbatch: Microbatch) -> float:
-        """Return by what the gradients of the microbatch are larger than that of the mean loss."""
-        raw = float(microbatch.rows) if self._is_sum else 1.0
-        return raw if self._factor is None else self._factor
-
-    def add(self, microbatch: Microbatch, following: Microbatch | None) -> None:
-        """Count a microbatch; one of `loss.backward()` gets its weight now, by Horner's scheme."""
-        if self._partial:
-            gradients = [(parameter.grad, parameter) for parameter in self.parameters]
-            self._set_grads(
-                [grad if grad is None else sum_over_parts(grad, parameter) for grad, parameter in gradients]
-            )
-        self._accumulate(microbatch, following)
-        super().add(microbatch, following)
-
-    def _accumulate(self, microbatch: Microbatch, following: Microbatch | None) -> None:
-        """Give losses without a weight theirs."""
-        if microbatch.samples == 0 and not self._backend.static_graph:
-            self._set_grads(None)  # only replays come first: they may be non-finite, and 0 * inf is nan
-        elif self._raw:
-            # sum_j w_j g_j = (...((g_1 w_1 / w_2 + g_2) w_2 / w_3 + g_3)...) w_J: `.grad` always lacks the weight of
-            # the last microbatch that is in it. Equal weights cost nothing, and `finish` multiplies by w_J.
-            self._weight = weight = self._weight_of_loss(microbatch)
-            coming = weight if following is None else self._weight_of_loss(following)
-            if following is not None and (weight != coming or self._backend.static_graph):
-                self._multiply_gradients(weight / (coming or 1.0), "microbatch")
-        elif self._backend.static_graph:
-            self._multiply_gradients(1.0, "microbatch")  # which leaves no views
-
-    def _multiply_gradients(self, factor: float | Tensor, place: str) -> None:
-        """Multiply `.grad` by a factor, without views on a static graph; `place` names it there."""
-        present = [parameter for parameter in self.parameters if parameter.grad is not None]
-        gradients = collect_gradients(present)
-        if not self._backend.static_graph or not gradients:
-            multiply(gradients, factor, self._backend)
-            return
-        # There the gradient of a linear layer, as backward leaves it, is a view of its transpose. Changed in place,
-        # both would be results of the graph: 1.4 times the time of a backward of linear layers, on XLA:CPU.
-        factor = factor if isinstance(factor, Tensor) else self._backend.scalar(factor, gradients[0], place)
-        for parameter, gradient in zip(present, torch._foreach_mul(gradients, factor), strict=True):
-            parameter.grad = gradient
-
-    def finish(self, batch: Batch, factor: float | None) -> list[Tensor]:
-        """Sum `.grad` and the message; a parameter that takes no part in the update has no gradient afterwards.
-
-        Operations that may differ between ranks are executed before: they must not be in the graph of the collective.
+        Raises:
+            RuntimeError: if the other ranks have, or may have, what this one would drop.
         """
-        members = self._participation.select(self._used)
-        self._complete_gradients(members, factor)
-        self._clear_excluded(members)
-        self._backend.mark_step()
-        used = self._participation.message(self._used, replay=not any(self._used))
-        self.all_reduce([*local_parts(collect_gradients(self.parameters)), *used, *self._collect_message(batch)])
-        self._clear_excluded(self._participation.find_used(used) or members)
-        return collect_gradients(self.parameters)
-
-    def _complete_gradients(self, members: Sequence[bool], factor: float | None) -> None:
-        """Leave `factor` times the share of this rank in `.grad`."""
-        for parameter, member in zip(self.parameters, members, strict=True):
-            if member and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        left = self._remaining_factor(factor)
-        if self._raw or factor is not None or isinstance(left, Tensor):
-            self._multiply_gradients(left * self._weight if self._raw else left, "update")
-
-    def _clear_excluded(self, members: Sequence[bool]) -> None:
-        for parameter, member in zip(self.parameters, members, strict=True):
-            if not member:
-                parameter.grad = None
-
-    def discard(self, agreement: Callable[[], Agreement], timeout: float) -> None:
-        """Check that the step can be discarded: what was summed cannot be called back."""
-        if self._begun:
-            raise RuntimeError(
-                f"a step must be discarded before its gradients are summed over the ranks, but an exception came while "
-                f"they were, {RESTART}, or load a state on every rank"
-            )
-
-    def agree(self, agreement: Agreement) -> None:
-        """Agree with the other ranks on the parameters that have gradients; every rank has to call it."""
-        self._participation.agree(self._used, agreement, replay=not any(self._used))
-
-
-class TakenOut(Plain):
-    """The gradient of each microbatch leaves `.grad`, and is weighed where it is added."""
-
-    _takes_out = True
-
-    def _loss_factor(self, microbatch: Microbatch) -> float:
-        """Return what leaves the loss as it is: half precision may not hold another weight."""
-        return float(microbatch.rows) if self._is_sum else 1.0
-
-    def _check_factor(self, microbatch: Microbatch, factor: float) -> None:
-        """Do nothing: gradients of any factor are weighed here."""
-
-    def zero_grad(self) -> None:
-        """Clear the gradients that have come since the last `add`."""
-        self._drop_gradients()
-
-
-@final
-class Widened(TakenOut):
-    """Parameters in half precision: each microbatch is added to a buffer, in float32."""
-
-    def _begin_step(self) -> None:
-        super()._begin_step()
-        self._buffer: dict[Tensor, Tensor] = {}
-
-    def _accumulate(self, microbatch: Microbatch, following: Microbatch | None) -> None:
-        """Add the weighted gradients to the buffer, and drop them from `.grad`."""
-        present = [parameter for parameter in self.parameters if parameter.grad is not None]
-        new = list(map(widen, collect_gradients(present)))
-        self._set_grads(None)
-        if not new or not (microbatch.samples or self._backend.static_graph):  # a replay may be non-finite
-            return
-        weight = microbatch.samples / self._divisor(microbatch) / (self._present_factor(microbatch) or 1.0)
-        torch._foreach_mul_(local_parts(new), self._backend.scalar(weight, new[0], "microbatch"))
-        add_to(self._buffer, dict(zip(present, new, strict=True)))
-
-    def _complete_gradients(self, members: Sequence[bool], factor: float | None) -> None:
-        """Leave `factor` times the share of this rank in `.grad`."""
-        for parameter, member in zip(self.parameters, members, strict=True):
-            if member and parameter not in self._buffer:
-                self._buffer[parameter] = widen(torch.zeros_like(parameter))
-        multiply(list(self._buffer.values()), self._remaining_factor(factor), self._backend)
-        for parameter, total in self._buffer.items():
-            parameter.grad = total.to(parameter.dtype)
-
-    def flush(self) -> None:
-        """Let later microbatches find no overflow of this step, which is skipped."""
-        torch._foreach_zero_(local_parts(self._buffer.values()))
+        if timeout is None:
+            self._ranks.interrupted = False
+        self._ranks.check_not_interrupted()
 
 
 class InBackward(Sum):
     """What wraps the model sums in `backward()`, so that each loss must carry its weight."""
 
     wrapper: str  # in words
+
+    def __init__(self, ranks: Ranks, parameters: Parameters, agreement: Agreement, **options: Any) -> None:
+        self._agreement = agreement  # which all ranks have made together, before any of them may be missing
+        super().__init__(ranks, parameters, **options)
 
     @staticmethod
     def _check_members(parameters: Sequence[Tensor], members: Iterable[Tensor], words: str) -> None:
@@ -534,12 +345,14 @@ class InBackward(Sum):
             if id(parameter) not in known:
                 raise ValueError(words.format(f"parameter {number}, of shape {tuple(parameter.shape)},"))
 
-    def meet(self, agreement: Callable[[], Agreement]) -> None:
-        """Create what the ranks agree by while all of them are here."""
-        agreement()
-
     def backward(
-        self, loss: Tensor, microbatch: Microbatch, scaler: GradScaler | None, others: Sequence[Sum], **options: Any
+        self,
+        loss: Tensor,
+        microbatch: Microbatch,
+        scaler: GradScaler | None,
+        others: Sequence[Sum] = (),
+        unnamed: Sequence[Sum] = (),
+        **options: Any,
     ) -> None:
         """Call `backward()` of a loss with its weight; torch's timeout ends a wait for a rank that takes no part."""
         if options.get("create_graph"):
@@ -549,7 +362,7 @@ class InBackward(Sum):
                 "vbs.broadcast_parameters(model)"
             )
         try:
-            super().backward(loss, microbatch, scaler, others, **options)
+            super().backward(loss, microbatch, scaler, others, unnamed, **options)
         except RuntimeError as error:
             self._backend.while_waiting()  # a rank that does not take part may have said why
             if any(word in str(error) for word in ("gloo", "NCCL")):
@@ -572,7 +385,7 @@ class InBackward(Sum):
         gradients = collect_gradients(self.parameters)
         multiply(gradients, self._remaining_factor(factor), self._backend)
         if message := self._collect_message(batch):
-            self.all_reduce(message)
+            self._ranks.all_reduce(message)
         return gradients, message
 
     def _common_scale(self, scale: Tensor) -> Tensor:
@@ -583,16 +396,13 @@ class InBackward(Sum):
             backend.all_reduce_sum([scale.view(1)])
         return scale
 
-    def discard(self, agreement: Callable[[], Agreement], timeout: float) -> None:
-        """Check that all ranks discard the step: what some have summed cannot be called back by one."""
-        agreement().gather("discard_step()", "", timeout)
-        self.reset()
-
-    def restart(self) -> None:
-        """Forget what an exception has interrupted: every rank loads a state."""
-        super().restart()
-        self.reset()
+    def reset(self, timeout: float | None = None) -> None:
+        """Let the step begin anew: what some ranks have summed cannot be called back by one."""
+        if timeout is not None:
+            self._agreement.gather("discard_step()", "", timeout)
+        self._ranks.interrupted = False
+        self._expect_forward()
 
     @abstractmethod
-    def reset(self) -> None:
+    def _expect_forward(self) -> None:
         """Let the model expect a forward, whatever an exception has interrupted."""

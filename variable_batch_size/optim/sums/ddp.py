@@ -7,7 +7,6 @@ user, is the gradient of the update, although ranks have different numbers of mi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, final
 
 import torch.distributed as dist
@@ -15,11 +14,14 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from variable_batch_size.backend import Backend, DistributedBackend
+from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.data.batches import Batch
 from variable_batch_size.microbatching import Microbatch
-from variable_batch_size.optim.sums.backward_check import versions
-from variable_batch_size.optim.sums.base import InBackward, MeasuredSquares
+from variable_batch_size.optim.stage import MeasuredSquares
+from variable_batch_size.optim.sums.base import InBackward
+from variable_batch_size.optim.sums.ranks import Ranks
 from variable_batch_size.optim.tensors.arithmetic import is_narrow
+from variable_batch_size.optim.tensors.parameters import Gradients, Parameters
 
 _ELSEWHERE = "call model.module for another optimizer's loss"
 
@@ -30,35 +32,44 @@ class DDP(InBackward):
 
     wrapper = "a DistributedDataParallel"
 
-    def __init__(self, backend: Backend, module: DistributedDataParallel, **options: Any) -> None:
-        super().__init__(backend, **options)
-        _check_ranks(module, backend)
+    def __init__(
+        self,
+        ranks: Ranks,
+        parameters: Parameters,
+        agreement: Agreement,
+        module: DistributedDataParallel,
+        **options: Any,
+    ) -> None:
+        _check_ranks(module, ranks.backend)
         self.module: DistributedDataParallel = module
-        self._of_forward: Microbatch | None = None  # the microbatch whose forward has begun
-        self._at_forward: list[int] | None = None  # versions of the gradients then, if it sums
-        self._averaged = False  # whether the last backward() of the step has run
-
-    def use_parameters(self, parameters: Sequence[Tensor], *, keep: bool = False) -> None:
-        """Sum the gradients of these parameters from now on, all of the optimizer."""
         words = (
             "the DistributedDataParallel that is passed as model= must have all parameters of the optimizer, but {} is "
             "not in it; put all of them in one module, and wrap that"
         )
-        self._check_members(parameters, self.module.parameters(), words)
-        buckets = self.module.reducer._get_zeros_like_grad_buckets()
+        self._check_members(parameters, module.parameters(), words)
+        buckets = module.reducer._get_zeros_like_grad_buckets()
         averaged = {id(parameter) for bucket in buckets for parameter in bucket.parameters()}
         self._left_out = [number for number, parameter in enumerate(parameters) if id(parameter) not in averaged]
         self._narrow = any(map(is_narrow, parameters))
-        super().use_parameters(parameters, keep=keep)
+        super().__init__(ranks, parameters, agreement, **options)
 
-    def prepare(self, microbatch: Microbatch | None) -> None:
+    def _begin_step(self) -> None:
+        super()._begin_step()
+        self._of_forward: Microbatch | None = None  # the microbatch whose forward has begun
+        self._at_forward: Gradients | None = None  # the gradients then, if it sums
+        self._averaged = False  # whether the last backward() of the step has run
+
+    def prepare(self, microbatch: Microbatch | None, *, forward: bool = False) -> None:
         """Switch the reduction on before the last microbatch of this rank, and off before all others."""
+        super().prepare(microbatch, forward=forward)
+        if not forward:
+            return
         last = microbatch is not None and microbatch.ends_step
         self._check_module(several=microbatch is not None and not last)
         self.module.require_backward_grad_sync = last and not self._averaged
         if self._of_forward != microbatch:
             self._of_forward = microbatch
-            self._at_forward = versions(self.parameters) if last else None
+            self._at_forward = Gradients.of(self.parameters) if last else None
 
     def _check_module(self, *, several: bool) -> None:
         """Raise RuntimeError if the module cannot take the forward of a microbatch; `several`: others follow it."""
@@ -115,14 +126,14 @@ class DDP(InBackward):
                     "step, but it got only some; create it with find_unused_parameters=True"
                 ) from error
 
-    def measure(self, microbatch: Microbatch, *, counted: bool) -> MeasuredSquares:
+    def _measure(self, microbatch: Microbatch, *, counted: bool) -> MeasuredSquares:
         """Check that the loss of a microbatch has carried its weight, and return its squares."""
         fresh = self._check.find_fresh()
         factor = self._check_carried(fresh, needed=microbatch.samples > 0)
         # The last backward() also gives this rank the gradients of parameters that others have used.
         return self._take_squares(microbatch, () if microbatch.ends_step else fresh, factor)
 
-    def finish(self, batch: Batch, factor: float | None) -> list[Tensor]:
+    def _reduce(self, batch: Batch, factor: float | None) -> list[Tensor]:
         """Sum what travels with the gradients, which `backward()` has averaged."""
         for number in self._left_out:
             if self.parameters[number].grad is not None:
@@ -135,19 +146,15 @@ class DDP(InBackward):
 
     def zero_grad(self) -> None:
         """Clear the gradients that have come since the last `add`, if no rank can have summed them."""
-        if self._averaged or (self._at_forward or versions(self.parameters)) != versions(self.parameters):
+        before, now = self._at_forward, Gradients.of(self.parameters)
+        if self._averaged or (before is not None and before.versions != now.versions):
             raise RuntimeError(
                 f"the sums of a DistributedDataParallel must be used on all ranks, but zero_grad() would drop them on "
                 f"this one; {_ELSEWHERE}, and after an exception call discard_step() on all ranks"
             )
         super().zero_grad()
 
-    def clear(self) -> None:
-        """Forget the step, after its update or to start it over."""
-        self._averaged, self._of_forward, self._at_forward = False, None, None
-        super().clear()
-
-    def reset(self) -> None:
+    def _expect_forward(self) -> None:
         """Let the module expect no gradients of an earlier forward, if torch can."""
         getattr(self.module.reducer, "_reset_state", lambda: None)()
 

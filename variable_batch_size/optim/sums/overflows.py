@@ -3,24 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from variable_batch_size.backend import Backend
+from variable_batch_size.microbatching import Microbatch
+
+
+class Scaled(NamedTuple):
+    """What a `GradScaler` has said to `step()`.
+
+    Attributes:
+        found_inf: whether the gradient is not finite, 0-D; None without a scaler.
+        grad_scale: the scale of the loss, if the scaler has not divided by it yet, 0-D.
+    """
+
+    found_inf: Tensor | None = None
+    grad_scale: Tensor | None = None
+
+    def check(self, scale: Tensor | None) -> None:
+        """Raise RuntimeError unless losses of this scale, and no others, come to `step()` by their scaler."""
+        if self.found_inf is not None and (scale is None or self.grad_scale is None):
+            raise RuntimeError(
+                "the gradients of optimizer.backward(loss, scaler=scaler) must reach step() as they are, but the loss "
+                "was scaled in the loop, or scaler.unscale_() has changed them; call optimizer.backward(loss, "
+                "scaler=scaler) and scaler.step(optimizer), and clip with max_grad_norm="
+            )
+        if scale is not None and self.found_inf is None:
+            raise RuntimeError(
+                "the gradients of optimizer.backward(loss, scaler=scaler) must reach step() by the scaler, but step() "
+                "was called without it; call scaler.step(optimizer), and scaler.update()"
+            )
 
 
 @final
 class Overflows:
     """Counts the microbatches of a step whose gradient is not finite: an entry of the message."""
 
+    name, by_microbatch = "overflows", False
+
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._number: Any = None  # 0-D on a static graph; None without a scaler
 
-    def add(self, found_inf: Tensor) -> bool:
+    def add(self, microbatch: Microbatch, found_inf: Tensor) -> bool:
         """Count a microbatch, if `found_inf`, 0-D, says so; return whether the host knows of an overflow."""
+        found_inf = found_inf * (microbatch.samples > 0)
         if self._backend.static_graph:
             self._number = found_inf if self._number is None else self._number + found_inf
             return False
@@ -41,18 +71,3 @@ class Overflows:
     def clear(self) -> None:
         """Forget the step."""
         self._number = None
-
-
-def check_scaled(scale: Tensor | None, found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
-    """Raise RuntimeError unless scaled losses, and no others, come to `step()` by their `GradScaler`."""
-    if found_inf is not None and (scale is None or grad_scale is None):
-        raise RuntimeError(
-            "the gradients of optimizer.backward(loss, scaler=scaler) must reach step() as they are, but the loss "
-            "was scaled in the loop, or scaler.unscale_() has changed them; call optimizer.backward(loss, "
-            "scaler=scaler) and scaler.step(optimizer), and clip with max_grad_norm="
-        )
-    if scale is not None and found_inf is None:
-        raise RuntimeError(
-            "the gradients of optimizer.backward(loss, scaler=scaler) must reach step() by the scaler, but step() "
-            "was called without it; call scaler.step(optimizer), and scaler.update()"
-        )

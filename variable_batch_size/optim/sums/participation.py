@@ -8,7 +8,7 @@ in each message says whether one has others; there `find_unused_parameters` asks
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import compress
 from typing import Any, final
 
@@ -17,9 +17,10 @@ from torch import Tensor
 
 from variable_batch_size.backend import Backend
 from variable_batch_size.backend.agreement import Agreement
+from variable_batch_size.data.plan.state import check_entries, check_items
+from variable_batch_size.optim.stage import FIRST_UPDATE, Stage
 from variable_batch_size.optim.tensors.late import LateReader
-
-FIRST_UPDATE = "the first update of a training, of a restored state, or with other parameters"
+from variable_batch_size.optim.tensors.parameters import Parameters
 
 _REMEDY = (
     "pass find_unused_parameters=True to the optimizer (with a trainer, in optimizer_options), which then sums all "
@@ -28,32 +29,43 @@ _REMEDY = (
 
 
 @final
-class Participation:
+class Participation(Stage):
     """Determines which parameters, of all in the order of the groups, take part in an update; the same on every rank.
 
-    A rank that has only a `replay` in the step says nothing about them. The flag is read by a `LateReader`.
+    A rank that has only replays in the step says nothing about them. The flag is read by a `LateReader`.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], backend: Backend, *, find_unused: bool) -> None:
-        self.parameters = list(parameters)
-        self._backend = backend
+    def __init__(self, parameters: Parameters, backend: Backend, *, find_unused: bool) -> None:
+        self.parameters, self._backend = parameters, backend
         self._counts = find_unused or backend.reads(parameters[0])
         self._members: tuple[bool, ...] | None = None  # on which the ranks have agreed
         self._constants: tuple[Tensor, Tensor] | None = None  # flags 0 and 1 on the device, (1,)
+        self.forget_use()
+        self._forget_flags()
+
+    def _forget_flags(self) -> None:
         self._flags: Tensor | None = None  # their sum over ranks and updates, (1,), on a device that is not read
         self._late = LateReader()
         self._first_change = ""  # on this rank since the last restored state
+
+    def forget_use(self) -> None:
+        """Begin a step, in which no parameter was used yet."""
+        self._used = [False] * len(self.parameters)  # by a microbatch of this step that counts, on this rank
+
+    def note_used(self, fresh: Sequence[bool]) -> None:
+        """Note, for each parameter, whether a microbatch that counts has given it a gradient."""
+        self._used = [known or new for known, new in zip(self._used, fresh, strict=True)]
 
     @property
     def _is_agreed_on(self) -> bool:
         return not (self._counts or self._backend.alone)
 
-    def agree(self, has_gradient: Sequence[bool], agreement: Agreement, *, replay: bool) -> None:
-        """Agree on the parameters before the first update, unless they are known; every rank has to call it."""
+    def meet(self, agreement: Agreement) -> None:
+        """Agree on the parameters, unless they are known."""
         if not self._is_agreed_on:
             return
-        unknown = replay and agreement.world.size > 1  # what others know
-        row = "" if unknown else "".join("01"[has] for has in has_gradient)
+        unknown = not any(self._used) and agreement.world.size > 1  # what others know
+        row = "" if unknown else "".join("01"[used] for used in self._used)
         rows = agreement.gather(FIRST_UPDATE, row)
         first, *others = (tuple(flag == "1" for flag in row) for row in rows if row)
         for other in others:
@@ -65,22 +77,22 @@ class Participation:
                 )
         self._members = self._members or first
 
-    def select(self, has_gradient: Sequence[bool]) -> tuple[bool, ...]:
+    def select(self) -> tuple[bool, ...]:
         """Return, for each parameter, whether its gradient is summed over the ranks; the same on every rank."""
         if self._backend.alone:
-            return tuple(has_gradient)
+            return tuple(self._used)
         return (True,) * len(self.parameters) if self._counts else self._members or ()
 
-    def message(self, has_gradient: Sequence[bool], *, replay: bool) -> list[Tensor]:
+    def message(self) -> list[Tensor]:
         """Return what the ranks have to sum: for each parameter whether this rank has used it, or a flag, (1,)."""
         if self._backend.alone:
             return []
         if self._counts:
             like = self.parameters[0]
-            return [torch.tensor([float(used and not replay) for used in has_gradient]).to(like.device, like.dtype)]
-        differs = not replay and tuple(has_gradient) != self._members
+            return [torch.tensor(list(map(float, self._used))).to(like.device, like.dtype)]
+        differs = any(self._used) and tuple(self._used) != self._members
         if differs and not self._first_change:
-            self._first_change = self._first_change_in_words(has_gradient)
+            self._first_change = self._first_change_in_words(self._used)
         like = next(compress(self.parameters, self._members or ()), self.parameters[0])  # of a dtype that is sent
         if self._constants is None:
             values = self._backend.scalars([0.0, 1.0], like)
@@ -98,23 +110,27 @@ class Participation:
         self._raise_if_flagged(self._late.read(self._flags))
         return None
 
-    def check(self) -> None:
-        """Raise RuntimeError if a rank had other parameters than agreed; waits for the device."""
-        self._raise_if_flagged(self._flags)
-
     def state_dict(self) -> dict[str, Any]:
-        """Return for each parameter whether it takes part, if the ranks have agreed."""
+        """Return for each parameter whether it takes part, if the ranks have agreed; waits for the device.
+
+        Raises:
+            RuntimeError: if a rank had other parameters than agreed.
+        """
+        self._raise_if_flagged(self._flags)
         return {} if self._members is None else {"has_gradient": list(map(int, self._members))}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError if its entry is damaged."""
+        if "has_gradient" in state:
+            check_entries(state, {"has_gradient": (list,)})
+            check_items(state["has_gradient"], (int,), "has_gradient")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state; without one, or with another number of parameters, the next update agrees."""
         members = state.get("has_gradient") or ()
         fits = self._is_agreed_on and len(members) == len(self.parameters)
         self._members = tuple(map(bool, members)) if fits else None
-        self._forget()
-
-    def _forget(self) -> None:
-        self._flags, self._late, self._first_change = None, LateReader(), ""
+        self._forget_flags()
 
     def _first_change_in_words(self, has_gradient: Sequence[bool]) -> str:
         """Return, for an error, which parameter has another gradient than agreed, and on which rank."""
@@ -129,7 +145,7 @@ class Participation:
         """Raise RuntimeError if the flags, summed over the ranks, say that one had other parameters than agreed."""
         if flags is not None and flags.cpu().abs().item() != 0:  # without a step marker, which would cut the graph
             change = self._first_change or "that has changed on another rank"
-            self._forget()
+            self._forget_flags()
             raise RuntimeError(
                 f"the same parameters must have gradients in every update as in the first one, but {change}; "
                 f"{_REMEDY}, or restore the last checkpoint with parameters frozen as they were"

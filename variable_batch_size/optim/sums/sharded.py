@@ -13,7 +13,7 @@ rank has the shard, and under tensor parallelism, where they are DTensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, final
 from weakref import finalize, ref
 
@@ -23,14 +23,17 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp import FSDPModule
 
-from variable_batch_size.backend import Backend, DistributedBackend
+from variable_batch_size.backend import Backend
 from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.data.batches import Batch
 from variable_batch_size.microbatching import Microbatch
-from variable_batch_size.optim.tensors.hooks import call_before_forward
-from variable_batch_size.optim.sums.base import InBackward, MeasuredSquares, Sum
+from variable_batch_size.optim.stage import MeasuredSquares
+from variable_batch_size.optim.sums.base import InBackward, Sum
+from variable_batch_size.optim.sums.ranks import Ranks
 from variable_batch_size.optim.sums.squares import Squares
 from variable_batch_size.optim.tensors.arithmetic import is_narrow, local_parts
+from variable_batch_size.optim.tensors.hooks import call_before_forward
+from variable_batch_size.optim.tensors.parameters import Parameters
 
 
 @final
@@ -41,16 +44,17 @@ class Sharded(InBackward):
 
     def __init__(
         self,
-        backend: Backend,
-        module: FSDPModule,
+        ranks: Ranks,
+        parameters: Parameters,
+        agreement: Agreement,
+        module: Any,
         *,
         accumulates_shards: bool,
+        needs_counts: bool,
         between: Backend | None = None,
         **options: Any,
     ) -> None:
-        sharded_over = DistributedBackend(data_parallel_group(module))
-        self._needs_counts = _ranks_of(backend) != sharded_over.ranks  # ranks compute parts of the same samples
-        super().__init__(sharded_over if self._needs_counts else backend, **options)
+        self._needs_counts = needs_counts  # because ranks compute parts of the same samples
         self.module: Any = module
         self._between = between
         self._accumulates_shards = accumulates_shards
@@ -60,22 +64,6 @@ class Sharded(InBackward):
         self._narrow = _narrow_dtype(self._groups)
         self._reads_grads = False  # whether a GradScaler does, after each microbatch
         self._watched = set[int]()  # gathered parameters with hooks, by their number
-        self._only_sum()
-        for part in self._sharded_parts:
-            call_before_forward(part, self._watch_gathered, param_groups(part))
-
-    def dealing(self, **cut: bool) -> dict[str, bool]:
-        """Return how steps must be cut: each rank computes equally many microbatches."""
-        return {**cut, "padded": True}
-
-    def meet(self, agreement: Callable[[], Agreement]) -> None:
-        """Let the ranks agree on what they call."""
-        if (known := agreement()).world.size > 1:
-            names = ((name, part) for name, part in self.module.named_modules() if isinstance(part, FSDPModule))
-            self._forwards = SameForwards(names, known)
-
-    def use_parameters(self, parameters: Sequence[Tensor], *, keep: bool = False) -> None:
-        """Sum the gradients of these parameters from now on, all of the optimizer."""
         words = (
             "the model that is passed as model= must shard all parameters of the optimizer, but {} is not sharded by "
             "it; call fully_shard() on the root module, without ignored_params, and create the optimizer after that"
@@ -83,8 +71,17 @@ class Sharded(InBackward):
         sharded = (fsdp_parameter.sharded_param for group in self._groups for fsdp_parameter in group.fsdp_params)
         self._check_members(parameters, sharded, words)
         self._number_of = {id(parameter): number for number, parameter in enumerate(parameters)}
-        self._watched.clear()
-        super().use_parameters(parameters, keep=keep)
+        super().__init__(ranks, parameters, agreement, **options)
+        self._only_sum()
+        for part in self._sharded_parts:
+            call_before_forward(part, self._watch_gathered, param_groups(part))
+        if agreement.world.size > 1:
+            names = ((name, part) for name, part in self.module.named_modules() if isinstance(part, FSDPModule))
+            self._forwards = SameForwards(names, agreement)
+
+    def dealing(self, **cut: bool) -> dict[str, bool]:
+        """Return how steps must be cut: each rank computes equally many microbatches."""
+        return {**cut, "padded": True}
 
     def _begin_step(self) -> None:
         super()._begin_step()
@@ -107,8 +104,11 @@ class Sharded(InBackward):
             handle = fsdp_parameter.unsharded_param.register_post_accumulate_grad_hook(hook)
             finalize(self._squares, handle.remove).atexit = False
 
-    def prepare(self, microbatch: Microbatch | None) -> None:
+    def prepare(self, microbatch: Microbatch | None, *, forward: bool = False) -> None:
         """Choose what the next `backward()` sums."""
+        super().prepare(microbatch, forward=forward)
+        if not forward:
+            return
         last = microbatch is not None and microbatch.ends_step
         if not last and self._narrow is not None and microbatch is not None:
             raise RuntimeError(
@@ -139,7 +139,13 @@ class Sharded(InBackward):
         return float(microbatch.samples)
 
     def backward(
-        self, loss: Tensor, microbatch: Microbatch, scaler: GradScaler | None, others: Sequence[Sum], **options: Any
+        self,
+        loss: Tensor,
+        microbatch: Microbatch,
+        scaler: GradScaler | None,
+        others: Sequence[Sum] = (),
+        unnamed: Sequence[Sum] = (),
+        **options: Any,
     ) -> None:
         """Call `backward()` of a loss that carries its weight, which sums over the ranks."""
         self._reads_grads = scaler is not None and scaler.is_enabled()
@@ -148,14 +154,14 @@ class Sharded(InBackward):
                 "the gradient noise needs one backward() for each microbatch of a sharded model, but there is another "
                 "one; add the losses, and call optimizer.backward() once"
             )
-        self.prepare(microbatch)
-        super().backward(loss, microbatch, scaler, others, **options)
+        self.prepare(microbatch, forward=True)
+        super().backward(loss, microbatch, scaler, others, unnamed, **options)
 
     def _before_backward(self, microbatch: Microbatch) -> None:
         super()._before_backward(microbatch)
         self._summed = True
 
-    def measure(self, microbatch: Microbatch, *, counted: bool) -> MeasuredSquares:
+    def _measure(self, microbatch: Microbatch, *, counted: bool) -> MeasuredSquares:
         """Check that the loss of a microbatch has carried its samples, and return its squares."""
         if not counted and self._needs_counts:
             raise RuntimeError(
@@ -169,7 +175,7 @@ class Sharded(InBackward):
         unseen = [parameter.grad is not None and number not in self._seen for number, parameter in pairs]
         return self._take_squares(microbatch, unseen, factor)
 
-    def finish(self, batch: Batch, factor: float | None) -> list[Tensor]:
+    def _reduce(self, batch: Batch, factor: float | None) -> list[Tensor]:
         """Sum what travels with the gradients, which `backward()` has summed; both over replicas that come and go."""
         divisor = 1 if self._weighted else batch.batch_size
         gradients, message = self._scale_and_sum_message(batch, (1.0 if factor is None else factor) / divisor)
@@ -186,7 +192,7 @@ class Sharded(InBackward):
             )
         super().zero_grad()
 
-    def reset(self) -> None:
+    def _expect_forward(self) -> None:
         """Let FSDP2 expect a forward, whatever an exception has interrupted."""
         _reset_fsdp(self.module, self._groups)
 
@@ -229,10 +235,6 @@ def param_groups(part: FSDPModule) -> list[Any]:
 
 def _sharded_parts(module: Any) -> list[Any]:
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
-
-
-def _ranks_of(backend: Backend) -> list[int]:
-    return backend.ranks if isinstance(backend, DistributedBackend) else []
 
 
 def _narrow_dtype(groups: Sequence[Any]) -> torch.dtype | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, final
+from typing import final
 from weakref import finalize, ref
 
 import torch
@@ -13,22 +13,12 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from variable_batch_size.optim.tensors.hooks import uncompiled
+from variable_batch_size.optim.stage import Needs
 from variable_batch_size.optim.tensors.arithmetic import groups_of_parts, norm_or_square, sum_of_squares, widen
+from variable_batch_size.optim.tensors.hooks import uncompiled
+from variable_batch_size.optim.tensors.parameters import Parameters
 
 _EACH = "the gradient noise, and squares, need one backward() for each microbatch"
-
-
-class Needs(NamedTuple):
-    """What the update of a microbatch needs of it.
-
-    Attributes:
-        norm: |g|^2.
-        elements: g^2, of each element.
-    """
-
-    norm: bool = False
-    elements: bool = False
 
 
 @final
@@ -42,8 +32,8 @@ class Squares:
         needs: says what the next microbatch is measured for; it is asked once for each.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], needs: Callable[[], Needs]) -> None:
-        self.parameters = list(parameters)
+    def __init__(self, parameters: Parameters, needs: Callable[[], Needs]) -> None:
+        self.parameters = parameters
         self._ask = needs
         self._hooks: list[RemovableHandle] = []
         self._accumulations: list[Node] = []  # which torch keeps alive no longer than what refers to them

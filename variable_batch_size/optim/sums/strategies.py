@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,12 +19,15 @@ from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.backend import Backend, DistributedBackend, ElasticBackend, LocalBackend, detect
 from variable_batch_size.backend.detection import numbers_for
 from variable_batch_size.data.dealer import Dealer
-from variable_batch_size.optim.sums.base import Plain, Sum, Widened
+from variable_batch_size.optim.reproducible.integer_sum import IntegerSum
+from variable_batch_size.optim.stage import Needs
+from variable_batch_size.optim.sums.base import Sum
 from variable_batch_size.optim.sums.ddp import DDP
-from variable_batch_size.optim.reproducible.integer_sum import Reproducible
+from variable_batch_size.optim.sums.plain import Plain, Widened
+from variable_batch_size.optim.sums.ranks import Ranks
 from variable_batch_size.optim.sums.sharded import Sharded, data_parallel_group
-from variable_batch_size.optim.sums.squares import Needs
 from variable_batch_size.optim.tensors.arithmetic import is_narrow
+from variable_batch_size.optim.tensors.parameters import Parameters
 
 _REFUSED = {
     "FullyShardedDataParallel": "shard it with torch.distributed.fsdp.fully_shard(), FSDP2",
@@ -76,39 +80,61 @@ def backend_for(
     return LocalBackend(job=DistributedBackend(), sent=numbers_for(parameters))
 
 
-def sum_for(
+class Strategy(NamedTuple):
+    """How the gradients of an optimizer are summed.
+
+    Attributes:
+        ranks: over which.
+        create: returns what sums the gradients of parameters.
+    """
+
+    ranks: Ranks
+    create: Callable[[Parameters], Sum]
+
+
+def sums_in_backward(module: object) -> bool:
+    """Return whether what wraps a model sums its gradients in `backward()`."""
+    return isinstance(module, (DistributedDataParallel, FSDPModule))
+
+
+def strategy_for(
     module: Module | None,
     parameters: Sequence[Tensor],
     backend: Backend,
+    agreement: Any,
     *,
     sharded_accumulation: bool,
     find_unused: bool,
     by_rows: bool,
-    measures: bool,
-    needs: Callable[[], Needs],
+    needs: Callable[[], Needs] | None,
     reproducible: bool,
-) -> Sum:
-    """Return what sums the gradients of a model."""
+) -> Strategy:
+    """Return how the gradients of a model are summed; `agreement` is there if that `sums_in_backward`."""
+    options: dict[str, Any] = {"by_rows": by_rows, "needs": needs}
+    ranks = Ranks(backend)
+    kind: Callable[..., Sum] = Widened if any(map(is_narrow, parameters)) else Plain
     if reproducible:
         _check_reproducible(module, parameters, backend)
-        return Reproducible(backend, find_unused=find_unused, by_rows=by_rows, needs=needs if measures else None)
-    sharded: object = module
-    options: dict[str, Any] = {"by_rows": by_rows, "needs": needs if measures else None}
+        kind = IntegerSum
     inside, between = backend, None
     if isinstance(backend, ElasticBackend):
         _check_elastic(module, backend)
         inside, between = backend.job, backend
+    sharded: object = module
     if isinstance(sharded, FSDPModule):
-        if measures and not sharded_accumulation:
+        if needs is not None and not sharded_accumulation:
             raise ValueError(
                 "a rule or a controller that reads the gradient noise needs the gradients of single microbatches, but "
                 "sharded_accumulation=False adds them up before they are seen; omit it"
             )
-        return Sharded(inside, sharded, accumulates_shards=sharded_accumulation, between=between, **options)
+        over = DistributedBackend(data_parallel_group(sharded))
+        parts = over.ranks != (inside.ranks if isinstance(inside, DistributedBackend) else [])
+        ranks = Ranks(over if parts else inside)
+        options |= {"needs_counts": parts, "accumulates_shards": sharded_accumulation, "between": between}
+        return Strategy(ranks, partial(Sharded, ranks, agreement=agreement, module=module, **options))
     if isinstance(module, DistributedDataParallel):
-        return DDP(backend, module, **options)
-    kind = Widened if any(map(is_narrow, parameters)) else Plain
-    return kind(backend, find_unused=find_unused, **options)
+        return Strategy(ranks, partial(DDP, ranks, agreement=agreement, module=module, **options))
+    return Strategy(ranks, partial(kind, ranks, find_unused=find_unused, **options))
 
 
 def _check_reproducible(module: Module | None, parameters: Sequence[Tensor], backend: Backend) -> None:

@@ -1,0 +1,134 @@
+"""What an optimizer is able to do, by the arguments that ask for it: the only list of what the core does not know.
+
+An ability is a file with a `Stage` of an update, or a `LoopStage` of the loop. It has a line here, or a user passes it
+to `optimizer.register`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import final
+
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from variable_batch_size.adaptive.base import check_rule_of
+from variable_batch_size.backend import Backend
+from variable_batch_size.data.dealer import Dealer
+from variable_batch_size.optim.beside.controller import ControllerRunner
+from variable_batch_size.optim.beside.means import StepMeans, TokenCount
+from variable_batch_size.optim.beside.normalization import check_reproducible
+from variable_batch_size.optim.beside.report import Reporter
+from variable_batch_size.optim.beside.same_updates import SameUpdates
+from variable_batch_size.optim.beside.skipping import LargeGradients
+from variable_batch_size.optim.loops.counts import Counts
+from variable_batch_size.optim.noise.differenced import DifferencedEstimator
+from variable_batch_size.optim.noise.gradient_noise import GradientNoise, check_measurable
+from variable_batch_size.optim.noise.second_moment import SecondMoment, create_second_moment
+from variable_batch_size.optim.options import UpdateOptions
+from variable_batch_size.optim.reproducible.seeding import Seeding
+from variable_batch_size.optim.scaling.rule_check import Chosen
+from variable_batch_size.optim.stage import LoopStage, Moments, Stage
+from variable_batch_size.optim.sums.ranks import Ranks
+from variable_batch_size.optim.tensors.parameters import list_parameters
+from variable_batch_size.optim.update import Updater
+from variable_batch_size.rules import Noise
+from variable_batch_size.rules.base import needs_noise, needs_squares
+from variable_batch_size.tracker import Tracker
+
+
+def measures_noise(options: UpdateOptions, chosen: Chosen, sampler: Dealer) -> bool:
+    """Return whether the noise is measured: for a rule, for a controller, or because the user wants it."""
+    decided = sampler.batches.decided
+    decides = decided is not None and decided.adaptive.needs_noise
+    return options.noise is not None or decides or any(map(needs_noise, chosen.rules))
+
+
+def measures_microbatches(options: UpdateOptions, chosen: Chosen, sampler: Dealer) -> bool:
+    """Return whether an update reads the gradients of single microbatches."""
+    return measures_noise(options, chosen, sampler) or any(map(needs_squares, chosen.rules))
+
+
+@final
+class Abilities:
+    """The abilities of an optimizer.
+
+    Attributes:
+        same_updates: compares the ranks.
+        counts: those of `step(count=)`.
+        means: the values of `log`.
+        totals: what `vbs.updates(counts=)` counts.
+        skipper: skips updates by `skip_grad_norm`; None without it, like the others if nobody asks for them.
+        noise: the gradient noise.
+        second_moment: that of Adam, as at the reference.
+        seeding: the random numbers of `reproducible=True`.
+        controller: asks the controller of the sampler.
+    """
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        sampler: Dealer,
+        backend: Backend,
+        ranks: Ranks,
+        chosen: Chosen,
+        options: UpdateOptions,
+        module: Module | None,
+    ) -> None:
+        parameters, reproducible = list_parameters(inner.param_groups), sampler.batches.reproducible
+        if (decided := sampler.batches.decided) is not None:
+            for rule in chosen.rules:
+                check_rule_of(decided.adaptive.controller, rule)
+        self.same_updates = SameUpdates(inner, backend)
+        self.counts = TokenCount(backend, options.reduction)
+        self.means = StepMeans(backend, self.counts)
+        self.totals = Counts(ranks, parameters[0], whole=reproducible)
+        self.skipper: LargeGradients | None = None
+        if options.skip_grad_norm is not None:
+            self.skipper = LargeGradients(options.skip_grad_norm, inner, backend, parameters)
+        self.noise: GradientNoise | None = None
+        if measures_noise(options, chosen, sampler):
+            check_measurable(inner, chosen.rules, chosen.reference, backend)
+            on_device = not backend.reads(parameters[0])
+            differenced = options.noise == "differenced"
+            pairs = DifferencedEstimator(backend, on_device=on_device) if differenced else None
+            self.noise = GradientNoise(backend, parameters, pairs)
+        self.second_moment: SecondMoment | None = None
+        if any(map(needs_squares, chosen.rules)):
+            self.second_moment = create_second_moment(inner, chosen.reference, backend, sampler)
+        self.seeding: Seeding | None = None
+        if reproducible:
+            check_reproducible(module, parameters)
+            self.seeding = Seeding(sampler, backend)
+        if any(stage.compares_microbatches for stage in self.stages):
+            self.counts.refused = (
+                "the rule, the controller or noise= compares those of microbatches, by their samples; choose another "
+                "rule or controller, or omit noise="
+            )
+        self._sampler, self._backend = sampler, backend
+
+    @property
+    def stages(self) -> Sequence[Stage]:
+        """Those that take part in updates, in their order."""
+        optional = self.skipper, self.noise, self.second_moment
+        present = [stage for stage in optional if stage is not None]
+        return [self.same_updates, self.counts, self.means, self.totals, *present]
+
+    @property
+    def noise_reader(self) -> Callable[[], Callable[[], Noise]] | None:
+        """Return a function that returns a reader of the present noise; None if it is not measured."""
+        return None if self.noise is None else self.noise.reader
+
+    @property
+    def skipped(self) -> int | None:
+        """The number of updates that were skipped; None if none is."""
+        return None if self.skipper is None else self.skipper.skipped
+
+    def follow(
+        self, updater: Updater, tracker: Tracker | None, log_steps: int | None, log_samples: int | None
+    ) -> Moments[LoopStage]:
+        """Return what follows the loop, in its order."""
+        self.controller = ControllerRunner(updater, self.noise_reader, self._sampler, self._backend, tracker)
+        self.reporter = Reporter(tracker, log_steps, log_samples, updater, self, self._sampler, self._backend)
+        seeding = [] if self.seeding is None else [self.seeding]
+        return Moments(LoopStage, [*seeding, self.controller, self.reporter])

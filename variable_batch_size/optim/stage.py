@@ -1,0 +1,269 @@
+"""What an ability may do in an update: a stage, which is called at the moments that it has a method for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, TypeVar, final
+
+from torch import Tensor
+
+from variable_batch_size.backend.agreement import Agreement
+from variable_batch_size.data.batches import Batch
+from variable_batch_size.microbatching import Microbatch
+from variable_batch_size.optim.message import Message
+from variable_batch_size.optim.tensors.parameters import Parameters
+from variable_batch_size.rules import Rule, RuleInput, Scaling
+
+FIRST_UPDATE = "the first update of a training, of a restored state, or with other parameters"
+
+
+class Needs(NamedTuple):
+    """What an update needs of each microbatch.
+
+    Attributes:
+        norm: |g|^2.
+        elements: g^2, of each element.
+    """
+
+    norm: bool = False
+    elements: bool = False
+
+    def joined(self, other: Needs) -> Needs:
+        """Return what either needs."""
+        return Needs(self.norm or other.norm, self.elements or other.elements)
+
+
+class MeasuredSquares(NamedTuple):
+    """The squares of a microbatch's gradient g, of any scale.
+
+    Attributes:
+        norm: |g|^2, 0-D; None if it is not needed.
+        elements: g^2 by parameter, if it is needed.
+        factor: by which they must be multiplied, to be n_j times those of the gradient of the mean loss.
+        scale: that of a `GradScaler`, by which g must be divided first, 0-D; None without one.
+    """
+
+    norm: Tensor | None
+    elements: dict[Tensor, Tensor]
+    factor: float
+    scale: Tensor | None
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A microbatch whose `step()` was called.
+
+    Attributes:
+        microbatch: its place and its samples.
+        count: what its loss is a sum over, if not its samples.
+        divided: whether the losses of the update are divided by totals of the update, see `Counts`.
+    """
+
+    microbatch: Microbatch
+    count: Tensor | float | None
+    divided: bool
+
+
+@dataclass
+class UpdateUnderWay:
+    """An update, as its stages find it and change it.
+
+    Attributes:
+        batch: its number, its samples and this rank's microbatches.
+        asked: what the rules are asked with; who measures the noise replaces it.
+        rules: that of each parameter group.
+        parameters: what is trained.
+        facts: what all ranks must have in common, by name.
+        message: the sums over the ranks, by the names of their entries.
+        gradients: those that the parameters have, summed over the ranks.
+        count: the sum of the counts over all ranks, 0-D; None if the steps have none.
+        square: |G|^2, if it is known: a float, or 0-D on a device.
+        norm: |G| before clipping, 0-D, if it is known.
+        finite: whether G is finite, 0-D where a device decides: then it was zeroed unless it is.
+        skipped: whether the update leaves the weights as they are, 0-D where a device decides.
+        scalings: the factors of each parameter group.
+    """
+
+    batch: Batch
+    asked: RuleInput
+    rules: tuple[Rule, ...]
+    parameters: Parameters
+    facts: dict[str, Any]
+    message: Message
+    gradients: list[Tensor] = field(default_factory=list)
+    count: Tensor | None = None
+    square: float | Tensor | None = None
+    norm: Tensor | None = None
+    finite: bool | Tensor = True
+    skipped: bool | Tensor = False
+    scalings: list[Scaling] = field(default_factory=list)
+
+    def skip(self, decision: bool | Tensor) -> None:
+        """Skip the update if a stage decides so, alike on all ranks; 0-D only if it `skips_on_device`."""
+        if self.skipped is False or decision is True:
+            self.skipped = decision
+        elif isinstance(decision, Tensor):
+            self.skipped |= decision
+
+
+class Stage:
+    """An ability of an optimizer. Each method does nothing; override those of the moments that matter.
+
+    The moments of an update, in their order: `check` and `add` of each microbatch; `begin`, and `part` of what the
+    ranks sum; then, with the reduced gradient, `reduce`, `judge`, `measure`, `scale`, `clip`; `around` the inner
+    optimizer's step, and `begin_step` right before it; `end` with the new weights, or when the update was skipped; and
+    `clear`.
+
+    Attributes:
+        name: that of its entry in the message.
+        by_microbatch: whether its part is a sum over microbatches.
+        compares_microbatches: whether the update depends on how its samples are cut into microbatches.
+        reads_gradient: whether it must find the reduced gradient as it is, without the factor of a rule.
+        keeps_lr_on_device: whether factors on the learning rate are 0-D tensors that the host does not read.
+        skips_on_device: whether a device decides which updates are skipped.
+    """
+
+    name = ""
+    by_microbatch = False
+    compares_microbatches = False
+    reads_gradient = False
+    keeps_lr_on_device = False
+    skips_on_device = False
+
+    def needs(self, batch: Batch | None) -> Needs:
+        """Return what an update, None if it is not known yet, has to measure of each microbatch."""
+        return Needs()
+
+    def settings(self) -> dict[str, Any]:
+        """Return what the ranks compare before the first update, by name."""
+        return {}
+
+    def meet(self, agreement: Agreement) -> None:
+        """Compare the ranks before the first update; every rank calls it."""
+
+    def check(self, counted: Counted) -> None:
+        """Raise an error unless a microbatch can be counted; nothing has changed yet."""
+
+    def add(self, counted: Counted, squares: MeasuredSquares, like: Tensor) -> None:
+        """Take what a microbatch brings; `like` is a tensor of the device, and of the dtype, of the parameters."""
+
+    def begin(self, update: UpdateUnderWay) -> None:
+        """Add what all ranks must have in common to the facts of an update whose microbatches are all there."""
+
+    def part(self, like: Sequence[Tensor]) -> list[Tensor]:
+        """Return this rank's part, which the ranks sum in place; nothing if there is none.
+
+        Args:
+            like: what this rank has of the parameters, for devices and dtypes.
+        """
+        return []
+
+    def reduce(self, update: UpdateUnderWay) -> None:
+        """Read the sums over the ranks."""
+
+    def judge(self, update: UpdateUnderWay) -> None:
+        """Decide whether the update is skipped, alike on all ranks."""
+
+    def measure(self, update: UpdateUnderWay) -> None:
+        """Measure the reduced gradient of an update that is made, before the rules are asked."""
+
+    def scale(self, update: UpdateUnderWay) -> None:
+        """Check or change what the rules have answered."""
+
+    def clip(self, factor: Tensor) -> None:
+        """Follow the clipping of the gradient by a factor, 0-D."""
+
+    def around(self, update: UpdateUnderWay) -> AbstractContextManager[None]:
+        """Return a context for the inner optimizer's step, in which hyperparameters are scaled later."""
+        return nullcontext()
+
+    def begin_step(self, update: UpdateUnderWay) -> None:
+        """Prepare the inner optimizer's step, whose hyperparameters are scaled."""
+
+    def end(self, update: UpdateUnderWay) -> None:
+        """Keep what the update has brought; it may have been skipped."""
+
+    def clear(self) -> None:
+        """Forget the step, after its update or to start it over."""
+
+    def forget(self) -> None:
+        """Forget what the ranks have agreed on: parameters have changed, or a state is loaded."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a restored training needs, in entries of its own."""
+        return {}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError if entries of its own are damaged; nothing was loaded yet."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take its entries of a state, which may lack them."""
+
+
+class LoopStage:
+    """An ability that follows the loop, from microbatch to microbatch. Each method does nothing; override some."""
+
+    def begin_backward(self, member: object) -> None:
+        """Check that `backward()` of an optimizer may be called."""
+
+    def begin_microbatch(self, member: object) -> None:
+        """Check that `step()` of an optimizer may count a microbatch, which has changed nothing yet."""
+
+    def end_microbatch(self, *, ends_update: bool) -> None:
+        """Follow a microbatch that was counted, on whose forward no other optimizer waits."""
+
+    def follow_up(self, batch: Batch, agreement: Agreement, *, leads: bool) -> None:
+        """Follow an update that was committed; `leads`: this is the first optimizer of its sampler."""
+
+    def discard(self) -> None:
+        """Forget the step, which starts over, or elsewhere."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a restored training needs, in entries of its own."""
+        return {}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError if entries of its own are damaged; nothing was loaded yet."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take its entries of a state, which may lack them."""
+
+
+Item = TypeVar("Item", bound="Stage | LoopStage")
+
+
+@final
+class Moments(Generic[Item]):
+    """Stages, of updates or of the loop, in their order: a moment costs what those cost that have a method for it."""
+
+    def __init__(self, nothing: type[Item], items: Iterable[Item]) -> None:
+        self._nothing, self.items = nothing, list(items)
+        self._calls: dict[str, list[Callable[..., Any]]] = {}
+
+    def append(self, item: Item) -> None:
+        """Add one, after all others."""
+        self.items.append(item)
+        self._calls.clear()
+
+    def calls(self, moment: str) -> list[Callable[..., Any]]:
+        """Return the methods of that name which do something."""
+        if (known := self._calls.get(moment)) is None:
+            nothing = getattr(self._nothing, moment)
+            doing = [item for item in self.items if getattr(type(item), moment) is not nothing]
+            known = self._calls[moment] = [getattr(item, moment) for item in doing]
+        return known
+
+    def call(self, moment: str, *args: Any, **options: Any) -> None:
+        """Call each of them."""
+        for method in self.calls(moment):
+            method(*args, **options)
+
+    def any(self, attribute: str) -> bool:
+        """Return whether an attribute of any of them is true."""
+        return any(getattr(item, attribute) for item in self.items)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the entries of all of them."""
+        return {name: value for method in self.calls("state_dict") for name, value in method().items()}

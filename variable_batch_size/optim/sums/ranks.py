@@ -1,0 +1,59 @@
+"""The ranks over which the gradients of an optimizer are summed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+from torch import OutOfMemoryError, Tensor
+
+from variable_batch_size.backend import Backend
+from variable_batch_size.backend.agreement import AbsentRankError
+
+RESTART = "so that the ranks may have made different updates; restart all ranks from the last checkpoint"
+
+
+def absent_rank_error(error: Exception) -> RuntimeError:
+    """Return the error of ranks that wait for one that does not come."""
+    return RuntimeError(f"a rank does not take part in the sum of the gradients, {RESTART}: {error}")
+
+
+@final
+class Ranks:
+    """Sums tensors over the ranks of a backend.
+
+    Attributes:
+        backend: how they communicate.
+        interrupted: whether the other ranks may have a sum that an exception has interrupted here.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.interrupted = False
+
+    @property
+    def number(self) -> int:
+        """The number of ranks."""
+        return self.backend.world.size
+
+    def all_reduce(self, tensors: Sequence[Tensor]) -> None:
+        """Sum tensors in place; every rank has to call it."""
+        self.interrupted = self.number > 1
+        try:
+            self.backend.all_reduce_sum(tensors)
+        except (AbsentRankError, OutOfMemoryError):
+            raise
+        except RuntimeError as error:
+            if self.backend.elastic:  # which says what is wrong, and whose other ranks go on without this one
+                self.interrupted = False
+                raise
+            raise absent_rank_error(error) from error
+        self.interrupted = False
+
+    def check_not_interrupted(self) -> None:
+        """Raise RuntimeError if a sum was interrupted: it cannot be called back."""
+        if self.interrupted:
+            raise RuntimeError(
+                f"a step must be discarded before its gradients are summed over the ranks, but an exception came while "
+                f"they were, {RESTART}, or load a state on every rank"
+            )
