@@ -10,8 +10,8 @@ import typer
 from variable_batch_size.adaptive import Throughput
 from variable_batch_size.cli import output
 from variable_batch_size.cli.command import UsageError, command
+from variable_batch_size.cli.dry_run import DryRun, Load, dry_run
 from variable_batch_size.cli.options import FixedShape, TraceSource, UpdateTime, count_option, list_option, option
-from variable_batch_size.data.plan.dry_run import DryRun, Load, dry_run
 from variable_batch_size.data.plan.plan import Plan
 from variable_batch_size.trace import BatchTrace, OnEnd
 

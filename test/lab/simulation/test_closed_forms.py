@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from variable_batch_size.adaptive import ConstantBatch, PerDevice, Throughput
-from variable_batch_size.data.plan.dry_run import dry_run
+from variable_batch_size.cli.dry_run import dry_run
 from variable_batch_size.data.plan.plan import Plan
 from variable_batch_size.lab.cluster import CapacityTrace, synthetic
 from variable_batch_size.lab.simulation import NoiseCurve, Overheads, simulate

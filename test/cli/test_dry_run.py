@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from variable_batch_size.cli.dry_run import dry_run
 from variable_batch_size.data.plan.deal import Dealing
-from variable_batch_size.data.plan.dry_run import dry_run
 from variable_batch_size.data.plan.plan import Plan
 from variable_batch_size.trace import BatchTrace
 from variable_batch_size.world import World
