@@ -16,7 +16,7 @@ from helpers.splitting import rows_of, split_sizes
 from variable_batch_size.data.plan import plan as plan_module
 from variable_batch_size.data.plan.deal import Dealing
 from variable_batch_size.data.plan.plan import Plan
-from variable_batch_size.data.plan.shares import check_speeds
+from variable_batch_size.data.plan.shares import by_speed
 from variable_batch_size.trace.batch_trace import BatchTrace
 from variable_batch_size.world import World
 
@@ -100,15 +100,15 @@ def assert_parts_agree(deal, start, samples):
 @given(cases(), worlds, st.integers(0, 2), st.data(), st.integers(1, 9), st.booleans(), st.booleans())
 @examples(300)
 def test_deals_of_many_steps_equal_single_steps(case, size, number, data, steps_per_deal, spread, padded):
-    speeds = check_speeds(data.draw(speeds_of(size)), size) if data.draw(st.booleans()) else ()
-    if speeds:
+    unequal = by_speed(data.draw(speeds_of(size)), size) if data.draw(st.booleans()) else None
+    if unequal is not None:
         spread = spread and not case.fixed_shape
         padded = padded and spread
     plan = case.plan()
     epoch = plan.epoch(number)
     world = World(data.draw(st.integers(0, size - 1)), size)
     first_step = data.draw(st.integers(epoch.first_step, epoch.end_step))
-    dealing = Dealing(size if spread else 1, padded, speeds)
+    dealing = Dealing(size if spread else 1, padded, unequal)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan_module, "STEPS_PER_DEAL", steps_per_deal)
         assert_deals_equal_steps(plan, epoch, world, first_step, dealing)

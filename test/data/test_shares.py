@@ -17,7 +17,7 @@ from helpers.runs import cases, error_of, speeds_of, worlds
 from helpers.splitting import split_sizes
 from variable_batch_size.data.batches import Place, Position
 from variable_batch_size.data.plan.deal import Dealing
-from variable_batch_size.data.plan.shares import PERIOD, check_speeds, share, turns
+from variable_batch_size.data.plan.shares import PERIOD, by_speed, share, turns
 from variable_batch_size.world import World
 
 
@@ -34,10 +34,16 @@ def in_turns(units, speeds):
 # ------------------------------------------------------------------------------------------------------- pure functions
 
 
+def whole_speeds(speeds):
+    """The smallest whole numbers in the same ratio; none if they are equal."""
+    unequal = by_speed(speeds, len(speeds))
+    return () if unequal is None else unequal.speeds
+
+
 @given(st.integers(0, 14), st.integers(2, 4).flatmap(speeds_of))
 @examples(100)
 def test_no_other_shares_end_earlier(units, speeds):
-    whole = check_speeds(speeds, len(speeds)) or (1,) * len(speeds)
+    whole = whole_speeds(speeds) or (1,) * len(speeds)
     found = [int(turns(whole, rank).count(units)) for rank in range(len(speeds))]
     every = itertools.product(range(units + 1), repeat=len(speeds))
     best = min(max(map(Fraction, n, speeds)) for n in every if sum(n) == units)
@@ -48,7 +54,7 @@ def test_no_other_shares_end_earlier(units, speeds):
 @given(st.integers(1, 6).flatmap(speeds_of), st.integers(0, 200))
 @examples(100)
 def test_turns_equal_the_slow_twin(speeds, units):
-    whole = check_speeds(speeds, len(speeds)) or (1,) * len(speeds)
+    whole = whole_speeds(speeds) or (1,) * len(speeds)
     owners = np.array(in_turns(units, whole), dtype=np.int64)
     for rank in range(len(speeds)):
         own, first = turns(whole, rank), np.arange(units + 1)
@@ -61,7 +67,7 @@ def test_turns_equal_the_slow_twin(speeds, units):
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=8), st.integers(1, 10**15))
 @examples(100)
 def test_measured_speeds_are_nearly_kept(speeds, batch_size):
-    whole = check_speeds(speeds, len(speeds)) or (1,) * len(speeds)
+    whole = whole_speeds(speeds) or (1,) * len(speeds)
     assert math.gcd(*whole) == 1
     found = [int(turns(whole, rank).count(batch_size)) for rank in range(len(speeds))]
     assert sum(found) == batch_size
@@ -71,9 +77,9 @@ def test_measured_speeds_are_nearly_kept(speeds, batch_size):
 
 
 def test_only_the_ratios_of_speeds_count():
-    assert check_speeds([0.1, 0.3], 2) == check_speeds(np.array([2.0, 6.0]), 2) == (1, 3)
-    assert check_speeds([5e-324, 1e308, 1], 3) == (1, PERIOD, 1)
-    assert check_speeds([1], 1) == check_speeds([2.5] * 3, 3) == ()
+    assert whole_speeds([0.1, 0.3]) == whole_speeds(np.array([2.0, 6.0])) == (1, 3)
+    assert whole_speeds([5e-324, 1e308, 1]) == (1, PERIOD, 1)
+    assert whole_speeds([1]) == whole_speeds([2.5] * 3) == ()
 
 
 MISTAKES = [
@@ -98,11 +104,11 @@ def test_wrong_speeds_raise(speeds, kind, message):
 @given(cases(), worlds, st.integers(0, 2), st.booleans(), st.booleans(), st.data())
 @examples(150)
 def test_the_microbatches_of_all_ranks_make_up_the_batch(case, size, number, spread, padded, data):
-    speeds = check_speeds(data.draw(speeds_of(size)), size)
+    unequal = by_speed(data.draw(speeds_of(size)), size)
     spread = (spread and not case.fixed_shape) or padded
-    if not speeds or (case.fixed_shape and spread):
+    if unequal is None or (case.fixed_shape and spread):
         return
-    plan, m, dealing = case.plan(), case.minibatch_size, Dealing(size if spread else 1, padded, speeds)
+    plan, m, dealing = case.plan(), case.minibatch_size, Dealing(size if spread else 1, padded, unequal)
     epoch = plan.epoch(number)
     for update in range(epoch.first_step, epoch.end_step):
         step = plan.step(epoch, update, dealing)
@@ -121,10 +127,10 @@ def test_the_microbatches_of_all_ranks_make_up_the_batch(case, size, number, spr
         if not spread:
             expected = split_sizes(step.batch_size, m, case.fixed_shape)
             assert [b.samples for b in sorted(counted, key=lambda b: b.start)] == expected
-            owners = in_turns(len(expected), speeds)
+            owners = in_turns(len(expected), unequal.speeds)
             assert [sum(b.samples > 0 for b in rank) for rank in dealt] == [owners.count(r) for r in range(size)]
             continue
-        owners = in_turns(step.batch_size, speeds)
+        owners = in_turns(step.batch_size, unequal.speeds)
         for rank, own in enumerate(dealt):
             samples, sizes = owners.count(rank), [b.samples for b in own if b.samples]
             assert sum(sizes) == samples
@@ -187,7 +193,7 @@ def test_a_billion_samples_need_no_work_per_sample():
 @examples(100)
 def test_equal_rounds_hold_or_raise(batch, m, size, spread, data):
     """Every rank has as many rounds as the fastest one and no replay, or a step raises; whole ones go round robin."""
-    speeds = check_speeds(data.draw(speeds_of(size)), size)
+    speeds = whole_speeds(data.draw(speeds_of(size)))
     if not speeds:
         return
 

@@ -11,10 +11,9 @@ from typing import Any, ClassVar, NamedTuple, final
 from variable_batch_size._validation import MAX_INT, IntArray, check_int
 from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace
 from variable_batch_size.adaptive.decided_trace import DecidedTrace
-from variable_batch_size.data.plan.deal import Dealing, Step
+from variable_batch_size.data.plan.deal import Dealing, Step, UnequalRanks
 from variable_batch_size.data.plan.equal_rounds import check_constant
 from variable_batch_size.data.plan.plan import Epoch, Plan
-from variable_batch_size.data.plan.shares import Speeds
 from variable_batch_size.data.plan.shuffle import order
 from variable_batch_size.data.plan.state import VERSION
 from variable_batch_size.microbatching import Microbatch
@@ -72,13 +71,13 @@ class Split(NamedTuple):
         spread: whether a step may be split further, so that no rank is idle: none depends on the split.
         padded: whether every rank computes equally many microbatches, by replays.
         equal_rounds: whether every rank computes equally many without replays, see `CustomSampler`.
-        speeds: of each rank; empty if they are equal.
+        unequal: how ranks share a step that are not equal; None if they are.
     """
 
     spread: bool = True
     padded: bool = False
     equal_rounds: bool = False
-    speeds: Speeds = ()
+    unequal: UnequalRanks | None = None
 
 
 _EVEN = Split()
@@ -113,7 +112,7 @@ class Batches:
         spread = self.split.spread and not self.plan.fixed_shape and not self.reproducible
         equal = self.split.padded or self.split.equal_rounds
         # A round takes as long as a microbatch on the slowest rank: whole ones in equal rounds do not go by speed.
-        return Dealing(self.world.size if spread else 1, equal, self.split.speeds if spread or not equal else ())
+        return Dealing(self.world.size if spread else 1, equal, self.split.unequal if spread or not equal else None)
 
     def order(self, epoch: int) -> Callable[[IntArray], IntArray]:
         """Return the map from positions in an epoch's order to indices in the dataset, for arrays of any shape."""

@@ -18,7 +18,7 @@ from variable_batch_size.data.batches import Batches, Split
 from variable_batch_size.data.dealer import Dealer
 from variable_batch_size.data.iteration import Iteration
 from variable_batch_size.data.plan.plan import Plan
-from variable_batch_size.data.plan.shares import check_speeds
+from variable_batch_size.data.plan.shares import by_speed
 from variable_batch_size.data.plan.shuffle import order
 from variable_batch_size.trace.batch_trace import BatchTrace, OnEnd
 
@@ -152,7 +152,7 @@ class CustomSampler(Dealer, Sampler[list[int]]):
         order(samples, seed, 0, shuffle=shuffle)  # raises if there is none
         epochs = None if epochs is None else check_int(epochs, "epochs")
         plan.check_trace(epochs)
-        split = Split(equal_rounds=equal_rounds, speeds=() if speeds is None else check_speeds(speeds, world.size))
+        split = Split(equal_rounds=equal_rounds, unequal=None if speeds is None else by_speed(speeds, world.size))
         batches = Batches(plan, world, seed, shuffle, split, decided, bool(reproducible))
         super().__init__(batches.with_checked_rounds(), epochs=epochs, cut_is_known=cut_is_known)
 

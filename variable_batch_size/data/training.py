@@ -228,7 +228,7 @@ class Training:
         padded = split.padded or (batches.arriving and len(self.members) > 0)
         split = Split(known.spread and split.spread, known.padded or padded, known.equal_rounds or split.equal_rounds)
         fixed = True if compiles_shapes and not self._cut_is_known else None
-        self.batches = batches.with_split(split._replace(speeds=known.speeds), fixed_shape=fixed)
+        self.batches = batches.with_split(split._replace(unequal=known.unequal), fixed_shape=fixed)
         if choice is not None:  # in other batches
             self._choose_epoch(choice.position.epoch)
         self._cut_is_known, self.elastic = True, self.elastic or elastic
@@ -699,7 +699,7 @@ def check_can_attach(batches: Batches, *, compiles_shapes: bool, elastic: bool) 
     if batches.arriving and elastic:
         found = "an elastic backend"
         raise value_error("batches that arrive need ranks that stay", found, "pass a vbs.CustomSampler")
-    if batches.split.speeds and (compiles_shapes or elastic):
+    if batches.split.unequal is not None and (compiles_shapes or elastic):
         found = "a world that may change" if elastic else "a device on which all ranks run one graph, as with XLA"
         raise value_error("speeds= needs a fixed world whose ranks run on their own", found, "omit speeds=")
     if elastic and batches.decided is not None and batches.decided.adaptive.every is None:

@@ -200,10 +200,12 @@ class Updater:
             check_dense(self.parameters)
         counted = Counted(microbatch, count, divided)
         self.stages.call("check", counted)
-        squares = self.sum.add(microbatch, following, scaled, weighted=divided, counted=count is not None)
+        squares = self.sum.measure(microbatch, scaled, weighted=divided, counted=count is not None)
         like = local_parts(self.parameters[:1])
+        # Before the gradients of any microbatch get their weight: another order would be another graph.
         self.stages.call("add", counted, squares, like[0])
         self.sum.message.count(microbatch, like)
+        self.sum.add(microbatch, following, scaled)
 
     def clear(self) -> None:
         """Discard the accumulated microbatches, after an update or to start the step over."""

@@ -4,14 +4,53 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, Protocol, final
 
 import numpy as np
 
 from variable_batch_size._validation import IntArray
-from variable_batch_size.data.plan.shares import Share, Speeds, count_of_all, share, turns
 from variable_batch_size.microbatching import Cut, Microbatch, cut, partial_sizes
 from variable_batch_size.world import World
+
+
+class Share(NamedTuple):
+    """The part of one rank in a step, or in each of several: numbers, or (steps,).
+
+    Attributes:
+        start: position of its first sample in the step; without samples, of the one that it replays.
+        samples: its samples, which are consecutive.
+        microbatches: number of near-equal microbatches into which they are cut.
+        replays: replays before these.
+    """
+
+    start: Any
+    samples: Any
+    microbatches: Any
+    replays: Any
+
+
+class UnequalRanks(Protocol):
+    """How ranks share a step that are not equal, as `BySpeed`."""
+
+    @property
+    def speeds(self) -> tuple[int, ...]:
+        """The relative speed of each rank."""
+
+    @property
+    def slowest(self) -> int:
+        """A rank whose share is least."""
+
+    def share(self, rank: int, batch_sizes: Any, minibatch_size: int, *, padded: bool) -> Share:
+        """Return the share of a rank in steps of these sizes."""
+
+    def count_of_all(self, batch_size: int, minibatch_size: int, *, padded: bool) -> int:
+        """Return the number of microbatches of a step over all ranks, without replays."""
+
+    def count_dealt(self, rank: int, microbatches: Any) -> Any:
+        """Return how many of the microbatches of a step, or of each of several, a rank takes."""
+
+    def number_in_step(self, rank: int, index: Any) -> Any:
+        """Return the number in the step of a rank's microbatch, or of each of several."""
 
 
 class Dealing(NamedTuple):
@@ -21,32 +60,35 @@ class Dealing(NamedTuple):
         multiple_of: the number of a step's microbatches is a multiple of it, if there are as many samples.
         padded: whether every rank computes equally many microbatches in a step: replays come first on those that have
             one fewer.
-        speeds: speed of each rank, see `check_speeds`; empty if all are equal. Samples are dealt by them; or whole
-            microbatches, if `multiple_of` is 1, which must not be padded.
+        unequal: how ranks share a step that are not equal: its samples; or whole microbatches, if `multiple_of` is 1,
+            which must not be padded. None if they are equal.
     """
 
     multiple_of: int = 1
     padded: bool = False
-    speeds: Speeds = ()
+    unequal: UnequalRanks | None = None
 
     @property
     def shares_samples(self) -> bool:
         """Whether each rank gets samples in proportion to its speed, and cuts them into microbatches by itself."""
-        return bool(self.speeds) and self.multiple_of > 1
+        return self.unequal is not None and self.multiple_of > 1
 
     def share(self, batch_sizes: Any, minibatch_size: int, world: World) -> Share:
         """Return the share of a rank in a step, or in each of several, if `shares_samples`."""
-        return share(self.speeds, world.rank, batch_sizes, minibatch_size, padded=self.padded)
+        assert self.unequal is not None
+        return self.unequal.share(world.rank, batch_sizes, minibatch_size, padded=self.padded)
 
     def count_dealt(self, microbatches: Any, world: World) -> Any:
         """Return how many of the microbatches of a step, or of each of several, are dealt to a rank."""
-        if self.speeds:
-            return turns(self.speeds, world.rank).count(microbatches)
+        if self.unequal is not None:
+            return self.unequal.count_dealt(world.rank, microbatches)
         return -(-(microbatches - world.rank) // world.size)
 
     def number_in_step(self, index: Any, world: World) -> Any:
         """Return the number in the step of a rank's microbatch `index`, or of each of several."""
-        return turns(self.speeds, world.rank).number(index) if self.speeds else world.rank + index * world.size
+        if self.unequal is not None:
+            return self.unequal.number_in_step(world.rank, index)
+        return world.rank + index * world.size
 
     def replays(self, microbatches: Any, world: World) -> Any:
         """Return how many replays a rank computes before its own microbatches in a step, or in each of several.
@@ -171,9 +213,9 @@ class Step:
     @property
     def num_microbatches(self) -> int:
         """The number of microbatches of the update over all ranks, without replays."""
-        speeds, padded = self.dealing.speeds, self.dealing.padded
-        if self.dealing.shares_samples:
-            return count_of_all(speeds, self.batch_size, self.minibatch_size, padded=padded)
+        unequal, padded = self.dealing.unequal, self.dealing.padded
+        if unequal is not None and self.dealing.shares_samples:
+            return unequal.count_of_all(self.batch_size, self.minibatch_size, padded=padded)
         return self.cut.microbatches
 
     def rounds(self, world: World) -> int:

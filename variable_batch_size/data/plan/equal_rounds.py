@@ -49,9 +49,8 @@ def check_equal_rounds(
     Raises:
         ValueError: if one has not; it names the first one.
     """
-    speeds = dealing.speeds
     padded = dealing._replace(padded=True)
-    least = max(rank for rank in range(world.size) if not speeds or speeds[rank] == min(speeds))  # whose share is least
+    least = world.size - 1 if dealing.unequal is None else dealing.unequal.slowest  # whose share is least
     for deal in plan.deals(epoch, first_step, World(least, world.size), padded, end_step):
         unequal = np.flatnonzero(deal.replays)
         if len(unequal):
@@ -86,7 +85,7 @@ def _remedy_for_step(plan: Plan, epoch: Epoch, step: Step, world: World, dealing
         if step.start + step.batch_size == plan.dataset_size:
             return f"pass drop_last=True, because the step is the rest of epoch {epoch.number}"
         return f"change max_samples={plan.max_samples}, which shortens the step"
-    if dealing.speeds:
+    if dealing.unequal is not None:
         return "choose a larger batch size or minibatch_size, or speeds that differ less"
     enough, measured = (
         next_equal(step.batch_size, plan.minibatch_size, world.size, fixed_shape=plan.fixed_shape, multiple_of=number)

@@ -19,19 +19,22 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from variable_batch_size._validation import IntArray, check_positive, type_error, value_error
+from variable_batch_size.data.plan.deal import Share
 from variable_batch_size.microbatching import count_microbatches
 
 PERIOD = 2**18  # units before the turns repeat, at most, unless there are more than PERIOD / RESOLUTION ranks
 RESOLUTION = 2**10
 
-Speeds = tuple[int, ...]  # of each rank, without a common divisor; empty if all are equal
+Speeds = tuple[int, ...]  # of each rank, without a common divisor
 
 
-def check_speeds(speeds: object, world_size: int) -> Speeds:
-    """Return the speeds of ranks as the smallest whole numbers in the same ratio; rounded if their sum is large.
+def by_speed(speeds: object, world_size: int) -> BySpeed | None:
+    """Return how ranks of these speeds take their shares; None if all are equal.
 
-    >>> check_speeds((1.5, 0.5), 2), check_speeds([7, 7], 2)
-    ((3, 1), ())
+    The speeds become the smallest whole numbers in the same ratio, which are rounded if their sum is large.
+
+    >>> by_speed((1.5, 0.5), 2), by_speed([7, 7], 2)
+    (BySpeed(speeds=(3, 1)), None)
 
     Raises:
         TypeError: if they are not numbers in a sequence.
@@ -48,7 +51,7 @@ def check_speeds(speeds: object, world_size: int) -> Speeds:
     most = max(PERIOD, RESOLUTION * world_size)
     if (total := sum(whole)) > most:
         whole = _reduce_ratio([max(1, round(Fraction(speed * most, total))) for speed in whole])
-    return () if len(set(whole)) == 1 else whole
+    return None if len(set(whole)) == 1 else BySpeed(whole)
 
 
 def _reduce_ratio(numbers: Collection[int]) -> Speeds:
@@ -105,22 +108,6 @@ def turns(speeds: Speeds, rank: int) -> Turns:
     return Turns(np.flatnonzero(owner == rank), counts, lower, sum(speeds[:rank]))
 
 
-class Share(NamedTuple):
-    """The part of one rank in a step, or in each of several: numbers, or (steps,).
-
-    Attributes:
-        start: position of its first sample in the step; without samples, of the one that it replays.
-        samples: its samples, which are consecutive.
-        microbatches: number of near-equal microbatches into which they are cut.
-        replays: replays before these.
-    """
-
-    start: Any
-    samples: Any
-    microbatches: Any
-    replays: Any
-
-
 def share(speeds: Speeds, rank: int, batch_sizes: Any, minibatch_size: int, *, padded: bool) -> Share:
     """Return the share of a rank in steps of these sizes: ceil(n_r / m) microbatches of its n_r samples.
 
@@ -144,3 +131,34 @@ def count_of_all(speeds: Speeds, batch_size: int, minibatch_size: int, *, padded
     samples = periods * np.array(speeds) + np.bincount(owners(speeds)[:rest], minlength=len(speeds))  # (ranks,)
     rounds = -(-int(samples.max()) // minibatch_size) if padded else 1
     return int(count_microbatches(samples, minibatch_size, fixed_shape=False, multiple_of=rounds).sum())
+
+
+class BySpeed(NamedTuple):
+    """Ranks that take their shares by speed, see `Dealing`.
+
+    Attributes:
+        speeds: of each rank.
+    """
+
+    speeds: Speeds
+
+    def share(self, rank: int, batch_sizes: Any, minibatch_size: int, *, padded: bool) -> Share:
+        """Return the share of a rank in steps of these sizes."""
+        return share(self.speeds, rank, batch_sizes, minibatch_size, padded=padded)
+
+    def count_of_all(self, batch_size: int, minibatch_size: int, *, padded: bool) -> int:
+        """Return the number of microbatches of a step over all ranks, without replays."""
+        return count_of_all(self.speeds, batch_size, minibatch_size, padded=padded)
+
+    def count_dealt(self, rank: int, microbatches: Any) -> Any:
+        """Return how many of the microbatches of a step a rank takes."""
+        return turns(self.speeds, rank).count(microbatches)
+
+    def number_in_step(self, rank: int, index: Any) -> Any:
+        """Return the number in the step of a rank's microbatch."""
+        return turns(self.speeds, rank).number(index)
+
+    @property
+    def slowest(self) -> int:
+        """The last one of the ranks whose share is least."""
+        return max(rank for rank, speed in enumerate(self.speeds) if speed == min(self.speeds))

@@ -169,7 +169,7 @@ def sampler_facts(sampler: Dealer) -> dict[str, Any]:
         "max_samples": plan.max_samples,
         "divisor of the number of microbatches": sampler.dealing.multiple_of,
         "equal_rounds": split.equal_rounds,
-        "speeds": split.speeds,
+        "speeds": () if split.unequal is None else split.unequal.speeds,
         **sampler.facts,
     }
 

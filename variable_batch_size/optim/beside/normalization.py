@@ -148,7 +148,7 @@ def _smallest_microbatch(sampler: Dealer) -> _Smallest:
     plan = sampler.plan
     epoch = sampler.batches.epoch(sampler.position)
     dealing = sampler.dealing
-    deals = plan.deals(epoch, epoch.first_step, sampler.world, dealing._replace(speeds=()))
+    deals = plan.deals(epoch, epoch.first_step, sampler.world, dealing._replace(unequal=None))
     batch_sizes = np.unique(np.concatenate([deal.sizes for deal in deals])).tolist()
     options: dict[str, Any] = {"fixed_shape": plan.fixed_shape, "multiple_of": dealing.multiple_of}
     cuts = ((cut(size, plan.minibatch_size, **options), size) for size in batch_sizes)

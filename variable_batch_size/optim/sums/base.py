@@ -41,7 +41,7 @@ NOT_WEIGHTED = (
 
 
 class Sum(ABC):
-    """Sums the gradients of a step: `prepare`, forward, `backward`, `add` of each microbatch, `finish`, and `clear`.
+    """Sums the gradients of a step: `prepare`, forward, `backward`, `measure`, `add`; then `finish`, and `clear`.
 
     Args:
         ranks: those over which is summed.
@@ -196,20 +196,13 @@ class Sum(ABC):
         self._factor = factor
 
     @final
-    def add(
-        self,
-        microbatch: Microbatch,
-        following: Microbatch | None,
-        scaled: Scaled,
-        *,
-        weighted: bool = False,
-        counted: bool = False,
+    def measure(
+        self, microbatch: Microbatch, scaled: Scaled, *, weighted: bool = False, counted: bool = False
     ) -> MeasuredSquares:
-        """Add a microbatch to the step, after a check that its backward has run, and nothing else; return its squares.
+        """Check that the backward of a microbatch has run, and nothing else, and return its squares.
 
         Args:
             microbatch: the microbatch.
-            following: the next one of this rank in the step, if any.
             scaled: what a `GradScaler` has said.
             weighted: whether the loss must have carried all of its weight.
             counted: whether the loss is a sum over something that is counted.
@@ -217,13 +210,16 @@ class Sum(ABC):
         if weighted and microbatch.samples and self._factor is None:
             raise RuntimeError(NOT_WEIGHTED.format("step() came without optimizer.backward()"))
         scaled.check(self._scale)
-        squares = self._measure(microbatch, counted=counted or weighted)
+        return self._measure(microbatch, counted=counted or weighted)
+
+    @final
+    def add(self, microbatch: Microbatch, following: Microbatch | None, scaled: Scaled) -> None:
+        """Add a microbatch that was measured to the step; `following` is the next one of this rank in it, if any."""
         self._add_gradients(microbatch, following)
         self._inside, self._factor = True, None
         if scaled.found_inf is not None and self._overflows.add(microbatch, scaled.found_inf):
             self._zero()  # so that later microbatches find no overflow of this step, which is skipped
         self._check.remember()
-        return squares
 
     @abstractmethod
     def _measure(self, microbatch: Microbatch, *, counted: bool) -> MeasuredSquares:
