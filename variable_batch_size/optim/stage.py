@@ -79,9 +79,9 @@ class UpdateUnderWay:
         message: the sums over the ranks, by the names of their entries.
         gradients: those that the parameters have, summed over the ranks.
         count: the sum of the counts over all ranks, 0-D; None if the steps have none.
-        square: |G|^2, if it is known: a float, or 0-D on a device.
-        norm: |G| before clipping, 0-D, if it is known.
-        finite: whether G is finite, 0-D where a device decides: then it was zeroed unless it is.
+        square: the squared norm of the reduced gradient, if it is known: a float, or 0-D on a device.
+        norm: its norm before clipping, 0-D, if it is known.
+        finite: whether it is finite, 0-D where a device decides: then it was zeroed unless it is.
         skipped: whether the update leaves the weights as they are, 0-D where a device decides.
         scalings: the factors of each parameter group.
     """
