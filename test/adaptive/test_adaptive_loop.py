@@ -247,7 +247,7 @@ def test_a_chosen_epoch_is_cut_as_an_optimizer_that_is_created_later_needs():
     for epoch in (1, 2, 1):
         sampler.set_epoch(epoch)
         assert sampler.due == (epoch, sampler.plan.epoch(epoch).first_step)
-        assert sampler.dealing == (1, True, ())
+        assert sampler.dealing == (1, True, None)
         next(iter(sampler))  # what is skipped is known
 
 

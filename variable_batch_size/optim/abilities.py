@@ -54,7 +54,7 @@ class Abilities:
     """The abilities of an optimizer.
 
     Attributes:
-        same_updates: compares the ranks.
+        same_updates: compares the ranks, if there are several.
         counts: those of `step(count=)`.
         means: the values of `log`.
         totals: what `vbs.updates(counts=)` counts.
@@ -62,7 +62,6 @@ class Abilities:
         noise: the gradient noise.
         second_moment: that of Adam, as at the reference.
         seeding: the random numbers of `reproducible=True`.
-        controller: asks the controller of the sampler.
     """
 
     def __init__(
@@ -79,7 +78,8 @@ class Abilities:
         if (decided := sampler.batches.decided) is not None:
             for rule in chosen.rules:
                 check_rule_of(decided.adaptive.controller, rule)
-        self.same_updates = SameUpdates(inner, backend)
+        several = backend.job.world.size > 1 and not backend.elastic  # which compares its ranks by itself
+        self.same_updates = SameUpdates(inner, backend) if several else None
         self.counts = TokenCount(backend, options.reduction)
         self.means = StepMeans(backend, self.counts)
         self.totals = Counts(ranks, parameters[0], whole=reproducible)
@@ -110,9 +110,9 @@ class Abilities:
     @property
     def stages(self) -> Sequence[Stage]:
         """Those that take part in updates, in their order."""
-        optional = self.skipper, self.noise, self.second_moment
-        present = [stage for stage in optional if stage is not None]
-        return [self.same_updates, self.counts, self.means, self.totals, *present]
+        always = self.counts, self.means, self.totals
+        stages = self.same_updates, *always, self.skipper, self.noise, self.second_moment
+        return [stage for stage in stages if stage is not None]
 
     @property
     def noise_reader(self) -> Callable[[], Callable[[], Noise]] | None:
@@ -128,7 +128,10 @@ class Abilities:
         self, updater: Updater, tracker: Tracker | None, log_steps: int | None, log_samples: int | None
     ) -> Moments[LoopStage]:
         """Return what follows the loop, in its order."""
-        self.controller = ControllerRunner(updater, self.noise_reader, self._sampler, self._backend, tracker)
-        self.reporter = Reporter(tracker, log_steps, log_samples, updater, self, self._sampler, self._backend)
-        seeding = [] if self.seeding is None else [self.seeding]
-        return Moments(LoopStage, [*seeding, self.controller, self.reporter])
+        core = updater, self._sampler, self._backend
+        stages: list[LoopStage] = [] if self.seeding is None else [self.seeding]
+        if self._sampler.batches.decided is not None:
+            stages.append(ControllerRunner(*core, self.noise_reader, tracker))
+        if tracker is not None:
+            stages.append(Reporter(*core, self, tracker, log_steps, log_samples))
+        return Moments(LoopStage, stages)

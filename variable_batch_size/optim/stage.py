@@ -9,6 +9,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, final
 
 from torch import Tensor
 
+from variable_batch_size.backend import ElasticBackend
 from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.data.batches import Batch
 from variable_batch_size.microbatching import Microbatch
@@ -213,6 +214,9 @@ class LoopStage:
 
     def end_microbatch(self, *, ends_update: bool) -> None:
         """Follow a microbatch that was counted, on whose forward no other optimizer waits."""
+
+    def post(self, backend: ElasticBackend) -> None:
+        """Let the next sum of ranks that come and go carry what others have to hear."""
 
     def follow_up(self, batch: Batch, agreement: Agreement, *, leads: bool) -> None:
         """Follow an update that was committed; `leads`: this is the first optimizer of its sampler."""

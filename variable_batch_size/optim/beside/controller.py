@@ -41,14 +41,14 @@ class _Asked(NamedTuple):
 
 @final
 class ControllerRunner(LoopStage):
-    """Asks the controller of the sampler, if it has one, on rank 0, and plans with its decisions on all ranks."""
+    """Asks the controller of the sampler on rank 0, and plans with its decisions on all ranks."""
 
     def __init__(
         self,
         updater: Updater,
-        noise: Callable[[], Callable[[], Noise]] | None,
         sampler: Dealer,
         backend: Backend,
+        noise: Callable[[], Callable[[], Noise]] | None,
         tracker: Tracker | None,
     ) -> None:
         self._sampler, self._updater, self._noise, self._tracker = sampler, updater, noise, tracker
@@ -89,10 +89,9 @@ class ControllerRunner(LoopStage):
             rows = plan.minibatch_size if plan.fixed_shape else -(-step.batch_size // step.num_microbatches)
             self._stopwatch.after_update(ranks, rows, -(-step.num_microbatches // ranks))
 
-    def before_update(self, backend: ElasticBackend) -> None:
+    def post(self, backend: ElasticBackend) -> None:
         """Let the next sum carry the answer that is due after it."""
         decided, updates = self._sampler.batches.decided, self._sampler.updates
-        backend.posted = ""
         if decided is None or not decided.unanswered or not backend.leads:
             return
         if updates >= decided.unanswered[0].updates + READ_AFTER:

@@ -21,12 +21,6 @@ from variable_batch_size.optim.update import Updater
 from variable_batch_size.rules import Noise
 from variable_batch_size.tracker import Tracker
 
-_TAGS = (
-    *("epoch", "samples", "seconds", "samples_per_second", "updates_per_second"),
-    *("global_batch_size", "num_microbatches", "world_size", "lr_effective", "lr_factor"),
-)
-_NOISE_TAGS = ("gain", "progress", "noise_scale", "sigma2", "mu2")
-
 
 class _Moment(NamedTuple):
     seconds: float
@@ -58,19 +52,19 @@ class Reporter(LoopStage):
 
     def __init__(
         self,
-        tracker: Tracker | None,
-        log_steps: int | None,
-        log_samples: int | None,
         updater: Updater,
-        measured: ReportedStages,
         sampler: Dealer,
         backend: Backend,
+        measured: ReportedStages,
+        tracker: Tracker,
+        log_steps: int | None,
+        log_samples: int | None,
     ) -> None:
         self._samples = None if log_samples is None else check_int(log_samples, "log_samples", 1)
         default = 10 if log_samples is None else None
         self._steps = default if log_steps is None else check_int(log_steps, "log_steps", 1)
         others = not (backend.leads or backend.elastic)
-        if tracker is not None and others:
+        if others:
             tracker.mute()  # a loop may log to it on every rank
         self._tracker = None if others else tracker
         self._updater, self._measured, self._sampler, self._backend = updater, measured, sampler, backend
@@ -80,15 +74,6 @@ class Reporter(LoopStage):
         self._seconds_left: float | None = None  # of the whole training, at the last row
         if self._tracker is not None:
             self._tracker.check()
-
-    @property
-    def tags(self) -> list[str]:
-        """All tags of the training that begin with "vbs/"."""
-        updater = self._updater
-        norm = ("grad_norm",) if updater.options.grad_norm else ()
-        noise = () if self._measured.noise_reader is None else _NOISE_TAGS
-        skipped = () if self._measured.skipped is None else ("skipped",)
-        return [f"vbs/{name}" for name in (*_TAGS, *skipped, *norm, *noise)]
 
     def follow_up(self, batch: Batch, agreement: Agreement, *, leads: bool) -> None:
         """Move the progress bar, and log a row if one is due."""

@@ -58,7 +58,7 @@ class SameUpdates(Stage):
 
     Args:
         inner: the optimizer whose hyperparameters are compared.
-        backend: how the ranks that share a batch communicate. One whose ranks come and go compares them by itself.
+        backend: how the ranks that share a batch communicate.
     """
 
     name = "facts"
@@ -66,7 +66,6 @@ class SameUpdates(Stage):
     def __init__(self, inner: Optimizer, backend: Backend) -> None:
         job = backend.job
         self._inner, self._backend, self._job, self._ranks = inner, backend, job, job.world.size
-        self._compares = job.world.size > 1 and not backend.elastic
         self._apart = job is not backend  # not all ranks of the job share a batch: the number has a sum of its own
         self._modulus = modulus(job.world.size)
         self.forget()
@@ -78,16 +77,13 @@ class SameUpdates(Stage):
 
     def begin(self, update: UpdateUnderWay) -> None:
         """Note what all ranks must have in common; other stages may add to it."""
-        if self._compares:
-            self._facts = update.facts
-            self._facts |= numbers_of_groups(self._inner.param_groups)
-            trained = [number for number, parameter in enumerate(update.parameters) if parameter.requires_grad]
-            self._facts["parameters that require gradients"] = trained
+        self._facts = update.facts
+        self._facts |= numbers_of_groups(self._inner.param_groups)
+        trained = [number for number, parameter in enumerate(update.parameters) if parameter.requires_grad]
+        self._facts["parameters that require gradients"] = trained
 
     def part(self, like: Sequence[Tensor]) -> list[Tensor]:
-        """Return [x, x^2] of the update, (2,), which the ranks sum in place; nothing if there is nothing to compare."""
-        if not self._compares:
-            return []
+        """Return [x, x^2] of the update, (2,), which the ranks sum in place; nothing if it has a sum of its own."""
         x = zlib.crc32(repr(self._facts).encode()) % self._modulus
         example = torch.empty((), dtype=scalar_dtype(like), device=like[0].device)
         (self._number,) = self._backend.vectors([(x, x * x)], example, "")
@@ -100,7 +96,7 @@ class SameUpdates(Stage):
             RanksDifferError: on every rank, if the ranks differ.
         """
         message = update.message[self.name]
-        if self._compares and self._apart:
+        if self._apart:
             self._job.all_reduce_sum([self._number])
             message = [self._number]
         for sums in message:

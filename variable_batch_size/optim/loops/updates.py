@@ -179,7 +179,8 @@ def _meet_world(optimizer: CustomOptimizer) -> bool:
         return False
     loaded = backend.meet(training.position.step)
     moved = training.enter_world(backend.world, loaded=loaded)
-    optimizer._abilities.controller.before_update(backend)
+    backend.posted = ""
+    optimizer._followers.call("post", backend)
     backend.facts = common_facts(optimizer._updater, optimizer.sampler, optimizer.inner, backend)
     return loaded or moved
 

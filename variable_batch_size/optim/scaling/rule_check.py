@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.optim import ASGD, Optimizer, Rprop
 
 from variable_batch_size._validation import type_error, value_error
-from variable_batch_size.adaptive.base import check_rule_of
 from variable_batch_size.data.dealer import Dealer
 from variable_batch_size.optim.wrapper import check_sampler
 from variable_batch_size.rules import ConstantRule, Noise, Rule, RuleContext, RuleInput, Scaling
@@ -56,13 +55,7 @@ def check_applies_lr(inner: Optimizer, rules: Sequence[Rule]) -> None:
 def _check_rules(
     names: Sequence[object], rules: Sequence[Rule], inner: Optimizer, reference: int | None, sampler: Dealer
 ) -> None:
-    """Call the `check` of each rule that was chosen by its name, with the parameter groups that it scales.
-
-    A controller that chooses the batch sizes is asked, too, whether they are for these rules.
-    """
-    if (decided := sampler.batches.decided) is not None:
-        for rule in rules:
-            check_rule_of(decided.adaptive.controller, rule)
+    """Call the `check` of each rule that was chosen by its name, with the parameter groups that it scales."""
     for rule in {id(rule): rule for rule, name in zip(rules, names, strict=True) if isinstance(name, str)}.values():
         check: Any = getattr(rule, "check", None)
         if callable(check):
