@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -37,7 +36,7 @@ from variable_batch_size.optim.stage import Needs
 from variable_batch_size.optim.sums.base import NOT_WEIGHTED
 from variable_batch_size.optim.sums.overflows import Scaled
 from variable_batch_size.optim.sums.strategies import backend_for, strategy_for, sums_in_backward, unwrap
-from variable_batch_size.optim.tensors.hooks import call_before_forward, uncompiled
+from variable_batch_size.optim.tensors.hooks import call_before_forward, uncompiled, weakly
 from variable_batch_size.optim.tensors.parameters import list_parameters
 from variable_batch_size.optim.update import Updater
 from variable_batch_size.optim.wrapper import check_hyperparameters, check_kind, check_world, run_closure
@@ -120,7 +119,6 @@ class CustomOptimizer(ObservedOptimizer):
         module = unwrap(model)
         self._agreement = None
         self._backend = backend or backend_for(module, parameters, sampler, process_group)
-        needs = WeakMethod(self._needs_of_microbatch)  # hooks of the parameters must not keep the optimizer alive
         strategy = strategy_for(
             module,
             parameters,
@@ -129,7 +127,7 @@ class CustomOptimizer(ObservedOptimizer):
             sharded_accumulation=sharded_accumulation,
             find_unused=find_unused_parameters,
             by_rows=reduction == "sum",
-            needs=(lambda: (needs() or Needs)()) if measures_microbatches(options, chosen, sampler) else None,
+            needs=weakly(self._needs_of_microbatch) if measures_microbatches(options, chosen, sampler) else None,
             reproducible=sampler.batches.reproducible,
         )
         check_world(sampler, self._backend)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any, Literal, final, get_args
-from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from variable_batch_size._validation import check_choice, check_number, suggests
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.optim.properties import Commit
 from variable_batch_size.optim.tensors.arithmetic import has_dtensor, is_narrow, local_parts
+from variable_batch_size.optim.tensors.hooks import weakly
 from variable_batch_size.optim.tensors.parameters import list_parameters
 
 By = Literal["progress", "samples"]
@@ -71,8 +71,8 @@ class WeightAverage:
         self._known = {id(weight) for weight in (*self._parameters, *updated)}
         self.averages = [_copy_widened(weight) for weight in self._parameters]
         optimizer.register(self)
-        add_new = WeakMethod(self._add_new)  # before an update, after which the first weights are not known any more
-        optimizer.inner.register_step_pre_hook(lambda *_: (add := add_new()) and add())
+        # Before an update, after which the first weights are not known any more.
+        optimizer.inner.register_step_pre_hook(weakly(self._add_new))
 
     @torch.no_grad()
     def commit(self, commit: Commit) -> None:
@@ -95,7 +95,7 @@ class WeightAverage:
         for average, parameter in zip(self.averages, self._parameters, strict=True):
             average.copy_(parameter)
 
-    def _add_new(self) -> None:
+    def _add_new(self, *_: object) -> None:
         """Begin averages of the parameters that the optimizer has got."""
         new = [
             parameter for parameter in list_parameters(self._optimizer.param_groups) if id(parameter) not in self._known

@@ -11,8 +11,7 @@ in `clip_grad_norm_`, are noticed by their norms, in the first updates only, bec
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import final
 
@@ -21,6 +20,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from variable_batch_size.optim.tensors.arithmetic import has_dtensor
+from variable_batch_size.optim.tensors.hooks import remove_all, remove_with, weakly
 from variable_batch_size.optim.tensors.parameters import Gradients, Parameters, versions_of
 
 WATCHED = 3  # updates of a run in which hooks count, of those with one microbatch and of those with several
@@ -45,11 +45,12 @@ class BackwardCheck:
         self._ours: Gradients | None = None  # as the last `optimizer.backward()` left them, if it came later
         self._counted: dict[int, tuple[Tensor, int]] = {}  # those with hooks and their versions, when last accumulated
         self._changed = self._compiled = False  # whether a hook has seen a change; whether compiled autograd ran one
-        self._hooks: dict[int, RemovableHandle] = {}  # by index of the parameter
+        self._hooks: list[RemovableHandle] = []
+        self._hooked: list[int] = []  # the parameters that have one
         self._left = {False: WATCHED, True: WATCHED}  # updates to watch, by whether they have several microbatches
         self._probed = {False: WATCHED, True: WATCHED} if has_dtensor(self._parameters) else {}  # in which norms are
         self._probes = False
-        weakref.finalize(self, _remove_all, self._hooks).atexit = False
+        remove_with(self, self._hooks)
         self.forget()
 
     @property
@@ -163,25 +164,29 @@ class BackwardCheck:
         if watched and not self._hooks:
             for index, parameter in enumerate(self._parameters):
                 if parameter.requires_grad and parameter.is_leaf:
-                    hook = _counting_hook(weakref.ref(self), index)
+                    hook = weakly(self._count, index)
                     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-                    self._hooks[index] = handle
+                    self._hooks.append(handle)
+                    self._hooked.append(index)
             self._restart_counts()
         elif not watched:
             self._remove_hooks()
 
     def _remove_hooks(self) -> None:
-        _remove_all(self._hooks)
+        remove_all(self._hooks)
+        self._hooked.clear()
 
     def _restart_counts(self) -> None:
         """Count the accumulations of autograd from the gradients of the last `step()` on."""
         known, self._changed = self._seen, False
         self._counted = {
-            i: (gradient, known.versions[i]) for i in self._hooks if (gradient := known.tensors[i]) is not None
+            i: (gradient, known.versions[i]) for i in self._hooked if (gradient := known.tensors[i]) is not None
         }
 
-    def count(self, index: int, gradient: Tensor) -> None:
+    def _count(self, index: int, parameter: Tensor) -> None:
         """Count one accumulation of autograd in the gradient of a parameter."""
+        if (gradient := parameter.grad) is None:
+            return
         if torch.compiler.is_compiling():
             self._compiled = True
             return
@@ -194,18 +199,3 @@ class BackwardCheck:
         """Return whether autograd has changed each gradient last; those that were set by hand are not counted."""
         pairs = ((self._parameters[index].grad, *counted) for index, counted in self._counted.items())
         return all(now is None or (now is seen and versions_of([now]) == [version]) for now, seen, version in pairs)
-
-
-def _remove_all(hooks: dict[int, RemovableHandle]) -> None:
-    for hook in hooks.values():
-        hook.remove()
-    hooks.clear()
-
-
-def _counting_hook(check: weakref.ref[BackwardCheck], index: int) -> Callable[[Tensor], None]:
-    def hook(parameter: Tensor) -> None:
-        alive = check()
-        if alive is not None and parameter.grad is not None:
-            alive.count(index, parameter.grad)
-
-    return hook

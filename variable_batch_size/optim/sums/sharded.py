@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any, final
-from weakref import finalize, ref
 
 import torch
 import torch.distributed as dist
@@ -32,7 +31,7 @@ from variable_batch_size.optim.sums.base import InBackward, Sum
 from variable_batch_size.optim.sums.ranks import Ranks
 from variable_batch_size.optim.sums.squares import Squares
 from variable_batch_size.optim.tensors.arithmetic import is_narrow, local_parts
-from variable_batch_size.optim.tensors.hooks import call_before_forward
+from variable_batch_size.optim.tensors.hooks import call_before_forward, remove_with, weakly
 from variable_batch_size.optim.tensors.parameters import Parameters
 
 
@@ -100,9 +99,9 @@ class Sharded(InBackward):
             if number is None or number in self._watched or not fsdp_parameter.sharded_param.requires_grad:
                 continue
             self._watched.add(number)
-            hook = _AfterAccumulation(ref(self._squares), number)
+            hook = weakly(self._squares.measure_accumulated, number)
             handle = fsdp_parameter.unsharded_param.register_post_accumulate_grad_hook(hook)
-            finalize(self._squares, handle.remove).atexit = False
+            remove_with(self._squares, [handle])
 
     def prepare(self, microbatch: Microbatch | None, *, forward: bool = False) -> None:
         """Choose what the next `backward()` sums."""
@@ -195,18 +194,6 @@ class Sharded(InBackward):
     def _expect_forward(self) -> None:
         """Let FSDP2 expect a forward, whatever an exception has interrupted."""
         _reset_fsdp(self.module, self._groups)
-
-
-@final
-class _AfterAccumulation:
-    """A hook of a gathered parameter that measures all that a microbatch has given to it."""
-
-    def __init__(self, squares: ref[Squares], number: int) -> None:
-        self._squares, self._number = squares, number
-
-    def __call__(self, parameter: Tensor) -> None:
-        if (alive := self._squares()) is not None and parameter.grad is not None:
-            alive.measure(self._number, parameter.grad, whole=True)
 
 
 def data_parallel_group(module: FSDPModule) -> dist.ProcessGroup | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import final
-from weakref import finalize, ref
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from variable_batch_size.optim.stage import Needs
 from variable_batch_size.optim.tensors.arithmetic import groups_of_parts, norm_or_square, sum_of_squares, widen
-from variable_batch_size.optim.tensors.hooks import uncompiled
+from variable_batch_size.optim.tensors.hooks import remove_with, uncompiled, weakly
 from variable_batch_size.optim.tensors.parameters import Parameters
 
 _EACH = "the gradient noise, and squares, need one backward() for each microbatch"
@@ -32,12 +31,12 @@ class Squares:
         needs: says what the next microbatch is measured for; it is asked once for each.
     """
 
-    def __init__(self, parameters: Parameters, needs: Callable[[], Needs]) -> None:
+    def __init__(self, parameters: Parameters, needs: Callable[[], Needs | None]) -> None:
         self.parameters = parameters
         self._ask = needs
         self._hooks: list[RemovableHandle] = []
         self._accumulations: list[Node] = []  # which torch keeps alive no longer than what refers to them
-        finalize(self, _remove_hooks, self._hooks).atexit = False
+        remove_with(self, self._hooks)
         self.clear()
 
     def clear(self) -> None:
@@ -58,7 +57,7 @@ class Squares:
     def needs(self) -> Needs:
         """What this microbatch is measured for."""
         if self._needs is None:
-            self._needs = self._ask()
+            self._needs = self._ask() or Needs()
         return self._needs
 
     def add_hooks(self) -> None:
@@ -68,10 +67,26 @@ class Squares:
                 trains = parameter.requires_grad
                 accumulation = get_gradient_edge(parameter.requires_grad_()).node
                 self._accumulations.append(accumulation)
-                self._hooks.append(accumulation.register_prehook(_measuring_hook(ref(self), number)))
+                self._hooks.append(accumulation.register_prehook(weakly(self._measure_first, number)))
                 parameter.requires_grad_(trains)  # it may be unfrozen later
 
-    def measure(self, number: int, gradient: Tensor, *, whole: bool = False) -> None:
+    def _measure_first(self, number: int, gradients: Sequence[Tensor | None]) -> None:
+        """Measure what a backward is to add to the gradient of a parameter."""
+        (gradient,) = gradients
+        if gradient is not None:
+            # Compiled autograd would compile it, and again for each gradient.
+            (self._measure_uncompiled if torch.compiler.is_compiling() else self._measure)(number, gradient)
+
+    def measure_accumulated(self, number: int, parameter: Tensor) -> None:
+        """Measure all that a microbatch has given to a parameter, in the place of what each backward has."""
+        if parameter.grad is not None:
+            self._measure(number, parameter.grad, whole=True)
+
+    @uncompiled
+    def _measure_uncompiled(self, number: int, gradient: Tensor) -> None:
+        self._measure(number, gradient)
+
+    def _measure(self, number: int, gradient: Tensor, *, whole: bool = False) -> None:
         """Measure the gradient of a parameter; `whole`: with all that this microbatch has given it before."""
         needs = self._needs or self.needs
         if not (needs.norm or needs.elements):
@@ -120,23 +135,3 @@ class Squares:
             for group in ranks:
                 dist.all_reduce(totals[-1], group=group)
         return sum(totals[1:], totals[0]) if totals else torch.zeros(())
-
-
-def _measuring_hook(squares: ref[Squares], number: int) -> Callable[[Sequence[Tensor | None]], None]:
-    def hook(gradients: Sequence[Tensor | None]) -> None:
-        (gradient,) = gradients
-        if gradient is not None and (alive := squares()) is not None:
-            # Compiled autograd would compile it, and again for each gradient.
-            (_measure_uncompiled if torch.compiler.is_compiling() else Squares.measure)(alive, number, gradient)
-
-    return hook
-
-
-@uncompiled
-def _measure_uncompiled(squares: Squares, number: int, gradient: Tensor) -> None:
-    squares.measure(number, gradient)
-
-
-def _remove_hooks(hooks: list[RemovableHandle]) -> None:
-    for hook in hooks:
-        hook.remove()

@@ -1,4 +1,4 @@
-"""Code that runs outside of compiled graphs: a function by itself, and a method before each forward of a module."""
+"""Hooks that do not keep alive what they call, and code that runs outside of compiled graphs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from weakref import WeakMethod, finalize
 
 import torch
 from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -16,6 +17,27 @@ def uncompiled(function: Function) -> Function:
     """Return a function that runs outside of the graphs of its callers; what it calls may be compiled by itself."""
     disabled: Function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return disabled
+
+
+def weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
+    """Return a function that calls a method, with these arguments first, as long as its object lives; then it is None.
+
+    What torch keeps, as a hook of a parameter, must not keep an optimizer.
+    """
+    alive = WeakMethod(method)
+    return lambda *args: None if (call := alive()) is None else call(*first, *args)
+
+
+def remove_with(owner: object, hooks: list[RemovableHandle]) -> None:
+    """Remove hooks, also those that the list gets later, when their owner is gone."""
+    finalize(owner, remove_all, hooks).atexit = False
+
+
+def remove_all(hooks: list[RemovableHandle]) -> None:
+    """Remove hooks, and empty the list."""
+    for hook in hooks:
+        hook.remove()
+    hooks.clear()
 
 
 def call_before_forward(
