@@ -126,12 +126,14 @@ class Training:
     ) -> None:
         self.model, self.tokens, world = model_of_zeros(), tokens, backend.world
         options = {"minibatch_size": 3, "counts": tokens_of if tokens else None, **options}
+        batches = streams if trace is None else None  # that arrive: one rank's part of each
+        streams = None if trace is None else streams
         self.source = vbs.ArrivingBatches(
             trace=trace, streams=streams, num_replicas=world.size, rank=world.rank, **options
         )
         inner = torch.optim.SGD(self.model.parameters(), lr=LR)
         self.optimizer = vbs.ConstantOptimizer(inner, self.source, backend=backend)
-        self.updates: Any = vbs.updates(self.source, self.optimizer)
+        self.updates: Any = vbs.updates(self.source if batches is None else batches, self.optimizer)
 
     def run(self, until: float = math.inf) -> list[list[int]]:
         """Train to the end of the pass, or to an update, and return the rows of this rank in each update."""
