@@ -179,11 +179,8 @@ def test_ranks_whose_keys_differ_raise(trace):
     def one(backend):
         rows = [torch.arange(number, number + 8) for number in (0, 8)]
         shift = backend.world.rank
-        run = Training(
-            backend, trace, trace and [rows], key=lambda item: f"rollout {item[-1] + shift * (item[-1] > 8)}"
-        )
-        run.updates = run.updates if trace else vbs.updates(rows, run.optimizer)
-        run.run()
+        key = {"key": lambda item: f"rollout {item[-1] + shift * (item[-1] > 8)}"}
+        Training(backend, trace, [rows] if trace else rows, **key).run()
 
     told = pytest.raises(ValueError, match=r"all ranks must read the same items, got keys .*rollout 15.*rollout 16")
     with told, warnings.catch_warnings():
