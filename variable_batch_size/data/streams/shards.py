@@ -48,7 +48,8 @@ class Shard:
         source: the iterable of which the iterator was made.
         by_item: whether an item is what is counted and taken, whatever its rows.
         kept: rows that come before those of `items`.
-        used: number of rows that are used: of those before `kept`, or else the first of `items`.
+        used: number of rows that are used, before `kept` and `items`.
+        skipped: number of rows that are used, the first of `items`.
     """
 
     def __init__(
@@ -60,11 +61,12 @@ class Shard:
         by_item: bool = False,
         kept: Any = None,
         used: int = 0,
+        skipped: int = 0,
     ) -> None:
         self.items, self._layout, self._by_item = items, layout, by_item
         self.ended, self.asked = False, 0
         self.key: str | int | None = None  # of the item that was read last
-        self._read = _Read([], [], 0, -1, used, used) if kept is None else _Read([kept], [], used, -1, 0, 0)
+        self._read = _Read([] if kept is None else [kept], [], used, -1, skipped, skipped)
         self._compares = isinstance(source, DataLoader) and source.num_workers > 1
         self._digest = ""  # of the first item, if several workers read them
 
@@ -226,8 +228,9 @@ class Streams:
                 f"{type(source).__name__}, is its own iterator, of which rows were read; pass an iterable whose "
                 f"__iter__() begins it, or one with load_state_dict()"
             )
-        kept = state.get("rows") if resumes or state["ended"] else None
-        return Shard(items, self._layout, source, kept=kept, used=state["used"])
+        if resumes or state["ended"]:
+            return Shard(items, self._layout, source, kept=state.get("rows"), used=state["used"])
+        return Shard(items, self._layout, source, skipped=state["used"])
 
     def states(self, update: int) -> dict[int, str]:
         """Return the state of each shard that this rank has to save, as text.
