@@ -63,7 +63,7 @@ def test_updates_take_the_same_rows_in_any_world_and_resume_in_any_other(seed, w
 
 
 LENGTHS, SIZES = [45, 15, 8], [7, 1, 20, 12, 9, 4, 3] * 9
-ALONE = vbs.backend.LocalBackend()
+ALONE, SLOW = vbs.backend.LocalBackend(), pytest.mark.slow("interrupts each line")
 
 
 def killed(backend, folder, journal, stop):
@@ -205,7 +205,7 @@ class Counter:
 
 
 @pytest.mark.parametrize("trace", [5, None])
-@pytest.mark.parametrize("file", ["data/streams/shards.py", "optim/loops/arriving.py"])
+@pytest.mark.parametrize("file", [pytest.param("data/streams/shards.py", marks=SLOW), "optim/loops/arriving.py"])
 def test_an_interrupt_at_any_line_loses_no_row(file, trace):
     interrupted = True
     for line in itertools.count(1):
@@ -286,6 +286,13 @@ def test_a_stateful_loader_resumes(workers):
     used += again.run()
     assert sorted(itertools.chain(*used)) == [*range(50)]
     assert [len(rows) for rows in used[:4]] == SIZES[:4]
+
+
+def test_a_stream_whose_items_are_all_used_skips_nothing():
+    run, again = (Training(ALONE, 4, [StatefulDataLoader(Numbers(12), batch_size=4)]) for _ in range(2))
+    used = run.run(until=1)
+    again.load(run.state())
+    assert used + again.run() == [[*range(4)], [*range(4, 8)], [*range(8, 12)]]
 
 
 @pytest.mark.parametrize("shared", [False, True])
