@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 import variable_batch_size as vbs
 
 BYTES, WIDTH, HEADS, LONGEST = 256, 64, 4, 256
+SHARDS = 4  # read by one to four ranks, or more
 
 
 class Block(nn.Module):
@@ -73,10 +74,10 @@ def predicted(documents: list[bytes]) -> list[int]:
     return [len(text) - 1 for text in documents]
 
 
-def paragraphs(rank: int, world: int, number: int | None = None) -> Iterator[list[bytes]]:
-    """Yield this rank's paragraphs of Python's documentation, a hundred at a time."""
+def paragraphs(shard: int, shards: int, number: int | None = None) -> Iterator[list[bytes]]:
+    """Yield a shard's paragraphs of Python's documentation, a hundred at a time."""
     text = "\n\n".join(topics.values()).encode()
-    documents = [part[:LONGEST] for part in text.split(b"\n\n") if len(part) > 1][rank::world][:number]
+    documents = [part[:LONGEST] for part in text.split(b"\n\n") if len(part) > 1][shard::shards][:number]
     for begin in range(0, len(documents), 100):
         yield documents[begin : begin + 100]
 
@@ -91,7 +92,7 @@ def main() -> None:
     """Train for one pass over the documents."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedule", default="0:4k 100k:8k", help="tokens so far: tokens of an update")
-    parser.add_argument("--documents", type=int, help="at most so many on each rank")
+    parser.add_argument("--documents", type=int, help="at most so many in each shard")
     parser.add_argument("--max-tokens", type=int, default=2048, help="tokens of a microbatch")
     flags = parser.parse_args()
     if "RANK" in os.environ:
@@ -104,11 +105,11 @@ def main() -> None:
         counts=predicted,
         collate_fn=pack,
         trace=vbs.BatchTrace.parse(flags.schedule, unit="samples"),  # a sample is a token here
+        streams=[list(paragraphs(shard, SHARDS, flags.documents)) for shard in range(SHARDS)],
     )
     inner = torch.optim.AdamW(model.parameters(), lr=0.002)
     optimizer = vbs.RootRuleOptimizer(inner, batches, ref_batchsize=4000)
-    documents = paragraphs(batches.world.rank, batches.world.size, flags.documents)
-    for update in vbs.updates(documents, optimizer):
+    for update in vbs.updates(batches, optimizer):
         for packed in update:
             loss = loss_of(model, packed)
             optimizer.backward(loss)

@@ -382,6 +382,13 @@ ARRIVING = [
         TypeError,
         "trace must be a batch trace",
     ),
+    (lambda: arriving(trace=4), ValueError, "streams= and trace= must come together, got only trace="),
+    (lambda: arriving(streams=[[]]), ValueError, "streams= and trace= must come together, got only streams="),
+    (lambda: arriving(streams=THREE, trace=4), TypeError, r"streams must be a list of iterables, .* pass \[stream\]"),
+    (lambda: arriving(streams=[THREE] * 2, trace=4), ValueError, "different iterables, got one of them twice"),
+    (lambda: arriving(streams=[THREE], trace=4, shared=True), ValueError, "shared= is for batches that arrive whole"),
+    (lambda: arriving(THREE, key=lambda _: 1.5), TypeError, "key= must return a str or an int"),
+    (lambda: vbs.updates([], arrived()).passes, AttributeError, "batches that arrive have no passes", True),
     (lambda: arriving((torch.ones(3), torch.ones(2))), ValueError, r"same number of rows"),
     *(
         (lambda bad=bad: arriving(bad), TypeError, "each field of a batch must have rows")

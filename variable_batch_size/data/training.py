@@ -451,6 +451,10 @@ class Training:
             f"over the microbatches of each update, call step() once for each, and read optimizer.batch before the last"
         )
 
+    def expect(self, batch: Batch, handed_out: int = 0) -> None:
+        """Note the update whose microbatches a loop over `vbs.updates` hands out, and how many of them it has."""
+        self.expected, self.handed_out = batch, handed_out
+
     # Reading. --------------------------------------------------------------------------------------------------------
 
     def begin_iteration(self) -> Reads:

@@ -1,57 +1,32 @@
-"""How the rows that each rank has brought to a step become microbatches. Pure functions of numbers."""
+"""How the rows of an update become microbatches. Pure functions of numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, final
 
 import numpy as np
 
 from variable_batch_size._validation import IntArray, value_error
-from variable_batch_size.data.batches import Batch
-from variable_batch_size.microbatching import Microbatch, cut
+from variable_batch_size.microbatching import cut
 
 
-def batch_of_rows(
-    step: int, batch_size: int, num_microbatches: int, samples: Sequence[int], rows: Sequence[int], replays: int
-) -> Batch:
-    """Return an update whose rows are there, as one rank computes it.
+def shares(size: int, capacities: Sequence[float]) -> list[int]:
+    """Return what each shard gives to an update: as near to equal as the capacities allow, lower shards first.
 
-    Args:
-        step: number of the update.
-        batch_size: samples of all ranks, or what their rows count.
-        num_microbatches: of all ranks, without replays.
-        samples: of each microbatch of this rank.
-        rows: of each, with repeated ones, in the unit of `samples`.
-        replays: number of replays before these.
+    They sum to `size`, or to the sum of the capacities if that is less. A capacity that is larger than the share of its
+    shard changes nothing.
+
+    >>> shares(10, [2, 10, 10]), shares(10, [10, 10, 10]), shares(10, [1, 2, 3])
+    ([2, 4, 4], [4, 3, 3], [1, 2, 3])
     """
-    sizes = [*[(0, 1)] * replays, *zip(samples, rows, strict=True)]
-    microbatches = (
-        Microbatch(step, batch_size, *size, start=number, number=number, ends_step=number == len(sizes) - 1)
-        for number, size in enumerate(sizes)
-    )
-    return Batch(step, batch_size, 0, num_microbatches, tuple(microbatches))
-
-
-@final
-class Brought(NamedTuple):
-    """What one rank has brought to a step, as all ranks hear of it.
-
-    Attributes:
-        rows: number of rows that count.
-        samples: what these count.
-        necessary: number of microbatches that they take at least.
-        ended: whether no further batch comes on this rank.
-        can_replay: whether it has a microbatch that it can repeat.
-        total: number of rows that it was given, also of those that count nothing.
-    """
-
-    rows: int = 0
-    samples: int = 0
-    necessary: int = 0
-    ended: bool = False
-    can_replay: bool = False
-    total: int = 0
+    given = [0] * len(capacities)
+    while size and (free := [number for number, room in enumerate(capacities) if room > given[number]]):
+        least = min(capacities[number] - given[number] for number in free)
+        each = max(1, int(min(least, size // len(free))))
+        for number in free[:size]:  # fewer than the free ones get the last rows
+            given[number] += each
+        size -= each * len(free[:size])
+    return given
 
 
 def first_fit_decreasing(lengths: IntArray, capacity: int) -> list[IntArray]:
@@ -103,18 +78,3 @@ def rows_in_order(rows: int, minibatch_size: int, *, fixed_shape: bool, rounds: 
     parts = [sizes.locate(number) for number in range(sizes.microbatches)]
     repeats = [minibatch_size // size if fixed_shape else 1 for _, size in parts]
     return [np.arange(start, start + n).repeat(times) for (start, n), times in zip(parts, repeats, strict=True)]
-
-
-def rounds_by_rank(brought: Sequence[Brought], *, fixed: bool, equal: bool) -> list[int]:
-    """Return how many microbatches each rank makes of its rows.
-
-    Args:
-        brought: by rank.
-        fixed: whether the number of microbatches of some rows is fixed, as if they are packed.
-        equal: whether each rank makes as many as the one that needs most, as far as it has rows.
-
-    >>> rounds_by_rank([Brought(9, 9, 3), Brought(2, 2, 1), Brought()], fixed=False, equal=True)
-    [3, 2, 0]
-    """
-    most = max(of_rank.necessary for of_rank in brought)
-    return [of_rank.necessary if fixed or not equal else min(of_rank.rows, most) for of_rank in brought]

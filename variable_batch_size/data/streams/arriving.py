@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, final
 
 import numpy as np
-from torch import Tensor
 
 from variable_batch_size._validation import MAX_INT, IntArray, check_int, suggests, type_error, value_error
 from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace
@@ -16,55 +16,53 @@ from variable_batch_size.data.batches import Batch, Batches, Place, Position
 from variable_batch_size.data.dealer import Dealer
 from variable_batch_size.data.plan.plan import Epoch, Plan
 from variable_batch_size.data.sampler import TraceLike
-from variable_batch_size.data.streams import rows
-from variable_batch_size.data.streams.arrival import (
-    Brought,
-    batch_of_rows,
-    first_fit_decreasing,
-    rounds_by_rank,
-    rows_in_order,
-)
-from variable_batch_size.data.streams.stream import Stream
-from variable_batch_size.microbatching import count_microbatches
+from variable_batch_size.data.streams.arrival import first_fit_decreasing, rows_in_order
+from variable_batch_size.data.streams.rows import Layout, Measure, checked_numbers, digest
+from variable_batch_size.data.streams.shards import Shard, Streams
+from variable_batch_size.microbatching import Microbatch, count_microbatches
 from variable_batch_size.trace.batch_trace import BatchTrace
+from variable_batch_size.trace.runs import TraceEndError
 
 _ENDLESS = Epoch(0, 0, MAX_INT, MAX_INT, trace_offset=0, samples_before=0)
-UNKNOWN: Any = object()
 _ARRIVES = "batches that arrive"  # in the place of the trace, in a state
 
-Measure = Callable[[Any], "Sequence[int] | IntArray | Tensor"]
+
+@final
+class Report(NamedTuple):
+    """What all ranks hear of the rows of one."""
+
+    step: int
+    size: int  # of the batch, by the trace; 0 without one
+    shards: list[list[Any]]  # of each that is read: number, available count, whether it has ended, key of its last item
+    rows: int  # that count, of this rank
+    samples: int  # what they count
+    necessary: int  # number of microbatches that they take at least
+    can_repeat: bool  # whether the rank has a microbatch that it can repeat
+    total: int  # number of rows that were read, also of those that count nothing, or are for other ranks
+    digest: str  # of these, before the first update that this process makes; "" if it cannot be told
 
 
 @final
-class RankRows(NamedTuple):
-    """The rows of this rank in a step; `ArrivingBatches` cuts them."""
+class Brought(NamedTuple):
+    """The rows of this rank in an update; `ArrivingBatches` cuts them."""
 
-    batch: Any
-    chosen: IntArray  # (rows,): those that count
+    given: list[int]  # by the shards
+    item: Any
+    chosen: IntArray  # (rows,): those that count, of this rank
     counts: IntArray  # (rows,)
     packed: list[IntArray] | None  # the rows of each microbatch, as indices into `chosen`; None if they follow in order
-    brought: Brought
+    report: Report
 
 
 @final
-class Item(NamedTuple):
-    """What this rank has read for a step, until the ranks have agreed on it."""
-
-    items: Iterator[Any]  # from which it was read
-    step: int
-    batch: Any
-
-
-@final
-class Arrived(NamedTuple):
+class Agreed(NamedTuple):
     """An update that the ranks have agreed on, until it is made."""
 
-    items: Iterator[Any]  # from which this rank has read its rows
-    rows_here: RankRows
-    due: Batch
+    item: Any
+    batch: Batch
     parts: list[IntArray]  # the rows of each microbatch of this rank
-    brought: Sequence[Brought]  # by all ranks
-    replay: Any = UNKNOWN  # the microbatch that this rank repeats, if it does
+    reports: Sequence[Report]  # of all ranks
+    replay: tuple[Any, ...] | None = None  # the microbatch that this rank repeats, once it is known
 
 
 @final
@@ -106,6 +104,12 @@ class ArrivingBatches(Dealer):
     first dimension is the rows, a tuple, list or dict of such, or, with `collate_fn`, a list of rows. The loop ends
     when the batches of all ranks have ended. A step without rows on any rank is left out.
 
+    With `streams` and `trace`, `vbs.updates(source, optimizer)` reads the streams, whose items have any number of rows,
+    and update t takes B_t of these: as many of each stream, the first streams one more; where a stream ends, the others
+    give more, and the last update has what is left. Which rows it takes, and their order, stream after stream, does not
+    depend on the number of ranks. Rank r reads the streams r, r + ranks, ...; if there are fewer streams than ranks,
+    each rank reads all and takes its part.
+
     Ranks exchange their numbers of rows before each step, through the store. Where they compute equally many
     microbatches, and where a rank has no rows, it repeats one with weight 0: `optimizer.microbatch.samples` is 0 then.
 
@@ -118,11 +122,14 @@ class ArrivingBatches(Dealer):
             label: then the loss of a microbatch is a mean over what its rows count, and batch sizes, `ref_batchsize`
             and `optimizer.samples` are in that unit. Rows that count 0 are left out. Default: each row counts 1.
         collate_fn: function of a list of rows, which returns a microbatch.
-        shared: whether each rank is given the whole batch, or the whole stream, and takes its part of it.
-        trace: batch sizes, as for a `CustomSampler`: the items are parts of a stream then, of any number of rows, and
-            an update takes B of them, as many on each rank; where a stream ends, the others give more, and the last
-            update has what is left. With `counts` it takes as few rows as count B / world on each rank. `on_end="stop"`
-            ends the loop with the trace.
+        shared: whether each rank is given the whole batch, and takes its part of it.
+        trace: batch sizes of streams, as for a `CustomSampler`. With `counts` each stream gives as few rows as count
+            its part of B. `on_end="stop"` ends the loop with the trace.
+        streams: list of iterables, the same on all ranks. Where one has `state_dict()` and `load_state_dict()`, these
+            resume it; where it, or its `dataset`, has `set_epoch()`, this is called with the number of the pass.
+        key: function of an item, which returns a str or int that names it, such as the number of a rollout: ranks
+            whose keys differ in an update raise an error. Each rank has its part of the same rollout then; of streams,
+            those that several ranks read are compared.
         num_replicas: number of ranks. Default, together with `rank`: that of `torch.distributed` or PyTorch/XLA.
         rank: this rank.
         fixed_shape: whether every microbatch has exactly `minibatch_size` rows, some of them repeated. Default: whether
@@ -130,7 +137,8 @@ class ArrivingBatches(Dealer):
 
     Raises:
         TypeError: if an argument has the wrong type.
-        ValueError: if a number is out of range, or `max_tokens` lacks lengths, or has a fixed shape.
+        ValueError: if a number is out of range, `max_tokens` lacks lengths, or has a fixed shape, or only one of
+            `trace` and `streams` is there.
     """
 
     @suggests
@@ -144,13 +152,15 @@ class ArrivingBatches(Dealer):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         shared: bool = False,
         trace: TraceLike | None = None,
+        streams: Sequence[Iterable[Any]] | None = None,
+        key: Callable[[Any], str | int] | None = None,
         num_replicas: int | None = None,
         rank: int | None = None,
         fixed_shape: bool | None = None,
     ) -> None:
         if not isinstance(shared, bool):
             raise type_error("shared must be a bool", shared, "pass True if each rank is given the whole batch")
-        for name, function in {"lengths": lengths, "counts": counts, "collate_fn": collate_fn}.items():
+        for name, function in {"lengths": lengths, "counts": counts, "collate_fn": collate_fn, "key": key}.items():
             if function is not None and not callable(function):
                 raise type_error(f"{name} must be a function of an item", function, "pass a function")
         limit = 32 if minibatch_size is None else check_int(minibatch_size, "minibatch_size", 1)
@@ -161,28 +171,22 @@ class ArrivingBatches(Dealer):
             if minibatch_size is not None or fixed_shape:
                 found = "minibatch_size=" if minibatch_size is not None else "fixed_shape=True"
                 raise value_error("max_tokens= bounds microbatches of any number of rows", found, "pass only one")
-        self._max_tokens = max_tokens
-        self._lengths = lengths or counts
-        self._counts = counts
-        self._collate, self.shared = collate_fn, shared
         if isinstance(trace, AdaptiveTrace):
             raise type_error("trace must be a batch trace", trace, "pass one; a controller needs a vbs.CustomSampler")
+        _check_streams(streams, trace, shared=shared)
+        self._max_tokens, self._lengths, self.layout = max_tokens, lengths or counts, Layout(counts, key, collate_fn)
         self._trace = None if trace is None else BatchTrace.of(trace)
-        self.stream: Stream | None = None  # that is read
-        self.last: Any = None  # a microbatch of an update that was made, which this rank can repeat
-        self.item: Item | None = None  # what was read last
-        self.arrived: Arrived | None = None  # the update that is due, once the ranks have said what they bring
-        self.streams_have_state = False  # whether a loop over streams can save where they are
+        self.last: Any = None  # a microbatch of an update that was made, in a tuple, which this rank can repeat
+        self.agreed: Agreed | None = None  # the update that the ranks have agreed on
         plan = Plan(BatchTrace.constant(1), MAX_INT, limit, fixed_shape=bool(fixed_shape), begin=_ENDLESS)
-        named = {"max_tokens": max_tokens, "shared": shared, "counts=": counts is not None}
+        named = {"max_tokens": max_tokens, "shared": shared, "counts=": counts is not None, "key=": key is not None}
+        named["streams="] = 0 if streams is None else len(streams)
         facts = {**named, "trace=": None if self._trace is None else self._trace.fingerprint}
         batches = _Unplanned(plan, resolve_world(rank, num_replicas), shuffle=False)
         super().__init__(batches, epochs=None, cut_is_known=fixed_shape is not None, facts=facts)
-
-    @property
-    def has_trace(self) -> bool:
-        """Whether a trace says how many rows of a stream an update takes."""
-        return self._trace is not None
+        self.streams = None if streams is None else Streams(streams, self.world, self.layout)
+        self._items: Shard | None = None  # of batches that arrive
+        self.whole = shared if self.streams is None else self.streams.whole  # whether each rank has the rows of all
 
     @property
     def trace(self) -> BatchTrace:
@@ -202,99 +206,98 @@ class ArrivingBatches(Dealer):
 
     def adopt_state(self, state: dict[str, Any], batches: Batches, *, owned: bool) -> None:
         """Go on at a saved position, as `Dealer.adopt_state`; another update is due then."""
-        self.item = self.arrived = None
+        self.agreed = None
         super().adopt_state(state, batches, owned=owned)
 
-    def is_due(self, items: Iterator[Any]) -> bool:
-        """Return whether the next update is one that the ranks have agreed on, with rows of this iterator."""
-        arrived = self.arrived
-        return arrived is not None and arrived.items is items and arrived.due.step == self.position.step
+    # What this rank reads, and what all compute. ---------------------------------------------------------------------
 
-    def read_stream(self, items: Iterator[Any], kept: Any) -> None:
-        """Read the stream of this rank, which begins with rows that were kept, or goes on with an iterator."""
-        if self.stream is None or self.stream.items is not items or kept is not None:
-            self.stream = Stream(items, self._counts_of_rows, collated=self._collate is not None, kept=kept)
+    def begin(self, batches: Iterable[Any]) -> None:
+        """Read batches, or go on with an iterator, or with the streams."""
+        if self.streams is None:
+            items = iter(batches)
+            if self._items is None or self._items.items is not items:
+                self._items, self.agreed = Shard(items, self.layout, batches, by_item=True), None
+        if self.agreed is not None and self.agreed.batch.step != self.position.step:
+            self.agreed = None
 
-    def _counts_of_rows(self, batch: Any) -> IntArray:
-        """Return what each row of an item counts, (rows,): 1 without `counts`."""
-        if self._collate is None:
-            number = rows.count_rows(batch)
-        elif batch is None or (isinstance(batch, Sequence) and not isinstance(batch, str)):
-            number = len(batch or ())
-        else:
-            raise type_error("with collate_fn= each item must be a list of rows", batch, "pass a list, or omit it")
-        if self._counts is None or not number:
-            return np.ones(number, dtype=np.int64)
-        return _checked_numbers("counts", self._counts(batch), number)
-
-    def bring_rows(self, batch: Any, *, ended: bool, can_replay: bool) -> RankRows:
-        """Return the rows of this rank in the next step, with what the other ranks are told of them."""
+    def read(self) -> Brought | None:
+        """Return the rows of this rank in the next update; None if all ranks know that their streams have ended."""
         if self._max_tokens is not None and self.plan.fixed_shape:
             found = "a device that compiles shapes"
             raise value_error("max_tokens= makes microbatches of any shape", found, "pass minibatch_size=")
-        counts = self._counts_of_rows(batch)
-        world = self.world
-        number = len(counts)
-        bounds = (number * world.rank // world.size, number * (world.rank + 1) // world.size)
-        index = np.arange(*bounds) if self.shared else np.arange(number)  # (rows,)
-        index = index[counts[index] > 0]
-        counts = counts[index]
+        step, size, given = self.position.step, 0, [1]
+        if self._items is not None:
+            shards = [[0, self._items.read_until(1, step), self._items.ended, self._items.key]]
+            items = self._items.take(1, step)
+        else:
+            assert self.streams is not None
+            with suppress(TraceEndError):  # unless the streams have ended, too
+                size = self.trace.batch_size(step)
+            if not any(given := self.streams.shares(max(1, size))):
+                return None
+            items, shards = self.streams.read(given, step)
+        item, plan, rank, ranks = self.layout.join(items), self.plan, self.world.rank, self.world.size
+        counts = self.layout.counts_of(item)
+        chosen = np.flatnonzero(counts)  # (rows,)
+        if self.whole:
+            chosen = chosen[len(chosen) * rank // ranks : len(chosen) * (rank + 1) // ranks]
+        necessary = int(count_microbatches(np.array(len(chosen)), plan.minibatch_size, fixed_shape=plan.fixed_shape))
         packed = None
-        plan = self.plan
-        necessary = count_microbatches(np.array(len(index)), plan.minibatch_size, fixed_shape=plan.fixed_shape)
         if self._max_tokens is not None:
-            assert self._lengths is not None
-            lengths = _checked_numbers("lengths", self._lengths(batch), number)[index] if number else index
-            packed = first_fit_decreasing(lengths, self._max_tokens)
-            necessary = np.array(len(packed))
-        brought = Brought(len(index), int(counts.sum()), int(necessary), ended, can_replay or len(index) > 0, number)
-        return RankRows(batch, index, counts, packed, brought)
+            lengths = self._lengths(item) if self._lengths is not None and len(counts) else counts
+            packed = first_fit_decreasing(checked_numbers("lengths", lengths, len(counts))[chosen], self._max_tokens)
+            necessary = len(packed)
+        text = digest(item) if self.last is None and ranks > 1 and len(counts) else ""
+        numbers = len(chosen), int(counts[chosen].sum()), necessary, self.last is not None or len(chosen) > 0
+        report = Report(step, size, shards, *numbers, len(counts), text)
+        return Brought(given, item, chosen, counts[chosen], packed, report)
 
-    def arrange_update(self, rows_here: RankRows, brought: Sequence[Brought]) -> tuple[Batch, list[IntArray]]:
-        """Return the next update, and the rows of each microbatch of this rank; `brought`: by all ranks."""
-        plan, step = self.plan, self.position.step
-        equal = self.dealing.padded
-        fixed = plan.fixed_shape or rows_here.packed is not None
-        by_rank = rounds_by_rank(brought, fixed=fixed, equal=equal)
-        needed = by_rank[self.world.rank]
-        most = max(by_rank)
+    def pass_over(self) -> None:
+        """Leave out the items that were read last: no rank has rows."""
+        assert self._items is not None
+        self._items.drop()
+
+    def arrange(self, brought: Brought, reports: Sequence[Report]) -> Agreed:
+        """Return the next update, with the rows of each microbatch of this rank; `reports`: of all ranks."""
+        _, item, chosen, counts, parts, (step, *_) = brought
+        plan, equal, most = self.plan, self.dealing.padded, max(report.necessary for report in reports)
+        fills = equal and not (plan.fixed_shape or parts is not None)  # as many as the rank that needs most
+        by_rank = [min(report.rows, most) if fills else report.necessary for report in reports]
+        needed, most = by_rank[self.world.rank], max(by_rank)
         if self.batches.split.equal_rounds and min(by_rank) < most:
-            raise _unequal_rounds_error(step, by_rank, brought)
-        parts = rows_here.packed
+            rank = by_rank.index(min(by_rank))
+            raise value_error(
+                f"every rank must compute {most} microbatches in update {step}, as a layer communicates in forward",
+                f"{reports[rank].rows} rows on rank {rank}",
+                "bring at least as many rows on every rank, or leave the update out on all of them",
+            )
         if parts is None:
             rounds = max(1, needed)
-            fixed_shape = plan.fixed_shape
-            parts = rows_in_order(len(rows_here.chosen), plan.minibatch_size, fixed_shape=fixed_shape, rounds=rounds)
-        distinct = [np.unique(part) for part in parts] if plan.fixed_shape else parts
-        samples = [int(rows_here.counts[part].sum()) for part in distinct]
-        repeats = [len(part) // len(once) for part, once in zip(parts, distinct, strict=True)]
-        rows = [n * times for n, times in zip(samples, repeats, strict=True)]
-        replays = max(most if equal else 1, needed) - needed
-        batch = batch_of_rows(step, sum(of_rank.samples for of_rank in brought), sum(by_rank), samples, rows, replays)
-        return batch, [rows_here.chosen[part] for part in parts]
-
-    def microbatch(self, batch: Any, index: IntArray) -> Any:
-        """Return these rows of an item as a microbatch."""
-        if self._collate is not None:
-            return self._collate([batch[number] for number in index.tolist()])
-        return rows.take_rows(batch, index)
+            parts = rows_in_order(len(chosen), plan.minibatch_size, fixed_shape=plan.fixed_shape, rounds=rounds)
+        total = sum(report.samples for report in reports)
+        sizes = [(0, 1)] * (max(most if equal else 1, needed) - needed)  # replays
+        sizes += [(int(counts[np.unique(part)].sum()), int(counts[part].sum())) for part in parts]
+        microbatches = (
+            Microbatch(step, total, *size, start=number, number=number, ends_step=number == len(sizes) - 1)
+            for number, size in enumerate(sizes)
+        )
+        batch = Batch(step, total, 0, sum(by_rank), tuple(microbatches))
+        return Agreed(item, batch, [chosen[part] for part in parts], reports)
 
 
-def _checked_numbers(name: str, returned: Any, number: int) -> IntArray:
-    """Return what a user's function has returned for each row, (rows,)."""
-    values = np.asarray(returned.cpu() if isinstance(returned, Tensor) else returned)
-    if values.shape != (number,) or values.dtype.kind not in "iub" or (values < 0).any():
-        found = f"{values.dtype} of shape {values.shape}" if values.shape != (number,) else f"{values.min()}"
-        raise value_error(f"{name}= must return an integer >= 0 for each of {number} rows", found, "count its tokens")
-    return values.astype(np.int64)
-
-
-def _unequal_rounds_error(step: int, by_rank: Sequence[int], brought: Sequence[Brought]) -> ValueError:
-    """Return the error of ranks that need equal rounds, but make these numbers of microbatches."""
-    rank = by_rank.index(min(by_rank))
-    return value_error(
-        f"every rank must compute {max(by_rank)} microbatches in update {step}, because a layer communicates in "
-        f"forward",
-        f"{brought[rank].rows} rows on rank {rank}",
-        "bring at least as many rows on every rank, or leave the update out on all of them",
-    )
+def _check_streams(streams: object, trace: object, *, shared: bool) -> None:
+    """Raise TypeError or ValueError unless there are a trace and a list of streams, or neither."""
+    if (streams is None) != (trace is None):
+        found = "only streams=" if trace is None else "only trace="
+        remedy = "pass ArrivingBatches(streams=[stream], trace=...) to vbs.updates()"
+        raise value_error("streams= and trace= must come together", found, remedy)
+    if streams is None:
+        return
+    if not isinstance(streams, (list, tuple)) or not all(isinstance(stream, Iterable) for stream in streams):
+        raise type_error("streams must be a list of iterables", streams, "pass [stream] for a single one")
+    if not streams or len({*map(id, streams)}) < len(streams):
+        found = "one of them twice" if streams else "none"
+        raise value_error("streams must be one or several different iterables", found, "give each its part of the rows")
+    if shared:
+        remedy = "omit it: with one stream all ranks read the same, and take their parts"
+        raise value_error("shared= is for batches that arrive whole", "streams=", remedy)

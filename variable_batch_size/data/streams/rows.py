@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import pickle
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from variable_batch_size._validation import IntArray, type_error, value_error
+
+Measure = Callable[[Any], "Sequence[int] | IntArray | Tensor"]
 
 
 def _is_leaf(batch: object) -> bool:
@@ -25,16 +30,6 @@ def _is_leaf(batch: object) -> bool:
     return hasattr(batch, "batch_size") or not isinstance(batch, (tuple, Mapping))
 
 
-def _map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
-    """Return a batch of the same structure, with what a function returns for each field."""
-    if _is_leaf(batch):
-        return function(batch)
-    if isinstance(batch, Mapping):
-        return _mapping_like(batch, {name: _map_leaves(function, field) for name, field in batch.items()})
-    fields = [_map_leaves(function, field) for field in batch]
-    return type(batch)(*fields) if hasattr(batch, "_fields") else type(batch)(fields)
-
-
 def _flat_items(batch: object) -> Iterator[object]:
     """Yield what is in a list, and in those within it."""
     if isinstance(batch, list):
@@ -44,22 +39,28 @@ def _flat_items(batch: object) -> Iterator[object]:
         yield batch
 
 
-def _mapping_like(like: Mapping[str, Any], fields: dict[str, Any]) -> Any:
-    """Return a mapping of the same type, such as a defaultdict, with other fields."""
-    if isinstance(like, MutableMapping):
-        made = copy.copy(like)
+def _map_leaves(function: Callable[..., Any], *batches: Any) -> Any:
+    """Return a batch of the same structure, with what a function returns for each field of all batches."""
+    first = batches[0]
+    if _is_leaf(first):
+        return function(*batches)
+    if isinstance(first, Mapping):
+        if any(batch.keys() != first.keys() for batch in batches):
+            raise ValueError(f"{sorted({name for batch in batches for name in batch})} in some")
+        fields = {name: _map_leaves(function, *(batch[name] for batch in batches)) for name in first}
+        if not isinstance(first, MutableMapping):
+            return type(first)(fields)  # type: ignore[call-arg]
+        made = copy.copy(first)  # such as a defaultdict
         made.update(fields)
         return made
-    return type(like)(fields)  # type: ignore[call-arg]
+    values = [_map_leaves(function, *parts) for parts in zip(*batches, strict=True)]
+    return type(first)(*values) if hasattr(first, "_fields") else type(first)(values)
 
 
-def leaves(batch: Any) -> Iterator[Any]:
-    """Yield the fields of a batch, without the tuples and dicts that they are in."""
-    if _is_leaf(batch):
-        yield batch
-    else:
-        for field in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from leaves(field)
+def leaves(batch: Any) -> list[Any]:
+    """Return the fields of a batch, without the tuples and dicts that they are in."""
+    _map_leaves((found := list[Any]()).append, batch)
+    return found
 
 
 def count_rows(batch: Any) -> int:
@@ -69,28 +70,22 @@ def count_rows(batch: Any) -> int:
         TypeError: if a field has no rows.
         ValueError: if the fields have unequal numbers of rows.
     """
-    if batch is None:
-        return 0
-    sizes = []
-    for leaf in leaves(batch):
+    sizes = set[int]()
+    for leaf in leaves(batch) if batch is not None else ():
         remedy = "pass tensors in tuples or dicts, or collate_fn= to ArrivingBatches"
         nested = [row for row in leaf if isinstance(row, (Mapping, tuple, list))] if isinstance(leaf, list) else []
         if nested:
             requirement = "a batch must have fields of rows, and a list of rows needs a collate_fn"
             raise type_error(requirement, nested[0], remedy)
-        if (
-            isinstance(leaf, str)
-            or not hasattr(leaf, "__len__")
-            or not hasattr(leaf, "__getitem__")
-            or getattr(leaf, "ndim", 1) == 0
-        ):
+        has_rows = hasattr(leaf, "__len__") and hasattr(leaf, "__getitem__") and getattr(leaf, "ndim", None) != 0
+        if isinstance(leaf, str) or not has_rows:
             remedy = "pass tensors whose first dimension is the rows, in tuples or dicts, or a list and collate_fn="
             raise type_error("each field of a batch must have rows", leaf, remedy)
-        sizes.append(len(leaf))
-    if len(set(sizes)) > 1:
+        sizes.add(len(leaf))
+    if len(sizes) > 1:
         remedy = "pass tensors with one first dimension; or a list of rows, and collate_fn="
-        raise value_error("all fields of a batch must have the same number of rows", f"{sorted(set(sizes))}", remedy)
-    return sizes[0] if sizes else 0
+        raise value_error("all fields of a batch must have the same number of rows", f"{sorted(sizes)}", remedy)
+    return max(sizes, default=0)
 
 
 def is_list_of_rows(batch: Any) -> bool:
@@ -105,35 +100,22 @@ def has_tensor_rows(batch: Any) -> bool:
 
 
 def join_rows(batches: Sequence[Any]) -> Any:
-    """Return the rows of several batches, one after another: one batch as it is.
+    """Return the rows of several batches, one after another.
 
     Raises:
         ValueError: if their fields differ, or the sizes of these besides the rows.
     """
-    if len(batches) == 1:
-        return batches[0]
+
+    def join(*parts: Any) -> Any:
+        if isinstance(parts[0], (list, tuple)):
+            return [row for part in parts for row in part]
+        return np.concatenate(parts) if isinstance(parts[0], np.ndarray) else torch.cat(parts)
+
     try:
-        return _join_fields(batches)
+        return _map_leaves(join, *batches)
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise value_error(
-            "parts of a stream must have the same fields, of the same shape but for the rows",
-            str(error),
-            "yield lists of rows, and pass collate_fn=",
-        ) from error
-
-
-def _join_fields(batches: Sequence[Any]) -> Any:
-    first = batches[0]
-    if isinstance(first, Mapping) and not _is_leaf(first):
-        if any(batch.keys() != first.keys() for batch in batches):
-            raise ValueError(f"{sorted({name for batch in batches for name in batch})} in some")
-        return _mapping_like(first, {name: _join_fields([batch[name] for batch in batches]) for name in first})
-    if _is_leaf(first):
-        if isinstance(first, (list, tuple)):
-            return [row for batch in batches for row in batch]
-        return np.concatenate(batches) if isinstance(first, np.ndarray) else torch.cat(list(batches))
-    fields = [_join_fields(parts) for parts in zip(*batches, strict=True)]
-    return type(first)(*fields) if hasattr(first, "_fields") else type(first)(fields)
+        requirement = "parts of a stream must have the same fields, of the same shape but for the rows"
+        raise value_error(requirement, str(error), "yield lists of rows, and pass collate_fn=") from error
 
 
 def take_rows(batch: Any, index: IntArray) -> Any:
@@ -149,3 +131,68 @@ def take_rows(batch: Any, index: IntArray) -> Any:
         return [leaf[number] for number in index.tolist()]
 
     return _map_leaves(of_leaf, batch)
+
+
+def digest(value: Any) -> str:
+    """Return a digest of rows or of a state, by which equal ones are found; "" if it cannot be told, as on a device."""
+
+    def plain(tensor: Tensor) -> Any:
+        return str(tensor.dtype), tensor.shape, tensor.detach().ravel().view(torch.uint8).numpy().tobytes()
+
+    try:
+        return hashlib.sha256(pickle.dumps(tree_map_only(Tensor, plain, value))).hexdigest()[:16]
+    except Exception:  # of whatever the user's rows are
+        return ""
+
+
+@final
+class Layout:
+    """How items have rows, by the arguments of `ArrivingBatches`."""
+
+    def __init__(
+        self, counts: Measure | None, key: Callable[[Any], str | int] | None, collate: Callable[[list[Any]], Any] | None
+    ) -> None:
+        self._counts, self._key, self._collate = counts, key, collate
+
+    def counts_of(self, item: Any) -> IntArray:
+        """Return what each row of an item counts, (rows,): 1 without `counts`."""
+        if self._collate is None:
+            number = count_rows(item)
+        elif item is None or (isinstance(item, Sequence) and not isinstance(item, str)):
+            number = len(item or ())
+        else:
+            raise type_error("with collate_fn= each item must be a list of rows", item, "pass a list, or omit it")
+        if self._counts is None or not number:
+            return np.ones(number, dtype=np.int64)
+        return checked_numbers("counts", self._counts(item), number)
+
+    def key_of(self, item: Any) -> str | int | None:
+        """Return what names an item; None without `key`."""
+        key = None if self._key is None or item is None else self._key(item)
+        if not isinstance(key, (str, int, type(None))):
+            raise type_error("key= must return a str or an int", key, "return the number of the rollout, or its name")
+        return key
+
+    def select(self, item: Any, index: IntArray) -> Any:
+        """Return some rows of an item, (rows,)."""
+        return take_rows(item, index) if self._collate is None else [item[number] for number in index.tolist()]
+
+    def join(self, items: Sequence[Any]) -> Any:
+        """Return the rows of several items; None for none."""
+        if len(items) < 2:
+            return items[0] if items else None
+        return join_rows(items) if self._collate is None else [row for item in items for row in item]
+
+    def microbatch(self, item: Any, index: IntArray | None = None) -> Any:
+        """Return these rows of an item, or all, as a microbatch."""
+        item = item if index is None else self.select(item, index)
+        return item if self._collate is None else self._collate(item)
+
+
+def checked_numbers(name: str, returned: Any, number: int) -> IntArray:
+    """Return what a user's function has returned for each row, (rows,)."""
+    values = np.asarray(returned.cpu() if isinstance(returned, Tensor) else returned)
+    if values.shape != (number,) or values.dtype.kind not in "iub" or (values < 0).any():
+        found = f"{values.dtype} of shape {values.shape}" if values.shape != (number,) else f"{values.min()}"
+        raise value_error(f"{name}= must return an integer >= 0 for each of {number} rows", found, "count its tokens")
+    return values.astype(np.int64)

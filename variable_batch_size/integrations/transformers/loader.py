@@ -34,8 +34,9 @@ class TrainerLoader:
         world = {"num_replicas": args.world_size, "rank": args.process_index}
         dataset = self.trainer.train_dataset
         if isinstance(dataset, IterableDataset) or args.train_sampling_strategy == "group_by_length":
-            cut = {"minibatch_size": args.per_device_train_batch_size, "collate_fn": loader.collate_fn, "shared": True}
-            return ArrivingBatches(trace=settings.trace, **cut, **world, **settings.sampler_options)
+            cut = {"minibatch_size": args.per_device_train_batch_size, "collate_fn": loader.collate_fn}
+            options = {**cut, **world, **settings.sampler_options}
+            return ArrivingBatches(trace=settings.trace, streams=[UnreadRows(self)], **options)
         if isinstance(dataset, dict):
             remedy = "concatenate them, as datasets.concatenate_datasets does"
             raise type_error("train_dataset must be one dataset, not several by name", dataset, remedy)
@@ -54,11 +55,11 @@ class TrainerLoader:
             optimizer.discard_step()  # for which ranks wait for one another ten seconds only
         self._inside_epoch = True
         arriving = self.sampler.batches.arriving
-        yield from map(list, updates(self._unread_rows(optimizer.samples) if arriving else self.loader, optimizer))
+        yield from map(list, updates(self.sampler if arriving else self.loader, optimizer))
         self._inside_epoch = False
         self.trainer.control.should_epoch_stop = True  # Trainer takes all epochs to be equally long
 
-    def _unread_rows(self, used: int) -> Iterator[list[Any]]:
+    def unread_rows(self, used: int) -> Iterator[list[Any]]:
         """Yield lists of rows of a stream, pass after pass, without the first `used` rows, with which was trained."""
         loader, dataset, order = self.loader, self.trainer.train_dataset, None
         if not isinstance(dataset, IterableDataset):
@@ -75,3 +76,14 @@ class TrainerLoader:
                 if used < len(rows):
                     yield rows[used:]
                 used = max(0, used - len(rows))
+
+
+@final
+class UnreadRows:
+    """The stream of a trainer, which begins behind the rows with which was trained, and never ends."""
+
+    def __init__(self, loader: TrainerLoader) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self._loader.unread_rows(self._loader.trainer.variable_optimizer.samples)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import count
-from typing import Generic, Literal, TypeVar, final, get_args
+from typing import Any, Generic, Literal, TypeVar, final, get_args, overload
 
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -147,7 +147,7 @@ class Updates(Generic[T]):
                     f"{self._optimizer.updates} updates are made; read it within its turn of the loop"
                 )
             microbatch = next(microbatches)
-            training.expected, training.handed_out = batch, number + 1
+            training.expect(batch, number + 1)
             yield microbatch
 
     def _read_microbatches(self, microbatches: Iterator[tuple[int, T]], batch: Batch) -> Iterator[T]:
@@ -205,8 +205,28 @@ def _check_reads_batches(loader: object, sampler: object) -> None:
         )
 
 
+@overload
+def updates(
+    loader: ArrivingBatches,
+    optimizer: CustomOptimizer,
+    ahead: int = 0,
+    *,
+    counts: Callable[[Any], Mapping[str, Tensor | float]] | None = None,
+) -> Arrivals[Any]: ...
+
+
+@overload
 def updates(
     loader: Iterable[T],
+    optimizer: CustomOptimizer,
+    ahead: int = 0,
+    *,
+    counts: Callable[[T], Mapping[str, Tensor | float]] | None = None,
+) -> Updates[T] | Arrivals[T]: ...
+
+
+def updates(
+    loader: Iterable[T] | ArrivingBatches,
     optimizer: CustomOptimizer,
     ahead: int = 0,
     *,
@@ -220,7 +240,9 @@ def updates(
     for, all of them must have reached `optimizer.step()`. The `len` of the result is the number of updates of the
     epoch, which is what frameworks count, schedule and log by. Create one for each epoch, or one for all.
 
-    With `ArrivingBatches` the loader is any iterable of batches, and an update is made of each; there is no epoch.
+    With `ArrivingBatches` the loader is any iterable of batches, and an update is made of each; there is no epoch. If
+    it has `streams`, pass it in the place of the loader: each iteration ends with a pass over them, whose number is
+    `passes` of the result, which is a part of a `Checkpoint`.
 
     With `counts` a loss may have several denominators: G = sum_t (1 / C_t) sum_j grad S_tj, over the terms t and the
     microbatches j of all ranks. This rank's microbatches of an update are read first, and one more sum over the ranks,
@@ -229,7 +251,8 @@ def updates(
     is 0 is left out, because its total is given as inf; an update in which all are 0 is skipped.
 
     Args:
-        loader: the loader, created with `batch_sampler=optimizer.sampler`; or this rank's part of each batch.
+        loader: the loader, created with `batch_sampler=optimizer.sampler`; or this rank's part of each batch; or the
+            `ArrivingBatches` whose streams are read.
         optimizer: the optimizer.
         ahead: number of updates that a framework asks for before it trains on them; their microbatches are then read
             at once.
@@ -248,7 +271,7 @@ def updates(
         if ahead:
             raise value_error("ahead must be 0 with batches that arrive", ahead, "read each when its turn comes")
         return Arrivals(loader, optimizer, optimizer.sampler, counts)
-    return Updates(loader, optimizer, ahead, counts)
+    return Updates(loader, optimizer, ahead, counts)  # type: ignore[arg-type]
 
 
 Unit = Literal["epochs", "progress", "samples", "updates"]

@@ -1,0 +1,319 @@
+"""What is read: the items of an iterator, and the shards of streams, whose rows are the same in every world."""
+
+from __future__ import annotations
+
+import base64
+import io
+import pickle
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple, final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import DataLoader, IterableDataset
+
+from variable_batch_size._log import stacklevel_of_user
+from variable_batch_size._validation import IntArray, value_error
+from variable_batch_size.data.streams.arrival import shares
+from variable_batch_size.data.streams.rows import Layout, digest
+from variable_batch_size.world import World
+
+_VERSION = 2  # 1: one stream on each rank
+_BEGIN: dict[str, Any] = {"ended": False, "used": 0}  # the state of a shard that is not read yet
+
+
+@final
+class _Read(NamedTuple):
+    """What was read of a shard, as one value: an interrupt finds the old one or the new one."""
+
+    items: list[Any]  # without those whose rows are all used
+    counts: list[IntArray]  # what each row of an item counts, (rows,), for each of the first items
+    before: int  # number of rows before those of `items`
+    update: int  # for which rows were taken last
+    first: int  # of these, among the rows of `items`
+    end: int
+
+
+@final
+class Shard:
+    """The rows of an iterator that were read, and how many of them are used, which follows from the updates made.
+
+    Args:
+        items: an iterator over items, of any number of rows; `asked` counts how many it was asked for.
+        layout: how these have rows.
+        source: the iterable of which the iterator was made.
+        by_item: whether an item is what is counted and taken, whatever its rows.
+        kept: rows that come before those of `items`.
+        used: number of rows that are used, before `kept` and `items`.
+        skipped: number of rows that are used, the first of `items`.
+    """
+
+    def __init__(
+        self,
+        items: Iterator[Any],
+        layout: Layout,
+        source: object,
+        *,
+        by_item: bool = False,
+        kept: Any = None,
+        used: int = 0,
+        skipped: int = 0,
+    ) -> None:
+        self.items, self._layout, self._by_item = items, layout, by_item
+        self.ended, self.asked = False, 0
+        self.key: str | int | None = None  # of the item that was read last
+        self._read = _Read([] if kept is None else [kept], [], used, -1, skipped, skipped)
+        self._compares = isinstance(source, DataLoader) and source.num_workers > 1
+        self._digest = ""  # of the first item, if several workers read them
+
+    def read_until(self, size: int, update: int) -> int:
+        """Read until the rows that are left for an update count `size`, or all are read; return what they count."""
+        available = int(self.left(update).sum())
+        while available < size and not self.ended:
+            items, counts = self._read.items, self._read.counts
+            items.extend(islice(self.items, 1))  # at one instant: an interrupt leaves no item that is nowhere
+            self.asked += 1
+            self.ended = len(items) == len(counts)
+            added = 0 if self.ended else int(self._count_next().sum())
+            available = available + added if available else int(self.left(update).sum())  # without rows that are used
+        return available
+
+    def left(self, update: int) -> IntArray:
+        """Return what each row counts that is left for an update, (rows,); forget the rows of updates before it."""
+        while len(self._read.counts) < len(self._read.items):
+            self._count_next()
+        items, counts, before, taken_for, first, end = self._read
+        begin = end if taken_for < update else first
+        while counts and len(counts[0]) <= begin:
+            before, begin = before + len(counts[0]), begin - len(counts[0])
+            items, counts = items[1:], counts[1:]
+        self._read = _Read(items, counts, before, update, begin, begin)
+        return np.concatenate([np.zeros(0, np.int64), *counts])[begin:]
+
+    def take(self, size: int, update: int) -> list[Any]:
+        """Return the first rows that count at least `size`, as few as possible, until the update is made; as items."""
+        counts = self.left(update)
+        number = min(len(counts), int(np.searchsorted(np.cumsum(counts), size)) + 1) if size > 0 else 0
+        self._read = self._read._replace(end=self._read.first + number)
+        return self._first_left(number)
+
+    def drop(self) -> None:
+        """Take the rows that were taken last as used: no rank has any."""
+        self._read = self._read._replace(update=-1)
+
+    def unused(self, update: int) -> list[Any]:
+        """Return the rows that are read and left for an update, as items."""
+        return self._first_left(len(self.left(update)))
+
+    def used(self, update: int) -> int:
+        """Return how many rows are used by the updates before one."""
+        self.left(update)
+        return self._read.before + self._read.first
+
+    def _count_next(self) -> IntArray:
+        """Count the first item that is not counted yet; warn if it is the second one, and equal to the first."""
+        item = self._read.items[len(self._read.counts)]
+        counts = np.ones(1, np.int64) if self._by_item else self._layout.counts_of(item)
+        self.key = self._layout.key_of(item)
+        if self._compares:
+            first, self._digest = self._digest, digest(item)
+            self._compares = not first
+            if first and first == self._digest:
+                warn(
+                    "The workers of the loader begin with the same rows, so that each row is used once by every "
+                    "worker; let each read its own part of the stream, by torch.utils.data.get_worker_info()"
+                )
+        self._read.counts.append(counts)
+        return counts
+
+    def _first_left(self, number: int) -> list[Any]:
+        """Return the first rows that are left, as items."""
+        items, begin = [], -self._read.first
+        for item, counts in zip(self._read.items, self._read.counts, strict=True):
+            low, high = max(0, -begin), min(len(counts), number - begin)
+            if low < high:
+                items.append(item if high - low == len(counts) else self._layout.select(item, np.arange(low, high)))
+            begin += len(counts)
+        return items
+
+
+@final
+class Streams:
+    """A pass over the shards, of which each rank reads its own; if they are fewer than ranks, each rank reads all.
+
+    Args:
+        sources: the shards, the same on all ranks.
+        world: this rank, and the number of ranks.
+        layout: how their items have rows.
+        passes: number of passes that have ended.
+        restored: states with which shards are opened.
+        spent: shards of which this process has read rows in another pass, or before a restore.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Any],
+        world: World,
+        layout: Layout,
+        passes: int = 0,
+        restored: Mapping[int, dict[str, Any]] | None = None,
+        spent: Iterable[int] = (),
+    ) -> None:
+        self._sources, self._world, self._layout, self.passes = list(sources), world, layout, passes
+        self.whole = len(self._sources) < world.size
+        self._own = range(len(self._sources)) if self.whole else range(world.rank, len(self._sources), world.size)
+        self._restored, self._spent = restored or {}, {*spent}
+        self._shards: dict[int, Shard] = {}  # that are opened
+        self._left: dict[int, int] = {}  # what is left at most of shards of which all ranks know that they have ended
+        self._saved: dict[int, tuple[str, int]] = {}  # digest of the last state of a source, and what was asked then
+
+    def shares(self, size: int) -> list[int]:
+        """Return what each shard gives to an update, as far as all ranks know; nothing if the pass has ended."""
+        return shares(size, [self._left.get(number, size) for number in range(len(self._sources))])
+
+    def read(self, given: Sequence[int], update: int) -> tuple[list[Any], list[list[Any]]]:
+        """Return what the shards of this rank give to an update, as items, and what all ranks are told of each shard.
+
+        That is its number, what its rows that are read count, whether it has ended, and the key of its last item.
+        """
+        items, reports = list[Any](), []
+        for number in self._own:
+            if number not in self._shards:
+                self._shards[number] = self._open(number)
+            shard = self._shards[number]
+            reports.append([number, shard.read_until(given[number], update), shard.ended, shard.key])
+            items += shard.take(given[number], update)
+        return items, reports
+
+    def suffices(self, given: Sequence[int], reports: Sequence[Sequence[Any]]) -> bool:
+        """Return whether the shards of all ranks have what they are to give; note which have ended."""
+        self._left.update({number: available for number, available, ended, _ in reports if ended})
+        return all(available >= given[number] for number, available, *_ in reports)
+
+    def next_pass(self, state: Any = None) -> Streams:
+        """Return the next pass, or the one of a state, in any world.
+
+        Raises:
+            ValueError: if the state is not one of as many shards.
+        """
+        passes, restored, spent = self.passes + 1, {}, {*self._spent, *(n for n, s in self._shards.items() if s.asked)}
+        if state is not None:
+            if not isinstance(state, dict) or state.get("version") != _VERSION:
+                remedy = "restore one as saved; resume an earlier one with the version that saved it"
+                raise value_error(f"a state of streams must be of version {_VERSION}", f"{state!r:.60}", remedy)
+            if len(state["shards"]) != len(self._sources):
+                requirement = f"streams must be as many as were saved, {len(state['shards'])}"
+                raise value_error(requirement, len(self._sources), "pass the same streams=, on any number of ranks")
+            passes, restored = state["passes"], {number: from_text(state["shards"][number]) for number in self._own}
+        return Streams(self._sources, self._world, self._layout, passes, restored, spent)
+
+    def _open(self, number: int) -> Shard:
+        """Begin to read a shard, or go on with it where it was saved."""
+        source, state = self._sources[number], self._restored.get(number, _BEGIN)
+        for owner in (source, getattr(source, "dataset", None)):
+            if callable(set_epoch := getattr(owner, "set_epoch", None)):
+                set_epoch(self.passes)
+        resumes = "own" in state and hasattr(source, "load_state_dict")
+        if resumes:
+            source.load_state_dict(state["own"])
+            self._saved[number] = _digest_of_place(source, state["own"]), 0
+        items = iter(()) if state["ended"] else iter(source)
+        if items is source and number in self._spent and not resumes:
+            raise RuntimeError(
+                f"a stream must begin anew in each pass, and where a state is loaded, but shard {number}, a "
+                f"{type(source).__name__}, is its own iterator, of which rows were read; pass an iterable whose "
+                f"__iter__() begins it, or one with load_state_dict()"
+            )
+        if resumes or state["ended"]:
+            return Shard(items, self._layout, source, kept=state.get("rows"), used=state["used"])
+        return Shard(items, self._layout, source, skipped=state["used"])
+
+    def states(self, update: int) -> dict[int, str]:
+        """Return the state of each shard that this rank has to save, as text.
+
+        Raises:
+            RuntimeError: if a state stands still, although more was read than between two snapshots of its source.
+            TypeError: if a state or rows could not be read again.
+        """
+        numbers = self._own if not self.whole or self._world.rank == 0 else []
+        return {number: as_text(self._state_of(number, update)) for number in numbers}
+
+    def _state_of(self, number: int, update: int) -> dict[str, Any]:
+        restored, source = self._restored.get(number, _BEGIN), self._sources[number]
+        if (shard := self._shards.get(number)) is None:
+            return restored
+        unused = shard.unused(update)
+        state: dict[str, Any] = {"ended": shard.ended, "used": shard.used(update)}
+        if not shard.asked and "own" in restored:  # what an iterator has not begun may have another state
+            state["own"] = restored["own"]
+        elif shard.asked and not shard.ended and callable(getattr(source, "state_dict", None)):
+            state["own"] = source.state_dict()
+            self._check_moves(number, shard, state["own"])
+        if unused and ("own" in state or shard.ended):
+            state["rows"] = self._layout.join(unused)
+        return state
+
+    def _check_moves(self, number: int, shard: Shard, own: Any) -> None:
+        """Raise RuntimeError if the state of a source stands still; warn if its snapshots may be so far apart."""
+        source = self._sources[number]
+        text, (last, asked) = _digest_of_place(source, own), self._saved.get(number, ("", 0))
+        interval = getattr(source, "snapshot_every_n_steps", None)
+        if text != last or not text:
+            self._saved[number] = text, shard.asked
+        elif shard.asked - asked > (interval or 1):
+            sentence = (
+                f"the state of a stream must move with its rows, but {shard.asked - asked} items of shard {number}, a "
+                f"{type(source).__name__}, were read and its state_dict() is as before, so that a training which "
+                f"resumes reads them again; return where it is, or leave out state_dict(): used rows are skipped then"
+            )
+            if interval is not None:
+                raise RuntimeError(sentence)
+            warn(sentence[0].upper() + sentence[1:])
+
+    def state_dict(self, texts: Mapping[int, str]) -> dict[str, Any]:
+        """Return the state of all shards, given that of each."""
+        return {"version": _VERSION, "passes": self.passes, "shards": [text for _, text in sorted(texts.items())]}
+
+
+def _digest_of_place(source: Any, own: Any) -> str:
+    """Return a digest of the state of a source; of a loader, which counts what it yields, that of its dataset."""
+
+    def inside(state: Any) -> list[Any]:
+        pairs = state.items() if isinstance(state, Mapping) else ()
+        names = "dataset_state", "dataset_iter_state"
+        parts = ([value] if name in names and value is not None else inside(value) for name, value in pairs)
+        return [value for part in parts for value in part]
+
+    return digest((inside(own) if isinstance(getattr(source, "dataset", None), IterableDataset) else []) or own)
+
+
+def warn(sentence: str) -> None:
+    """Warn at the line of the user."""
+    warnings.warn(sentence, UserWarning, stacklevel=stacklevel_of_user())
+
+
+def as_text(value: Any) -> str:
+    """Return rows or a state as text; raise TypeError if it could not be read again, which executes nothing."""
+    compact = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), value)  # shares no memory with larger ones
+    torch.save(compact, file := io.BytesIO())
+    text = base64.b64encode(file.getvalue()).decode()
+    try:
+        from_text(text)
+    except pickle.UnpicklingError as error:
+        raise TypeError(
+            "the state of a stream, and rows that are read ahead or sent, must be tensors, numbers and strings in "
+            "dicts, lists and tuples; yield such rows, not NumPy arrays or named tuples"
+        ) from error
+    return text
+
+
+def from_text(text: str, device: torch.device | None = None) -> Any:
+    """Return the value of `as_text`; tensors of an accelerator come to `device`, by default to the CPU."""
+    place: Any = "cpu"
+    if device is not None and device.type != "cpu":
+        place = {f"{device.type}:{number}": str(device) for number in range(torch.accelerator.device_count())}
+    return torch.load(io.BytesIO(base64.b64decode(text)), place, weights_only=True)
