@@ -15,6 +15,7 @@ class Entry(Protocol):
 
     name: str
     by_microbatch: bool
+    whole: bool
 
     def part(self, like: Sequence[Tensor]) -> list[Tensor]:
         """Return this rank's part, which the ranks sum in place; nothing if there is none."""

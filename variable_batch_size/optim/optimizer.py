@@ -311,8 +311,8 @@ class CustomOptimizer(ObservedOptimizer):
                 with repeated rows once. It needs `reduction="sum"`, a rule without noise, and counts in every step.
 
         Returns:
-            Whether the weights changed: False in the middle of a step, if all counts of a step sum to 0, if the
-            gradient is larger than `skip_grad_norm` (on XLA the device decides, and the result is True), and if a
+            Whether the weights changed: False in the middle of a step, if all counts of a step sum to 0, if a stage
+            skips the update, as for `skip_grad_norm` (on XLA the device decides, and the result is True), and if a
             `GradScaler`, or the measurement of the noise on the CPU, found a non-finite gradient. On other devices
             neither is read by the host, and the result is True: without a count the gradient is 0; with a non-finite
             gradient weights, noise and progress stay, `lr_factor()` is 0, and the averages of the inner optimizer decay

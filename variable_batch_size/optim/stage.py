@@ -80,6 +80,7 @@ class UpdateUnderWay:
         message: the sums over the ranks, by the names of their entries.
         gradients: those that the parameters have, summed over the ranks.
         count: the sum of the counts over all ranks, 0-D; None if the steps have none.
+        means: the means of what the loop has logged, over all samples, 0-D by name.
         square: the squared norm of the reduced gradient, if it is known: a float, or 0-D on a device.
         norm: its norm before clipping, 0-D, if it is known.
         finite: whether it is finite, 0-D where a device decides: then it was zeroed unless it is.
@@ -95,6 +96,7 @@ class UpdateUnderWay:
     message: Message
     gradients: list[Tensor] = field(default_factory=list)
     count: Tensor | None = None
+    means: Mapping[str, Tensor] = field(default_factory=dict)
     square: float | Tensor | None = None
     norm: Tensor | None = None
     finite: bool | Tensor = True
@@ -119,7 +121,8 @@ class Stage:
 
     Attributes:
         name: that of its entry in the message.
-        by_microbatch: whether its part is a sum over microbatches.
+        by_microbatch: whether its part is a sum over the microbatches since the last `clear`.
+        whole: whether its part has whole numbers only, whose sum has no order.
         compares_microbatches: whether the update depends on how its samples are cut into microbatches.
         reads_gradient: whether it must find the reduced gradient as it is, without the factor of a rule.
         keeps_lr_on_device: whether factors on the learning rate are 0-D tensors that the host does not read.
@@ -127,7 +130,7 @@ class Stage:
     """
 
     name = ""
-    by_microbatch = False
+    by_microbatch = whole = False
     compares_microbatches = False
     reads_gradient = False
     keeps_lr_on_device = False
@@ -154,7 +157,7 @@ class Stage:
         """Add what all ranks must have in common to the facts of an update whose microbatches are all there."""
 
     def part(self, like: Sequence[Tensor]) -> list[Tensor]:
-        """Return this rank's part, which the ranks sum in place; nothing if there is none.
+        """Return this rank's part, 1-D tensors that the ranks sum in place; nothing if there is none.
 
         Args:
             like: what this rank has of the parameters, for devices and dtypes.

@@ -115,6 +115,7 @@ class StepMeans(Stage):
                         f"for {share:.0%} of the samples of all ranks; call it before each step(), replays too"
                     )
         self._last = self.names, torch.where(whole, sums / weights, math.nan)
+        update.means = self.last_means
 
     def clear(self) -> None:
         """Discard the values of the step."""

@@ -61,7 +61,7 @@ class SameUpdates(Stage):
         backend: how the ranks that share a batch communicate.
     """
 
-    name = "facts"
+    name, whole = "facts", True
 
     def __init__(self, inner: Optimizer, backend: Backend) -> None:
         job = backend.job

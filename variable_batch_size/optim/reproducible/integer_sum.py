@@ -142,8 +142,17 @@ class ByMicrobatch(Message):
 
     def collect(self, microbatches: int, like: Sequence[Tensor]) -> list[Tensor]:
         """Return the table as bits, (microbatches, numbers), or the integers; and other entries, of whole numbers."""
-        others = [entry for entry in self.entries if not entry.by_microbatch]
-        self._sums = {entry.name: [part.long() for part in entry.part(like)] for entry in others}
+        self._sums = {}
+        for entry in self.entries:
+            if not entry.by_microbatch:
+                parts = entry.part(like)
+                if not entry.whole and any(part.is_floating_point() for part in parts):
+                    raise value_error(
+                        "reproducible=True needs sums without an order",
+                        f"floats of the stage {entry.name!r}",
+                        "say by_microbatch = True in its class if they are of microbatches, or whole = True",
+                    )
+                self._sums[entry.name] = [part.long() for part in parts]
         self._table = []
         if self._integers is not None:
             self._table = [self._integers]

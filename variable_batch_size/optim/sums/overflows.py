@@ -42,7 +42,7 @@ class Scaled(NamedTuple):
 class Overflows:
     """Counts the microbatches of a step whose gradient is not finite: an entry of the message."""
 
-    name, by_microbatch = "overflows", False
+    name, by_microbatch, whole = "overflows", False, True
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
