@@ -35,6 +35,7 @@ from .optim.named import SqrtSDERuleOptimizer as SqrtSDERuleOptimizer
 from .optim.named import SurgeRuleOptimizer as SurgeRuleOptimizer
 from .optim.optimizer import CustomOptimizer as CustomOptimizer
 from .optim.stage import LoopStage as LoopStage
+from .optim.stage import Needs as Needs
 from .optim.stage import Stage as Stage
 from .optim.stage import UpdateUnderWay as UpdateUnderWay
 from .preemption import Preemption as Preemption

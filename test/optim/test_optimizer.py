@@ -261,6 +261,19 @@ def test_a_measured_noise_cannot_be_lost(name):
         run.optimizer.load_state_dict(state)
 
 
+def test_an_inner_state_that_torch_cannot_load_changes_nothing():
+    of_adam = {"inner": torch.optim.Adam, "hyperparameters": {"lr": 0.01}}
+    state = copy.deepcopy(training(vbs.AdamScaleOptimizer, **of_adam).run(3).optimizer.state_dict())
+    run = training(vbs.AdamScaleOptimizer, **of_adam).run(1)
+    before, weights = copy.deepcopy(run.optimizer.state_dict()), run.weights()
+    del state["state"][0]["step"]
+    with pytest.raises(ValueError, match=r"as Adam has saved it, but its load_state_dict\(\) raises KeyError: 'step'"):
+        run.optimizer.load_state_dict(state)
+    assert repr(run.optimizer.state_dict()) == repr(before)
+    assert_equal(run.weights(), weights)
+    run.run(2)
+
+
 def test_a_state_of_another_version_names_both():
     state, run = of({}).run(1).optimizer.state_dict(), of({})
     state["vbs"]["sampler"]["version"] = 7

@@ -272,3 +272,73 @@ def test_a_parameter_that_is_listed_twice_counts_once(sizes, world, groups, rule
     with warnings.catch_warnings():  # of all threads
         warnings.filterwarnings("ignore", "optimizer contains a parameter group with duplicate parameters")
         assert run_ranks(train, world) == [len(sizes)] * world
+
+
+# What belongs to parameters goes with them. ---------------------------------------------------------------------------
+
+
+def loop(kind, inner, minibatch_size, change, updates=6, *, raw=True, **options):
+    """Train a small network, by `loss.backward()` if `raw`, with groups that `change` changes before update 3."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    x = torch.randn(12 * updates, 4, dtype=torch.float64)
+    sampler = vbs.CustomSampler(len(x), 12, num_replicas=1, rank=0, minibatch_size=minibatch_size, shuffle=False)
+    optimizer = kind(inner(model), sampler, 8, **options)
+    for indices in sampler:
+        if optimizer.updates == 3 and not optimizer.inside_step:
+            change(optimizer, model)
+        loss = model(x[indices]).square().mean()
+        loss.backward() if raw else optimizer.backward(loss)
+        optimizer.step()
+    return model, optimizer
+
+
+def head(model):
+    return torch.optim.SGD(model[2].parameters(), lr=0.1)
+
+
+def test_gradients_from_before_a_change_of_the_lists_are_refused():
+    def extend(optimizer, model):
+        optimizer.param_groups[0]["params"] += list(model[0].parameters())
+
+    with pytest.raises(
+        RuntimeError, match=r"present microbatch only, but its \.grad was added to, .* optimizer\.zero_grad"
+    ):
+        loop(vbs.ConstantOptimizer, head, 4, extend)
+
+    def extend_and_drop(optimizer, model):
+        extend(optimizer, model)
+        optimizer.zero_grad()
+
+    def add(optimizer, model):
+        optimizer.add_param_group({"params": list(model[0].parameters())})
+
+    ways = [loop(vbs.ConstantOptimizer, head, 4, way)[0] for way in (extend_and_drop, add)]
+    assert_equal(*([parameter.detach().numpy() for parameter in model.parameters()] for model in ways))
+
+
+def test_the_gradient_of_an_update_is_not_compared_with_that_of_other_parameters():
+    def swap(optimizer, model):
+        parameters = optimizer.param_groups[0]["params"]
+        parameters[0], parameters[2] = parameters[2], parameters[0]
+
+    def all_of(model):
+        return torch.optim.SGD(model.parameters(), lr=1e-9)
+
+    counts = [
+        loop(vbs.AdaScaleOptimizer, all_of, 16, change, raw=False, noise="differenced")[1].noise().updates
+        for change in (lambda *_: None, swap)
+    ]
+    assert counts == [5, 4]
+
+
+def test_the_bias_correction_goes_with_the_parameters_of_a_group():
+    def adam(model):
+        groups = [{"params": model[0].parameters(), "betas": (0.5, 0.9)}, {"params": model[2].parameters()}]
+        return torch.optim.Adam(groups, lr=0.01, betas=(0.95, 0.999))
+
+    def reverse(optimizer, model):
+        optimizer.param_groups.reverse()
+
+    models = [loop(vbs.SqrtSDERuleOptimizer, adam, 4, change)[0] for change in (lambda *_: None, reverse)]
+    assert_equal(*([parameter.detach().numpy() for parameter in model.parameters()] for model in models))

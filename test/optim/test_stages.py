@@ -145,3 +145,81 @@ def test_a_stage_is_registered_between_steps():
         return True
 
     assert run_ranks(register, 1) == [True]
+
+
+def registered(*stages, kind=vbs.LinearRuleOptimizer, **options):
+    sampler = vbs.CustomSampler(60, 12, num_replicas=1, rank=0, minibatch_size=4, shuffle=False)
+    model = copy.deepcopy(BEGIN)
+    optimizer = kind(torch.optim.SGD(model.parameters(), lr=0.01), sampler, 8, **options)
+    for stage in stages:
+        optimizer.register(stage)
+    return model, optimizer
+
+
+class Named(vbs.Stage):
+    def __init__(self, name="", key=""):
+        self.name, self.key, self.loaded = name, key, None
+
+    def state_dict(self):
+        return {self.key: 1} if self.key else {}
+
+    def load_state_dict(self, state):
+        self.loaded = state.get(self.key)
+
+
+@pytest.mark.parametrize("name", ["mine", "means", "overflows", "squares"])
+def test_a_name_of_another_stage_is_refused(name):
+    stages = [Named("mine")]
+    with pytest.raises(ValueError, match=rf"a name, and entries of its state, that no other has, got {name}; choose"):
+        registered(*stages, Named(name), kind=vbs.AdaScaleOptimizer)
+
+
+@pytest.mark.parametrize("key", ["mine", "progress", "noise", "counts"])
+def test_an_entry_of_the_state_of_another_is_refused(key):
+    with pytest.raises(ValueError, match=rf"that no other has, got {key}; choose"):
+        registered(Named(key="mine"), Named(key=key), kind=vbs.AdaScaleOptimizer)
+
+
+def test_a_stage_that_is_registered_after_a_state_was_loaded_gets_its_part():
+    state = registered(Named(key="mine"))[1].state_dict()
+    _, optimizer = registered()
+    optimizer.load_state_dict(state)
+    optimizer.register(late := Named(key="mine"))
+    assert late.loaded == 1
+
+
+class Squares(vbs.Stage):
+    def needs(self, batch):
+        return vbs.Needs(norm=True)
+
+    def add(self, counted, squares, like):
+        assert squares.norm is not None
+
+
+def test_squares_are_measured_or_refused():
+    with pytest.raises(ValueError, match=r'in an optimizer that measures them, got LinearRule.*; pass noise="micro'):
+        registered(Squares())
+    model, optimizer = registered(Squares(), noise="microbatches")
+    for indices in optimizer.sampler:
+        model(DATA[indices]).mean().backward()
+        optimizer.step()
+    assert optimizer.updates == 5
+
+
+def test_a_skipped_update_whose_end_raises_needs_a_state():
+    """What other stages have counted cannot be called back."""
+
+    class Once(vbs.Stage):
+        def end(self, update):
+            raise OSError("disk full")
+
+    model, optimizer = registered(Once(), skip_grad_norm=1e-9)
+    for number, indices in enumerate(optimizer.sampler):  # the first update is made
+        model(DATA[indices]).mean().backward()
+        if number % 3 == 2:
+            with pytest.raises(OSError, match="disk full"):
+                optimizer.step()
+            break
+        optimizer.step()
+    with pytest.raises(RuntimeError, match=r"discard_step\(\) must be called .*; restore the states of model and"):
+        optimizer.discard_step()

@@ -334,3 +334,40 @@ def test_parts_that_cannot_be_joined_are_named():
 def test_a_trace_may_end_the_loop(on_end, sizes):
     used = Training(ALONE, vbs.BatchTrace.of([4, 5], on_end=on_end), [[torch.arange(16)]]).run()
     assert [len(update) for update in used] == sizes
+
+
+def test_a_stream_that_ends_after_it_has_raised_is_not_over():
+    """A generator that has raised ends: its other rows would be lost without a word."""
+
+    class Fails:
+        def __iter__(self):
+            for row in range(0, 40, 4):
+                if row == 16:
+                    raise OSError("network")
+                yield torch.ones(4, 3)
+
+    source = vbs.ArrivingBatches(trace="0:8", streams=[Fails()], num_replicas=1, rank=0)
+    model = torch.nn.Linear(3, 1)
+    optimizer = vbs.ConstantOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), source)
+    updates = vbs.updates(source, optimizer)
+    for error, words in [(OSError, "network"), (RuntimeError, "must go on after an exception"), (RuntimeError, "must")]:
+        with pytest.raises(error, match=words):  # noqa: PT012 (in one of these updates)
+            for update in updates:
+                for rows in update:
+                    optimizer.backward(model(rows).mean())
+                    optimizer.step()
+    assert (optimizer.updates, updates.passes) == (2, 0)
+
+
+def test_a_trace_that_stops_ends_the_training():
+    trace = vbs.BatchTrace.from_sizes([8, 8, 8], on_end="stop")
+    source = vbs.ArrivingBatches(trace=trace, streams=[[torch.ones(4, 3)] * 30], num_replicas=1, rank=0)
+    model = torch.nn.Linear(3, 1)
+    optimizer = vbs.ConstantOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), source)
+    updates = vbs.updates(source, optimizer)
+    while updates.passes < 3 and not optimizer.done:
+        for update in updates:
+            for rows in update:
+                optimizer.backward(model(rows).mean())
+                optimizer.step()
+    assert optimizer.updates == 3

@@ -164,7 +164,7 @@ class CustomOptimizer(ObservedOptimizer):
         change()
         self._use_groups(rules)
 
-    def _adopt_groups(self) -> None:
+    def _adopt_groups(self, *, keep: bool = True) -> None:
         """Take the parameters from `param_groups`, whose lists may have been changed in place between two steps."""
         if not self._updater.has_new_groups:
             return
@@ -173,7 +173,7 @@ class CustomOptimizer(ObservedOptimizer):
                 f"the parameters must stay the same within a step, but the lists of param_groups were changed in step "
                 f"{self.updates}; change them when optimizer.step() has returned True, or after discard_step()"
             )
-        self._use_groups(self._updater.rules_for(len(self.param_groups)), keep=True)
+        self._use_groups(self._updater.rules_for(len(self.param_groups)), keep=keep)
 
     def _use_groups(self, rules: tuple[Rule, ...], *, keep: bool = False) -> None:
         self._updater.use_groups(rules, keep=keep)
@@ -220,7 +220,7 @@ class CustomOptimizer(ObservedOptimizer):
             RuntimeError: within a step, if a backward has added to gradients that were accumulated in `.grad`, as that
                 of a generator does to those of its discriminator: pass `inputs=` to it.
         """
-        self._adopt_groups()
+        self._adopt_groups(keep=False)
         self._updater.sum.zero_grad()
 
     def backward(
@@ -390,7 +390,15 @@ class CustomOptimizer(ObservedOptimizer):
                 "of a plain optimizer; pass strict=False to load the inner optimizer's state only"
             )
         check_hyperparameters(self.inner, state_dict)
-        self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "vbs"})
+        state, groups = self.inner.state, self.inner.param_groups
+        try:
+            self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "vbs"})
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            self.inner.state, self.inner.param_groups = state, groups
+            raise ValueError(
+                f"a state must be as {type(self.inner).__name__} has saved it, but its load_state_dict() raises "
+                f"{type(error).__name__}: {error}; restore one as it was saved"
+            ) from error
         self._mark_stepped()
         self._updater.sum.reset()
         if position is not None and batches is not None:

@@ -43,7 +43,7 @@ from variable_batch_size.optim.tensors.arithmetic import (
     scalar_dtype,
     squared_norm,
 )
-from variable_batch_size.optim.tensors.parameters import Parameters
+from variable_batch_size.optim.tensors.parameters import Parameters, list_parameters, versions_of
 from variable_batch_size.optim.wrapper import lr_of, stepping
 from variable_batch_size.rules import Rule, RuleInput, Scaling
 from variable_batch_size.rules.base import scales_betas
@@ -109,6 +109,7 @@ class Updater:
         self.rules, self.ref_batchsize, self.rule_per_group = chosen
         self.options = options
         self.progress = Progress()
+        self._loaded: Mapping[str, Any] = {}  # the state of a training that has made no update since
         self.last_scaling = Scaling()  # of the first parameter group in the last update
         self.reference_lr: Any = lr_of(inner.param_groups[0])  # its lr then, before scaling
         self.grad_norm: Tensor | None = None  # of the last update before clipping, 0-D, if it is asked for or limited
@@ -141,7 +142,23 @@ class Updater:
         self.stages.call("forget")
 
     def add_stage(self, stage: Stage) -> None:
-        """Add an ability, after all others."""
+        """Add an ability, after all others.
+
+        Raises:
+            ValueError: if its name, or an entry of its state, is that of another; or if it needs squares that are not
+                measured.
+        """
+        names = {entry.name for entry in self.sum.message.entries} & {stage.name} - {""}
+        taken = names | (self.state_dict(1).keys() & stage.state_dict().keys())
+        if taken:
+            requirement = "a stage must have a name, and entries of its state, that no other has"
+            raise value_error(requirement, ", ".join(sorted(taken)), "choose other names, one for each instance")
+        if type(stage).needs is not Stage.needs and not self.sum.measures:
+            requirement = "a stage that needs squares of microbatches must be in an optimizer that measures them"
+            raise value_error(requirement, f"{self._settings()['rule']}", 'pass noise="microbatches" to the optimizer')
+        if self._loaded:
+            stage.check_state(self._loaded)
+            stage.load_state_dict(self._loaded)
         self._abilities.append(stage)
         self.stages.append(stage)
         if stage.name:
@@ -161,11 +178,25 @@ class Updater:
 
         `keep`: the gradients of a first microbatch are in `.grad`.
         """
-        self.rules = rules
+        if keep:
+            self._check_no_earlier_gradients()
+        before, self.rules = self.parameters, rules
         for group in self._inner.param_groups:  # one that was appended to the list may lack some
             for name, default in self._inner.defaults.items():
                 group.setdefault(name, copy.deepcopy(default))
         self._use_parameters(keep=keep)
+        self._scaling.regroup(before.groups, self.parameters.groups)
+
+    def _check_no_earlier_gradients(self) -> None:
+        """Raise RuntimeError if parameters that are new in the groups may have gradients of earlier microbatches."""
+        known = set(map(id, self.parameters))
+        new = [parameter for parameter in list_parameters(self._inner.param_groups) if id(parameter) not in known]
+        if any(version > 0 for version in versions_of([parameter.grad for parameter in new])):
+            raise RuntimeError(
+                "a parameter that is new in param_groups must have the gradient of the present microbatch only, but "
+                "its .grad was added to, as by every backward() before; call optimizer.add_param_group(), or "
+                "optimizer.zero_grad() after the change of the lists"
+            )
 
     # A microbatch. -----------------------------------------------------------------------------------------------
 
@@ -223,6 +254,7 @@ class Updater:
         Raises:
             RanksDifferError: on every rank, if the facts of the update differ between ranks, or did some updates ago.
         """
+        self._loaded = {}
         reference = batch.batch_size if self.ref_batchsize is None else self.ref_batchsize
         asked = RuleInput(batch.batch_size, reference, batch.step, samples)
         facts = {"epoch": epoch, "step": batch.step, "batch_size": batch.batch_size, "samples": samples}
@@ -234,6 +266,7 @@ class Updater:
             factor = float(update.scalings[0].gradient)
         if not self._reduce(update, factor):
             self._forget_norm(update)
+            begin()  # what follows happens as a whole
             self.stages.call("end", update)
             return False
         self.stages.call("measure", update)
@@ -381,5 +414,6 @@ class Updater:
             self.last_scaling = Scaling(lr=rates["lr"], gradient=rates["gradient"])
             self.reference_lr = rates["reference_lr"]
         self._await_agreement()
+        self._loaded = state
         self.stages.call("load_state_dict", state)
         self._scaling.load_state_dict(state)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -66,10 +66,20 @@ class Agreed(NamedTuple):
 
 
 @final
+@dataclass(frozen=True)
 class _Unplanned(Batches):
-    """The batches of a training that nobody knows before their turn: one epoch without an end."""
+    """The batches of a training that nobody knows before their turn: one epoch without an end.
 
+    Attributes:
+        updates: number of updates after which a trace ends the training; None for no end.
+    """
+
+    updates: int | None = None
     arriving = True
+
+    def done(self, position: Position) -> bool:
+        """Return whether the training has ended with its trace."""
+        return self.updates is not None and position.step >= self.updates
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what all ranks have in common."""
@@ -182,7 +192,9 @@ class ArrivingBatches(Dealer):
         named = {"max_tokens": max_tokens, "shared": shared, "counts=": counts is not None, "key=": key is not None}
         named["streams="] = 0 if streams is None else len(streams)
         facts = {**named, "trace=": None if self._trace is None else self._trace.fingerprint}
-        batches = _Unplanned(plan, resolve_world(rank, num_replicas), shuffle=False)
+        stops = self._trace is not None and self._trace.on_end == "stop"
+        ends = self._trace.steps if self._trace is not None and stops else None
+        batches = _Unplanned(plan, resolve_world(rank, num_replicas), shuffle=False, updates=ends)
         super().__init__(batches, epochs=None, cut_is_known=fixed_shape is not None, facts=facts)
         self.streams = None if streams is None else Streams(streams, self.world, self.layout)
         self._items: Shard | None = None  # of batches that arrive
@@ -198,11 +210,6 @@ class ArrivingBatches(Dealer):
         if self._trace is None:
             raise AttributeError("batches that arrive have no trace; read optimizer.samples and optimizer.updates")
         return self._trace
-
-    def ends_at(self, updates: int) -> bool:
-        """Return whether the trace ends the training after this number of updates."""
-        trace = self._trace
-        return trace is not None and trace.on_end == "stop" and trace.steps is not None and updates >= trace.steps
 
     def adopt_state(self, state: dict[str, Any], batches: Batches, *, owned: bool) -> None:
         """Go on at a saved position, as `Dealer.adopt_state`; another update is due then."""

@@ -65,6 +65,7 @@ class Shard:
     ) -> None:
         self.items, self._layout, self._by_item = items, layout, by_item
         self.ended, self.asked = False, 0
+        self._failed = False  # whether the last read has raised
         self.key: str | int | None = None  # of the item that was read last
         self._read = _Read([] if kept is None else [kept], [], used, -1, skipped, skipped)
         self._compares = isinstance(source, DataLoader) and source.num_workers > 1
@@ -75,8 +76,16 @@ class Shard:
         available = int(self.left(update).sum())
         while available < size and not self.ended:
             items, counts = self._read.items, self._read.counts
+            failed, self._failed = self._failed, True
             items.extend(islice(self.items, 1))  # at one instant: an interrupt leaves no item that is nowhere
+            self._failed = False
             self.asked += 1
+            if failed and len(items) == len(counts):
+                self._failed = True
+                raise RuntimeError(
+                    "a stream must go on after an exception, but it has ended at once, as a generator does that has "
+                    "raised; load the state of the last checkpoint, or loop over a new iterator"
+                )
             self.ended = len(items) == len(counts)
             added = 0 if self.ended else int(self._count_next().sum())
             available = available + added if available else int(self.left(update).sum())  # without rows that are used

@@ -65,7 +65,7 @@ class Arrivals(Generic[T]):
         training.note_iteration()
         source.begin(self._batches)
         restarts = training.restarts
-        while not source.ends_at(optimizer.updates):
+        while not training.done:
             if source.agreed is None:  # else its step was discarded, perhaps on this rank alone
                 source.agreed = self._agree()
                 if source.agreed is None:

@@ -220,6 +220,11 @@ class GradientNoise(Stage):
             if self._pairs is not None:
                 self._pairs.forget()  # `measure` has overwritten the previous gradient
 
+    def forget(self) -> None:
+        """Compare the next gradient with none before: it may be one of other parameters."""
+        if self._pairs is not None:
+            self._pairs.forget()
+
     def reader(self) -> Callable[[], Noise]:
         """Return a function that returns the present noise; calling it later avoids a wait for the device."""
         state = self._state
@@ -243,6 +248,9 @@ class GradientNoise(Stage):
         """Raise ValueError if its entry is damaged."""
         if state.get("noise", {}) != {}:
             check_entries(state["noise"], dict.fromkeys((*AVERAGES, "gain"), NUMBER), "noise.")
+            weight, numbers = state["noise"]["weight"], [state["noise"][name] for name in (*AVERAGES, "gain")]
+            if not (all(map(math.isfinite, numbers)) and 0 <= weight <= 1 and state["noise"]["gain"] >= 0):
+                raise value_error("the numbers of noise must be possible", numbers, "restore a state as it was saved")
             if self._pairs is not None:
                 self._pairs.check_state(state["noise"])
 

@@ -27,6 +27,7 @@ from variable_batch_size.optim.tensors.arithmetic import local_parts, scalar_dty
 from variable_batch_size.rules import Scaling
 
 Group = dict[str, Any]
+Groups = Sequence[Sequence[Tensor]]  # the parameters of each group
 
 
 @final
@@ -81,6 +82,16 @@ class BiasCorrection:
         terms = (self._terms.get(index, ()) for index in range(len(self._inner.param_groups)))
         groups = [[term.cpu().item() if isinstance(term, Tensor) else term for term in of_group] for of_group in terms]
         return {"bias_correction": groups} if self._terms else {}
+
+    def regroup(self, before: Groups, after: Groups) -> None:
+        """Let each group have the terms of the group from which it has its first known parameter."""
+        owners = {id(parameter): index for index, group in enumerate(before) for parameter in group}
+        known = [next((owners[id(one)] for one in group if id(one) in owners), None) for group in after]
+        self._terms = {
+            index: self._terms[old] for index, old in enumerate(known) if old is not None and old in self._terms
+        }
+        self._checked.clear()
+        self._members.clear()
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError if its entry is damaged."""

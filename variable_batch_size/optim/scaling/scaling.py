@@ -13,7 +13,7 @@ from torch.optim import ASGD, Optimizer, RAdam, Rprop
 
 from variable_batch_size._validation import value_error
 from variable_batch_size.backend import Backend
-from variable_batch_size.optim.scaling.bias_correction import BiasCorrection, Group
+from variable_batch_size.optim.scaling.bias_correction import BiasCorrection, Group, Groups
 from variable_batch_size.optim.tensors.arithmetic import local_parts
 from variable_batch_size.optim.wrapper import lr_of
 from variable_batch_size.rules import Scaling
@@ -142,6 +142,10 @@ class HyperparameterScaling:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the bias correction; an empty dict if there is none."""
         return self._bias_correction.state_dict()
+
+    def regroup(self, before: Groups, after: Groups) -> None:
+        """Keep the state of parameters whose groups have changed."""
+        self._bias_correction.regroup(before, after)
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError if the entry of the bias correction is damaged."""

@@ -74,6 +74,11 @@ class Sum(ABC):
         self._begin_step()
         self._check.begin(several=True)
 
+    @property
+    def measures(self) -> bool:
+        """Whether microbatches are measured, if they are asked for."""
+        return self._squares is not None
+
     def _create_message(self) -> Message:
         return Message()
 
