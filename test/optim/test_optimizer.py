@@ -32,19 +32,10 @@ def test_a_plain_optimizers_state_raises_unless_strict_is_false():
     assert run.optimizer.state_dict()["vbs"] == before["vbs"]
 
 
-@pytest.mark.parametrize(
-    ("other", "differs"),
-    [
-        ({"dataset_size": 60}, "dataset_size was 60 and is 50"),
-        ({"sampling": {"seed": 1}}, "seed was 1 and is 0"),
-        ({"sizes": (20, 8)}, "the first 4 batch sizes of the trace are not the same"),
-        ({"sampling": {"shuffle": False}}, "shuffle was False and is True"),
-    ],
-)
-def test_a_state_of_other_samples_raises_and_changes_nothing(other, differs):
-    run, state = training().run(2), training(**other).run(4).optimizer.state_dict()
+def test_a_state_of_other_samples_raises_and_changes_nothing():
+    run, state = training().run(2), training(sampling={"seed": 1}).run(4).optimizer.state_dict()
     before, weights = copy.deepcopy(run.optimizer.state_dict()), run.weights()
-    with pytest.raises(ValueError, match=f"{differs}.*strict=False"):
+    with pytest.raises(ValueError, match=r"seed was 1 and is 0.*strict=False"):
         run.optimizer.load_state_dict(state)
     assert_same_state(run.optimizer.state_dict(), before)
     run.optimizer.load_state_dict(state, strict=False)
