@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import variable_batch_size as vbs
+from helpers.models import Gan
 from helpers.properties import examples
-from helpers.reference import SIZES, assert_equal, data, filled, training
+from helpers.reference import SIZES, assert_equal, training
 from variable_batch_size.optim.reproducible import limbs
 from variable_batch_size.testing import run_ranks
 
@@ -146,27 +147,20 @@ def test_microbatches_of_two_samplers_in_turns_are_refused():
 
 
 def train_gan(backend, form, rows):
-    """Train a generator and its critic in a form of loop, and return the hash of both."""
-    x, world = data(50)[0], backend.world
-    generator, critic = filled(nn.Linear(3, 3).double()), filled(nn.Linear(3, 1).double())
-
-    def optimizer(model, sampler):
-        return vbs.RootRuleOptimizer(torch.optim.Adam(model.parameters()), sampler, 16, backend=backend)
-
-    def sampler():
-        return vbs.CustomSampler(50, SIZES, world.size, world.rank, rows, max_updates=9, on_end="cycle", **EXACT)
-
-    of_g = sampler()
-    of_d = sampler() if form == "samplers" else of_g
-    g, d = optimizer(generator, of_g), optimizer(critic, of_d)
+    """Train both models in a form of loop, and return the hash of both."""
+    gan, world, ends = Gan(), backend.world, {"max_updates": 9, "on_end": "cycle"}
+    of_g, of_d = (vbs.CustomSampler(40, SIZES[:5], world.size, world.rank, rows, **ends, **EXACT) for _ in range(2))
+    of_d = of_d if form == "samplers" else of_g
+    g, d = (
+        vbs.RootRuleOptimizer(torch.optim.Adam(model.parameters()), sampler, 16, backend=backend)
+        for model, sampler in ((gan.generator, of_g), (gan.discriminator, of_d))
+    )
 
     def backward_g(indices):
-        fake = torch.tanh(generator(x[indices].flip(1)))
-        g.backward(-critic(fake).sigmoid().mean(), inputs=list(generator.parameters()))
+        g.backward(gan.loss_g(indices), inputs=list(gan.generator.parameters()))
 
     def backward_d(indices, *, raw=False):
-        fake = torch.tanh(generator(x[indices].flip(1))).detach()
-        loss = (critic(fake).sigmoid() - critic(x[indices]).sigmoid()).mean()
+        loss = gan.loss_d(indices)
         loss.backward() if raw else d.backward(loss)
 
     while not d.done:
@@ -189,7 +183,7 @@ def train_gan(backend, form, rows):
                         g.step()
                         backward_d(indices, raw=form == "raw")
                     d.step()
-    return vbs.weights_hash(nn.ModuleList([generator, critic]))
+    return vbs.weights_hash(nn.ModuleList([gan.generator, gan.discriminator]))
 
 
 @pytest.mark.parametrize(("form", "rows"), [("backwards first", 4), ("samplers", 4), ("turns", 50), ("raw", 50)])
