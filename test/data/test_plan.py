@@ -37,26 +37,6 @@ def test_epochs_follow_one_another_along_the_trace(case, visits):
         assert plan.samples_before(epoch, epoch.end_step) == epoch.samples_before + epoch.samples
 
 
-@given(cases())
-@examples(100)
-def test_an_epoch_uses_every_position_once_except_a_dropped_tail(case):
-    plan = case.plan()
-    for number in range(case.epochs):
-        epoch = plan.epoch(number)
-        used = [s.start + i for s in map_steps(plan, epoch) for i in range(s.batch_size)]
-        assert used == list(range(epoch.samples))
-        if not epoch.complete:
-            assert plan.ends_with(epoch)
-        elif not case.drop_last:
-            assert epoch.samples == case.dataset_size
-        elif epoch.samples < case.dataset_size:  # the step that exceeds the epoch opens the next one
-            held = case.trace if case.trace.on_end == "cycle" else case.trace.with_on_end("hold")
-            assert epoch.samples + held.batch_size(epoch.end_step) > case.dataset_size
-            assert plan.step(plan.epoch(number), epoch.end_step - 1).batch_size == case.trace.batch_size(
-                epoch.end_step - 1
-            )
-
-
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(9, 12), st.integers(1, 40), st.booleans())
 @examples(200)
 def test_a_run_that_another_end_has_cut_uses_the_rest_of_its_epoch(sizes, dataset_size, samples, drop_last):
@@ -88,10 +68,6 @@ def test_the_fraction_of_a_training_that_lies_before_a_step(case):
             fraction = plan.fraction(epoch, known.step, epochs)
             assert of_epochs - 1e-12 <= fraction <= 1
             assert plan.ends or fraction == pytest.approx(of_epochs)
-
-
-def map_steps(plan, epoch):
-    return (plan.step(epoch, number) for number in range(epoch.first_step, epoch.end_step))
 
 
 # --------------------------------------------------------------------------------------------------------------- errors
@@ -126,14 +102,6 @@ def test_rejects_a_trace_that_ends_inside_an_epoch(drop_last):
     with pytest.raises(ValueError, match=message):
         plan.epoch(1)
     assert plan.epoch(0) == first
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_accepts_a_trace_that_ends_with_the_epoch(drop_last):
-    plan = Plan(BatchTrace.from_sizes([4, 6, 5, 5]), 10, 4, drop_last)
-    assert [plan.epoch(number).end_step for number in (0, 1)] == [2, 4]
-    with pytest.raises(ValueError, match="epoch 2, which begins at step 4, 10 samples before"):
-        plan.epoch(2)
 
 
 @given(st.integers(1, 30), st.integers(1, 40), st.integers(0, 200), st.booleans(), st.sampled_from(["hold", "cycle"]))

@@ -6,8 +6,6 @@ import copy
 import itertools
 import pickle
 import tracemalloc
-from collections import Counter
-from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -22,7 +20,6 @@ from helpers.runs import Case, Run, cases, read_ahead, together, worlds
 from helpers.splitting import rows_of, split_sizes
 from variable_batch_size.data import iteration as iteration_module
 from variable_batch_size.data.plan import plan as plan_module
-from variable_batch_size.data.plan.deal import Dealing
 from variable_batch_size.data.plan.shuffle import order
 from variable_batch_size.world import World
 
@@ -51,27 +48,6 @@ def test_each_row_equals_the_slow_twin(case, size, steps_per_deal, indices_per_c
             sampler.set_epoch(epoch)
             assert len(sampler) == len(expected)
             assert list(sampler) == expected
-
-
-@given(cases(), worlds)
-@examples(60)
-def test_every_sample_counts_once_an_epoch_over_all_ranks(case, size):
-    samplers = [case.sampler(World(rank, size)) for rank in range(size)]
-    for number, updates in enumerate(case.updates):
-        weights = Counter()
-        for sampler in samplers:
-            sampler.set_epoch(number)
-            plan, epoch = sampler.plan, sampler.plan.epoch(number)
-            steps = [plan.step(epoch, step, Dealing(size)) for step in range(epoch.first_step, epoch.end_step)]
-            due = [s.microbatch(r, sampler.world) for s in steps for r in range(s.rounds(sampler.world))]
-            for microbatch, rows in zip(due, sampler, strict=True):
-                for index in rows:
-                    weights[index] += Fraction(microbatch.samples, len(rows))
-        assert set(weights.values()) <= {0, 1}
-        used = {index for index, weight in weights.items() if weight}
-        assert used <= set(range(case.dataset_size))
-        assert len(used) == sum(update.batch_size for update in updates)
-        assert case.drop_last or not epoch.complete or len(used) == case.dataset_size
 
 
 def test_without_shuffle_the_order_is_that_of_the_dataset():
@@ -240,18 +216,12 @@ def test_accepts_a_dataset_or_its_size_and_every_form_of_trace(tmp_path):
         ({"num_replicas": 2, "rank": 2}, ValueError, "got rank=2 and num_replicas=2; pass the rank of this process"),
         ({"num_replicas": 2, "rank": -1}, ValueError, "rank must be an integer >= 0, got -1"),
         ({"num_replicas": 0, "rank": 0}, ValueError, "num_replicas must be an integer >= 1, got 0"),
-        ({"num_replicas": 2, "rank": "1"}, TypeError, r"^rank must be an integer >= 0, got '1' \(str\); pass"),
-        ({"num_replicas": 2.0, "rank": 1}, TypeError, r"^num_replicas must be an integer >= 1, got 2.0 \(float\)"),
         ({"minibatch_size": 0}, ValueError, "^minibatch_size must be an integer >= 1, got 0; pass a positive integer$"),
-        ({"minibatch_size": 2.5}, TypeError, r"^minibatch_size must be an integer >= 1, got 2.5 \(float\); pass"),
         ({"dataset_size": 0}, ValueError, "^dataset_size must be an integer >= 1, got 0"),
-        ({"dataset_size": 10.0}, TypeError, r"^dataset_size must be an integer >= 1, got 10.0 \(float\)"),
         ({"dataset_size": Endless()}, TypeError, r"^dataset_size must be an integer >= 1, got .* \(Endless\)"),
         ({"seed": -1}, ValueError, "seed must be .*, got -1; "),
         ({"seed": 2**64}, ValueError, "seed must be .*, got 18446744073709551616; "),
-        ({"seed": 0.5}, TypeError, "^seed must be an integer >= 0, got 0.5"),
         ({"on_end": "halt"}, ValueError, "on_end must be .* got 'halt'; "),
-        ({"epochs": 2.0}, TypeError, "^epochs must be an integer >= 0, got 2.0"),
         ({"epochs": -1}, ValueError, "epochs must be an integer >= 0, got -1"),
         ({"trace": None}, TypeError, "trace must be a path, .*got None"),
         ({"trace": "nowhere.csv"}, FileNotFoundError, "nowhere.csv"),

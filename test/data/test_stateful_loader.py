@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import variable_batch_size as vbs
+from helpers.loops import CASE
 from helpers.properties import examples
 from helpers.runs import Case, Run, cases, read_ahead, together
 from variable_batch_size.testing import run_ranks
 
-CASE = Case(vbs.BatchTrace.from_sizes([7, 3, 12, 1, 5], on_end="cycle"), 40, 4, False, True, seed=3, epochs=3)
-# Microbatches of the updates: 3 2 3 1 2 3 2 1, then 1 2 3 2 3 1 2 2, then 2 3 1 2 3 2 3.
 OPTIONS = [
     {"num_workers": 0, "snapshot_every_n_steps": 1},
     {"num_workers": 0, "snapshot_every_n_steps": 3},

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import variable_batch_size as vbs
-from helpers.reference import Array, Training, data, network
+from helpers.reference import Array, Training, batches, data, network
 
 DATASET = 50
 Numbers = Mapping[str, Tensor]  # what each sample counts, by term, (samples,)
@@ -78,16 +78,6 @@ def plain(numbers: Numbers, batches: Sequence[list[int]], max_grad_norm: float |
     return [parameter.detach().numpy() for parameter in model.parameters()]
 
 
-def batches_of(sizes: list[int]) -> list[list[int]]:
+def batches_of(sizes: Sequence[int]) -> list[list[int]]:
     """The samples of each update."""
-    sampler = vbs.CustomSampler(DATASET, sizes, 1, 0, DATASET, on_end="hold", fixed_shape=False)
-    optimizer = vbs.ConstantOptimizer(torch.optim.SGD(network().parameters(), lr=0.0), sampler)
-    result: list[list[int]] = []
-    while len(result) < len(sizes):
-        sampler.set_epoch(optimizer.epoch)
-        for indices in sampler:
-            result.append(indices)
-            for parameter in optimizer.param_groups[0]["params"]:
-                parameter.sum().backward()
-            optimizer.step()
-    return result[: len(sizes)]
+    return [samples.tolist() for samples in batches(sizes, DATASET)]

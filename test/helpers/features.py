@@ -169,10 +169,10 @@ def _counting(run: Run, indices: list[int], of: Tensor = LENGTHS) -> bool:
     return run.optimizer.step(count=int(tokens) if run.raw else tokens)
 
 
-def _count(run: Run, indices: list[int], *, rows: bool = True) -> dict[str, Any]:
+def _count(run: Run, indices: list[int], *, rows: bool = True, marks: Tensor = MARKS) -> dict[str, Any]:
     """Tokens, of which some samples have none; marked samples, of which most updates have none; and rows."""
     tokens = LENGTHS[indices].sum().to(run.place.device or "cpu")
-    counts = {"tokens": tokens, "marked": MARKS[indices].sum().item()}
+    counts = {"tokens": tokens, "marked": marks[indices].sum().item()}
     return counts | ({"rows": len(indices)} if rows else {})
 
 
@@ -388,6 +388,7 @@ def _features() -> dict[str, Feature]:
     found["denominators of sums"] = replace(divided, options={"reduction": "sum"})
     found["denominators, scaled"] = replace(divided, microbatch=_dividing_scaled, unlike=("cores",))
     without = partial(_count, rows=False)  # an update may have none at all
+    found["whole denominators"] = replace(divided, counts=partial(_count, marks=MARKS.ceil()))
     found["denominators, no counts"] = replace(divided, counts=without, unlike=("cores",))
     found["settings of FSDP2"] = Feature(microbatch=_with_settings_of_fsdp2)
     for noise in (None, "microbatches", "differenced"):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from helpers.reference import network
+from helpers.reference import Array, filled, network
 
 
 class Everything(nn.Module):
@@ -68,6 +69,31 @@ class Words(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.vectors((4 * x[:, 0]).long() % 10)
         return y
+
+
+class Gan:
+    """A generator and a discriminator of 40 samples, through which the generator's loss goes; `wrap`: around each."""
+
+    def __init__(self, wrap: Callable[[nn.Module], nn.Module] = lambda model: model) -> None:
+        models = [wrap(filled(nn.Linear(*sizes).double())) for sizes in ((2, 3), (3, 1))]
+        self.generator, self.discriminator = models
+        numbers = torch.linspace(-1, 1, 240, dtype=torch.float64)
+        self.real, self.noise = numbers[:120].view(40, 3), numbers[-80:].view(40, 2)
+
+    def loss_d(self, rows: list[int]) -> Tensor:
+        with torch.no_grad():
+            fake = self.generator(self.noise[rows])
+        both = self.discriminator(torch.cat([self.real[rows], fake]))
+        return (both[: len(rows)] - 1).square().mean() + both[len(rows) :].square().mean()  # type: ignore[no-any-return]
+
+    def loss_g(self, rows: list[int]) -> Tensor:
+        """Its backward also adds to the gradients of the discriminator."""
+        judge: Any = getattr(self.discriminator, "module", self.discriminator)
+        return (judge(self.generator(self.noise[rows])) - 1).square().mean()  # type: ignore[no-any-return]
+
+    def weights(self) -> list[Array]:
+        both = [*self.discriminator.parameters(), *self.generator.parameters()]
+        return [parameter.detach().numpy() for parameter in both]
 
 
 def half_frozen() -> Any:

@@ -78,13 +78,6 @@ def test_a_step_of_the_inner_optimizer_is_refused_at_once():
     assert_equal(run.weights(), expected.weights(), tolerance=0)
 
 
-def test_a_grad_scaler_that_steps_the_inner_optimizer_is_refused():
-    run, scaler = training(), torch.amp.GradScaler("cpu")
-    run.optimizer.backward(run.loss(next(iter(run.sampler))), scaler=scaler)
-    with pytest.raises(RuntimeError, match="a wrapped optimizer must be stepped by its wrapper"):
-        scaler.step(run.optimizer.inner)
-
-
 def test_an_inner_optimizer_is_free_when_its_wrapper_is_gone():
     run = training().run(1)
     inner, model = run.optimizer.inner, run.model

@@ -384,23 +384,11 @@ def test_the_gain_lies_between_1_and_k_in_any_units(sigma2, mu2, scale, k, on_de
     assert min(1, k) - 1e-12 <= of(scale) <= max(1, k) + 1e-12
 
 
-def test_small_batches_without_an_estimate_shrink_the_learning_rate():
-    run = training(vbs.AdaScaleOptimizer, [8] * 6, ref_batchsize=128, minibatch_size=8, dataset_size=100)
-    assert run.run(5).optimizer.lr_factor() == 8 / 128
-    assert run.optimizer.progress == pytest.approx(5 * 8 / 128)
-
-
 # ------------------------------------------------------------------------------------------------------- the warnings
 
 
 def warned(updates, sizes, minibatch_size, **options):
-    run = (
-        training(
-            vbs.AdaScaleOptimizer, sizes, minibatch_size=minibatch_size, dataset_size=2000, sampling={"shuffle": False}
-        )
-        if not options
-        else training(vbs.AdaScaleOptimizer, sizes, minibatch_size=minibatch_size, dataset_size=2000, **options)
-    )
+    run = training(vbs.AdaScaleOptimizer, sizes, minibatch_size=minibatch_size, dataset_size=2000, **options)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         run.run(updates)

@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+from itertools import cycle
 
 import numpy as np
 import pytest
@@ -120,17 +121,6 @@ def partly_scaled():
     run.optimizer.backward(loss)
 
 
-def wrapped(prepared):
-    return vbs.ConstantOptimizer(prepared, vbs.CustomSampler(9, 3, 1, 0))
-
-
-class Prepared(torch.optim.Optimizer):
-    """As those that Accelerate and Opacus put around others."""
-
-    def __init__(self, inner):
-        self.optimizer = inner
-
-
 class SAM(torch.optim.Optimizer):
     """Steps by a second backward at weights that are moved along the gradient.
 
@@ -158,13 +148,9 @@ class OwnStep(torch.optim.Adam):
 OPTIMIZERS = [
     (lambda: optimizer(ref_batchsize=None), ValueError, r"LinearRule\(\) needs ref_batchsize, .*; pass the bat"),
     (lambda: optimizer(ref_batchsize=0), ValueError, "ref_batchsize must be an integer >= 1, got 0; pass"),
-    (lambda: optimizer(ref_batchsize="64"), TypeError, "ref_batchsize must be an integer >= 1, got '64' .*; pa"),
     (lambda: optimizer(reduction="none"), ValueError, 'reduction must be "mean" or "sum".*, got \'none\'; pass'),
-    (lambda: optimizer(max_grad_norm=0), ValueError, "max_grad_norm must be a finite number > 0, got 0.*; omit"),
     (lambda: optimizer(max_grad_norm=math.nan), ValueError, "max_grad_norm must be .* >= 0, got nan; omit it"),
-    (lambda: optimizer(max_grad_norm="1"), TypeError, r"max_grad_norm must be .*, got '1' \(str\); omit it"),
     (lambda: optimizer(log_steps=0), ValueError, "log_steps must be an integer >= 1, got 0; pass"),
-    (lambda: optimizer(log_steps=2.5), TypeError, r"log_steps must be an integer >= 1, got 2\.5 .*; pass"),
     (lambda: optimizer(log_samples=0), ValueError, "log_samples must be an integer >= 1, got 0; pass"),
     (lambda: optimizer(tracker="runs"), TypeError, r"tracker must be a vbs\.Tracker, got 'runs'; pass one"),
     (lambda: optimizer(backend="gloo"), TypeError, r"backend must be a vbs\.Backend, got 'gloo'; pass one"),
@@ -211,11 +197,10 @@ INNER = [
         True,
     ),
     (
-        lambda: wrapped(PostLocalSGDOptimizer(SGD([torch.zeros(1)], lr=0.1), averager=None)),
+        lambda: optimizer(inner=PostLocalSGDOptimizer(SGD([torch.zeros(1)], lr=0.1), averager=None)),
         TypeError,
         "a PostLocalSGDOptimizer has not; pass the optimizer that it wraps",
     ),
-    (lambda: wrapped(Prepared(SGD([torch.zeros(1)], lr=0.1))), TypeError, r"a Prepared has not; pass the optimi"),
     *(
         (
             lambda kind=kind: training(vbs.RootRuleOptimizer, inner=kind, hyperparameters={"lr": 0.02}),
@@ -254,8 +239,6 @@ INNER = [
 FACTORS = [
     (lambda: rules("constant", "root"), ValueError, r"^RootRule\(\) needs ref_batchsize"),
     (lambda: rules("constant"), ValueError, "a sequence of rules .* group, got 1 for 2; pass as many, or one r"),
-    (rules, ValueError, "got 0 for 2; pass as many, or one rule for all"),
-    (lambda: rules(None, "constant"), TypeError, r"^rule must be a name, or a callable .*, got None .*; pass"),
     (lambda: rules("constant", ["constant"]), TypeError, r"^rule must be a name, or a callable .*, got \['cons"),
     *(
         (lambda bad=bad: returned(instead=bad), TypeError, r"^a rule must return a vbs.rules.Scaling, but .* d")
@@ -271,16 +254,7 @@ FACTORS = [
             ValueError,
             rf"^every factor of a rule must be finite, got {name}=-?(nan|inf) from .*; ret",
         )
-        for name, bad in {
-            "lr": math.nan,
-            "gradient": np.float32("nan"),
-            "weight_decay": torch.tensor(torch.inf),
-            "one_minus_beta": -math.inf,
-            "eps": math.inf,
-            "beta1_power": math.nan,
-            "beta2_power": math.nan,
-            "progress": np.float64("inf"),
-        }.items()
+        for name, bad in zip(RULES.Scaling.__slots__, cycle((math.nan, np.float32("nan"), torch.tensor(-torch.inf))))
     ),
     *(
         (
@@ -313,16 +287,17 @@ FACTORS = [
         for name, beta in (("beta1_power", 0.9), ("beta2_power", 0.999))
         for power in (0, -1, 1e-18)
     ),
-    *(
-        (
-            lambda value=value: training(vbs.LEGWRuleOptimizer, warmup_epochs=value),
-            ValueError if type(value) is not str else TypeError,
-            f"^warmup_epochs must be a finite number >= 0, got {value!r}.*; pass",
-        )
-        for value in (-1, math.nan, math.inf, "2")
+    (
+        lambda: training(vbs.LEGWRuleOptimizer, warmup_epochs=math.inf),
+        ValueError,
+        "^warmup_epochs must be a finite number >= 0, got inf; pass",
     ),
     (lambda: RULES.LEGWRule(True), TypeError, "^warmup_updates must be a finite number >= 0, got True .*; pass"),
-    (lambda: training(vbs.CustomOptimizer, rule="legw"), ValueError, "legw needs its warmup_updates, got none"),
+    (
+        lambda: training(vbs.CustomOptimizer, rule="legw"),
+        ValueError,
+        "legw needs its warmup_updates, got none; pass legw:N",
+    ),
 ]
 SCHEDULES = [
     *(
@@ -345,10 +320,10 @@ SCHEDULES = [
     *(
         (
             lambda total=total: schedule(total=total),
-            TypeError if type(total) in (bool, str) else ValueError,
+            ValueError,
             "^total must be a finite number >=? 0, got .*; pass the .* hold their last value, or omit it$",
         )
-        for total in (0, -1, math.inf, math.nan, True, "10")
+        for total in (0, math.inf)
     ),
     (lambda: average(decay=1), ValueError, r"decay"),
     (lambda: average(decay=math.nan), ValueError, r"decay"),
@@ -414,14 +389,15 @@ ARRIVING = [
     (lambda: vbs.updates([], arrived()).state_dict(), RuntimeError, "a state needs streams of rows, but these "),
 ]
 LOOPS = [
-    *(
-        (
-            lambda name=name, value=value: vbs.CustomSampler(10, 4, **{name: value}),
-            TypeError if type(value) in (float, str) else ValueError,
-            rf"^{name} must be an integer >= 1, got .*; pass a positive",
-        )
-        for name in ("max_updates", "max_samples")
-        for value in (0, -1, 1.5, "9")
+    (
+        lambda: vbs.CustomSampler(10, 4, max_updates=0),
+        ValueError,
+        "^max_updates must be an integer >= 1, got 0; pass a",
+    ),
+    (
+        lambda: vbs.CustomSampler(10, 4, max_samples=0),
+        ValueError,
+        "^max_samples must be an integer >= 1, got 0; pass a",
     ),
     (lambda: remaining(sampler=lambda run: run.optimizer), TypeError, "sampler must be a vbs.CustomSampler"),
     (lambda: remaining(optimizer=lambda run: run.optimizer.inner), TypeError, "optimizer must be a vbs.CustomOptimize"),
@@ -449,10 +425,8 @@ NUMBERS = [
         for count, error, found in (
             ("9", TypeError, "got '9'"),
             (-1, ValueError, "got -1"),
-            (math.nan, ValueError, "got nan"),
             (torch.tensor(-2), ValueError, "got -2"),
             (torch.ones(2), TypeError, r"shape \(2,\)"),
-            (True, TypeError, "got True"),
         )
     ),
     (lambda: counted(reduction="mean"), ValueError, r"step\(count=\) needs a loss that is summed .* got red"),
@@ -472,8 +446,6 @@ NUMBERS = [
         )
     ),
     (lambda: training(skip_grad_norm=0), ValueError, r"^skip_grad_norm must be .* > 0, got 0\.0; pass one, or "),
-    (lambda: training(skip_grad_norm=-1.0), ValueError, r"^skip_grad_norm must be .* >= 0, got -1\.0; pass one"),
-    (lambda: training(skip_grad_norm="1"), TypeError, r"^skip_grad_norm must be .* >= 0, got '1' \(str\); pass"),
     (
         lambda: training(skip_grad_norm=lambda batch_size: 10.0 - batch_size).run(1),
         ValueError,
@@ -495,12 +467,6 @@ REPRODUCIBLE = [
         ValueError,
         "see each sample alone, and keep nothing, got _SpectralNorm",
     ),
-    (
-        lambda: training(**EXACT, model=nn.Linear(3, 2, dtype=torch.complex128)),
-        ValueError,
-        "needs real parameters, got complex ones",
-    ),
-    (lambda: training(vbs.InvariantAdamRuleOptimizer, **EXACT), ValueError, "needs a rule without the squares of elem"),
     (lambda: vbs.Seeded(range(9))[3], TypeError, r"vbs\.Seeded must be read by a loader with batch_sampler=Cus"),
     (lambda: vbs.Seeded(iter(())), TypeError, "dataset must have a length"),
 ]

@@ -32,19 +32,10 @@ def test_a_plain_optimizers_state_raises_unless_strict_is_false():
     assert run.optimizer.state_dict()["vbs"] == before["vbs"]
 
 
-@pytest.mark.parametrize(
-    ("other", "differs"),
-    [
-        ({"dataset_size": 60}, "dataset_size was 60 and is 50"),
-        ({"sampling": {"seed": 1}}, "seed was 1 and is 0"),
-        ({"sizes": (20, 8)}, "the first 4 batch sizes of the trace are not the same"),
-        ({"sampling": {"shuffle": False}}, "shuffle was False and is True"),
-    ],
-)
-def test_a_state_of_other_samples_raises_and_changes_nothing(other, differs):
-    run, state = training().run(2), training(**other).run(4).optimizer.state_dict()
+def test_a_state_of_other_samples_raises_and_changes_nothing():
+    run, state = training().run(2), training(sampling={"seed": 1}).run(4).optimizer.state_dict()
     before, weights = copy.deepcopy(run.optimizer.state_dict()), run.weights()
-    with pytest.raises(ValueError, match=f"{differs}.*strict=False"):
+    with pytest.raises(ValueError, match=r"seed was 1 and is 0.*strict=False"):
         run.optimizer.load_state_dict(state)
     assert_same_state(run.optimizer.state_dict(), before)
     run.optimizer.load_state_dict(state, strict=False)
@@ -95,30 +86,6 @@ def test_step_without_backward_raises(missing):
         RuntimeError, match=r"no gradient has changed since the last step\(\); call loss\.backward\(\) first"
     ):
         run.optimizer.step()
-
-
-@pytest.mark.parametrize(
-    "clear",
-    [
-        lambda run: run.model.zero_grad(),
-        lambda run: run.model[2].zero_grad(),
-        lambda run: run.optimizer.inner.zero_grad(),
-        lambda run: setattr(run.model[0].weight, "grad", torch.zeros(4, 3).double()),
-    ],
-    ids=["model", "layer", "inner", "replaced"],
-)
-def test_clearing_gradients_within_a_step_raises(clear):
-    run = training()
-    steps = run.steps()
-    while not next(steps):
-        pass
-    clear(run)  # between updates nothing is lost
-    next(steps)
-    clear(run)
-    with pytest.raises(
-        RuntimeError, match=r"must stay in \.grad .* but they were (cleared|replaced) .* remove zero_grad"
-    ):
-        next(steps)
 
 
 def test_the_maximum_norm_may_be_set_between_updates():

@@ -1,7 +1,5 @@
 """Updates that are the same to the last bit in any world: `CustomSampler(reproducible=True)`."""
 
-import copy
-import hashlib
 import itertools
 import math
 import random
@@ -16,8 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import variable_batch_size as vbs
+from helpers.models import Gan
 from helpers.properties import examples
-from helpers.reference import OPTIMIZERS, SIZES, assert_equal, data, filled, training
+from helpers.reference import SIZES, assert_equal, training
 from variable_batch_size.optim.reproducible import limbs
 from variable_batch_size.testing import run_ranks
 
@@ -86,70 +85,10 @@ def test_long_tensors_are_added_in_pieces():
 
 
 def train(run, updates):
-    """Train, and return the hash of the weights, and of what was logged and measured."""
-    optimizer = run.optimizer
-    while optimizer.updates < updates:
-        for update in vbs.updates(run.sampler, optimizer):
-            for indices in update:
-                loss = run.loss(indices)
-                optimizer.backward(loss)
-                optimizer.log(loss=loss)
-                optimizer.step()
-            if optimizer.updates == updates:
-                break
-    told = float(optimizer.progress), {name: value.item() for name, value in optimizer.logged.items()}
-    content = b"".join(one.detach().numpy().tobytes() for one in run.model.parameters())
-    return hashlib.sha256(content + repr(told).encode()).hexdigest()
-
-
-@given(
-    st.sampled_from([kind for name, kind in OPTIMIZERS.items() if name != "invariant-adam"]),
-    st.lists(st.integers(1, 40), min_size=1, max_size=6),
-    st.integers(1, 6),
-    st.sampled_from([{}, {"reduction": "sum"}, {"max_grad_norm": 0.5, "dtype": torch.float32}]),
-    st.integers(0, 5),
-    st.booleans(),
-)
-@examples(36)
-def test_any_world_makes_the_same_updates_to_the_last_bit_from_any_state(kind, sizes, rows, options, stop, fixed_shape):
-    def begin(backend):
-        sampling = {**EXACT, "fixed_shape": fixed_shape}
-        return training(kind, sizes, minibatch_size=rows, backend=backend, sampling=sampling, **options)
-
-    def save(backend):
-        run = begin(backend)
-        train(run, min(stop, len(sizes) - 1))
-        return copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict()))
-
-    def hash_of(backend, state=None):
-        run = begin(backend)
-        if state is not None:
-            run.model.load_state_dict(state[0])
-            run.optimizer.load_state_dict(copy.deepcopy(state[1]))  # ranks that are threads would share its tensors
-        return train(run, len(sizes))
-
-    (whole,) = run_ranks(hash_of, 1)
-    assert set(run_ranks(hash_of, 2)) == {whole}
-    state = run_ranks(save, 2)[0]
-    assert set(run_ranks(lambda backend: hash_of(backend, state), 3)) == {whole}
-
-
-def test_terms_with_counts_of_whole_numbers():
-    def hash_of(backend):
-        run = training(vbs.LinearRuleOptimizer, SIZES * 2, backend=backend, sampling=EXACT, reduction="sum")
-        optimizer = run.optimizer
-        while optimizer.updates < 9:
-            for update in vbs.updates(
-                run.sampler, optimizer, counts=lambda rows: {"rows": len(rows), "odd": sum(rows) % 7}
-            ):
-                for indices in update:
-                    loss = run.loss(indices)
-                    total = loss / update.counts["rows"] + loss.square() / update.counts["odd"]
-                    optimizer.backward(total, weighted=True)
-                    optimizer.step()
-        return vbs.weights_hash(run.model)
-
-    assert len({one for world in (1, 2, 3) for one in run_ranks(hash_of, world)}) == 1
+    for update in itertools.islice(vbs.updates(run.sampler, run.optimizer), updates):
+        for indices in update:
+            run.optimizer.backward(run.loss(indices))
+            run.optimizer.step()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
@@ -208,27 +147,20 @@ def test_microbatches_of_two_samplers_in_turns_are_refused():
 
 
 def train_gan(backend, form, rows):
-    """Train a generator and its critic in a form of loop, and return the hash of both."""
-    x, world = data(50)[0], backend.world
-    generator, critic = filled(nn.Linear(3, 3).double()), filled(nn.Linear(3, 1).double())
-
-    def optimizer(model, sampler):
-        return vbs.RootRuleOptimizer(torch.optim.Adam(model.parameters()), sampler, 16, backend=backend)
-
-    def sampler():
-        return vbs.CustomSampler(50, SIZES, world.size, world.rank, rows, max_updates=9, on_end="cycle", **EXACT)
-
-    of_g = sampler()
-    of_d = sampler() if form == "samplers" else of_g
-    g, d = optimizer(generator, of_g), optimizer(critic, of_d)
+    """Train both models in a form of loop, and return the hash of both."""
+    gan, world, ends = Gan(), backend.world, {"max_updates": 9, "on_end": "cycle"}
+    of_g, of_d = (vbs.CustomSampler(40, SIZES[:5], world.size, world.rank, rows, **ends, **EXACT) for _ in range(2))
+    of_d = of_d if form == "samplers" else of_g
+    g, d = (
+        vbs.RootRuleOptimizer(torch.optim.Adam(model.parameters()), sampler, 16, backend=backend)
+        for model, sampler in ((gan.generator, of_g), (gan.discriminator, of_d))
+    )
 
     def backward_g(indices):
-        fake = torch.tanh(generator(x[indices].flip(1)))
-        g.backward(-critic(fake).sigmoid().mean(), inputs=list(generator.parameters()))
+        g.backward(gan.loss_g(indices), inputs=list(gan.generator.parameters()))
 
     def backward_d(indices, *, raw=False):
-        fake = torch.tanh(generator(x[indices].flip(1))).detach()
-        loss = (critic(fake).sigmoid() - critic(x[indices]).sigmoid()).mean()
+        loss = gan.loss_d(indices)
         loss.backward() if raw else d.backward(loss)
 
     while not d.done:
@@ -251,7 +183,7 @@ def train_gan(backend, form, rows):
                         g.step()
                         backward_d(indices, raw=form == "raw")
                     d.step()
-    return vbs.weights_hash(nn.ModuleList([generator, critic]))
+    return vbs.weights_hash(nn.ModuleList([gan.generator, gan.discriminator]))
 
 
 @pytest.mark.parametrize(("form", "rows"), [("backwards first", 4), ("samplers", 4), ("turns", 50), ("raw", 50)])

@@ -286,14 +286,6 @@ def other_meshes(place):
     wrap(model)
 
 
-@raises(r"was scaled in the loop, .*; call optimizer\.backward\(loss, scaler=scaler\) and")
-def scale_unknown(place):
-    run, scaler = place.training(), torch.amp.GradScaler("cpu")
-    for indices in run.sampler:
-        scaler.scale(run.loss(indices)).backward()
-        scaler.step(run.optimizer)
-
-
 class DeepSpeedEngine(nn.Module):
     """What DeepSpeed returns has this name."""
 
