@@ -24,8 +24,8 @@ class Needs(NamedTuple):
     """What an update needs of each microbatch.
 
     Attributes:
-        norm: |g|^2.
-        elements: g^2, of each element.
+        norm: the squared norm of its gradient.
+        elements: the squares of the elements.
     """
 
     norm: bool = False
