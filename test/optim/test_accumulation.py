@@ -224,3 +224,15 @@ def test_a_flag_that_is_not_read_at_once_raises_some_updates_later(late):
     with pytest.raises(RuntimeError, match=changed):  # noqa: PT012 (in one of these updates)
         for _ in range(2 * READ_EVERY):
             update(True, False)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-5)])
+def test_repeated_rows_weigh_as_their_samples(dtype, tolerance):
+    """A microbatch of a fixed shape has some samples several times."""
+    sizes = [5, 9, 6, 1, 7]
+    found = [
+        training(sizes=sizes, dtype=dtype, sampling={"fixed_shape": fixed}).run(len(sizes)).weights()
+        for fixed in (False, True)
+    ]
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * np.abs(one).max())
