@@ -264,6 +264,9 @@ class Training:
     @property
     def round(self) -> int:
         """How many microbatches of the step the optimizer has counted that is ahead of the others, on this rank."""
+        if len(self.members) == 1:  # it is asked several times a microbatch; values() would guard against removals
+            (report,) = self.members.data.values()  # type: ignore[attr-defined]
+            return report.round if report.late is None else 0
         return max((report.round for report in self.members.values() if report.late is None), default=0)
 
     def round_of(self, member: object) -> int:

@@ -269,11 +269,10 @@ class CustomOptimizer(ObservedOptimizer):
                 requirement = "all optimizers of a loss must be at the same microbatch, and have the same reduction"
                 found = f"{optimizer.reduction} at {other}" if optimizer.reduction != self.reduction else f"{other}"
                 raise value_error(requirement, found, "pass one sampler to them, and call step() of each")
-        named = {self, *others}
-        sums, unnamed = (
-            [optimizer._updater.sum for optimizer in optimizers]
-            for optimizers in (others, [one for one in list(self._training.members) if one not in named])
-        )
+        sums, unnamed = [optimizer._updater.sum for optimizer in others], []
+        if len(self._training.members) > 1 + len(others):
+            named = {self, *others}
+            unnamed = [member._updater.sum for member in list(self._training.members) if member not in named]
         options: Any = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
         self._updater.sum.backward(loss, microbatch, scaler, sums, unnamed, weighted=weighted, **options)
 

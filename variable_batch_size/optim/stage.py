@@ -52,7 +52,7 @@ class MeasuredSquares(NamedTuple):
     scale: Tensor | None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Counted:
     """A microbatch whose `step()` was called.
 
@@ -248,11 +248,13 @@ class Moments(Generic[Item]):
     def __init__(self, nothing: type[Item], items: Iterable[Item]) -> None:
         self._nothing, self.items = nothing, list(items)
         self._calls: dict[str, list[Callable[..., Any]]] = {}
+        self._any: dict[str, bool] = {}
 
     def append(self, item: Item) -> None:
         """Add one, after all others."""
         self.items.append(item)
         self._calls.clear()
+        self._any.clear()
 
     def calls(self, moment: str) -> list[Callable[..., Any]]:
         """Return the methods of that name which do something."""
@@ -268,8 +270,10 @@ class Moments(Generic[Item]):
             method(*args, **options)
 
     def any(self, attribute: str) -> bool:
-        """Return whether an attribute of any of them is true."""
-        return any(getattr(item, attribute) for item in self.items)
+        """Return whether an attribute of any of them, which never changes, is true."""
+        if attribute not in self._any:
+            self._any[attribute] = any(getattr(item, attribute) for item in self.items)
+        return self._any[attribute]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the entries of all of them."""
