@@ -76,12 +76,14 @@ class Shard:
         available = int(self.left(update).sum())
         while available < size and not self.ended:
             items, counts = self._read.items, self._read.counts
-            failed, self._failed = self._failed, True
-            items.extend(islice(self.items, 1))  # at one instant: an interrupt leaves no item that is nowhere
-            self._failed = False
-            self.asked += 1
-            if failed and len(items) == len(counts):
+            try:
+                items.extend(islice(self.items, 1))  # at one instant: an interrupt leaves no item that is nowhere
+            except Exception:
                 self._failed = True
+                raise
+            self.asked += 1
+            self._failed &= len(items) == len(counts)
+            if self._failed:
                 raise RuntimeError(
                     "a stream must go on after an exception, but it has ended at once, as a generator does that has "
                     "raised; load the state of the last checkpoint, or loop over a new iterator"
