@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from contextlib import nullcontext
 from fractions import Fraction
 
 import numpy as np
@@ -144,6 +145,23 @@ def test_microbatches_of_two_samplers_in_turns_are_refused():
 
 
 # ------------------------------------------------------------------------------------------------- several optimizers
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_a_backward_whose_gradient_was_dropped_has_met_no_weights(dropped):
+    """A later one of the plain loop meets those that another optimizer has left."""
+    models = [nn.Linear(2, 1) for _ in range(2)]
+    sampler = vbs.CustomSampler(64, "0:4 1:12", 1, 0, minibatch_size=4, **EXACT)
+    a, b = (vbs.ConstantOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sampler) for model in models)
+    (rows,) = next(iter(vbs.updates(DataLoader(torch.ones(64, 2), batch_sampler=sampler), a)))
+    a.backward(models[0](rows).mean())
+    b.backward(models[1](rows).mean())
+    a.step()
+    if dropped:
+        b.zero_grad()
+        models[1](rows).mean().backward()
+    with pytest.raises(RuntimeError, match="microbatches that meet the same weights") if dropped else nullcontext():
+        b.step()
 
 
 def train_gan(backend, form, rows):

@@ -162,7 +162,7 @@ class CustomOptimizer(ObservedOptimizer):
         rules = self._updater.rules_for(number)
         self._updater.clear()
         change()
-        self._use_groups(rules)
+        self._updater.use_groups(rules)
 
     def _adopt_groups(self, *, keep: bool = True) -> None:
         """Take the parameters from `param_groups`, whose lists may have been changed in place between two steps."""
@@ -173,10 +173,7 @@ class CustomOptimizer(ObservedOptimizer):
                 f"the parameters must stay the same within a step, but the lists of param_groups were changed in step "
                 f"{self.updates}; change them when optimizer.step() has returned True, or after discard_step()"
             )
-        self._use_groups(self._updater.rules_for(len(self.param_groups)), keep=keep)
-
-    def _use_groups(self, rules: tuple[Rule, ...], *, keep: bool = False) -> None:
-        self._updater.use_groups(rules, keep=keep)
+        self._updater.use_groups(self._updater.rules_for(len(self.param_groups)), keep=keep)
 
     # The loop. ---------------------------------------------------------------------------------------------------
 
@@ -324,7 +321,7 @@ class CustomOptimizer(ObservedOptimizer):
         training.begin_step(self)
         if closure is not None:
             run_closure(closure, scaled=getattr(self, "found_inf", None) is not None)
-        self._followers.call("begin_microbatch", self)
+        self._followers.call("begin_microbatch", self, has_backward=self._updater.sum.has_backward)
         self._adopt_groups()
         self._lr_check.check(self.param_groups, inside_step=training.round_of(self) > 0)
         try:
@@ -436,7 +433,6 @@ class CustomOptimizer(ObservedOptimizer):
         except RanksDifferError as error:
             consistency.name_difference(error, self.agreement)
             raise
-        training.begin_update()  # also if it was skipped: what follows happens as a whole
         updater.clear()
         return self._updated
 

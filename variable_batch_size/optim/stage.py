@@ -107,11 +107,25 @@ class UpdateUnderWay:
         """Skip the update if a stage decides so, alike on all ranks; 0-D only if it `skips_on_device`."""
         if self.skipped is False or decision is True:
             self.skipped = decision
-        elif isinstance(decision, Tensor):
+        elif isinstance(decision, Tensor) and self.skipped is not True:
             self.skipped |= decision
 
 
-class Stage:
+class Saved:
+    """What has entries of its own in the state of an optimizer. Each method does nothing; override all or none."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a restored training needs, in entries of its own."""
+        return {}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError if entries of its own are damaged; nothing was loaded yet."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take its entries of a state, which may lack them."""
+
+
+class Stage(Saved):
     """An ability of an optimizer. Each method does nothing; override those of the moments that matter.
 
     The moments of an update, in their order: `check` and `add` of each microbatch; `begin`, and `part` of what the
@@ -195,25 +209,18 @@ class Stage:
     def forget(self) -> None:
         """Forget what the ranks have agreed on: parameters have changed, or a state is loaded."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a restored training needs, in entries of its own."""
-        return {}
 
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError if entries of its own are damaged; nothing was loaded yet."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take its entries of a state, which may lack them."""
-
-
-class LoopStage:
+class LoopStage(Saved):
     """An ability that follows the loop, from microbatch to microbatch. Each method does nothing; override some."""
 
     def begin_backward(self, member: object) -> None:
         """Check that `backward()` of an optimizer may be called."""
 
-    def begin_microbatch(self, member: object) -> None:
-        """Check that `step()` of an optimizer may count a microbatch, which has changed nothing yet."""
+    def begin_microbatch(self, member: object, *, has_backward: bool) -> None:
+        """Check that `step()` of an optimizer may count a microbatch, which has changed nothing yet.
+
+        `has_backward`: whether `optimizer.backward()` was called for it.
+        """
 
     def end_microbatch(self, *, ends_update: bool) -> None:
         """Follow a microbatch that was counted, on whose forward no other optimizer waits."""
@@ -226,16 +233,6 @@ class LoopStage:
 
     def discard(self) -> None:
         """Forget the step, which starts over, or elsewhere."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a restored training needs, in entries of its own."""
-        return {}
-
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError if entries of its own are damaged; nothing was loaded yet."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take its entries of a state, which may lack them."""
 
 
 Item = TypeVar("Item", bound="Stage | LoopStage")

@@ -35,14 +35,12 @@ class Seeding(LoopStage):
         self._sampler, self._backend = sampler, backend
         self._states: HostStates | None = None  # of the user, while a microbatch is out
         self._begun = 0
-        self._met = False  # whether `backward()` was called for the present microbatch
 
     def begin_backward(self, member: object) -> None:
         """Check that no other optimizer has made the update: microbatches of other ranks would have met other weights.
 
         If each update is one microbatch, that may meet the weights that another optimizer has left.
         """
-        self._met = True
         plan, training = self._sampler.plan, self._sampler.training
         if self._sampler.max_batch_size <= plan.minibatch_size and not plan.fixed_shape:
             return
@@ -54,11 +52,10 @@ class Seeding(LoopStage):
                 f"any, or give each a sampler and a loader of its own"
             )
 
-    def begin_microbatch(self, member: object) -> None:
+    def begin_microbatch(self, member: object, *, has_backward: bool) -> None:
         """Raise RuntimeError unless the microbatch of a `step()` was seeded last, for this sampler."""
-        if not self._met:
+        if not has_backward:
             self.begin_backward(member)
-        self._met = False
         if not (self._sampler.training.is_handed_out_last(member) and _latest.sampler() is self._sampler):
             raise RuntimeError(
                 "reproducible=True needs random numbers that are seeded before the forward of each microbatch, but "
@@ -74,7 +71,6 @@ class Seeding(LoopStage):
 
     def discard(self) -> None:
         """Give the generators back, which a step that starts over seeds again."""
-        self._met = False
         self.give_back()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -13,8 +13,8 @@ plain road `loss.backward()` is right, too: there `.grad` holds the sum in units
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, final
 
 import torch
@@ -79,6 +79,11 @@ class Sum(ABC):
         """Whether microbatches are measured, if they are asked for."""
         return self._squares is not None
 
+    @property
+    def has_backward(self) -> bool:
+        """Whether `backward` has been called since the last `add`."""
+        return self._factor is not None
+
     def _create_message(self) -> Message:
         return Message()
 
@@ -124,6 +129,7 @@ class Sum(ABC):
         factor = self._loss_factor(microbatch)
         return factor / microbatch.rows if self._is_sum else factor
 
+    @final
     def backward(
         self,
         loss: Tensor,
@@ -142,22 +148,33 @@ class Sum(ABC):
         the update: its weight is 1, but for repeated rows.
         """
         every = (self, *others)
-        scale = self._begin_scaling(loss, scaler, every)
-        for total in every:
-            total._weighted = weighted
-        factor = self._loss_factor(microbatch)
-        for total in every:
-            total._check_factor(microbatch, factor)
-            total._before_backward(microbatch)
-        weight = self._weight_of_loss(microbatch)
-        if weight != 1 or self._backend.static_graph:
-            loss = loss * self._backend.scalar(weight, loss, "loss")
+        self._prepare_backward(microbatch, scaler, options)
         with ExitStack() as stack:
+            stack.enter_context(self._name_absent_ranks())
+            scale = self._begin_scaling(loss, scaler, every)
+            for total in every:
+                total._weighted = weighted
+            factor = self._loss_factor(microbatch)
+            for total in every:
+                total._check_factor(microbatch, factor)
+                total._before_backward(microbatch)
+            weight = self._weight_of_loss(microbatch)
+            if weight != 1 or self._backend.static_graph:
+                loss = loss * self._backend.scalar(weight, loss, "loss")
             for total in unnamed:
                 stack.enter_context(total._check.note_other_backward())
             (loss if scale is None else loss * scale).backward(**options)  # type: ignore[no-untyped-call]
-        for total in every:
-            total._after_backward(microbatch, factor)
+            for total in every:
+                total._after_backward(microbatch, factor)
+
+    def _prepare_backward(  # noqa: B027 (a no-op unless `backward()` sums)
+        self, microbatch: Microbatch, scaler: GradScaler | None, options: Mapping[str, Any]
+    ) -> None:
+        """Check that `backward()` can be called with these options, and choose what it sums."""
+
+    def _name_absent_ranks(self) -> AbstractContextManager[None]:
+        """Return a context for a backward in which ranks may wait for one another."""
+        return nullcontext()
 
     def _begin_scaling(self, loss: Tensor, scaler: GradScaler | None, every: Sequence[Sum]) -> Tensor | None:
         """Return the scale of a loss, 0-D, which is that of the first one of the step; None without a scaler."""
@@ -346,24 +363,19 @@ class InBackward(Sum):
             if id(parameter) not in known:
                 raise ValueError(words.format(f"parameter {number}, of shape {tuple(parameter.shape)},"))
 
-    def backward(
-        self,
-        loss: Tensor,
-        microbatch: Microbatch,
-        scaler: GradScaler | None,
-        others: Sequence[Sum] = (),
-        unnamed: Sequence[Sum] = (),
-        **options: Any,
-    ) -> None:
-        """Call `backward()` of a loss with its weight; torch's timeout ends a wait for a rank that takes no part."""
+    def _prepare_backward(self, microbatch: Microbatch, scaler: GradScaler | None, options: Mapping[str, Any]) -> None:
         if options.get("create_graph"):
             raise RuntimeError(
                 "create_graph=True needs gradients that nothing changes in place, but a DistributedDataParallel or "
                 "FSDP2 sums them in backward(); omit it, or train the bare model, without model=, after "
                 "vbs.broadcast_parameters(model)"
             )
+
+    @contextmanager
+    def _name_absent_ranks(self) -> Iterator[None]:
+        """Say that a rank takes no part, the wait for which torch's timeout has ended."""
         try:
-            super().backward(loss, microbatch, scaler, others, unnamed, **options)
+            yield
         except RuntimeError as error:
             self._backend.while_waiting()  # a rank that does not take part may have said why
             if any(word in str(error) for word in ("gloo", "NCCL")):

@@ -13,7 +13,7 @@ rank has the shard, and under tensor parallelism, where they are DTensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -27,7 +27,7 @@ from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.data.batches import Batch
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.stage import MeasuredSquares
-from variable_batch_size.optim.sums.base import InBackward, Sum
+from variable_batch_size.optim.sums.base import InBackward
 from variable_batch_size.optim.sums.ranks import Ranks
 from variable_batch_size.optim.sums.squares import Squares
 from variable_batch_size.optim.tensors.arithmetic import is_narrow, local_parts
@@ -137,16 +137,7 @@ class Sharded(InBackward):
         """Return n_j."""
         return float(microbatch.samples)
 
-    def backward(
-        self,
-        loss: Tensor,
-        microbatch: Microbatch,
-        scaler: GradScaler | None,
-        others: Sequence[Sum] = (),
-        unnamed: Sequence[Sum] = (),
-        **options: Any,
-    ) -> None:
-        """Call `backward()` of a loss that carries its weight, which sums over the ranks."""
+    def _prepare_backward(self, microbatch: Microbatch, scaler: GradScaler | None, options: Mapping[str, Any]) -> None:
         self._reads_grads = scaler is not None and scaler.is_enabled()
         if self._factor is not None and self._squares is not None and any(self._squares.needs):
             raise RuntimeError(
@@ -154,7 +145,7 @@ class Sharded(InBackward):
                 "one; add the losses, and call optimizer.backward() once"
             )
         self.prepare(microbatch, forward=True)
-        super().backward(loss, microbatch, scaler, others, unnamed, **options)
+        super()._prepare_backward(microbatch, scaler, options)
 
     def _before_backward(self, microbatch: Microbatch) -> None:
         super()._before_backward(microbatch)
