@@ -152,7 +152,7 @@ def test_it_is_an_event_and_a_scalar(tmp_path):
     with checkpoint(tmp_path / "saved", again) as saves:
         saves.restore()
         assert again.optimizer.skipped == len(skipped)
-        again.optimizer._abilities.skipper._is_too_large(torch.tensor(0.0), 1, first=False)
+        again.optimizer._abilities.skipper._is_too_large(torch.tensor(0.0), 2.0, first=False)
         saves.step()
     rows = [line for line in events.read_events(Storage(tmp_path / "saved")) if line["event"] == "skip"]
     assert len(rows) == len(skipped)
@@ -166,6 +166,6 @@ def test_rank_0_decides_for_all():
         large = run.optimizer._abilities.skipper
         assert large is not None
         norm = torch.tensor(1.0 + (backend.world.rank == 1) * 1e-9, dtype=torch.float64)
-        return large._is_too_large(norm, 20, first=False)
+        return large._is_too_large(norm, 1.0, first=False)
 
     assert run_ranks(decide, 2) == [False, False]

@@ -249,7 +249,8 @@ class Updater:
         """Sum the gradients over the ranks, and step the inner optimizer; return False if the update was skipped.
 
         It is skipped if the host has read that the gradient is non-finite or too large. `samples` are those before this
-        update; `begin` is called right before the inner optimizer's step, which changes the weights.
+        update; `begin` is called right before what cannot be called back: the inner optimizer's step, or the books of
+        an update that is skipped.
 
         Raises:
             RanksDifferError: on every rank, if the facts of the update differ between ranks, or did some updates ago.

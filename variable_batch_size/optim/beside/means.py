@@ -282,7 +282,7 @@ class TokenCount(Stage):
             if self._backend.reads(total):
                 number = total.item()
                 multiply(update.gradients, size / number if number else 0.0, self._backend)
-                update.skipped = update.skipped or not number
+                update.skip(not number)
             else:
                 factor = torch.as_tensor(self._backend.scalar(size, total)) / total[0]
                 multiply(update.gradients, torch.where(total[0] > 0, factor, 0.0), self._backend)

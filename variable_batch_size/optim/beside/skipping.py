@@ -93,15 +93,14 @@ class LargeGradients(Stage):
         else:
             dtype = None if isinstance(update.square, Tensor) else torch.float64
             update.norm = torch.as_tensor(update.square, dtype=dtype).sqrt()
-        first = update.asked.samples == 0
-        update.skip(self._is_too_large(update.norm, update.batch.batch_size, first=first))
+        limit, first = update.facts["skip_grad_norm"], update.asked.samples == 0
+        update.skip(self._is_too_large(update.norm, limit, first=first))
 
-    def _is_too_large(self, norm: Tensor, batch_size: int, *, first: bool) -> bool | Tensor:
+    def _is_too_large(self, norm: Tensor, limit: float, *, first: bool) -> bool | Tensor:
         """Return whether an update is skipped, alike on all ranks: 0-D on a device that compiles graphs.
 
         A norm that is not a number is too large.
         """
-        limit = self._limit_of(batch_size)
         if self.skips_on_device:
             numbers = [limit, float(not (first or self._begins_state()))]
             largest, may = self._backend.scalars(numbers, norm, "skip_grad_norm")

@@ -217,8 +217,7 @@ class GradientNoise(Stage):
         self._squares = self._statistics = None
         if self._uncommitted is not None:
             self._uncommitted = None
-            if self._pairs is not None:
-                self._pairs.forget()  # `measure` has overwritten the previous gradient
+            self.forget()  # `measure` has overwritten the previous gradient
 
     def forget(self) -> None:
         """Compare the next gradient with none before: it may be one of other parameters."""
