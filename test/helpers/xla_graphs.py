@@ -34,7 +34,8 @@ class Training:
     schedule: tuple[float, ...] = (1.0,)  # factors on lr, which follow one another in a cycle
     options: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
-    # "zero_grad" or "log" at each microbatch, "reads" after each update, "resumes" after each epoch; "counts"
+    # "zero_grad" or "log" at each microbatch, "reads" after each update, "resumes" after each epoch; "counts";
+    # "tensors" and "log tensors": numbers of the host, at each microbatch
     loop: str = ""
     controlled: bool = False  # whether a controller chooses the sizes from update 4 on
 
@@ -61,7 +62,8 @@ class Update:
 
 def late(updates: list[Update]) -> dict[int, int]:
     """The numbers of the updates that compiled against the law, with how many graphs: the first update is 1."""
-    first = next((number for number, update in enumerate(updates, 1) if update.rounds > 1), len(updates))
+    numbered = [*enumerate(updates, 1)][1:]  # an accumulation in the first update is not yet that of others
+    first = next((number for number, update in numbered if update.rounds > 1), len(updates))
     return {
         number: update.compiled
         for number, update in enumerate(updates, 1)
@@ -130,7 +132,10 @@ def rounds_of(
             if training.loop == "log":
                 optimizer.log(loss=loss.mean())
             rounds += 1
-            if not optimizer.step():
+            host = torch.tensor(float(updates % 3 if updates > 6 else 2 + updates))  # exactly 0 or 1 in late updates
+            if training.loop == "log tensors":
+                optimizer.log(host=host)
+            if not (optimizer.step(count=host) if training.loop == "tensors" else optimizer.step()):
                 continue
             scheduler.step()
             if training.loop == "reads":

@@ -65,6 +65,31 @@ def test_nothing_compiles_late_when_one_microbatch_a_rank_comes_after_several(co
     assert list(map(late, found)) == [{}] * len(found)
 
 
+def words():
+    """All sequences of ten updates that have one microbatch on each rank, or three."""
+    return [tuple(MINIBATCH_SIZE * rounds for rounds in word) for word in itertools.product((1, 3), repeat=10)]
+
+
+@pytest.mark.slow("launches XLA")
+@pytest.mark.parametrize(
+    "number", [8, pytest.param(2**10, marks=pytest.mark.nightly("compiles graphs of a thousand trainings"))]
+)
+def test_nothing_compiles_late_whatever_the_order_of_rounds_is(number, tmp_path):
+    only_the_first = tuple(MINIBATCH_SIZE * rounds for rounds in (3, *[1] * 5, 3, 1, 3, 1))
+    chosen = [only_the_first, *random.Random(number).sample(words(), number - 1)]
+    found = run([Training(sizes) for sizes in chosen], 1, tmp_path)
+    wrong = {str(sizes): late(updates) for sizes, updates in zip(chosen, found, strict=True) if late(updates)}
+    assert wrong == {}
+
+
+@pytest.mark.slow("launches XLA")
+def test_numbers_of_the_host_that_are_0_or_1_compile_nothing(tmp_path):
+    sizes = (20, 17, 30, 9, 2, 3, 8, 33, 16, 25, 41, 4)
+    options = {"options": {"reduction": "sum"}}
+    found = run([Training(sizes, loop="tensors", **options), Training(sizes, loop="log tensors")], 2, tmp_path)
+    assert list(map(late, found)) == [{}] * len(found)
+
+
 @pytest.mark.nightly("compiles graphs of twelve trainings")
 def test_numbers_that_coincide_in_some_updates_compile_nothing(tmp_path):
     sizes = (20, 17, 30, 9, 2, 3, REF, 33, 2 * REF, 25, 41, REF // 2, 12, REF, 9)

@@ -153,6 +153,24 @@ class Backend(ABC):
         """Return one factor for `like`, as `scalars` does."""
         return self.scalars([value], like, place)[0]
 
+    @final
+    def number(self, value: Tensor | float, like: Tensor, place: str = "") -> Any:
+        """Return a number that a user has computed anywhere, a float or a tensor with one element, for `like`.
+
+        A tensor on the host is read there, because one of 0 or 1 that is moved would be a constant of a graph. One on a
+        device stays there, 0-D, unless the host may read both.
+
+        Args:
+            value: the number.
+            like: see `scalars`, as for `place`.
+        """
+        if not isinstance(value, Tensor):
+            return self.scalar(value, like, place)
+        value = value.detach().reshape(())
+        if value.device.type == "cpu" or self.reads(like):
+            return self.scalar(value.item(), like, place)
+        return value.to(like.device, torch.float64 if like.dtype == torch.float64 else torch.float32)
+
     def hyperparameter(self, value: Any) -> Any:
         """Return the value to give to the inner optimizer, so that it does not become a constant of a graph."""
         return value

@@ -148,11 +148,9 @@ class Counts(Stage):
                     f"the count {name!r} of a microbatch must be a number or a tensor with one element, got a tensor "
                     f"of shape {tuple(value.shape)}; pass its .sum()"
                 )
-            value = value.detach().reshape(())
-            example = self._example
-            if not (value.device.type == "cpu" or self._backend.reads(example)):
-                return value.to(example.device, example.dtype)
-            value = value.item()
+            value = value.item() if value.device.type == "cpu" else self._backend.number(value, self._example)
+            if isinstance(value, Tensor):
+                return value
         number = check_number(value, f"the count {name!r} of a microbatch", "count its tokens, rows or weights")
         if self._whole and number % 1:
             requirement = f"with reproducible=True the count {name!r} must be a whole number, whose sum has no order"

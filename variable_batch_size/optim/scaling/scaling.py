@@ -135,9 +135,7 @@ class HyperparameterScaling:
             if isinstance(lr, Tensor) and lr.device in devices:
                 return {"lr": lr * self._backend.scalar(factor, lr, f"factor on lr of group {index}")}
             return {"lr": self._backend.hyperparameter(lr * factor)}
-        known = isinstance(lr, Tensor)
-        lr = lr.to(factor.device) if known else self._backend.scalar(lr, factor, f"lr of group {index}")
-        return {"lr": factor * lr}
+        return {"lr": factor * self._backend.number(lr, factor, f"lr of group {index}")}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the bias correction; an empty dict if there is none."""
