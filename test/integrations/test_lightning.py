@@ -171,6 +171,15 @@ def test_one_process_is_that_of_a_notebook_and_shuffles_unless_told(monkeypatch)
     assert len(module.evaluations) == 1
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_the_loader_says_whether_samples_are_shuffled(shuffle):
+    module = Evaluated(PLAIN)
+    run = trainer(max_steps=1)
+    run.fit(module, DataLoader(Samples(), 8, shuffle=shuffle), DataLoader(Samples(), 50))
+    assert run.optimizers[0].sampler.shuffle == shuffle
+    assert run._accelerator_connector.use_distributed_sampler  # of evaluations
+
+
 class Two(pl.LightningModule):
     """Two networks with an optimizer each: `order` is "backwards first", or one that is refused."""
 

@@ -18,7 +18,7 @@ LEFT = {
     "transformers": {"trainer.py": {"_metrics"}},  # of trl
     "keras": {"model.py": {"_learning_rate", "_symbolic_build"}, "optimizer.py": {"_learning_rate"}},
     "ignite": {"ignite.py": {"_init_iter", "_prepare_batch"}},
-    "lightning": {},
+    "lightning": {"strategy.py": {"_accelerator_connector"}},
 }  # trainer -> file -> names
 
 

@@ -223,6 +223,10 @@ def test_a_schedule_that_counts_batches_is_found(tmp_path):
 
 REFUSED = [
     ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps must be 1, got 4; omit it: the trace says"),
+    (
+        {"auto_find_batch_size": True},
+        "auto_find_batch_size must be False, because its second attempt .* got True; pass",
+    ),
     ({"train_sampling_strategy": "group_by_length"}, "max_steps must be > 0 .*, got -1; pass it"),
     ({"optim": "galore_adamw_layerwise", "optim_target_modules": ["net"]}, "optim must be .*, got galore_adamw_lay"),
     ({"options": {"trace": [24] * 5}}, "the trace must last until the training ends"),

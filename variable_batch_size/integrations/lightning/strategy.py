@@ -63,6 +63,7 @@ class VariableBatch(ParallelStrategy):
         self.optimizers: list[Optimizer] = []
         self._wrapped: list[CustomOptimizer] = []  # what is around them
         self._saved: dict[str, Any] = {}  # what a checkpoint has under "vbs"
+        self._sampled = True  # whether Lightning samples for ranks, in loaders of evaluations
         self._ahead = 0  # epochs that Lightning has counted more: it takes one that max_steps has ended for a whole one
         self._update: list[Any] = []  # the microbatches of the update under way, as they were read
         self._microbatch: Microbatch | None = None  # the one under way, and its rows on the device
@@ -100,6 +101,7 @@ class VariableBatch(ParallelStrategy):
     def process_dataloader(self, dataloader: Any) -> Any:
         """Return the training's loader as updates; one of an evaluation draws no random numbers of the training's."""
         if self._module.trainer.training:
+            self._module.trainer._accelerator_connector.use_distributed_sampler = self._sampled
             return self._training_loader(dataloader)
         for drawing in (dataloader, getattr(dataloader, "sampler", None)):
             if isinstance(drawing, DataLoader | RandomSampler) and drawing.generator is None:
@@ -263,9 +265,15 @@ class VariableBatch(ParallelStrategy):
         module.on_before_optimizer_step(optimizer)
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait for all processes, unless an exception has ended the training, when others may be elsewhere."""
+        """Wait for all processes, unless an exception has ended the training, when others may be elsewhere.
+
+        It is also what Lightning calls before it prepares the training's loader, which it would shuffle.
+        """
         if not self._interrupted:
             super().barrier(name)
+        if name == "train_dataloader()":
+            connector = self._module.trainer._accelerator_connector
+            self._sampled, connector.use_distributed_sampler = connector.use_distributed_sampler, False
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of the optimizer of torch; `save_checkpoint` adds the position in the training."""
@@ -311,8 +319,8 @@ class VariableBatchStrategy(VariableBatch, DDPStrategy):
     """Trains a LightningModule with a global batch size that follows a trace, on one process or, by DDP, on several.
 
     The `batch_size` of the training's DataLoader becomes the maximum number of rows of a microbatch, and
-    `training_step` gets one microbatch. Everything that Lightning counts is in updates. Samples are shuffled, as
-    Lightning's strategies for several processes do it, unless `sampler_options` has `shuffle=False`.
+    `training_step` gets one microbatch. Everything that Lightning counts is in updates. Samples are shuffled if the
+    loader shuffles, on any number of devices; `shuffle` in `sampler_options` wins.
 
     Args:
         trace: the trace of the global batch size, in samples, see `CustomSampler`.

@@ -48,6 +48,12 @@ SETTINGS = (
     Setting("parallelism_config", "one of data only", _ranks_of_model, (1,), "omit tensor, context and sequence sizes"),
     _training_argument("n_gpu", "at most 1 in a process", (0, 1), "launch it with torchrun"),
     _training_argument("gradient_accumulation_steps", "1", (1,), "omit it: the trace says"),
+    _training_argument(
+        "auto_find_batch_size",
+        "False, because its second attempt begins with weights that the first one has moved",
+        (False,),
+        "pass per_device_train_batch_size, the rows of a microbatch that fit",
+    ),
     Setting("max_steps", "> 0 with an AdaptiveTrace, and group_by_length", _needed_steps, lambda n: n > 0, "pass it"),
     _training_argument("include_num_input_tokens_seen", '"no"', ("no",), "log the samples"),
     _training_argument("fp16", "False, because its scaler is not supported here", (False,), "pass bf16=True"),

@@ -110,6 +110,7 @@ class VariableBatchMixin(Base):
         """Create the variable optimizer around what Trainer has prepared and restored, and load the position."""
         inner, sampler = self.optimizer.optimizer, self._loader.sampler  # in Accelerate's optimizer
         options = {"model": self.model_wrapped, "max_grad_norm": self.args.max_grad_norm or None, "grad_norm": True}
+        self.__dict__.pop("variable_optimizer", None)  # that of an earlier train()
         self.variable_optimizer = optimizer = self.settings.wrap_optimizer(inner, sampler, **options)
         if self._checkpoint:
             optimizer.load_state_dict({**inner.state_dict(), "vbs": saved_position(self._checkpoint)})
