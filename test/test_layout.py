@@ -100,6 +100,11 @@ PLUG_INS = {  # and the tables that may name them
     "data.plan.shares": {"data.sampler"},
     "data.streams": {"optim.loops.updates", "optim.loops.arriving", "data.fit"},
     "data.fit": set(),
+    "data.dataset.content": {"data.sampler"},
+    "optim.checks.owners": {"optim.abilities"},
+    "optim.checks.buffers": {"optim.abilities"},
+    "optim.loops.outside": {"optim.optimizer"},
+    "optim.loops.stages": {"optim.optimizer"},
 }
 
 

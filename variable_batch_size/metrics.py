@@ -19,8 +19,8 @@ from variable_batch_size._validation import check_int
 from variable_batch_size.backend import Backend
 from variable_batch_size.data.evaluation_sampler import EvaluationSampler
 from variable_batch_size.metric_sources import SAMPLES, EvaluationSource, Source, TrainingSource
-from variable_batch_size.optim.beside.consistency import check_names
 from variable_batch_size.optim.beside.means import check_mean
+from variable_batch_size.optim.checks.consistency import check_names
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.optim.properties import Commit
 

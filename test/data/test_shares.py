@@ -172,7 +172,7 @@ def test_an_epoch_has_each_sample_once_and_a_run_resumes_with_other_speeds(case,
             for update in case.updates[number][:stop]:
                 here = Position(place.position.epoch, place.position.step + 1)
                 place = Place(here, place.samples + update.batch_size)
-            state = sampler.batches.state_dict(place, end_pending=False)
+            state = {**sampler.state_dict(), **sampler.batches.state_dict(place, end_pending=False)}
         elif not part:
             break
     expected = {step: set(samples) for epoch, step, samples in case.steps if epoch == number}

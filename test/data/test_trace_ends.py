@@ -93,7 +93,7 @@ def test_a_training_whose_trace_is_long_enough_resumes_after_any_update(case, da
     for _ in range(stop):
         place = after(sampler, place)
     again, _ = start()
-    again.load_state_dict(sampler.batches.state_dict(place, end_pending=False))
+    again.load_state_dict({**sampler.state_dict(), **sampler.batches.state_dict(place, end_pending=False)})
     left = [again.plan.step(e, n).batch_size for e in epochs(again) for n in of(e) if n >= stop]
     assert left == expected[stop:]
 
@@ -130,7 +130,7 @@ def test_a_restore_raises_if_the_trace_is_too_short_from_there():
     place = after(sampler, after(sampler, sampler.place))
     again = vbs.CustomSampler(10, [4, 4, 4, 4], 1, 0, max_samples=16 - 2)
     longer = vbs.CustomSampler(20, [4, 4, 4, 4], 1, 0, max_samples=16)
-    state = sampler.batches.state_dict(place, end_pending=False)
+    state = {**sampler.state_dict(), **sampler.batches.state_dict(place, end_pending=False)}
     again.load_state_dict(state)
     with pytest.raises(ValueError, match="2 samples before max_samples=16"):
         longer.load_state_dict(state, strict=False)

@@ -11,7 +11,7 @@ import variable_batch_size as vbs
 from helpers.models import Everything, everything, shifted
 from helpers.reference import REF, training
 from variable_batch_size.backend.agreement import Agreement
-from variable_batch_size.optim.beside.consistency import check_same_facts
+from variable_batch_size.optim.checks.consistency import check_same_facts
 from variable_batch_size.testing import run_ranks
 
 

@@ -11,7 +11,7 @@ from torch import nn
 import variable_batch_size as vbs
 from helpers.properties import examples
 from helpers.splitting import split_sizes
-from variable_batch_size.optim.beside.normalization import ENOUGH
+from variable_batch_size.optim.checks.normalization import ENOUGH
 from variable_batch_size.testing import run_ranks
 
 

@@ -244,7 +244,7 @@ def test_an_inner_state_that_torch_cannot_load_changes_nothing():
 def test_a_state_of_another_version_names_both():
     state, run = of({}).run(1).optimizer.state_dict(), of({})
     state["vbs"]["sampler"]["version"] = 7
-    with pytest.raises(ValueError, match="must be of version 1, got one of version 7; load it with the release"):
+    with pytest.raises(ValueError, match="must be of version 2, got one of version 7; load it with the release"):
         run.optimizer.load_state_dict(state)
     del state["vbs"]["sampler"]["version"]
     with pytest.raises(ValueError, match="got one of version unknown"):

@@ -27,7 +27,7 @@ from variable_batch_size.checkpoint.parts import Parts, Stateful
 from variable_batch_size.checkpoint.reading import read_first
 from variable_batch_size.checkpoint.saving import Saver
 from variable_batch_size.checkpoint.stored import StoredState
-from variable_batch_size.optim.beside.normalization import check_model_known
+from variable_batch_size.optim.checks.normalization import check_model_known
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.optim.tensors.hooks import uncompiled
 from variable_batch_size.preemption import EXIT_CODE, Interrupts, signal_notice

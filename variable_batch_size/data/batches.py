@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, final
 
 from variable_batch_size._validation import MAX_INT, IntArray, check_int
-from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace
+from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace, largest_size
 from variable_batch_size.adaptive.decided_trace import DecidedTrace
 from variable_batch_size.data.plan.deal import Dealing, Step, UnequalRanks
 from variable_batch_size.data.plan.equal_rounds import check_constant
@@ -224,6 +224,11 @@ class Batches:
             return replace(self, decided=decided)
         state = {**self.position_state(position), "fixed_shape": self.plan.fixed_shape}
         return replace(self, decided=decided, plan=replace(self.plan, trace=decided.trace).resume(state))
+
+    @property
+    def max_batch_size(self) -> int:
+        """The largest batch size that an update may have, in samples."""
+        return self.plan.trace.max_batch_size if self.decided is None else largest_size(self.decided.adaptive)
 
     @property
     def known_until(self) -> int:

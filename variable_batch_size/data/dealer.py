@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 from variable_batch_size._log import stacklevel_of_user
-from variable_batch_size.adaptive.adaptive_trace import largest_size
 from variable_batch_size.adaptive.decided_trace import describe, warn_if_changed
 from variable_batch_size.data.batches import Batch, Batches, Place, Position, Split
 from variable_batch_size.data.plan.deal import Dealing
 from variable_batch_size.data.plan.plan import Plan
-from variable_batch_size.data.plan.state import check_position, check_same_samples
+from variable_batch_size.data.plan.state import ROWS, check_position, check_same_samples
 from variable_batch_size.data.training import Member, Training, check_can_attach
 from variable_batch_size.world import World
 
@@ -25,20 +25,29 @@ class Dealer:
         epochs: number of epochs that will be trained, if known.
         cut_is_known: whether the user has said whether shapes are fixed.
         facts: further facts that all ranks must have in common, by name.
+        content: returns a text that is the same for equal rows, empty if nothing can be compared.
 
     Attributes:
         training: the place of the training.
-        epochs: number of epochs that will be trained, if known.
-        facts: further facts that all ranks must have in common, by name.
     """
 
     def __init__(
-        self, batches: Batches, *, epochs: int | None, cut_is_known: bool, facts: dict[str, Any] | None = None
+        self,
+        batches: Batches,
+        *,
+        epochs: int | None,
+        cut_is_known: bool,
+        facts: dict[str, Any] | None = None,
+        content: Callable[[], str] | None = None,
     ) -> None:
         super().__init__()
-        self.training = Training(batches, cut_is_known=cut_is_known)
-        self.epochs = epochs
-        self.facts = facts or {}
+        self.training = Training(batches, epochs=epochs, cut_is_known=cut_is_known)
+        self._facts, self._content = facts or {}, content
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What all ranks must have in common besides the batches, by name; the first read may read some rows."""
+        return {**self._facts, ROWS: "" if self._content is None else self._content()}
 
     def __copy__(self) -> Any:
         return copy.deepcopy(self)  # what is read of one must not move the other
@@ -87,8 +96,7 @@ class Dealer:
     @property
     def max_batch_size(self) -> int:
         """The largest batch size that an update may have, in samples."""
-        decided = self.batches.decided
-        return self.plan.trace.max_batch_size if decided is None else largest_size(decided.adaptive)
+        return self.batches.max_batch_size
 
     def attach(
         self,
@@ -142,13 +150,18 @@ class Dealer:
 
     @property
     def updates(self) -> int:
-        """The number of updates of the training so far, with those of skipped epochs: the next step of the trace."""
-        return self.position.step
+        """The number of updates of the training so far, with those of skipped epochs, and of earlier samplers."""
+        return self.training.updates
 
     @property
     def samples(self) -> int:
-        """The number of samples that were trained on so far, over all ranks."""
-        return self.place.samples
+        """The number of samples that were trained on so far, over all ranks, with those of earlier samplers."""
+        return self.training.samples
+
+    @property
+    def epochs(self) -> int | None:
+        """The number of epochs that will be trained, if known."""
+        return self.training.epochs
 
     @property
     def done(self) -> bool:
@@ -181,7 +194,8 @@ class Dealer:
     def state_dict(self) -> dict[str, Any]:
         """Return the committed position and what determines its samples: plain numbers, without rank or world."""
         training = self.training
-        return self.batches.state_dict(training.place, end_pending=training.end_pending)
+        state = self.batches.state_dict(training.place, end_pending=training.end_pending)
+        return {**state, ROWS: self.facts[ROWS], **training.earlier.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Move to a saved position, unless that of an optimizer already defines the position.
@@ -213,6 +227,8 @@ class Dealer:
         batches = self.batches
         fingerprint = batches.fingerprint()
         trace = fingerprint.pop("trace")
+        if state[ROWS] and (rows := self.facts[ROWS]):
+            fingerprint[ROWS] = rows
         check_same_samples(state, fingerprint, batches.past_of_state(state))
         if batches.decided is None and trace != state["trace"] and self.world.rank == 0:
             warnings.warn(

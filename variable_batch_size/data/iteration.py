@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from typing import Any, final
 
 from variable_batch_size.data.batches import Batches, Position
+from variable_batch_size.data.dataset.seeded import Indices
 from variable_batch_size.data.decided import PrefetchCancelled, wait_for
 from variable_batch_size.data.plan.deal import Deal
 from variable_batch_size.data.plan.equal_rounds import check_equal_rounds
-from variable_batch_size.data.seeded import Indices
-from variable_batch_size.data.training import Reads, Training
+from variable_batch_size.data.steps import Reads
+from variable_batch_size.data.training import Training
 
 INDICES_PER_CHUNK = 8192  # large enough for NumPy to be fast, small enough for the first microbatch to be ready soon
 

@@ -15,6 +15,7 @@ from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace
 from variable_batch_size.adaptive.decided_trace import DecidedTrace, prepare
 from variable_batch_size.backend.detection import resolve_world
 from variable_batch_size.data.batches import Batches, Split
+from variable_batch_size.data.dataset.content import Content
 from variable_batch_size.data.dealer import Dealer
 from variable_batch_size.data.iteration import Iteration
 from variable_batch_size.data.plan.plan import Plan
@@ -54,7 +55,8 @@ class CustomSampler(Dealer, Sampler[list[int]]):
     microbatches.
 
     Args:
-        dataset_size: number of samples in the dataset, or the dataset.
+        dataset_size: number of samples in the dataset, or the dataset: then eight of its rows, or the indices of a
+            `Subset`, are compared between ranks before the first update, and with those of a restored state.
         trace: path of a CSV file, `BatchTrace`, batch sizes, one batch size, or a schedule `"0:128 2000:256"`, or
             `"0:128 60:640 epochs"`; global batch sizes, in samples. Or an `AdaptiveTrace`, whose controller chooses
             them: the length of an epoch is an estimate then, as if the last batch size stayed.
@@ -85,6 +87,8 @@ class CustomSampler(Dealer, Sampler[list[int]]):
         max_updates: number of updates after which the training ends: an iteration ends there, later epochs are empty,
             and `optimizer.done` is True. Updates and samples of epochs that `set_epoch` has skipped count.
         max_samples: number of samples after which it ends; the last update is shortened to it.
+        fingerprint: a name of the rows that is compared instead, for a dataset that is slow to read, or has random
+            generators of its own.
 
     Raises:
         TypeError: if a number is not an integer, or `trace` has another type.
@@ -119,6 +123,7 @@ class CustomSampler(Dealer, Sampler[list[int]]):
         epochs: int | None = None,
         max_updates: int | None = None,
         max_samples: int | None = None,
+        fingerprint: str | None = None,
     ) -> None:
         world = resolve_world(rank, num_replicas)
         samples = number_of_samples(dataset_size)
@@ -154,7 +159,8 @@ class CustomSampler(Dealer, Sampler[list[int]]):
         plan.check_trace(epochs)
         split = Split(equal_rounds=equal_rounds, unequal=None if speeds is None else by_speed(speeds, world.size))
         batches = Batches(plan, world, seed, shuffle, split, decided, bool(reproducible))
-        super().__init__(batches.with_checked_rounds(), epochs=epochs, cut_is_known=cut_is_known)
+        content = Content(None if samples is dataset_size else dataset_size, seed, fingerprint).digest
+        super().__init__(batches.with_checked_rounds(), epochs=epochs, cut_is_known=cut_is_known, content=content)
 
     @property
     def seed(self) -> int:

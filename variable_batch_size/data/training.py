@@ -9,8 +9,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from enum import Enum, auto
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, final
 from weakref import WeakKeyDictionary
 
@@ -19,6 +18,7 @@ from variable_batch_size._validation import check_int, value_error
 from variable_batch_size.adaptive.decided_trace import DecidedTrace
 from variable_batch_size.data.batches import Batch, Batches, Place, Position, Split, position_of
 from variable_batch_size.data.random_states import BeforeReading
+from variable_batch_size.data.steps import Due, Earlier, Phase, Reads, too_many_steps, wrong_phase
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.world import World
 
@@ -39,85 +39,10 @@ class Member(Protocol):
         """Handle the first read of an iteration."""
 
 
-@dataclass
-class Reads:
-    """What a training counts of an iteration over the microbatches of its sampler.
-
-    Attributes:
-        start: the position of its first microbatch.
-        restarts: those of the training when it began.
-        thread: the one that reads.
-        number: microbatches that were read.
-        stepped: those that have reached `step()`.
-        exhausted: whether a read has met the end.
-        serial: whether each is read when its turn comes, because nothing prefetches; None before the first one came.
-    """
-
-    start: Position
-    restarts: int
-    thread: int
-    number: int = 0
-    stepped: int = 0
-    exhausted: bool = False
-    serial: bool | None = None
-
-    def find_serial(self) -> bool:
-        """Find out at the first call in an iteration whether it is serial: one was read, in the thread of the loop."""
-        if self.serial is None:
-            self.serial = self.number == 1 and self.thread == threading.get_ident()
-        return self.serial
-
-    def count_lost(self, received: int) -> int:
-        """Return how many microbatches were lost between sampler and loop, by one that comes after `received` others.
-
-        It is negative if one came once more. Of a loader that prefetches nothing is known.
-        """
-        return self.number - received - 1 if self.find_serial() else 0
-
-
-@final
-class Phase(Enum):
-    """Where in a step a training is."""
-
-    BETWEEN_STEPS = auto()
-    INSIDE_STEP = auto()  # some microbatches are accumulated, others are to come
-    PARTLY_MADE = auto()  # some of several optimizers have made the update, others are to make it
-    INTERRUPTED = auto()  # an exception has left step(): what is accumulated is unknown, the weights have not changed
-    HALF_UPDATED = auto()  # an exception has come after an inner optimizer's step had begun: the weights are unknown
-
-
-_WAY_OUT = {
-    Phase.INSIDE_STEP: "call it when optimizer.step() has returned True, or call discard_step() first",
-    Phase.PARTLY_MADE: "call step() of each optimizer of the sampler first, and delete those that are not used",
-    Phase.INTERRUPTED: "call optimizer.discard_step() and iterate the loader again, or load a state",
-    Phase.HALF_UPDATED: "restore the states of model and optimizer, as of the last checkpoint, or create both again",
-}
-_IN_WORDS = {
-    Phase.INSIDE_STEP: "has accumulated only some of its microbatches",
-    Phase.PARTLY_MADE: "was made by some of the sampler's optimizers only",
-    Phase.INTERRUPTED: "was interrupted by an exception",
-    Phase.HALF_UPDATED: "was interrupted by an exception in the inner optimizer's step, or in a hook of it, so that "
-    "the weights may be half updated",
-}
 _OF_ALL = (
     "step() of all optimizers of a sampler must be called once per microbatch, but {}; call each for every microbatch, "
     "and give an optimizer that steps more rarely a sampler of its own"
 )
-
-
-@final
-class Due(NamedTuple):
-    """The update that an optimizer is to make.
-
-    Attributes:
-        batch: its samples.
-        samples: those of the updates before it.
-        epoch: its epoch.
-    """
-
-    batch: Batch
-    samples: int
-    epoch: int
 
 
 class _Report:
@@ -153,9 +78,13 @@ class Training:
 
     Args:
         batches: what is dealt.
+        epochs: number of epochs that will be trained, if known.
         cut_is_known: whether the user has said whether shapes are fixed.
 
     Attributes:
+        earlier: what earlier samplers have dealt, before the one that has this training.
+        later: the state of a later sampler that was loaded, and waits for `continue_with`.
+        left: whether the optimizers go on with another sampler.
         phase: where in the step the training is.
         running: whether a `step()` is under way.
         restarts: how often it has moved otherwise than by commits, so that a loop over the loader must begin again.
@@ -168,8 +97,10 @@ class Training:
         before_reading: the random states of a checkpoint that wait for the next read.
     """
 
-    def __init__(self, batches: Batches, *, cut_is_known: bool) -> None:
-        self._batches = batches
+    def __init__(self, batches: Batches, *, epochs: int | None, cut_is_known: bool) -> None:
+        self._batches, self.epochs = batches, epochs
+        self.earlier, self.left = Earlier(), False
+        self.later: dict[str, Any] | None = None
         self._committed = Place(batches.first_position, 0)
         self._choice: _Choice | None = None  # by set_epoch, until the next commit
         self.phase, self.running, self.restarts = Phase.BETWEEN_STEPS, False, 0
@@ -194,7 +125,20 @@ class Training:
         batches = self._batches
         if batches.decided is not None:
             batches = replace(batches, decided=batches.decided.copy())
-        kept = ["_committed", "_choice", "restarts", "read_epoch", "owned", "elastic", "unrestored", "_cut_is_known"]
+        kept = [
+            "epochs",
+            "earlier",
+            "later",
+            "left",
+            "_committed",
+            "_choice",
+            "restarts",
+            "read_epoch",
+            "owned",
+            "elastic",
+            "unrestored",
+            "_cut_is_known",
+        ]
         kept.append("before_reading")
         return {**{name: getattr(self, name) for name in kept}, "_batches": batches}
 
@@ -238,6 +182,14 @@ class Training:
             self.members[member] = _Report()
         self.restarts += 1  # microbatches that were read before are not for this optimizer
 
+    def continue_with(self, other: Training) -> None:
+        """Go on at the beginning of what another training deals, which no optimizer has begun."""
+        self.earlier = Earlier(self.earlier.stage + 1, self.updates, self.samples)
+        self._choice, self._committed = None, other.place
+        self.batches, self.epochs, self.read_epoch = other.batches, other.epochs, other.read_epoch
+        self.iteration = self._feeding = None
+        self.restart()
+
     def enter_world(self, world: World, *, loaded: bool) -> bool:
         """Deal for a world from the next step on; return whether it is another one.
 
@@ -255,6 +207,16 @@ class Training:
     def place(self) -> Place:
         """How far the training is."""
         return self._committed if self._choice is None else self._committed._replace(position=self._choice.position)
+
+    @property
+    def updates(self) -> int:
+        """The updates so far, of all samplers."""
+        return self.earlier.updates + self.position.step
+
+    @property
+    def samples(self) -> int:
+        """The samples that were trained on so far, of all samplers."""
+        return self.earlier.samples + self._committed.samples
 
     @property
     def position(self) -> Position:
@@ -300,7 +262,7 @@ class Training:
     @property
     def done(self) -> bool:
         """Whether the training has ended, and no end of an epoch is pending."""
-        return self._batches.done(self.position) and not self.end_pending
+        return self.later is not None or (self._batches.done(self.position) and not self.end_pending)
 
     def set_epoch(self, epoch: int) -> None:
         """Move to the first step of a later epoch; in the epoch under way, continue after the last committed update.
@@ -369,8 +331,26 @@ class Training:
         self.read_epoch = place.position.epoch
         if state["end_pending"] or not batches.ends_epoch(place.position):
             self.read_epoch -= 1
+        self.earlier, self.later = Earlier.of(state), None
         self.owned, self._cut_is_known = self.owned or owned, True
         self.unrestored = not owned and len(self.members) > 0 and place.position.step > 0
+        self.restart(anew=True)
+
+    def check_stage(self, state: dict[str, Any]) -> bool:
+        """Return whether a state is that of a later sampler; raise ValueError if it is that of an earlier one."""
+        saved = Earlier.of(state).stage
+        if saved < self.earlier.stage:
+            remedy = "restore before continue_with(), which goes on where the state was"
+            raise value_error(f"a state of stage {self.earlier.stage} is needed here", f"one of stage {saved}", remedy)
+        return saved > self.earlier.stage
+
+    def wait_for_sampler(self, state: dict[str, Any]) -> None:
+        """Have ended, at the place of a state of a later sampler, which the optimizer goes on with."""
+        before = Earlier.of(state)
+        made = before.updates + state["step"], before.samples + state["samples"]
+        self.later, self.earlier = state, Earlier(self.earlier.stage, *made)
+        self._committed, self._choice = Place(self._batches.first_position, 0), None
+        self.owned, self.unrestored = True, False
         self.restart(anew=True)
 
     # What comes. -----------------------------------------------------------------------------------------------------
@@ -392,7 +372,10 @@ class Training:
 
     def due_of(self, member: object) -> Due:
         """Return the update that an optimizer is to make: the next one, or one that others have just made."""
-        return self.members[member].late or Due(self.batch, self.place.samples, self.epoch)
+        return self.members[member].late or self._due()
+
+    def _due(self) -> Due:
+        return Due(self.batch, self.updates, self.samples, self.epoch)
 
     def batch_of(self, member: object) -> Batch:
         """Return the batch of that update, as each microbatch asks for it."""
@@ -428,7 +411,7 @@ class Training:
 
     def upcoming(self, member: object) -> Microbatch | None:
         """Return what the next `step()` counts; None if it is not known, or `step()` must not be called."""
-        if self.phase in (Phase.INTERRUPTED, Phase.HALF_UPDATED):
+        if self.phase in (Phase.INTERRUPTED, Phase.HALF_UPDATED, Phase.OUTSIDE):
             return None
         try:
             return self.microbatch(member)
@@ -466,6 +449,11 @@ class Training:
         Raises:
             RuntimeError: if the training has ended, and no `set_epoch` has announced an empty epoch.
         """
+        if self.left:
+            raise RuntimeError(
+                "a loader must read the sampler that its optimizer has now, but that has gone on with another one, by "
+                "continue_with(); create the loader with batch_sampler=optimizer.sampler"
+            )
         self.go_on()
         position = self.position
         if self.members and self.done and self.read_epoch >= position.epoch:
@@ -500,20 +488,13 @@ class Training:
         phase = self.phase
         if phase in allowed:
             return
-        if self.running:
-            raise RuntimeError(
-                f"{call} must be called when optimizer.step() has returned, but it was called within it, as by a hook "
-                f"of the inner optimizer; call it after step()"
-            )
-        when = "between steps" if Phase.INSIDE_STEP not in allowed else "in an intact step"
-        raise RuntimeError(
-            f"{call} must be called {when}, but step {self.position.step} {_IN_WORDS[phase]}; {_WAY_OUT[phase]}"
-        )
+        raise wrong_phase(call, phase, self.position.step, running=self.running, inside=Phase.INSIDE_STEP in allowed)
 
     def begin_step(self, member: object) -> None:
         """Check that the `step()` of an optimizer may be called now; otherwise the microbatch in hand is lost."""
         if self.phase in (Phase.INTERRUPTED, Phase.HALF_UPDATED):
             self.restarts += 1
+        if self.phase in (Phase.INTERRUPTED, Phase.HALF_UPDATED, Phase.OUTSIDE):
             self.check_phase("step()", Phase.BETWEEN_STEPS)
         self.note_work(member)
         report = self.members[member]
@@ -556,7 +537,7 @@ class Training:
         """Check that a microbatch can be one that was read, and the next one as far as that is known."""
         iteration, step = self.iteration, self.position.step
         if iteration is None:
-            raise _too_many_steps(0, 1)
+            raise too_many_steps(0, 1)
         if iteration.restarts != self.restarts:
             raise RuntimeError(
                 f"the loader must be iterated again after set_epoch(), discard_step() or load_state_dict(), and after "
@@ -564,7 +545,7 @@ class Training:
                 f"{self.position}; start a new loop over the loader"
             )
         if iteration.stepped >= iteration.number:
-            raise _too_many_steps(iteration.number, iteration.stepped + 1)
+            raise too_many_steps(iteration.number, iteration.stepped + 1)
         if self.expected is None:
             if iteration is not self._feeding:
                 self._check_feeds(iteration)
@@ -652,8 +633,7 @@ class Training:
     def _commit(self) -> None:
         """Commit the update, at one moment, and tell all who follow."""
         self.phase = Phase.HALF_UPDATED  # until all who follow know of it
-        batch, made = self.batch, []
-        late = Due(batch, self.place.samples, self.epoch)
+        batch, made, late = self.batch, [], self._due()
         for member, report in list(self.members.items()):  # in an order that is the same on all ranks
             made += [member] * (report.round > 0)
             report.late = None if report.works or report.passed else late
@@ -688,17 +668,6 @@ class Training:
             elif report.late is not None:
                 report.late, report.passed = None, True
             member.note_discard()
-
-
-def _too_many_steps(read: int, number: int) -> RuntimeError:
-    """Return the error of call `number` of `step()`, of a sampler that has yielded only `read` microbatches."""
-    return RuntimeError(
-        f"step() must be called once per microbatch of the optimizer's own sampler, but that sampler has yielded "
-        f"{read} and this is number {number}; pass the same CustomSampler to the optimizer and, as batch_sampler, to "
-        f"the loader (in a trainer: use its adapter, such as Ignite's VariableBatchEngine), and call step() once "
-        f"per microbatch; pass optimizer.inner to functions that make a step of their own, as get_state_dict() of "
-        f"torch.distributed.checkpoint does"
-    )
 
 
 def check_can_attach(batches: Batches, *, compiles_shapes: bool, elastic: bool) -> None:

@@ -19,7 +19,7 @@ from variable_batch_size.data.streams.rows import has_tensor_rows
 from variable_batch_size.integrations.loading import sampler_for, with_sampler
 from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.integrations.versions import require_version
-from variable_batch_size.optim.beside.consistency import broadcast_parameters
+from variable_batch_size.optim.checks.consistency import broadcast_parameters
 from variable_batch_size.optim.loops.updates import Updates
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.testing.loss import CHECKED_UPDATES, check_loss

@@ -2,5 +2,5 @@
 
 The face: `optimizer.py`, `properties.py`, `wrapper.py`, `named.py`. An update: `update.py`, with `message.py`, what the
 ranks sum besides gradients. `loops/` yields microbatches, `sums/` adds their gradients, `noise/` measures them,
-`scaling/` applies the factors of the rules, and what follows an update is in `beside/`.
+`scaling/` applies the factors of the rules; what follows an update is in `beside/`, what finds mistakes in `checks/`.
 """

@@ -12,15 +12,18 @@ from typing import final
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from variable_batch_size._validation import value_error
 from variable_batch_size.adaptive.base import check_rule_of
 from variable_batch_size.backend import Backend
 from variable_batch_size.data.dealer import Dealer
 from variable_batch_size.optim.beside.controller import ControllerRunner
 from variable_batch_size.optim.beside.means import StepMeans, TokenCount
-from variable_batch_size.optim.beside.normalization import check_reproducible
 from variable_batch_size.optim.beside.report import Reporter
-from variable_batch_size.optim.beside.same_updates import SameUpdates
 from variable_batch_size.optim.beside.skipping import LargeGradients
+from variable_batch_size.optim.checks.buffers import Buffers
+from variable_batch_size.optim.checks.normalization import check_reproducible
+from variable_batch_size.optim.checks.owners import Owners
+from variable_batch_size.optim.checks.same_updates import SameUpdates
 from variable_batch_size.optim.loops.counts import Counts
 from variable_batch_size.optim.noise.differenced import DifferencedEstimator
 from variable_batch_size.optim.noise.gradient_noise import GradientNoise, check_measurable
@@ -62,6 +65,8 @@ class Abilities:
         noise: the gradient noise.
         second_moment: that of Adam, as at the reference.
         seeding: the random numbers of `reproducible=True`.
+        owners: looks for parameters that are in no group and are trained.
+        buffers: looks for buffers that forward writes.
     """
 
     def __init__(
@@ -99,19 +104,22 @@ class Abilities:
         self.seeding: Seeding | None = None
         if reproducible:
             check_reproducible(module, parameters)
-            self.seeding = Seeding(sampler, backend)
+            self.seeding = Seeding(sampler.training, backend)
+        self.owners = Owners(inner, module)
+        self.buffers = Buffers(module, backend, reproducible=reproducible)
         if any(stage.compares_microbatches for stage in self.stages):
             self.counts.refused = (
                 "the rule, the controller or noise= compares those of microbatches, by their samples; choose another "
                 "rule or controller, or omit noise="
             )
-        self._sampler, self._backend = sampler, backend
+        self._training, self._backend = sampler.training, backend
+        self._controlled = decided is not None
 
     @property
     def stages(self) -> Sequence[Stage]:
         """Those that take part in updates, in their order."""
         always = self.counts, self.means, self.totals
-        stages = self.same_updates, *always, self.skipper, self.noise, self.second_moment
+        stages = self.same_updates, *always, self.skipper, self.noise, self.second_moment, self.owners
         return [stage for stage in stages if stage is not None]
 
     @property
@@ -124,13 +132,25 @@ class Abilities:
         """The number of updates that were skipped; None if none is."""
         return None if self.skipper is None else self.skipper.skipped
 
+    def check_continues(self, sampler: Dealer) -> None:
+        """Raise ValueError unless a training with these abilities can go on with a sampler."""
+        before, now = self._training.batches, sampler.batches
+        if before.reproducible != now.reproducible:
+            found = f"reproducible={now.reproducible} after {before.reproducible}"
+            raise value_error("a training must stay reproducible, or not", found, "pass the same")
+        if now.decided is not None and not (self._controlled and (self.noise or not now.decided.adaptive.needs_noise)):
+            requirement = "a controller must follow one that the optimizer was created with, and that measures as much"
+            raise value_error(requirement, "a new AdaptiveTrace", "create the first sampler with a controller, too")
+
     def follow(
         self, updater: Updater, tracker: Tracker | None, log_steps: int | None, log_samples: int | None
     ) -> Moments[LoopStage]:
         """Return what follows the loop, in its order."""
-        core = updater, self._sampler, self._backend
-        stages: list[LoopStage] = [] if self.seeding is None else [self.seeding]
-        if self._sampler.batches.decided is not None:
+        core = updater, self._training, self._backend
+        stages: list[LoopStage] = [self.owners, self.buffers]
+        if self.seeding is not None:
+            stages.append(self.seeding)
+        if self._controlled:
             stages.append(ControllerRunner(*core, self.noise_reader, tracker))
         if tracker is not None:
             stages.append(Reporter(*core, self, tracker, log_steps, log_samples))

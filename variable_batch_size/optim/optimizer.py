@@ -7,6 +7,7 @@ sums over the ranks, clips, scales by the rule, runs the inner optimizer's `step
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,13 +22,16 @@ from variable_batch_size.backend import Backend, BrokenStepError
 from variable_batch_size.data.batches import Batch
 from variable_batch_size.data.dealer import Dealer
 from variable_batch_size.data.plan.state import check_entries, check_position
-from variable_batch_size.data.training import Phase
+from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.data.steps import Phase
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.abilities import Abilities, measures_microbatches
-from variable_batch_size.optim.beside import consistency
-from variable_batch_size.optim.beside.normalization import cut_options
-from variable_batch_size.optim.beside.same_updates import RanksDifferError
+from variable_batch_size.optim.checks import consistency
+from variable_batch_size.optim.checks.normalization import cut_options
+from variable_batch_size.optim.checks.same_updates import RanksDifferError
+from variable_batch_size.optim.loops.outside import outside
 from variable_batch_size.optim.loops.replay import Replays
+from variable_batch_size.optim.loops.stages import check_not_begun, continue_with
 from variable_batch_size.optim.options import Estimator, NormLimit, Reduction, UpdateOptions, check_objects
 from variable_batch_size.optim.properties import Commit, ObservedOptimizer
 from variable_batch_size.optim.scaling.rule_check import check_applies_lr, choose_rules
@@ -39,7 +43,7 @@ from variable_batch_size.optim.sums.strategies import backend_for, strategy_for,
 from variable_batch_size.optim.tensors.hooks import call_before_forward, uncompiled, weakly
 from variable_batch_size.optim.tensors.parameters import list_parameters
 from variable_batch_size.optim.update import Updater
-from variable_batch_size.optim.wrapper import check_hyperparameters, check_kind, check_world, run_closure
+from variable_batch_size.optim.wrapper import check_kind, check_world, run_closure, wrapper_of
 from variable_batch_size.rules import Rule
 from variable_batch_size.tracker import Tracker
 
@@ -110,6 +114,7 @@ class CustomOptimizer(ObservedOptimizer):
         process_group: ProcessGroup | None = None,
         backend: Backend | None = None,
     ) -> None:
+        check_not_begun(wrapper_of(inner), sampler)
         super().__init__(inner)
         check_objects(tracker, backend)
         chosen = choose_rules(rule, inner, ref_batchsize, sampler)
@@ -138,7 +143,8 @@ class CustomOptimizer(ObservedOptimizer):
         self._sampler, self._training = sampler, sampler.training
         kind = {"measured": self._updater.stages.any("compares_microbatches"), "alone": self._backend.alone}
         cut = self._updater.sum.dealing(**cut_options(module, parameters, **kind))
-        sampler.attach(self, compiles_shapes=self._backend.static_graph, elastic=self._backend.elastic, **cut)
+        self._cut = {"compiles_shapes": self._backend.static_graph, "elastic": self._backend.elastic, **cut}
+        sampler.attach(self, **self._cut)
         self._replays = Replays(module, self._backend)
         call_before_forward(self._updater.sum.module, self._announce_microbatch)
         call_before_forward(self._replays.module, self._save_before_replay)
@@ -259,7 +265,7 @@ class CustomOptimizer(ObservedOptimizer):
                 is weighted in an update without counts, or is not in one with counts.
         """
         others = (others,) if isinstance(others, CustomOptimizer) else others
-        microbatch, *of_others = [optimizer._microbatch_of_backward() for optimizer in (self, *others)]
+        microbatch, *of_others = [optimizer._microbatch_of_backward(loss) for optimizer in (self, *others)]
         self._check_weighted(weighted)
         for optimizer, other in zip(others, of_others, strict=True):
             if (optimizer.reduction, other) != (self.reduction, microbatch):
@@ -284,12 +290,12 @@ class CustomOptimizer(ObservedOptimizer):
         if has_totals and not weighted:
             raise ValueError(NOT_WEIGHTED.format("backward() came without weighted=True"))
 
-    def _microbatch_of_backward(self) -> Microbatch:
+    def _microbatch_of_backward(self, loss: Tensor) -> Microbatch:
         """Return the microbatch that `backward()` is of; drop what a loop that was left has accumulated before it."""
         training = self._training
         training.check_phase("backward()", Phase.BETWEEN_STEPS, Phase.INSIDE_STEP, Phase.PARTLY_MADE)
         training.note_work(self)
-        self._followers.call("begin_backward", self)
+        self._followers.call("begin_backward", self, loss)
         self._adopt_groups()
         if training.iteration is not None:
             training.iteration.find_serial()  # now, before a loop may accumulate several microbatches by itself
@@ -342,6 +348,40 @@ class CustomOptimizer(ObservedOptimizer):
 
     step.hooked = True  # type: ignore[attr-defined]  # torch then runs its global hooks in the inner step only
 
+    def outside(self) -> AbstractContextManager[None]:
+        """Return a context for forwards and backwards that are none of the training, between two steps.
+
+        Gradients are put back, and neither a `DistributedDataParallel` nor this optimizer sums: what all ranks must
+        have in common, such as an estimate of a Hessian, is the caller's to average. FSDP2 gathers and sums by itself,
+        so that every rank has to do the same.
+
+        Raises:
+            RuntimeError: within a step, or after a `backward()` that no `step()` has counted.
+        """
+        return outside(self._training, [member._updater.sum for member in self._training.members])
+
+    def continue_with(self, sampler: CustomSampler) -> None:
+        """Go on with another sampler, from its first step: other samples, another trace or `minibatch_size`.
+
+        Moments, noise, progress, schedules, averages and the tracker go on; `updates` and `samples` count through, and
+        `stage` counts the samplers. All optimizers of the sampler go on with it. A script that restores a checkpoint of
+        a later stage runs through the loops of the earlier ones, which have ended, and goes on where it was saved.
+
+        Args:
+            sampler: a new `CustomSampler`, for the same ranks. Its trace and its epochs count from 0.
+
+        Raises:
+            RuntimeError: within a step.
+            ValueError: if the sampler was used, or the optimizer cannot go on with it; or if a restored state is of
+                this stage, and of other samples.
+        """
+        self._training.check_phase("continue_with()", Phase.BETWEEN_STEPS)
+        self._training.go_on()
+        members = list(self._training.members)
+        continue_with(members, sampler)
+        for member in members:
+            member._sampler, member._updater.agreed = sampler, False
+
     # State. ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -368,40 +408,35 @@ class CustomOptimizer(ObservedOptimizer):
         """
         if self._training.running:
             self._training.check_phase("load_state_dict()")
-        sampler = self.sampler
-        batches = None
+        sampler, batches, later = self.sampler, None, False
         position = state_dict.get("vbs")
         if position is not None:
             check_position(position.get("sampler", {}) if isinstance(position, Mapping) else {})
             check_entries(position, {"optimizer": (str,)})
             self._updater.check_state(position)
             self._followers.call("check_state", position)
+            later = self._training.check_stage(position["sampler"])
             if strict:
                 check_kind(self.inner, position["optimizer"])
+            if strict and not later:
                 sampler.check_samples(position["sampler"])
-            batches = sampler.resume(position["sampler"])
+            batches = None if later else sampler.resume(position["sampler"])
         elif strict:
             raise ValueError(
                 'the state must hold the position in the training under "vbs", but this one has none, like the state '
                 "of a plain optimizer; pass strict=False to load the inner optimizer's state only"
             )
-        check_hyperparameters(self.inner, state_dict)
-        state, groups = self.inner.state, self.inner.param_groups
-        try:
-            self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "vbs"})
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            self.inner.state, self.inner.param_groups = state, groups
-            raise ValueError(
-                f"a state must be as {type(self.inner).__name__} has saved it, but its load_state_dict() raises "
-                f"{type(error).__name__}: {error}; restore one as it was saved"
-            ) from error
-        self._mark_stepped()
+        self._load_inner(state_dict)
         self._updater.sum.reset()
+        rows = sampler.plan.minibatch_size
         if position is not None and batches is not None:
             sampler.adopt_state(position["sampler"], batches, owned=True)
+        elif position is not None and later:
+            self._training.wait_for_sampler(position["sampler"])
+            rows = position.get("minibatch_size", rows)
         else:
             self._training.restart()
-        self._updater.load_state_dict(position or {}, sampler.plan.minibatch_size)
+        self._updater.load_state_dict(position or {}, rows)
         self._followers.call("load_state_dict", position or {})
 
     # An update. --------------------------------------------------------------------------------------------------
@@ -427,9 +462,8 @@ class CustomOptimizer(ObservedOptimizer):
         updater, training = self._updater, self._training
         if not updater.agreed:
             consistency.compare_ranks(updater, self.sampler, self.inner, self._backend, self.agreement)
-        due = training.due_of(self)
         try:
-            self._updated = updater.apply(due.batch, due.epoch, due.samples, training.begin_update)
+            self._updated = updater.apply(training.due_of(self), training.begin_update)
         except RanksDifferError as error:
             consistency.name_difference(error, self.agreement)
             raise

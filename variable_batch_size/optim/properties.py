@@ -13,7 +13,8 @@ from variable_batch_size.backend import Backend
 from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.data.batches import Batch
 from variable_batch_size.data.dealer import Dealer
-from variable_batch_size.data.training import Phase, Training
+from variable_batch_size.data.steps import Phase
+from variable_batch_size.data.training import Training
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.abilities import Abilities
 from variable_batch_size.optim.options import Reduction
@@ -58,6 +59,7 @@ class ObservedOptimizer(OptimizerWrapper):
     _followers: Moments[LoopStage]
     _backend: Backend
     _agreement: Agreement | None
+    _cut: dict[str, bool]  # how it needs steps to be cut, see `Dealer.attach`
 
     def __init__(self, inner: Optimizer) -> None:
         super().__init__(inner)
@@ -104,13 +106,18 @@ class ObservedOptimizer(OptimizerWrapper):
 
     @property
     def updates(self) -> int:
-        """The number of updates of the training so far, with those of skipped epochs: the next step of the trace."""
-        return self._training.position.step
+        """The number of updates of the training so far, with those of skipped epochs, and of earlier samplers."""
+        return self._training.updates
+
+    @property
+    def stage(self) -> int:
+        """How many samplers the training had before this one, see `continue_with`."""
+        return self._training.earlier.stage
 
     @property
     def samples(self) -> int:
         """The number of samples that were trained on so far, over all ranks."""
-        return self._training.place.samples
+        return self._training.samples
 
     @property
     def progress(self) -> float:

@@ -213,8 +213,8 @@ class Stage(Saved):
 class LoopStage(Saved):
     """An ability that follows the loop, from microbatch to microbatch. Each method does nothing; override some."""
 
-    def begin_backward(self, member: object) -> None:
-        """Check that `backward()` of an optimizer may be called."""
+    def begin_backward(self, member: object, loss: Tensor) -> None:
+        """Check that `backward()` of a loss may be called for an optimizer."""
 
     def begin_microbatch(self, member: object, *, has_backward: bool) -> None:
         """Check that `step()` of an optimizer may count a microbatch, which has changed nothing yet.

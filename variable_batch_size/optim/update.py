@@ -28,6 +28,7 @@ from variable_batch_size._validation import value_error, without_addresses
 from variable_batch_size.backend import Backend
 from variable_batch_size.data.batches import Batch
 from variable_batch_size.data.plan.state import NUMBER, check_entries
+from variable_batch_size.data.steps import Due
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.options import UpdateOptions
 from variable_batch_size.optim.scaling.rule_check import Chosen, scalings_of_groups
@@ -245,20 +246,19 @@ class Updater:
 
     # An update. --------------------------------------------------------------------------------------------------
 
-    def apply(self, batch: Batch, epoch: int, samples: int, begin: Callable[[], None]) -> bool:
+    def apply(self, due: Due, begin: Callable[[], None]) -> bool:
         """Sum the gradients over the ranks, and step the inner optimizer; return False if the update was skipped.
 
-        It is skipped if the host has read that the gradient is non-finite or too large. `samples` are those before this
-        update; `begin` is called right before what cannot be called back: the inner optimizer's step, or the books of
-        an update that is skipped.
+        It is skipped if the host has read that the gradient is non-finite or too large. `begin` is called right before
+        what cannot be called back: the inner optimizer's step, or the books of an update that is skipped.
 
         Raises:
             RanksDifferError: on every rank, if the facts of the update differ between ranks, or did some updates ago.
         """
-        self._loaded = {}
+        self._loaded, batch = {}, due.batch
         reference = batch.batch_size if self.ref_batchsize is None else self.ref_batchsize
-        asked = RuleInput(batch.batch_size, reference, batch.step, samples)
-        facts = {"epoch": epoch, "step": batch.step, "batch_size": batch.batch_size, "samples": samples}
+        asked = RuleInput(batch.batch_size, reference, due.updates, due.samples)
+        facts = {"epoch": due.epoch, "step": due.updates, "batch_size": batch.batch_size, "samples": due.samples}
         update = UpdateUnderWay(batch, asked, self.rules, self.parameters, facts, self.sum.message)
         self.stages.call("begin", update)
         factor = None

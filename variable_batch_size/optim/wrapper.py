@@ -56,6 +56,12 @@ def _add_param_group(
         type(optimizer).add_param_group(optimizer, param_group)
 
 
+def wrapper_of(inner: object) -> OptimizerWrapper | None:
+    """Return the wrapper that an optimizer has, if any."""
+    added = vars(inner).get("add_param_group") if isinstance(inner, Optimizer) else None
+    return added.args[0]() if isinstance(added, partial) and added.func is _add_param_group else None
+
+
 class OptimizerWrapper(Optimizer):
     """A wrapper that shares parameter groups, state, defaults and hooks with `inner`. Subclasses define `step`.
 
@@ -133,8 +139,19 @@ class OptimizerWrapper(Optimizer):
             return getattr(self.inner, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def _mark_stepped(self) -> None:
-        """Tell schedulers of torch that the run which saved a state has made steps; otherwise their first one warns."""
+    def _load_inner(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of the inner optimizer; raise ValueError if it cannot be, and leave it as it was."""
+        check_hyperparameters(self.inner, state_dict)
+        state, groups = self.inner.state, self.inner.param_groups
+        try:
+            self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "vbs"})
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            self.inner.state, self.inner.param_groups = state, groups
+            raise ValueError(
+                f"a state must be as {type(self.inner).__name__} has saved it, but its load_state_dict() raises "
+                f"{type(error).__name__}: {error}; restore one as it was saved"
+            ) from error
+        # The run that saved the state has made steps: otherwise the first one of torch's schedulers would warn.
         self._opt_called = self.inner._opt_called = True  # type: ignore[attr-defined]
 
     def __getstate__(self) -> dict[str, Any]:

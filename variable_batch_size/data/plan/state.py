@@ -16,7 +16,8 @@ from typing import Final
 
 from variable_batch_size._validation import value_error
 
-VERSION = 1
+VERSION = 2  # 1: without rows, and what earlier samplers have dealt
+ROWS: Final = "rows of the dataset"
 REGARDLESS = "pass strict=False to resume regardless"  # the remedy that callers without a `strict` replace
 
 Kinds = Mapping[str, tuple[type, ...]]
@@ -25,7 +26,8 @@ POSITION: Final[Kinds] = {
     **dict.fromkeys(("epoch", "step", "samples", "first_step", "samples_before", "epoch_samples"), (int,)),
     **dict.fromkeys(("dataset_size", "seed"), (int,)),
     **dict.fromkeys(("ended", "end_pending", "shuffle", "drop_last", "fixed_shape"), (bool, int)),
-    **dict.fromkeys(("trace", "past"), (str,)),
+    **dict.fromkeys(("stage", "earlier_updates", "earlier_samples"), (int,)),
+    **dict.fromkeys(("trace", "past", ROWS), (str,)),
 }
 GROWTH: Final[Kinds] = {
     **dict.fromkeys(("runs", "decisions", "questions"), (list, tuple)),
@@ -71,6 +73,11 @@ def check_same_samples(state: Mapping[str, Any], here: Mapping[str, Any], past: 
         raise ValueError(
             f"a state can be restored to the last bit only as it was saved, but {different[0]}; pass and set the same, "
             f"or {REGARDLESS}"
+        )
+    if [text.startswith(ROWS) for text in different] == [True] and past == state["past"]:
+        raise ValueError(
+            f"a state can be restored only with the rows it was saved with, but {ROWS} are others; pass the same "
+            f"dataset, split with a seeded generator, or {REGARDLESS}"
         )
     if past != state["past"]:
         different.append(f"the first {int(state['step'])} batch sizes of the trace are not the same")

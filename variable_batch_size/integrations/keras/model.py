@@ -22,7 +22,7 @@ from variable_batch_size.integrations.keras.optimizer import KerasOptimizer
 from variable_batch_size.integrations.loading import sampler_for, with_sampler
 from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.integrations.supported import Setting, check_settings
-from variable_batch_size.optim.beside.consistency import broadcast_parameters
+from variable_batch_size.optim.checks.consistency import broadcast_parameters
 from variable_batch_size.optim.loops.yielded_update import Update
 from variable_batch_size.testing.loss import CHECKED_UPDATES, check_loss
 from variable_batch_size.testing.schedules import check_schedule

@@ -21,8 +21,8 @@ from variable_batch_size.adaptive.stopwatch import UpdateStopwatch
 from variable_batch_size.backend import Backend, ElasticBackend
 from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.data.batches import Batch
-from variable_batch_size.data.dealer import Dealer
 from variable_batch_size.data.plan.state import check_entries
+from variable_batch_size.data.training import Training
 from variable_batch_size.optim.stage import LoopStage
 from variable_batch_size.optim.update import Updater
 from variable_batch_size.rules import Noise
@@ -46,13 +46,13 @@ class ControllerRunner(LoopStage):
     def __init__(
         self,
         updater: Updater,
-        sampler: Dealer,
+        training: Training,
         backend: Backend,
         noise: Callable[[], Callable[[], Noise]] | None,
         tracker: Tracker | None,
     ) -> None:
-        self._sampler, self._updater, self._noise, self._tracker = sampler, updater, noise, tracker
-        self._backend, decided = backend, sampler.batches.decided
+        self._training, self._updater, self._noise, self._tracker = training, updater, noise, tracker
+        self._backend, decided = backend, training.batches.decided
         timed = decided is not None and needs_throughput(decided.adaptive.controller)
         self._stopwatch = UpdateStopwatch() if timed else None
         self._asked = _Asked()
@@ -61,10 +61,10 @@ class ControllerRunner(LoopStage):
 
     def follow_up(self, batch: Batch, agreement: Agreement, *, leads: bool) -> None:
         """Ask a question that is due after an update, and let the sampler plan with each answer that is due."""
-        decided = before = self._sampler.batches.decided
+        decided = before = self._training.batches.decided
         if decided is None or not leads:
             return
-        updates = self._sampler.updates
+        updates = self._training.position.step
         self._time_update(batch)
         if not self._begun:  # what was decided at the beginning, or at a restart
             self._begun = True
@@ -80,18 +80,18 @@ class ControllerRunner(LoopStage):
             if isinstance(self._backend, ElasticBackend):  # where an update carries one answer
                 break
         if decided is not before:
-            self._sampler.training.grow(decided)
+            self._training.grow(decided)
 
     def _time_update(self, step: Batch) -> None:
         """Let the stopwatch, if there is one, take the time of an update of so many rows and rounds."""
         if self._stopwatch is not None:
-            plan, ranks = self._sampler.plan, self._backend.world.size
+            plan, ranks = self._training.batches.plan, self._backend.world.size
             rows = plan.minibatch_size if plan.fixed_shape else -(-step.batch_size // step.num_microbatches)
             self._stopwatch.after_update(ranks, rows, -(-step.num_microbatches // ranks))
 
     def post(self, backend: ElasticBackend) -> None:
         """Let the next sum carry the answer that is due after it."""
-        decided, updates = self._sampler.batches.decided, self._sampler.updates
+        decided, updates = self._training.batches.decided, self._training.position.step
         if decided is None or not decided.unanswered or not backend.leads:
             return
         if updates >= decided.unanswered[0].updates + READ_AFTER:
@@ -114,7 +114,7 @@ class ControllerRunner(LoopStage):
 
     def _measure_later(self) -> Callable[[], dict[str, Any]]:
         """Return a function that returns what is known now; calling it later avoids a wait for a device."""
-        place, updater = self._sampler.training.place, self._updater
+        place, updater = self._training.place, self._updater
         known = {"devices": self._backend.world.size, "updates": place.position.step, "samples": place.samples}
         known_later = updater.progress.reader()
         noise = None if self._noise is None else self._noise()
@@ -142,7 +142,7 @@ class ControllerRunner(LoopStage):
 
     def _answer_of_controller(self, decided: DecidedTrace) -> str:
         """Return the controller's answer to the oldest question, or its error, which every rank raises."""
-        plan, stopwatch = self._sampler.plan, self._stopwatch
+        plan, stopwatch = self._training.batches.plan, self._stopwatch
         try:
             throughput = None if stopwatch is None else stopwatch.throughput()
             decision = decided.decide(plan.minibatch_size, throughput, fixed_shape=plan.fixed_shape)
@@ -174,6 +174,7 @@ class ControllerRunner(LoopStage):
 
     def _log_decision(self, scalars: Mapping[str, float], updates: int) -> None:
         if self._tracker is not None and self._backend.leads:
+            updates += self._training.earlier.updates
             self._tracker.log(updates, {f"decision/{name}": value for name, value in scalars.items()})
 
     def _warn_if_unmeasured(self, estimates: float | None) -> None:

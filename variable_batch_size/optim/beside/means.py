@@ -16,7 +16,7 @@ from variable_batch_size._validation import check_number, type_error, value_erro
 from variable_batch_size.backend import Backend
 from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.data.plan.state import check_entries, check_items
-from variable_batch_size.optim.beside.consistency import check_names
+from variable_batch_size.optim.checks.consistency import check_names
 from variable_batch_size.optim.stage import FIRST_UPDATE, Counted, MeasuredSquares, Stage, UpdateUnderWay
 from variable_batch_size.optim.tensors.arithmetic import multiply
 from variable_batch_size.optim.tensors.hooks import uncompiled
@@ -158,8 +158,12 @@ class StepMeans(Stage):
 
     def _on_device(self, number: Any, like: Tensor) -> Tensor:
         """Return a number as a 0-D tensor of float32, which is no constant of a graph."""
-        number = number if isinstance(number, Tensor) else self._backend.scalar(number, like)
-        return torch.as_tensor(number, dtype=torch.float32).to(like.device)
+        number = self._backend.number(number, like)
+        return (
+            number.float()
+            if isinstance(number, Tensor)
+            else torch.tensor(number, dtype=torch.float32, device=like.device)
+        )
 
     def _check_value(self, name: str, value: object) -> None:
         """Raise an error unless a value can be logged by a name, once a microbatch, and one of the first update."""
@@ -236,13 +240,14 @@ class TokenCount(Stage):
             )
         if self.refused:
             raise ValueError(f"step(count=) needs gradients that nothing compares, but {self.refused}")
-        if not isinstance(count, Tensor):
-            check_number(count, "count", "pass the number of tokens of the microbatch")
-        elif count.numel() != 1 or count.is_complex():
+        if isinstance(count, Tensor) and (count.numel() != 1 or count.is_complex()):
             raise TypeError(
                 f"count must be a number or a tensor with one element, got a tensor of shape {tuple(count.shape)}; "
                 f"pass its .sum()"
             )
+        if not isinstance(count, Tensor) or count.device.type == "cpu":
+            number = count.item() if isinstance(count, Tensor) else count
+            check_number(number, "count", "pass the number of tokens of the microbatch")
 
     def add(self, counted: Counted, squares: MeasuredSquares, like: Tensor) -> None:
         """Add the count of a microbatch, if it has one."""
@@ -250,14 +255,7 @@ class TokenCount(Stage):
         self.used = count is not None
         if count is None:
             return
-        if isinstance(count, Tensor):
-            count = count.detach().reshape(())
-            if self._backend.reads(like):
-                count = check_number(count.item(), "count", "pass the number of tokens of the microbatch")
-            else:
-                count = count.to(like.device, torch.float32)
-        else:
-            count = self._backend.scalar(float(count), like)
+        count = self._backend.number(count, like)
         distinct = microbatch.samples / microbatch.rows
         self.weight = count * (self._backend.scalar(distinct, like) if isinstance(count, Tensor) else distinct)
         self._zero = self._backend.scalar(0.0, like) if self._zero is None else self._zero

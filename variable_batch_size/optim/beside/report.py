@@ -13,8 +13,8 @@ from variable_batch_size._validation import check_int
 from variable_batch_size.backend import Backend
 from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.data.batches import Batch
-from variable_batch_size.data.dealer import Dealer
 from variable_batch_size.data.plan.plan import Epoch
+from variable_batch_size.data.training import Training
 from variable_batch_size.optim.beside.means import StepMeans
 from variable_batch_size.optim.stage import LoopStage
 from variable_batch_size.optim.update import Updater
@@ -53,7 +53,7 @@ class Reporter(LoopStage):
     def __init__(
         self,
         updater: Updater,
-        sampler: Dealer,
+        training: Training,
         backend: Backend,
         measured: ReportedStages,
         tracker: Tracker,
@@ -67,7 +67,7 @@ class Reporter(LoopStage):
         if others:
             tracker.mute()  # a loop may log to it on every rank
         self._tracker = None if others else tracker
-        self._updater, self._measured, self._sampler, self._backend = updater, measured, sampler, backend
+        self._updater, self._measured, self._training, self._backend = updater, measured, training, backend
         self._begin: _Moment | None = None  # after the first update of this run
         self._earlier = 0.0  # seconds of earlier runs, up to the restored update
         self._last: _Moment | None = None  # after the update of the last row
@@ -80,10 +80,10 @@ class Reporter(LoopStage):
         step, tracker = batch, self._tracker
         if tracker is None or not self._backend.leads:
             return
-        updates, epoch = self._sampler.updates, self._epoch
+        updates, epoch = self._training.updates, self._epoch
         row_is_due = self._is_row_due(step)
         if self._begin is None or row_is_due:
-            now = _Moment(time.monotonic(), updates, self._sampler.samples, self._fraction)
+            now = _Moment(time.monotonic(), updates, self._training.samples, self._fraction)
             if self._begin is None:
                 self._begin = now
                 self._earlier = tracker.last_before(updates, "vbs/seconds")
@@ -106,25 +106,25 @@ class Reporter(LoopStage):
         return reads and updater.parameters[0].device.type != "cpu"
 
     def _is_row_due(self, step: Batch) -> bool:
-        samples, every = self._sampler.samples, self._samples
-        if self._steps is not None and self._sampler.updates % self._steps == 0:
+        samples, every = self._training.samples, self._samples
+        if self._steps is not None and self._training.updates % self._steps == 0:
             return True
         return every is not None and samples // every > (samples - step.batch_size) // every
 
     def _known_scalars(self, step: Batch, now: _Moment) -> dict[str, float]:
         """Return the scalars of a row that the host knows, without the prefix of their tags."""
-        epoch, sampler = self._epoch, self._sampler
+        epoch, batches = self._epoch, self._training.batches
         last, begin = self._last or self._begin or now, self._begin or now
         seconds = now.seconds - last.seconds
         return {
-            "epoch": epoch.number + (step.start + step.batch_size) / sampler.plan.whole_samples(epoch),
+            "epoch": epoch.number + (step.start + step.batch_size) / batches.plan.whole_samples(epoch),
             "samples": now.samples,
             "seconds": self._earlier + (now.seconds - begin.seconds),
             "samples_per_second": _per_second(now.samples - last.samples, seconds),
             "updates_per_second": _per_second(now.updates - last.updates, seconds),
             "global_batch_size": step.batch_size,
             "num_microbatches": step.num_microbatches,
-            "world_size": sampler.world.size,
+            "world_size": batches.world.size,
         }
 
     def _row_reader(self, step: Batch, now: _Moment) -> Callable[[], dict[str, float]]:
@@ -156,13 +156,13 @@ class Reporter(LoopStage):
     @property
     def _epoch(self) -> Epoch:
         """The epoch of the last update."""
-        return self._sampler.batches.epoch(self._sampler.position)
+        return self._training.batches.epoch(self._training.position)
 
     @property
     def _fraction(self) -> float:
         """How much of the whole training is done, as far as its end is known; otherwise 0."""
-        sampler = self._sampler
-        return sampler.plan.fraction(self._epoch, sampler.updates, sampler.epochs)
+        training = self._training
+        return training.batches.plan.fraction(self._epoch, training.position.step, training.epochs)
 
 
 def _estimate_seconds_left(begin: _Moment, now: _Moment) -> float | None:

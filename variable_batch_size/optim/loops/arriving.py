@@ -8,9 +8,9 @@ from typing import Any, Generic, TypeVar, final
 
 from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.data.batches import Batch
+from variable_batch_size.data.steps import Phase
 from variable_batch_size.data.streams.arriving import Agreed, ArrivingBatches, Report
 from variable_batch_size.data.streams.shards import as_text, from_text, warn
-from variable_batch_size.data.training import Phase
 from variable_batch_size.optim.loops.counts import Count
 from variable_batch_size.optim.loops.yielded_update import Update, incomplete_update, stale_loop
 from variable_batch_size.optim.optimizer import CustomOptimizer

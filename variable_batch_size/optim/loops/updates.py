@@ -16,8 +16,8 @@ from variable_batch_size.data.batches import Batch, Position
 from variable_batch_size.data.decided import wait_for
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.data.streams.arriving import ArrivingBatches
-from variable_batch_size.optim.beside.consistency import common_facts
 from variable_batch_size.optim.beside.lr_scheduler import ProgressScheduler
+from variable_batch_size.optim.checks.consistency import common_facts
 from variable_batch_size.optim.loops.arriving import Arrivals
 from variable_batch_size.optim.loops.counts import Count, check_counts
 from variable_batch_size.optim.loops.yielded_update import Update, incomplete_update, stale_loop
@@ -87,7 +87,7 @@ class Updates(Generic[T]):
         restarts = training.restarts
         for step in count(training.position.step):
             training.go_on()
-            waiting = step - optimizer.updates  # updates that were read, but not made
+            waiting = step - training.position.step  # updates that were read, but not made
             if training.restarts != restarts:
                 if elastic:
                     return True
@@ -141,10 +141,10 @@ class Updates(Generic[T]):
         for number in range(len(batch.microbatches)):
             if training.restarts != restarts:
                 raise stale_loop()
-            if self._ahead == 0 and batch.step != self._optimizer.updates:
+            if self._ahead == 0 and batch.step != training.position.step:
                 raise RuntimeError(
                     f"an update yields its microbatches until it is made, but update {batch.step} is read when "
-                    f"{self._optimizer.updates} updates are made; read it within its turn of the loop"
+                    f"{training.position.step} updates are made; read it within its turn of the loop"
                 )
             microbatch = next(microbatches)
             training.expect(batch, number + 1)
@@ -177,7 +177,7 @@ def _meet_world(optimizer: CustomOptimizer) -> bool:
     backend, training = optimizer.backend, optimizer.sampler.training
     if not isinstance(backend, ElasticBackend):
         return False
-    loaded = backend.meet(training.position.step)
+    loaded = backend.meet(training.updates)
     moved = training.enter_world(backend.world, loaded=loaded)
     backend.posted = ""
     optimizer._followers.call("post", backend)

@@ -7,18 +7,20 @@ from collections.abc import Callable, Mapping
 from typing import Any, final
 from weakref import ref
 
+from torch import Tensor
+
 from variable_batch_size.backend import Backend
 from variable_batch_size.backend.generators import HostStates, seed_host
-from variable_batch_size.data.dealer import Dealer
-from variable_batch_size.data.seeded import seed_of
+from variable_batch_size.data.dataset.seeded import seed_of
+from variable_batch_size.data.training import Training
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.stage import LoopStage
 
 
 class _Latest(threading.local):
-    """The sampler of the last microbatch that was seeded, in the thread of a rank."""
+    """The training of the last microbatch that was seeded, in the thread of a rank."""
 
-    sampler: Callable[[], Dealer | None] = staticmethod(lambda: None)
+    training: Callable[[], Training | None] = staticmethod(lambda: None)
 
 
 _latest = _Latest()
@@ -31,18 +33,23 @@ class Seeding(LoopStage):
     Ranks that are threads share the generators of the host: these stay as they are.
     """
 
-    def __init__(self, sampler: Dealer, backend: Backend) -> None:
-        self._sampler, self._backend = sampler, backend
+    def __init__(self, training: Training, backend: Backend) -> None:
+        self._training, self._backend = training, backend
         self._states: HostStates | None = None  # of the user, while a microbatch is out
         self._begun = 0
 
-    def begin_backward(self, member: object) -> None:
+    def begin_backward(self, member: object, loss: Tensor) -> None:
+        """Check that no other optimizer has made the update."""
+        self._check_weights(member)
+
+    def _check_weights(self, member: object) -> None:
         """Check that no other optimizer has made the update: microbatches of other ranks would have met other weights.
 
         If each update is one microbatch, that may meet the weights that another optimizer has left.
         """
-        plan, training = self._sampler.plan, self._sampler.training
-        if self._sampler.max_batch_size <= plan.minibatch_size and not plan.fixed_shape:
+        training = self._training
+        plan = training.batches.plan
+        if training.batches.max_batch_size <= plan.minibatch_size and not plan.fixed_shape:
             return
         if training.is_made_without(member):
             raise RuntimeError(
@@ -55,8 +62,8 @@ class Seeding(LoopStage):
     def begin_microbatch(self, member: object, *, has_backward: bool) -> None:
         """Raise RuntimeError unless the microbatch of a `step()` was seeded last, for this sampler."""
         if not has_backward:
-            self.begin_backward(member)
-        if not (self._sampler.training.is_handed_out_last(member) and _latest.sampler() is self._sampler):
+            self._check_weights(member)
+        if not (self._training.is_handed_out_last(member) and _latest.training() is self._training):
             raise RuntimeError(
                 "reproducible=True needs random numbers that are seeded before the forward of each microbatch, but "
                 "step() was called outside of vbs.updates(loader, optimizer), or after a later microbatch was read, as "
@@ -80,8 +87,10 @@ class Seeding(LoopStage):
     def seed(self, microbatch: Microbatch) -> int:
         """Seed for a microbatch, after it was read; return a number for `give_back`."""
         self.give_back()
-        of_microbatch = seed_of("microbatch", self._sampler.batches.seed, microbatch.step, microbatch.number)
-        _latest.sampler = ref(self._sampler)
+        training = self._training
+        update = training.earlier.updates + microbatch.step
+        of_microbatch = seed_of("microbatch", training.batches.seed, update, microbatch.number)
+        _latest.training = ref(training)
         if not self._backend.threads:
             self._states = HostStates.present()
             seed_host(of_microbatch)

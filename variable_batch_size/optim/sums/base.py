@@ -290,6 +290,27 @@ class Sum(ABC):
                 "of the other loss, with its own parameters; after an exception call discard_step()"
             )
 
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Forget what a block has done to the gradients, which are put back.
+
+        Raises:
+            RuntimeError: if a `backward()` has come that no `add` has counted.
+        """
+        if self.has_backward or any(self._check.find_fresh()):
+            raise RuntimeError(
+                "outside() must be entered between two steps, but a backward() has come that no step() has counted; "
+                "enter it after step(), or call optimizer.zero_grad() first"
+            )
+        kept = [parameter.grad for parameter in self.parameters]
+        self._set_grads(None)
+        try:
+            yield
+        finally:
+            self._set_grads(kept)
+            self._forget_squares()
+            self._check.remember()
+
     # The step. -----------------------------------------------------------------------------------------------------
 
     @final

@@ -7,6 +7,8 @@ user, is the gradient of the update, although ranks have different numbers of mi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch.distributed as dist
@@ -153,6 +155,18 @@ class DDP(InBackward):
                 f"this one; {_ELSEWHERE}, and after an exception call discard_step() on all ranks"
             )
         super().zero_grad()
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Let the module sum nothing, and send no buffers, within a block."""
+        module = self.module
+        kept = module.require_backward_grad_sync, module.require_forward_param_sync
+        with super().outside():
+            module.require_backward_grad_sync = module.require_forward_param_sync = False
+            try:
+                yield
+            finally:
+                module.require_backward_grad_sync, module.require_forward_param_sync = kept
 
     def _expect_forward(self) -> None:
         """Let the module expect no gradients of an earlier forward, if torch can."""

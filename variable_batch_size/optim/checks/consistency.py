@@ -19,8 +19,9 @@ from variable_batch_size.adaptive.decided_trace import describe
 from variable_batch_size.backend import Backend, detect
 from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.data.dealer import Dealer
-from variable_batch_size.optim.beside.normalization import check_remembered_models, remember_model
-from variable_batch_size.optim.beside.same_updates import RanksDifferError
+from variable_batch_size.data.plan.state import ROWS
+from variable_batch_size.optim.checks.normalization import check_remembered_models, remember_model
+from variable_batch_size.optim.checks.same_updates import RanksDifferError
 from variable_batch_size.optim.stage import FIRST_UPDATE
 from variable_batch_size.optim.tensors.arithmetic import check_whole, local_parts, shard_coordinates
 from variable_batch_size.optim.update import Updater
@@ -35,6 +36,8 @@ _REMEDIES = {
     "epoch": "call set_epoch with the same epoch on every rank, and restore the same checkpoint",
     "step": "restore the same checkpoint on every rank",
     "divisor of the number of microbatches": "train the same model on every rank, and create the same optimizers",
+    ROWS: "pass the whole dataset on every rank, split with a seeded generator, or vbs.ArrivingBatches where each rank "
+    "has rows of its own; if the rows only look unequal, pass fingerprint= to the sampler",
 }
 
 

@@ -1,0 +1,131 @@
+"""What the rows of a dataset are, by a few of them: ranks, and a run that resumes, must read the same rows.
+
+Equal lengths do not say that: a `random_split` without a seed, or a dataset that was cut for each rank, has the length
+that is right. Rows are read twice, under two seeds that are the same on every rank; where they differ, an augmentation
+is random, and only the indices of a `Subset` are compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import fields, is_dataclass
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Subset
+
+from variable_batch_size._log import log
+from variable_batch_size.backend.generators import kept_states, seed_host
+from variable_batch_size.data.dataset.seeded import Indices, Seeded
+
+ROWS = 8
+_lock = threading.Lock()  # ranks that are threads share the generators
+
+
+@final
+class Content:
+    """What the rows of a dataset are.
+
+    Args:
+        dataset: the dataset; None if only its length is known.
+        seed: chooses the rows that are read.
+        fingerprint: what the user calls the rows; then none is read.
+    """
+
+    def __init__(self, dataset: Any, seed: int, fingerprint: str | None = None) -> None:
+        self._dataset, self._seed, self._fingerprint = dataset, seed, fingerprint
+
+    def __deepcopy__(self, memo: Any) -> Content:
+        return self  # the dataset of a copied sampler is the same
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_dataset": None, "_seed": self._seed, "_fingerprint": self.digest()}
+
+    def digest(self) -> str:
+        """Return a text that is the same for equal rows, empty if nothing can be compared.
+
+        The first call reads `ROWS` rows twice, and moves no random state of torch, NumPy or `random`.
+        """
+        if self._fingerprint is None and hasattr(self._dataset, "__getitem__"):
+            indices, rows = _digest_of_indices(self._dataset), self._digest_of_rows()
+            if indices or rows:
+                self._fingerprint = f"{indices or 'all'} {rows or 'random'}"
+        self._dataset = None  # it is asked once
+        return self._fingerprint or ""
+
+    def _digest_of_rows(self) -> str | None:
+        size = len(self._dataset)
+        rows = np.random.default_rng(self._seed).choice(size, min(ROWS, size), replace=False).tolist()
+        dataset = _without_handles(self._dataset)
+        try:
+            with _lock, kept_states():
+                first, second = (_read(dataset, rows, self._seed, under) for under in (1, 2))
+        except Exception as error:  # what only workers can read, for example
+            log(f"The rows of ranks are not compared: dataset[{rows[0]}] raises {error!r:.100}.")
+            return None
+        if first != second:
+            log("The rows of ranks are not compared: they are random. Pass vbs.Seeded(dataset), or fingerprint=.")
+        return first if first == second else None
+
+
+def _read(dataset: Any, rows: list[int], seed: int, under: int) -> str:
+    """Return a hash of rows that are read under a seed."""
+    seed_host(under)
+    found = hashlib.sha256()
+    if isinstance(dataset, Seeded):
+        _feed(found, dataset.__getitems__(Indices(rows, seed, 0)))
+    else:
+        for row in rows:
+            _feed(found, dataset[row])
+    return found.hexdigest()[:16]
+
+
+def _digest_of_indices(dataset: Any) -> str | None:
+    """Return a hash of the indices of nested subsets; None if there is none."""
+    found = None
+    while isinstance(dataset, (Subset, Seeded)):
+        if isinstance(dataset, Subset):
+            found = found or hashlib.sha256()
+            found.update(np.asarray(dataset.indices, dtype="<i8").tobytes())
+        dataset = dataset.dataset
+    return None if found is None else found.hexdigest()[:16]
+
+
+def _without_handles(dataset: Any) -> Any:
+    """Return a shallow copy, also of datasets within: a file that it opens is not inherited by workers."""
+    if not isinstance(dataset, Dataset):
+        return dataset
+    twin = copy(dataset)
+    for name, value in vars(twin).items():
+        if isinstance(value, Dataset):
+            vars(twin)[name] = _without_handles(value)
+    return twin
+
+
+def _feed(found: Any, value: Any) -> None:
+    """Add a value, of which a collate function makes a batch, to a hash."""
+    if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_quantized:
+        found.update(repr((value.dtype, tuple(value.shape))).encode())
+        found.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, (str, bytes, int, float, complex, np.generic, type(None))):
+        found.update(repr(value).encode())
+    elif isinstance(value, Mapping):
+        _feed(found, [*value.items()])
+    elif isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.dtype == object):
+        found.update(f"{len(value)} of".encode())
+        for item in value:
+            _feed(found, item)
+    elif is_dataclass(value):
+        _feed(found, [getattr(value, field.name) for field in fields(value)])
+    elif hasattr(value, "tobytes"):  # an array or an image
+        found.update(
+            repr((getattr(value, "dtype", None), getattr(value, "shape", getattr(value, "size", None)))).encode()
+        )
+        found.update(value.tobytes())
+    else:
+        found.update(type(value).__qualname__.encode())

@@ -1,0 +1,139 @@
+"""What is known of the step under way: its phase, the reads that feed it, and the update that it is part of."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, NamedTuple, final
+
+from variable_batch_size.data.batches import Batch, Position
+
+
+@final
+class Phase(Enum):
+    """Where in a step a training is."""
+
+    BETWEEN_STEPS = auto()
+    INSIDE_STEP = auto()  # some microbatches are accumulated, others are to come
+    OUTSIDE = auto()  # forwards and backwards between two steps are none of the training
+    PARTLY_MADE = auto()  # some of several optimizers have made the update, others are to make it
+    INTERRUPTED = auto()  # an exception has left step(): what is accumulated is unknown, the weights have not changed
+    HALF_UPDATED = auto()  # an exception has come after an inner optimizer's step had begun: the weights are unknown
+
+
+_WAY_OUT = {
+    Phase.INSIDE_STEP: "call it when optimizer.step() has returned True, or call discard_step() first",
+    Phase.OUTSIDE: "call it after the block",
+    Phase.PARTLY_MADE: "call step() of each optimizer of the sampler first, and delete those that are not used",
+    Phase.INTERRUPTED: "call optimizer.discard_step() and iterate the loader again, or load a state",
+    Phase.HALF_UPDATED: "restore the states of model and optimizer, as of the last checkpoint, or create both again",
+}
+_IN_WORDS = {
+    Phase.INSIDE_STEP: "has accumulated only some of its microbatches",
+    Phase.OUTSIDE: "waits while optimizer.outside() is entered",
+    Phase.PARTLY_MADE: "was made by some of the sampler's optimizers only",
+    Phase.INTERRUPTED: "was interrupted by an exception",
+    Phase.HALF_UPDATED: "was interrupted by an exception in the inner optimizer's step, or in a hook of it, so that "
+    "the weights may be half updated",
+}
+
+
+def wrong_phase(call: str, phase: Phase, step: int, *, running: bool, inside: bool) -> RuntimeError:
+    """Return the error of a call in a phase in which it may not be made; `inside`: within an intact step it may."""
+    if running:
+        return RuntimeError(
+            f"{call} must be called when optimizer.step() has returned, but it was called within it, as by a hook "
+            f"of the inner optimizer; call it after step()"
+        )
+    when = "in an intact step" if inside else "between steps"
+    return RuntimeError(f"{call} must be called {when}, but step {step} {_IN_WORDS[phase]}; {_WAY_OUT[phase]}")
+
+
+@dataclass
+class Reads:
+    """What a training counts of an iteration over the microbatches of its sampler.
+
+    Attributes:
+        start: the position of its first microbatch.
+        restarts: those of the training when it began.
+        thread: the one that reads.
+        number: microbatches that were read.
+        stepped: those that have reached `step()`.
+        exhausted: whether a read has met the end.
+        serial: whether each is read when its turn comes, because nothing prefetches; None before the first one came.
+    """
+
+    start: Position
+    restarts: int
+    thread: int
+    number: int = 0
+    stepped: int = 0
+    exhausted: bool = False
+    serial: bool | None = None
+
+    def find_serial(self) -> bool:
+        """Find out at the first call in an iteration whether it is serial: one was read, in the thread of the loop."""
+        if self.serial is None:
+            self.serial = self.number == 1 and self.thread == threading.get_ident()
+        return self.serial
+
+    def count_lost(self, received: int) -> int:
+        """Return how many microbatches were lost between sampler and loop, by one that comes after `received` others.
+
+        It is negative if one came once more. Of a loader that prefetches nothing is known.
+        """
+        return self.number - received - 1 if self.find_serial() else 0
+
+
+def too_many_steps(read: int, number: int) -> RuntimeError:
+    """Return the error of call `number` of `step()`, of a sampler that has yielded only `read` microbatches."""
+    return RuntimeError(
+        f"step() must be called once per microbatch of the optimizer's own sampler, but that sampler has yielded "
+        f"{read} and this is number {number}; pass the same CustomSampler to the optimizer and, as batch_sampler, to "
+        f"the loader (in a trainer: use its adapter, such as Ignite's VariableBatchEngine), and call step() once "
+        f"per microbatch; pass optimizer.inner to functions that make a step of their own, as get_state_dict() of "
+        f"torch.distributed.checkpoint does"
+    )
+
+
+@final
+class Due(NamedTuple):
+    """The update that an optimizer is to make.
+
+    Attributes:
+        batch: its samples.
+        updates: those before it.
+        samples: those of the updates before it.
+        epoch: its epoch.
+    """
+
+    batch: Batch
+    updates: int
+    samples: int
+    epoch: int
+
+
+@final
+class Earlier(NamedTuple):
+    """What the earlier samplers of a training have dealt.
+
+    Attributes:
+        stage: how many they are.
+        updates: the updates that were made with them.
+        samples: the samples of these.
+    """
+
+    stage: int = 0
+    updates: int = 0
+    samples: int = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return them, as entries of the state of a sampler."""
+        return {"stage": self.stage, "earlier_updates": self.updates, "earlier_samples": self.samples}
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Earlier:
+        """Return what the state of a sampler says."""
+        return cls(*(int(state[name]) for name in ("stage", "earlier_updates", "earlier_samples")))

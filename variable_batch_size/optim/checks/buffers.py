@@ -1,0 +1,91 @@
+"""Does forward write buffers? Each microbatch then changes them, on each rank by itself: the world would matter."""
+
+from __future__ import annotations
+
+import warnings
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
+
+from variable_batch_size._log import stacklevel_of_user
+from variable_batch_size._validation import value_error
+from variable_batch_size.backend import Backend
+from variable_batch_size.optim.stage import LoopStage
+from variable_batch_size.optim.tensors.hooks import call_before_forward
+from variable_batch_size.optim.tensors.parameters import versions_of
+
+
+class _Kept(NamedTuple):
+    """A buffer as it was before a forward; without a `value` on a device whose graph a copy would change."""
+
+    owner: Module
+    name: str
+    tensor: Tensor
+    version: int
+    value: Tensor | None
+
+    @property
+    def is_written(self) -> bool:
+        """Whether it has other values of the same shape: a cache that grows has not."""
+        now = self.owner._buffers.get(self.name)
+        if now is None or now.shape != self.tensor.shape:
+            return False
+        changed = now is not self.tensor or versions_of([now]) != [self.version]
+        return changed and (self.value is None or not torch.equal(now, self.value))
+
+
+@final
+class Buffers(LoopStage):
+    """Looks, in the second microbatch, for buffers that forward writes; what it fills once, as a cache, is none.
+
+    Batch normalization, and what else torch keeps as running statistics, has a check of its own.
+
+    Args:
+        module: the model; nothing is known without one.
+        backend: how ranks communicate.
+        reproducible: whether updates must be the same to the last bit in any world.
+    """
+
+    def __init__(self, module: Module | None, backend: Backend, *, reproducible: bool) -> None:
+        self._module = module.module if isinstance(module, DistributedDataParallel) else module
+        self._backend, self._reproducible = backend, reproducible
+        self._microbatches = 0
+        self._before: list[_Kept] | None = None
+        call_before_forward(self._module, self._keep)
+
+    def _keep(self) -> None:
+        """Keep the buffers before the first forward of the second microbatch."""
+        if self._module is None or self._microbatches != 1 or self._before is not None:
+            return
+        static = self._backend.static_graph
+        self._before = [
+            _Kept(part, name, buffer, versions_of([buffer])[0], None if static else buffer.clone())
+            for part in self._module.modules()
+            if part.training and not isinstance(part, _NormBase)
+            for name, buffer in part.named_buffers(recurse=False)
+        ]
+
+    def begin_microbatch(self, member: object, *, has_backward: bool) -> None:
+        """Raise ValueError, or warn, if a buffer was written since."""
+        self._microbatches += 1
+        before, self._before = self._before, None
+        for buffer in before or []:
+            if buffer.is_written:
+                self._tell(f"{buffer.name!r} of {type(buffer.owner).__name__}")
+                return
+
+    def _tell(self, name: str) -> None:
+        remedy = 'change it once an update, in a hook, see "Buffers that forward writes" in losses.md'
+        if self._reproducible:
+            raise value_error("reproducible=True needs buffers that forward leaves alone", f"writes to {name}", remedy)
+        if self._backend.world.rank == 0:
+            warnings.warn(
+                f"Forward writes buffer {name}: each microbatch changes it, on each rank by itself, so that it depends "
+                f"on the number of ranks; {remedy}",
+                UserWarning,
+                stacklevel=stacklevel_of_user(),
+            )

@@ -1,0 +1,90 @@
+"""Does the inner optimizer train parameters that are in none of its groups? The first update shows it.
+
+An optimizer that registers some parameters and steps the others by another one within leaves those without a sum over
+the ranks, a limit of their norm, a scaled learning rate, and cleared gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from variable_batch_size.optim.stage import LoopStage, Stage, UpdateUnderWay
+from variable_batch_size.optim.tensors.parameters import versions_of
+
+
+class _Seen(NamedTuple):
+    """A parameter that is in no group, as it was before the inner optimizer's step."""
+
+    name: str
+    parameter: Tensor
+    version: int
+    value: Tensor
+
+
+@final
+class Owners(Stage, LoopStage):
+    """Looks, in the first update, for parameters that change within the inner optimizer's step and are in no group.
+
+    They are looked for among those of the model, or without one in the graph of the first loss of
+    `optimizer.backward()`.
+
+    Args:
+        inner: the inner optimizer.
+        module: the model, if it is known.
+    """
+
+    def __init__(self, inner: Optimizer, module: Module | None) -> None:
+        self._inner = inner
+        module = module.module if isinstance(module, DistributedDataParallel) else module
+        self._named: list[tuple[str, Tensor]] | None = None if module is None else [*module.named_parameters()]
+        self._done = False
+        self._seen: list[_Seen] = []
+
+    def begin_backward(self, member: object, loss: Tensor) -> None:
+        """Keep the leaves of the first loss, of a training without a model."""
+        if self._named is None and not self._done:
+            self._named = [(f"of shape {tuple(leaf.shape)}", leaf) for leaf in _leaves(loss)]
+
+    def begin_step(self, update: UpdateUnderWay) -> None:
+        """Keep the values of those that have a gradient, and are in no group."""
+        if self._done:
+            return
+        known = {*map(id, update.parameters)}
+        others = [pair for pair in self._named or [] if id(pair[1]) not in known and pair[1].grad is not None]
+        versions = versions_of([parameter for _, parameter in others])
+        values = [parameter.detach().clone() for _, parameter in others]
+        self._seen = [_Seen(*pair, *now) for pair, now in zip(others, zip(versions, values, strict=True), strict=True)]
+
+    def end(self, update: UpdateUnderWay) -> None:
+        """Raise RuntimeError if one of them has changed."""
+        seen, self._seen = self._seen, []
+        for name, parameter, version, value in seen:
+            if versions_of([parameter]) != [version] or not torch.equal(parameter.detach(), value):
+                raise RuntimeError(
+                    f"all parameters that the inner optimizer trains must be in its param_groups, but "
+                    f"{type(self._inner).__name__}.step() has changed parameter {name}, which is in none; register it "
+                    f"there, or wrap each optimizer by itself, and create the model anew or restore it: the first "
+                    f"update was made"
+                )
+        if update.skipped is not True:
+            self._done, self._named = True, None
+
+
+def _leaves(loss: Tensor) -> Iterator[Tensor]:
+    """Yield the parameters that the graph of a loss reaches, each once."""
+    known, nodes = set[Any](), [loss.grad_fn]
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in known:
+            continue
+        known.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            yield leaf
+        nodes += [following for following, _ in node.next_functions]

@@ -1,0 +1,65 @@
+"""Another sampler for a training that goes on: a second stage, with other samples, lengths, or another trace."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+from variable_batch_size._validation import type_error, value_error
+from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.data.training import Training, check_can_attach
+from variable_batch_size.optim.properties import ObservedOptimizer
+from variable_batch_size.optim.wrapper import check_world
+
+
+def continue_with(optimizers: Sequence[ObservedOptimizer], sampler: object) -> CustomSampler:
+    """Let the optimizers of a training go on with another sampler, and return it; see `CustomOptimizer`."""
+    first = optimizers[0]
+    training, before = first.sampler.training, first.sampler
+    later = training.later
+    if later is not None and later["stage"] > training.earlier.stage + 1:
+        later = None  # it waits for another one
+    if not isinstance(sampler, CustomSampler) or not isinstance(before, CustomSampler):
+        raise type_error("continue_with() needs a CustomSampler after a CustomSampler", sampler, "create one")
+    _check_fresh(sampler.training)
+    for optimizer in optimizers:
+        _check_suits(sampler, optimizer)
+    if later is not None:
+        sampler.check_samples(later)
+        sampler.resume(later)  # raises if there is no such position
+    for optimizer in optimizers:
+        sampler.attach(None, **optimizer._cut)
+    before.training = copy.copy(training)
+    before.training.left = True
+    training.continue_with(sampler.training)
+    sampler.training = training
+    if later is not None:
+        sampler.adopt_state(later, sampler.resume(later), owned=True)
+    return sampler
+
+
+def check_not_begun(wrapper: object, sampler: object) -> None:
+    """Raise RuntimeError if an inner optimizer, whose wrapper this is, has made updates with another sampler.
+
+    What follows that wrapper, schedules, averages and a tracker, would stand still.
+    """
+    if getattr(wrapper, "updates", 0) and getattr(wrapper, "sampler", sampler) is not sampler:
+        raise RuntimeError(
+            f"an inner optimizer must have one wrapper, but this one has made {wrapper.updates} updates with another "  # type: ignore[attr-defined]
+            f"sampler; call optimizer.continue_with(sampler) of that wrapper, or delete it to begin another training"
+        )
+
+
+def _check_fresh(training: Training) -> None:
+    """Raise ValueError if a sampler was used."""
+    if training.members or training.owned or training.left or training.updates:
+        found = "one that another optimizer reads" if training.members else "one that was used"
+        raise value_error("continue_with() needs a sampler of its own", found, "create another CustomSampler")
+
+
+def _check_suits(sampler: CustomSampler, optimizer: ObservedOptimizer) -> None:
+    """Raise ValueError unless an optimizer, as it was created, can go on with a sampler."""
+    backend = optimizer.backend
+    check_world(sampler, backend)
+    check_can_attach(sampler.batches, compiles_shapes=backend.static_graph, elastic=backend.elastic)
+    optimizer._abilities.check_continues(sampler)
