@@ -167,7 +167,8 @@ class Backend(ABC):
         if not isinstance(value, Tensor):
             return self.scalar(value, like, place)
         value = value.detach().reshape(())
-        if value.device.type == "cpu" or self.reads(like):
+        on_host = value.device.type == "cpu" != like.device.type
+        if on_host or self.reads(like):
             return self.scalar(value.item(), like, place)
         return value.to(like.device, torch.float64 if like.dtype == torch.float64 else torch.float32)
 
