@@ -101,6 +101,7 @@ PLUG_INS = {  # and the tables that may name them
     "data.streams": {"optim.loops.updates", "optim.loops.arriving", "data.fit"},
     "data.fit": set(),
     "data.dataset.content": {"data.sampler"},
+    "data.tokens": {"data.sampler"},
     "optim.checks.owners": {"optim.abilities"},
     "optim.checks.buffers": {"optim.abilities"},
     "optim.loops.outside": {"optim.optimizer"},

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple, final
+from typing import Any, ClassVar, NamedTuple, Protocol, final
 
 from variable_batch_size._validation import MAX_INT, IntArray, check_int
 from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace, largest_size
@@ -83,6 +83,23 @@ class Split(NamedTuple):
 _EVEN = Split()
 
 
+class Dealt(Protocol):
+    """Microbatches of one rank in consecutive steps, as `Deal`."""
+
+    @property
+    def first_step(self) -> int:
+        """The first of these steps."""
+
+    @property
+    def ends(self) -> IntArray:
+        """The number of microbatches at the end of each step, (steps,)."""
+
+    def __len__(self) -> int: ...
+
+    def rows(self, begin: int, end: int, order: Callable[[IntArray], IntArray]) -> list[list[int]]:
+        """Return the samples of microbatches, by the order of the epoch."""
+
+
 @dataclass(frozen=True)
 class Batches:
     """The batches of a training, cut into microbatches for one rank of a world. A value: it holds no position.
@@ -105,6 +122,7 @@ class Batches:
     decided: DecidedTrace | None = None
     reproducible: bool = False
     arriving: ClassVar[bool] = False  # whether nobody knows the samples of an update before its turn
+    packs: ClassVar[bool] = False  # whether samples have lengths, by which microbatches are packed
 
     @cached_property
     def dealing(self) -> Dealing:
@@ -117,6 +135,11 @@ class Batches:
     def order(self, epoch: int) -> Callable[[IntArray], IntArray]:
         """Return the map from positions in an epoch's order to indices in the dataset, for arrays of any shape."""
         return order(self.plan.dataset_size, self.seed, epoch, shuffle=self.shuffle)
+
+    @property
+    def dataset_size(self) -> int:
+        """The number of samples in the dataset."""
+        return self.plan.dataset_size
 
     # Positions. ------------------------------------------------------------------------------------------------------
 
@@ -166,6 +189,10 @@ class Batches:
         world = self.world
         microbatches = tuple(step.microbatch(number, world) for number in range(step.rounds(world)))
         return Batch(step.number, step.batch_size, step.start, step.num_microbatches, microbatches)
+
+    def deal(self, number: int, first_step: int, end_step: int) -> Dealt:
+        """Return this rank's microbatches in some of the next steps of an epoch, up to `end_step`."""
+        return self.plan.deal(self.plan.epoch(number), first_step, self.world, self.dealing, end_step)
 
     def count(self, position: Position) -> int:
         """Return how many microbatches this rank computes from a position to the end of its epoch."""

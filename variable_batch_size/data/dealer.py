@@ -59,7 +59,8 @@ class Dealer:
             return f"{type(self).__name__}({rank})"
         decided = self.batches.decided
         trace = self.plan.trace if decided is None else describe(decided.adaptive)
-        return f"{type(self).__name__}({self.plan.dataset_size:,} samples, {trace}, {rank})"
+        tokens = f" of {self.plan.dataset_size:,} tokens" if self.batches.packs else ""
+        return f"{type(self).__name__}({self.batches.dataset_size:,} samples{tokens}, {trace}, {rank})"
 
     # What is dealt. --------------------------------------------------------------------------------------------------
 

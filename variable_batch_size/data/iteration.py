@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, final
 
-from variable_batch_size.data.batches import Batches, Position
+import numpy as np
+
+from variable_batch_size.data.batches import Batches, Dealt, Position
 from variable_batch_size.data.dataset.seeded import Indices
 from variable_batch_size.data.decided import PrefetchCancelled, wait_for
-from variable_batch_size.data.plan.deal import Deal
 from variable_batch_size.data.plan.equal_rounds import check_equal_rounds
 from variable_batch_size.data.steps import Reads
 from variable_batch_size.data.training import Training
@@ -28,7 +29,7 @@ class Iteration:
     def __init__(self, training: Training) -> None:
         self._training, self._reads = training, Reads(training.due, training.restarts, 0)
         self._rows: Iterator[list[int]] | None = None
-        self._deal: Deal | None = None
+        self._deal: Dealt | None = None
         self._number, self._step = 0, self._reads.start.step  # microbatches of the deal that were read; the next step
 
     def __iter__(self) -> Iteration:
@@ -50,16 +51,12 @@ class Iteration:
         order, plan = batches.order(number), batches.plan
         for deal in self._deals(number):
             for begin in range(0, len(deal), chunk := max(1, INDICES_PER_CHUNK // plan.minibatch_size)):
-                start, size = deal.microbatches(*deal.locate(begin, min(len(deal), begin + chunk)))  # (microbatches,)
-                rows = order(deal.positions(start, size)).tolist()  # (microbatches, minibatch_size)
-                if not plan.fixed_shape:
-                    rows = [row[:n] for row, n in zip(rows, size.tolist(), strict=True)]
-                for row in rows:
+                for row in deal.rows(begin, min(len(deal), begin + chunk), order):
                     self._number += 1
                     yield Indices(row, batches.seed, number) if batches.reproducible else row
         self._reads.exhausted = True
 
-    def _deals(self, number: int) -> Iterator[Deal]:
+    def _deals(self, number: int) -> Iterator[Dealt]:
         """Yield the deals of an epoch, as far as a controller has decided them."""
         while (batches := self._wait_for_next_step(number)) is not None:
             plan, world, dealing, end_step = batches.plan, batches.world, batches.dealing, batches.known_until
@@ -68,7 +65,7 @@ class Iteration:
                 return
             if batches.split.equal_rounds and (self._deal is None or batches.decided is not None):  # else all were
                 check_equal_rounds(plan, epoch, self._step, world, dealing, end_step)
-            deal = plan.deal(epoch, self._step, world, dealing, end_step)
+            deal = batches.deal(number, self._step, end_step)
             self._deal, self._number, self._step = deal, 0, self._step + len(deal.ends)
             yield deal
 
@@ -91,8 +88,11 @@ class Iteration:
         """Return which microbatch comes next: the epoch, the step, and its round in the step."""
         step, round_index = self._step, 0
         if self._deal is not None and self._number < len(self._deal):
-            (index,), (round_index,) = (array.tolist() for array in self._deal.locate(self._number, self._number + 1))
-            step = self._deal.first_step + index
+            index = int(np.searchsorted(self._deal.ends, self._number, side="right"))
+            step, round_index = (
+                self._deal.first_step + index,
+                self._number - int(self._deal.ends[index - 1]) * (index > 0),
+            )
         return {"epoch": self._reads.start.epoch, "step": step, "round": round_index}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -21,6 +21,8 @@ from variable_batch_size.data.iteration import Iteration
 from variable_batch_size.data.plan.plan import Plan
 from variable_batch_size.data.plan.shares import by_speed
 from variable_batch_size.data.plan.shuffle import order
+from variable_batch_size.data.tokens.budget import budget_of
+from variable_batch_size.data.tokens.token_batches import TokenBatches
 from variable_batch_size.trace.batch_trace import BatchTrace, OnEnd
 
 
@@ -62,7 +64,7 @@ class CustomSampler(Dealer, Sampler[list[int]]):
             them: the length of an epoch is an estimate then, as if the last batch size stayed.
         num_replicas: number of ranks. Default, together with `rank`: that of `torch.distributed` or PyTorch/XLA.
         rank: this rank, `0 <= rank < num_replicas`.
-        minibatch_size: maximum number of rows of a microbatch.
+        minibatch_size: maximum number of rows of a microbatch. Default: 32, or any number with `lengths`.
         seed: seed of the shuffle, the same on every rank; 0 <= seed < 2**64.
         shuffle: whether the order of an epoch is a permutation drawn by (seed, epoch), or that of the dataset.
         drop_last: whether a step that exceeds the rest of an epoch becomes the first step of the next one; otherwise it
@@ -87,6 +89,13 @@ class CustomSampler(Dealer, Sampler[list[int]]):
         max_updates: number of updates after which the training ends: an iteration ends there, later epochs are empty,
             and `optimizer.done` is True. Updates and samples of epochs that `set_epoch` has skipped count.
         max_samples: number of samples after which it ends; the last update is shortened to it.
+        lengths: length of each sample, an array of integers >= 1, (samples,): then batch sizes, the trace,
+            `ref_batchsize`, `samples` and `max_samples` are in tokens, and the loss of a microbatch is its mean over
+            them. A step begins and ends with the samples whose ends, in the order of the epoch, are nearest to the
+            cumulative sums of the trace: each sample comes once an epoch.
+        max_tokens: the most tokens that a microbatch holds.
+        counts: how many tokens of each sample count in the loss, integers >= 0. Default: `lengths`.
+        pad: whether each row of a microbatch is as long as its longest one, so that rows x longest <= `max_tokens`.
         fingerprint: a name of the rows that is compared instead, for a dataset that is slow to read, or has random
             generators of its own.
 
@@ -110,7 +119,7 @@ class CustomSampler(Dealer, Sampler[list[int]]):
         trace: TraceLike,
         num_replicas: int | None = None,
         rank: int | None = None,
-        minibatch_size: int = 32,
+        minibatch_size: int | None = None,
         seed: int = 0,
         *,
         shuffle: bool = True,
@@ -124,10 +133,23 @@ class CustomSampler(Dealer, Sampler[list[int]]):
         max_updates: int | None = None,
         max_samples: int | None = None,
         fingerprint: str | None = None,
+        lengths: Any = None,
+        max_tokens: int | None = None,
+        counts: Any = None,
+        pad: bool = False,
     ) -> None:
         world = resolve_world(rank, num_replicas)
-        samples = number_of_samples(dataset_size)
+        samples = number = number_of_samples(dataset_size)
         cut_is_known = fixed_shape is not None
+        budget = None
+        if lengths is None and not (max_tokens is counts is None and not pad):
+            raise value_error("max_tokens=, counts= and pad= need the lengths of the samples", "none", "pass lengths=")
+        if lengths is not None:
+            if minibatch_size is not None:
+                raise value_error("lengths= bounds a microbatch by max_tokens", "minibatch_size=, too", "omit it")
+            budget = budget_of(lengths, max_tokens, counts, check_int(number, "dataset_size", 1), pad=pad)
+            samples, minibatch_size = budget.total, budget.max_tokens
+        minibatch_size = 32 if minibatch_size is None else minibatch_size
         fixed_shape = bool(fixed_shape)
         decided = None
         if callable(trace):
@@ -154,12 +176,13 @@ class CustomSampler(Dealer, Sampler[list[int]]):
             remedy = "pass epochs=, max_updates= or max_samples="
             raise value_error('on_end="stop" needs a trace with a last step', "one without", remedy)
         seed = check_int(seed, "seed", 0, 2**64 - 1, "take it modulo 2**64")
-        order(samples, seed, 0, shuffle=shuffle)  # raises if there is none
+        order(number, seed, 0, shuffle=shuffle)  # raises if there is none
         epochs = None if epochs is None else check_int(epochs, "epochs")
         plan.check_trace(epochs)
         split = Split(equal_rounds=equal_rounds, unequal=None if speeds is None else by_speed(speeds, world.size))
-        batches = Batches(plan, world, seed, shuffle, split, decided, bool(reproducible))
-        content = Content(None if samples is dataset_size else dataset_size, seed, fingerprint).digest
+        values = plan, world, seed, shuffle, split, decided, bool(reproducible)
+        batches = Batches(*values) if budget is None else TokenBatches(*values, budget=budget)
+        content = Content(None if number is dataset_size else dataset_size, seed, fingerprint).digest
         super().__init__(batches.with_checked_rounds(), epochs=epochs, cut_is_known=cut_is_known, content=content)
 
     @property

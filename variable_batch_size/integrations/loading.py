@@ -36,7 +36,9 @@ def sampler_for(loader: DataLoader[Any], settings: Settings, **defaults: Any) ->
     sampler: Any = batches.sampler
     _check_reads_each_sample_once(sampler)
     shuffle = getattr(sampler, "shuffle", type(sampler) is not SequentialSampler)
-    order = {"shuffle": shuffle, "drop_last": batches.drop_last, "minibatch_size": batches.batch_size}
+    order = {"shuffle": shuffle, "drop_last": batches.drop_last}
+    if "lengths" not in settings.sampler_options:
+        order["minibatch_size"] = batches.batch_size
     dataset: Any = loader.dataset
     return CustomSampler(dataset, settings.trace, **{**order, **defaults, **settings.sampler_options})
 
@@ -80,7 +82,7 @@ def with_sampler(loader: DataLoader[T], sampler: CustomSampler) -> DataLoader[T]
     """
     loader_class: Any = type(loader)
     dataset: Any = loader.dataset
-    if len(dataset) != (size := sampler.plan.dataset_size):
+    if len(dataset) != (size := sampler.batches.dataset_size):
         remedy = "pass the loader of the training, or begin another one"
         raise value_error(f"a training continues with its {size} samples", len(dataset), remedy)
     constructors = [base for base in loader_class.__mro__ if "__init__" in vars(base)]

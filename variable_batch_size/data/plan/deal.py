@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, final
@@ -177,6 +178,12 @@ class Deal:
         full = np.maximum(number - lengths[split_of], 0)  # (microbatches,): full microbatches before this one
         size = np.where(number < lengths[split_of], sizes[entry], self.minibatch_size)  # (microbatches,)
         return before[entry] - before[row] + full * self.minibatch_size, size
+
+    def rows(self, begin: int, end: int, order: Callable[[IntArray], IntArray]) -> list[list[int]]:
+        """Return the samples of microbatches `begin .. end - 1` of the deal, by the order of the epoch."""
+        start, size = self.microbatches(*self.locate(begin, end))  # (microbatches,) both
+        rows: list[list[int]] = order(self.positions(start, size)).tolist()  # (microbatches, minibatch_size)
+        return rows if self.fixed_shape else [row[:n] for row, n in zip(rows, size.tolist(), strict=True)]
 
     def positions(self, start: IntArray, size: IntArray) -> IntArray:
         """Return the rows of microbatches as positions in the order of the epoch.

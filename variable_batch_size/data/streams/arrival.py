@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from variable_batch_size._validation import IntArray, value_error
+from variable_batch_size._validation import IntArray
 from variable_batch_size.microbatching import cut
 
 
@@ -27,37 +27,6 @@ def shares(size: int, capacities: Sequence[float]) -> list[int]:
             given[number] += each
         size -= each * len(free[:size])
     return given
-
-
-def first_fit_decreasing(lengths: IntArray, capacity: int) -> list[IntArray]:
-    """Return the rows of microbatches whose lengths sum to at most `capacity`: first-fit decreasing (Johnson 1973).
-
-    There are at most 11/9 of the least number that is possible, and one more.
-
-    Args:
-        lengths: length of each row, (rows,).
-        capacity: the largest sum.
-
-    >>> [rows.tolist() for rows in first_fit_decreasing(np.array([3, 6, 4, 5, 2]), 10)]
-    [[1, 2], [0, 3, 4]]
-
-    Raises:
-        ValueError: if a row is longer.
-    """
-    if len(lengths) and lengths.max() > capacity:
-        raise value_error(
-            f"every row must have at most max_tokens={capacity} tokens",
-            f"{lengths.max()} in row {lengths.argmax()}",
-            "shorten the rows, or pass a larger max_tokens",
-        )
-    free, packed = np.full(len(lengths), capacity), list[list[int]]()  # (rows,): room in each microbatch
-    for row in np.argsort(-lengths, kind="stable").tolist():
-        into = int(np.argmax(free >= lengths[row]))  # the first one with room
-        if into == len(packed):
-            packed.append([])
-        packed[into].append(row)
-        free[into] -= lengths[row]
-    return [np.array(sorted(rows)) for rows in packed]
 
 
 def rows_in_order(rows: int, minibatch_size: int, *, fixed_shape: bool, rounds: int = 1) -> list[IntArray]:

@@ -14,9 +14,10 @@ from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace
 from variable_batch_size.backend.detection import resolve_world
 from variable_batch_size.data.batches import Batch, Batches, Place, Position
 from variable_batch_size.data.dealer import Dealer
+from variable_batch_size.data.plan.packing import first_fit_decreasing
 from variable_batch_size.data.plan.plan import Epoch, Plan
 from variable_batch_size.data.sampler import TraceLike
-from variable_batch_size.data.streams.arrival import first_fit_decreasing, rows_in_order
+from variable_batch_size.data.streams.arrival import rows_in_order
 from variable_batch_size.data.streams.rows import Layout, Measure, checked_numbers, digest
 from variable_batch_size.data.streams.shards import Shard, Streams
 from variable_batch_size.microbatching import Microbatch, count_microbatches

@@ -239,7 +239,7 @@ class TokenCount(Stage):
                 requirement, f"reduction={self._reduction!r}", 'pass reduction="sum" to the loss and to the optimizer'
             )
         if self.refused:
-            raise ValueError(f"step(count=) needs gradients that nothing compares, but {self.refused}")
+            raise ValueError(f"step(count=) needs gradients that nothing else weighs or compares, but {self.refused}")
         if isinstance(count, Tensor) and (count.numel() != 1 or count.is_complex()):
             raise TypeError(
                 f"count must be a number or a tensor with one element, got a tensor of shape {tuple(count.shape)}; "

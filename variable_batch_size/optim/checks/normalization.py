@@ -49,7 +49,7 @@ def check_batch_norm(model: torch.nn.Module, sampler: Dealer) -> None:
         raise type_error("sampler must be a vbs.CustomSampler", sampler, "pass the one that feeds the loop")
     if model in _warned or not any(_depends_on_cut(part) and part.training for part in model.modules()):
         return
-    if sampler.batches.arriving:
+    if sampler.batches.arriving or sampler.batches.packs:
         return  # nobody knows how large the batches will be
     plan = sampler.plan
     smallest = _smallest_microbatch(sampler)

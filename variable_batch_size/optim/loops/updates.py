@@ -47,6 +47,9 @@ class Updates(Generic[T]):
             raise value_error(requirement, f"ahead={ahead}, as a trainer has", "train by a loop over vbs.updates()")
         if counts is not None and self._ahead:
             raise value_error("with counts= ahead must be 0", ahead, "read no update before its turn")
+        if counts is not None and optimizer.sampler.batches.packs:
+            remedy = "omit counts=, and pass means over the tokens of a microbatch"
+            raise value_error("batches in tokens have one denominator", "counts= beside lengths=", remedy)
         self._counts = counts
         self._epoch: int | None = None  # that of the iteration under way
 

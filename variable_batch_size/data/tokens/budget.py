@@ -1,0 +1,111 @@
+"""How many tokens the samples of a dataset have, and how many a microbatch may hold. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+
+from variable_batch_size._validation import IntArray, as_int, type_error, value_error
+from variable_batch_size.data.plan.packing import (
+    first_fit_decreasing,
+    padded_evenly,
+    padded_groups,
+    spread_evenly,
+)
+
+
+@final
+@dataclass(frozen=True)
+class Budget:
+    """How many tokens a microbatch may hold.
+
+    Attributes:
+        lengths: of each sample of the dataset, (samples,).
+        counts: what of it counts in the loss, (samples,).
+        max_tokens: the most that a microbatch holds.
+        pad: whether each row is as long as the longest one of its microbatch.
+    """
+
+    lengths: IntArray
+    counts: IntArray
+    max_tokens: int
+    pad: bool = False
+
+    @property
+    def total(self) -> int:
+        """What the whole dataset counts."""
+        return int(self.counts.sum())
+
+    def digest(self) -> str:
+        """Return a text that is the same for equal lengths and counts."""
+        found = hashlib.sha256(self.lengths.astype("<i8").tobytes())
+        found.update(self.counts.astype("<i8").tobytes())
+        return found.hexdigest()[:16]
+
+    def cut(self, samples: IntArray, ranks: int) -> list[IntArray]:
+        """Return the samples of each microbatch of a step, (rows,) each: those that count 0, then the largest first.
+
+        As few rounds of as many microbatches as ranks as packing needs, and in them microbatches of similar size, so
+        that no rank waits long. Within a microbatch samples keep their order.
+
+        Args:
+            samples: of the step, (samples,).
+            ranks: number of ranks that share a round; 1 for a cut that does not depend on them.
+        """
+        lengths = self.lengths[samples]
+        packed = (padded_groups if self.pad else first_fit_decreasing)(lengths, self.max_tokens)
+        number = min(len(samples), -(-len(packed) // ranks) * ranks)
+        if self.pad:
+            parts = padded_evenly(lengths, self.max_tokens, number)
+        else:
+            parts = spread_evenly(lengths, number)
+            if max(int(lengths[rows].sum()) for rows in parts) > self.max_tokens:
+                parts = packed
+        counts = self.counts[samples]
+        parts = sorted(parts, key=lambda rows: (counts[rows].any(), -int(lengths[rows].sum()), int(rows[0])))
+        return [samples[rows] for rows in parts]
+
+
+def checked(name: str, values: Any, size: int, least: int) -> IntArray:
+    """Return the numbers of a user, one a sample, as an array of int64; a memory-mapped one stays as it is.
+
+    Raises:
+        TypeError: if they are no integers.
+        ValueError: if they are as many as no sample, or one is too small.
+    """
+    if hasattr(values, "detach"):
+        values = values.detach().cpu()
+    array = np.asarray(values)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        found = f"an array of {array.dtype}, of shape {array.shape}"
+        raise type_error(f"{name} must be integers, one for each sample", values, f"pass them in place of {found}")
+    if len(array) != size:
+        raise value_error(f"{name} must have a number for each of the {size} samples", len(array), "pass all of them")
+    if len(array) and array.min() < least:
+        index = int(array.argmin())
+        raise value_error(f"{name} must be >= {least}", f"{array[index]} of sample {index}", "leave the sample out")
+    return array.astype(np.int64, copy=False)
+
+
+def budget_of(lengths: Any, max_tokens: Any, counts: Any, size: int, *, pad: bool) -> Budget:
+    """Return the budget of a sampler, as its user has described it.
+
+    Raises:
+        TypeError, ValueError: if an argument is none of those that `CustomSampler` describes.
+    """
+    limit = as_int(max_tokens)
+    if limit is None or limit < 1:
+        requirement = "lengths= needs max_tokens, the most that a microbatch holds, >= 1"
+        raise value_error(requirement, repr(max_tokens), "pass what fits into memory")
+    lengths = checked("lengths", lengths, size, 1)
+    counts = lengths if counts is None else checked("counts", counts, size, 0)
+    if (longest := int(lengths.max())) > limit:
+        index = int(lengths.argmax())
+        requirement = f"every sample must have at most max_tokens={limit} tokens"
+        raise value_error(requirement, f"{longest} in sample {index}", "shorten the sample, or raise max_tokens")
+    if not counts.any():
+        raise value_error("counts must have a number > 0", "none", "pass what counts in the loss")
+    return Budget(lengths, counts, limit, pad)

@@ -1,0 +1,219 @@
+"""Batches in tokens, of a dataset whose samples have lengths: which samples make up a step, and how they are cut.
+
+The plan counts tokens: its epoch has as many as the dataset, and step t nominally has those from O(t) to O(t + 1),
+where O is the cumulative sum of the trace within the epoch. A step really begins and ends at the ends of samples that
+are nearest to these, in the epoch's order, so that no drift adds up: sums of batch sizes differ from those of the trace
+by at most half the longest sample, where no sample is longer than a batch, and more samples than updates are left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, final
+
+import numpy as np
+
+from variable_batch_size._validation import IntArray, value_error
+from variable_batch_size.data.batches import Batch, Batches, Position
+from variable_batch_size.data.plan.shuffle import order
+from variable_batch_size.data.tokens.budget import Budget
+from variable_batch_size.microbatching import Microbatch
+
+_KEPT = 64  # steps whose cut is kept, because loader and training both ask for it
+_STEPS = 8  # that are dealt at once
+
+
+def boundaries(ends: IntArray, targets: IntArray) -> IntArray:
+    """Return how many samples lie before each boundary between steps: the numbers whose ends are nearest to targets.
+
+    Each step has a sample: a boundary lies behind the one before it, and leaves one to each that follows.
+
+    Args:
+        ends: tokens of the first i + 1 samples, increasing, (samples,).
+        targets: cumulative batch sizes, increasing, (boundaries,); at most as many as samples.
+
+    Returns:
+        (boundaries,).
+
+    >>> boundaries(np.array([3, 5, 9, 10]), np.array([4, 10]))
+    array([1, 4])
+    """
+    after = np.searchsorted(ends, targets)  # (boundaries,): samples that end before a target
+    behind = ends[np.minimum(after, len(ends) - 1)]
+    before = np.where(after > 0, ends[np.maximum(after, 1) - 1], 0)
+    number = after + ((behind - targets < targets - before) & (after < len(ends)))
+    index = np.arange(len(targets))
+    number = np.maximum.accumulate(np.maximum(number, 1) - index) + index
+    return np.minimum(number, len(ends) - (len(targets) - 1 - index))
+
+
+@final
+@dataclass(frozen=True)
+class TokenDeal:
+    """The microbatches of one rank in consecutive steps, as a `Deal`.
+
+    Attributes:
+        first_step: number of the first of these steps.
+        ends: number of microbatches that this rank has computed at the end of each step, (steps,).
+        samples: those of each microbatch, (rows,) each.
+    """
+
+    first_step: int
+    ends: IntArray
+    samples: list[IntArray]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def rows(self, begin: int, end: int, order: object) -> list[list[int]]:
+        """Return the samples of microbatches."""
+        return [samples.tolist() for samples in self.samples[begin:end]]
+
+
+class _Ordered(NamedTuple):
+    """An epoch in its order.
+
+    Attributes:
+        number: of the epoch, with its first and its last step, and its tokens.
+        samples: the samples in their order, (samples,).
+        starts: of each step, and the end of the last one, in samples, (steps + 1,).
+        offsets: what these count before, (steps + 1,).
+    """
+
+    number: tuple[int, int, int, int]
+    samples: IntArray
+    starts: IntArray
+    offsets: IntArray
+
+
+@final
+@dataclass(frozen=True)
+class TokenBatches(Batches):
+    """Batches in tokens: the plan has the tokens of the dataset, and its batch sizes are nominal.
+
+    An epoch takes 8 bytes a sample as long as it is read, and 24 when it begins.
+
+    Attributes:
+        budget: the lengths, and how many tokens a microbatch may hold.
+    """
+
+    budget: Budget = field(kw_only=True)
+    packs = True
+    _epochs: list[_Ordered] = field(default_factory=list, init=False, repr=False, compare=False)
+    _cuts: dict[tuple[int, int], list[IntArray]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def _ordered(self, number: int) -> _Ordered:
+        """Return an epoch in its order; the last two are kept, because a loader may read the next one."""
+        epoch = self.plan.epoch(number)
+        key = number, epoch.first_step, epoch.end_step, epoch.samples
+        for known in self._epochs:
+            if known.number == key:
+                return known
+        samples = self.order(number)(np.arange(len(self.budget.lengths)))
+        counts = self.budget.counts[samples]
+        counted = np.flatnonzero(counts)  # (counted,): what counts 0 stays with the sample before it
+        if len(counted) < epoch.updates:
+            raise value_error(
+                f"an epoch of {epoch.updates} updates needs as many samples that count",
+                len(counted),
+                "pass a trace of larger batches, in tokens",
+            )
+        ends = np.cumsum(counts[counted])
+        nominal = [self.plan.samples_before(epoch, step) for step in range(epoch.first_step + 1, epoch.end_step + 1)]
+        targets = np.array(nominal, dtype=np.int64) - epoch.samples_before
+        behind = boundaries(ends, targets) if len(targets) else targets
+        following = np.append(counted, len(samples))
+        found = _Ordered(
+            key,
+            samples,
+            np.concatenate(([0], following[behind])).astype(np.int64),
+            np.concatenate(([0], ends[behind - 1])).astype(np.int64),
+        )
+        self._epochs[:] = [*self._epochs[-1:], found]
+        return found
+
+    @property
+    def dataset_size(self) -> int:
+        """The number of samples in the dataset; that of the plan is in tokens."""
+        return len(self.budget.lengths)
+
+    def order(self, epoch: int) -> Callable[[IntArray], IntArray]:
+        """Return the map from positions in an epoch's order to samples, for arrays of any shape."""
+        return order(len(self.budget.lengths), self.seed, epoch, shuffle=self.shuffle)
+
+    def parts(self, number: int, step: int) -> list[IntArray]:
+        """Return the samples of each microbatch of a step, over all ranks."""
+        ordered = self._ordered(number)
+        key = number, step
+        if key not in self._cuts:
+            index = step - ordered.number[1]
+            begin, end = ordered.starts[index : index + 2].tolist()
+            spreads = self.split.spread and not self.reproducible
+            cut = self.budget.cut(ordered.samples[begin:end], self.world.size if spreads else 1)
+            self._cuts[key] = cut
+            while len(self._cuts) > _KEPT:
+                del self._cuts[next(iter(self._cuts))]
+        return self._cuts[key]
+
+    def _own(self, parts: int) -> list[int]:
+        """Return the numbers of this rank's microbatches of a step, replays first, which are negative less one."""
+        rank, ranks = self.world.rank, self.world.size
+        own = [*range(rank, parts, ranks)]
+        rounds = -(-parts // ranks) if self.split.padded else max(1, len(own))
+        return [-1 - rank % parts] * (rounds - len(own)) + own
+
+    def batch(self, position: Position) -> Batch:
+        """Return the update at a position as this rank computes it, in tokens."""
+        ordered = self._ordered(position.epoch)
+        parts = self.parts(*position)
+        index = position.step - ordered.number[1]
+        begin, end = ordered.offsets[index : index + 2].tolist()
+        own = self._own(len(parts))
+        microbatches = []
+        for turn, number in enumerate(own):
+            counted = int(self.budget.counts[parts[max(number, -1 - number)]].sum())
+            microbatches.append(
+                Microbatch(
+                    step=position.step,
+                    batch_size=end - begin,
+                    samples=counted if number >= 0 else 0,
+                    rows=max(1, counted),
+                    start=begin,
+                    number=max(number, -1 - number),
+                    ends_step=turn == len(own) - 1,
+                )
+            )
+        groups = sum(bool(self.budget.counts[rows].any()) for rows in parts)
+        return Batch(position.step, end - begin, begin, groups, tuple(microbatches))
+
+    def deal(self, number: int, first_step: int, end_step: int) -> TokenDeal:
+        """Return this rank's microbatches in the next steps of an epoch, up to `end_step`."""
+        end = min(end_step, self.plan.epoch(number).end_step, first_step + _STEPS)
+        steps = []
+        for step in range(first_step, end):
+            parts = self.parts(number, step)
+            steps.append([parts[max(own, -1 - own)] for own in self._own(len(parts))])
+        return TokenDeal(first_step, np.cumsum([len(rows) for rows in steps]), [one for rows in steps for one in rows])
+
+    def count(self, position: Position) -> int:
+        """Return how many microbatches this rank computes from a position to the end of its epoch: all are cut."""
+        steps = range(position.step, self.epoch(position).end_step)
+        return sum(len(self._own(len(self.parts(position.epoch, step)))) for step in steps)
+
+    def with_checked_rounds(self) -> Batches:
+        """Return these batches; raise ValueError if they cannot be as an optimizer needs them."""
+        refused = {
+            "fixed_shape=True, as on a device that compiles shapes": self.plan.fixed_shape,
+            "equal_rounds=True, as for a layer that communicates in forward": self.split.equal_rounds,
+            "speeds=": self.split.unequal is not None,
+        }
+        for found, is_refused in refused.items():
+            if is_refused:
+                remedy = "pass minibatch_size= in the place of lengths=, and rows that are padded to one length"
+                raise value_error("lengths= makes microbatches of any shape", found, remedy)
+        return self
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what the samplers of all ranks have in common, besides the cut into microbatches."""
+        return {**super().fingerprint(), "lengths or counts": self.budget.digest()}
