@@ -31,6 +31,11 @@ class TrainingSource:
         """That of the optimizer, through which the hosts exchange their sums."""
         return self._optimizer.agreement
 
+    @property
+    def stage(self) -> int:
+        """That of the training, whose epochs are counted anew in each."""
+        return self._optimizer.stage
+
     def starts_over(self) -> bool:
         """Return whether earlier values do not count any more: no, the user decides by `set_epoch` or `reset`."""
         return False
@@ -81,6 +86,8 @@ class EvaluationSource:
 
     It counts values, because batches that the sampler has yielded may only be prefetched.
     """
+
+    stage = 0  # an evaluation has one
 
     def __init__(self, sampler: EvaluationSampler, backend: Backend | None) -> None:
         if backend is None:

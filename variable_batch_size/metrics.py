@@ -75,6 +75,7 @@ class Accumulator:
     def __init__(self, source: CustomOptimizer | EvaluationSampler, *, backend: Backend | None = None) -> None:
         self._source = _source_of(source, backend)
         self._epoch: int | None = None  # that of `set_epoch`
+        self._stage = 0  # that of the training then
         self._restored: dict[str, tuple[int, float]] = {}  # name -> samples and sum over all ranks, from a checkpoint
         self._committed: dict[str, _Sum] = {}  # of this rank since then, up to the last commit
         self._pending: dict[str, _Sum] = {}  # the same, with the values that do not count yet
@@ -91,9 +92,10 @@ class Accumulator:
 
         Call it at the beginning of each epoch, like `set_epoch` of the sampler and the optimizer.
         """
-        if check_int(epoch, "epoch", 0, remedy="count epochs from 0") != self._epoch:
+        stage = self._source.stage
+        if (stage, check_int(epoch, "epoch", 0, remedy="count epochs from 0")) != (self._stage, self._epoch):
             self.reset()
-            self._epoch = epoch
+            self._stage, self._epoch = stage, epoch
 
     @torch.no_grad()
     def add(self, **means: Tensor | float) -> None:
@@ -140,7 +142,7 @@ class Accumulator:
         sums = self._sums_over_ranks().items()
         state = {name: {SAMPLES: samples, "sum": total} for name, (samples, total) in sums}
         if SAMPLES in state and self._epoch is not None:
-            state[SAMPLES]["epoch"] = self._epoch
+            state[SAMPLES] |= {"epoch": self._epoch, "stage": self._stage}
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Mapping[str, float]]) -> None:
@@ -148,8 +150,9 @@ class Accumulator:
         restored = {name: (int(saved[SAMPLES]), float(saved["sum"])) for name, saved in state_dict.items()}
         self.reset()
         self._restored = restored
-        epoch = state_dict.get(SAMPLES, {}).get("epoch")
-        self._epoch = None if epoch is None else int(epoch)
+        saved_epoch = state_dict.get(SAMPLES, {})
+        self._epoch = int(saved_epoch["epoch"]) if "epoch" in saved_epoch else None
+        self._stage = int(saved_epoch.get("stage", 0))
 
     def commit(self, commit: Commit) -> None:
         """Count the values since the last commit, or drop them if their step was skipped. The optimizer calls it."""

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.data import Dataset, Subset, TensorDataset, random_split
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, random_split
 
 import variable_batch_size as vbs
 from helpers.properties import examples
@@ -175,3 +175,91 @@ def test_few_rows_are_read():
 
     Content(Counting("tensor"), 3).digest()
     assert len(read) == 2 * ROWS
+
+
+class File(Rows):
+    """As a file that is opened by the first read, and closed with the object."""
+
+    closed = False
+
+    def __del__(self):
+        type(self).closed = True
+
+
+class Wrapper:
+    """As wrappers are that pass everything on."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, index):
+        return self.dataset[index]
+
+    def __getattr__(self, name):
+        return getattr(self.dataset, name)
+
+
+class WrapperDataset(Wrapper, Dataset):
+    pass
+
+
+def test_what_a_read_opens_stays_with_a_copy_in_concatenated_datasets_too():
+    parts = [Rows("tensor", range(10)), Rows("tensor", range(10, 30))]
+    whole = ConcatDataset(parts)
+    assert Content(whole, 0).digest() == Content(Rows("tensor", range(30)), 0).digest() != ""
+    assert [part.handle for part in parts] == [None, None]
+
+
+def test_a_copy_closes_no_file():
+    dataset = File("tensor")
+    assert Content(dataset, 0).digest() == Content(Rows("tensor"), 0).digest()
+    assert not File.closed
+    del dataset
+
+
+@pytest.mark.parametrize("kind", [Wrapper, WrapperDataset])
+def test_wrappers_that_pass_everything_on_are_read(kind):
+    assert Content(kind(Rows("tensor")), 0).digest() == Content(Rows("tensor"), 0).digest() != ""
+
+
+def test_the_order_of_keys_is_none_of_the_rows():
+    first, second = (dict.fromkeys(names, i) for i, names in enumerate(("abc", "cba")))
+    second = dict.fromkeys(second, 0)
+    assert Content([first], 0).digest() == Content([second], 0).digest() != Content([{"a": 1}], 0).digest()
+
+
+def test_rows_that_are_random_on_some_rank_are_not_compared():
+    def row(backend):
+        return train(backend, Rows("tensor" if backend.world.rank else "torch"))
+
+    assert len(run_ranks(row, 2)) == 2
+
+
+def test_rows_that_depend_on_an_epoch_are_those_of_the_first_update():
+    """A state that is saved later, and one that is restored before the first read, have the same digest."""
+
+    class Epochs(Rows):
+        epoch = 0
+
+        def __getitem__(self, index):
+            return super().__getitem__(index) + self.epoch
+
+    def run(state=None):
+        dataset, model = Epochs("tensor"), nn.Linear(3, 1)
+        sampler = vbs.CustomSampler(dataset, 20, 1, 0, minibatch_size=20, epochs=3)
+        optimizer = vbs.ConstantOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sampler)
+        if state is not None:
+            optimizer.load_state_dict(state)
+        for epoch in vbs.remaining_epochs(sampler, optimizer):
+            dataset.epoch = epoch
+            for indices in sampler:
+                optimizer.backward(model(X[indices]).mean())
+                optimizer.step()
+                if state is None and optimizer.updates == 3:
+                    return optimizer.state_dict()
+        return optimizer.updates
+
+    assert run(run()) == 6

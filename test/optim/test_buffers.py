@@ -78,6 +78,13 @@ def train(backend, kind, *, reproducible=False, ddp=False, wrong=None, known=Tru
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for update in vbs.updates(loader, optimizer):
+            if wrong == "evaluation":  # with a graph
+                model.eval()(rows)
+                model.train()
+            if wrong == "probe":
+                with optimizer.outside():
+                    module(rows).sum().backward()
+                count_update(model[0])
             for rows in update:
                 optimizer.backward(module(rows).square().mean())
                 optimizer.step()
@@ -123,6 +130,13 @@ def test_batch_normalization_has_rules_of_its_own():
 def test_one_microbatch_an_update_is_enough():
     _, said = train(vbs.backend.LocalBackend(), "codebook", size=2)
     assert len(said) == 1
+
+
+@pytest.mark.parametrize("between", ["evaluation", "probe"])
+def test_a_forward_between_two_updates_is_none_of_the_training(between):
+    _, said = train(vbs.backend.LocalBackend(), "codebook", size=2, wrong=between)
+    assert len(said) == 1
+    assert train(vbs.backend.LocalBackend(), "nothing", size=2, wrong=between, reproducible=True) == (12, [])
 
 
 def test_without_a_model_nothing_is_known():

@@ -104,9 +104,16 @@ def stage(draw):
 worlds = st.integers(1, 3)
 
 
-@given(stages=st.lists(stage(), min_size=2, max_size=3), stop=st.integers(1, 12), before=worlds, after=worlds)
+@given(
+    stages=st.lists(stage(), min_size=2, max_size=3),
+    stop=st.integers(1, 12),
+    before=worlds,
+    after=worlds,
+    again=st.booleans(),
+)
 @examples(100)
-def test_stages_are_one_training_in_any_world_from_any_state(stages, stop, before, after):
+def test_stages_are_one_training_in_any_world_from_any_state(stages, stop, before, after, again):
+    """`again`: the restored state is saved before its stage is reached, and that one resumes."""
     expected, counted = twin(stages)
     stop = min(stop, len(counted) - 1) or None
     first = run_ranks(lambda backend: Stages(backend, stages).train(stop), before)
@@ -115,6 +122,10 @@ def test_stages_are_one_training_in_any_world_from_any_state(stages, stop, befor
         runs = first
     else:
         state = first[0].state()
+        if again:
+            waiting = Stages(vbs.backend.LocalBackend(), stages).load(state)
+            assert (waiting.optimizer.updates, waiting.optimizer.samples) == counted[stop - 1][1:]
+            state = waiting.state()
         runs = run_ranks(lambda backend: Stages(backend, stages).load(state).train(), after)
         assert all(run.counted == counted[stop:] for run in runs)
     for run in runs:
@@ -214,3 +225,28 @@ def test_a_second_wrapper_is_refused_while_the_first_goes_on():
     del run.schedule, run.average, run.optimizer
     assert vbs.LinearRuleOptimizer(inner, alone().sampler(1), REF).updates == 0
     assert expected
+
+
+def test_metrics_of_a_stage_begin_with_it():
+    run = alone()
+    metrics, means = vbs.Accumulator(run.optimizer), []
+    for number in range(2):
+        if number:
+            run.optimizer.continue_with(run.sampler(1))
+        for epoch in vbs.remaining_epochs(run.optimizer.sampler, run.optimizer):
+            metrics.set_epoch(epoch)
+            for update in vbs.updates(run.optimizer.sampler, run.optimizer):
+                for rows in update:
+                    run.optimizer.backward(run.model(samples(40, 0)[rows][0]).square().mean())
+                    metrics.add(value=float(number))
+                    run.optimizer.step()
+            means.append(metrics.read())
+    assert means == [{"samples": 20, "value": 0.0}, {"samples": 12, "value": 1.0}]
+
+
+def test_the_state_of_a_sampler_alone_leaves_the_stage_to_its_optimizer():
+    same = [(20, [4, 8, 8], 4)] * 2
+    state = Stages(vbs.backend.LocalBackend(), same).train(4).state()
+    run = Stages(vbs.backend.LocalBackend(), same)
+    run.optimizer.sampler.load_state_dict(state["optimizer"]["vbs"]["sampler"])
+    assert run.load(state).train().optimizer.updates == 6

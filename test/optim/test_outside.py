@@ -41,14 +41,14 @@ def probe(model, optimizer, how):
         assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def train(backend, by, how, outside, kind="AdaScale", reproducible=False):
+def train(backend, by, how, outside, kind="AdaScale", reproducible=False, **others):
     """Train, with a probe before each update that has the number of an odd one, and after the last one."""
     model, module = new(by)
     world = backend.world
     sampler = vbs.CustomSampler(
         40, SIZES, world.size, world.rank, 4, shuffle=False, fixed_shape=False, reproducible=reproducible
     )
-    options = {"model": module} if by != "plain" else {}
+    options = {"model": module, **others} if by != "plain" else {}
     wrapper = vbs.AdaScaleOptimizer if kind == "AdaScale" else vbs.LinearRuleOptimizer
     optimizer = wrapper(
         torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), sampler, 8, backend=backend, **options
@@ -124,3 +124,48 @@ def test_an_exception_within_leaves_the_training_as_it_was():
             optimizer.backward(module(rows).square().mean())
             optimizer.step()
     assert ([weight.tolist() for weight in model.parameters()], optimizer.lr_factor()) == run
+
+
+def train_whole(backend, how):
+    return train(backend, "fsdp", how, True, "linear", sharded_accumulation=False)
+
+
+@pytest.mark.slow("starts processes")
+def test_a_probe_leaves_nothing_with_ranks_that_keep_whole_gradients():
+    assert run_job("gloo", train_whole, "rounds", ranks=2) == run_job("gloo", train_whole, None, ranks=2)
+
+
+def test_gradients_of_parameters_in_no_group_are_put_back_where_the_model_is_known():
+    body, head = nn.Linear(3, 4), nn.Linear(4, 1)
+    model = nn.Sequential(body, head)
+    sampler = vbs.CustomSampler(40, 8, 1, 0, 8)
+    optimizer = vbs.ConstantOptimizer(torch.optim.SGD(head.parameters(), lr=0.01), sampler, model=model)
+    other = torch.optim.SGD(body.parameters(), lr=0.01)  # which steps more rarely
+    for rows in sampler:
+        optimizer.backward(model(torch.ones(len(rows), 3)).mean())
+        optimizer.step()
+        before = body.weight.grad.clone()
+        with optimizer.outside():
+            model(torch.ones(2, 3)).square().sum().backward()
+        assert body.weight.grad.equal(before)
+    other.step()
+
+
+def test_a_probe_within_an_update_draws_none_of_its_random_numbers():
+    def run(probes):
+        model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1)).double()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0.1)
+        sampler = vbs.CustomSampler(40, SIZES, 1, 0, 4, reproducible=True)
+        optimizer = vbs.LinearRuleOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), sampler, 8)
+        for update in vbs.updates(DataLoader(TensorDataset(X), batch_sampler=sampler), optimizer):
+            for (rows,) in update:
+                if probes and not optimizer.inside_step:
+                    with optimizer.outside():
+                        model(X[:3]).sum().backward()
+                optimizer.backward(model(rows).square().mean())
+                optimizer.step()
+        return [parameter.tolist() for parameter in model.parameters()]
+
+    assert run(True) == run(False)

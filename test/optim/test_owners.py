@@ -31,11 +31,19 @@ class Pair(torch.optim.Optimizer):
             self.inner.step()
 
 
+class WarmedUp(torch.optim.SGD):
+    """Its first step has the rate 0."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.param_groups[0]["lr"] = 0.01
+
+
 INNERS = {
     "AdamW": lambda rest: torch.optim.AdamW(rest, lr=0.01),
     "AdamW, for loops": lambda rest: torch.optim.AdamW(rest, lr=0.01, foreach=False),
     "AdamW, fused": lambda rest: torch.optim.AdamW(rest, lr=0.01, fused=True),
-    "SGD at rate 0": lambda rest: torch.optim.SGD(rest, lr=0.0),
+    "SGD, warmed up": lambda rest: WarmedUp(rest, lr=0.0),
     "data": lambda rest: None,
 }
 
@@ -125,3 +133,26 @@ def test_nothing_is_kept_after_the_first_update():
         versions = [parameter._version for parameter in model[0].parameters()]
     assert versions == [parameter._version for parameter in model[0].parameters()]
     assert optimizer._abilities.owners._named is None
+
+
+@pytest.mark.parametrize("kind", ["clamped", "nan"])
+def test_what_a_step_writes_and_leaves_as_it_was_is_not_trained(kind):
+    body, head = nn.Linear(3, 4), nn.Linear(4, 1)
+    model = nn.Sequential(body, head)
+    if kind == "nan":
+        with torch.no_grad():
+            body.bias[0] = torch.nan
+    sampler = vbs.CustomSampler(12, 2, 1, 0, minibatch_size=2)
+    optimizer = vbs.ConstantOptimizer(torch.optim.SGD(head.parameters(), lr=0.1), sampler, model=model)
+
+    @torch.no_grad()
+    def clamp(*_):
+        for parameter in model.parameters():
+            parameter.clamp_(-100, 100)
+
+    optimizer.register_step_post_hook(clamp)
+    for rows in sampler:
+        optimizer.backward(model(torch.ones(len(rows), 3)).mean())
+        optimizer.step()
+    assert optimizer.updates == 6
+    assert optimizer._abilities.owners._named is None  # it has looked for long enough

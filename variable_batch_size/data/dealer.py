@@ -29,6 +29,7 @@ class Dealer:
 
     Attributes:
         training: the place of the training.
+        facts: what all ranks must have in common besides the batches, by name.
     """
 
     def __init__(
@@ -42,12 +43,11 @@ class Dealer:
     ) -> None:
         super().__init__()
         self.training = Training(batches, epochs=epochs, cut_is_known=cut_is_known)
-        self._facts, self._content = facts or {}, content
+        self.facts, self._content = facts or {}, content
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What all ranks must have in common besides the batches, by name; the first read may read some rows."""
-        return {**self._facts, ROWS: "" if self._content is None else self._content()}
+    def content(self) -> str:
+        """Return a text that is the same for equal rows, empty if none are compared; the first call may read some."""
+        return "" if self._content is None else self._content()
 
     def __copy__(self) -> Any:
         return copy.deepcopy(self)  # what is read of one must not move the other
@@ -195,8 +195,10 @@ class Dealer:
     def state_dict(self) -> dict[str, Any]:
         """Return the committed position and what determines its samples: plain numbers, without rank or world."""
         training = self.training
+        if training.later is not None:  # it is that of a later sampler
+            return dict(training.later)
         state = self.batches.state_dict(training.place, end_pending=training.end_pending)
-        return {**state, ROWS: self.facts[ROWS], **training.earlier.state_dict()}
+        return {**state, ROWS: self.content(), **training.earlier.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Move to a saved position, unless that of an optimizer already defines the position.
@@ -211,6 +213,8 @@ class Dealer:
             self.training.restarts += 1
             return
         check_position(state_dict)
+        if self.training.check_stage(state_dict) and self.training.members:  # whose state says what comes
+            return
         if strict:
             self.check_samples(state_dict)
         self.adopt_state(state_dict, self.resume(state_dict), owned=False)
@@ -228,7 +232,7 @@ class Dealer:
         batches = self.batches
         fingerprint = batches.fingerprint()
         trace = fingerprint.pop("trace")
-        if state[ROWS] and (rows := self.facts[ROWS]):
+        if state[ROWS] and (rows := self.content()):
             fingerprint[ROWS] = rows
         check_same_samples(state, fingerprint, batches.past_of_state(state))
         if batches.decided is None and trace != state["trace"] and self.world.rank == 0:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import final
 
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from variable_batch_size._validation import value_error
@@ -106,7 +106,8 @@ class Abilities:
             check_reproducible(module, parameters)
             self.seeding = Seeding(sampler.training, backend)
         self.owners = Owners(inner, module)
-        self.buffers = Buffers(module, backend, reproducible=reproducible)
+        self.buffers = Buffers(module, backend, sampler.training, reproducible=reproducible)
+        self._module = module
         if any(stage.compares_microbatches for stage in self.stages):
             self.counts.refused = (
                 "the rule, the controller or noise= compares those of microbatches, by their samples; choose another "
@@ -133,6 +134,11 @@ class Abilities:
     def skipped(self) -> int | None:
         """The number of updates that were skipped; None if none is."""
         return None if self.skipper is None else self.skipper.skipped
+
+    @property
+    def parameters_of_model(self) -> Sequence[Parameter]:
+        """The parameters of the model, if it is known, also those of other optimizers."""
+        return [] if self._module is None else list(self._module.parameters())
 
     def check_continues(self, sampler: Dealer) -> None:
         """Raise ValueError unless a training with these abilities can go on with a sampler."""

@@ -351,14 +351,16 @@ class CustomOptimizer(ObservedOptimizer):
     def outside(self) -> AbstractContextManager[None]:
         """Return a context for forwards and backwards that are none of the training, between two steps.
 
-        Gradients are put back, and neither a `DistributedDataParallel` nor this optimizer sums: what all ranks must
-        have in common, such as an estimate of a Hessian, is the caller's to average. FSDP2 gathers and sums by itself,
-        so that every rank has to do the same.
+        Gradients of the optimizers of the sampler, and of their `model=`, are put back, and neither a
+        `DistributedDataParallel` nor this optimizer sums: what all ranks must have in common, such as an estimate of a
+        Hessian, is the caller's to average. FSDP2 gathers and sums by itself, so that every rank has to do the same.
 
         Raises:
             RuntimeError: within a step, or after a `backward()` that no `step()` has counted.
         """
-        return outside(self._training, [member._updater.sum for member in self._training.members])
+        members = list(self._training.members)
+        others = {parameter: None for member in members for parameter in member._abilities.parameters_of_model}
+        return outside(self._training, [member._updater.sum for member in members], others)
 
     def continue_with(self, sampler: CustomSampler) -> None:
         """Go on with another sampler, from its first step: other samples, another trace or `minibatch_size`.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Mapping
-from copy import copy
 from dataclasses import fields, is_dataclass
 from typing import Any, final
 
@@ -61,8 +60,8 @@ class Content:
     def _digest_of_rows(self) -> str | None:
         size = len(self._dataset)
         rows = np.random.default_rng(self._seed).choice(size, min(ROWS, size), replace=False).tolist()
-        dataset = _without_handles(self._dataset)
         try:
+            dataset = _without_handles(self._dataset)
             with _lock, kept_states():
                 first, second = (_read(dataset, rows, self._seed, under) for under in (1, 2))
         except Exception as error:  # what only workers can read, for example
@@ -91,19 +90,26 @@ def _digest_of_indices(dataset: Any) -> str | None:
     while isinstance(dataset, (Subset, Seeded)):
         if isinstance(dataset, Subset):
             found = found or hashlib.sha256()
-            found.update(np.asarray(dataset.indices, dtype="<i8").tobytes())
+            indices = np.asarray(dataset.indices)
+            found.update(indices.astype("<i8").tobytes() if indices.dtype.kind in "iu" else repr(indices).encode())
         dataset = dataset.dataset
     return None if found is None else found.hexdigest()[:16]
 
 
-def _without_handles(dataset: Any) -> Any:
-    """Return a shallow copy, also of datasets within: a file that it opens is not inherited by workers."""
-    if not isinstance(dataset, Dataset):
-        return dataset
-    twin = copy(dataset)
-    for name, value in vars(twin).items():
-        if isinstance(value, Dataset):
-            vars(twin)[name] = _without_handles(value)
+def _without_handles(value: Any) -> Any:
+    """Return a shallow copy of a dataset, and of those within it: a file that it opens is not inherited by workers.
+
+    One with `__del__`, which would close what the copy shares, and one that Python cannot copy so, stay as they are.
+    """
+    if type(value) in (list, tuple) and any(isinstance(item, Dataset) for item in value):
+        return type(value)(map(_without_handles, value))
+    if not isinstance(value, Dataset) or hasattr(type(value), "__del__") or not hasattr(value, "__dict__"):
+        return value
+    try:
+        twin = object.__new__(type(value))
+    except TypeError:
+        return value
+    vars(twin).update({name: _without_handles(attribute) for name, attribute in vars(value).items()})
     return twin
 
 
@@ -115,8 +121,8 @@ def _feed(found: Any, value: Any) -> None:
     elif isinstance(value, (str, bytes, int, float, complex, np.generic, type(None))):
         found.update(repr(value).encode())
     elif isinstance(value, Mapping):
-        _feed(found, [*value.items()])
-    elif isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.dtype == object):
+        _feed(found, sorted(value.items(), key=lambda item: repr(item[0])))  # of a set of strings in any order
+    elif isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.dtype.hasobject):
         found.update(f"{len(value)} of".encode())
         for item in value:
             _feed(found, item)

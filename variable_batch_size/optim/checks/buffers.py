@@ -14,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size._validation import value_error
 from variable_batch_size.backend import Backend
+from variable_batch_size.data.steps import Phase
+from variable_batch_size.data.training import Training
 from variable_batch_size.optim.stage import LoopStage
 from variable_batch_size.optim.tensors.hooks import call_before_forward
 from variable_batch_size.optim.tensors.parameters import versions_of
@@ -47,12 +49,13 @@ class Buffers(LoopStage):
     Args:
         module: the model; nothing is known without one.
         backend: how ranks communicate.
+        training: the training, of which some forwards are none.
         reproducible: whether updates must be the same to the last bit in any world.
     """
 
-    def __init__(self, module: Module | None, backend: Backend, *, reproducible: bool) -> None:
+    def __init__(self, module: Module | None, backend: Backend, training: Training, *, reproducible: bool) -> None:
         self._module = module.module if isinstance(module, DistributedDataParallel) else module
-        self._backend, self._reproducible = backend, reproducible
+        self._backend, self._training, self._reproducible = backend, training, reproducible
         self._microbatches = 0
         self._before: list[_Kept] | None = None
         call_before_forward(self._module, self._keep)
@@ -61,11 +64,13 @@ class Buffers(LoopStage):
         """Keep the buffers before the first forward of the second microbatch."""
         if self._module is None or self._microbatches != 1 or self._before is not None:
             return
+        if self._training.phase is Phase.OUTSIDE or not any(part.training for part in self._module.modules()):
+            return
         static = self._backend.static_graph
         self._before = [
             _Kept(part, name, buffer, versions_of([buffer])[0], None if static else buffer.clone())
             for part in self._module.modules()
-            if part.training and not isinstance(part, _NormBase)
+            if part.training and not (isinstance(part, _NormBase) or type(part).__name__ == "_SpectralNorm")
             for name, buffer in part.named_buffers(recurse=False)
         ]
 

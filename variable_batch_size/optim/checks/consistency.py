@@ -78,12 +78,15 @@ def broadcast_tensors(tensors: Sequence[Tensor], backend: Backend) -> None:
 
 def compare_ranks(updater: Updater, sampler: Dealer, inner: Optimizer, backend: Backend, agreement: Agreement) -> None:
     """Compare the ranks before the first update; they also agree on the parameters that have gradients."""
+    content = sampler.content()  # now, also for a state that is saved later: rows may depend on an epoch
     if agreement.world.size > 1:
         of_update = update_facts(updater, inner, backend)  # before the sampler's, which noise has changed
         place = sampler.training.place
         position = {**sampler.batches.position_state(place.position), "samples": place.samples}
         facts = {**position, **of_update, **sampler_facts(sampler)}
         check_same_facts(FIRST_UPDATE, facts, agreement)
+        if all(agreement.gather(FIRST_UPDATE, content)):  # else rows are random on some rank
+            check_same_facts(FIRST_UPDATE, {ROWS: content}, agreement)
         _check_replicas(updater.parameters, backend, agreement)
     if agreement.world.size > 1 or not backend.alone:
         updater.stages.call("meet", agreement)
@@ -201,7 +204,8 @@ def _facts_of_update(updater: Updater, inner: Optimizer, backend: Backend) -> di
 def common_facts(updater: Updater, sampler: Dealer, inner: Optimizer, backend: Backend) -> dict[str, Any]:
     """Return what the jobs of an update must have in common, by name: the values of the parameters at the first one."""
     values = {} if sampler.position.step else {"parameters": checksum(local_parts(updater.parameters), backend)}
-    return {**_facts_of_update(updater, inner, backend), **sampler_facts(sampler), **values}
+    facts = {**_facts_of_update(updater, inner, backend), **sampler_facts(sampler), ROWS: sampler.content()}
+    return {**facts, **values}
 
 
 def _hyperparameters(inner: Optimizer, backend: Backend) -> dict[str, Any]:

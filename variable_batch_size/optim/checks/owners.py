@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple, final
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from variable_batch_size.optim.stage import LoopStage, Stage, UpdateUnderWay
+from variable_batch_size.optim.tensors.arithmetic import local_parts
 from variable_batch_size.optim.tensors.parameters import versions_of
+
+_UPDATES = 5  # that are looked at, if one writes parameters and leaves their values
 
 
 class _Seen(NamedTuple):
@@ -44,7 +46,7 @@ class Owners(Stage, LoopStage):
         self._inner = inner
         module = module.module if isinstance(module, DistributedDataParallel) else module
         self._named: list[tuple[str, Tensor]] | None = None if module is None else [*module.named_parameters()]
-        self._done = False
+        self._done, self._updates = False, 0
         self._seen: list[_Seen] = []
 
     def begin_backward(self, member: object, loss: Tensor) -> None:
@@ -64,17 +66,25 @@ class Owners(Stage, LoopStage):
 
     def end(self, update: UpdateUnderWay) -> None:
         """Raise RuntimeError if one of them has changed."""
-        seen, self._seen = self._seen, []
+        seen, self._seen, written = self._seen, [], False
         for name, parameter, version, value in seen:
-            if versions_of([parameter]) != [version] or not torch.equal(parameter.detach(), value):
+            written |= versions_of([parameter]) != [version]
+            if not _is_equal(parameter.detach(), value):
                 raise RuntimeError(
                     f"all parameters that the inner optimizer trains must be in its param_groups, but "
                     f"{type(self._inner).__name__}.step() has changed parameter {name}, which is in none; register it "
                     f"there, or wrap each optimizer by itself, and create the model anew or restore it: the first "
                     f"update was made"
                 )
-        if update.skipped is not True:
+        self._updates += update.skipped is not True
+        if self._updates and not (written and self._updates < _UPDATES):  # else the rate may have been 0
             self._done, self._named = True, None
+
+
+def _is_equal(now: Tensor, before: Tensor) -> bool:
+    """Return whether two tensors are equal, also where both are nan."""
+    (now,), (before,) = local_parts([now]), local_parts([before])
+    return bool(((now == before) | ((now != now) & (before != before))).all())
 
 
 def _leaves(loss: Tensor) -> Iterator[Tensor]:

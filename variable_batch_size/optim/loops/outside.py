@@ -5,21 +5,34 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
+from torch.nn import Parameter
+
+from variable_batch_size.backend.generators import kept_states
 from variable_batch_size.data.steps import Phase
 from variable_batch_size.data.training import Training
 from variable_batch_size.optim.sums.base import Sum
 
 
 @contextmanager
-def outside(training: Training, sums: Iterable[Sum]) -> Iterator[None]:
-    """Let nothing count, between two steps, and put the gradients back; see `CustomOptimizer.outside`."""
+def outside(training: Training, sums: Iterable[Sum], others: Iterable[Parameter]) -> Iterator[None]:
+    """Let nothing count, between two steps, and put the gradients back; see `CustomOptimizer.outside`.
+
+    `others` are parameters of the models, which may be in no sum.
+    """
     training.check_phase("outside()", Phase.BETWEEN_STEPS)
     training.go_on()
     with ExitStack() as stack:
+        kept = [(parameter, parameter.grad) for parameter in others]
         for one in sums:
             stack.enter_context(one.outside())
+        for parameter, _ in kept:
+            parameter.grad = None
+        if training.batches.reproducible:  # whose microbatches are seeded when they are handed out
+            stack.enter_context(kept_states())
         training.phase = Phase.OUTSIDE
         try:
             yield
         finally:
             training.phase = Phase.BETWEEN_STEPS
+            for parameter, gradient in kept:
+                parameter.grad = gradient

@@ -13,7 +13,8 @@ rank has the shard, and under tensor parallelism, where they are DTensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -61,6 +62,7 @@ class Sharded(InBackward):
         self._groups = [group for part in self._sharded_parts for group in param_groups(part)]
         self._replicated = self._groups[0].mesh_info.mesh.ndim > 1
         self._narrow = _narrow_dtype(self._groups)
+        self._outside = False  # whether a block has begun whose backwards are none of the training
         self._reads_grads = False  # whether a GradScaler does, after each microbatch
         self._watched = set[int]()  # gathered parameters with hooks, by their number
         words = (
@@ -81,6 +83,16 @@ class Sharded(InBackward):
     def dealing(self, **cut: bool) -> dict[str, bool]:
         """Return how steps must be cut: each rank computes equally many microbatches."""
         return {**cut, "padded": True}
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Let FSDP2 sum each backward of a block by itself, so that none of it stays for the next update."""
+        with super().outside():
+            self._outside = True
+            try:
+                yield
+            finally:
+                self._outside = False
 
     def _begin_step(self) -> None:
         super()._begin_step()
@@ -119,7 +131,7 @@ class Sharded(InBackward):
         # By default each backward() scatters its sum, and replicas are summed in the last one only. Otherwise whole
         # gradients stay on the rank until the last backward(), which sums them over all ranks. A GradScaler reads
         # `.grad` after each microbatch, so that each backward() then sums over the replicas, too.
-        now = last or self._reads_grads
+        now = last or self._reads_grads or self._outside
         if not self._summed:
             self._only_sum()
         for part in self._sharded_parts:  # which a loop written for FSDP2 sets, too
