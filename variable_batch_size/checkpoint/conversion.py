@@ -13,6 +13,7 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.checkpoint.folder import Folder
+from variable_batch_size.checkpoint.names import with_numbers
 from variable_batch_size.checkpoint.reading import read_checkpoint
 from variable_batch_size.checkpoint.saving import describe, versions
 from variable_batch_size.checkpoint.shards import Part
@@ -36,7 +37,7 @@ def to_torch(checkpoint: str | os.PathLike[str], file: Path, *, best: bool = Fal
     if not file.parent.is_dir():
         raise value_error("FILE must be in a folder that there is", file, "create the folder")
     parts = read_checkpoint(checkpoint, best=best)["parts"]
-    torch.save({name: _with_numbers(state) for name, state in parts.items() if name != SAMPLER}, file)
+    torch.save({name: _as_of_torch(state) for name, state in parts.items() if name != SAMPLER}, file)
 
 
 def from_torch(file: Path, folder: str | os.PathLike[str]) -> str:
@@ -93,15 +94,8 @@ def _check_state_dicts(states: Any) -> None:
         raise value_error(requirement, ", ".join(map(repr, states)) or "an empty one", remedy)
 
 
-def _with_numbers(state: Any) -> Any:
-    """Return the state of an optimizer with numbers of parameters, as torch has it; another one as it is."""
+def _as_of_torch(state: Any) -> Any:
+    """Return the state of an optimizer as torch has it; another one as it is."""
     if not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():
         return state
-    names = [name for group in state["param_groups"] for name in group["params"]]
-    numbers = {name: number for number, name in reversed([*enumerate(names)])}
-    return {
-        "state": {numbers.get(name, name): of_parameter for name, of_parameter in state["state"].items()},
-        "param_groups": [
-            {**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]
-        ],
-    }
+    return {key: value for key, value in with_numbers(state).items() if key in ("state", "param_groups")}

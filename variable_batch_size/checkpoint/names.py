@@ -74,8 +74,7 @@ class Names:
     def check_groups(self, saved: Mapping[str, Any], optimizer: Any) -> None:
         """Check that an optimizer has the parameters of a state that `optimizer_state` returned.
 
-        The state can then be loaded as it is: torch's `load_state_dict()` takes any names of parameters. A state of
-        torch has numbers.
+        A state of torch has numbers.
 
         Raises:
             ValueError: if it has others, or in another order.
@@ -91,6 +90,19 @@ class Names:
                     f"has {_in_words(present)} in the place of {_in_words(group['params'])}; create the groups that "
                     f"were saved"
                 )
+
+
+def with_numbers(state: Mapping[str, Any]) -> State:
+    """Return a state that `optimizer_state` returned with the numbers of parameters, as torch has it."""
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    numbers = {name: number for number, name in reversed([*enumerate(names)])}
+    return {
+        **state,
+        "state": {numbers.get(name, name): of_parameter for name, of_parameter in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]
+        ],
+    }
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

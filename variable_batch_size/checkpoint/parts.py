@@ -13,8 +13,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
+from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size._validation import type_error, value_error
-from variable_batch_size.checkpoint.names import Names
+from variable_batch_size.checkpoint.names import Names, with_numbers
+from variable_batch_size.checkpoint.reload import check_reload, keeps_dtypes, other_hyperparameters, restore_dtypes
 from variable_batch_size.checkpoint.rng_states import RNGStates
 from variable_batch_size.checkpoint.stored import StoredState
 from variable_batch_size.checkpoint.values import encode, identity
@@ -128,7 +130,8 @@ class Parts:
             updated: whether an update has been made.
 
         Raises:
-            TypeError: if a state holds a value that a checkpoint cannot hold.
+            TypeError: if a state holds a value that a checkpoint cannot hold, or an optimizer loads another state than
+                it has saved.
             RuntimeError: if a stream with a state feeds the optimizer, and is no part.
         """
         check_stream_is_saved(self._optimizer, self._by_name.values())
@@ -136,6 +139,13 @@ class Parts:
         asked = {name: part for name, part in parts if updated or not isinstance(part, DataLoader)}
         for name in asked:
             encode(self._state_of(name), name, {}, {})
+        self.check_reload()
+
+    def check_reload(self) -> None:
+        """Raise TypeError if an optimizer loads another state than it has saved; see `reload`."""
+        for part in self._by_name.values():
+            if isinstance(part, OPTIMIZERS):
+                check_reload(inner_of(part))
 
     def sharded_tensors(self) -> dict[str, DTensor]:
         """Return the sharded tensors of this rank by the names that they, or their states, have in a checkpoint."""
@@ -200,21 +210,45 @@ class Parts:
             if isinstance(part, OPTIMIZERS):
                 self._names.check_groups(stored.parts[name], part)
                 stored.check_outside(name, self._parameters_outside(part))
+        self._warn_of_hyperparameters(stored)
         for name, part in there.items():  # the optimizer is first: it raises before it changes anything
             if name == "model":
                 self._names.load_model(stored.parts[name])
-            elif isinstance(part, (CustomOptimizer, type(self._optimizer.sampler))):
-                part.load_state_dict(stored.parts[name], strict)
-            else:
-                part.load_state_dict(stored.parts[name])
+                continue
+            state = with_numbers(stored.parts[name]) if isinstance(part, OPTIMIZERS) else stored.parts[name]
+            strictly = (strict,) if isinstance(part, (CustomOptimizer, type(self._optimizer.sampler))) else ()
+            part.load_state_dict(state, *strictly)
             if isinstance(part, OPTIMIZERS):
                 for number, parameter in self._parameters_outside(part).items():
                     parameter.detach().copy_(stored.parts[name]["outside"][number])
+                if keeps_dtypes(inner_of(part)):
+                    restore_dtypes(inner_of(part), stored.parts[name], self._saved_dtypes(part, stored, name))
         for name, part in self._by_name.items():
             if name not in there and (begin := getattr(part, "begin_anew", None)) is not None:
                 begin()
         if len(stored.rng_states) == world.size:
             self._restore_random(RNGStates(stored.rng_states[world.rank]), reads_epoch=stored.reads_epoch)
+
+    def _saved_dtypes(self, optimizer: Stateful, stored: StoredState, part: str) -> list[torch.dtype]:
+        """Return the dtypes that the parameters of an optimizer had, in the order of its groups."""
+        saved = {**stored.parts["model"], **stored.parts[part].get("outside", {})}
+        return [saved.get(name, parameter).dtype for name, parameter in self._names.named_parameters(optimizer)]
+
+    def _warn_of_hyperparameters(self, stored: StoredState) -> None:
+        """Warn if the script has other hyperparameters than the checkpoint, whose are used."""
+        scheduled = any(hasattr(part, "get_last_lr") for part in self._by_name.values())
+        for name, part in self._by_name.items():
+            if not isinstance(part, OPTIMIZERS) or name not in stored.parts:
+                continue
+            groups = stored.parts[name]["param_groups"], part.param_groups
+            different = other_hyperparameters(*groups, scheduled=scheduled)
+            if different and self._optimizer.agreement.world.rank == 0:
+                warnings.warn(
+                    f"Checkpoint {stored.path} sets the hyperparameters of the {name}: {'; '.join(different)}. To "
+                    f"change them, set {name}.param_groups after restore()",
+                    UserWarning,
+                    stacklevel=stacklevel_of_user(),
+                )
 
     def _restore_random(self, random: RNGStates, *, reads_epoch: bool) -> None:
         """Set random numbers now, and again when the sampler is read, if the saved run had begun to read its epoch."""
@@ -222,6 +256,12 @@ class Parts:
         sampler = self._optimizer.sampler
         if reads_epoch or self._optimizer.updates:  # else also the saved run begins with new workers
             sampler.training.before_reading.wait_for(sampler.position if reads_epoch else None, random)
+
+
+def inner_of(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the optimizer of torch in a part that is one, or wraps one."""
+    inner: torch.optim.Optimizer = getattr(optimizer, "inner", optimizer)
+    return inner
 
 
 def _check_scheduler(parts: Collection[object], optimizer: CustomOptimizer) -> None:

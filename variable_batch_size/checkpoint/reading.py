@@ -140,7 +140,7 @@ def read_verified(
         folder: in which it is.
         name: its name.
         likes: sharded tensors, by the names of those that are to be sharded likewise, or by what these begin with
-            before the last "/". Only the parts that this rank has are read.
+            before a "/". Only the parts that this rank has are read.
         texts: its small files, if they were read before.
         world: the rank whose own state is read, if the checkpoint is of a world of this size; otherwise rank 0's.
         every: whether the tensors are verified that other ranks had of their own, too.
@@ -185,6 +185,13 @@ def read_verified(
         raise DamagedError(how.format(what), seal) from None
 
 
+def _like(name: str, likes: Mapping[str, DTensor]) -> DTensor | None:
+    """Return the sharded tensor of a name, or of the longest part of it before a "/": a state may be nested."""
+    while name and name not in likes:
+        name = name.rpartition("/")[0]
+    return likes.get(name)
+
+
 @final
 class _Tensors:
     """The tensors of a checkpoint, or the parts of them that this rank has, while they are read.
@@ -198,7 +205,7 @@ class _Tensors:
         self._facts, self._read = facts, dict[str, Tensor]()
         self._likes, self._parts = dict[str, DTensor](), dict[str, Part]()
         for name, described in facts.items():
-            like = likes.get(name, likes.get(name.rpartition("/")[0]))
+            like = _like(name, likes)
             if like is not None and [*like.shape] == described["shape"]:
                 self._likes[name] = like
             self._parts[name] = (

@@ -78,6 +78,8 @@ class Saver:
                 self.wait()
             except Exception as error:  # raised after state_dict(), which may communicate with other ranks
                 failed = error
+            if not self._saves:
+                self._parts.check_reload()
             collected.append(state := self._collect_state(in_loop, compares))
             if failed is not None:
                 raise failed
