@@ -18,7 +18,7 @@ from helpers.checkpoints import STATE, checkpoint, names, path_of, save_checkpoi
 from helpers.properties import examples
 from helpers.reference import training
 from helpers.sudden_death import dying_after
-from variable_batch_size.checkpoint.folder import MANIFEST
+from variable_batch_size.checkpoint.contents import MANIFEST
 from variable_batch_size.testing import run_ranks
 
 LOSS = "min:loss"
@@ -284,7 +284,7 @@ def test_a_full_disk_raises_on_every_rank_and_changes_nothing(tmp_path):
         with checkpoint(tmp_path, run, best=LOSS) as saves:
             saves.save()
             if backend.world.rank == 0:
-                saves._folder.mark = no_space
+                saves._folder.mark_best = no_space
             with pytest.raises(RuntimeError, match=r"update-00000001 could not be written to .* \(No space left"):
                 saves.report(loss=1.0)
             assert saves.best is None

@@ -18,8 +18,8 @@ import variable_batch_size as vbs
 from helpers.checkpoints import resealed
 from helpers.properties import examples
 from variable_batch_size.checkpoint import tensor_file
-from variable_batch_size.checkpoint.folder import sealed, unsealed
-from variable_batch_size.checkpoint.reading import _Tensors
+from variable_batch_size.checkpoint.contents import parse_manifest, write_manifest
+from variable_batch_size.checkpoint.reading import _Wanted
 from variable_batch_size.checkpoint.saving import Copies, describe
 from variable_batch_size.checkpoint.shards import Part
 from variable_batch_size.checkpoint.values import DTYPES, decode, encode
@@ -50,13 +50,14 @@ def through_json(value):
     facts = tensor_file.write(file, COPIES.copy_to_host(tensors), parts)
     assert facts["bytes"] == len(file.getvalue())
     known = {name: describe(one) for name, one in tensors.items()}
-    read = unsealed(sealed({"state": state, "tensors": known, "file": facts}))
+    read = parse_manifest(write_manifest({"state": state, "tensors": known, "file": facts}))
     tensor_file.check(file, read["file"])
-    loaded = _Tensors(read["tensors"], {})
+    loaded = {name: _Wanted(of_tensor, None) for name, of_tensor in read["tensors"].items()}
     for name, chunk in read["file"]["chunks"].items():
         part = Part(tuple(chunk["offset"]), tuple(chunk["shape"]))
-        loaded.add(name, part, tensor_file.read(file, chunk, read["tensors"][name]["dtype"]))
-    return decode(read["state"], loaded.whole().__getitem__)
+        loaded[name].add(part, tensor_file.read(file, chunk, read["tensors"][name]["dtype"]))
+    whole = {name: tensor.whole() for name, tensor in loaded.items()}
+    return decode(read["state"], whole.__getitem__)
 
 
 def assert_same(found, expected, where=""):
@@ -281,13 +282,13 @@ def test_what_no_checkpoint_can_hold_is_named_with_its_place(value):
 
 
 def test_any_change_of_the_text_is_seen():
-    text = sealed({"state": [1, {"b": 0.1}], "trace": "\u00e9"})
-    assert unsealed(text)["state"] == [1, {"b": 0.1}]
+    text = write_manifest({"state": [1, {"b": 0.1}], "trace": "\u00e9"})
+    assert parse_manifest(text)["state"] == [1, {"b": 0.1}]
     for place in range(len(text)):
         changed = chr(ord(text[place]) ^ 1)
         for other in (text[:place], text[:place] + text[place + 1 :], text[:place] + changed + text[place + 1 :]):
             with pytest.raises(ValueError):  # noqa: PT011
-                unsealed(other)
+                parse_manifest(other)
 
 
 def test_endless_values_are_named():
@@ -300,4 +301,4 @@ def test_endless_values_are_named():
 @pytest.mark.parametrize("version", ['"2"', "null", "true", "2.0"])
 def test_a_version_that_is_no_number_is_damage(version):
     with pytest.raises(ValueError, match="it is no JSON of vbs-checkpoint"):
-        unsealed(resealed(sealed({}), version))
+        parse_manifest(resealed(write_manifest({}), version))

@@ -280,33 +280,41 @@ class Checkpoint:
         self._saver.finish_pending(_RESTORE)
         candidates = partial(folder.candidates, best=best, criterion=self._criterion)
         names = self._agreement.run_on_rank_0(_RESTORE, lambda: " ".join(candidates())).split()
-        name, stored, damaged = read_first(folder, names, self._parts.sharded_tensors(), self._agreement, _RESTORE)
-        which = " with a reported value" if best else ""
-        if stored is None:
+        name, contents, damaged = read_first(folder, names, self._parts.sharded_tensors(), self._agreement, _RESTORE)
+        which, lost = " with a reported value" if best else "", {} if best or rank else self._lost()
+        if lost and not damaged and contents is None:
+            text = messages.damage(folder.storage.location, lost, "nothing")
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+        if contents is None:
             absent = f"No checkpoint{which} in {folder.storage.location}: nothing is restored."
-            if rank == 0:
-                absent += messages.incomplete_suffix(self._incomplete())
             if damaged or required:
                 raise RuntimeError(messages.no_intact(folder.storage.location, damaged, which) if damaged else absent)
             if rank == 0:
                 log(absent, rank=0, update=self._optimizer.updates)
             return False
+        damaged = lost | damaged
         if damaged and rank == 0:
             warnings.warn(messages.damage(folder.storage.location, damaged, name), RuntimeWarning, stacklevel=2)
-        folder.mark_intact(name)
+        stored = StoredState(
+            folder.storage.at(name),
+            contents.parts,
+            contents.rng,
+            contents.of_ranks,
+            **{key: contents.facts[key] for key in ("batch_size", "reads_epoch") if key in contents.facts},
+        )
         self._agreement.run_on_all(_RESTORE, partial(self._load_parts, stored, strict))
         self._mark_saved()
         self._first_update = self._optimizer.updates
-        self._saver.restored_best = name if best else ""
+        folder.mark_restored(name, best=best)
         if rank == 0:
             self._announce(name, stored, [*damaged], folder.newer_than(name) if best else [], time.monotonic() - began)
         return True
 
-    def _incomplete(self, after: int = -1) -> list[str]:
-        """Return what is no checkpoint, for a message: a store that refuses to list it must not fail a restore."""
+    def _lost(self) -> dict[str, str]:
+        """See `Folder.lost`: a store that refuses to list it must not fail a restore."""
         with suppress(Exception):
-            return self._folder.incomplete(after)
-        return []
+            return self._folder.lost()
+        return {}
 
     def _announce(self, name: str, stored: StoredState, damaged: list[str], newer: list[str], seconds: float) -> None:
         """Log that a checkpoint was restored, and add it to the events."""
@@ -318,7 +326,7 @@ class Checkpoint:
             told = f"at least {lost}" if lost else "an unknown number of updates"
         sizes, worlds = (stored.batch_size, parts.batch_size(updates)), (stored.world, self._agreement.world.size)
         at = updates, optimizer.epoch, optimizer.samples
-        left = messages.ranks_suffix(stored.of_ranks) + messages.incomplete_suffix(self._incomplete(updates))
+        left = messages.ranks_suffix(stored.of_ranks)
         log(messages.restored_line(name, worlds, sizes, at, told, newer) + left, rank=0, update=updates)
         self._events.large_told = self._optimizer.skipped
         self._events.add("restore", updates, lost=lost, seconds=seconds, damaged=", ".join(damaged))
@@ -370,7 +378,7 @@ class Checkpoint:
 
     def _log_what_to_resume_from(self) -> None:
         """Say after an exception which checkpoint to resume from, once and if there were updates."""
-        updates, best = self._optimizer.updates, self._saver.restored_best
+        updates, best = self._optimizer.updates, self._folder.current if self._folder.branches else ""
         try:
             newest = self._folder.newest()
         except Exception:  # a store that cannot be reached has another one; that of the training propagates

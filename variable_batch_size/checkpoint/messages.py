@@ -69,13 +69,6 @@ def _few_of(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} others" if len(names) > 3 else "")
 
 
-def incomplete_suffix(names: Sequence[str]) -> str:
-    """Return what follows a line, if there are folders that are no checkpoints, because files of ranks are missing."""
-    if not names:
-        return ""
-    return f" Incomplete, as after a save that was cut off, and deleted by the next one: {', '.join(names)}."
-
-
 def interrupted_line(folder: str, name: str | None, lost: int, best: bool) -> str:
     """Return the line that tells after an exception what to resume from."""
     updates = "1 update is" if lost == 1 else f"{lost or 'no'} update{'s are' if lost else ' is'}"

@@ -8,7 +8,7 @@ one all ranks get what rank 0 has.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 from torch import Tensor
 
@@ -66,16 +66,3 @@ def find_differing(ranks: Sequence[Compared]) -> PerRank:
         for by_rank in zip(*ranks, strict=True)
     )
     return PerRank(tensors, parts)
-
-
-def name_on(rank: int, name: str) -> str:
-    """Return the name in a checkpoint of a tensor that a rank has for itself."""
-    return f"/{rank}/{name}" if rank else name  # the name of a part has no "/"
-
-
-def facts_of_tensors(ranks: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return what the JSON of all ranks says of tensors, by their names in the checkpoint."""
-    described: dict[str, dict[str, Any]] = dict(ranks[0]["tensors"])
-    for rank, manifest in enumerate(ranks[1:], start=1):
-        described |= {name_on(rank, name): facts for name, facts in manifest.get("own", {}).get("tensors", {}).items()}
-    return described

@@ -27,6 +27,7 @@ from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.checkpoint import messages, rank_state, rng_states, shared_state
 from variable_batch_size.checkpoint.background import Background
 from variable_batch_size.checkpoint.best import Criterion
+from variable_batch_size.checkpoint.contents import name_on
 from variable_batch_size.checkpoint.folder import Folder, update_of
 from variable_batch_size.checkpoint.parts import Parts
 from variable_batch_size.checkpoint.rank_state import Compared, PerRank
@@ -41,12 +42,7 @@ _KNOWN = ("epoch", "step", "samples", "trace", "dataset_size", "seed", "shuffle"
 
 @final
 class Saver:
-    """Saves the state of a training, together with the other ranks.
-
-    Attributes:
-        restored_best: the checkpoint from which the training continues, if it was restored as the best one; the next
-            save deletes newer ones.
-    """
+    """Saves the state of a training, together with the other ranks."""
 
     def __init__(
         self, backend: Backend, agreement: Agreement, parts: Parts, folder: Folder, keep: int, *, together: bool
@@ -55,7 +51,6 @@ class Saver:
         self._keep, self._together = keep, together
         self._copies = Copies(backend)
         self._saves = 0
-        self.restored_best = ""
         self._pending: Background | None = None  # the write of this rank, in a thread
         self._per_rank = PerRank()  # what each rank has of its own
         self._told = False  # whether it was told that ranks differ by rounding
@@ -100,11 +95,10 @@ class Saver:
             if world.rank:
                 return ""
             with named_errors(self._folder, updates):
-                return self._folder.begin(updates, ranks, self.restored_best)
+                return self._folder.begin(updates, ranks)
 
         name = self._agreement.run_on_all(_SAVE, bring_and_begin)[0]
         self._saves += 1
-        self.restored_best = ""
         self._unfinished = name, reported
         if number is not None:
             random = [message[3] for message in messages]
@@ -142,10 +136,10 @@ class Saver:
         with named_errors(self._folder, updates):
             if not self._folder.is_better(reported, criterion):
                 return ""
-            newest = self._folder.newest(after=updates - 1)
-            if self.restored_best or newest is None or update_of(newest) > updates:  # the save raises in the last case
+            current, names = self._folder.current, self._folder.names()
+            if current not in names or update_of(current) != updates or not self._folder.is_intact(current):
                 return "save"
-            self._folder.mark(newest, reported)
+            self._folder.mark_best(current, reported)
             self._folder.prune(self._keep)
             return "marked"
 
@@ -195,7 +189,7 @@ class Saver:
         """Record that all ranks have written the last save."""
         unfinished, self._unfinished = self._unfinished, None
         if unfinished is not None and self._agreement.world.rank == 0:
-            self._folder.mark_intact(*unfinished)
+            self._folder.mark_saved(*unfinished)
             self._tidies = True
 
     def _delete_old(self) -> str:
@@ -268,9 +262,7 @@ class Saver:
         writers = [*range(size)] if sharded or any(self._per_rank) else sorted({0, *ranks.values()})
         to_write = {name: tensor for name, tensor in whole.items() if ranks.get(name, 0) == rank}
         to_write |= {name: tensor for name, tensor in sharded.items() if is_writer(name, tensor)}
-        to_write |= {
-            rank_state.name_on(rank, name): whole[name] for name in sorted(self._per_rank.tensors & whole.keys())
-        }
+        to_write |= {name_on(rank, name): whole[name] for name in sorted(self._per_rank.tensors & whole.keys())}
         return len(writers), writers.index(rank) if rank in writers else None, to_write
 
     def _facts(self, updates: int, state: _Collected, reported: dict[str, Any], random: list[str]) -> dict[str, Any]:
