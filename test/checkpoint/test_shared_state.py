@@ -17,12 +17,12 @@ from helpers.reference import network, training
 from helpers.worlds import Layout, Place
 from variable_batch_size.backend import LocalBackend
 from variable_batch_size.checkpoint import shards
+from variable_batch_size.checkpoint.compare import byte_digests
 from variable_batch_size.checkpoint.contents import DamagedError, verify
 from variable_batch_size.checkpoint.folder import Folder
 from variable_batch_size.checkpoint.names import Names
 from variable_batch_size.checkpoint.saving import COMPARED_EVERY
 from variable_batch_size.checkpoint.shards import assign_writers
-from variable_batch_size.checkpoint.shared_state import byte_digests
 from variable_batch_size.checkpoint.storage import Storage
 from variable_batch_size.checkpoint.values import encode
 from variable_batch_size.testing import run_ranks

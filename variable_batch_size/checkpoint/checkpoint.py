@@ -12,21 +12,19 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, NoReturn, final
+from typing import Any, Final, Literal, NoReturn, final
 
 import torch
 from torch import Tensor
 
 from variable_batch_size._log import log
 from variable_batch_size._validation import check_int, check_interval, value_error
-from variable_batch_size.checkpoint import messages
 from variable_batch_size.checkpoint.best import Criterion
 from variable_batch_size.checkpoint.events import Events
 from variable_batch_size.checkpoint.folder import Folder, update_of
 from variable_batch_size.checkpoint.parts import Parts, Stateful
-from variable_batch_size.checkpoint.reading import read_first
-from variable_batch_size.checkpoint.saving import Saver
-from variable_batch_size.checkpoint.stored import StoredState
+from variable_batch_size.checkpoint.reading import Contents, read_first
+from variable_batch_size.checkpoint.saving import Saver, few_of
 from variable_batch_size.optim.beside.normalization import check_model_known
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.optim.tensors.hooks import uncompiled
@@ -34,6 +32,10 @@ from variable_batch_size.preemption import EXIT_CODE, Interrupts, signal_notice
 
 _STOP = "stop"  # what a rank wishes after a signal
 _RESTORE, _EXIT = "Checkpoint.restore()", "the save after a signal"  # calls that all ranks make
+UNCALLED_STEP: Final = (
+    "Checkpoint.step() was never called, so that nothing was saved at the interval `every`; call it in the loop, after "
+    "every optimizer.step()"
+)
 
 
 @final
@@ -165,9 +167,9 @@ class Checkpoint:
 
     def _save(self, wait: bool, *, in_loop: bool, reported: dict[str, Any] | None = None) -> str:
         """Save the state, add the time that it took to the events, and return the location; see `Saver.save`."""
-        updates = self._optimizer.updates
-        with self._events.timed("save", updates):
-            name = self._saver.save(updates, wait, in_loop=in_loop, reported=reported or {})
+        updates, began = self._optimizer.updates, time.monotonic()
+        name = self._saver.save(updates, wait, in_loop=in_loop, reported=reported or {})
+        self._events.add("save", updates, seconds=time.monotonic() - began)
         self._mark_saved()
         return self._folder.storage.at(name)
 
@@ -275,59 +277,61 @@ class Checkpoint:
                 training, if it is not the same on every rank, if there are checkpoints and all of them are damaged, or
                 if the previous save failed.
         """
-        began, folder, rank = time.monotonic(), self._folder, self._agreement.world.rank
+        began, folder, first = time.monotonic(), self._folder, self._agreement.world.rank == 0
         self._agreement.forget()
         self._saver.finish_pending(_RESTORE)
         candidates = partial(folder.candidates, best=best, criterion=self._criterion)
         names = self._agreement.run_on_rank_0(_RESTORE, lambda: " ".join(candidates())).split()
         name, contents, damaged = read_first(folder, names, self._parts.sharded_tensors(), self._agreement, _RESTORE)
-        which, lost = " with a reported value" if best else "", {} if best or rank else self._lost()
-        if lost and not damaged and contents is None:
-            text = messages.damage(folder.storage.location, lost, "nothing")
+        location, which = folder.storage.location, " with a reported value" if best else ""
+        reasons = ", ".join(f"{name} ({reason})" for name, reason in (self._lost(best) | damaged).items())
+        if contents is None and damaged:
+            remedy = "restore() takes the newest one, copy" if best else "copy"
+            raise RuntimeError(
+                f"no checkpoint{which} in {location} can be read: {reasons}; {remedy} an intact one to another folder"
+            )
+        if reasons and first:
+            text = f"Damaged checkpoints in {location}: {reasons}; restoring {name or 'nothing'} instead"
             warnings.warn(text, RuntimeWarning, stacklevel=2)
         if contents is None:
-            absent = f"No checkpoint{which} in {folder.storage.location}: nothing is restored."
-            if damaged or required:
-                raise RuntimeError(messages.no_intact(folder.storage.location, damaged, which) if damaged else absent)
-            if rank == 0:
+            absent = f"No checkpoint{which} in {location}: nothing is restored."
+            if required:
+                raise RuntimeError(absent)
+            if first:
                 log(absent, rank=0, update=self._optimizer.updates)
             return False
-        damaged = lost | damaged
-        if damaged and rank == 0:
-            warnings.warn(messages.damage(folder.storage.location, damaged, name), RuntimeWarning, stacklevel=2)
-        stored = StoredState(
-            folder.storage.at(name),
-            contents.parts,
-            contents.rng,
-            contents.of_ranks,
-            **{key: contents.facts[key] for key in ("batch_size", "reads_epoch") if key in contents.facts},
-        )
-        self._agreement.run_on_all(_RESTORE, partial(self._load_parts, stored, strict))
+        self._agreement.run_on_all(_RESTORE, partial(self._load_parts, contents, folder.storage.at(name), strict))
         self._mark_saved()
         self._first_update = self._optimizer.updates
         folder.mark_restored(name, best=best)
-        if rank == 0:
-            self._announce(name, stored, [*damaged], folder.newer_than(name) if best else [], time.monotonic() - began)
+        if first:
+            self._announce(name, contents, [*damaged], time.monotonic() - began)
         return True
 
-    def _lost(self) -> dict[str, str]:
-        """See `Folder.lost`: a store that refuses to list it must not fail a restore."""
+    def _lost(self, best: bool) -> dict[str, str]:
+        """See `Folder.lost`; rank 0 tells it. A store that refuses to list it must not fail a restore."""
         with suppress(Exception):
-            return self._folder.lost()
+            return {} if best or self._agreement.world.rank else self._folder.lost()
         return {}
 
-    def _announce(self, name: str, stored: StoredState, damaged: list[str], newer: list[str], seconds: float) -> None:
+    def _announce(self, name: str, contents: Contents, damaged: list[str], seconds: float) -> None:
         """Log that a checkpoint was restored, and add it to the events."""
-        optimizer, parts = self._optimizer, self._parts
-        updates = optimizer.updates
+        optimizer, facts, folder = self._optimizer, contents.facts, self._folder
+        updates, worlds = optimizer.updates, (len(contents.rng), self._agreement.world.size)
         lost = max(0, self._events.reached - updates)
         told = f"{lost}"
         if not self._events.ended:  # a killed run tells its updates once a minute
             told = f"at least {lost}" if lost else "an unknown number of updates"
-        sizes, worlds = (stored.batch_size, parts.batch_size(updates)), (stored.world, self._agreement.world.size)
-        at = updates, optimizer.epoch, optimizer.samples
-        left = messages.ranks_suffix(stored.of_ranks)
-        log(messages.restored_line(name, worlds, sizes, at, told, newer) + left, rank=0, update=updates)
+        sizes = facts.get("batch_size", 0), self._parts.batch_size(updates)
+        line = f"Checkpoint {name} restored: "
+        line += f"world {worlds[0]} -> {worlds[1]}, " if worlds[0] not in (0, worlds[1]) else ""
+        line += f"batch size {sizes[0]} -> {sizes[1]}, " if all(sizes) and sizes[0] != sizes[1] else ""
+        line += f"update {updates}, epoch {optimizer.epoch}, {optimizer.samples} samples, lost {told}"
+        newer = folder.newer_than(name) if folder.branches else []
+        line += f"; the next save deletes {', '.join(newer)}." if newer else "."
+        own = contents.of_ranks
+        line += f" In this world all ranks have what rank 0 had of {few_of(own)}." if own else ""
+        log(line, rank=0, update=updates)
         self._events.large_told = self._optimizer.skipped
         self._events.add("restore", updates, lost=lost, seconds=seconds, damaged=", ".join(damaged))
 
@@ -359,15 +363,15 @@ class Checkpoint:
                 self._saver.finish_pending("Checkpoint.close()")
                 missed = self._every is not None and not self._stepped and self._optimizer.updates > self._last_update
                 if missed and self._agreement.world.rank == 0:
-                    warnings.warn(messages.UNCALLED_STEP, RuntimeWarning, stacklevel=3)
+                    warnings.warn(UNCALLED_STEP, RuntimeWarning, stacklevel=3)
             else:
-                self._saver.warn_of_error()
+                self._saver.thread.warn()
             if isinstance(error, (Exception, KeyboardInterrupt)) and self._folder.writer.writes:
                 self._log_what_to_resume_from()
         finally:
             if self._folder.writer.writes:  # else the folder is that of another training
                 self._events.add("end", self._optimizer.updates, error=type(error).__name__ if error else "")
-            if self._saver.idle:  # else an interrupt ended the wait, and the thread still writes
+            if not self._saver.thread.busy:  # else an interrupt ended the wait, and the thread still writes
                 self._release_folder()
 
     def _release_folder(self) -> None:
@@ -385,7 +389,12 @@ class Checkpoint:
             return
         lost = updates - (self._first_update if best else update_of(newest) if newest else 0)
         if updates != self._first_update and lost >= 0:  # else the folder is that of another training
-            message = messages.interrupted_line(self._folder.storage.location, best or newest, lost, best != "")
+            count = "1 update is lost" if lost == 1 else f"{lost} updates are lost" if lost else "no update is lost"
+            which, call = ("best", "restore(best=True)") if best else ("newest", "restore()")
+            message = f"Checkpoint {best or newest} is the {which} one; {count}; {call} resumes from it."
+            if not (best or newest):
+                place = self._folder.storage.location
+                message = f"No checkpoint is in {place}; {count}, and the training has to begin again."
             log(message, level=logging.WARNING if lost else logging.INFO, rank=0, update=updates)
         self._first_update = updates
 
@@ -428,8 +437,8 @@ class Checkpoint:
         self._backend.mark_step()
         return ""
 
-    def _load_parts(self, stored: StoredState, strict: bool) -> str:
+    def _load_parts(self, contents: Contents, location: str, strict: bool) -> str:
         """Restore all parts from a checkpoint, and return "", as a call of all ranks has to."""
-        self._parts.load(stored, strict)
+        self._parts.load(contents, location, strict)
         self._backend.mark_step()
         return ""

@@ -12,12 +12,12 @@ import torch
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from variable_batch_size._validation import type_error, value_error
+from variable_batch_size.checkpoint.checks import SAMPLER
 from variable_batch_size.checkpoint.folder import Folder
 from variable_batch_size.checkpoint.names import with_numbers
 from variable_batch_size.checkpoint.reading import read_checkpoint
 from variable_batch_size.checkpoint.saving import describe, versions
 from variable_batch_size.checkpoint.shards import Part
-from variable_batch_size.checkpoint.stored import SAMPLER
 from variable_batch_size.checkpoint.values import encode
 
 

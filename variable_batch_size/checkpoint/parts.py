@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size._validation import type_error, value_error
+from variable_batch_size.checkpoint.checks import check_model, check_outside, check_parts, warn_of_hyperparameters
 from variable_batch_size.checkpoint.names import Names, with_numbers
-from variable_batch_size.checkpoint.reload import check_reload, keeps_dtypes, other_hyperparameters, restore_dtypes
+from variable_batch_size.checkpoint.reading import Contents
+from variable_batch_size.checkpoint.reload import check_reload, keeps_dtypes, restore_dtypes
 from variable_batch_size.checkpoint.rng_states import RNGStates
-from variable_batch_size.checkpoint.stored import StoredState
 from variable_batch_size.checkpoint.values import encode, identity
 from variable_batch_size.optim.beside.lr_scheduler import ProgressScheduler, is_stepped_by_progress
 from variable_batch_size.optim.beside.weight_average import WeightAverage
@@ -196,66 +196,53 @@ class Parts:
         named = self._names.named_parameters(optimizer)
         return {name: tensor for name, tensor in named if isinstance(name, int) and id(tensor) not in within}
 
-    def load(self, stored: StoredState, strict: bool) -> None:
-        """Restore all parts and the RNG states of this rank.
+    def load(self, contents: Contents, location: str, strict: bool) -> None:
+        """Restore all parts and the RNG states of this rank from a checkpoint.
 
         Raises:
             ValueError: if the checkpoint has other parts, another model or, if `strict`, other samples.
         """
-        world = self._optimizer.agreement.world
-        stored.check_parts(self._by_name, strict)
-        stored.check_model(self._names.model_state(), warn=world.rank == 0)
-        there = {name: part for name, part in self._by_name.items() if name in stored.parts}
+        world, saved = self._optimizer.agreement.world, contents.parts
+        check_parts(location, saved, self._by_name, strict=strict)
+        check_model(location, saved["model"], self._names.model_state(), warn=world.rank == 0)
+        there = {name: part for name, part in self._by_name.items() if name in saved}
+        scheduled = any(hasattr(part, "get_last_lr") for part in self._by_name.values())
         for name, part in there.items():
             if isinstance(part, OPTIMIZERS):
-                self._names.check_groups(stored.parts[name], part)
-                stored.check_outside(name, self._parameters_outside(part))
-        self._warn_of_hyperparameters(stored)
+                self._names.check_groups(saved[name], part)
+                check_outside(location, name, saved[name].get("outside", {}), self._parameters_outside(part))
+                if world.rank == 0:
+                    groups = saved[name]["param_groups"], part.param_groups
+                    warn_of_hyperparameters(location, name, *groups, scheduled=scheduled)
         for name, part in there.items():  # the optimizer is first: it raises before it changes anything
-            if name == "model":
-                self._names.load_model(stored.parts[name])
-                continue
-            state = with_numbers(stored.parts[name]) if isinstance(part, OPTIMIZERS) else stored.parts[name]
-            strictly = (strict,) if isinstance(part, (CustomOptimizer, type(self._optimizer.sampler))) else ()
-            part.load_state_dict(state, *strictly)
             if isinstance(part, OPTIMIZERS):
-                for number, parameter in self._parameters_outside(part).items():
-                    parameter.detach().copy_(stored.parts[name]["outside"][number])
-                if keeps_dtypes(inner_of(part)):
-                    restore_dtypes(inner_of(part), stored.parts[name], self._saved_dtypes(part, stored, name))
+                self._load_optimizer(name, part, saved, strict)
+            elif name == "model":
+                self._names.load_model(saved[name])
+            elif isinstance(part, type(self._optimizer.sampler)):
+                part.load_state_dict(saved[name], strict)
+            else:
+                part.load_state_dict(saved[name])
         for name, part in self._by_name.items():
             if name not in there and (begin := getattr(part, "begin_anew", None)) is not None:
                 begin()
-        if len(stored.rng_states) == world.size:
-            self._restore_random(RNGStates(stored.rng_states[world.rank]), reads_epoch=stored.reads_epoch)
+        if len(contents.rng) == world.size:
+            random, reads_epoch = RNGStates(contents.rng[world.rank]), contents.facts.get("reads_epoch", True)
+            random.set()  # before an epoch is read: the loader draws its seed from these states
+            sampler = self._optimizer.sampler
+            if reads_epoch or self._optimizer.updates:  # else also the saved run begins with new workers
+                sampler.training.before_reading.wait_for(sampler.position if reads_epoch else None, random)
 
-    def _saved_dtypes(self, optimizer: Stateful, stored: StoredState, part: str) -> list[torch.dtype]:
-        """Return the dtypes that the parameters of an optimizer had, in the order of its groups."""
-        saved = {**stored.parts["model"], **stored.parts[part].get("outside", {})}
-        return [saved.get(name, parameter).dtype for name, parameter in self._names.named_parameters(optimizer)]
-
-    def _warn_of_hyperparameters(self, stored: StoredState) -> None:
-        """Warn if the script has other hyperparameters than the checkpoint, whose are used."""
-        scheduled = any(hasattr(part, "get_last_lr") for part in self._by_name.values())
-        for name, part in self._by_name.items():
-            if not isinstance(part, OPTIMIZERS) or name not in stored.parts:
-                continue
-            groups = stored.parts[name]["param_groups"], part.param_groups
-            different = other_hyperparameters(*groups, scheduled=scheduled)
-            if different and self._optimizer.agreement.world.rank == 0:
-                warnings.warn(
-                    f"Checkpoint {stored.path} sets the hyperparameters of the {name}: {'; '.join(different)}. To "
-                    f"change them, set {name}.param_groups after restore()",
-                    UserWarning,
-                    stacklevel=stacklevel_of_user(),
-                )
-
-    def _restore_random(self, random: RNGStates, *, reads_epoch: bool) -> None:
-        """Set random numbers now, and again when the sampler is read, if the saved run had begun to read its epoch."""
-        random.set()  # before an epoch is read: the loader draws its seed from these states
-        sampler = self._optimizer.sampler
-        if reads_epoch or self._optimizer.updates:  # else also the saved run begins with new workers
-            sampler.training.before_reading.wait_for(sampler.position if reads_epoch else None, random)
+    def _load_optimizer(self, name: str, part: Any, saved: Mapping[str, Any], strict: bool) -> None:
+        """Load the state of an optimizer, with its parameters that no module among the parts has."""
+        state, inner = with_numbers(saved[name]), inner_of(part)
+        part.load_state_dict(state, *((strict,) if isinstance(part, CustomOptimizer) else ()))
+        for number, parameter in self._parameters_outside(part).items():
+            parameter.detach().copy_(saved[name]["outside"][number])
+        if keeps_dtypes(inner):
+            parameters = {**saved["model"], **saved[name].get("outside", {})}
+            named = self._names.named_parameters(part)
+            restore_dtypes(inner, state, [parameters.get(key, parameter).dtype for key, parameter in named])
 
 
 def inner_of(optimizer: Any) -> torch.optim.Optimizer:

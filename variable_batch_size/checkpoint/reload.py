@@ -18,9 +18,6 @@ from torch.optim import Optimizer
 
 from variable_batch_size.checkpoint.values import encode
 
-_COMPARED = "lr", "weight_decay", "momentum", "betas"
-_CYCLED = "base_momentum", "max_momentum"  # in a group whose momentum a schedule of torch changes
-
 
 def keeps_dtypes(inner: Optimizer) -> bool:
     """Return whether `restore_dtypes` knows how this kind of optimizer loads a state: as torch does."""
@@ -129,32 +126,3 @@ def _flat(state: Any) -> tuple[Any, dict[str, Tensor]]:
 def _bytes(tensor: Tensor) -> list[int]:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).tolist()
-
-
-def other_hyperparameters(
-    saved: Sequence[Mapping[str, Any]], here: Sequence[Mapping[str, Any]], *, scheduled: bool
-) -> list[str]:
-    """Return in words which hyperparameters of the script differ from the saved ones.
-
-    What a schedule has changed is no difference: `initial_lr` counts where it is known.
-
-    Args:
-        saved: parameter groups of the checkpoint.
-        here: those of the script.
-        scheduled: whether the learning rate has a schedule.
-    """
-    differences = []
-    for number, (group, other) in enumerate(zip(saved, here, strict=False)):
-        for name in _COMPARED:
-            key = "initial_lr" if name == "lr" and "initial_lr" in group and "initial_lr" in other else name
-            changes = (name == key == "lr" and scheduled) or (name in ("momentum", "betas") and {*_CYCLED} & {*other})
-            if not changes and key in group and key in other and _plain(group[key]) != _plain(other[key]):
-                values = f"{_plain(group[key])} in it and {_plain(other[key])} in the script"
-                differences.append(f"{key} of group {number} is {values}")
-    return differences
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_plain, value))
-    return value.item() if isinstance(value, Tensor) else value
