@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size._validation import value_error
 from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.checkpoint.contents import (
@@ -190,6 +191,12 @@ def read_checkpoint(path: str | os.PathLike[str], *, best: bool = False) -> dict
     Raises:
         ValueError: if there is no intact checkpoint, with what is wrong; or `best` is True and no value was reported.
     """
+    contents = read_newest(path, best=best)
+    return {"parts": contents.parts, "rng": contents.rng, "facts": contents.facts}
+
+
+def read_newest(path: str | os.PathLike[str], *, best: bool = False, only: str = "") -> Contents:
+    """Return what `read_checkpoint` returns; `only`: the part that is wanted."""
     folder, names, is_one = open_folder(path, best=best)
     if best and (is_one or not names):
         requirement = "best=True needs the folder of a training with a reported value"
@@ -199,7 +206,7 @@ def read_checkpoint(path: str | os.PathLike[str], *, best: bool = False) -> dict
         for name in new:
             tried.add(name)
             try:
-                contents = read_contents(folder.storage, name)
+                contents = read_contents(folder.storage, name, only=only)
             except DamagedError as error:
                 damaged[name] = str(error)
                 continue
@@ -207,8 +214,8 @@ def read_checkpoint(path: str | os.PathLike[str], *, best: bool = False) -> dict
             skipped = [f"{folder.storage.at(name)} ({why})" for name, why in damaged.items() if name in there]
             if skipped:
                 message = f"Skipped damaged checkpoints: {', '.join(skipped)}; reading {folder.storage.at(name)}"
-                warnings.warn(message, RuntimeWarning, stacklevel=2)
-            return {"parts": contents.parts, "rng": contents.rng, "facts": contents.facts}
+                warnings.warn(message, RuntimeWarning, stacklevel=stacklevel_of_user())
+            return contents
         names = [] if is_one else folder.candidates(best=best)
     reasons = ", ".join(f"{folder.storage.at(name)} ({why})" for name, why in damaged.items())
     requirement = "path must be the folder of an intact checkpoint, or of a training that has one"

@@ -73,7 +73,7 @@ class Saver:
                 share.
         """
         # Collect: every rank does, which also makes lazy devices compute pending tensors.
-        world, collected = self._agreement.world, list[_State]()
+        world, collected = self._agreement.world, list[_Collected]()
         anew = world.size > 1 and self._saves % COMPARED_EVERY == 0
 
         def collect() -> str:
@@ -179,7 +179,7 @@ class Saver:
 
     # The state of this rank, and what ranks share. --------------------------------------------------------------------
 
-    def _collect(self, in_loop: bool, contents: bool) -> _State:
+    def _collect(self, in_loop: bool, contents: bool) -> _Collected:
         """Return the state of all parts as this rank has it; `contents`: with digests of what ranks share."""
         if not self._saves:
             self._parts.check_reload()
@@ -189,7 +189,7 @@ class Saver:
         self._backend.mark_step()  # all ranks compute what is pending, so that rank 0 does not do it alone
         sampler = parts["optimizer"]["vbs"]["sampler"]
         if self._agreement.world.size == 1:
-            return _State(state, tensors, set(), 0, {}, compare.Own({}, {}), sampler)
+            return _Collected(state, tensors, set(), 0, {}, compare.Own({}, {}), sampler)
         whole = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
         if len(whole) < len(tensors) and not self._together:
             raise RuntimeError(
@@ -209,9 +209,9 @@ class Saver:
             {name: part for name, part in state.items() if contents or name in changing_parts},
         )
         described = compare.describe_shared(shared, contents=contents)
-        return _State(state, tensors, {*shared}, others, described, own, sampler)
+        return _Collected(state, tensors, {*shared}, others, described, own, sampler)
 
-    def _compare(self, state: _State, summaries: list[dict[str, str]], *, anew: bool, updates: int) -> None:
+    def _compare(self, state: _Collected, summaries: list[dict[str, str]], *, anew: bool, updates: int) -> None:
         """Compare what ranks share, and find what each has of its own; `anew`: all of it is compared by contents.
 
         Raises:
@@ -257,7 +257,7 @@ class Saver:
                     stacklevel=stacklevel_of_user(),
                 )
 
-    def _choose_what_to_write(self, state: _State, others: int) -> tuple[int, int | None, dict[str, Tensor]]:
+    def _choose_what_to_write(self, state: _Collected, others: int) -> tuple[int, int | None, dict[str, Tensor]]:
         """Return how many ranks write, the number of this one among them, if it does, and what it writes.
 
         `others` are the bytes that only rank 0 can write.
@@ -276,14 +276,14 @@ class Saver:
 
     # What the JSON says. ----------------------------------------------------------------------------------------------
 
-    def _facts(self, updates: int, state: _State, reported: dict[str, Any], random: list[str]) -> dict[str, Any]:
+    def _facts(self, updates: int, state: _Collected, reported: dict[str, Any], random: list[str]) -> dict[str, Any]:
         """Return what the JSON of rank 0 has besides its file."""
         position = {"updates": updates, "world": len(random), "batch_size": self._parts.batch_size(updates - 1)}
         position |= {key: state.sampler[key] for key in _KNOWN} | {"reads_epoch": self._parts.reads_epoch}
         tensors = {name: describe(tensor) for name, tensor in state.tensors.items()}
         return {**versions(), **position, **reported, "state": state.json, "random": random, "tensors": tensors}
 
-    def _facts_of_rank(self, state: _State) -> dict[str, Any]:
+    def _facts_of_rank(self, state: _Collected) -> dict[str, Any]:
         """Return what the JSON of another rank has besides its file."""
         if not any(self._per_rank):
             return {}
@@ -308,7 +308,7 @@ class Saver:
 
 
 @final
-class _State(NamedTuple):
+class _Collected(NamedTuple):
     """The state of a training, as a rank has it.
 
     Attributes:

@@ -159,6 +159,24 @@ def to_torch(
     output.write(file, lambda path: to_torch(folder, path, best=best), "written")
 
 
+@app.command(name="to-safetensors")
+@command
+def to_safetensors(
+    folder: Source,
+    file: Annotated[Path, typer.Argument(help="Written by safetensors.", metavar="FILE", show_default=False)],
+    best: Annotated[bool, option("Take the checkpoint with the best reported value.", "--best")] = False,
+) -> None:
+    """Write the weights of the newest intact checkpoint, whole, under the model's own names.
+
+    `safetensors.torch.load_file(file)` returns them for `model.load_state_dict()`, without this library.
+
+    Example: `vbs checkpoint to-safetensors runs/a model.safetensors`
+    """
+    from variable_batch_size.checkpoint.conversion import to_safetensors
+
+    output.write(file, lambda path: to_safetensors(folder, path, best=best), "written")
+
+
 @app.command(name="from-torch")
 @command
 def from_torch(
