@@ -127,7 +127,7 @@ def test_a_model_of_another_dtype_keeps_what_had_its_own(saved, here, tmp_path):
 @pytest.mark.parametrize("steps", [False, True])
 def test_an_optimizer_that_loads_another_state_is_refused_before_there_is_anything_to_lose(steps, tmp_path):
     run = trained(Rounding, torch.bfloat16, updates=0)
-    told = r"load_state_dict\(\) of Rounding must give back .* state/master was torch.float32 and is torch.bfloat16;"
+    told = r"load_state_dict\(\) of Rounding must give back .* but master was torch.float32 and is torch.bfloat16;"
     with checkpoint(tmp_path, run) as saves:
         run.run(1)
         with pytest.raises(RuntimeError, match=told):

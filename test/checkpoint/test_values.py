@@ -22,7 +22,8 @@ from variable_batch_size.checkpoint.contents import parse_manifest, write_manife
 from variable_batch_size.checkpoint.reading import _Wanted
 from variable_batch_size.checkpoint.saving import Copies, describe
 from variable_batch_size.checkpoint.shards import Part
-from variable_batch_size.checkpoint.values import DTYPES, decode, encode
+from variable_batch_size.checkpoint.tensor_file import DTYPES
+from variable_batch_size.checkpoint.values import decode, encode
 
 
 def is_copied(kind):
@@ -46,7 +47,7 @@ def through_json(value):
     """A value as it is read from a checkpoint with one file that was saved in the background."""
     tensors = dict[str, Tensor]()
     state = encode(value, "", tensors, {})
-    file, parts = io.BytesIO(), {name: Part.whole(one.shape) for name, one in tensors.items()}
+    file, parts = io.BytesIO(), {name: Part.whole(one.shape)._asdict() for name, one in tensors.items()}
     facts = tensor_file.write(file, COPIES.copy_to_host(tensors), parts)
     assert facts["bytes"] == len(file.getvalue())
     known = {name: describe(one) for name, one in tensors.items()}
@@ -195,7 +196,7 @@ def test_safetensors_reads_the_files():
     kept["transposed"] = torch.randn(3, 4).T
     file = io.BytesIO()
     kept["complex"] = torch.tensor([1 + 2j], dtype=torch.complex128)
-    tensor_file.write(file, kept, {name: Part.whole(one.shape) for name, one in kept.items()})
+    tensor_file.write(file, kept, {name: Part.whole(one.shape)._asdict() for name, one in kept.items()})
     found = load_safetensors(file.getvalue())
     assert found.pop("complex").tolist() == [[1.0, 2.0]]
     assert_same(found, {name: kept[name] for name in found})

@@ -20,10 +20,11 @@ from torch import Tensor
 from variable_batch_size._log import log
 from variable_batch_size._validation import check_int, check_interval, value_error
 from variable_batch_size.checkpoint.best import Criterion
+from variable_batch_size.checkpoint.contents import Contents
 from variable_batch_size.checkpoint.events import Events
 from variable_batch_size.checkpoint.folder import Folder, update_of
 from variable_batch_size.checkpoint.parts import Parts, Stateful
-from variable_batch_size.checkpoint.reading import Contents, read_first
+from variable_batch_size.checkpoint.reading import read_first
 from variable_batch_size.checkpoint.saving import Saver, few_of
 from variable_batch_size.optim.beside.normalization import check_model_known
 from variable_batch_size.optim.optimizer import CustomOptimizer
@@ -112,22 +113,23 @@ class Checkpoint:
         self._updated = self._stepped = False  # whether an update was made, and step() called, since then
         if not optimizer.inside_step:
             agreement.run_on_all("Checkpoint()", self._check_storable)
-        self._interrupts = Interrupts() if on_interrupt == "save" else None
-        world, alone = agreement.world, agreement.world.size == 1 or self._backend.threads  # which have rank 0's disk
+        self._interrupts: Interrupts | None = None
+        alone = agreement.world.size == 1 or self._backend.threads  # which have rank 0's disk
         try:
+            self._interrupts = Interrupts() if on_interrupt == "save" else None
             token = agreement.run_on_rank_0("Checkpoint()", self._folder.lock)
             shares = [] if alone else agreement.run_on_all("Checkpoint()", lambda: str(self._folder.is_shared(token)))
-        except BaseException:
+            self._due = f"save {token}"  # what rank 0 wishes when the interval of time has passed
+            together = {*shares} == {str(True)}
+            self._saver = Saver(self._backend, agreement, self._parts, self._folder, keep, together=together)
+            self._last_update, self._saved_time = optimizer.updates, time.monotonic()
+            self._events = Events(self._folder.storage, agreement.world)
+            self._events.add("start", optimizer.updates)
+            self._events.large_told = optimizer.skipped
+            optimizer.register(self._events)
+        except BaseException:  # also an interrupt
             self._release_folder()
             raise
-        together = not alone and set(shares) == {str(True)}
-        self._due = f"save {token}"  # what rank 0 wishes when the interval of time has passed
-        self._saver = Saver(self._backend, agreement, self._parts, self._folder, keep, together=together)
-        self._last_update, self._saved_time = optimizer.updates, time.monotonic()
-        self._events = Events(self._folder.storage, world)
-        self._events.add("start", optimizer.updates)
-        self._events.large_told = optimizer.skipped
-        optimizer.register(self._events)
 
     @property
     def latest(self) -> str | None:

@@ -7,16 +7,15 @@ all else. The last entry of such a JSON is its own SHA-256.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 from torch import Tensor
 
 from variable_batch_size.checkpoint import tensor_file
 from variable_batch_size.checkpoint.shards import Part
-from variable_batch_size.checkpoint.storage import DAMAGE, Storage
+from variable_batch_size.checkpoint.storage import DAMAGE, Storage, seal_json, unseal_json
 
 FORMAT: Final = "vbs-checkpoint"
 VERSION: Final = 2
@@ -33,7 +32,6 @@ KEYS: Final = {
     "own",  # in that of another rank: the states and tensors that it has for itself
 }
 _STATES: Final = ("state", "random", "tensors", "file", "seal", "name", "ranks")
-_SEAL: Final = ', "seal": "'
 
 
 @final
@@ -54,28 +52,6 @@ class DamagedError(ValueError):
     def __init__(self, why: str, seal: str = "", *, temporary: bool = False) -> None:
         super().__init__(why)
         self.seal, self.temporary = seal, temporary
-
-
-# A small file. -------------------------------------------------------------------------------------------------------
-
-
-def seal_json(facts: Mapping[str, Any]) -> str:
-    """Return a JSON object, which must not be empty, whose last entry is the SHA-256 of the object without it."""
-    text = json.dumps(facts, allow_nan=False)
-    return f'{text[:-1]}{_SEAL}{hashlib.sha256(text.encode()).hexdigest()}"}}\n'
-
-
-def unseal_json(text: str) -> dict[str, Any]:
-    """Return the contents of a text that `seal_json` returned, with the seal.
-
-    Raises:
-        ValueError: if it is not intact.
-    """
-    body, _, seal = text.rpartition(_SEAL)
-    if seal != hashlib.sha256(f"{body}}}".encode()).hexdigest() + '"}\n':
-        raise ValueError("its checksum is another one")
-    facts: dict[str, Any] = json.loads(text)
-    return facts
 
 
 def write_manifest(facts: Mapping[str, Any]) -> str:
@@ -106,6 +82,25 @@ def parse_manifest(text: str) -> dict[str, Any]:
             f"the release of variable_batch_size that wrote it"
         )
     return facts
+
+
+@final
+class Contents(NamedTuple):
+    """What a rank has read of a checkpoint.
+
+    Attributes:
+        parts: state dicts by name.
+        rng: states of the hosts' random numbers, by rank.
+        facts: what its JSON says of the training.
+        seal: checksum of its small files.
+        of_ranks: names of what each rank had of its own and is replaced by what rank 0 had.
+    """
+
+    parts: dict[str, Any]
+    rng: list[str]
+    facts: dict[str, Any]
+    seal: str
+    of_ranks: list[str]
 
 
 # A checkpoint. -------------------------------------------------------------------------------------------------------

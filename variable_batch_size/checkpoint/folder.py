@@ -239,7 +239,7 @@ class Folder:
         try:
             if tensors:
                 with self.storage.create(name, f"tensors-{rank}.safetensors") as stream:
-                    file = tensor_file.write(stream, tensors, parts)
+                    file = tensor_file.write(stream, tensors, {key: part._asdict() for key, part in parts.items()})
             self._put_json(name, rank, {"name": name, "ranks": int(name.rpartition("-")[2]), **facts, "file": file})
         except BaseException:
             with suppress(Exception):

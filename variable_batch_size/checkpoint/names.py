@@ -7,11 +7,13 @@ its number in the optimizer.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, final
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -129,3 +131,26 @@ def _as_parameter(value: Any, parameter: Tensor) -> Any:
     if isinstance(value, DTensor) and isinstance(parameter, DTensor) and value.shape == parameter.shape:
         return placed_like(value.to_local(), parameter)
     return value
+
+
+def weights_hash(model: nn.Module | Mapping[str, Any]) -> str:
+    """Return the SHA-256 of the tensors of a model, in hexadecimal: two models with one hash are equal to the last bit.
+
+    It is that of the names, in their order, each with dtype, shape and bytes, which does not depend on the device.
+
+    Args:
+        model: a model that this process has whole, compiled or in a DistributedDataParallel, too; or its state dict, as
+            that of `vbs.read_checkpoint`.
+
+    >>> model = torch.nn.Linear(2, 1)
+    >>> weights_hash(model) == weights_hash(model.state_dict())
+    True
+    """
+    state: Mapping[str, Any] = model if isinstance(model, Mapping) else unwrapped(model).state_dict()
+    total = hashlib.sha256()
+    for name, tensor in sorted(state.items()):
+        if isinstance(tensor, Tensor):
+            total.update(f"{name} {tensor.dtype} {[*tensor.shape]}\n".encode())
+            plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+            total.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 
 from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.checkpoint.checks import check_model, check_outside, check_parts, warn_of_hyperparameters
+from variable_batch_size.checkpoint.contents import Contents
 from variable_batch_size.checkpoint.names import Names, with_numbers
-from variable_batch_size.checkpoint.reading import Contents
 from variable_batch_size.checkpoint.reload import check_reload, keeps_dtypes, restore_dtypes
 from variable_batch_size.checkpoint.rng_states import RNGStates
 from variable_batch_size.checkpoint.values import encode, identity

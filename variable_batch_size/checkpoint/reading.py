@@ -10,7 +10,7 @@ import math
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from variable_batch_size._validation import value_error
 from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.checkpoint.contents import (
     MANIFEST,
+    Contents,
     DamagedError,
     describe_tensors,
     facts_of,
@@ -33,29 +34,11 @@ from variable_batch_size.checkpoint.contents import (
 from variable_batch_size.checkpoint.folder import Folder
 from variable_batch_size.checkpoint.shards import Part, placed_like
 from variable_batch_size.checkpoint.storage import DAMAGE, Storage
-from variable_batch_size.checkpoint.values import DTYPES, decode
+from variable_batch_size.checkpoint.tensor_file import DTYPES
+from variable_batch_size.checkpoint.values import decode
 from variable_batch_size.world import World
 
 MANY = 100  # ranks: from here on rank 0 reads the small files for all, instead of each rank all of them
-
-
-@final
-class Contents(NamedTuple):
-    """What a rank has read of a checkpoint.
-
-    Attributes:
-        parts: state dicts by name.
-        rng: states of the hosts' random numbers, by rank.
-        facts: what its JSON says of the training.
-        seal: checksum of its small files.
-        of_ranks: names of what each rank had of its own and is replaced by what rank 0 had.
-    """
-
-    parts: dict[str, Any]
-    rng: list[str]
-    facts: dict[str, Any]
-    seal: str
-    of_ranks: list[str]
 
 
 def read_contents(

@@ -16,8 +16,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from variable_batch_size.checkpoint.values import encode
-
 
 def keeps_dtypes(inner: Optimizer) -> bool:
     """Return whether `restore_dtypes` knows how this kind of optimizer loads a state: as torch does."""
@@ -106,23 +104,21 @@ def _clone(inner: Optimizer, group: dict[str, Any]) -> Optimizer:
     return clone
 
 
-def _difference(saved: Any, again: Any) -> str:
+def _difference(saved: Any, again: Any, where: str = "") -> str:
     """Return in words how two states of a parameter differ; "" if they do not."""
-    (json, tensors), (json_again, tensors_again) = _flat(saved), _flat(again)
-    for name, tensor in tensors.items():
-        other = tensors_again.get(name)
-        if other is None or other.dtype != tensor.dtype:
-            return f"{name} was {tensor.dtype} and is {'missing' if other is None else other.dtype}"
-        if _bytes(tensor) != _bytes(other):
-            return f"{name} has other values"
-    return "" if json == json_again and tensors.keys() == tensors_again.keys() else "it has other entries"
+    if isinstance(saved, Tensor) and isinstance(again, Tensor):
+        if saved.dtype != again.dtype:
+            return f"{where} was {saved.dtype} and is {again.dtype}"
+        return "" if _bytes(saved) == _bytes(again) else f"{where} has other values"
+    if isinstance(saved, dict) and type(saved) is type(again) and saved.keys() == again.keys():
+        pairs = [(value, again[key], f"{where}/{key}".lstrip("/")) for key, value in saved.items()]
+    elif isinstance(saved, (list, tuple)) and type(saved) is type(again) and len(saved) == len(again):
+        pairs = [(*pair, f"{where}/{number}") for number, pair in enumerate(zip(saved, again, strict=True))]
+    else:
+        return "" if repr(saved) == repr(again) else f"{where or 'it'} is another one"
+    return next(filter(None, (_difference(*pair) for pair in pairs)), "")
 
 
-def _flat(state: Any) -> tuple[Any, dict[str, Tensor]]:
-    tensors = dict[str, Tensor]()
-    return encode(state, "state", tensors, {}), tensors
-
-
-def _bytes(tensor: Tensor) -> list[int]:
+def _bytes(tensor: Tensor) -> bytes:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).tolist()
+    return local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

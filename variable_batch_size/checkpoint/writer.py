@@ -17,8 +17,7 @@ from contextlib import suppress
 from typing import Any, Final, NamedTuple, final
 from uuid import uuid4
 
-from variable_batch_size.checkpoint.contents import seal_json, unseal_json
-from variable_batch_size.checkpoint.storage import DAMAGE, Storage
+from variable_batch_size.checkpoint.storage import DAMAGE, Storage, seal_json, unseal_json
 
 SECONDS: Final = 600.0  # after it was written last, until when a folder is its writer's own
 RENEWAL: Final = 60.0  # seconds from one time that it is written to the next
@@ -65,14 +64,17 @@ class Writer:
         number: of this writer; 0: it does not write.
     """
 
+    _pid = 0  # until all is there that ends with an object: an interrupt can come in between
+
     def __init__(self, storage: Storage, run: str | None) -> None:
         jobs = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")]
         self._key = os.path.realpath(storage.location) if storage.on_disk else storage.location
         self._storage = storage
         self._run = run or next((job for job in jobs if job not in ("", "none")), "")
-        self.number, self._record, self._pid = 0, _UNREADABLE, os.getpid()  # a forked process does not write
+        self.number, self._record = 0, _UNREADABLE
         self._file: int | None = None  # descriptor of the locked one
         self._ended, self._writing = threading.Event(), threading.Lock()  # of the thread that writes the file again
+        self._pid = os.getpid()  # a forked process does not write
 
     def acquire(self, highest: int) -> None:
         """Become the writer, with a number above `highest`, which a checkpoint has.

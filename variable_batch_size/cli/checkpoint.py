@@ -40,8 +40,8 @@ def show(folder: Source, json: output.Json = False) -> None:
     - `vbs checkpoint show runs/a/update-00001234-0001-7-2`
     """
     from variable_batch_size.checkpoint.contents import DamagedError, facts_of, read_manifests
+    from variable_batch_size.checkpoint.names import weights_hash
     from variable_batch_size.checkpoint.reading import read_contents
-    from variable_batch_size.checkpoint.weights import weights_hash
 
     checkpoints, names, is_one = _open(folder)
     listed = dict[str, list[dict[str, Any]]]()
