@@ -169,20 +169,18 @@ def test_a_copy_does_not_change_with_the_tensor(name):
     assert torch.equal(copy.to_dense(), before)
 
 
-def test_memory_is_reused_for_tensors_of_the_same_layout_and_freed_otherwise():
+def test_memory_is_reused_for_tensors_of_the_same_name_and_layout():
     kept = Copies(vbs.backend.LocalBackend())
 
-    def addresses(*shapes):
-        tensors = {str(number): torch.randn(shape) for number, shape in enumerate(shapes)}
-        return [copy.data_ptr() for copy in kept.copy_to_host(tensors).values()]
+    def addresses(**shapes):
+        copies = kept.copy_to_host({name: torch.randn(shape) for name, shape in shapes.items()})
+        return {name: copy.data_ptr() for name, copy in copies.items()}
 
-    first = addresses((3, 4), (3, 4), (5,))
-    assert len(set(first)) == 3
-    assert sorted(addresses((5,), (3, 4), (3, 4))) == sorted(first)
-    buffers = kept._buffers
-    addresses((7,))
-    assert [len(copies) for copies in kept._buffers.values()] == [1]
-    assert len(buffers) == 2
+    first = addresses(a=(3, 4), b=(3, 4), c=(5,))
+    assert len({*first.values()}) == 3
+    again = addresses(b=(3, 4), c=(4, 3), a=(3, 4))
+    assert (again["a"], again["b"]) == (first["a"], first["b"])
+    assert kept.copy_to_host({"c": torch.ones(2, 2)})["c"].shape == (2, 2)
 
 
 def test_safetensors_reads_the_files():

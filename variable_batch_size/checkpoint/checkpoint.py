@@ -112,7 +112,7 @@ class Checkpoint:
         self._first_update = optimizer.updates  # at the creation of this object, or after the last restore
         self._updated = self._stepped = False  # whether an update was made, and step() called, since then
         if not optimizer.inside_step:
-            agreement.run_on_all("Checkpoint()", self._check_storable)
+            agreement.run_on_all("Checkpoint()", partial(self._parts.check_storable, updated=False))
         self._interrupts: Interrupts | None = None
         alone = agreement.world.size == 1 or self._backend.threads  # which have rank 0's disk
         try:
@@ -199,7 +199,7 @@ class Checkpoint:
         in_loop = updates == before + 1  # and not once an epoch, after what the loop does at its end
         if not self._updated:  # an update may have added to the state what no checkpoint can hold
             self._updated = True
-            self._agreement.run_on_all("Checkpoint.step()", self._check_storable)
+            self._agreement.run_on_all("Checkpoint.step()", partial(self._parts.check_storable, updated=True))
         self._wish_to_meet()
         if self._agreement.take_granted(_STOP):
             self._save_and_exit(in_loop)
@@ -302,7 +302,7 @@ class Checkpoint:
             if first:
                 log(absent, rank=0, update=self._optimizer.updates)
             return False
-        self._agreement.run_on_all(_RESTORE, partial(self._load_parts, contents, folder.storage.at(name), strict))
+        self._agreement.run_on_all(_RESTORE, partial(self._parts.load, contents, folder.storage.at(name), strict))
         self._mark_saved()
         self._first_update = self._optimizer.updates
         folder.mark_restored(name, best=best)
@@ -432,15 +432,3 @@ class Checkpoint:
         every = self._every.total_seconds() if isinstance(self._every, timedelta) else math.inf
         if self._agreement.world.rank == 0 and time.monotonic() - self._saved_time >= every:
             self._agreement.wish(self._due)
-
-    def _check_storable(self) -> str:
-        """Raise an error if the state of a part cannot be saved; return "", as a call of all ranks has to."""
-        self._parts.check_storable(updated=self._updated)
-        self._backend.mark_step()
-        return ""
-
-    def _load_parts(self, contents: Contents, location: str, strict: bool) -> str:
-        """Restore all parts from a checkpoint, and return "", as a call of all ranks has to."""
-        self._parts.load(contents, location, strict)
-        self._backend.mark_step()
-        return ""

@@ -121,8 +121,10 @@ class Parts:
         }
         return changing, self._by_name.keys() - made
 
-    def check_storable(self, *, updated: bool) -> None:
+    def check_storable(self, *, updated: bool) -> str:
         """Collect the states and drop them, so that what cannot be saved raises before there is anything to lose.
+
+        It returns "", as a call of all ranks has to.
 
         A loader begins to iterate when it is asked for its state; before the first update it is left out.
 
@@ -140,6 +142,8 @@ class Parts:
         for name in asked:
             encode(self._state_of(name), name, {}, {})
         self.check_reload()
+        self._optimizer.backend.mark_step()
+        return ""
 
     def check_reload(self) -> None:
         """Raise TypeError if an optimizer loads another state than it has saved; see `reload`."""
@@ -196,8 +200,8 @@ class Parts:
         named = self._names.named_parameters(optimizer)
         return {name: tensor for name, tensor in named if isinstance(name, int) and id(tensor) not in within}
 
-    def load(self, contents: Contents, location: str, strict: bool) -> None:
-        """Restore all parts and the RNG states of this rank from a checkpoint.
+    def load(self, contents: Contents, location: str, strict: bool) -> str:
+        """Restore all parts and the RNG states of this rank from a checkpoint, and return "", as `check_storable`.
 
         Raises:
             ValueError: if the checkpoint has other parts, another model or, if `strict`, other samples.
@@ -232,6 +236,8 @@ class Parts:
             sampler = self._optimizer.sampler
             if reads_epoch or self._optimizer.updates:  # else also the saved run begins with new workers
                 sampler.training.before_reading.wait_for(sampler.position if reads_epoch else None, random)
+        self._optimizer.backend.mark_step()
+        return ""
 
     def _load_optimizer(self, name: str, part: Any, saved: Mapping[str, Any], strict: bool) -> None:
         """Load the state of an optimizer, with its parameters that no module among the parts has."""

@@ -12,7 +12,7 @@ import os
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple, final
@@ -428,27 +428,30 @@ class Copies:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._buffers: dict[Hashable, list[Tensor]] = {}  # by layout
+        self._buffers = dict[str, Tensor]()
 
     def copy_to_host(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return copies of tensors in host memory of this object, complete on return."""
-        reusable, self._buffers = self._buffers, {}
-        copies, buffers, sources = dict[str, Tensor](), list[Tensor](), list[Tensor]()
+        earlier, self._buffers = self._buffers, {}
+        copies = dict[str, Tensor]()
         for name, tensor in tensors.items():
             # torch.empty_like(xla, device="cpu") returns memory that others overwrite, without an error.
             if not (tensor.is_cpu or tensor.is_cuda) or tensor.is_conj() or tensor.is_neg():
                 host = self._backend.host(tensor)
                 copies[name] = host.clone() if tensor.is_cpu else host
                 continue
-            layout = (tensor.is_cuda, tensor.dtype, tensor.shape, tensor.stride())
-            fitting = reusable.get(layout)
-            pinned = tensor.is_cuda  # so that copies from the device are asynchronous
-            copies[name] = fitting.pop() if fitting else torch.empty_like(tensor, device="cpu", pin_memory=pinned)
-            self._buffers.setdefault(layout, []).append(copies[name])
-            buffers.append(copies[name])
-            sources.append(tensor)
-        if sources:
-            torch._foreach_copy_(buffers, sources, non_blocking=True)
-        for device in {tensor.device for tensor in sources if tensor.is_cuda}:
-            torch.cuda.synchronize(device)
+            buffer = earlier.get(name)
+            if buffer is None or _layout(buffer) != _layout(tensor):
+                # Pinned, copies from the device are asynchronous.
+                buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+            copies[name] = self._buffers[name] = buffer
+        if self._buffers:
+            sources = [tensors[name] for name in self._buffers]
+            torch._foreach_copy_([*self._buffers.values()], sources, non_blocking=True)
+            for device in {tensor.device for tensor in sources if tensor.is_cuda}:
+                torch.cuda.synchronize(device)
         return copies
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride()
