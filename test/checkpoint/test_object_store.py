@@ -125,11 +125,11 @@ def test_a_restart_of_the_job_takes_over_and_what_the_earlier_writer_adds_is_nev
 def test_files_without_the_json_of_each_rank_are_no_checkpoint_and_are_deleted(folder):
     run, place = training().run(1), Storage(folder)
     place.put("half", "update-00000009-0001-1-1", "tensors-0.safetensors")
-    place.put("of the user", "notes.txt")
+    place.put("of the user", "update-notes.txt")
     with checkpoint(folder, run) as saves:
         assert not saves.restore()
         saves.save()
-    assert {"notes.txt", "update-00000001-0002-1-1"} <= place.listed().keys()
+    assert {"update-notes.txt", "update-00000001-0002-1-1"} <= place.listed().keys()
     assert "update-00000009-0001-1-1" not in place.listed()
     assert updates(folder) == [1]
 

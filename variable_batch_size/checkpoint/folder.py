@@ -83,7 +83,9 @@ class Folder:
             VersionError: if there are only checkpoints whose names are of another version.
         """
         names, others = self._list_all()
-        unknown = [name for name in others if name.startswith("update-") and others[name] and not _NAME.fullmatch(name)]
+        unknown = [
+            name for name in others if name.startswith("update-") and any(others[name]) and not _NAME.fullmatch(name)
+        ]
         if not names and unknown:
             raise VersionError(
                 f"Checkpoint {self.storage.at(max(unknown))} must have version {VERSION} of the format {FORMAT}, got "
