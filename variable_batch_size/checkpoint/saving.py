@@ -89,14 +89,14 @@ class Saver:
 
         answers = [json.loads(text) for text in self._run_on_all(_SAVE, collect)]
         (state,) = collected
-
         confirmed = self._mark_saved()
 
         # Compare, and so find what each rank writes.
         self._compare(state, [summary for summary, *_ in answers], anew=anew, updates=updates)
         ranks, number, to_write = self._choose_what_to_write(state, others=answers[0][1])
-        copies = dict[str, Tensor]()
+        parts, copies = {key: Part.on_rank(tensor) for key, tensor in to_write.items()}, dict[str, Tensor]()
 
+        # Copy: what the thread writes does not change with the training.
         def copy_and_begin() -> str:
             local = {key: one.to_local() if isinstance(one, DTensor) else one for key, one in to_write.items()}
             if wait:
@@ -108,24 +108,25 @@ class Saver:
 
         name = self._agreement.run_on_all(_SAVE, copy_and_begin)[0]
         self._saves += 1
+        random = [rng for *_, rng in answers]
+        facts = self._facts_of_rank(state) if world.rank else self._facts(updates, state, reported, random)
 
+        # Write, and seal: the JSON comes last.
         def write() -> str:
             if number is not None:
                 with self._named_errors(updates):
                     if confirmed:  # here, because the training does not wait for the thread
                         self._folder.tidy(self._keep)
-                    parts = {key: Part.on_rank(one) for key, one in to_write.items()}
-                    self._folder.write(name, number, copies, parts, facts)  # the JSON is sealed, and comes last
+                    self._folder.write(name, number, copies, parts, facts)
             return ""
 
-        random = [rng for *_, rng in answers]
-        facts = self._facts_of_rank(state) if world.rank else self._facts(updates, state, reported, random)
-        self._unfinished = name, reported
         if wait:
             self._run_on_all(_SAVE, write)
-            self._agreement.run_on_all(_SAVE, self._tidy)
         elif number is not None:
             self.thread.submit(write)
+        self._unfinished = name, reported
+        if wait:
+            self._agreement.run_on_all(_SAVE, self._tidy)
         return name
 
     def finish_pending(self, call: str) -> None:
@@ -138,9 +139,8 @@ class Saver:
         """Return the results of `work` by rank; if one of the ranks raises, there is no save that could be finished."""
         try:
             return self._agreement.run_on_all(call, work)
-        except BaseException as error:
-            if isinstance(error, RuntimeError) or not self.thread.busy:  # else an interrupt: it still writes
-                self._unfinished = None
+        except RuntimeError:
+            self._unfinished = None
             raise
 
     def _mark_saved(self) -> bool:
