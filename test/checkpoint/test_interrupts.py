@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from helpers.checkpoints import checkpoint, updates
@@ -40,6 +42,7 @@ def test_a_cell_that_is_interrupted_runs_again(also, tmp_path):
             saves.save()
             number += 1
         saves.close()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     print(interrupted, "interrupts")
     assert interrupted > 25
     assert updates(tmp_path)[-1] == number
