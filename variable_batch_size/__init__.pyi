@@ -5,8 +5,8 @@ from . import rules as rules
 from . import testing as testing
 from .adaptive.adaptive_trace import AdaptiveTrace as AdaptiveTrace
 from .checkpoint.checkpoint import Checkpoint as Checkpoint
+from .checkpoint.names import weights_hash as weights_hash
 from .checkpoint.reading import read_checkpoint as read_checkpoint
-from .checkpoint.weights import weights_hash as weights_hash
 from .data.dataset.seeded import Seeded as Seeded
 from .data.evaluation_sampler import EvaluationSampler as EvaluationSampler
 from .data.fit import elastic as elastic

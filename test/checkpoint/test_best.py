@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,8 @@ from torch.optim.lr_scheduler import StepLR
 from helpers.checkpoints import STATE, checkpoint, names, path_of, save_checkpoint, told, truncate_state, updates
 from helpers.properties import examples
 from helpers.reference import training
-from helpers.sudden_death import dying_after
-from variable_batch_size.checkpoint.folder import MANIFEST
+from helpers.sudden_death import Died, dying_after
+from variable_batch_size.checkpoint.contents import MANIFEST
 from variable_batch_size.testing import run_ranks
 
 LOSS = "min:loss"
@@ -145,6 +146,8 @@ def test_there_is_an_intact_best_one_at_every_moment(values, deaths, every, keep
                         completed = under_way
                 saves.close()
             finally:
+                with suppress(Died, RuntimeError, OSError):
+                    saves._saver.thread.wait()
                 saves._folder.writer._stop()  # as the end of a process does
 
         for operations in (*deaths, math.inf):
@@ -284,7 +287,7 @@ def test_a_full_disk_raises_on_every_rank_and_changes_nothing(tmp_path):
         with checkpoint(tmp_path, run, best=LOSS) as saves:
             saves.save()
             if backend.world.rank == 0:
-                saves._folder.mark = no_space
+                saves._folder.mark_best = no_space
             with pytest.raises(RuntimeError, match=r"update-00000001 could not be written to .* \(No space left"):
                 saves.report(loss=1.0)
             assert saves.best is None

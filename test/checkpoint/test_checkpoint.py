@@ -21,7 +21,7 @@ from helpers.processes import run_job
 from helpers.reference import SIZES, assert_equal, training
 from helpers.xla_checkpoints import restore, save
 from helpers.xla_training import Case
-from variable_batch_size.checkpoint.folder import MANIFEST
+from variable_batch_size.checkpoint.contents import MANIFEST
 from variable_batch_size.testing import run_ranks
 
 STOP = 3

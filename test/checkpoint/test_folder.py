@@ -26,13 +26,12 @@ from helpers.checkpoints import (
     restore_checkpoint,
     save_checkpoint,
     start,
-    told,
     truncate_state,
     two_saved,
     updates,
 )
 from helpers.reference import training
-from variable_batch_size.checkpoint.folder import MANIFEST, sealed
+from variable_batch_size.checkpoint.contents import MANIFEST, write_manifest
 from variable_batch_size.testing import run_ranks
 
 
@@ -106,18 +105,32 @@ def test_a_required_checkpoint_that_is_absent_is_an_error(tmp_path):
         saves.restore(required=True)
 
 
-def test_what_is_incomplete_is_named(saved, caplog):
-    """A killed save leaves it, or somebody who deletes the JSON of a rank."""
-    newest, oldest = path_of(saved, 2), path_of(saved, 1)
-    line = f"Incomplete, as after a save that was cut off, and deleted by the next one: {newest.name}"
-    (newest / MANIFEST).unlink()
-    with checkpoint(saved, training()) as saves:
-        assert saves.restore()
-        assert told(caplog)[-1].endswith(f" {line}.")
-    (oldest / MANIFEST).unlink()
-    with checkpoint(saved, training()) as saves:
+@pytest.mark.parametrize("what", ["the JSON of a rank", "its folder"])
+def test_the_newest_checkpoint_that_was_deleted_by_hand_is_told(what, saved):
+    """Until a save has followed it; what a killed save left behind was never told to be there, and is not missed."""
+    (saved / "update-00000009-0001-9-2").mkdir()
+    name = path_of(saved, 2).name
+
+    def delete(path):
+        (path / MANIFEST).unlink() if "JSON" in what else shutil.rmtree(path)
+
+    delete(saved / name)
+    for _ in range(2):
+        run = training()
+        told = rf"^Damaged checkpoints in .*: {name} \({what} is missing\); restoring update-00000001-0001-1-1 instead$"
+        with checkpoint(saved, run) as saves, pytest.warns(RuntimeWarning, match=told):
+            assert saves.restore()
+    with pytest.warns(RuntimeWarning, match=rf"{name} \({what} is missing\); reading .*/update-00000001-0001-1-1$"):
+        vbs.read_checkpoint(saved)
+    with checkpoint(saved, run, keep=1) as saves:
+        run.run(2)
+        saves.save()
+        saves.restore()
+    assert updates(saved) == [3]
+    delete(path_of(saved, 3))
+    told = r"update-00000003\S+ \(.* is missing\); restoring nothing instead$"
+    with checkpoint(saved, training()) as saves, pytest.warns(RuntimeWarning, match=told):
         assert not saves.restore()
-        assert told(caplog)[-1].endswith(f"nothing is restored. {line}, {oldest.name}.")
 
 
 def test_a_checkpoint_under_another_name_is_damaged(saved):
@@ -166,10 +179,10 @@ def test_a_checkpoint_of_a_later_version_is_named_and_stays(saved):
     assert file.exists()
 
 
-def test_checkpoints_of_version_1_are_named_and_stay(tmp_path):
+def test_checkpoints_with_names_of_another_version_are_named_and_stay(tmp_path):
     (tmp_path / "update-00000003").mkdir()
     (tmp_path / "update-00000003" / "checkpoint.json").write_text('{"format": "vbs-checkpoint", "version": 1}')
-    told = r"Checkpoint .*/update-00000003 must have version 2 of .*, got version 1; finish that training with the rel"
+    told = r"Checkpoint .*/update-00000003 must have version 2 of .*, got the name of another version; go on with the"
     with checkpoint(tmp_path, training()) as saves, pytest.raises(RuntimeError, match=told):
         saves.restore()
     with pytest.raises(ValueError, match=told):
@@ -202,7 +215,7 @@ def test_nothing_in_a_checkpoint_is_executed(form, saved, tmp_path):
     del facts["seal"]
     file = {"bytes": len(contents), "header": len(contents), "sha256": hashlib.sha256(contents).hexdigest()}
     file["chunks"] = facts["file"]["chunks"]
-    (folder / MANIFEST).write_text(sealed({**facts, "file": file}))  # else the state is not opened
+    (folder / MANIFEST).write_text(write_manifest({**facts, "file": file}))  # else the state is not opened
     run = training()
     with checkpoint(saved, run) as saves, pytest.warns(RuntimeWarning, match="restoring update-00000001-"):
         assert saves.restore()

@@ -15,7 +15,7 @@ import variable_batch_size as vbs
 from helpers.checkpoints import checkpoint, messages, restore_checkpoint, save_checkpoint, start, told, updates
 from helpers.reference import SIZES, training
 from variable_batch_size.checkpoint import tensor_file
-from variable_batch_size.checkpoint.messages import UNCALLED_STEP
+from variable_batch_size.checkpoint.checkpoint import UNCALLED_STEP
 from variable_batch_size.testing import run_ranks
 
 RESTORED = (

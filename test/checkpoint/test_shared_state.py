@@ -17,12 +17,13 @@ from helpers.reference import network, training
 from helpers.worlds import Layout, Place
 from variable_batch_size.backend import LocalBackend
 from variable_batch_size.checkpoint import shards
+from variable_batch_size.checkpoint.compare import byte_digests
+from variable_batch_size.checkpoint.contents import DamagedError, verify
 from variable_batch_size.checkpoint.folder import Folder
 from variable_batch_size.checkpoint.names import Names
-from variable_batch_size.checkpoint.reading import DamagedError, read_verified
 from variable_batch_size.checkpoint.saving import COMPARED_EVERY
 from variable_batch_size.checkpoint.shards import assign_writers
-from variable_batch_size.checkpoint.shared_state import byte_digests
+from variable_batch_size.checkpoint.storage import Storage
 from variable_batch_size.checkpoint.values import encode
 from variable_batch_size.testing import run_ranks
 
@@ -260,14 +261,14 @@ def test_each_file_of_each_rank_is_verified(tmp_path):
 
     run_ranks(save, 2)
     (name,) = Folder(tmp_path).names()
-    read_verified(Folder(tmp_path), name, every=True)
+    verify(Folder(tmp_path).storage, name)
     files = sorted(file.name for file in (tmp_path / name).iterdir())
     assert files == ["rank-0.json", "rank-1.json", "tensors-0.safetensors", "tensors-1.safetensors"]
     for file in files:
         content = (tmp_path / name / file).read_bytes()
         (tmp_path / name / file).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         with pytest.raises(DamagedError):
-            read_verified(Folder(tmp_path), name, every=True)
+            verify(Folder(tmp_path).storage, name)
         (tmp_path / name / file).write_bytes(content)
 
 
@@ -337,7 +338,12 @@ def test_replicas_of_a_shard_are_compared(tmp_path):
 def test_128_ranks_restore_what_two_have_saved(tmp_path, monkeypatch):
     """Rank 0 reads the small files for all of them."""
     monkeypatch.setattr(shards, "SMALLEST", 1)
-    read, ranks = list[str](), 128
+    read, ranks, original = list[str](), 128, Storage.read
+
+    def count(storage, *names):
+        if names[-1].startswith("rank-"):
+            read.append(names[-1])
+        return original(storage, *names)
 
     def save(backend):
         save_checkpoint(tmp_path, training(backend=backend).run(3))
@@ -345,14 +351,11 @@ def test_128_ranks_restore_what_two_have_saved(tmp_path, monkeypatch):
     def restore(backend):
         run = training(backend=backend)
         saves = checkpoint(tmp_path, run)
-        original = saves._folder.read_texts
-        monkeypatch.setattr(
-            saves._folder, "read_texts", lambda name: [*map(str, original(name))] + (read.append(name) or [])
-        )
         assert saves.restore()
         saves.close()
         return run.optimizer.updates
 
     run_ranks(save, 2)
+    monkeypatch.setattr(Storage, "read", count)
     assert run_ranks(restore, ranks) == ranks * [3]
-    assert len(read) == 1
+    assert read == ["rank-0.json", "rank-1.json"]

@@ -18,11 +18,12 @@ import variable_batch_size as vbs
 from helpers.checkpoints import resealed
 from helpers.properties import examples
 from variable_batch_size.checkpoint import tensor_file
-from variable_batch_size.checkpoint.folder import sealed, unsealed
-from variable_batch_size.checkpoint.reading import _Tensors
+from variable_batch_size.checkpoint.contents import parse_manifest, write_manifest
+from variable_batch_size.checkpoint.reading import _Wanted
 from variable_batch_size.checkpoint.saving import Copies, describe
 from variable_batch_size.checkpoint.shards import Part
-from variable_batch_size.checkpoint.values import DTYPES, decode, encode
+from variable_batch_size.checkpoint.tensor_file import DTYPES
+from variable_batch_size.checkpoint.values import decode, encode
 
 
 def is_copied(kind):
@@ -46,17 +47,18 @@ def through_json(value):
     """A value as it is read from a checkpoint with one file that was saved in the background."""
     tensors = dict[str, Tensor]()
     state = encode(value, "", tensors, {})
-    file, parts = io.BytesIO(), {name: Part.whole(one.shape) for name, one in tensors.items()}
+    file, parts = io.BytesIO(), {name: Part.whole(one.shape)._asdict() for name, one in tensors.items()}
     facts = tensor_file.write(file, COPIES.copy_to_host(tensors), parts)
     assert facts["bytes"] == len(file.getvalue())
     known = {name: describe(one) for name, one in tensors.items()}
-    read = unsealed(sealed({"state": state, "tensors": known, "file": facts}))
+    read = parse_manifest(write_manifest({"state": state, "tensors": known, "file": facts}))
     tensor_file.check(file, read["file"])
-    loaded = _Tensors(read["tensors"], {})
+    loaded = {name: _Wanted(of_tensor, None) for name, of_tensor in read["tensors"].items()}
     for name, chunk in read["file"]["chunks"].items():
         part = Part(tuple(chunk["offset"]), tuple(chunk["shape"]))
-        loaded.add(name, part, tensor_file.read(file, chunk, read["tensors"][name]["dtype"]))
-    return decode(read["state"], loaded.whole().__getitem__)
+        loaded[name].add(part, tensor_file.read(file, chunk, read["tensors"][name]["dtype"]))
+    whole = {name: tensor.whole() for name, tensor in loaded.items()}
+    return decode(read["state"], whole.__getitem__)
 
 
 def assert_same(found, expected, where=""):
@@ -167,20 +169,18 @@ def test_a_copy_does_not_change_with_the_tensor(name):
     assert torch.equal(copy.to_dense(), before)
 
 
-def test_memory_is_reused_for_tensors_of_the_same_layout_and_freed_otherwise():
+def test_memory_is_reused_for_tensors_of_the_same_name_and_layout():
     kept = Copies(vbs.backend.LocalBackend())
 
-    def addresses(*shapes):
-        tensors = {str(number): torch.randn(shape) for number, shape in enumerate(shapes)}
-        return [copy.data_ptr() for copy in kept.copy_to_host(tensors).values()]
+    def addresses(**shapes):
+        copies = kept.copy_to_host({name: torch.randn(shape) for name, shape in shapes.items()})
+        return {name: copy.data_ptr() for name, copy in copies.items()}
 
-    first = addresses((3, 4), (3, 4), (5,))
-    assert len(set(first)) == 3
-    assert sorted(addresses((5,), (3, 4), (3, 4))) == sorted(first)
-    buffers = kept._buffers
-    addresses((7,))
-    assert [len(copies) for copies in kept._buffers.values()] == [1]
-    assert len(buffers) == 2
+    first = addresses(a=(3, 4), b=(3, 4), c=(5,))
+    assert len({*first.values()}) == 3
+    again = addresses(b=(3, 4), c=(4, 3), a=(3, 4))
+    assert (again["a"], again["b"]) == (first["a"], first["b"])
+    assert kept.copy_to_host({"c": torch.ones(2, 2)})["c"].shape == (2, 2)
 
 
 def test_safetensors_reads_the_files():
@@ -194,7 +194,7 @@ def test_safetensors_reads_the_files():
     kept["transposed"] = torch.randn(3, 4).T
     file = io.BytesIO()
     kept["complex"] = torch.tensor([1 + 2j], dtype=torch.complex128)
-    tensor_file.write(file, kept, {name: Part.whole(one.shape) for name, one in kept.items()})
+    tensor_file.write(file, kept, {name: Part.whole(one.shape)._asdict() for name, one in kept.items()})
     found = load_safetensors(file.getvalue())
     assert found.pop("complex").tolist() == [[1.0, 2.0]]
     assert_same(found, {name: kept[name] for name in found})
@@ -281,13 +281,13 @@ def test_what_no_checkpoint_can_hold_is_named_with_its_place(value):
 
 
 def test_any_change_of_the_text_is_seen():
-    text = sealed({"state": [1, {"b": 0.1}], "trace": "\u00e9"})
-    assert unsealed(text)["state"] == [1, {"b": 0.1}]
+    text = write_manifest({"state": [1, {"b": 0.1}], "trace": "\u00e9"})
+    assert parse_manifest(text)["state"] == [1, {"b": 0.1}]
     for place in range(len(text)):
         changed = chr(ord(text[place]) ^ 1)
         for other in (text[:place], text[:place] + text[place + 1 :], text[:place] + changed + text[place + 1 :]):
             with pytest.raises(ValueError):  # noqa: PT011
-                unsealed(other)
+                parse_manifest(other)
 
 
 def test_endless_values_are_named():
@@ -300,4 +300,4 @@ def test_endless_values_are_named():
 @pytest.mark.parametrize("version", ['"2"', "null", "true", "2.0"])
 def test_a_version_that_is_no_number_is_damage(version):
     with pytest.raises(ValueError, match="it is no JSON of vbs-checkpoint"):
-        unsealed(resealed(sealed({}), version))
+        parse_manifest(resealed(write_manifest({}), version))

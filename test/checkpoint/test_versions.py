@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 import variable_batch_size as vbs
 from helpers.pages import DOCS
 from helpers.processes import run_job
-from variable_batch_size.checkpoint.folder import KEYS, sealed
+from variable_batch_size.checkpoint.contents import KEYS, write_manifest
 from variable_batch_size.checkpoint.values import encode
 
 UPDATES, LAST = 3, 6
@@ -110,7 +110,7 @@ def test_the_page_has_the_list_of_keys_and_no_other_key_is_written():
     page = page[page.index("- `rank-0.json`") : page.index("- `tensors-0.safetensors`")]
     assert not [key for key in KEYS if f"`{key}`" not in page]
     with pytest.raises(ValueError, match=r"^the keys of a checkpoint's JSON must be in KEYS, got color; add them$"):
-        sealed({"color": 1})
+        write_manifest({"color": 1})
 
 
 def test_the_page_reads_the_weights_without_the_library():

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch.distributed.fsdp import fully_shard
 
 import variable_batch_size as vbs
 from helpers.checkpoints import checkpoint, path_of, save_checkpoint, truncate_state
 from helpers.console import run_main
+from helpers.pages import DOCS
+from helpers.processes import run_job
 from helpers.reference import ADAM, assert_equal, network, training
 from variable_batch_size.checkpoint import conversion
 
@@ -70,7 +75,7 @@ def test_show_and_verify(trained):
     (path_of(folder, 2) / "rank-0.json").write_text("{")
     assert "damaged" in execute("show", folder).stdout
     missing = execute("show", folder / "none")
-    assert (missing.returncode, "or a checkpoint, got" in missing.stderr, "Errno" in missing.stderr) == (1, True, False)
+    assert (missing.returncode, "nothing is there" in missing.stderr, "Errno" in missing.stderr) == (1, True, False)
 
 
 @pytest.mark.parametrize("samples", [True, False])
@@ -108,6 +113,66 @@ def test_a_module_of_that_name_keeps_it(tmp_path):
     torch.save({"model": state}, tmp_path / "state.pt")
     conversion.from_torch(tmp_path / "state.pt", tmp_path / "begun")
     assert set(vbs.read_checkpoint(tmp_path / "begun")["parts"]["model"]) == set(state)
+
+
+class Tied(torch.nn.Module):
+    """A model with tied, transposed, half and integer tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+        self.head.weight = self.first.weight
+        self.norm = torch.nn.LayerNorm(2).bfloat16()
+        self.register_buffer("seen", torch.tensor(3))
+        self.conv = torch.nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+
+
+def test_the_page_loads_the_weights_without_the_library(tmp_path, monkeypatch):
+    run, model = training(), Tied()
+    run.run(1)
+    with vbs.Checkpoint(tmp_path / "run", model=model, optimizer=run.optimizer) as saves:
+        saves.save()
+    done = execute("to-safetensors", tmp_path / "run", tmp_path / "model.safetensors")
+    assert done.returncode == 0, done.stderr
+    code = (DOCS / "checkpoints.md").read_text().partition("```python\n")[2].partition("```")[0]
+    assert "variable_batch_size" not in code
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(5)
+    other = Tied()
+    exec(code, {"model": other})
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], tensor), name
+        assert other.state_dict()[name].dtype == tensor.dtype
+
+
+def sharded(backend, folder):
+    run = training(backend=backend, model=fully_shard(network())).run(2)
+    save_checkpoint(folder, run, best="min:loss")
+    return run.weights()
+
+
+@pytest.mark.slow("starts processes")
+def test_the_weights_of_a_sharded_training_are_whole(tmp_path):
+    weights, _ = run_job("gloo", sharded, tmp_path / "run", ranks=2)
+    conversion.to_safetensors(tmp_path / "run", tmp_path / "model.safetensors")
+    model = network()
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert_equal([one.detach().numpy() for one in model.parameters()], weights, tolerance=0)
+
+
+def test_what_a_file_of_safetensors_cannot_hold_is_named(tmp_path, monkeypatch):
+    run, model = training(), network()
+    model.register_buffer("sparse", torch.eye(2).to_sparse())
+    with vbs.Checkpoint(tmp_path / "run", model=model, optimizer=run.optimizer) as saves:
+        saves.save()
+    wrong = execute("to-safetensors", tmp_path / "run", tmp_path / "model.safetensors")
+    told = "must have only dense tensors in its state, got Tensor at sparse"
+    assert (wrong.returncode, told in wrong.stderr) == (1, True), wrong.stderr
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    wrong = execute("to-safetensors", tmp_path / "run", tmp_path / "model.safetensors")
+    told = "pip install 'variable_batch_size[safetensors]'"
+    assert (wrong.returncode, told in wrong.stderr) == (1, True), wrong.stderr
+    assert not (tmp_path / "model.safetensors").exists()
 
 
 def test_plain_states_go_out_and_in(trained, tmp_path):

@@ -22,7 +22,13 @@ from variable_batch_size.cli.options import check_count, parse_duration
 COMMANDS = [
     *("", "capacity", "trace", "checkpoint", "goodput", "plan", "simulate", "evaluate", "report", "trace show"),
     *("capacity show", "capacity convert", "capacity fetch", "capacity synthetic", "trace make"),
-    *("checkpoint show", "checkpoint verify", "checkpoint to-torch", "checkpoint from-torch"),
+    *(
+        "checkpoint show",
+        "checkpoint verify",
+        "checkpoint to-torch",
+        "checkpoint from-torch",
+        "checkpoint to-safetensors",
+    ),
 ]
 HEAVY = ["torch", "pandas", "matplotlib", "scipy"]
 

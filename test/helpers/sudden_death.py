@@ -28,7 +28,8 @@ def _count(event: str, _: object) -> None:
 def dying_after(operations: int) -> Iterator[list[bool]]:
     """Let every operation on files fail after so many of them; the list that is yielded is [True] if one has failed.
 
-    Threads that were started meanwhile have ended afterwards: those of a process that dies write nothing any more.
+    Threads that were started meanwhile have ended afterwards: those of a process that dies write nothing any more. The
+    block waits for the one of a checkpoint.
     """
     global _left
     died: list[bool] = []
@@ -40,7 +41,7 @@ def dying_after(operations: int) -> Iterator[list[bool]]:
         died.append(True)
     finally:
         for thread in set(threading.enumerate()) - earlier:
-            if not thread.daemon:  # else it ends with the process
+            if not (thread.daemon or thread.name.startswith("checkpoint")):  # which end with the process
                 thread.join()
         _left = None
 

@@ -1,7 +1,7 @@
 """Save a training to disk and resume it on any world, also after a signal that asks it to stop.
 
-`checkpoint.py` is the public class. A save goes through `saving.py` to `folder.py`, which knows what a checkpoint is;
-`reading.py` finds the newest one that is intact.
+`checkpoint.py` is the public class, and `saving.py` a save from top to bottom. `parts.py` has the states, `folder.py`
+knows which checkpoints there are, `contents.py` what is in one, and `reading.py` puts it together for a rank.
 """
 
 from variable_batch_size.checkpoint.checkpoint import Checkpoint

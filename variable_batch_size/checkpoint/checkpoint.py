@@ -12,21 +12,20 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, NoReturn, final
+from typing import Any, Final, Literal, NoReturn, final
 
 import torch
 from torch import Tensor
 
 from variable_batch_size._log import log
 from variable_batch_size._validation import check_int, check_interval, value_error
-from variable_batch_size.checkpoint import messages
 from variable_batch_size.checkpoint.best import Criterion
+from variable_batch_size.checkpoint.contents import Contents
 from variable_batch_size.checkpoint.events import Events
 from variable_batch_size.checkpoint.folder import Folder, update_of
 from variable_batch_size.checkpoint.parts import Parts, Stateful
 from variable_batch_size.checkpoint.reading import read_first
-from variable_batch_size.checkpoint.saving import Saver
-from variable_batch_size.checkpoint.stored import StoredState
+from variable_batch_size.checkpoint.saving import Saver, few_of
 from variable_batch_size.optim.checks.normalization import check_model_known
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.optim.tensors.hooks import uncompiled
@@ -34,6 +33,10 @@ from variable_batch_size.preemption import EXIT_CODE, Interrupts, signal_notice
 
 _STOP = "stop"  # what a rank wishes after a signal
 _RESTORE, _EXIT = "Checkpoint.restore()", "the save after a signal"  # calls that all ranks make
+UNCALLED_STEP: Final = (
+    "Checkpoint.step() was never called, so that nothing was saved at the interval `every`; call it in the loop, after "
+    "every optimizer.step()"
+)
 
 
 @final
@@ -109,23 +112,24 @@ class Checkpoint:
         self._first_update = optimizer.updates  # at the creation of this object, or after the last restore
         self._updated = self._stepped = False  # whether an update was made, and step() called, since then
         if not optimizer.inside_step:
-            agreement.run_on_all("Checkpoint()", self._check_storable)
-        self._interrupts = Interrupts() if on_interrupt == "save" else None
-        world, alone = agreement.world, agreement.world.size == 1 or self._backend.threads  # which have rank 0's disk
+            agreement.run_on_all("Checkpoint()", partial(self._parts.check_storable, updated=False))
+        self._interrupts: Interrupts | None = None
+        alone = agreement.world.size == 1 or self._backend.threads  # which have rank 0's disk
         try:
+            self._interrupts = Interrupts() if on_interrupt == "save" else None
             token = agreement.run_on_rank_0("Checkpoint()", self._folder.lock)
             shares = [] if alone else agreement.run_on_all("Checkpoint()", lambda: str(self._folder.is_shared(token)))
-        except BaseException:
+            self._due = f"save {token}"  # what rank 0 wishes when the interval of time has passed
+            together = {*shares} == {str(True)}
+            self._saver = Saver(self._backend, agreement, self._parts, self._folder, keep, together=together)
+            self._last_update, self._saved_time = optimizer.updates, time.monotonic()
+            self._events = Events(self._folder.storage, agreement.world)
+            self._events.add("start", optimizer.updates)
+            self._events.large_told = optimizer.skipped
+            optimizer.register(self._events)
+        except BaseException:  # also an interrupt
             self._release_folder()
             raise
-        together = not alone and set(shares) == {str(True)}
-        self._due = f"save {token}"  # what rank 0 wishes when the interval of time has passed
-        self._saver = Saver(self._backend, agreement, self._parts, self._folder, keep, together=together)
-        self._last_update, self._saved_time = optimizer.updates, time.monotonic()
-        self._events = Events(self._folder.storage, world)
-        self._events.add("start", optimizer.updates)
-        self._events.large_told = optimizer.skipped
-        optimizer.register(self._events)
 
     @property
     def latest(self) -> str | None:
@@ -165,9 +169,9 @@ class Checkpoint:
 
     def _save(self, wait: bool, *, in_loop: bool, reported: dict[str, Any] | None = None) -> str:
         """Save the state, add the time that it took to the events, and return the location; see `Saver.save`."""
-        updates = self._optimizer.updates
-        with self._events.timed("save", updates):
-            name = self._saver.save(updates, wait, in_loop=in_loop, reported=reported or {})
+        updates, began = self._optimizer.updates, time.monotonic()
+        name = self._saver.save(updates, wait, in_loop=in_loop, reported=reported or {})
+        self._events.add("save", updates, seconds=time.monotonic() - began)
         self._mark_saved()
         return self._folder.storage.at(name)
 
@@ -195,7 +199,7 @@ class Checkpoint:
         in_loop = updates == before + 1  # and not once an epoch, after what the loop does at its end
         if not self._updated:  # an update may have added to the state what no checkpoint can hold
             self._updated = True
-            self._agreement.run_on_all("Checkpoint.step()", self._check_storable)
+            self._agreement.run_on_all("Checkpoint.step()", partial(self._parts.check_storable, updated=True))
         self._wish_to_meet()
         if self._agreement.take_granted(_STOP):
             self._save_and_exit(in_loop)
@@ -275,51 +279,61 @@ class Checkpoint:
                 training, if it is not the same on every rank, if there are checkpoints and all of them are damaged, or
                 if the previous save failed.
         """
-        began, folder, rank = time.monotonic(), self._folder, self._agreement.world.rank
+        began, folder, first = time.monotonic(), self._folder, self._agreement.world.rank == 0
         self._agreement.forget()
         self._saver.finish_pending(_RESTORE)
         candidates = partial(folder.candidates, best=best, criterion=self._criterion)
         names = self._agreement.run_on_rank_0(_RESTORE, lambda: " ".join(candidates())).split()
-        name, stored, damaged = read_first(folder, names, self._parts.sharded_tensors(), self._agreement, _RESTORE)
-        which = " with a reported value" if best else ""
-        if stored is None:
-            absent = f"No checkpoint{which} in {folder.storage.location}: nothing is restored."
-            if rank == 0:
-                absent += messages.incomplete_suffix(self._incomplete())
-            if damaged or required:
-                raise RuntimeError(messages.no_intact(folder.storage.location, damaged, which) if damaged else absent)
-            if rank == 0:
+        name, contents, damaged = read_first(folder, names, self._parts.sharded_tensors(), self._agreement, _RESTORE)
+        location, which = folder.storage.location, " with a reported value" if best else ""
+        reasons = ", ".join(f"{name} ({reason})" for name, reason in (self._lost(best) | damaged).items())
+        if contents is None and damaged:
+            remedy = "restore() takes the newest one, copy" if best else "copy"
+            raise RuntimeError(
+                f"no checkpoint{which} in {location} can be read: {reasons}; {remedy} an intact one to another folder"
+            )
+        if reasons and first:
+            text = f"Damaged checkpoints in {location}: {reasons}; restoring {name or 'nothing'} instead"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+        if contents is None:
+            absent = f"No checkpoint{which} in {location}: nothing is restored."
+            if required:
+                raise RuntimeError(absent)
+            if first:
                 log(absent, rank=0, update=self._optimizer.updates)
             return False
-        if damaged and rank == 0:
-            warnings.warn(messages.damage(folder.storage.location, damaged, name), RuntimeWarning, stacklevel=2)
-        folder.mark_intact(name)
-        self._agreement.run_on_all(_RESTORE, partial(self._load_parts, stored, strict))
+        self._agreement.run_on_all(_RESTORE, partial(self._parts.load, contents, folder.storage.at(name), strict))
         self._mark_saved()
         self._first_update = self._optimizer.updates
-        self._saver.restored_best = name if best else ""
-        if rank == 0:
-            self._announce(name, stored, [*damaged], folder.newer_than(name) if best else [], time.monotonic() - began)
+        folder.mark_restored(name, best=best)
+        if first:
+            self._announce(name, contents, [*damaged], time.monotonic() - began)
         return True
 
-    def _incomplete(self, after: int = -1) -> list[str]:
-        """Return what is no checkpoint, for a message: a store that refuses to list it must not fail a restore."""
+    def _lost(self, best: bool) -> dict[str, str]:
+        """See `Folder.lost`; rank 0 tells it. A store that refuses to list it must not fail a restore."""
         with suppress(Exception):
-            return self._folder.incomplete(after)
-        return []
+            return {} if best or self._agreement.world.rank else self._folder.lost()
+        return {}
 
-    def _announce(self, name: str, stored: StoredState, damaged: list[str], newer: list[str], seconds: float) -> None:
+    def _announce(self, name: str, contents: Contents, damaged: list[str], seconds: float) -> None:
         """Log that a checkpoint was restored, and add it to the events."""
-        optimizer, parts = self._optimizer, self._parts
-        updates = optimizer.updates
+        optimizer, facts, folder = self._optimizer, contents.facts, self._folder
+        updates, worlds = optimizer.updates, (len(contents.rng), self._agreement.world.size)
         lost = max(0, self._events.reached - updates)
         told = f"{lost}"
         if not self._events.ended:  # a killed run tells its updates once a minute
             told = f"at least {lost}" if lost else "an unknown number of updates"
-        sizes, worlds = (stored.batch_size, parts.batch_size(updates)), (stored.world, self._agreement.world.size)
-        at = updates, optimizer.epoch, optimizer.samples
-        left = messages.ranks_suffix(stored.of_ranks) + messages.incomplete_suffix(self._incomplete(updates))
-        log(messages.restored_line(name, worlds, sizes, at, told, newer) + left, rank=0, update=updates)
+        sizes = facts.get("batch_size", 0), self._parts.batch_size(updates)
+        line = f"Checkpoint {name} restored: "
+        line += f"world {worlds[0]} -> {worlds[1]}, " if worlds[0] not in (0, worlds[1]) else ""
+        line += f"batch size {sizes[0]} -> {sizes[1]}, " if all(sizes) and sizes[0] != sizes[1] else ""
+        line += f"update {updates}, epoch {optimizer.epoch}, {optimizer.samples} samples, lost {told}"
+        newer = folder.newer_than(name) if folder.branches else []
+        line += f"; the next save deletes {', '.join(newer)}." if newer else "."
+        own = contents.of_ranks
+        line += f" In this world all ranks have what rank 0 had of {few_of(own)}." if own else ""
+        log(line, rank=0, update=updates)
         self._events.large_told = self._optimizer.skipped
         self._events.add("restore", updates, lost=lost, seconds=seconds, damaged=", ".join(damaged))
 
@@ -351,15 +365,15 @@ class Checkpoint:
                 self._saver.finish_pending("Checkpoint.close()")
                 missed = self._every is not None and not self._stepped and self._optimizer.updates > self._last_update
                 if missed and self._agreement.world.rank == 0:
-                    warnings.warn(messages.UNCALLED_STEP, RuntimeWarning, stacklevel=3)
+                    warnings.warn(UNCALLED_STEP, RuntimeWarning, stacklevel=3)
             else:
-                self._saver.warn_of_error()
+                self._saver.thread.warn()
             if isinstance(error, (Exception, KeyboardInterrupt)) and self._folder.writer.writes:
                 self._log_what_to_resume_from()
         finally:
             if self._folder.writer.writes:  # else the folder is that of another training
                 self._events.add("end", self._optimizer.updates, error=type(error).__name__ if error else "")
-            if self._saver.idle:  # else an interrupt ended the wait, and the thread still writes
+            if not self._saver.thread.busy:  # else an interrupt ended the wait, and the thread still writes
                 self._release_folder()
 
     def _release_folder(self) -> None:
@@ -370,14 +384,19 @@ class Checkpoint:
 
     def _log_what_to_resume_from(self) -> None:
         """Say after an exception which checkpoint to resume from, once and if there were updates."""
-        updates, best = self._optimizer.updates, self._saver.restored_best
+        updates, best = self._optimizer.updates, self._folder.current if self._folder.branches else ""
         try:
             newest = self._folder.newest()
         except Exception:  # a store that cannot be reached has another one; that of the training propagates
             return
         lost = updates - (self._first_update if best else update_of(newest) if newest else 0)
         if updates != self._first_update and lost >= 0:  # else the folder is that of another training
-            message = messages.interrupted_line(self._folder.storage.location, best or newest, lost, best != "")
+            count = "1 update is lost" if lost == 1 else f"{lost} updates are lost" if lost else "no update is lost"
+            which, call = ("best", "restore(best=True)") if best else ("newest", "restore()")
+            message = f"Checkpoint {best or newest} is the {which} one; {count}; {call} resumes from it."
+            if not (best or newest):
+                place = self._folder.storage.location
+                message = f"No checkpoint is in {place}; {count}, and the training has to begin again."
             log(message, level=logging.WARNING if lost else logging.INFO, rank=0, update=updates)
         self._first_update = updates
 
@@ -413,15 +432,3 @@ class Checkpoint:
         every = self._every.total_seconds() if isinstance(self._every, timedelta) else math.inf
         if self._agreement.world.rank == 0 and time.monotonic() - self._saved_time >= every:
             self._agreement.wish(self._due)
-
-    def _check_storable(self) -> str:
-        """Raise an error if the state of a part cannot be saved; return "", as a call of all ranks has to."""
-        self._parts.check_storable(updated=self._updated)
-        self._backend.mark_step()
-        return ""
-
-    def _load_parts(self, stored: StoredState, strict: bool) -> str:
-        """Restore all parts from a checkpoint, and return "", as a call of all ranks has to."""
-        self._parts.load(stored, strict)
-        self._backend.mark_step()
-        return ""

@@ -1,4 +1,4 @@
-"""A checkpoint as plain states of torch in one file, and the other way round."""
+"""A checkpoint as one file of plain states for torch or of weights for safetensors, and the other way round."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
+from variable_batch_size._extras import import_extra
 from variable_batch_size._validation import type_error, value_error
+from variable_batch_size.checkpoint.checks import SAMPLER
 from variable_batch_size.checkpoint.folder import Folder
-from variable_batch_size.checkpoint.reading import read_checkpoint
+from variable_batch_size.checkpoint.names import with_numbers
+from variable_batch_size.checkpoint.reading import read_checkpoint, read_newest
 from variable_batch_size.checkpoint.saving import describe, versions
 from variable_batch_size.checkpoint.shards import Part
-from variable_batch_size.checkpoint.stored import SAMPLER
 from variable_batch_size.checkpoint.values import encode
 
 
@@ -33,10 +35,40 @@ def to_torch(checkpoint: str | os.PathLike[str], file: Path, *, best: bool = Fal
     Raises:
         ValueError: if there is no intact checkpoint.
     """
+    _check_parent(file)
+    parts = read_checkpoint(checkpoint, best=best)["parts"]
+    torch.save({name: _as_of_torch(state) for name, state in parts.items() if name != SAMPLER}, file)
+
+
+def to_safetensors(checkpoint: str | os.PathLike[str], file: Path, *, best: bool = False) -> None:
+    """Write the weights and buffers of the model, whole and by its own names, as a file of safetensors.
+
+    Args:
+        checkpoint, best: see `read_checkpoint`.
+        file: created, or replaced.
+
+    Raises:
+        ModuleNotFoundError: if safetensors is not installed.
+        ValueError: if there is no intact checkpoint, or the state of the model holds more than dense tensors.
+    """
+    import_extra("safetensors", "safetensors")
+    from safetensors.torch import save_file
+
+    _check_parent(file)
+    tensors, seen = dict[str, torch.Tensor](), set[int]()
+    for name, value in read_newest(checkpoint, best=best, only="model").parts["model"].items():
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            requirement = "a model in a file of safetensors must have only dense tensors in its state"
+            raise value_error(requirement, f"{type(value).__name__} at {name}", "use vbs checkpoint to-torch")
+        shared = id(value) in seen  # tied tensors are written twice: a model loads each of its names
+        seen.add(id(value))
+        tensors[name] = value.clone() if shared else value.contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def _check_parent(file: Path) -> None:
     if not file.parent.is_dir():
         raise value_error("FILE must be in a folder that there is", file, "create the folder")
-    parts = read_checkpoint(checkpoint, best=best)["parts"]
-    torch.save({name: _with_numbers(state) for name, state in parts.items() if name != SAMPLER}, file)
 
 
 def from_torch(file: Path, folder: str | os.PathLike[str]) -> str:
@@ -93,15 +125,8 @@ def _check_state_dicts(states: Any) -> None:
         raise value_error(requirement, ", ".join(map(repr, states)) or "an empty one", remedy)
 
 
-def _with_numbers(state: Any) -> Any:
-    """Return the state of an optimizer with numbers of parameters, as torch has it; another one as it is."""
+def _as_of_torch(state: Any) -> Any:
+    """Return the state of an optimizer as torch has it; another one as it is."""
     if not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():
         return state
-    names = [name for group in state["param_groups"] for name in group["params"]]
-    numbers = {name: number for number, name in reversed([*enumerate(names)])}
-    return {
-        "state": {numbers.get(name, name): of_parameter for name, of_parameter in state["state"].items()},
-        "param_groups": [
-            {**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]
-        ],
-    }
+    return {key: value for key, value in with_numbers(state).items() if key in ("state", "param_groups")}

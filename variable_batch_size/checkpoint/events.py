@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any, Final, final
 
 from variable_batch_size.checkpoint.storage import Storage
@@ -39,12 +38,11 @@ class Events:
     def __init__(self, folder: Storage, world: World) -> None:
         self._folder, self._world, self._lines = folder, world, list[str]()
         self._name = FILE if folder.on_disk else f"events-{time.time():.6f}.jsonl"
-        self.reached, self.ended = 0, True
+        earlier = list[dict[str, Any]]()
         with suppress(Exception):  # of a store any: a training does not end for its events
             earlier = [] if world.rank else read_events(folder)
-            if earlier:
-                self.reached = earlier[-1]["update"]
-                self.ended = earlier[-1]["event"] == "end"
+        self.reached = earlier[-1]["update"] if earlier else 0
+        self.ended = not earlier or earlier[-1]["event"] == "end"
         self._last, self._skipped, self.large_told = time.monotonic(), False, 0
 
     def add(self, event: str, update: int, **facts: float | str) -> None:
@@ -61,13 +59,6 @@ class Events:
             else:
                 self._folder.put("".join(self._lines), self._name)
 
-    @contextmanager
-    def timed(self, event: str, update: int) -> Iterator[None]:
-        """Add an event with the seconds of a block, if that does not raise."""
-        began = time.monotonic()
-        yield
-        self.add(event, update, seconds=time.monotonic() - began)
-
     def commit(self, commit: Commit) -> None:
         """Take whether an update was skipped; see `Observer`."""
         self._skipped = not commit.updated
@@ -77,8 +68,7 @@ class Events:
 
     def note_update(self, update: int, large: int) -> None:
         """Add that the last update was skipped, or, once a minute, that it was made; `large`: see `large_told`."""
-        skipped = self._skipped
-        more = large - self.large_told
+        skipped, more = self._skipped, large - self.large_told
         self._skipped, self.large_told = False, large
         if skipped or more > 0:
             self.add("skip", update, **({"large": more} if more > 0 else {}))
@@ -88,21 +78,20 @@ class Events:
 
 def read_events(folder: Storage) -> list[dict[str, Any]]:
     """Return the events of a folder, the oldest first, without lines that were cut off or are of another version."""
-    events = []
+    names, events = list[str](), list[dict[str, Any]]()
     with suppress(OSError):
-        names = [name for name in folder.names() if name.startswith("events") and name.endswith(".jsonl")]
-        for name in sorted(names):
-            for line in folder.read(name).decode(errors="replace").splitlines():
-                with suppress(ValueError, RecursionError):
-                    event = json.loads(line)
-                    if isinstance(event, dict) and event.get("version") == VERSION and _is_event(event):
-                        events.append(event)
+        names = sorted(name for name in folder.names() if name.startswith("events") and name.endswith(".jsonl"))
+        for line in (line for name in names for line in folder.read(name).decode(errors="replace").splitlines()):
+            with suppress(ValueError, RecursionError, TypeError, LookupError):
+                event = json.loads(line)
+                numbers = [event[key] for key in ("time", "update", *["seconds"] * (event["event"] in _TIMED))]
+                if event["version"] == VERSION and isinstance(event["event"], str) and all(map(_is_number, numbers)):
+                    events.append(event)
     return events
 
 
-def _is_event(event: Mapping[str, Any]) -> bool:
-    """Return whether all numbers are there, and finite."""
-    timed = event.get("event") in ("save", "restore")
-    numbers = [event.get(name) for name in ("time", "update", *["seconds"] * timed)]
-    finite = [number for number in numbers if isinstance(number, (int, float)) and abs(number) < 1e12]
-    return isinstance(event.get("event"), str) and len(finite) == len(numbers)
+_TIMED = ("save", "restore")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and abs(value) < 1e12

@@ -1,9 +1,10 @@
 """A folder of checkpoints, on a disk or in an object store: which there are, which one is the best, which are deleted.
 
-A checkpoint is a folder `update-00000812-0003-1-2`: of update 812, the first save of the writer 3, in 2 files of
-tensors. Each rank that writes puts `tensors-1.safetensors` there and then `rank-1.json`, which says what is in it; that
-of rank 0 has all else. The checkpoint exists when all these are there: no rank waits for another one to publish it. The
-JSON of rank 0 is deleted first. Users keep other files in the same folder: only files of these names are deleted.
+A checkpoint is a folder `update-00000812-0003-1-2`: of update 812, the first save of the writer 3, by 2 ranks. It
+exists when the JSON of all these ranks is there: no rank waits for another one to publish it. That of rank 0 is deleted
+first. The newest checkpoint is the last save of the last writer that has saved: what an earlier writer adds, which
+wakes up after another one took over, is never newer, and no writer deletes what a later one has written. Users keep
+other files in the same folder: only files of these names are deleted.
 """
 
 from __future__ import annotations
@@ -11,42 +12,30 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import Any, Final, final
+from typing import Any, final
 
 from torch import Tensor
 
-from variable_batch_size.checkpoint import seal, tensor_file
+from variable_batch_size.checkpoint import tensor_file
 from variable_batch_size.checkpoint.best import Criterion
-from variable_batch_size.checkpoint.rank_state import facts_of_tensors
+from variable_batch_size.checkpoint.contents import (
+    FORMAT,
+    MANIFEST,
+    VERSION,
+    DamagedError,
+    VersionError,
+    parse_manifest,
+    verify,
+    write_manifest,
+)
 from variable_batch_size.checkpoint.shards import Part
 from variable_batch_size.checkpoint.storage import DAMAGE, Storage
 from variable_batch_size.checkpoint.writer import Writer
 
-FORMAT: Final = "vbs-checkpoint"
-VERSION: Final = 2
-MANIFEST: Final = "rank-0.json"
-
-# A key that readers may ignore, and for which they have a default, is added without another version.
-KEYS: Final = {
-    *("format", "version", "name", "ranks", "file", "seal"),  # of the JSON of each rank
-    *("library", "torch"),  # the others are in that of rank 0: what has written it,
-    *("epoch", "step", "samples", "updates", "reads_epoch", "world", "batch_size"),  # the position,
-    *("trace", "dataset_size", "seed", "shuffle", "drop_last"),  # what the samples follow from,
-    *("best", "metrics"),  # what was reported,
-    *("state", "random", "tensors"),  # states;
-    "own",  # in that of another rank: the states and tensors that it has for itself
-}
-
 _NAME = re.compile(r"update-(\d{8,})-(\d{4,})-(\d+)-(\d+)")
 _FILE = re.compile(r"rank-\d+\.json(\.new)?|tensors-\d+\.safetensors")
-_EARLIER = re.compile(r"update-(\d{8,})(-\d+)?")  # of version 1
-
-
-@final
-class VersionError(ValueError):
-    """A checkpoint has a version of the format that this library does not know."""
 
 
 @final
@@ -56,34 +45,26 @@ class Folder:
     Args:
         location: a path, or a URL of fsspec.
         run: see `Writer`.
+
+    Attributes:
+        current: the checkpoint that this process has restored or saved last, on the writer; "" before that.
+        branches: whether that was restored as the best one, so that the next save deletes newer ones.
     """
 
     def __init__(self, location: str | os.PathLike[str], run: str | None = None) -> None:
         self.storage = Storage(location)
         self.writer = Writer(self.storage, run)
+        self.current, self.branches = "", False
         self._saves = 0
-        self._intact: set[str] = set()  # names of checkpoints that are not read again to find out
-        self._reported: dict[str, dict[str, Any]] = {}  # on the writer, which alone changes it: see `reported`
+        self._earlier = list[str]()  # checkpoints that were there when this process became the writer
+        self._intact = set[str]()  # names of checkpoints that are not read again to find out
+        self._reported = dict[str, dict[str, Any]]()  # on the writer, which alone changes it: see `reported`
 
     # Which checkpoints there are. -------------------------------------------------------------------------------------
 
     def names(self) -> list[str]:
         """Return the names of the checkpoints, the newest first; they are not verified."""
         return self._list_all()[0]
-
-    def candidates(self, *, best: bool, criterion: Criterion | None = None) -> list[str]:
-        """Return the checkpoints in the order in which to try them: the newest first, or the best, see `best_first`.
-
-        Raises:
-            VersionError: if there are only checkpoints of version 1.
-        """
-        names, others = self._list_all()
-        if not names and (earlier := sorted(filter(_EARLIER.fullmatch, others))):
-            raise VersionError(
-                f"Checkpoint {self.storage.at(earlier[-1])} must have version {VERSION} of the format {FORMAT}, got "
-                f"version 1; finish that training with the release that saved it, or choose another folder"
-            )
-        return self.best_first(criterion) if best else names
 
     def _list_all(self) -> tuple[list[str], dict[str, set[str]]]:
         """Return the checkpoints, the newest first; and all other names in the folder with the files in them."""
@@ -93,18 +74,40 @@ class Folder:
             for name, files in listed.items()
             if (match := _NAME.fullmatch(name)) and files >= {f"rank-{rank}.json" for rank in range(int(match[4]))}
         ]
-        first, earlier = self.writer.find_counting([_order(name)[1] for name in whole])
-        names = [name for name in whole if _order(name)[1] >= first or name in earlier]
-        return sorted(names, key=_order, reverse=True), {name: listed[name] for name in listed.keys() - names}
+        return sorted(whole, key=_order, reverse=True), {name: listed[name] for name in listed.keys() - whole}
 
-    def incomplete(self, after: int = -1) -> list[str]:
-        """Return what is no checkpoint of a later update than `after`, as files of ranks are missing; newest first."""
-        names = [name for name in self._list_all()[1] if _NAME.fullmatch(name) and update_of(name) > after]
-        return sorted(names, key=_order, reverse=True)
+    def candidates(self, *, best: bool, criterion: Criterion | None = None) -> list[str]:
+        """Return the checkpoints in the order in which to try them: the newest first, or the best, see `best_first`.
 
-    def newest(self, after: int = -1) -> str | None:
-        """Return the newest intact checkpoint of a later update than `after`, or None."""
-        return next((name for name in self.names() if update_of(name) > after and self.is_intact(name)), None)
+        Raises:
+            VersionError: if there are only checkpoints whose names are of another version.
+        """
+        names, others = self._list_all()
+        unknown = [
+            name for name in others if name.startswith("update-") and any(others[name]) and not _NAME.fullmatch(name)
+        ]
+        if not names and unknown:
+            raise VersionError(
+                f"Checkpoint {self.storage.at(max(unknown))} must have version {VERSION} of the format {FORMAT}, got "
+                f"the name of another version; go on with the release that saved it, or choose another folder"
+            )
+        return self.best_first(criterion) if best else names
+
+    def incomplete(self) -> list[str]:
+        """Return what is no checkpoint, as files of ranks are missing; newest first."""
+        return sorted(filter(_NAME.fullmatch, self._list_all()[1]), key=_order, reverse=True)
+
+    def lost(self) -> dict[str, str]:
+        """Return the newest checkpoint that was saved, and what is missing, if it is not there any more."""
+        names, others = self._list_all()
+        last = self.writer.last_saved()
+        if not _NAME.fullmatch(last) or (names and _order(names[0]) >= _order(last)):
+            return {}
+        return {last: "the JSON of a rank is missing" if last in others else "its folder is missing"}
+
+    def newest(self) -> str | None:
+        """Return the newest intact checkpoint, or None."""
+        return next(filter(self.is_intact, self.names()), None)
 
     def newer_than(self, name: str) -> list[str]:
         """Return the checkpoints that are newer than this one, newest first; none if it is missing."""
@@ -134,47 +137,17 @@ class Folder:
         if name in self._reported:
             return self._reported[name]
         try:
-            manifest = unsealed(self.storage.read(name, MANIFEST).decode())
+            manifest = parse_manifest(self.storage.read(name, MANIFEST).decode())
+        except VersionError as error:
+            raise VersionError(f"Checkpoint {self.storage.at(name)} cannot be read: {error}") from None
         except DAMAGE as error:
-            self._check_damage(error, name)
+            if not self.storage.is_damage(error):
+                raise
             return None
         facts = {key: value for key, value in manifest.items() if key in ("best", "metrics")}
         if self.writer.number:
             self._reported[name] = facts
         return facts
-
-    # What is in a checkpoint. -----------------------------------------------------------------------------------------
-
-    def read_texts(self, name: str) -> list[str]:
-        """Return the JSON of each rank that has written a checkpoint, that of rank 0 first.
-
-        Raises:
-            one of `DAMAGE`: if one is not there.
-        """
-        first = self.storage.read(name, MANIFEST).decode()
-        others = range(1, _ranks_in(first))
-        return [first, *(self.storage.read(name, f"rank-{rank}.json").decode() for rank in others)]
-
-    def read(
-        self,
-        name: str,
-        rank: int,
-        file: Mapping[str, Any],
-        dtypes: Mapping[str, str],
-        wanted: Iterable[str],
-        use: Callable[[str, Part, Tensor], object],
-    ) -> None:
-        """Read the `wanted` tensors of the file of a rank in their order, verify them, and pass each to `use`.
-
-        Raises:
-            one of `DAMAGE`: if the file is not intact.
-        """
-        chunks = file["chunks"]
-        with self.storage.open(name, f"tensors-{rank}.safetensors") as stream:
-            tensor_file.check(stream, file)
-            for key in sorted(wanted, key=lambda key: int(chunks[key]["begin"])):
-                part = Part(tuple(chunks[key]["offset"]), tuple(chunks[key]["shape"]))
-                use(key, part, tensor_file.read(stream, chunks[key], dtypes[key]))
 
     def is_intact(self, name: str) -> bool:
         """Return whether all bytes of a checkpoint are as they were written; they are read once."""
@@ -182,32 +155,13 @@ class Folder:
 
     def _check_intact(self, name: str) -> bool | None:
         """Return whether a checkpoint is intact; None if a disk does not say it now."""
-        if name in self._intact:
-            return True
-        try:
-            ranks = manifests(self.read_texts(name), name)
-            dtypes = {key: facts["dtype"] for key, facts in facts_of_tensors(ranks).items()}
-            for rank, manifest in enumerate(ranks):
-                if manifest["file"]:
-                    self.read(name, rank, manifest["file"], dtypes, manifest["file"]["chunks"], lambda *_: None)
-        except DAMAGE as error:
-            self._check_damage(error, name)
-            return None if isinstance(error, OSError) and not isinstance(error, FileNotFoundError) else False
-        self._intact.add(name)
+        if name not in self._intact:
+            try:
+                verify(self.storage, name)
+            except DamagedError as error:
+                return None if error.temporary else False
+            self._intact.add(name)
         return True
-
-    def _check_damage(self, error: BaseException, name: str) -> None:
-        """Raise an error again that is none of damage: of another version, or of a store that cannot be reached."""
-        if isinstance(error, VersionError):
-            raise VersionError(f"Checkpoint {self.storage.at(name)} cannot be read: {error}") from None
-        if not self.storage.is_damage(error):
-            raise error
-
-    def mark_intact(self, name: str, reported: Mapping[str, Any] | None = None) -> None:
-        """Record that a checkpoint is intact, so that it is not read to find out, and what was reported of it."""
-        self._intact.add(name)
-        if reported is not None:
-            self._reported[name] = dict(reported)
 
     # What the writer does. --------------------------------------------------------------------------------------------
 
@@ -219,15 +173,14 @@ class Folder:
         """
         try:
             self.storage.make()
-            if MANIFEST in self.storage.names():
+            if MANIFEST in (names := self.storage.names()):
                 raise OSError(
                     f"dir must be the folder of a training, got the checkpoint {self.storage.location}; pass the "
                     "folder that it is in"
                 )
-            orders = [_order(name) for name in self.storage.names() if _NAME.fullmatch(name)]
-            self.writer.acquire(max((writer for _, writer, _, _ in orders), default=0))
+            self.writer.acquire(max((_order(name)[0] for name in filter(_NAME.fullmatch, names)), default=0))
             try:
-                self.writer.record_known(self.names())
+                self._earlier = self.names()
             except BaseException:
                 self.writer.release()
                 raise
@@ -248,21 +201,24 @@ class Folder:
         writable = not self.storage.on_disk or os.access(self.storage.location, os.W_OK)
         return writable and self.writer.is_known(token)
 
-    def begin(self, update: int, ranks: int, restored_best: str = "") -> str:
+    def mark_restored(self, name: str, *, best: bool) -> None:
+        """Record that the training goes on from an intact checkpoint, which it has restored."""
+        self._intact.add(name)
+        self.current, self.branches, self._earlier = name, best, []
+
+    def begin(self, update: int, ranks: int) -> str:
         """Return the name of the next checkpoint, and delete what ranks that were killed have left.
 
-        Checkpoints that are newer than `restored_best` are deleted, too.
-
         Raises:
-            ValueError: if the folder has a checkpoint of a later update, from which the training does not come.
+            ValueError: if the folder had a checkpoint of a later update, from which the training does not come.
             RuntimeError: if this process is not the writer.
         """
         self.writer.check()
-        for newer in self.newer_than(restored_best) if restored_best else ():
+        for newer in self.newer_than(self.current) if self.branches else ():
             self.discard(newer)
         names, others = self._list_all()
-        later = next((name for name in names if update_of(name) > update and self.is_intact(name)), None)
-        if later:
+        ahead = [name for name in self._earlier if update_of(name) > update and name in names]
+        if later := next(filter(self.is_intact, ahead), None):
             raise ValueError(
                 f"Checkpoint {self.storage.at(later)} is ahead of this training, which has made {update} updates; "
                 f"restore() it first; another folder begins another training"
@@ -285,31 +241,37 @@ class Folder:
         try:
             if tensors:
                 with self.storage.create(name, f"tensors-{rank}.safetensors") as stream:
-                    file = tensor_file.write(stream, tensors, parts)
-            self._put_json(name, rank, {"name": name, "ranks": _order(name)[3], **facts, "file": file})
+                    file = tensor_file.write(stream, tensors, {key: part._asdict() for key, part in parts.items()})
+            self._put_json(name, rank, {"name": name, "ranks": int(name.rpartition("-")[2]), **facts, "file": file})
         except BaseException:
             with suppress(Exception):
                 for written in (f"rank-{rank}.json", f"tensors-{rank}.safetensors"):  # the next save deletes the rest
                     self.storage.remove(name, written)
             raise
 
+    def mark_saved(self, name: str, reported: Mapping[str, Any]) -> None:
+        """Record that all ranks have written a checkpoint, and what was reported of it."""
+        self._intact.add(name)
+        self._reported[name] = dict(reported)
+        self.current, self.branches = name, False
+
     def tidy(self, keep: int) -> None:
-        """Delete what is not kept, after a save of all ranks, and give a sign of life.
+        """Delete what is not kept, after a save of all ranks, and record that it is there.
 
         Raises:
-            RuntimeError: if another process became the writer before, to which the checkpoint may not count.
+            RuntimeError: if another process has become the writer.
         """
         self.writer.check()
         self.prune(keep)
-        self.writer.renew()
+        self.writer.renew(newest=self.current)
 
-    def mark(self, name: str, reported: Mapping[str, Any]) -> None:
+    def mark_best(self, name: str, reported: Mapping[str, Any]) -> None:
         """Add reported values to the JSON of a checkpoint, which holds all of them or none at any instant.
 
         Raises:
             OSError: if it cannot be written; the checkpoint is unchanged.
         """
-        facts = unsealed(self.storage.read(name, MANIFEST).decode())
+        facts = parse_manifest(self.storage.read(name, MANIFEST).decode())
         self._put_json(name, 0, {**{key: facts[key] for key in facts if key != "seal"}, **reported})
         self._reported[name] = dict(reported)
 
@@ -342,7 +304,12 @@ class Folder:
                 self.discard(name)
 
     def discard(self, name: str) -> None:
-        """Delete the files of a checkpoint, and its folder if nothing else is in it; what cannot be, stays."""
+        """Delete the files of a checkpoint, and its folder if nothing else is in it; what cannot be, stays.
+
+        What a later writer has written stays: it has taken over, and this one does not know it yet.
+        """
+        if _order(name)[0] > self.writer.number:
+            return
         self._intact.discard(name)
         self._reported.pop(name, None)
         with suppress(*DAMAGE):
@@ -356,64 +323,18 @@ class Folder:
         """Write the JSON of a rank, sealed; that of rank 0 only while this process is the writer."""
         if not rank:
             self.writer.check()
-        self.storage.put(sealed(facts), name, f"rank-{rank}.json")
+        self.storage.put(write_manifest(facts), name, f"rank-{rank}.json")
 
 
 def update_of(name: str) -> int:
     """Return the update of a checkpoint."""
-    return _order(name)[0]
+    return int(name.split("-")[1])
 
 
-def sealed(facts: Mapping[str, Any]) -> str:
-    """Return the JSON of a rank, with its checksum.
-
-    Raises:
-        ValueError: if a key is not in `KEYS`.
-    """
-    facts = {**facts, "format": FORMAT, "version": VERSION}
-    if unknown := facts.keys() - KEYS:
-        raise ValueError(f"the keys of a checkpoint's JSON must be in KEYS, got {', '.join(sorted(unknown))}; add them")
-    return seal.sealed(facts)
-
-
-def unsealed(text: str) -> dict[str, Any]:
-    """Return the contents of a text that `sealed` returned, with the seal.
-
-    Raises:
-        VersionError: if it has another version.
-        ValueError: if it is not intact.
-    """
-    facts = seal.unsealed(text)
-    if facts.get("format") != FORMAT or type(facts.get("version")) is not int:
-        raise ValueError(f"it is no JSON of {FORMAT}")
-    if facts["version"] != VERSION:
-        raise VersionError(
-            f"a checkpoint must have version {VERSION} of the format {FORMAT}, got version {facts['version']}; install "
-            f"the release of variable_batch_size that wrote it"
-        )
-    return facts
-
-
-def manifests(texts: Iterable[str], name: str) -> list[dict[str, Any]]:
-    """Return the contents of the JSON of each rank of a checkpoint.
-
-    Raises:
-        ValueError: if one is not intact, or that of another checkpoint.
-    """
-    by_rank = [unsealed(text) for text in texts]
-    if any((manifest["name"], manifest["ranks"]) != (name, len(by_rank)) for manifest in by_rank):
-        raise ValueError("the JSON of a rank is that of another checkpoint")
-    return by_rank
-
-
-def _ranks_in(text: str) -> int:
-    return int(unsealed(text)["ranks"])
-
-
-def _order(name: str) -> tuple[int, int, int, int]:
-    """Return update, number of the writer, number of its save, and number of ranks of a checkpoint."""
-    update, writer, save, ranks = map(int, _NAME.fullmatch(name).groups())  # type: ignore[union-attr]
-    return update, writer, save, ranks
+def _order(name: str) -> tuple[int, int]:
+    """Return the numbers of the writer of a checkpoint and of its save, which tell what is newer."""
+    _, writer, save, _ = map(int, _NAME.fullmatch(name).groups())  # type: ignore[union-attr]
+    return writer, save
 
 
 def _best_first(criterion: Criterion, reported: Iterable[tuple[str, Mapping[str, Any] | None]]) -> list[str]:

@@ -7,11 +7,13 @@ its number in the optimizer.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, final
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -74,8 +76,7 @@ class Names:
     def check_groups(self, saved: Mapping[str, Any], optimizer: Any) -> None:
         """Check that an optimizer has the parameters of a state that `optimizer_state` returned.
 
-        The state can then be loaded as it is: torch's `load_state_dict()` takes any names of parameters. A state of
-        torch has numbers.
+        A state of torch has numbers.
 
         Raises:
             ValueError: if it has others, or in another order.
@@ -91,6 +92,19 @@ class Names:
                     f"has {_in_words(present)} in the place of {_in_words(group['params'])}; create the groups that "
                     f"were saved"
                 )
+
+
+def with_numbers(state: Mapping[str, Any]) -> State:
+    """Return a state that `optimizer_state` returned with the numbers of parameters, as torch has it."""
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    numbers = {name: number for number, name in reversed([*enumerate(names)])}
+    return {
+        **state,
+        "state": {numbers.get(name, name): of_parameter for name, of_parameter in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]
+        ],
+    }
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -117,3 +131,26 @@ def _as_parameter(value: Any, parameter: Tensor) -> Any:
     if isinstance(value, DTensor) and isinstance(parameter, DTensor) and value.shape == parameter.shape:
         return placed_like(value.to_local(), parameter)
     return value
+
+
+def weights_hash(model: nn.Module | Mapping[str, Any]) -> str:
+    """Return the SHA-256 of the tensors of a model, in hexadecimal: two models with one hash are equal to the last bit.
+
+    It is that of the names, in their order, each with dtype, shape and bytes, which does not depend on the device.
+
+    Args:
+        model: a model that this process has whole, compiled or in a DistributedDataParallel, too; or its state dict, as
+            that of `vbs.read_checkpoint`.
+
+    >>> model = torch.nn.Linear(2, 1)
+    >>> weights_hash(model) == weights_hash(model.state_dict())
+    True
+    """
+    state: Mapping[str, Any] = model if isinstance(model, Mapping) else unwrapped(model).state_dict()
+    total = hashlib.sha256()
+    for name, tensor in sorted(state.items()):
+        if isinstance(tensor, Tensor):
+            total.update(f"{name} {tensor.dtype} {[*tensor.shape]}\n".encode())
+            plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+            total.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()

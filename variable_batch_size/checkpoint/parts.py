@@ -14,9 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from variable_batch_size._validation import type_error, value_error
-from variable_batch_size.checkpoint.names import Names
+from variable_batch_size.checkpoint.checks import check_model, check_outside, check_parts, warn_of_hyperparameters
+from variable_batch_size.checkpoint.contents import Contents
+from variable_batch_size.checkpoint.names import Names, with_numbers
+from variable_batch_size.checkpoint.reload import check_reload, keeps_dtypes, restore_dtypes
 from variable_batch_size.checkpoint.rng_states import RNGStates
-from variable_batch_size.checkpoint.stored import StoredState
 from variable_batch_size.checkpoint.values import encode, identity
 from variable_batch_size.optim.beside.lr_scheduler import ProgressScheduler, is_stepped_by_progress
 from variable_batch_size.optim.beside.weight_average import WeightAverage
@@ -119,8 +121,10 @@ class Parts:
         }
         return changing, self._by_name.keys() - made
 
-    def check_storable(self, *, updated: bool) -> None:
+    def check_storable(self, *, updated: bool) -> str:
         """Collect the states and drop them, so that what cannot be saved raises before there is anything to lose.
+
+        It returns "", as a call of all ranks has to.
 
         A loader begins to iterate when it is asked for its state; before the first update it is left out.
 
@@ -128,7 +132,8 @@ class Parts:
             updated: whether an update has been made.
 
         Raises:
-            TypeError: if a state holds a value that a checkpoint cannot hold.
+            TypeError: if a state holds a value that a checkpoint cannot hold, or an optimizer loads another state than
+                it has saved.
             RuntimeError: if a stream with a state feeds the optimizer, and is no part.
         """
         check_stream_is_saved(self._optimizer, self._by_name.values())
@@ -136,6 +141,15 @@ class Parts:
         asked = {name: part for name, part in parts if updated or not isinstance(part, DataLoader)}
         for name in asked:
             encode(self._state_of(name), name, {}, {})
+        self.check_reload()
+        self._optimizer.backend.mark_step()
+        return ""
+
+    def check_reload(self) -> None:
+        """Raise TypeError if an optimizer loads another state than it has saved; see `reload`."""
+        for part in self._by_name.values():
+            if isinstance(part, OPTIMIZERS):
+                check_reload(inner_of(part))
 
     def sharded_tensors(self) -> dict[str, DTensor]:
         """Return the sharded tensors of this rank by the names that they, or their states, have in a checkpoint."""
@@ -186,42 +200,61 @@ class Parts:
         named = self._names.named_parameters(optimizer)
         return {name: tensor for name, tensor in named if isinstance(name, int) and id(tensor) not in within}
 
-    def load(self, stored: StoredState, strict: bool) -> None:
-        """Restore all parts and the RNG states of this rank.
+    def load(self, contents: Contents, location: str, strict: bool) -> str:
+        """Restore all parts and the RNG states of this rank from a checkpoint, and return "", as `check_storable`.
 
         Raises:
             ValueError: if the checkpoint has other parts, another model or, if `strict`, other samples.
         """
-        world = self._optimizer.agreement.world
-        stored.check_parts(self._by_name, strict)
-        stored.check_model(self._names.model_state(), warn=world.rank == 0)
-        there = {name: part for name, part in self._by_name.items() if name in stored.parts}
+        world, saved = self._optimizer.agreement.world, contents.parts
+        check_parts(location, saved, self._by_name, strict=strict)
+        check_model(location, saved["model"], self._names.model_state(), warn=world.rank == 0)
+        there = {name: part for name, part in self._by_name.items() if name in saved}
+        scheduled = any(hasattr(part, "get_last_lr") for part in self._by_name.values())
         for name, part in there.items():
             if isinstance(part, OPTIMIZERS):
-                self._names.check_groups(stored.parts[name], part)
-                stored.check_outside(name, self._parameters_outside(part))
+                self._names.check_groups(saved[name], part)
+                check_outside(location, name, saved[name].get("outside", {}), self._parameters_outside(part))
+                if world.rank == 0:
+                    groups = saved[name]["param_groups"], part.param_groups
+                    warn_of_hyperparameters(location, name, *groups, scheduled=scheduled)
         for name, part in there.items():  # the optimizer is first: it raises before it changes anything
-            if name == "model":
-                self._names.load_model(stored.parts[name])
-            elif isinstance(part, (CustomOptimizer, type(self._optimizer.sampler))):
-                part.load_state_dict(stored.parts[name], strict)
-            else:
-                part.load_state_dict(stored.parts[name])
             if isinstance(part, OPTIMIZERS):
-                for number, parameter in self._parameters_outside(part).items():
-                    parameter.detach().copy_(stored.parts[name]["outside"][number])
+                self._load_optimizer(name, part, saved, strict)
+            elif name == "model":
+                self._names.load_model(saved[name])
+            elif isinstance(part, type(self._optimizer.sampler)):
+                part.load_state_dict(saved[name], strict)
+            else:
+                part.load_state_dict(saved[name])
         for name, part in self._by_name.items():
             if name not in there and (begin := getattr(part, "begin_anew", None)) is not None:
                 begin()
-        if len(stored.rng_states) == world.size:
-            self._restore_random(RNGStates(stored.rng_states[world.rank]), reads_epoch=stored.reads_epoch)
+        if len(contents.rng) == world.size:
+            random, reads_epoch = RNGStates(contents.rng[world.rank]), contents.facts.get("reads_epoch", True)
+            random.set()  # before an epoch is read: the loader draws its seed from these states
+            sampler = self._optimizer.sampler
+            if reads_epoch or self._optimizer.updates:  # else also the saved run begins with new workers
+                sampler.training.before_reading.wait_for(sampler.position if reads_epoch else None, random)
+        self._optimizer.backend.mark_step()
+        return ""
 
-    def _restore_random(self, random: RNGStates, *, reads_epoch: bool) -> None:
-        """Set random numbers now, and again when the sampler is read, if the saved run had begun to read its epoch."""
-        random.set()  # before an epoch is read: the loader draws its seed from these states
-        sampler = self._optimizer.sampler
-        if reads_epoch or self._optimizer.updates:  # else also the saved run begins with new workers
-            sampler.training.before_reading.wait_for(sampler.position if reads_epoch else None, random)
+    def _load_optimizer(self, name: str, part: Any, saved: Mapping[str, Any], strict: bool) -> None:
+        """Load the state of an optimizer, with its parameters that no module among the parts has."""
+        state, inner = with_numbers(saved[name]), inner_of(part)
+        part.load_state_dict(state, *((strict,) if isinstance(part, CustomOptimizer) else ()))
+        for number, parameter in self._parameters_outside(part).items():
+            parameter.detach().copy_(saved[name]["outside"][number])
+        if keeps_dtypes(inner):
+            parameters = {**saved["model"], **saved[name].get("outside", {})}
+            named = self._names.named_parameters(part)
+            restore_dtypes(inner, state, [parameters.get(key, parameter).dtype for key, parameter in named])
+
+
+def inner_of(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the optimizer of torch in a part that is one, or wraps one."""
+    inner: torch.optim.Optimizer = getattr(optimizer, "inner", optimizer)
+    return inner
 
 
 def _check_scheduler(parts: Collection[object], optimizer: CustomOptimizer) -> None:

@@ -1,67 +1,158 @@
-"""Read a checkpoint: what a rank has of it, each file at most once, verified, and without executing code from it.
+"""Read the state of a training from a checkpoint: each file at most once, verified, without executing code from it.
 
 Ranks that restore choose the first checkpoint together that is intact on all of them.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
 import warnings
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size._validation import value_error
 from variable_batch_size.backend.agreement import Agreement
-from variable_batch_size.checkpoint.folder import MANIFEST, Folder, VersionError, manifests
-from variable_batch_size.checkpoint.rank_state import facts_of_tensors, name_on
+from variable_batch_size.checkpoint.contents import (
+    MANIFEST,
+    Contents,
+    DamagedError,
+    describe_tensors,
+    facts_of,
+    name_on,
+    read_manifests,
+    read_texts,
+    seal_of,
+    stream_tensors,
+)
+from variable_batch_size.checkpoint.folder import Folder
 from variable_batch_size.checkpoint.shards import Part, placed_like
-from variable_batch_size.checkpoint.storage import DAMAGE
-from variable_batch_size.checkpoint.stored import StoredState
-from variable_batch_size.checkpoint.values import DTYPES, decode
+from variable_batch_size.checkpoint.storage import DAMAGE, Storage
+from variable_batch_size.checkpoint.tensor_file import DTYPES
+from variable_batch_size.checkpoint.values import decode
 from variable_batch_size.world import World
 
 MANY = 100  # ranks: from here on rank 0 reads the small files for all, instead of each rank all of them
-_STATES = ("state", "random", "tensors", "file", "seal", "name", "ranks")
 
 
-@final
-class DamagedError(ValueError):
-    """A checkpoint is not intact; the message says why.
+def read_contents(
+    storage: Storage,
+    name: str,
+    likes: Mapping[str, DTensor] | None = None,
+    *,
+    texts: list[str] | None = None,
+    world: World | None = None,
+    only: str = "",
+) -> Contents:
+    """Return the contents of a checkpoint.
 
     Args:
-        why: what is wrong.
-        seal: checksum of its small files; "" if they cannot be read.
-    """
+        storage: the folder in which it is.
+        name: its name.
+        likes: sharded tensors, by the names of those that are to be sharded likewise, or by what these begin with
+            before a "/". Only the parts that this rank has are read.
+        texts: its small files, if they were read before.
+        world: the rank whose own state is read, if the checkpoint is of a world of this size; otherwise rank 0's.
+        only: the part that is wanted. Default: all.
 
-    def __init__(self, why: str, seal: str = "") -> None:
-        super().__init__(why)
-        self.seal = seal
+    Raises:
+        VersionError: if it has a version of the format that this library does not know.
+        DamagedError: if it is missing or damaged.
+    """
+    ranks = read_manifests(storage, name, texts)
+    first, seal = ranks[0], seal_of(ranks)
+    try:
+        states = {key: state for key, state in first["state"].items() if only in ("", key)}
+        owns = {rank: manifest["own"] for rank, manifest in enumerate(ranks) if "own" in manifest}
+        resumes, name_here = world is not None and world.size == len(first["random"]), dict[str, str]()
+        if resumes and world is not None and (own := owns.get(world.rank)):
+            name_here = {key: name_on(world.rank, key) for key in own["tensors"]}
+            states |= own["state"]
+        described, wanted = describe_tensors(ranks), dict[str, _Wanted]()
+        for key in {**first["tensors"], **name_here}:
+            if only in ("", key.partition("/")[0]):
+                key_in_files = name_here.get(key, key)
+                wanted[key_in_files] = _Wanted(described[key_in_files], _like(key_in_files, likes or {}))
+
+        def wants(key: str, part: Part) -> object:
+            return key in wanted and part.overlap(wanted[key].part)
+
+        for key, part, tensor in stream_tensors(storage, name, ranks, wants):
+            wanted[key].add(part, tensor)
+        tensors = {key: tensor.whole() for key, tensor in wanted.items()}
+        parts = {key: decode(state, lambda key: tensors[name_here.get(key, key)]) for key, state in states.items()}
+        of_ranks = {key for own in owns.values() for kind in own.values() for key in kind if not resumes}
+        random = [str(text) for text in first["random"]]
+        return Contents(parts, random, facts_of(first), seal, sorted(of_ranks))
+    except DamagedError:
+        raise
+    except DAMAGE as error:  # another program can have written it with a valid checksum
+        if not storage.is_damage(error):
+            raise
+        raise DamagedError("checksum mismatch of the JSON of a rank", seal) from None
+
+
+def _like(name: str, likes: Mapping[str, DTensor]) -> DTensor | None:
+    """Return the sharded tensor of a name, or of the longest part of it before a "/": a state may be nested."""
+    while name and name not in likes:
+        name = name.rpartition("/")[0]
+    return likes.get(name)
 
 
 @final
-class Contents(NamedTuple):
-    """What a rank has read of a checkpoint.
+class _Wanted:
+    """A tensor, or the part of one that this rank has, while it is read.
 
-    Attributes:
-        parts: state dicts by name.
-        rng: states of the hosts' random numbers, by rank.
-        facts: what its JSON says of the training.
-        seal: checksum of its small files.
-        of_ranks: names of what each rank had of its own and is replaced by what rank 0 had.
+    Args:
+        facts: what the JSON says of it.
+        like: see `read_contents`.
     """
 
-    parts: dict[str, Any]
-    rng: list[str]
-    facts: dict[str, Any]
-    seal: str
-    of_ranks: list[str]
+    def __init__(self, facts: Mapping[str, Any], like: DTensor | None) -> None:
+        self._facts = facts
+        self._like = like if like is not None and [*like.shape] == facts["shape"] else None
+        self.part = Part.whole(facts["shape"]) if self._like is None else Part.on_rank(self._like)
+        self._missing = math.prod(self.part.shape)
+        self._read: Tensor | None = None
+
+    def add(self, part: Part, tensor: Tensor) -> None:
+        """Take a part of the tensor, which has an element in common with the one that is wanted."""
+        if (common := part.overlap(self.part)) is None:
+            return
+        self._missing -= math.prod(common.shape)
+        if part == self.part:
+            self._read = tensor
+            return
+        if self._read is None:
+            self._read = torch.empty(self.part.shape, dtype=tensor.dtype)
+        self._read[common.slices(self.part)] = tensor[common.slices(part)]
+
+    def whole(self) -> Tensor:
+        """Return the tensor, sharded if it is to be.
+
+        Raises:
+            ValueError: if a part of it is in no file.
+        """
+        if self._missing:
+            raise ValueError("a part of a tensor is in no file")
+        tensor = self._read
+        if tensor is None:  # it has no elements
+            tensor = torch.empty(self.part.shape, dtype=DTYPES[self._facts["dtype"]])
+        if self._like is not None:
+            return placed_like(tensor, self._like)
+        if "stride" in self._facts:
+            strided = torch.empty_strided(self._facts["shape"], self._facts["stride"], dtype=tensor.dtype)
+            return strided.copy_(tensor)
+        return tensor
+
+
+# In one process. -----------------------------------------------------------------------------------------------------
 
 
 def read_checkpoint(path: str | os.PathLike[str], *, best: bool = False) -> dict[str, Any]:
@@ -83,167 +174,51 @@ def read_checkpoint(path: str | os.PathLike[str], *, best: bool = False) -> dict
     Raises:
         ValueError: if there is no intact checkpoint, with what is wrong; or `best` is True and no value was reported.
     """
-    folder = Folder(path)
-    if not (inside := folder.storage.names()):
-        raise value_error("path must be the folder of a checkpoint or of a training", path, "nothing is there")
-    names = folder.candidates(best=best)
-    if best and not names:
+    contents = read_newest(path, best=best)
+    return {"parts": contents.parts, "rng": contents.rng, "facts": contents.facts}
+
+
+def read_newest(path: str | os.PathLike[str], *, best: bool = False, only: str = "") -> Contents:
+    """Return what `read_checkpoint` returns; `only`: the part that is wanted."""
+    folder, names, is_one = open_folder(path, best=best)
+    if best and (is_one or not names):
         requirement = "best=True needs the folder of a training with a reported value"
         raise value_error(requirement, path, 'pass best="min:loss" to its Checkpoint, and call report(loss=...)')
-    is_checkpoint = not names and MANIFEST in inside
-    if is_checkpoint:
-        folder, names = folder_and_name(folder)
-    damaged, tried = dict[str, str](), set[str]()
+    damaged, tried = {} if best or is_one else folder.lost(), set[str]()
     while new := [name for name in names if name not in tried]:
         for name in new:
             tried.add(name)
             try:
-                contents = read_verified(folder, name)
+                contents = read_contents(folder.storage, name, only=only)
             except DamagedError as error:
-                damaged[name] = f"{folder.storage.at(name)} ({error})"
+                damaged[name] = str(error)
                 continue
-            if damaged := {name: text for name, text in damaged.items() if name in folder.names()}:  # not deleted since
-                message = (
-                    f"Skipped damaged checkpoints: {', '.join(damaged.values())}; reading {folder.storage.at(name)}"
-                )
-                warnings.warn(message, RuntimeWarning, stacklevel=2)
-            return {"parts": contents.parts, "rng": contents.rng, "facts": contents.facts}
-        if not is_checkpoint:  # a training that goes on deletes earlier ones
-            names = folder.candidates(best=best)
+            there = {*folder.names(), *folder.lost()} if damaged else {}  # a training that goes on deletes earlier ones
+            skipped = [f"{folder.storage.at(name)} ({why})" for name, why in damaged.items() if name in there]
+            if skipped:
+                message = f"Skipped damaged checkpoints: {', '.join(skipped)}; reading {folder.storage.at(name)}"
+                warnings.warn(message, RuntimeWarning, stacklevel=stacklevel_of_user())
+            return contents
+        names = [] if is_one else folder.candidates(best=best)
+    reasons = ", ".join(f"{folder.storage.at(name)} ({why})" for name, why in damaged.items())
     requirement = "path must be the folder of an intact checkpoint, or of a training that has one"
-    raise value_error(requirement, ", ".join(damaged.values()) or path, "pass another one")
+    raise value_error(requirement, reasons or path, "pass another one")
 
 
-def folder_and_name(folder: Folder) -> tuple[Folder, list[str]]:
-    """Return the folder in which a checkpoint is, and its name there."""
-    parent, _, name = folder.storage.location.rpartition("/")
-    return Folder(parent or "/"), [name]
-
-
-def facts_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the JSON of rank 0 says of the training, without the states and where they are."""
-    return {name: value for name, value in manifest.items() if name not in _STATES}
-
-
-def read_verified(
-    folder: Folder,
-    name: str,
-    likes: Mapping[str, DTensor] | None = None,
-    texts: list[str] | None = None,
-    world: World | None = None,
-    *,
-    every: bool = False,
-) -> Contents:
-    """Return the contents of a checkpoint.
-
-    Args:
-        folder: in which it is.
-        name: its name.
-        likes: sharded tensors, by the names of those that are to be sharded likewise, or by what these begin with
-            before the last "/". Only the parts that this rank has are read.
-        texts: its small files, if they were read before.
-        world: the rank whose own state is read, if the checkpoint is of a world of this size; otherwise rank 0's.
-        every: whether the tensors are verified that other ranks had of their own, too.
+def open_folder(path: str | os.PathLike[str], *, best: bool = False) -> tuple[Folder, list[str], bool]:
+    """Return a folder, the names of its checkpoints in the order of `candidates`, and whether the path is one of them.
 
     Raises:
-        VersionError: if it has a version of the format that this library does not know.
-        DamagedError: if it is missing or damaged.
+        ValueError: if nothing is there.
     """
-    seal, what = "", "the JSON of a rank"
-    try:
-        ranks = manifests(folder.read_texts(name) if texts is None else texts, name)
-        seal = hashlib.sha256("".join(manifest["seal"] for manifest in ranks).encode()).hexdigest()
-        states = ranks[0]["state"]
-        described = facts_of_tensors(ranks)
-        name_here = dict[str, str]()
-        owns = {rank: manifest["own"] for rank, manifest in enumerate(ranks) if "own" in manifest}
-        resumes = world is not None and world.size == len(ranks[0]["random"])
-        if resumes and world is not None and (own_state := owns.get(world.rank)):
-            name_here = {key: name_on(world.rank, key) for key in own_state["tensors"]}
-            states = {**states, **own_state["state"]}
-        needed = {key for key in ranks[0]["tensors"] if key not in name_here} | {*name_here.values()}
-        tensors = _Tensors({key: facts for key, facts in described.items() if every or key in needed}, likes or {})
-        dtypes = {key: facts["dtype"] for key, facts in described.items()}
-        for rank, file in enumerate(manifest["file"] for manifest in ranks):
-            if file and (wanted := tensors.wanted(file["chunks"])):
-                what = f"tensors-{rank}.safetensors"
-                folder.read(name, rank, file, dtypes, wanted, tensors.add)
-        what = "the JSON of a rank"
-        whole = tensors.whole()
-        parts = {key: decode(state, lambda name: whole[name_here.get(name, name)]) for key, state in states.items()}
-        of_ranks = {key for own_state in owns.values() for kind in own_state.values() for key in kind if not resumes}
-        random = [str(text) for text in ranks[0]["random"]]
-        return Contents(parts, random, facts_of(ranks[0]), seal, sorted(of_ranks))
-    except VersionError as error:
-        raise VersionError(f"Checkpoint {folder.storage.at(name)} cannot be read: {error}") from None
-    except DAMAGE as error:
-        if not folder.storage.is_damage(error):
-            raise
-        if isinstance(error, FileNotFoundError):
-            raise DamagedError(f"{what} is missing", seal) from None
-        how = "checksum mismatch of {}" if isinstance(error, ValueError) else "{} is unreadable"
-        raise DamagedError(how.format(what), seal) from None
-
-
-@final
-class _Tensors:
-    """The tensors of a checkpoint, or the parts of them that this rank has, while they are read.
-
-    Args:
-        facts: what the JSON says of them, by name.
-        likes: see `read_verified`.
-    """
-
-    def __init__(self, facts: Mapping[str, Any], likes: Mapping[str, DTensor]) -> None:
-        self._facts, self._read = facts, dict[str, Tensor]()
-        self._likes, self._parts = dict[str, DTensor](), dict[str, Part]()
-        for name, described in facts.items():
-            like = likes.get(name, likes.get(name.rpartition("/")[0]))
-            if like is not None and [*like.shape] == described["shape"]:
-                self._likes[name] = like
-            self._parts[name] = (
-                Part.on_rank(like) if name in self._likes and like is not None else Part.whole(described["shape"])
-            )
-        self._missing = {name: math.prod(part.shape) for name, part in self._parts.items()}
-
-    def wanted(self, chunks: Mapping[str, Mapping[str, Any]]) -> list[str]:
-        """Return the tensors of a file that this rank needs, wholly or in part."""
-        parts = {name: Part(tuple(chunk["offset"]), tuple(chunk["shape"])) for name, chunk in chunks.items()}
-        return [name for name, part in parts.items() if name in self._parts and part.overlap(self._parts[name])]
-
-    def add(self, name: str, part: Part, tensor: Tensor) -> None:
-        """Take a part of a tensor."""
-        wanted = self._parts[name]
-        common = part.overlap(wanted)
-        if common is None:
-            return
-        self._missing[name] -= math.prod(common.shape)
-        if part == wanted:
-            self._read[name] = tensor
-            return
-        if name not in self._read:
-            self._read[name] = torch.empty(wanted.shape, dtype=tensor.dtype)
-        self._read[name][common.slices(wanted)] = tensor[common.slices(part)]
-
-    def whole(self) -> dict[str, Tensor]:
-        """Return the tensors, sharded where they are to be.
-
-        Raises:
-            ValueError: if a part of one is in no file.
-        """
-        if any(self._missing.values()):
-            raise ValueError("a part of a tensor is in no file")
-        tensors = dict[str, Tensor]()
-        for name, facts in self._facts.items():
-            tensor = self._read.get(name)
-            if tensor is None:  # it has no elements
-                tensor = torch.empty(self._parts[name].shape, dtype=DTYPES[facts["dtype"]])
-            if name in self._likes:
-                tensor = placed_like(tensor, self._likes[name])
-            elif "stride" in facts:
-                tensor = torch.empty_strided(facts["shape"], facts["stride"], dtype=tensor.dtype).copy_(tensor)
-            tensors[name] = tensor
-        return tensors
+    folder = Folder(path)
+    if not (inside := folder.storage.names()):
+        raise value_error("path must be the folder of a checkpoint or of a training", path, "nothing is there")
+    names = folder.candidates(best=best)
+    if names or MANIFEST not in inside:
+        return folder, names, False
+    parent, _, name = folder.storage.location.rpartition("/")
+    return Folder(parent or "/"), [name], True
 
 
 # Ranks that restore together. ----------------------------------------------------------------------------------------
@@ -251,7 +226,7 @@ class _Tensors:
 
 def read_first(
     folder: Folder, names: Iterable[str], likes: Mapping[str, DTensor], agreement: Agreement, call: str
-) -> tuple[str, StoredState | None, dict[str, str]]:
+) -> tuple[str, Contents | None, dict[str, str]]:
     """Return the first of these checkpoints that is intact on all ranks, and what is wrong with earlier ones, by name.
 
     Every rank calls it, in the `call` that an error names.
@@ -261,48 +236,45 @@ def read_first(
     """
     damaged = dict[str, str]()
     for name in names:
-        outcome = _read_same(folder, name, likes, agreement, call)
-        if isinstance(outcome, Contents):
-            facts = {key: outcome.facts[key] for key in ("batch_size", "reads_epoch") if key in outcome.facts}
-            stored = StoredState(folder.storage.at(name), outcome.parts, outcome.rng, outcome.of_ranks, **facts)
-            return name, stored, damaged
-        damaged[name] = str(outcome)
+        texts = None
+        if agreement.world.size >= MANY:
+            texts = json.loads(agreement.run_on_rank_0(call, lambda: _texts_as_json(folder, name)))  # noqa: B023
+        outcome = list[Contents]()
+
+        def read() -> str:
+            try:
+                contents = read_contents(folder.storage, name, likes, texts=texts, world=agreement.world)  # noqa: B023
+            except DamagedError as error:
+                return f"{error.seal} {error}"
+            outcome.append(contents)  # noqa: B023
+            return f"{contents.seal} "
+
+        if reason := _common_reason(folder.storage.at(name), agreement.run_on_all(call, read)):
+            damaged[name] = reason
+        else:
+            return name, outcome[0], damaged
     return "", None, damaged
 
 
-def _read_same(
-    folder: Folder, name: str, likes: Mapping[str, DTensor], agreement: Agreement, call: str
-) -> Contents | DamagedError:
-    """Return what this rank has read of a checkpoint, or the damage that one rank has found in it."""
-    read, texts = list[Contents | DamagedError](), None
-    if agreement.world.size >= MANY:
-        texts = json.loads(agreement.run_on_rank_0(call, lambda: _texts_as_json(folder, name)))
+def _common_reason(location: str, answers: Sequence[str]) -> str:
+    """Return the damage that one of the ranks has found; "" if all have read the same checkpoint.
 
-    def seal() -> str:
-        try:
-            contents = read_verified(folder, name, likes, texts, agreement.world)
-        except DamagedError as error:
-            read.append(error)
-            return f"{error.seal} {error}"
-        read.append(contents)
-        return f"{contents.seal} "
-
-    seals, reasons = zip(*(text.split(" ", 1) for text in agreement.run_on_all(call, seal)), strict=True)
-    for rank, seal_of_rank in enumerate(seals):
-        if seal_of_rank != seals[0]:
+    Raises:
+        RuntimeError: if they have not.
+    """
+    seals, reasons = zip(*(text.split(" ", 1) for text in answers), strict=True)
+    for rank, seal in enumerate(seals):
+        if seal != seals[0]:
             raise RuntimeError(
-                f"Checkpoint {folder.storage.at(name)} on rank {rank} differs from the one on rank 0, or is damaged on "
-                f"one of them; pass a folder that all ranks share"
+                f"Checkpoint {location} on rank {rank} differs from the one on rank 0, or is damaged on one of them; "
+                f"pass a folder that all ranks share"
             )
-    reason = next(filter(None, reasons), "")  # a rank reads only what it has of sharded tensors
-    return DamagedError(reason) if reason else read[0]
+    return next(filter(None, reasons), "")  # a rank reads only what it has of sharded tensors
 
 
 def _texts_as_json(folder: Folder, name: str) -> str:
     """Return the small files of a checkpoint as JSON; no text if they are damaged, which each rank then finds."""
     try:
-        return json.dumps(folder.read_texts(name))
-    except DAMAGE as error:
-        if not folder.storage.is_damage(error):
-            raise
+        return json.dumps(read_texts(folder.storage, name))
+    except DamagedError:
         return json.dumps([""])

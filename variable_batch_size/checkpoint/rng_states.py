@@ -10,7 +10,6 @@ from typing import final
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from variable_batch_size.backend.generators import HostStates
 
@@ -20,16 +19,6 @@ def get_rng_states() -> str:
     now = HostStates.present()
     states = {"torch": now.torch.numpy().tobytes().hex(), "numpy": now.numpy, "python": now.python}
     return json.dumps(states, default=np.ndarray.tolist)
-
-
-def as_tensor(text: str) -> Tensor:
-    """Return a text of states as bytes, in which a checkpoint stores it."""
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-
-
-def as_text(tensor: Tensor) -> str:
-    """Return the text of `as_tensor`."""
-    return tensor.numpy().tobytes().decode()
 
 
 def set_rng_states(text: str) -> None:

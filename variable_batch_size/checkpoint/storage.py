@@ -1,11 +1,16 @@
-"""Files in a folder of a disk or of an object store, by fsspec: each small one is there whole, or not at all."""
+"""Files in a folder of a disk or of an object store, by fsspec: each small one is there whole, or not at all.
+
+JSON has its own checksum, so that a file that is not as it was written is found.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import IO, Any, final
+from typing import IO, Any, Final, final
 from uuid import uuid4
 
 from fsspec.core import url_to_fs
@@ -13,6 +18,26 @@ from fsspec.implementations.local import LocalFileSystem
 
 # While reading any contents, which another program can have published with a valid checksum.
 DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, RuntimeError)
+_SEAL: Final = ', "seal": "'
+
+
+def seal_json(facts: Mapping[str, Any]) -> str:
+    """Return a JSON object, which must not be empty, whose last entry is the SHA-256 of the object without it."""
+    text = json.dumps(facts, allow_nan=False)
+    return f'{text[:-1]}{_SEAL}{hashlib.sha256(text.encode()).hexdigest()}"}}\n'
+
+
+def unseal_json(text: str) -> dict[str, Any]:
+    """Return the contents of a text that `seal_json` returned, with the seal.
+
+    Raises:
+        ValueError: if it is not intact.
+    """
+    body, _, seal = text.rpartition(_SEAL)
+    if seal != hashlib.sha256(f"{body}}}".encode()).hexdigest() + '"}\n':
+        raise ValueError("its checksum is another one")
+    facts: dict[str, Any] = json.loads(text)
+    return facts
 
 
 @final

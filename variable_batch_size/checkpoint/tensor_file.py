@@ -17,9 +17,9 @@ from typing import IO, Any, Final
 import torch
 from torch import Tensor
 
-from variable_batch_size.checkpoint.shards import Part
-from variable_batch_size.checkpoint.values import DTYPES
-
+DTYPES: Final = {
+    str(kind).removeprefix("torch."): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)
+}
 _NAMES: Final = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -37,17 +37,17 @@ _NAMES: Final = {
 _PAIRS: Final = {torch.complex64: "F32", torch.complex128: "F64"}  # as pairs of these; all others are written as bytes
 
 
-def write(file: IO[bytes], tensors: Mapping[str, Tensor], parts: Mapping[str, Part]) -> dict[str, Any]:
+def write(file: IO[bytes], tensors: Mapping[str, Tensor], facts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Write tensors in host memory.
 
     Args:
         file: where to write, in order.
         tensors: dense tensors.
-        parts: which part of the whole tensor each one is.
+        facts: what else `chunks` are to say of each tensor.
 
     Returns:
         The number of `bytes` of the file and of its `header`, the `sha256` of that, and the `chunks`: where each tensor
-        begins and ends, its SHA-256 and its part.
+        begins and ends, its SHA-256 and the facts.
 
     Raises:
         OSError: if they cannot be written.
@@ -70,9 +70,9 @@ def write(file: IO[bytes], tensors: Mapping[str, Tensor], parts: Mapping[str, Pa
         file.write(contents)
         first, end = (len(header) + offset for offset in entries[name]["data_offsets"])
         digest = hashlib.sha256(contents).hexdigest()
-        chunks[name] = {"begin": first, "end": end, "sha256": digest, **parts[name]._asdict()}
-    facts = {"bytes": len(header) + begin, "header": len(header), "sha256": hashlib.sha256(header).hexdigest()}
-    return {**facts, "chunks": chunks}
+        chunks[name] = {"begin": first, "end": end, "sha256": digest, **facts[name]}
+    sizes = {"bytes": len(header) + begin, "header": len(header)}
+    return {**sizes, "sha256": hashlib.sha256(header).hexdigest(), "chunks": chunks}
 
 
 def check(file: IO[bytes], facts: Mapping[str, Any]) -> None:

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from variable_batch_size.checkpoint.tensor_file import DTYPES
+
 Json: TypeAlias = Any
-DTYPES: Final = {
-    str(kind).removeprefix("torch."): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)
-}
 
 _TAG, _OF = "$", "of"
 _MAPS: Final[dict[str, type]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}

@@ -1,10 +1,9 @@
 """Who writes the checkpoints of a folder.
 
 A writer creates the file `.writer-0003`, which only one can create, and the highest number writes: an earlier writer
-raises when it next wants to save. The file holds the names of the checkpoints that were there, so that every reader and
-later writer leaves out what an earlier writer adds to them. As long as its process lives, it is written again every
-minute: until it is ten minutes old by the clock of the store, another job is refused, and the same one takes over. On a
-disk, a locked file tells at once that the process has ended.
+raises when it next wants to save. As long as its process lives, the file is written again every minute: until it is ten
+minutes old by the clock of the store, another job is refused, and the same one takes over. On a disk, a locked file
+tells at once that the process has ended.
 """
 
 from __future__ import annotations
@@ -15,17 +14,15 @@ import socket
 import threading
 import weakref
 from contextlib import suppress
-from typing import Final, NamedTuple, final
+from typing import Any, Final, NamedTuple, final
 from uuid import uuid4
 
-from variable_batch_size.checkpoint.seal import sealed, unsealed
-from variable_batch_size.checkpoint.storage import DAMAGE, Storage
+from variable_batch_size.checkpoint.storage import DAMAGE, Storage, seal_json, unseal_json
 
 SECONDS: Final = 600.0  # after it was written last, until when a folder is its writer's own
 RENEWAL: Final = 60.0  # seconds from one time that it is written to the next
 
 _NAME = re.compile(r"\.writer-(\d{4,})")
-_LOCK = ".lock"
 _open = weakref.WeakValueDictionary[str, "Writer"]()  # those of this process, by the folder, without links
 
 
@@ -40,19 +37,19 @@ class Record(NamedTuple):
         token: random text.
         locked: whether the writer has locked a file of the disk, by which others see that it has ended.
         ended: whether it has closed the folder.
-        known: names of the checkpoints that were there; None until it has listed them.
+        newest: the newest checkpoint of which all ranks knew that it was there; "" before the first one.
     """
 
-    run: str
-    process: str
-    host: str
-    token: str
-    locked: bool
-    ended: bool
-    known: list[str] | None
+    run: str = ""
+    process: str = "another writer"
+    host: str = ""
+    token: str = ""
+    locked: bool = True
+    ended: bool = False
+    newest: str = ""
 
 
-_UNREADABLE = Record("", "another writer", "", "", locked=True, ended=False, known=None)  # on a disk: half written
+_UNREADABLE = Record()  # on a disk: half written
 
 
 @final
@@ -67,54 +64,51 @@ class Writer:
         number: of this writer; 0: it does not write.
     """
 
+    _pid = 0  # until all is there that ends with an object: an interrupt can come in between
+
     def __init__(self, storage: Storage, run: str | None) -> None:
         jobs = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")]
         self._key = os.path.realpath(storage.location) if storage.on_disk else storage.location
         self._storage = storage
         self._run = run or next((job for job in jobs if job not in ("", "none")), "")
-        self.number, self._record, self._pid = 0, _UNREADABLE, os.getpid()  # a forked process does not write
+        self.number, self._record = 0, _UNREADABLE
         self._file: int | None = None  # descriptor of the locked one
         self._ended, self._writing = threading.Event(), threading.Lock()  # of the thread that writes the file again
+        self._pid = os.getpid()  # a forked process does not write
 
     def acquire(self, highest: int) -> None:
-        """Become the writer, with a number above `highest`, which a checkpoint has; `record_known` has to follow.
+        """Become the writer, with a number above `highest`, which a checkpoint has.
 
         Raises:
             OSError: if another process writes there.
         """
-        records = self._read_records()
-        number, last = max(records.items(), default=(0, None))
+        number, last = max(self._records().items(), default=(0, None))
         of_process = _open.get(self._key)
         of_process = of_process if of_process is not None and of_process._pid == os.getpid() else None
         if of_process is not None:  # as when a notebook's cell runs again
             of_process._stop()
-        locked = self._lock_file(last)
-        if last is not None and (of_process is None or of_process._record.token != last.token):
-            self._check_free(last, number, locked)
-        host = socket.gethostname()
-        self.number = max(number, highest) + 1
-        process = f"process {os.getpid()} on {host}"
-        self._record = Record(self._run, process, host, uuid4().hex, locked, ended=False, known=None)
         try:
-            self._put_record(self._record, create=True)
-        except FileExistsError:
+            locked = self._lock_file(last)
+            if last is not None and (of_process is None or of_process._record.token != last.token):
+                self._check_free(last, number, locked)
+            self.number, host = max(number, highest) + 1, socket.gethostname()
+            newest = last.newest if last else ""
+            process = f"process {os.getpid()} on {host}"
+            self._record = Record(self._run, process, host, uuid4().hex, locked, newest=newest)
+            self._put(create=True)
+            for earlier in self._numbers():
+                if earlier < self.number:
+                    self._storage.remove(_file_name(earlier))
+        except BaseException as error:
             self._stop()
-            raise OSError(
-                f"Checkpoint folder {self._storage.location} is in use by a writer that has begun at the same time; "
-                f"choose another folder"
-            ) from None
-        except BaseException:
-            self._stop()
+            if isinstance(error, FileExistsError):
+                raise OSError(
+                    f"Checkpoint folder {self._storage.location} is in use by a writer that has begun at the same "
+                    f"time; choose another folder"
+                ) from None
             raise
         _open[self._key] = self
         threading.Thread(target=_keep_alive, args=(weakref.ref(self), self._ended), name="writer", daemon=True).start()
-
-    def record_known(self, names: list[str]) -> None:
-        """Record which checkpoints were there, and delete the files of earlier writers."""
-        self._put_record(self._record._replace(known=names))
-        for number in self._writer_numbers():
-            if number < self.number:
-                self._storage.remove(_file_name(number))
 
     @property
     def token(self) -> str:
@@ -124,17 +118,12 @@ class Writer:
     def is_known(self, token: str) -> bool:
         """Return whether the folder, as this process sees it, has a writer with this token."""
         with suppress(*DAMAGE):
-            return any(record.token == token for record in self._read_records().values())
+            return any(record.token == token for record in self._records().values())
         return False
 
-    def find_counting(self, numbers: list[int]) -> tuple[int, list[str]]:
-        """Return the number of the writer from which on all checkpoints count, and names of earlier ones that do."""
-        if self.number and self._record.known is not None:
-            return self.number, self._record.known
-        if max(self._writer_numbers(), default=0) <= min(numbers, default=0):
-            return 0, []
-        listed = [(number, record.known) for number, record in self._read_records().items() if record.known is not None]
-        return max(listed, default=(0, []))
+    def last_saved(self) -> str:
+        """Return the newest checkpoint of which the last writer has recorded that it was there; "" if none is known."""
+        return max(self._records().items(), default=(0, self._record))[1].newest
 
     def check(self) -> None:
         """Check that this process is the writer.
@@ -142,25 +131,24 @@ class Writer:
         Raises:
             RuntimeError: if it is not, or no longer.
         """
+        folder = f"Checkpoint folder {self._storage.location}"
         if not self.number or self._pid != os.getpid():
-            later = _open.get(self._key)
+            remedy = "use" if _open.get(self._key) else "create"
             raise RuntimeError(
-                f"Checkpoint folder {self._storage.location} is not written by this Checkpoint, which was closed, is "
-                f"in a forked process, or was followed by another one; {'use' if later else 'create'} another "
-                "Checkpoint"
+                f"{folder} is not written by this Checkpoint, which was closed, is in a forked process, or was "
+                f"followed by another one; {remedy} another Checkpoint"
             )
-        records = self._read_records()
+        records = self._records()
         record = records.get(self.number, self._record)
         if record.token not in ("", self._record.token):
             raise RuntimeError(
-                f"Checkpoint folder {self._storage.location} was deleted, and created again by {record.process}, so "
-                "that this process writes no checkpoint; end it"
+                f"{folder} was deleted, and created again by {record.process}, so that this process writes no "
+                f"checkpoint; end it"
             )
         last, other = max(records.items(), default=(0, record))
         if last > self.number:
             raise RuntimeError(
-                f"Checkpoint folder {self._storage.location} was taken over by {other.process}, so that this process "
-                f"writes no checkpoint; end it"
+                f"{folder} was taken over by {other.process}, so that this process writes no checkpoint; end it"
             )
 
     @property
@@ -174,18 +162,16 @@ class Writer:
             return self.number > 0
         return True
 
-    def renew(self) -> None:
-        """Write the file again, as a sign of life; a folder that cannot be reached is tried again later."""
+    def renew(self, **changes: Any) -> None:
+        """Write the file again, with changes; a folder that cannot be reached is tried again later."""
         with suppress(Exception):  # which class it has depends on the store
             self.check()
-            self._put_record(None)
+            self._put(**changes)
 
     def release(self) -> None:
         """Let other processes write, at once if the folder can be reached."""
-        with suppress(Exception):
-            if self.number and self._pid == os.getpid():
-                self.check()
-                self._put_record(self._record._replace(ended=True))
+        if self._pid == os.getpid():
+            self.renew(ended=True)
         self._stop()
 
     def _stop(self) -> None:
@@ -218,61 +204,58 @@ class Writer:
             import fcntl  # not on Windows
         except ImportError:
             return False
-        file = os.open(self._storage.at(_LOCK), os.O_RDWR | os.O_CREAT, 0o666)
+        self._file = os.open(self._storage.at(".lock"), os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
+            file, self._file = self._file, None
             os.close(file)
             other = last or _UNREADABLE
             is_here = other.host in ("", socket.gethostname())  # one on another host may have ended without a word
             if isinstance(error, (BlockingIOError, PermissionError)) and is_here:
                 raise OSError(self._refusal(other)) from None
             return False
-        self._file = file
         return True
-
-    def _is_same_job(self, other: Record) -> bool:
-        return self._run != "" and other.run == self._run
 
     def _check_free(self, last: Record, number: int, locked: bool) -> None:
         """Raise OSError if the last writer may still live: it has not ended, no lock tells, and it was renewed."""
-        if last.ended or (locked and last.locked) or self._is_same_job(last):
+        if last.ended or (locked and last.locked) or (self._run and last.run == self._run):
             return
         left = SECONDS - self._storage.age(_file_name(number))
         if left > 0:
-            self._stop()
             raise OSError(self._refusal(last, f", wait for {left:.0f} s if it has ended"))
 
     def _refusal(self, other: Record, wait: str = "") -> str:
         """Return the error of a folder that another process writes to; `wait`: what may help, in words."""
-        of = f' of the job "{other.run}"' if other.run else ""
-        named = bool(other.run) and other.run != self._run
-        take_over = f', pass run="{other.run}" to take over from an earlier process of that job' if named else ""
+        job, take_over = f' of the job "{other.run}"' if other.run else "", ""
+        if other.run and other.run != self._run:
+            take_over = f', pass run="{other.run}" to take over from an earlier process of that job'
         return (
-            f"Checkpoint folder {self._storage.location} is in use by {other.process}{of}; end that "
-            f"process or close() its Checkpoint{take_over}{wait}; another folder begins another training"
+            f"Checkpoint folder {self._storage.location} is in use by {other.process}{job}; end that process or "
+            f"close() its Checkpoint{take_over}{wait}; another folder begins another training"
         )
 
-    def _writer_numbers(self) -> list[int]:
+    def _numbers(self) -> list[int]:
         return [int(match[1]) for name in self._storage.names() if (match := _NAME.fullmatch(name))]
 
-    def _read_records(self) -> dict[int, Record]:
+    def _records(self) -> dict[int, Record]:
         """Return the records of all writers by number; that of a damaged file is `_UNREADABLE`."""
         records = dict[int, Record]()
-        for number in self._writer_numbers():
+        for number in self._numbers():
             with suppress(FileNotFoundError):  # a later writer has deleted it
                 try:
-                    records[number] = _parse_record(self._storage.read(_file_name(number)).decode())
+                    entries = unseal_json(self._storage.read(_file_name(number)).decode())
+                    records[number] = Record(**{name: entries[name] for name in Record._fields if name in entries})
                 except (ValueError, TypeError, LookupError, AttributeError):
                     records[number] = _UNREADABLE
         return records
 
-    def _put_record(self, record: Record | None, *, create: bool = False) -> None:
-        """Write a record, or the last one again, if the folder was not released meanwhile."""
+    def _put(self, *, create: bool = False, **changes: Any) -> None:
+        """Write the record, with changes, unless the folder was released meanwhile."""
         with self._writing:
-            self._record = record or self._record
             if self.number:
-                self._storage.put(sealed(self._record._asdict()), _file_name(self.number), create=create)
+                self._record = self._record._replace(**changes)
+                self._storage.put(seal_json(self._record._asdict()), _file_name(self.number), create=create)
 
 
 def _keep_alive(writer: weakref.ref[Writer], ended: threading.Event) -> None:
@@ -282,13 +265,6 @@ def _keep_alive(writer: weakref.ref[Writer], ended: threading.Event) -> None:
             return
         alive.renew()
         del alive
-
-
-def _parse_record(text: str) -> Record:
-    """Return the record in the text of a file; raise ValueError if it is damaged."""
-    entries = unsealed(text)
-    del entries["seal"]
-    return Record(**entries)
 
 
 def _file_name(number: int) -> str:

@@ -16,6 +16,7 @@ from variable_batch_size.cli.options import option
 if TYPE_CHECKING:
     from variable_batch_size.checkpoint.folder import Folder
 
+_REQUIREMENT = "FOLDER must be the folder of a training with checkpoints, or a checkpoint"
 _OF_RATES = ("rule", "ref_batchsize", "progress", "last_rates")  # of the state of an optimizer
 
 app = typer.Typer(cls=Commands, help="Checkpoints: what they hold, and whether they are intact.", no_args_is_help=True)
@@ -38,31 +39,38 @@ def show(folder: Source, json: output.Json = False) -> None:
     - `vbs checkpoint show runs/a`
     - `vbs checkpoint show runs/a/update-00001234-0001-7-2`
     """
-    from variable_batch_size.checkpoint.reading import facts_of, read_verified
-    from variable_batch_size.checkpoint.weights import weights_hash
+    from variable_batch_size.checkpoint.contents import DamagedError, facts_of, read_manifests
+    from variable_batch_size.checkpoint.names import weights_hash
+    from variable_batch_size.checkpoint.reading import read_contents
 
-    checkpoints, listed, is_one = _manifests(folder)
+    checkpoints, names, is_one = _open(folder)
+    listed = dict[str, list[dict[str, Any]]]()
+    for name in names:
+        try:
+            listed[name] = read_manifests(checkpoints.storage, name)
+        except DamagedError as error:
+            if is_one:
+                raise value_error(_REQUIREMENT, f"{folder}, which is damaged: {error}", "pass another one") from None
+            listed[name] = []
     if is_one:
-        name, *ranks = listed[0]
-        facts = facts_of(ranks[0]) | _learning_rates(ranks[0])
-        facts["weights"] = weights_hash(read_verified(checkpoints, name).parts["model"])
+        (ranks,) = listed.values()
+        weights = read_contents(checkpoints.storage, names[0], only="model").parts["model"]
+        facts = facts_of(ranks[0]) | _learning_rates(ranks[0]) | {"weights": weights_hash(weights)}
         if json:
             output.print_json(facts)
         else:
             _show_states(facts, ranks)
-        return
-    whole = {name: ranks[0] if ranks else None for name, *ranks in listed}
-    if json:
-        output.print_json({name: None if first is None else facts_of(first) for name, first in whole.items()})
+    elif json:
+        output.print_json({name: facts_of(ranks[0]) if ranks else None for name, ranks in listed.items()})
     else:
         _show_list(checkpoints, listed)
 
 
-def _show_list(checkpoints: Folder, listed: list[tuple[Any, ...]]) -> None:
-    """Print a table of checkpoints, which are given as by `_manifests`, and of those that are incomplete."""
+def _show_list(checkpoints: Folder, listed: dict[str, list[dict[str, Any]]]) -> None:
+    """Print a table of checkpoints, with the JSON of their ranks, and of those that are incomplete."""
     rows = []
     best = checkpoints.best_first()[:1]
-    for name, *ranks in listed:
+    for name, ranks in listed.items():
         if not ranks:
             rows.append([name, *["?"] * 5, "", "damaged"])
             continue
@@ -113,16 +121,17 @@ def verify(folder: Source, json: output.Json = False) -> None:
 
     Example: `vbs checkpoint verify runs/a`
     """
-    from variable_batch_size.checkpoint.reading import read_verified
+    from variable_batch_size.checkpoint.contents import DamagedError
+    from variable_batch_size.checkpoint.contents import verify as read_all
 
-    checkpoints, listed, is_one = _manifests(folder)
+    checkpoints, names, is_one = _open(folder)
     damages: dict[str, str | None] = {}
-    for name, *_ in listed:
+    for name in names:
         path = checkpoints.storage.at(name)
         try:
-            read_verified(checkpoints, name, every=True)
+            read_all(checkpoints.storage, name)
             damages[path] = None
-        except ValueError as error:
+        except DamagedError as error:
             damages[path] = str(error)
         if not json:
             typer.echo(f"{path}: {damages[path] or 'intact'}")
@@ -148,6 +157,24 @@ def to_torch(
     from variable_batch_size.checkpoint.conversion import to_torch
 
     output.write(file, lambda path: to_torch(folder, path, best=best), "written")
+
+
+@app.command(name="to-safetensors")
+@command
+def to_safetensors(
+    folder: Source,
+    file: Annotated[Path, typer.Argument(help="Written by safetensors.", metavar="FILE", show_default=False)],
+    best: Annotated[bool, option("Take the checkpoint with the best reported value.", "--best")] = False,
+) -> None:
+    """Write the weights of the newest intact checkpoint, whole, under the model's own names.
+
+    `safetensors.torch.load_file(file)` returns them for `model.load_state_dict()`, without this library.
+
+    Example: `vbs checkpoint to-safetensors runs/a model.safetensors`
+    """
+    from variable_batch_size.checkpoint.conversion import to_safetensors
+
+    output.write(file, lambda path: to_safetensors(folder, path, best=best), "written")
 
 
 @app.command(name="from-torch")
@@ -194,32 +221,14 @@ def goodput(folder: Source, json: output.Json = False) -> None:
     typer.echo(f"{spent.runs} runs, {spent.saves} saves; for vbs simulate: {flags}")
 
 
-def _manifests(folder: str) -> tuple[Folder, list[tuple[Any, ...]], bool]:
-    """Return the checkpoints in a folder, or the one that it is, newest first; and whether it is one.
+def _open(folder: str) -> tuple[Folder, list[str], bool]:
+    """Return a folder and its checkpoints, newest first; and whether the path is one of them."""
+    from variable_batch_size.checkpoint.reading import open_folder
 
-    Each is its name with the JSON of each of its ranks, if these are intact.
-    """
-    from variable_batch_size.checkpoint.folder import MANIFEST, Folder, manifests
-    from variable_batch_size.checkpoint.reading import folder_and_name
-    from variable_batch_size.checkpoint.storage import DAMAGE
-
-    checkpoints = Folder(folder)
-    listed = list[tuple[Any, ...]]()
-    names = checkpoints.candidates(best=False)
-    is_one = not names and MANIFEST in checkpoints.storage.names()
-    if is_one:
-        checkpoints, names = folder_and_name(checkpoints)
-    requirement = "FOLDER must be the folder of a training with checkpoints, or a checkpoint"
+    checkpoints, names, is_one = open_folder(folder)
     if not names:
-        raise value_error(requirement, f"{folder}, which has none", "pass another one")
-    for name in names:
-        try:
-            listed.append((name, *manifests(checkpoints.read_texts(name), name)))
-        except DAMAGE as error:
-            if is_one:
-                raise value_error(requirement, f"{folder}, which is damaged: {error}", "pass another one") from None
-            listed.append((name,))
-    return checkpoints, listed, is_one
+        raise value_error(_REQUIREMENT, f"{folder}, which has none", "pass another one")
+    return checkpoints, names, is_one
 
 
 def _format_bytes(count: int) -> str:

@@ -1,0 +1,114 @@
+"""Whether a checkpoint is of this training: its parts, its model, the parameters of its optimizers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from variable_batch_size._log import stacklevel_of_user
+
+SAMPLER = "sampler"  # name of a part
+_COMPARED = "lr", "weight_decay", "momentum", "betas"
+_CYCLED = {"base_momentum", "max_momentum"}  # in a group whose momentum a schedule of torch changes
+
+
+def check_parts(location: str, saved: Iterable[str], passed: Iterable[str], *, strict: bool) -> None:
+    """Check that a checkpoint has exactly these parts, but for the sampler: the optimizer has its state, too.
+
+    Unless `strict`, parts that are not in it begin anew, but for the model.
+
+    Raises:
+        ValueError: if a part is missing or was not passed.
+    """
+    there, here = {*saved} - {SAMPLER}, {*passed} - {SAMPLER}
+    if not strict:
+        here &= {"model", *there}
+    missing = [f"{name} is not in it" for name in sorted(here - there)]
+    unknown = [f"{name} is in it and was not passed" for name in sorted(there - here)]
+    if missing or unknown:
+        raise ValueError(
+            f"Checkpoint {location} has other parts than this training: {' and '.join(missing + unknown)}; pass the "
+            f"parts that were saved, under the same names{'' if unknown else ', or strict=False'}"
+        )
+
+
+def check_outside(location: str, optimizer: str, saved: Mapping[int, Tensor], here: Mapping[int, Tensor]) -> None:
+    """Check that an optimizer in a checkpoint had these parameters, by number, that no module among the parts has.
+
+    Raises:
+        ValueError: if it had others, or of other shapes.
+    """
+    if _shapes(saved) != _shapes(here):
+        raise ValueError(
+            f"Checkpoint {location} must have the parameters of the {optimizer} that no module among its parts has, "
+            f"but it has those with the shapes {_shapes(saved)} by their numbers, and here they are {_shapes(here)}; "
+            f"pass the modules that were passed when it was saved"
+        )
+
+
+def check_model(location: str, saved: Mapping[str, Any], here: Mapping[str, Any], *, warn: bool) -> None:
+    """Check that the model in a checkpoint has the tensors of a state dict, in the same shapes; `warn` of other dtypes.
+
+    Raises:
+        ValueError: if a tensor is missing or has another shape or name.
+    """
+    shapes, shapes_here = _shapes(saved), _shapes(here)
+    for name in {**shapes_here, **shapes}:
+        if shapes.get(name) != shapes_here.get(name):
+            raise ValueError(
+                f"Checkpoint {location} is of another model: the shape of {name} is {shapes.get(name, 'missing')} in "
+                f"it and {shapes_here.get(name, 'missing')} here; create the model that was saved"
+            )
+    different = [name for name in shapes_here if saved[name].dtype != here[name].dtype]
+    if different and warn:
+        name, others = different[0], f" (and {len(different) - 1} others)" if len(different) > 1 else ""
+        warnings.warn(
+            f"Checkpoint {location} is converted to other dtypes: {name}{others} is {saved[name].dtype} in it and "
+            f"{here[name].dtype} here, so that the training does not resume exactly; create the model with the saved "
+            f"dtypes before the optimizer, for example by model.to({saved[name].dtype})",
+            UserWarning,
+            stacklevel=stacklevel_of_user(),
+        )
+
+
+def _shapes(state: Mapping[Any, Any]) -> dict[Any, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def warn_of_hyperparameters(
+    location: str,
+    optimizer: str,
+    saved: Sequence[Mapping[str, Any]],
+    here: Sequence[Mapping[str, Any]],
+    *,
+    scheduled: bool,
+) -> None:
+    """Warn if the groups of a script have another learning rate, weight decay or momentum than those of a checkpoint.
+
+    What a schedule has changed is no difference: `initial_lr` counts where it is known; `scheduled`: whether the
+    learning rate has a schedule.
+    """
+    differences = []
+    for number, (group, other) in enumerate(zip(saved, here, strict=False)):
+        for name in _COMPARED:
+            key = "initial_lr" if name == "lr" and "initial_lr" in group and "initial_lr" in other else name
+            changes = (key == "lr" and scheduled) or (name in ("momentum", "betas") and _CYCLED & {*other})
+            if not changes and key in group and key in other and _plain(group[key]) != _plain(other[key]):
+                values = f"{_plain(group[key])} in it and {_plain(other[key])} in the script"
+                differences.append(f"{key} of group {number} is {values}")
+    if differences:
+        warnings.warn(
+            f"Checkpoint {location} sets the hyperparameters of the {optimizer}: {'; '.join(differences)}. To change "
+            f"them, set {optimizer}.param_groups after restore()",
+            UserWarning,
+            stacklevel=stacklevel_of_user(),
+        )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_plain, value))
+    return value.item() if isinstance(value, Tensor) else value
