@@ -16,6 +16,8 @@ from variable_batch_size.data.plan.packing import first_fit_decreasing, padded_e
 from variable_batch_size.data.tokens.token_batches import boundaries
 from variable_batch_size.world import World
 
+pytestmark = pytest.mark.filterwarnings("ignore:With lengths= batch sizes are in tokens")  # of any trace
+
 lengths = st.lists(st.integers(1, 30), min_size=1, max_size=60)
 sizes = st.lists(st.integers(1, 120), min_size=1, max_size=12)
 
@@ -214,3 +216,13 @@ def test_another_run_has_the_same_lengths():
     with pytest.raises(ValueError, match="lengths or counts was"):
         vbs.CustomSampler(3, 5, 1, 0, lengths=[3, 2, 5], max_tokens=8).load_state_dict(state)
     vbs.CustomSampler(3, 5, 1, 0, lengths=[3, 5, 2], max_tokens=5).load_state_dict(state)
+
+
+@pytest.mark.filterwarnings("default")
+def test_batch_sizes_in_samples_are_noticed():
+    with pytest.warns(UserWarning, match="batch sizes are in tokens, but 2 is less than a sample has, 40 on average"):
+        one = vbs.CustomSampler(9, 2, 1, 0, lengths=[40] * 9, max_tokens=80)
+    one = vbs.CustomSampler(9, 80, 1, 0, lengths=[40] * 9, max_tokens=80)
+    inner = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    with pytest.warns(UserWarning, match="but 16 is less than a sample has, 40 on average"):
+        vbs.LinearRuleOptimizer(inner, one, 16)

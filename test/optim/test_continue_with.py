@@ -195,6 +195,21 @@ def test_it_is_called_between_two_steps():
         break
 
 
+def test_it_is_called_after_the_step_of_a_microbatch():
+    run = alone()
+    rows = next(iter(run.optimizer.sampler))
+    run.optimizer.backward(run.model(samples(20, 0)[rows][0]).sum())
+    with pytest.raises(RuntimeError, match=r"a backward\(\) has come that no step\(\) has counted; call it after"):
+        run.optimizer.continue_with(run.sampler(1))
+
+
+def test_a_restore_of_a_later_stage_is_told(caplog):
+    state = alone().train(4).state()
+    run = alone().load(state)
+    assert "The state is of stage 1: loops of earlier stages have ended" in caplog.text
+    assert (run.optimizer.stage, run.optimizer.updates) == (1, 4)
+
+
 def test_all_optimizers_of_a_sampler_go_on():
     one, other = nn.Linear(3, 1), nn.Linear(3, 1)
     sampler = vbs.CustomSampler(12, 4, 1, 0, minibatch_size=2, epochs=1)

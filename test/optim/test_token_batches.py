@@ -19,6 +19,7 @@ from helpers.processes import run_job
 from helpers.properties import examples
 from variable_batch_size.testing import run_ranks
 
+pytestmark = pytest.mark.filterwarnings("ignore:With lengths= batch sizes are in tokens")  # of any trace
 REF, LR = 40, 0.02
 LENGTHS = np.random.default_rng(1).integers(1, 25, 90)
 MARKS = np.minimum(LENGTHS, 7) * (np.arange(90) % 4 > 0)  # what counts in the loss

@@ -327,7 +327,9 @@ class Checkpoint:
         sizes = facts.get("batch_size", 0), self._parts.batch_size(updates)
         line = f"Checkpoint {name} restored: "
         line += f"world {worlds[0]} -> {worlds[1]}, " if worlds[0] not in (0, worlds[1]) else ""
-        line += f"batch size {sizes[0]} -> {sizes[1]}, " if all(sizes) and sizes[0] != sizes[1] else ""
+        known = all(sizes) and optimizer.sampler.training.later is None  # else the next batch is of a later sampler
+        line += f"batch size {sizes[0]} -> {sizes[1]}, " if known and sizes[0] != sizes[1] else ""
+        line += f"stage {optimizer.stage}, " if optimizer.stage else ""
         line += f"update {updates}, epoch {optimizer.epoch}, {optimizer.samples} samples, lost {told}"
         newer = folder.newer_than(name) if folder.branches else []
         line += f"; the next save deletes {', '.join(newer)}." if newer else "."

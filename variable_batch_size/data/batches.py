@@ -141,6 +141,9 @@ class Batches:
         """The number of samples in the dataset."""
         return self.plan.dataset_size
 
+    def check_reference(self, reference: int) -> None:
+        """Warn if a reference batch size is in another unit than the batches."""
+
     # Positions. ------------------------------------------------------------------------------------------------------
 
     @property

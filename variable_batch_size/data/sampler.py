@@ -182,6 +182,7 @@ class CustomSampler(Dealer, Sampler[list[int]]):
         split = Split(equal_rounds=equal_rounds, unequal=None if speeds is None else by_speed(speeds, world.size))
         values = plan, world, seed, shuffle, split, decided, bool(reproducible)
         batches = Batches(*values) if budget is None else TokenBatches(*values, budget=budget)
+        batches.check_reference(batches.max_batch_size)
         content = Content(None if number is dataset_size else dataset_size, seed, fingerprint).digest
         super().__init__(batches.with_checked_rounds(), epochs=epochs, cut_is_known=cut_is_known, content=content)
 

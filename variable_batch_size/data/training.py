@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, final
 from weakref import WeakKeyDictionary
 
-from variable_batch_size._log import stacklevel_of_user
+from variable_batch_size._log import log, stacklevel_of_user
 from variable_batch_size._validation import check_int, value_error
 from variable_batch_size.adaptive.decided_trace import DecidedTrace
 from variable_batch_size.data.batches import Batch, Batches, Place, Position, Split, position_of
@@ -209,6 +209,11 @@ class Training:
         return self._committed if self._choice is None else self._committed._replace(position=self._choice.position)
 
     @property
+    def stage(self) -> int:
+        """How many samplers came before that of the position, which a restored state may have ahead of this one."""
+        return self.earlier.stage if self.later is None else Earlier.of(self.later).stage
+
+    @property
     def updates(self) -> int:
         """The updates so far, of all samplers."""
         return self.earlier.updates + self.position.step
@@ -352,6 +357,12 @@ class Training:
         self._committed, self._choice = Place(self._batches.first_position, 0), None
         self.owned, self.unrestored = True, False
         self.restart(anew=True)
+        log(
+            f"The state is of stage {Earlier.of(state).stage}: loops of earlier stages have ended, and "
+            f"optimizer.continue_with(sampler) goes on there.",
+            rank=self._batches.world.rank,
+            update=self.updates,
+        )
 
     # What comes. -----------------------------------------------------------------------------------------------------
 

@@ -113,6 +113,8 @@ class Abilities:
                 "the rule, the controller or noise= compares those of microbatches, by their samples; choose another "
                 "rule or controller, or omit noise="
             )
+        if chosen.reference is not None:
+            sampler.batches.check_reference(chosen.reference)
         if sampler.batches.packs:
             self.counts.refused = "lengths= of the sampler counts tokens already; pass means over the tokens"
         self._training, self._backend = sampler.training, backend

@@ -380,6 +380,11 @@ class CustomOptimizer(ObservedOptimizer):
         self._training.check_phase("continue_with()", Phase.BETWEEN_STEPS)
         self._training.go_on()
         members = list(self._training.members)
+        if any(member._updater.sum.has_backward for member in members):
+            raise RuntimeError(
+                "continue_with() must be called between steps, but a backward() has come that no step() has counted; "
+                "call it after step()"
+            )
         continue_with(members, sampler)
         for member in members:
             member._sampler, member._updater.agreed = sampler, False

@@ -111,8 +111,8 @@ class ObservedOptimizer(OptimizerWrapper):
 
     @property
     def stage(self) -> int:
-        """How many samplers the training had before this one, see `continue_with`."""
-        return self._training.earlier.stage
+        """How many samplers the training had before that of its position: 0 until `continue_with`, then 1."""
+        return self._training.stage
 
     @property
     def samples(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any, final
 
 import numpy as np
 
-from variable_batch_size._validation import IntArray, as_int, type_error, value_error
+from variable_batch_size._validation import IntArray, as_int, value_error
 from variable_batch_size.data.plan.packing import (
     first_fit_decreasing,
     padded_evenly,
@@ -80,8 +80,8 @@ def checked(name: str, values: Any, size: int, least: int) -> IntArray:
         values = values.detach().cpu()
     array = np.asarray(values)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        found = f"an array of {array.dtype}, of shape {array.shape}"
-        raise type_error(f"{name} must be integers, one for each sample", values, f"pass them in place of {found}")
+        found = f"numbers of {array.dtype}, of shape {array.shape}"
+        raise TypeError(f"{name} must be integers, one for each sample, got {found}; convert them, as by int()")
     if len(array) != size:
         raise value_error(f"{name} must have a number for each of the {size} samples", len(array), "pass all of them")
     if len(array) and array.min() < least:

@@ -8,12 +8,14 @@ by at most half the longest sample, where no sample is longer than a batch, and 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
 import numpy as np
 
+from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size._validation import IntArray, value_error
 from variable_batch_size.data.batches import Batch, Batches, Position
 from variable_batch_size.data.plan.shuffle import order
@@ -137,6 +139,17 @@ class TokenBatches(Batches):
     def dataset_size(self) -> int:
         """The number of samples in the dataset; that of the plan is in tokens."""
         return len(self.budget.lengths)
+
+    def check_reference(self, reference: int) -> None:
+        """Warn if a batch size is smaller than a usual sample, as one in samples is."""
+        mean = self.budget.total / self.dataset_size
+        if reference < mean and self.world.rank == 0:
+            warnings.warn(
+                f"With lengths= batch sizes are in tokens, but {reference} is less than a sample has, {mean:.0f} on "
+                f"average; multiply batch sizes in samples by that, in the trace and ref_batchsize",
+                UserWarning,
+                stacklevel=stacklevel_of_user(),
+            )
 
     def order(self, epoch: int) -> Callable[[IntArray], IntArray]:
         """Return the map from positions in an epoch's order to samples, for arrays of any shape."""

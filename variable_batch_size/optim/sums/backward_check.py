@@ -28,8 +28,8 @@ WATCHED = 3  # updates of a run in which hooks count, of those with one microbat
 _REMEDY = (
     "pass a DistributedDataParallel to the optimizer as model=, clip with max_grad_norm= (in optimizer_options= of a "
     "trainer), change gradients in optimizer.register_step_pre_hook(), remove zero_grad() of the model and of the "
-    "inner optimizer, because optimizer.step() clears the gradients, and pass inputs= to other backwards that run in a "
-    "step"
+    "inner optimizer, because optimizer.step() clears the gradients, pass inputs= to other backwards that run in a "
+    "step, and run those between two steps in optimizer.outside()"
 )
 
 
