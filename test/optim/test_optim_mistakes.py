@@ -431,7 +431,7 @@ NUMBERS = [
     ),
     (lambda: counted(reduction="mean"), ValueError, r"step\(count=\) needs a loss that is summed .* got red"),
     *(
-        (lambda kind=kind: counted(kind=kind), ValueError, r"step\(count=\) needs gradients that nothing compar")
+        (lambda kind=kind: counted(kind=kind), ValueError, r"step\(count=\) needs gradients that nothing else weighs")
         for kind in (vbs.AdaScaleOptimizer, vbs.InvariantAdamRuleOptimizer)
     ),
     (lambda: training().optimizer.step(torch.tensor(3)), TypeError, r"closure must be a function, got .*; pass"),
