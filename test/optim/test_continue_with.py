@@ -265,3 +265,31 @@ def test_the_state_of_a_sampler_alone_leaves_the_stage_to_its_optimizer():
     run = Stages(vbs.backend.LocalBackend(), same)
     run.optimizer.sampler.load_state_dict(state["optimizer"]["vbs"]["sampler"])
     assert run.load(state).train().optimizer.updates == 6
+
+
+@pytest.mark.parametrize("stop", [2, 3, 4])
+def test_a_checkpoint_resumes_a_stage_with_its_random_numbers(stop, tmp_path):
+    def run(folder, until=None):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1)).double()
+        samplers = [vbs.CustomSampler(samples(12, n), 4, 1, 0, 2, epochs=1, seed=n) for n in range(2)]
+        optimizer = vbs.ConstantOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), samplers[0])
+        with vbs.Checkpoint(folder, model=model, optimizer=optimizer, every=1) as saves:
+            saves.restore()
+            for number, sampler in enumerate(samplers):
+                if number:
+                    optimizer.continue_with(sampler)
+                loader = DataLoader(samples(12, number), batch_sampler=sampler)
+                for _ in vbs.remaining_epochs(sampler, optimizer):
+                    for update in vbs.updates(loader, optimizer):
+                        for (rows,) in update:
+                            optimizer.backward(model(rows).square().mean())
+                            optimizer.step()
+                        saves.step()
+                        if optimizer.updates == until:
+                            return None
+        return [parameter.tolist() for parameter in model.parameters()]
+
+    expected = run(tmp_path / "whole")
+    run(tmp_path / "stopped", stop)
+    assert run(tmp_path / "stopped") == expected

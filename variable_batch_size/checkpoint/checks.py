@@ -12,7 +12,6 @@ from variable_batch_size._log import stacklevel_of_user
 
 SAMPLER = "sampler"  # name of a part
 _COMPARED = "lr", "weight_decay", "momentum", "betas"
-_CYCLED = {"base_momentum", "max_momentum"}  # in a group whose momentum a schedule of torch changes
 
 
 def check_parts(location: str, saved: Iterable[str], passed: Iterable[str], *, strict: bool) -> None:
@@ -78,31 +77,28 @@ def _shapes(state: Mapping[Any, Any]) -> dict[Any, tuple[int, ...]]:
     return {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
 
 
-def warn_of_hyperparameters(
-    location: str,
-    optimizer: str,
-    saved: Sequence[Mapping[str, Any]],
-    here: Sequence[Mapping[str, Any]],
-    *,
-    scheduled: bool,
-) -> None:
-    """Warn if the groups of a script have another learning rate, weight decay or momentum than those of a checkpoint.
+def hyperparameters(optimizer: Any) -> list[dict[str, Any]]:
+    """Return the learning rate, weight decay and momentum of each group, as plain numbers, where a group has them."""
+    return [{name: _plain(group[name]) for name in _COMPARED if name in group} for group in optimizer.param_groups]
 
-    What a schedule has changed is no difference: `initial_lr` counts where it is known; `scheduled`: whether the
-    learning rate has a schedule.
+
+def warn_of_hyperparameters(
+    location: str, optimizer: str, saved: Sequence[Mapping[str, Any]], here: Sequence[Mapping[str, Any]]
+) -> None:
+    """Warn if a script begins with other hyperparameters than the one that saved: those of the checkpoint count.
+
+    `saved` and `here` are those with which each script has created its `Checkpoint`, before any schedule goes on.
     """
-    differences = []
-    for number, (group, other) in enumerate(zip(saved, here, strict=False)):
-        for name in _COMPARED:
-            key = "initial_lr" if name == "lr" and "initial_lr" in group and "initial_lr" in other else name
-            changes = (key == "lr" and scheduled) or (name in ("momentum", "betas") and _CYCLED & {*other})
-            if not changes and key in group and key in other and _plain(group[key]) != _plain(other[key]):
-                values = f"{_plain(group[key])} in it and {_plain(other[key])} in the script"
-                differences.append(f"{key} of group {number} is {values}")
+    differences = [
+        f"{name} of group {number} was {group[name]} and is {other[name]}"
+        for number, (group, other) in enumerate(zip(saved, here, strict=False))
+        for name in group.keys() & other.keys()
+        if group[name] != other[name]
+    ]
     if differences:
         warnings.warn(
-            f"Checkpoint {location} sets the hyperparameters of the {optimizer}: {'; '.join(differences)}. To change "
-            f"them, set {optimizer}.param_groups after restore()",
+            f"The script has other hyperparameters of the {optimizer} than the one that saved {location}, which count: "
+            f"{'; '.join(sorted(differences))}. To change them, set {optimizer}.param_groups after restore()",
             UserWarning,
             stacklevel=stacklevel_of_user(),
         )
@@ -110,5 +106,5 @@ def warn_of_hyperparameters(
 
 def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
-        return tuple(map(_plain, value))
+        return [*map(_plain, value)]
     return value.item() if isinstance(value, Tensor) else value

@@ -14,7 +14,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from variable_batch_size._validation import type_error, value_error
-from variable_batch_size.checkpoint.checks import check_model, check_outside, check_parts, warn_of_hyperparameters
+from variable_batch_size.checkpoint.checks import (
+    check_model,
+    check_outside,
+    check_parts,
+    hyperparameters,
+    warn_of_hyperparameters,
+)
 from variable_batch_size.checkpoint.contents import Contents
 from variable_batch_size.checkpoint.names import Names, with_numbers
 from variable_batch_size.checkpoint.reload import check_reload, keeps_dtypes, restore_dtypes
@@ -48,6 +54,7 @@ _TYPES: dict[str, tuple[type, str]] = {
     "model": (torch.nn.Module, "a torch.nn.Module"),
 }
 _OTHER: tuple[type, str] = (Stateful, "an object with state_dict() and load_state_dict()")
+_BEGUN = "begun"  # with these hyperparameters, before a schedule has changed them
 
 
 @final
@@ -79,6 +86,8 @@ class Parts:
                 raise type_error(requirement, inner, "shard the model by fully_shard() in its place, or save by hand")
         self._names = Names(model)
         self._optimizer = optimizer
+        optimizers = {name: part for name, part in self._by_name.items() if isinstance(part, OPTIMIZERS)}
+        self._begun = {name: hyperparameters(part) for name, part in optimizers.items()}
         _check_scheduler(list(self._by_name.values()), optimizer)
 
     def state_dicts(self, *, in_loop: bool) -> dict[str, Any]:
@@ -191,7 +200,8 @@ class Parts:
         if not isinstance(part, OPTIMIZERS):
             return part.state_dict()
         outside = self._parameters_outside(part)
-        return self._names.optimizer_state(part) | ({"outside": outside} if outside else {})
+        state = {**self._names.optimizer_state(part), _BEGUN: self._begun[name]}
+        return state | ({"outside": outside} if outside else {})
 
     def _parameters_outside(self, optimizer: Stateful) -> dict[int, Tensor]:
         """Return the parameters of an optimizer that no module among the parts has, by their numbers."""
@@ -210,14 +220,12 @@ class Parts:
         check_parts(location, saved, self._by_name, strict=strict)
         check_model(location, saved["model"], self._names.model_state(), warn=world.rank == 0)
         there = {name: part for name, part in self._by_name.items() if name in saved}
-        scheduled = any(hasattr(part, "get_last_lr") for part in self._by_name.values())
         for name, part in there.items():
             if isinstance(part, OPTIMIZERS):
                 self._names.check_groups(saved[name], part)
                 check_outside(location, name, saved[name].get("outside", {}), self._parameters_outside(part))
                 if world.rank == 0:
-                    groups = saved[name]["param_groups"], part.param_groups
-                    warn_of_hyperparameters(location, name, *groups, scheduled=scheduled)
+                    warn_of_hyperparameters(location, name, saved[name].get(_BEGUN, []), self._begun[name])
         for name, part in there.items():  # the optimizer is first: it raises before it changes anything
             if isinstance(part, OPTIMIZERS):
                 self._load_optimizer(name, part, saved, strict)
@@ -235,7 +243,8 @@ class Parts:
             random.set()  # before an epoch is read: the loader draws its seed from these states
             sampler = self._optimizer.sampler
             if reads_epoch or self._optimizer.updates:  # else also the saved run begins with new workers
-                sampler.training.before_reading.wait_for(sampler.position if reads_epoch else None, random)
+                position = sampler.training.restored_position if reads_epoch else None
+                sampler.training.before_reading.wait_for(position, random)
         self._optimizer.backend.mark_step()
         return ""
 

@@ -241,6 +241,11 @@ class Training:
         return self.members[member].round
 
     @property
+    def restored_position(self) -> Position:
+        """The position of a state that was loaded last, which may be that of a later sampler."""
+        return self.position if self.later is None else position_of(self.later)
+
+    @property
     def due(self) -> Position:
         """Where the next iteration begins: at the end of an epoch that no loop has begun to read, or the next update.
 
