@@ -204,8 +204,9 @@ class Counter:
         return torch.arange(self.number - 3, self.number)
 
 
+@SLOW
 @pytest.mark.parametrize("trace", [5, None])
-@pytest.mark.parametrize("file", [pytest.param("data/streams/shards.py", marks=SLOW), "optim/loops/arriving.py"])
+@pytest.mark.parametrize("file", ["data/streams/shards.py", "optim/loops/arriving.py"])
 def test_an_interrupt_at_any_line_loses_no_row(file, trace):
     interrupted = True
     for line in itertools.count(1):

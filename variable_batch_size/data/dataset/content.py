@@ -76,11 +76,9 @@ def _read(dataset: Any, rows: list[int], seed: int, under: int) -> str:
     """Return a hash of rows that are read under a seed."""
     seed_host(under)
     found = hashlib.sha256()
-    if isinstance(dataset, Seeded):
-        _feed(found, dataset.__getitems__(Indices(rows, seed, 0)))
-    else:
-        for row in rows:
-            _feed(found, dataset[row])
+    several = getattr(dataset, "__getitems__", None)  # as a loader reads them
+    for row in several(Indices(rows, seed, 0)) if callable(several) else map(dataset.__getitem__, rows):
+        _feed(found, row)
     return found.hexdigest()[:16]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from datetime import timedelta
 from typing import Any, final
 
@@ -36,7 +37,9 @@ class VariableBatchCheckpoint(keras.callbacks.Callback):
         values = nn.ParameterList([variable.value for variable in variables])  # Keras numbers names in a process
         self._checkpoint = Checkpoint(model=values, optimizer=model.custom_optimizer, **self._options)
         if not model.custom_optimizer.updates:
-            self._checkpoint.restore()
+            with warnings.catch_warnings():  # the rate of the script counts, which Keras keeps itself
+                warnings.filterwarnings("ignore", "The script has other hyperparameters")
+                self._checkpoint.restore()
         return self._checkpoint  # type: ignore[no-any-return]
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
