@@ -210,8 +210,11 @@ def test_what_a_schedule_has_changed_is_no_difference(name, tmp_path):
         assert "lr of group 0 was 0.1 and is 0.2" in told
 
 
-def test_a_rate_that_the_loop_sets_is_no_difference(tmp_path):
+@pytest.mark.parametrize("created", ["first", "late"])
+def test_a_rate_that_the_loop_sets_is_no_difference(created, tmp_path):
     run = training(inner=torch.optim.SGD, hyperparameters={"lr": 0.1, "momentum": 0.5})
+    if created == "late":
+        run.run(1).optimizer.param_groups[0]["lr"] = 0.07
     with checkpoint(tmp_path, run) as saves:
         for update in range(3):
             run.optimizer.param_groups[0]["lr"] = 0.1 / (1 + update)

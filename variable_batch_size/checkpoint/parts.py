@@ -54,7 +54,7 @@ _TYPES: dict[str, tuple[type, str]] = {
     "model": (torch.nn.Module, "a torch.nn.Module"),
 }
 _OTHER: tuple[type, str] = (Stateful, "an object with state_dict() and load_state_dict()")
-_BEGUN = "begun"  # with these hyperparameters, before a schedule has changed them
+_BEGUN = "begun"  # with these hyperparameters, before a schedule has changed them; unknown after the first update
 
 
 @final
@@ -87,7 +87,7 @@ class Parts:
         self._names = Names(model)
         self._optimizer = optimizer
         optimizers = {name: part for name, part in self._by_name.items() if isinstance(part, OPTIMIZERS)}
-        self._begun = {name: hyperparameters(part) for name, part in optimizers.items()}
+        self._begun = {name: [] if optimizer.updates else hyperparameters(part) for name, part in optimizers.items()}
         _check_scheduler(list(self._by_name.values()), optimizer)
 
     def state_dicts(self, *, in_loop: bool) -> dict[str, Any]:
