@@ -180,7 +180,10 @@ def restored(folder, schedule=None, **hyperparameters):
 
 
 def test_other_hyperparameters_of_the_script_are_named(tmp_path):
-    save_checkpoint(tmp_path, training(inner=torch.optim.SGD, hyperparameters={"lr": 0.1, "momentum": 0.5}).run(1))
+    run = training(inner=torch.optim.SGD, hyperparameters={"lr": 0.1, "momentum": 0.5})
+    with checkpoint(tmp_path, run) as saves:
+        run.run(1)
+        saves.save()
     assert restored(tmp_path, lr=0.1, momentum=0.5) == []
     (told,) = restored(tmp_path, lr=torch.tensor(0.25), momentum=0.5, weight_decay=0.01)
     assert "lr of group 0 was 0.1 and is 0.25; weight_decay of group 0 was 0 and is 0.01. To change" in told
