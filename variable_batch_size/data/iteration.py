@@ -89,10 +89,8 @@ class Iteration:
         step, round_index = self._step, 0
         if self._deal is not None and self._number < len(self._deal):
             index = int(np.searchsorted(self._deal.ends, self._number, side="right"))
-            step, round_index = (
-                self._deal.first_step + index,
-                self._number - int(self._deal.ends[index - 1]) * (index > 0),
-            )
+            step = self._deal.first_step + index
+            round_index = self._number - (int(self._deal.ends[index - 1]) if index else 0)
         return {"epoch": self._reads.start.epoch, "step": step, "round": round_index}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

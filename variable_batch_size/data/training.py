@@ -125,21 +125,8 @@ class Training:
         batches = self._batches
         if batches.decided is not None:
             batches = replace(batches, decided=batches.decided.copy())
-        kept = [
-            "epochs",
-            "earlier",
-            "later",
-            "left",
-            "_committed",
-            "_choice",
-            "restarts",
-            "read_epoch",
-            "owned",
-            "elastic",
-            "unrestored",
-            "_cut_is_known",
-        ]
-        kept.append("before_reading")
+        kept = ["epochs", "earlier", "later", "left", "_committed", "_choice", "restarts", "read_epoch", "owned"]
+        kept += ["elastic", "unrestored", "_cut_is_known", "before_reading"]
         return {**{name: getattr(self, name) for name in kept}, "_batches": batches}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -359,8 +360,8 @@ class CustomOptimizer(ObservedOptimizer):
             RuntimeError: within a step, or after a `backward()` that no `step()` has counted.
         """
         members = list(self._training.members)
-        others = {parameter: None for member in members for parameter in member._abilities.parameters_of_model}
-        return outside(self._training, [member._updater.sum for member in members], others)
+        of_models = chain.from_iterable(member._abilities.parameters_of_model for member in members)
+        return outside(self._training, [member._updater.sum for member in members], of_models)
 
     def continue_with(self, sampler: CustomSampler) -> None:
         """Go on with another sampler, from its first step: other samples, another trace or `minibatch_size`.

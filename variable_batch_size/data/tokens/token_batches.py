@@ -77,13 +77,15 @@ class _Ordered(NamedTuple):
     """An epoch in its order.
 
     Attributes:
-        number: of the epoch, with its first and its last step, and its tokens.
+        number: of the epoch.
+        first_step: of the epoch.
         samples: the samples in their order, (samples,).
         starts: of each step, and the end of the last one, in samples, (steps + 1,).
         offsets: what these count before, (steps + 1,).
     """
 
-    number: tuple[int, int, int, int]
+    number: int
+    first_step: int
     samples: IntArray
     starts: IntArray
     offsets: IntArray
@@ -107,11 +109,10 @@ class TokenBatches(Batches):
 
     def _ordered(self, number: int) -> _Ordered:
         """Return an epoch in its order; the last two are kept, because a loader may read the next one."""
-        epoch = self.plan.epoch(number)
-        key = number, epoch.first_step, epoch.end_step, epoch.samples
         for known in self._epochs:
-            if known.number == key:
+            if known.number == number:
                 return known
+        epoch = self.plan.epoch(number)
         samples = self.order(number)(np.arange(len(self.budget.lengths)))
         counts = self.budget.counts[samples]
         counted = np.flatnonzero(counts)  # (counted,): what counts 0 stays with the sample before it
@@ -127,7 +128,8 @@ class TokenBatches(Batches):
         behind = boundaries(ends, targets) if len(targets) else targets
         following = np.append(counted, len(samples))
         found = _Ordered(
-            key,
+            number,
+            epoch.first_step,
             samples,
             np.concatenate(([0], following[behind])).astype(np.int64),
             np.concatenate(([0], ends[behind - 1])).astype(np.int64),
@@ -160,7 +162,7 @@ class TokenBatches(Batches):
         ordered = self._ordered(number)
         key = number, step
         if key not in self._cuts:
-            index = step - ordered.number[1]
+            index = step - ordered.first_step
             begin, end = ordered.starts[index : index + 2].tolist()
             spreads = self.split.spread and not self.reproducible
             cut = self.budget.cut(ordered.samples[begin:end], self.world.size if spreads else 1)
@@ -169,31 +171,31 @@ class TokenBatches(Batches):
                 del self._cuts[next(iter(self._cuts))]
         return self._cuts[key]
 
-    def _own(self, parts: int) -> list[int]:
-        """Return the numbers of this rank's microbatches of a step, replays first, which are negative less one."""
+    def _own(self, parts: int) -> list[tuple[int, bool]]:
+        """Return the numbers of this rank's microbatches of a step, and whether each is a replay: these come first."""
         rank, ranks = self.world.rank, self.world.size
-        own = [*range(rank, parts, ranks)]
+        own = [(number, False) for number in range(rank, parts, ranks)]
         rounds = -(-parts // ranks) if self.split.padded else max(1, len(own))
-        return [-1 - rank % parts] * (rounds - len(own)) + own
+        return [(rank % parts, True)] * (rounds - len(own)) + own
 
     def batch(self, position: Position) -> Batch:
         """Return the update at a position as this rank computes it, in tokens."""
         ordered = self._ordered(position.epoch)
         parts = self.parts(*position)
-        index = position.step - ordered.number[1]
+        index = position.step - ordered.first_step
         begin, end = ordered.offsets[index : index + 2].tolist()
         own = self._own(len(parts))
         microbatches = []
-        for turn, number in enumerate(own):
-            counted = int(self.budget.counts[parts[max(number, -1 - number)]].sum())
+        for turn, (number, is_replay) in enumerate(own):
+            counted = int(self.budget.counts[parts[number]].sum())
             microbatches.append(
                 Microbatch(
                     step=position.step,
                     batch_size=end - begin,
-                    samples=counted if number >= 0 else 0,
+                    samples=0 if is_replay else counted,
                     rows=max(1, counted),
                     start=begin,
-                    number=max(number, -1 - number),
+                    number=number,
                     ends_step=turn == len(own) - 1,
                 )
             )
@@ -206,7 +208,7 @@ class TokenBatches(Batches):
         steps = []
         for step in range(first_step, end):
             parts = self.parts(number, step)
-            steps.append([parts[max(own, -1 - own)] for own in self._own(len(parts))])
+            steps.append([parts[own] for own, _ in self._own(len(parts))])
         return TokenDeal(first_step, np.cumsum([len(rows) for rows in steps]), [one for rows in steps for one in rows])
 
     def count(self, position: Position) -> int:

@@ -158,12 +158,7 @@ class StepMeans(Stage):
 
     def _on_device(self, number: Any, like: Tensor) -> Tensor:
         """Return a number as a 0-D tensor of float32, which is no constant of a graph."""
-        number = self._backend.number(number, like)
-        return (
-            number.float()
-            if isinstance(number, Tensor)
-            else torch.tensor(number, dtype=torch.float32, device=like.device)
-        )
+        return torch.as_tensor(self._backend.number(number, like), dtype=torch.float32, device=like.device)
 
     def _check_value(self, name: str, value: object) -> None:
         """Raise an error unless a value can be logged by a name, once a microbatch, and one of the first update."""

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.parallel import DistributedDataParallel
 
 from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size._validation import value_error
@@ -17,7 +16,7 @@ from variable_batch_size.backend import Backend
 from variable_batch_size.data.steps import Phase
 from variable_batch_size.data.training import Training
 from variable_batch_size.optim.stage import LoopStage
-from variable_batch_size.optim.tensors.hooks import call_before_forward
+from variable_batch_size.optim.tensors.hooks import bare, call_before_forward
 from variable_batch_size.optim.tensors.parameters import versions_of
 
 
@@ -54,7 +53,7 @@ class Buffers(LoopStage):
     """
 
     def __init__(self, module: Module | None, backend: Backend, training: Training, *, reproducible: bool) -> None:
-        self._module = module.module if isinstance(module, DistributedDataParallel) else module
+        self._module = bare(module)
         self._backend, self._training, self._reproducible = backend, training, reproducible
         self._microbatches = 0
         self._before: list[_Kept] | None = None

@@ -204,8 +204,8 @@ def _facts_of_update(updater: Updater, inner: Optimizer, backend: Backend) -> di
 def common_facts(updater: Updater, sampler: Dealer, inner: Optimizer, backend: Backend) -> dict[str, Any]:
     """Return what the jobs of an update must have in common, by name: the values of the parameters at the first one."""
     values = {} if sampler.position.step else {"parameters": checksum(local_parts(updater.parameters), backend)}
-    facts = {**_facts_of_update(updater, inner, backend), **sampler_facts(sampler), ROWS: sampler.content()}
-    return {**facts, **values}
+    of_update = _facts_of_update(updater, inner, backend)
+    return {**of_update, **sampler_facts(sampler), ROWS: sampler.content(), **values}
 
 
 def _hyperparameters(inner: Optimizer, backend: Backend) -> dict[str, Any]:

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple, final
 
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from variable_batch_size.optim.stage import LoopStage, Stage, UpdateUnderWay
 from variable_batch_size.optim.tensors.arithmetic import local_parts
+from variable_batch_size.optim.tensors.hooks import bare
 from variable_batch_size.optim.tensors.parameters import versions_of
 
 _UPDATES = 5  # that are looked at, if one writes parameters and leaves their values
@@ -44,7 +44,7 @@ class Owners(Stage, LoopStage):
 
     def __init__(self, inner: Optimizer, module: Module | None) -> None:
         self._inner = inner
-        module = module.module if isinstance(module, DistributedDataParallel) else module
+        module = bare(module)
         self._named: list[tuple[str, Tensor]] | None = None if module is None else [*module.named_parameters()]
         self._done, self._updates = False, 0
         self._seen: list[_Seen] = []
@@ -61,8 +61,10 @@ class Owners(Stage, LoopStage):
         known = {*map(id, update.parameters)}
         others = [pair for pair in self._named or [] if id(pair[1]) not in known and pair[1].grad is not None]
         versions = versions_of([parameter for _, parameter in others])
-        values = [parameter.detach().clone() for _, parameter in others]
-        self._seen = [_Seen(*pair, *now) for pair, now in zip(others, zip(versions, values, strict=True), strict=True)]
+        self._seen = [
+            _Seen(name, parameter, version, parameter.detach().clone())
+            for (name, parameter), version in zip(others, versions, strict=True)
+        ]
 
     def end(self, update: UpdateUnderWay) -> None:
         """Raise RuntimeError if one of them has changed."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 
 from torch.nn import Parameter
 
@@ -14,25 +15,25 @@ from variable_batch_size.optim.sums.base import Sum
 
 
 @contextmanager
-def outside(training: Training, sums: Iterable[Sum], others: Iterable[Parameter]) -> Iterator[None]:
+def outside(training: Training, sums: Sequence[Sum], of_models: Iterable[Parameter]) -> Iterator[None]:
     """Let nothing count, between two steps, and put the gradients back; see `CustomOptimizer.outside`.
 
-    `others` are parameters of the models, which may be in no sum.
+    `of_models` are the parameters of the models, which may be in no sum.
     """
     training.check_phase("outside()", Phase.BETWEEN_STEPS)
     training.go_on()
     with ExitStack() as stack:
-        kept = [(parameter, parameter.grad) for parameter in others]
         for one in sums:
             stack.enter_context(one.outside())
-        for parameter, _ in kept:
-            parameter.grad = None
         if training.batches.reproducible:  # whose microbatches are seeded when they are handed out
             stack.enter_context(kept_states())
+        kept = {parameter: parameter.grad for parameter in chain(of_models, *(one.parameters for one in sums))}
+        for parameter in kept:
+            parameter.grad = None
         training.phase = Phase.OUTSIDE
         try:
             yield
         finally:
             training.phase = Phase.BETWEEN_STEPS
-            for parameter, gradient in kept:
+            for parameter, gradient in kept.items():
                 parameter.grad = gradient

@@ -7,10 +7,10 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.parallel import DistributedDataParallel
 
 from variable_batch_size.backend import Backend
 from variable_batch_size.microbatching import Microbatch
+from variable_batch_size.optim.tensors.hooks import bare
 
 
 class _Buffer(NamedTuple):
@@ -28,8 +28,7 @@ class Replays:
     """
 
     def __init__(self, module: Module | None, backend: Backend) -> None:
-        bare = module.module if isinstance(module, DistributedDataParallel) else module
-        self.module = None if backend.static_graph or backend.alone else bare  # whose buffers stay
+        self.module = None if backend.static_graph or backend.alone else bare(module)  # whose buffers stay
         self._before: tuple[list[_Buffer], list[Tensor]] | None = None  # buffers, and random numbers
 
     def save_state(self, microbatch: Microbatch | None) -> None:

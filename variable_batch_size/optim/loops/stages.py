@@ -12,8 +12,8 @@ from variable_batch_size.optim.properties import ObservedOptimizer
 from variable_batch_size.optim.wrapper import check_world
 
 
-def continue_with(optimizers: Sequence[ObservedOptimizer], sampler: object) -> CustomSampler:
-    """Let the optimizers of a training go on with another sampler, and return it; see `CustomOptimizer`."""
+def continue_with(optimizers: Sequence[ObservedOptimizer], sampler: object) -> None:
+    """Let the optimizers of a training go on with another sampler; see `CustomOptimizer`."""
     first = optimizers[0]
     training, before = first.sampler.training, first.sampler
     later = training.later
@@ -26,16 +26,15 @@ def continue_with(optimizers: Sequence[ObservedOptimizer], sampler: object) -> C
         _check_suits(sampler, optimizer)
     if later is not None:
         sampler.check_samples(later)
-        sampler.resume(later)  # raises if there is no such position
     for optimizer in optimizers:
         sampler.attach(None, **optimizer._cut)
+    resumed = None if later is None else sampler.resume(later)  # raises if there is no such position
     before.training = copy.copy(training)
     before.training.left = True
     training.continue_with(sampler.training)
     sampler.training = training
-    if later is not None:
-        sampler.adopt_state(later, sampler.resume(later), owned=True)
-    return sampler
+    if later is not None and resumed is not None:
+        sampler.adopt_state(later, resumed, owned=True)
 
 
 def check_not_begun(wrapper: object, sampler: object) -> None:

@@ -292,7 +292,7 @@ class Sum(ABC):
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """Forget what a block has done to the gradients, which are put back.
+        """Forget what a block does, after which the gradients are again those that there were.
 
         Raises:
             RuntimeError: if a `backward()` has come that no `add` has counted.
@@ -302,12 +302,9 @@ class Sum(ABC):
                 "outside() must be entered between two steps, but a backward() has come that no step() has counted; "
                 "enter it after step(), or call optimizer.zero_grad() first"
             )
-        kept = [parameter.grad for parameter in self.parameters]
-        self._set_grads(None)
         try:
             yield
         finally:
-            self._set_grads(kept)
             self._forget_squares()
             self._check.remember()
 

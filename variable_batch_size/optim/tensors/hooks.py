@@ -8,6 +8,7 @@ from weakref import WeakMethod, finalize
 
 import torch
 from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -38,6 +39,11 @@ def remove_all(hooks: list[RemovableHandle]) -> None:
     for hook in hooks:
         hook.remove()
     hooks.clear()
+
+
+def bare(module: Module | None) -> Module | None:
+    """Return a model without its DistributedDataParallel, if it is in one."""
+    return module.module if isinstance(module, DistributedDataParallel) else module
 
 
 def call_before_forward(
