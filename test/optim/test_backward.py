@@ -13,7 +13,7 @@ import variable_batch_size as vbs
 from helpers.models import Gan
 from helpers.properties import examples
 from helpers.reference import SGD, SIZES, assert_equal, filled, training, twin
-from variable_batch_size.optim.sums.backward_check import WATCHED
+from variable_batch_size.optim.checks.backward_check import WATCHED
 from variable_batch_size.testing import run_ranks
 
 REFUSED = r"only backward\(\) may change gradients .*|must stay in \.grad until .*|must follow the backward\(\).*"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from variable_batch_size._log import stacklevel_of_user
@@ -218,6 +219,19 @@ class Dealer:
         if strict:
             self.check_samples(state_dict)
         self.adopt_state(state_dict, self.resume(state_dict), owned=False)
+
+    def prepare_state(self, state: dict[str, Any], *, strict: bool) -> Callable[[], None]:
+        """Check the state that an optimizer loads; return what goes on there, or waits for a later sampler.
+
+        Raises:
+            ValueError: as `load_state_dict`; nothing has changed then.
+        """
+        check_position(state)
+        if self.training.check_stage(state):
+            return partial(self.training.wait_for_sampler, state)
+        if strict:
+            self.check_samples(state)
+        return partial(self.adopt_state, state, self.resume(state), owned=True)
 
     def adopt_state(self, state: dict[str, Any], batches: Batches, *, owned: bool) -> None:
         """Go on at a saved position; `owned`: an optimizer counts from there."""

@@ -87,7 +87,7 @@ class Abilities:
         self.same_updates = SameUpdates(inner, backend) if several else None
         self.counts = TokenCount(backend, options.reduction)
         self.means = StepMeans(backend, self.counts)
-        self.totals = Counts(ranks, parameters[0], whole=reproducible)
+        self.totals = Counts(sampler.training, ranks, parameters[0], whole=reproducible)
         self.skipper: LargeGradients | None = None
         if options.skip_grad_norm is not None:
             self.skipper = LargeGradients(options.skip_grad_norm, inner, backend, parameters)
@@ -157,7 +157,7 @@ class Abilities:
     ) -> Moments[LoopStage]:
         """Return what follows the loop, in its order."""
         core = updater, self._training, self._backend
-        stages: list[LoopStage] = [self.owners, self.buffers]
+        stages: list[LoopStage] = [self.totals, self.owners, self.buffers]
         if self.seeding is not None:
             stages.append(self.seeding)
         if self._controlled:

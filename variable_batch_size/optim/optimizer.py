@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import chain
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from variable_batch_size._validation import suggests, value_error
 from variable_batch_size.backend import Backend, BrokenStepError
 from variable_batch_size.data.batches import Batch
 from variable_batch_size.data.dealer import Dealer
-from variable_batch_size.data.plan.state import check_entries, check_position
+from variable_batch_size.data.plan.state import check_entries
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.data.steps import Phase
 from variable_batch_size.microbatching import Microbatch
@@ -38,7 +37,6 @@ from variable_batch_size.optim.properties import Commit, ObservedOptimizer
 from variable_batch_size.optim.scaling.rule_check import check_applies_lr, choose_rules
 from variable_batch_size.optim.scaling.scaling import LearningRateCheck
 from variable_batch_size.optim.stage import Needs
-from variable_batch_size.optim.sums.base import NOT_WEIGHTED
 from variable_batch_size.optim.sums.overflows import Scaled
 from variable_batch_size.optim.sums.strategies import backend_for, strategy_for, sums_in_backward, unwrap
 from variable_batch_size.optim.tensors.hooks import call_before_forward, uncompiled, weakly
@@ -137,8 +135,7 @@ class CustomOptimizer(ObservedOptimizer):
             reproducible=sampler.batches.reproducible,
         )
         check_world(sampler, self._backend)
-        core = inner, sampler, self._backend
-        self._abilities = Abilities(*core, strategy.ranks, chosen, options, module)
+        self._abilities = Abilities(inner, sampler, self._backend, strategy.ranks, chosen, options, module)
         self._updater = Updater(inner, self._backend, chosen, options, strategy.create, self._abilities.stages)
         check_applies_lr(inner, chosen.rules)
         self._sampler, self._training = sampler, sampler.training
@@ -266,8 +263,7 @@ class CustomOptimizer(ObservedOptimizer):
                 is weighted in an update without counts, or is not in one with counts.
         """
         others = (others,) if isinstance(others, CustomOptimizer) else others
-        microbatch, *of_others = [optimizer._microbatch_of_backward(loss) for optimizer in (self, *others)]
-        self._check_weighted(weighted)
+        microbatch, *of_others = [optimizer._microbatch_of_backward(loss, weighted) for optimizer in (self, *others)]
         for optimizer, other in zip(others, of_others, strict=True):
             if (optimizer.reduction, other) != (self.reduction, microbatch):
                 requirement = "all optimizers of a loss must be at the same microbatch, and have the same reduction"
@@ -275,28 +271,16 @@ class CustomOptimizer(ObservedOptimizer):
                 raise value_error(requirement, found, "pass one sampler to them, and call step() of each")
         sums, unnamed = [optimizer._updater.sum for optimizer in others], []
         if len(self._training.members) > 1 + len(others):
-            named = {self, *others}
-            unnamed = [member._updater.sum for member in list(self._training.members) if member not in named]
+            unnamed = [one._updater.sum for one in list(self._training.members) if one not in {self, *others}]
         options: Any = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
         self._updater.sum.backward(loss, microbatch, scaler, sums, unnamed, weighted=weighted, **options)
 
-    def _check_weighted(self, weighted: bool) -> None:
-        """Raise ValueError unless the losses of this update have to be weighted, or not, as one is."""
-        has_totals = self._training.batch_of(self).totals is not None
-        if weighted and not has_totals:
-            raise ValueError(
-                "backward(weighted=True) needs a loss whose terms are divided by update.counts, but this update has "
-                "none; loop over vbs.updates(loader, optimizer, counts=function)"
-            )
-        if has_totals and not weighted:
-            raise ValueError(NOT_WEIGHTED.format("backward() came without weighted=True"))
-
-    def _microbatch_of_backward(self, loss: Tensor) -> Microbatch:
+    def _microbatch_of_backward(self, loss: Tensor, weighted: bool) -> Microbatch:
         """Return the microbatch that `backward()` is of; drop what a loop that was left has accumulated before it."""
         training = self._training
         training.check_phase("backward()", Phase.BETWEEN_STEPS, Phase.INSIDE_STEP, Phase.PARTLY_MADE)
         training.note_work(self)
-        self._followers.call("begin_backward", self, loss)
+        self._followers.call("begin_backward", self, loss, weighted=weighted)
         self._adopt_groups()
         if training.iteration is not None:
             training.iteration.find_serial()  # now, before a loop may accumulate several microbatches by itself
@@ -359,9 +343,7 @@ class CustomOptimizer(ObservedOptimizer):
         Raises:
             RuntimeError: within a step, or after a `backward()` that no `step()` has counted.
         """
-        members = list(self._training.members)
-        of_models = chain.from_iterable(member._abilities.parameters_of_model for member in members)
-        return outside(self._training, [member._updater.sum for member in members], of_models)
+        return outside(self._training)
 
     def continue_with(self, sampler: CustomSampler) -> None:
         """Go on with another sampler, from its first step: other samples, another trace or `minibatch_size`.
@@ -378,17 +360,7 @@ class CustomOptimizer(ObservedOptimizer):
             ValueError: if the sampler was used, or the optimizer cannot go on with it; or if a restored state is of
                 this stage, and of other samples.
         """
-        self._training.check_phase("continue_with()", Phase.BETWEEN_STEPS)
-        self._training.go_on()
-        members = list(self._training.members)
-        if any(member._updater.sum.has_backward for member in members):
-            raise RuntimeError(
-                "continue_with() must be called between steps, but a backward() has come that no step() has counted; "
-                "call it after step()"
-            )
-        continue_with(members, sampler)
-        for member in members:
-            member._sampler, member._updater.agreed = sampler, False
+        continue_with(self._training, sampler)
 
     # State. ------------------------------------------------------------------------------------------------------
 
@@ -416,19 +388,16 @@ class CustomOptimizer(ObservedOptimizer):
         """
         if self._training.running:
             self._training.check_phase("load_state_dict()")
-        sampler, batches, later = self.sampler, None, False
         position = state_dict.get("vbs")
+        go_on: Callable[[], None] = self._training.restart
         if position is not None:
-            check_position(position.get("sampler", {}) if isinstance(position, Mapping) else {})
+            saved = position.get("sampler", {}) if isinstance(position, Mapping) else {}
+            go_on = self.sampler.prepare_state(saved, strict=strict)
             check_entries(position, {"optimizer": (str,)})
             self._updater.check_state(position)
             self._followers.call("check_state", position)
-            later = self._training.check_stage(position["sampler"])
             if strict:
                 check_kind(self.inner, position["optimizer"])
-            if strict and not later:
-                sampler.check_samples(position["sampler"])
-            batches = None if later else sampler.resume(position["sampler"])
         elif strict:
             raise ValueError(
                 'the state must hold the position in the training under "vbs", but this one has none, like the state '
@@ -436,14 +405,8 @@ class CustomOptimizer(ObservedOptimizer):
             )
         self._load_inner(state_dict)
         self._updater.sum.reset()
-        rows = sampler.plan.minibatch_size
-        if position is not None and batches is not None:
-            sampler.adopt_state(position["sampler"], batches, owned=True)
-        elif position is not None and later:
-            self._training.wait_for_sampler(position["sampler"])
-            rows = position.get("minibatch_size", rows)
-        else:
-            self._training.restart()
+        go_on()
+        rows = self.sampler.plan.minibatch_size if self._training.later is None else None  # that of a later sampler
         self._updater.load_state_dict(position or {}, rows)
         self._followers.call("load_state_dict", position or {})
 

@@ -393,18 +393,17 @@ class Updater:
         self.stages.call("check_state", state)
         self._scaling.check_state(state)
 
-    def load_state_dict(self, state: Mapping[str, Any], minibatch_size: int) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], minibatch_size: int | None) -> None:
         """Restore a state; what the stages keep is reset if it has none, and the progress stays.
 
+        `minibatch_size`: of the sampler; None if that which goes on is not here yet.
         Warns by `OtherSettingsWarning` if it was saved with other rules, another reference, or other microbatches.
         """
-        measured = {"minibatch_size": minibatch_size} if self.stages.any("compares_microbatches") else {}
-        present = self._settings() | measured
-        changed = [
-            f"{key} was {state[key]} and is {present[key]}"
-            for key in present
-            if state.get(key, present[key]) != present[key]
-        ]
+        present = self._settings()
+        if minibatch_size is not None and self.stages.any("compares_microbatches"):
+            present["minibatch_size"] = minibatch_size
+        before = {key: state.get(key, now) for key, now in present.items()}
+        changed = [f"{key} was {before[key]} and is {now}" for key, now in present.items() if before[key] != now]
         if changed and self._backend.world.rank == 0:
             warnings.warn(
                 f"Resumed with other settings: {', '.join(changed)}", OtherSettingsWarning, stacklevel_of_user()

@@ -14,7 +14,9 @@ from variable_batch_size._validation import check_number, type_error, value_erro
 from variable_batch_size.backend import Backend
 from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.data.batches import Batch
-from variable_batch_size.optim.stage import Stage, UpdateUnderWay
+from variable_batch_size.data.training import Training
+from variable_batch_size.optim.stage import LoopStage, Stage, UpdateUnderWay
+from variable_batch_size.optim.sums.base import NOT_WEIGHTED
 from variable_batch_size.optim.sums.ranks import Ranks
 from variable_batch_size.optim.tensors.arithmetic import local_parts, scalar_dtype
 
@@ -48,7 +50,7 @@ class ByName(dict[str, Any]):
 
 
 @final
-class Counts(Stage):
+class Counts(Stage, LoopStage):
     """Sums what the microbatches of an update count, before the first forward of it.
 
     C_t = sum_j d_j c_tj over the microbatches j of all ranks, by name t: d_j is the number of distinct samples of a
@@ -59,10 +61,21 @@ class Counts(Stage):
     be whole numbers, whose sum has no order.
     """
 
-    def __init__(self, ranks: Ranks, example: Tensor, *, whole: bool) -> None:
-        self._backend, self._ranks, self._whole = ranks.backend, ranks, whole
+    def __init__(self, training: Training, ranks: Ranks, example: Tensor, *, whole: bool) -> None:
+        self._training, self._backend, self._ranks, self._whole = training, ranks.backend, ranks, whole
         self._like = example  # a parameter
         self.load_state_dict({})
+
+    def begin_backward(self, member: object, loss: Tensor, *, weighted: bool) -> None:
+        """Raise ValueError unless the losses of this update have to be weighted, or not, as one is."""
+        has_totals = self._training.batch_of(member).totals is not None
+        if weighted and not has_totals:
+            raise ValueError(
+                "backward(weighted=True) needs a loss whose terms are divided by update.counts, but this update has "
+                "none; loop over vbs.updates(loader, optimizer, counts=function)"
+            )
+        if has_totals and not weighted:
+            raise ValueError(NOT_WEIGHTED.format("backward() came without weighted=True"))
 
     def reduce(self, update: UpdateUnderWay) -> None:
         """Skip an update of which the host knows that all totals are 0."""

@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 
-from torch.nn import Parameter
+from torch import Tensor
 
 from variable_batch_size.backend.generators import kept_states
 from variable_batch_size.data.steps import Phase
 from variable_batch_size.data.training import Training
-from variable_batch_size.optim.sums.base import Sum
 
 
 @contextmanager
-def outside(training: Training, sums: Sequence[Sum], of_models: Iterable[Parameter]) -> Iterator[None]:
-    """Let nothing count, between two steps, and put the gradients back; see `CustomOptimizer.outside`.
-
-    `of_models` are the parameters of the models, which may be in no sum.
-    """
+def outside(training: Training) -> Iterator[None]:
+    """Let nothing count, between two steps, and put the gradients back; see `CustomOptimizer.outside`."""
     training.check_phase("outside()", Phase.BETWEEN_STEPS)
     training.go_on()
+    members = list(training.members)
+    kept: dict[Tensor, Tensor | None] = {}
     with ExitStack() as stack:
-        for one in sums:
-            stack.enter_context(one.outside())
+        for member in members:
+            stack.enter_context(member._updater.sum.outside())
         if training.batches.reproducible:  # whose microbatches are seeded when they are handed out
             stack.enter_context(kept_states())
-        kept = {parameter: parameter.grad for parameter in chain(of_models, *(one.parameters for one in sums))}
-        for parameter in kept:
-            parameter.grad = None
+        for member in members:  # parameters of a model may be in no sum
+            for parameter in chain(member._abilities.parameters_of_model, member._updater.parameters):
+                kept.setdefault(parameter, parameter.grad)
+                parameter.grad = None
         training.phase = Phase.OUTSIDE
         try:
             yield

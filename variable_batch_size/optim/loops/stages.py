@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 
 from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.data.steps import Phase
 from variable_batch_size.data.training import Training, check_can_attach
 from variable_batch_size.optim.properties import ObservedOptimizer
 from variable_batch_size.optim.wrapper import check_world
 
 
-def continue_with(optimizers: Sequence[ObservedOptimizer], sampler: object) -> None:
+def continue_with(training: Training, sampler: object) -> None:
     """Let the optimizers of a training go on with another sampler; see `CustomOptimizer`."""
-    first = optimizers[0]
-    training, before = first.sampler.training, first.sampler
+    training.check_phase("continue_with()", Phase.BETWEEN_STEPS)
+    training.go_on()
+    optimizers: list[ObservedOptimizer] = list(training.members)
+    if any(optimizer._updater.sum.has_backward for optimizer in optimizers):
+        raise RuntimeError(
+            "continue_with() must be called between steps, but a backward() has come that no step() has counted; "
+            "call it after step()"
+        )
+    before = optimizers[0].sampler
     later = training.later
     if later is not None and later["stage"] > training.earlier.stage + 1:
         later = None  # it waits for another one
@@ -35,6 +42,8 @@ def continue_with(optimizers: Sequence[ObservedOptimizer], sampler: object) -> N
     sampler.training = training
     if later is not None and resumed is not None:
         sampler.adopt_state(later, resumed, owned=True)
+    for optimizer in optimizers:
+        optimizer._sampler, optimizer._updater.agreed = sampler, False
 
 
 def check_not_begun(wrapper: object, sampler: object) -> None:

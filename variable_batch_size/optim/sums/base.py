@@ -13,7 +13,7 @@ plain road `loss.backward()` is right, too: there `.grad` holds the sum in units
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, final
 
@@ -22,16 +22,15 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.nn import Module
 
-from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.data.batches import Batch
 from variable_batch_size.microbatching import Microbatch
+from variable_batch_size.optim.checks.backward_check import BackwardCheck
 from variable_batch_size.optim.message import Message
 from variable_batch_size.optim.stage import MeasuredSquares, Needs, Stage
-from variable_batch_size.optim.sums.backward_check import BackwardCheck
 from variable_batch_size.optim.sums.overflows import Overflows, Scaled
-from variable_batch_size.optim.sums.ranks import Ranks, absent_rank_error
+from variable_batch_size.optim.sums.ranks import Ranks
 from variable_batch_size.optim.sums.squares import Squares
-from variable_batch_size.optim.tensors.arithmetic import collect_gradients, local_parts, multiply, scalar_dtype
+from variable_batch_size.optim.tensors.arithmetic import collect_gradients, local_parts, scalar_dtype
 from variable_batch_size.optim.tensors.parameters import Parameters
 
 NOT_WEIGHTED = (
@@ -362,78 +361,3 @@ class Sum(ABC):
         if timeout is None:
             self._ranks.interrupted = False
         self._ranks.check_not_interrupted()
-
-
-class InBackward(Sum):
-    """What wraps the model sums in `backward()`, so that each loss must carry its weight."""
-
-    wrapper: str  # in words
-
-    def __init__(self, ranks: Ranks, parameters: Parameters, agreement: Agreement, **options: Any) -> None:
-        self._agreement = agreement  # which all ranks have made together, before any of them may be missing
-        super().__init__(ranks, parameters, **options)
-
-    @staticmethod
-    def _check_members(parameters: Sequence[Tensor], members: Iterable[Tensor], words: str) -> None:
-        """Raise ValueError if a parameter of the optimizer is not in what sums, in these words."""
-        known = set(map(id, members))
-        for number, parameter in enumerate(parameters):
-            if id(parameter) not in known:
-                raise ValueError(words.format(f"parameter {number}, of shape {tuple(parameter.shape)},"))
-
-    def _prepare_backward(self, microbatch: Microbatch, scaler: GradScaler | None, options: Mapping[str, Any]) -> None:
-        if options.get("create_graph"):
-            raise RuntimeError(
-                "create_graph=True needs gradients that nothing changes in place, but a DistributedDataParallel or "
-                "FSDP2 sums them in backward(); omit it, or train the bare model, without model=, after "
-                "vbs.broadcast_parameters(model)"
-            )
-
-    @contextmanager
-    def _name_absent_ranks(self) -> Iterator[None]:
-        """Say that a rank takes no part, the wait for which torch's timeout has ended."""
-        try:
-            yield
-        except RuntimeError as error:
-            self._backend.while_waiting()  # a rank that does not take part may have said why
-            if any(word in str(error) for word in ("gloo", "NCCL")):
-                raise absent_rank_error(error) from error
-            raise
-
-    def _check_carried(self, fresh: Sequence[bool], *, needed: bool) -> float:
-        """Return the factor that the loss of a microbatch has carried, and check that nothing else came."""
-        if self._factor is None:
-            raise RuntimeError(
-                f"with {self.wrapper} each loss must carry its weight, also that of a microbatch that this rank only "
-                f"repeats, but step() came without optimizer.backward(); call optimizer.backward(loss) in the place of "
-                f"loss.backward(), with others= if several optimizers update the parameters of a model"
-            )
-        self._check.check(fresh, needed=needed)
-        return self._factor
-
-    def _scale_and_sum_message(self, batch: Batch, factor: float | None) -> tuple[list[Tensor], Sequence[Tensor]]:
-        """Multiply what was summed, sum the message, and return both."""
-        gradients = collect_gradients(self.parameters)
-        multiply(gradients, self._remaining_factor(factor), self._backend)
-        if message := self._collect_message(batch):
-            self._ranks.all_reduce(message)
-        return gradients, message
-
-    def _common_scale(self, scale: Tensor) -> Tensor:
-        """Return the scale of rank 0: the scalers of others have seen other microbatches."""
-        backend = self._backend.job
-        if backend.world.size > 1:
-            scale = scale * (backend.world.rank == 0)
-            backend.all_reduce_sum([scale.view(1)])
-        return scale
-
-    def reset(self, timeout: float | None = None) -> None:
-        """Let the step begin anew: what some ranks have summed cannot be called back by one."""
-        if timeout is not None:
-            self._agreement.gather("discard_step()", "", timeout)
-        self._ranks.interrupted = False
-        self._expect_forward()
-
-    @abstractmethod
-    def _expect_forward(self) -> None:
-        """Let the model expect a forward, whatever an exception has interrupted."""

@@ -28,7 +28,7 @@ from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.data.batches import Batch
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.stage import MeasuredSquares
-from variable_batch_size.optim.sums.base import InBackward
+from variable_batch_size.optim.sums.in_backward import InBackward
 from variable_batch_size.optim.sums.ranks import Ranks
 from variable_batch_size.optim.sums.squares import Squares
 from variable_batch_size.optim.tensors.arithmetic import is_narrow, local_parts
