@@ -20,8 +20,8 @@ class Watch(vbs.Stage):
 
     name, by_microbatch = "watch", True
 
-    def __init__(self):
-        self.found = []
+    def __init__(self, decision=bool):
+        self.found, self.decision = [], decision
         self.clear()
 
     def add(self, counted, squares, like):
@@ -35,7 +35,7 @@ class Watch(vbs.Stage):
     def judge(self, update):
         samples, value = update.message[self.name][0].tolist()
         self.found.append((int(samples), value, {name: float(mean) for name, mean in update.means.items()}))
-        update.skip(int(abs(value)) % 2 == 1)
+        update.skip(self.decision(int(abs(value)) % 2 == 1))
 
     def clear(self):
         self._sum = torch.zeros(2, dtype=torch.float64)
@@ -93,14 +93,15 @@ def twin():
     return weights, found
 
 
+@pytest.mark.parametrize("decision", [bool, torch.tensor])
 @pytest.mark.parametrize("reproducible", [False, True])
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_a_stage_sums_over_microbatches_and_ranks_and_skips(world, reproducible):
+def test_a_stage_sums_over_microbatches_and_ranks_and_skips(world, reproducible, decision):
     weights, found = twin()
     skipped = [before == after for before, after in itertools.pairwise(weights)]
     assert any(skipped)
     assert not all(skipped)
-    ranks = run_ranks(lambda backend: train(backend, Watch(), reproducible=reproducible), world)
+    ranks = run_ranks(lambda backend: train(backend, Watch(decision), reproducible=reproducible), world)
     for of_rank, seen, updates in ranks:
         assert updates == len(weights) == len(of_rank)
         torch.testing.assert_close(torch.tensor(of_rank), torch.tensor(weights), rtol=0, atol=1e-12)

@@ -1,7 +1,8 @@
 """How ranks communicate where torch does not do it for us: one process, `torch.distributed`, or PyTorch/XLA.
 
 `base.py` is the interface, `detection.py` chooses one. What hosts agree on without a collective is in `agreement.py`.
-Elsewhere only `optim/tensors.py` and `optim/sums/squares.py` call a collective, over the mesh of sharded parameters.
+Elsewhere only `optim/tensors/arithmetic.py` and `optim/sums/squares.py` call a collective, over the mesh of sharded
+parameters.
 """
 
 from variable_batch_size.backend.base import Backend

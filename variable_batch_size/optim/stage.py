@@ -104,7 +104,7 @@ class UpdateUnderWay:
     scalings: list[Scaling] = field(default_factory=list)
 
     def skip(self, decision: bool | Tensor) -> None:
-        """Skip the update if a stage decides so, alike on all ranks; 0-D only if it `skips_on_device`."""
+        """Skip the update if a stage decides so, alike on all ranks; unless it `skips_on_device` the host reads it."""
         if self.skipped is False or decision is True:
             self.skipped = decision
         elif isinstance(decision, Tensor) and self.skipped is not True:

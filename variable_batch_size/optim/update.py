@@ -296,8 +296,7 @@ class Updater:
     def _reduce(self, update: UpdateUnderWay, factor: float | None) -> bool:
         """Sum `factor` (None: there is none in any update) times the gradient; return whether the update is made."""
         gradients = self.sum.finish(update.batch, factor)
-        update.gradients = gradients or []
-        update.skipped = gradients is None
+        update.gradients, update.skipped = gradients or [], gradients is None
         self.stages.call("reduce", update)
         if update.skipped is True:
             return False
@@ -307,6 +306,8 @@ class Updater:
                 "this optimizer; compute the loss from them, and set requires_grad"
             )
         self.stages.call("judge", update)
+        if not self.stages.any("skips_on_device"):
+            update.skipped = bool(update.skipped)  # also of a tensor, which the host reads
         return update.skipped is not True
 
     def _ask_rules(self, update: UpdateUnderWay) -> None:

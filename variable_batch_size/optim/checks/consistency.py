@@ -197,6 +197,7 @@ def _facts_of_update(updater: Updater, inner: Optimizer, backend: Backend) -> di
         "number of parameter groups": len(inner.param_groups),
         **_hyperparameters(inner, backend),
         "number of parameters": len(updater.parameters),
+        "way to sum gradients": type(updater.sum).__name__,
         **{name: value for settings in updater.stages.calls("settings") for name, value in settings().items()},
     }
 

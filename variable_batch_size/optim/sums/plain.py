@@ -116,9 +116,13 @@ class Plain(Sum):
         self._clear_excluded(members)
         self._backend.mark_step()
         used = self._participation.message()
-        self._ranks.all_reduce([*local_parts(collect_gradients(self.parameters)), *used, *self._collect_message(batch)])
+        self._sum_over_ranks(local_parts(collect_gradients(self.parameters)), [*used, *self._collect_message(batch)])
         self._clear_excluded(self._participation.find_used(used) or members)
         return collect_gradients(self.parameters)
+
+    def _sum_over_ranks(self, gradients: Sequence[Tensor], message: Sequence[Tensor]) -> None:
+        """Sum gradients, and what travels with them, over the ranks in place, by one collective for each dtype."""
+        self._ranks.all_reduce([*gradients, *message])
 
     def _complete_gradients(self, members: Sequence[bool], factor: float | None) -> None:
         """Leave `factor` times the share of this rank in `.grad`."""
