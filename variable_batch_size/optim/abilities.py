@@ -67,6 +67,7 @@ class Abilities:
         seeding: the random numbers of `reproducible=True`.
         owners: looks for parameters that are in no group and are trained.
         buffers: looks for buffers that forward writes.
+        module: the model, if it is known.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class Abilities:
             self.seeding = Seeding(sampler.training, backend)
         self.owners = Owners(inner, module)
         self.buffers = Buffers(module, backend, sampler.training, reproducible=reproducible)
-        self._module = module
+        self.module = module
         if any(stage.compares_microbatches for stage in self.stages):
             self.counts.refused = (
                 "the rule, the controller or noise= compares those of microbatches, by their samples; choose another "
@@ -140,7 +141,7 @@ class Abilities:
     @property
     def parameters_of_model(self) -> Sequence[Parameter]:
         """The parameters of the model, if it is known, also those of other optimizers."""
-        return [] if self._module is None else list(self._module.parameters())
+        return [] if self.module is None else list(self.module.parameters())
 
     def check_continues(self, sampler: Dealer) -> None:
         """Raise ValueError unless a training with these abilities can go on with a sampler."""

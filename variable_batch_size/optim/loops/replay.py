@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -10,14 +10,8 @@ from torch.nn import Module
 
 from variable_batch_size.backend import Backend
 from variable_batch_size.microbatching import Microbatch
+from variable_batch_size.optim.tensors.buffers import KeptBuffers
 from variable_batch_size.optim.tensors.hooks import bare
-
-
-class _Buffer(NamedTuple):
-    owner: Module
-    name: str
-    tensor: Tensor
-    value: Tensor
 
 
 @final
@@ -29,31 +23,21 @@ class Replays:
 
     def __init__(self, module: Module | None, backend: Backend) -> None:
         self.module = None if backend.static_graph or backend.alone else bare(module)  # whose buffers stay
-        self._before: tuple[list[_Buffer], list[Tensor]] | None = None  # buffers, and random numbers
+        self._before: tuple[KeptBuffers, list[Tensor]] | None = None  # buffers, and random numbers
 
     def save_state(self, microbatch: Microbatch | None) -> None:
         """Save buffers and random numbers before the first forward of a microbatch, if that is a replay."""
         if self.module is None or microbatch is None or microbatch.samples or self._before is not None:
             return
-        buffers = [
-            _Buffer(owner, name, buffer, buffer.clone())
-            for owner in self.module.modules()
-            for name, buffer in owner.named_buffers(recurse=False)
-        ]
         on_cuda = [torch.cuda.get_rng_state(device) for device in self._cuda_devices()]
-        self._before = buffers, [torch.get_rng_state(), *on_cuda]
+        self._before = KeptBuffers(self.module), [torch.get_rng_state(), *on_cuda]
 
-    @torch.no_grad()
     def restore_state(self) -> None:
         """Restore what was saved before the forward of a replay, if anything was."""
         if self._before is None:
             return
         (buffers, (on_cpu, *on_cuda)), self._before = self._before, None
-        for owner, name, buffer, value in buffers:
-            same = buffer.shape == value.shape
-            if same and all(buffer.stride()):  # an expanded one cannot be written
-                buffer.copy_(value)
-            owner._buffers[name] = buffer if same else value
+        buffers.restore()
         torch.set_rng_state(on_cpu)
         for device, state in zip(self._cuda_devices(), on_cuda, strict=True):
             torch.cuda.set_rng_state(state, device)
