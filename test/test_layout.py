@@ -106,6 +106,7 @@ PLUG_INS = {  # and the tables that may name them
     "optim.checks.buffers": {"optim.abilities"},
     "optim.loops.outside": {"optim.optimizer"},
     "optim.loops.stages": {"optim.optimizer"},
+    "optim.loops.whole_batch": set(),
 }
 
 

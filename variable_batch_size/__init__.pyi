@@ -21,6 +21,7 @@ from .optim.checks.consistency import broadcast_parameters as broadcast_paramete
 from .optim.checks.normalization import check_batch_norm as check_batch_norm
 from .optim.loops.updates import remaining_epochs as remaining_epochs
 from .optim.loops.updates import updates as updates
+from .optim.loops.whole_batch import whole_batch as whole_batch
 from .optim.named import AdamScaleOptimizer as AdamScaleOptimizer
 from .optim.named import AdaScaleOptimizer as AdaScaleOptimizer
 from .optim.named import ConstantOptimizer as ConstantOptimizer

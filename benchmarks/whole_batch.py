@@ -1,0 +1,134 @@
+"""What does a loss of the whole batch cost beside the microbatches alone, and beside one forward of the whole batch?
+
+Two encoders of a CLIP loss, in one process. "Microbatches" computes the same forwards and backwards in one pass: what a
+loss within microbatches costs, which is another loss. "One big batch" is plain torch, if memory has room for it: its
+peak is that of the embeddings' graph. If sentence-transformers is installed, its CachedMultipleNegativesRankingLoss
+computes the same loss of one device, in plain torch. Blocks of updates are interleaved; each pair gives one ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import subprocess
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, normalize
+from torch.utils.data import DataLoader, TensorDataset
+
+import variable_batch_size as vbs
+from records import spread
+from results import record
+
+WIDTH, BATCH, MINIBATCH, BLOCK = 1024, 1024, 64, 4
+TIME, MEMORY = "time of an update of a contrastive loss", "peak memory of a contrastive loss"
+WAYS = ("whole_batch", "microbatches", "one big batch", "CachedMultipleNegativesRankingLoss")
+
+
+def tower() -> nn.Sequential:
+    """Return an encoder of 4M parameters."""
+    layers = [nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)]
+    return nn.Sequential(*layers, nn.GELU(), nn.Linear(WIDTH, 128))
+
+
+def clip_loss(image: Tensor, text: Tensor) -> Tensor:
+    """Return the loss of pairs in one direction, as the peer has it."""
+    return cross_entropy(20 * image @ text.T, torch.arange(len(image)))
+
+
+class Encoder(nn.Module):
+    """A tower as sentence-transformers calls it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = tower()
+
+    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the embeddings beside the features."""
+        return {**features, "sentence_embedding": normalize(self.tower(features["input_ids"]), dim=1)}
+
+
+class Side:
+    """A way to train, whose blocks of updates are timed; both columns of pairs go through one tower."""
+
+    def __init__(self, way: str) -> None:
+        torch.manual_seed(0)
+        self._way, self._model = way, Encoder()
+        self._data = TensorDataset(torch.randn(BLOCK * BATCH, WIDTH), torch.randn(BLOCK * BATCH, WIDTH))
+        self._inner = torch.optim.SGD(self._model.parameters(), lr=1e-4)
+        self._sampler = vbs.CustomSampler(BLOCK * BATCH, BATCH, 1, 0, MINIBATCH, shuffle=False)
+        if way in WAYS[:2]:
+            self._optimizer = vbs.LinearRuleOptimizer(self._inner, self._sampler, BATCH)
+        if way == WAYS[3]:
+            from sentence_transformers.losses import CachedMultipleNegativesRankingLoss
+
+            model: Any = self._model
+            self._cached = CachedMultipleNegativesRankingLoss(model, scale=20.0, mini_batch_size=MINIBATCH)
+
+    def _encode(self, rows: list[Tensor]) -> tuple[Tensor, ...]:
+        return tuple(self._model({"input_ids": row})["sentence_embedding"] for row in rows)
+
+    def block(self) -> float:
+        """Return the seconds of a block."""
+        began = time.perf_counter()
+        if self._way in WAYS[:2]:
+            for update in vbs.updates(DataLoader(self._data, batch_sampler=self._sampler), self._optimizer):
+                if self._way == WAYS[0]:
+                    vbs.whole_batch(self._optimizer, update, encode=self._encode, loss=clip_loss)
+                    continue
+                for rows in update:
+                    self._optimizer.backward(clip_loss(*self._encode(rows)))
+                    self._optimizer.step()
+        else:
+            for rows in DataLoader(self._data, BATCH):
+                self._inner.zero_grad()
+                if self._way == WAYS[3]:
+                    features = [{"input_ids": row, "attention_mask": row[:, :1]} for row in rows]
+                    loss = self._cached(features, None)
+                else:
+                    loss = clip_loss(*self._encode(rows))
+                loss.backward()
+                self._inner.step()
+        return time.perf_counter() - began
+
+
+def peak(way: str) -> float:
+    """Return the peak of memory of a process that makes a block of updates, in MiB, without that before it."""
+    code = (
+        f"import resource, whole_batch as m; side = m.Side({way!r}); "
+        f"before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; side.block(); "
+        f"print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)"
+    )
+    return float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+
+
+def main() -> None:
+    """Measure, and record it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=9, help="pairs of blocks")
+    flags = parser.parse_args()
+    torch.set_num_threads(1)
+    others = [way for way in WAYS[1:] if way != WAYS[3] or importlib.util.find_spec("sentence_transformers")]
+    on = f"two columns, B = {BATCH}, microbatches of {MINIBATCH}"
+    sides = {way: Side(way) for way in (WAYS[0], *others)}
+    for side in sides.values():
+        side.block()
+    times = [{way: side.block() for way, side in sides.items()} for _ in range(flags.pairs)]
+    for way in others:
+        record(
+            TIME,
+            f"{WAYS[0]} / {way}",
+            spread([one[WAYS[0]] / one[way] for one in times]),
+            on=on,
+            where="CPU, 1 process",
+        )
+    for way in (WAYS[0], *others):
+        record(MEMORY, way, peak(way), "MiB", on=on, where="CPU, 1 process")
+
+
+if __name__ == "__main__":
+    main()

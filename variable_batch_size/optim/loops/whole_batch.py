@@ -1,0 +1,309 @@
+"""A loss that compares all rows of a batch, as a contrastive one: exact for any cut and any world, in two passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.tensor import DTensor
+
+from variable_batch_size._validation import type_error, value_error
+from variable_batch_size.backend import Backend
+from variable_batch_size.backend.generators import HostStates
+from variable_batch_size.data.batches import Batch
+from variable_batch_size.data.dataset.seeded import seed_of
+from variable_batch_size.microbatching import Microbatch
+from variable_batch_size.optim.loops.yielded_update import Update
+from variable_batch_size.optim.optimizer import CustomOptimizer
+from variable_batch_size.optim.tensors.buffers import KeptBuffers
+from variable_batch_size.optim.tensors.hooks import bare
+
+Embeddings: TypeAlias = "Tensor | Sequence[Tensor] | Mapping[str, Tensor]"
+
+
+def whole_batch(
+    optimizer: CustomOptimizer,
+    update: Update[Any],
+    *,
+    encode: Callable[[Any], Embeddings],
+    loss: Callable[..., Tensor],
+    targets: Callable[[Any], Mapping[str, Tensor]] | None = None,
+    scaler: GradScaler | None = None,
+    others: Sequence[CustomOptimizer] = (),
+) -> Tensor:
+    """Make an update of a loss L that compares all B rows of its batch; it calls every `backward()` and `step()`.
+
+    Pass 1 computes the embeddings z of each microbatch without gradients, and the ranks gather them. Each rank computes
+    L(z) and dL/dz over all rows, in the order of the plan, which is the same in any world. Pass 2 computes the
+    embeddings again, with the random numbers of pass 1, and accumulates over the microbatches j
+
+        G = sum_j (dz_j / dw)^T dL/dz_j + dL/dw,
+
+    the gradient of L over the batch as a whole; the last term is that of parameters which the loss itself has, such as
+    a temperature. In memory are the B embeddings, their gradient, and what one microbatch takes.
+
+    Source: Gao et al. 2021, arXiv 2101.06983, for one device and a fixed batch.
+
+    Args:
+        optimizer: of any rule that does not compare microbatches. Buffers that forward writes, as of batch
+            normalization, are written once if it has `model=`.
+        update: as `vbs.updates(loader, optimizer)` yields it; the microbatches of this rank are in memory together.
+        encode: function of a microbatch, which returns tensors with a row for each of its rows, (rows, ...): one, a
+            tuple, or a dict.
+        loss: function of the embeddings of the batch, (B, ...) each, in at least float32: a tuple is passed by
+            position, a dict by name. It returns a tensor with one element, and computes the same on each rank.
+        targets: function of a microbatch, which returns what the loss needs besides, as labels, by name, (rows, ...)
+            each: it gets them of the batch, (B, ...), by name.
+        scaler: scales what goes back through `encode`; see `CustomOptimizer.backward`.
+        others: other optimizers of the sampler whose parameters the loss has, too.
+
+    Returns:
+        The loss, 0-D and detached; `optimizer.logged["loss"]` is the same.
+
+    Raises:
+        TypeError: if `encode` or `targets` returns anything else.
+        ValueError: if the rows of a microbatch and of its embeddings differ, or the optimizer, or its sampler, cannot
+            have such a loss.
+        RuntimeError: if the update was read before.
+    """
+    optimizers = optimizer, *others
+    for one in optimizers:
+        _check_suits(one)
+    read = list(update)
+    batch, backend = optimizer.batch, optimizer.backend
+    if batch.totals is not None:
+        raise value_error("whole_batch() needs updates without counts", "counts=", "omit it, and divide in the loss")
+    if len(read) != len(batch.microbatches):
+        raise RuntimeError(
+            f"whole_batch() needs all microbatches of an update, but {len(batch.microbatches) - len(read)} of "
+            f"{len(batch.microbatches)} were read before; pass the update as vbs.updates() yields it"
+        )
+    parts = [_Part(loaded, microbatch, optimizer) for loaded, microbatch in zip(read, batch.microbatches, strict=True)]
+    with torch.no_grad():
+        embedded = [part.encode_first(encode) for part in parts]
+        given = [_Columns.of({} if targets is None else targets(part.loaded), "targets", part) for part in parts]
+    after = None if backend.threads else HostStates.present()
+    for part in reversed(parts):
+        part.undo()
+    torch.clear_autocast_cache()  # of weights that pass 1 has cast without a graph
+    places = [_places(part.microbatch, batch).to(embedded[0].tensors[0].device) for part in parts]
+    columns = [[*one.tensors, *other.tensors] for one, other in zip(embedded, given, strict=True)]
+    gathered = _gather(columns, places, batch, backend)
+    whole, labels = gathered[: len(embedded[0].tensors)], gathered[len(embedded[0].tensors) :]
+    value = _evaluate(loss, *embedded[0].named(whole), given[0].named(labels)[1])
+    gradients, own = _differentiate(value, whole, optimizers, scaler)
+    of_parts = [[_rows_at(place, one) for one in gradients] for place in places]
+    value = value.detach()
+    backend.mark_step()  # before the gradients go: autograd's thread may still hold them, as results of the graph
+    del columns, gathered, whole, labels, gradients, embedded
+    for part, of_part in zip(parts, of_parts, strict=True):
+        total = part.encode_again(encode, of_part, own, sums=optimizer.reduction == "sum")
+        optimizer.backward(total, scaler=scaler, others=others)
+        optimizer.log(loss=value)
+        for one in optimizers:
+            one.step() if scaler is None else scaler.step(one)
+        if scaler is not None:
+            scaler.update()
+    if after is not None:
+        after.restore()
+    return value
+
+
+def _check_suits(optimizer: object) -> None:
+    """Raise TypeError or ValueError unless the updates of an optimizer can have a loss of the whole batch."""
+    if not isinstance(optimizer, CustomOptimizer):
+        raise type_error("optimizer must be a vbs.CustomOptimizer", optimizer, "pass the wrapper, then the update")
+    batches, wanted = optimizer.sampler.batches, "whole_batch() needs"
+    if batches.arriving or batches.packs:
+        found = "lengths=" if batches.packs else "batches that arrive"
+        raise value_error(f"{wanted} batches of rows that a plan deals", found, "pass a CustomSampler without lengths=")
+    if batches.reproducible:
+        requirement = f"{wanted} all microbatches before the first forward"
+        raise value_error(requirement, "reproducible=True, which seeds one after the other", "omit it")
+    if optimizer.backend.elastic:
+        raise value_error(f"{wanted} ranks that stay", "an elastic backend", "restart from checkpoints instead")
+    if optimizer._updater.stages.any("compares_microbatches"):
+        requirement = f"{wanted} a rule that does not compare microbatches, whose gradients are none of a mean here"
+        raise value_error(requirement, ", ".join(map(repr, optimizer.rules)), "choose another rule, and omit noise=")
+
+
+@final
+class _Columns(NamedTuple):
+    """What a function has returned for the rows of a microbatch: tensors, (rows, ...) each, and their names if any."""
+
+    tensors: list[Tensor]
+    names: list[str] | None
+
+    @classmethod
+    def of(cls, found: object, what: str, part: _Part) -> _Columns:
+        """Check what `encode` or `targets` has returned."""
+        requirement = f"{what} must return tensors with a row for each of the {part.microbatch.rows} of its microbatch"
+        names = [*found] if isinstance(found, Mapping) else None
+        values = [*found.values()] if isinstance(found, Mapping) else [found] if isinstance(found, Tensor) else found
+        if what == "targets" and names is None:
+            raise type_error("targets must return a dict of tensors", found, "name them as the loss does")
+        if not isinstance(values, (list, tuple)) or not all(isinstance(value, Tensor) for value in values):
+            raise type_error(requirement, found, "return a tensor, a tuple or a dict of these")
+        for value in values:
+            if value.ndim == 0 or len(value) != part.microbatch.rows:
+                raise value_error(requirement, f"one of shape {tuple(value.shape)}", "return one row for each")
+        return cls([*values], names)
+
+    def named(self, columns: Sequence[Tensor]) -> tuple[Sequence[Tensor], Mapping[str, Tensor]]:
+        """Return what is passed by position, and what by name."""
+        return (columns, {}) if self.names is None else ((), dict(zip(self.names, columns, strict=True)))
+
+
+@final
+class _Part:
+    """A microbatch in the two passes."""
+
+    def __init__(self, loaded: Any, microbatch: Microbatch, optimizer: CustomOptimizer) -> None:
+        self.loaded, self.microbatch, self._backend = loaded, microbatch, optimizer.backend
+        self._module = bare(optimizer._abilities.module)
+        self._seed = seed_of("microbatch", optimizer.updates, microbatch.number)
+        self._buffers: KeptBuffers | None = None
+        self._states: HostStates | None = None  # ranks that are threads share the generators
+
+    def encode_first(self, encode: Callable[[Any], Embeddings]) -> _Columns:
+        """Return the embeddings without gradients; a replay leaves buffers and random numbers as they were."""
+        if self._module is not None:
+            self._buffers = KeptBuffers(self._module)
+        if not self._backend.threads:
+            self._states = HostStates.present()
+        self._backend.seed(self._seed)  # of a device whose generator is not one of the host
+        columns = _Columns.of(encode(self.loaded), "encode", self)
+        if self._buffers is not None:
+            self._buffers.drop_unwritten()
+        if not (self.microbatch.samples or self._backend.static_graph):
+            self.undo()
+            if self._states is not None:
+                self._states.restore()
+        self._backend.mark_step()
+        return columns
+
+    def undo(self) -> None:
+        """Put back the buffers that pass 1 has written: pass 2 writes them again."""
+        if self._buffers is not None:
+            self._buffers.restore()
+
+    def encode_again(
+        self,
+        encode: Callable[[Any], Embeddings],
+        gradients: Sequence[Tensor | None],
+        own: Sequence[tuple[Tensor, Tensor]],
+        *,
+        sums: bool,
+    ) -> Tensor:
+        """Return a loss whose `backward()` brings this microbatch's part of the gradient of the update.
+
+        Args:
+            encode: as for `whole_batch`.
+            gradients: those of the rows of each column.
+            own: the parameters of the loss itself, with their gradients, of which each microbatch brings n_j / B.
+            sums: whether `backward()` takes a loss for the sum over the rows of a microbatch, and not for the mean.
+        """
+        if self._states is not None:
+            self._states.restore()
+        self._backend.seed(self._seed)
+        columns = _Columns.of(encode(self.loaded), "encode", self).tensors
+        terms = [
+            (column.to(gradient.dtype) * gradient).sum()
+            for column, gradient in zip(columns, gradients, strict=True)
+            if gradient is not None and column.requires_grad
+        ]
+        if not (terms or own):
+            raise ValueError(
+                "encode must return tensors that depend on what is trained, but none of them requires a gradient; "
+                "compute them with gradients enabled"
+            )
+        samples, rows = self.microbatch.samples, self.microbatch.rows if sums else 1
+        products = [(parameter * gradient).sum() * rows for parameter, gradient in own]
+        if terms:
+            factor = rows * self.microbatch.batch_size / samples if samples else 0.0
+            products.append(torch.stack(terms).sum() * self._backend.scalar(factor, terms[0], "whole batch"))
+        return torch.stack(products).sum()
+
+
+def _places(microbatch: Microbatch, batch: Batch) -> Tensor:
+    """Return where the rows of a microbatch are in the batch, (rows,); B for rows that are repeated or do not count."""
+    samples, rows = microbatch.samples, microbatch.rows
+    sample = np.arange(rows) * samples // rows  # (rows,)
+    repeated = np.diff(sample, prepend=-1) == 0  # (rows,)
+    counts = ~repeated & (samples > 0)
+    return torch.from_numpy(np.where(counts, microbatch.start - batch.start + sample, batch.batch_size))
+
+
+def _rows_at(place: Tensor, gradient: Tensor | None) -> Tensor | None:
+    """Return the rows of a gradient at some places, of which B is one of zeros; None if there is none."""
+    if gradient is None:
+        return None
+    return torch.cat([gradient, gradient.new_zeros((1, *gradient.shape[1:]))]).index_select(0, place)
+
+
+def _gather(
+    parts: Sequence[Sequence[Tensor]], places: Sequence[Tensor], batch: Batch, backend: Backend
+) -> list[Tensor]:
+    """Return the columns of all rows of the batch, (B, ...) each; floats in at least float32."""
+    place, whole = torch.cat([*places]), []
+    for column in zip(*parts, strict=True):
+        rows = torch.cat([*column]).to(place.device)
+        sent = rows.to(torch.uint8) if rows.dtype == torch.bool else rows
+        whole.append(sent.new_zeros((batch.batch_size + 1, *rows.shape[1:])).index_copy_(0, place, sent))
+    backend.mark_step()  # what ranks compute in different graphs
+    backend.all_reduce_sum(whole)  # each row comes from one rank
+    backend.mark_step()
+    gathered = []
+    for columns, sums in zip(zip(*parts, strict=True), whole, strict=True):
+        dtype = columns[0].dtype
+        wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+        gathered.append(sums[: batch.batch_size].to(wide))
+    return gathered
+
+
+def _evaluate(
+    loss: Callable[..., Tensor],
+    by_position: Sequence[Tensor],
+    by_name: Mapping[str, Tensor],
+    labels: Mapping[str, Tensor],
+) -> Tensor:
+    """Return the loss of the batch, 0-D, with its graph."""
+    for column in (*by_position, *by_name.values()):
+        column.requires_grad_(column.is_floating_point())
+    with torch.set_grad_enabled(True):
+        value = loss(*by_position, **by_name, **labels)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise type_error("loss must return a tensor with one element", value, "return the mean over the batch")
+    if not value.requires_grad:
+        raise ValueError(
+            "loss must depend on the embeddings of the batch, but what it returned has no gradient; compute it from "
+            "its arguments, by functions of torch"
+        )
+    return value.reshape(())
+
+
+def _differentiate(
+    value: Tensor, whole: Sequence[Tensor], optimizers: Iterable[CustomOptimizer], scaler: GradScaler | None
+) -> tuple[list[Tensor | None], list[tuple[Tensor, Tensor]]]:
+    """Return the gradient of each column, and the parameters of the loss with theirs.
+
+    It is computed at the scale of a `GradScaler`, and divided by it.
+    """
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    trained = [one for group in groups for one in group["params"] if one.requires_grad and not isinstance(one, DTensor)]
+    floats = [column for column in whole if column.requires_grad]
+    scaled = value if scaler is None else scaler.scale(value)
+    scale = None if scaler is None else scaler.scale(torch.ones_like(value))
+    found = [
+        one if one is None or scale is None else one / scale.to(one.device)
+        for one in torch.autograd.grad(scaled, [*floats, *trained], allow_unused=True)
+    ]
+    of_floats = iter(found)
+    gradients = [next(of_floats) if column.requires_grad else None for column in whole]
+    return gradients, [
+        (one, gradient) for one, gradient in zip(trained, of_floats, strict=True) if gradient is not None
+    ]
