@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import numpy as np
 
 from variable_batch_size._validation import IntArray, as_int, value_error
+from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace
 from variable_batch_size.data.plan.packing import (
     first_fit_decreasing,
     padded_evenly,
@@ -39,11 +41,36 @@ class Budget:
         """What the whole dataset counts."""
         return int(self.counts.sum())
 
+    def count(self, samples: Sequence[int] | IntArray) -> int:
+        """Return what samples count."""
+        return int(self.counts[samples].sum())
+
+    def limit(self, adaptive: AdaptiveTrace) -> AdaptiveTrace:
+        """Return a trace whose controller chooses sizes that leave each update of an epoch a sample, whatever follows.
+
+        Raises:
+            ValueError: if its start or its lower bound is smaller.
+        """
+        least = min(2 * int(self.counts.max()), self.total)
+        if adaptive.bounds is None and adaptive.start is None:
+            return replace(adaptive, bounds=(least, self.total))
+        smallest = adaptive.bounds[0] if adaptive.bounds else adaptive.start
+        if smallest is not None and smallest < least:
+            requirement = f"with lengths= a controller must choose at least {least} tokens, twice the longest sample"
+            raise value_error(requirement, smallest, f"pass bounds=({least}, {self.total}), for example")
+        return adaptive if adaptive.bounds else replace(adaptive, bounds=(least, self.total))
+
     def digest(self) -> str:
         """Return a text that is the same for equal lengths and counts."""
         found = hashlib.sha256(self.lengths.astype("<i8").tobytes())
         found.update(self.counts.astype("<i8").tobytes())
         return found.hexdigest()[:16]
+
+    def unlike(self) -> list[int]:
+        """Return a short and a long sample that fit into a microbatch together, also padded; one if none do."""
+        fitting = np.flatnonzero(2 * self.lengths <= self.max_tokens)
+        lengths = self.lengths[fitting]
+        return [int(fitting[lengths.argmin()]), int(fitting[lengths.argmax()])] if len(fitting) > 1 else [0]
 
     def cut(self, samples: IntArray, ranks: int) -> list[IntArray]:
         """Return the samples of each microbatch of a step, (rows,) each: those that count 0, then the largest first.

@@ -17,13 +17,14 @@ import numpy as np
 
 from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size._validation import IntArray, value_error
-from variable_batch_size.data.batches import Batch, Batches, Position
+from variable_batch_size.data.batches import Batch, Batches, Position, position_of
 from variable_batch_size.data.plan.shuffle import order
 from variable_batch_size.data.tokens.budget import Budget
 from variable_batch_size.microbatching import Microbatch
 
 _KEPT = 64  # steps whose cut is kept, because loader and training both ask for it
 _STEPS = 8  # that are dealt at once
+_EPOCHS = 2  # whose order is kept, because a loader may read the next one
 
 
 def boundaries(ends: IntArray, targets: IntArray) -> IntArray:
@@ -104,16 +105,21 @@ class TokenBatches(Batches):
 
     budget: Budget = field(kw_only=True)
     packs = True
+    _orders: dict[int, IntArray] = field(default_factory=dict, repr=False, compare=False, kw_only=True)  # of any trace
     _epochs: list[_Ordered] = field(default_factory=list, init=False, repr=False, compare=False)
     _cuts: dict[tuple[int, int], list[IntArray]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def _ordered(self, number: int) -> _Ordered:
-        """Return an epoch in its order; the last two are kept, because a loader may read the next one."""
+        """Return an epoch in its order."""
         for known in self._epochs:
             if known.number == number:
                 return known
         epoch = self.plan.epoch(number)
-        samples = self.order(number)(np.arange(len(self.budget.lengths)))
+        if number not in self._orders:
+            self._orders[number] = self.order(number)(np.arange(len(self.budget.lengths)))
+            while len(self._orders) > _EPOCHS:
+                del self._orders[next(iter(self._orders))]
+        samples = self._orders[number]
         counts = self.budget.counts[samples]
         counted = np.flatnonzero(counts)  # (counted,): what counts 0 stays with the sample before it
         if len(counted) < epoch.updates:
@@ -134,7 +140,7 @@ class TokenBatches(Batches):
             np.concatenate(([0], following[behind])).astype(np.int64),
             np.concatenate(([0], ends[behind - 1])).astype(np.int64),
         )
-        self._epochs[:] = [*self._epochs[-1:], found]
+        self._epochs[:] = [*self._epochs[1 - _EPOCHS :], found]
         return found
 
     @property
@@ -171,6 +177,10 @@ class TokenBatches(Batches):
                 del self._cuts[next(iter(self._cuts))]
         return self._cuts[key]
 
+    def rows_of(self, epoch: int, microbatch: Microbatch) -> IntArray:
+        """Return the samples of a microbatch of this rank, (rows,)."""
+        return self.parts(epoch, microbatch.step)[microbatch.number]
+
     def _own(self, parts: int) -> list[tuple[int, bool]]:
         """Return the numbers of this rank's microbatches of a step, and whether each is a replay: these come first."""
         rank, ranks = self.world.rank, self.world.size
@@ -187,7 +197,7 @@ class TokenBatches(Batches):
         own = self._own(len(parts))
         microbatches = []
         for turn, (number, is_replay) in enumerate(own):
-            counted = int(self.budget.counts[parts[number]].sum())
+            counted = self.budget.count(parts[number])
             microbatches.append(
                 Microbatch(
                     step=position.step,
@@ -232,3 +242,28 @@ class TokenBatches(Batches):
     def fingerprint(self) -> dict[str, Any]:
         """Return what the samplers of all ranks have in common, besides the cut into microbatches."""
         return {**super().fingerprint(), "lengths or counts": self.budget.digest()}
+
+    # A position that is saved. ---------------------------------------------------------------------------------------
+
+    def _taken(self, position: Position) -> int:
+        """Return how many samples of its epoch lie before a position."""
+        index = position.step - self.epoch(position).first_step
+        return int(self._ordered(position.epoch).starts[index]) if index else 0
+
+    def position_state(self, position: Position) -> dict[str, Any]:
+        """Return a position with the past of its epoch, and with the samples that it has taken."""
+        return {**super().position_state(position), "taken": self._taken(position)}
+
+    def resume(self, state: dict[str, Any], devices: int | None) -> Batches:
+        """Return the batches of a training that goes on at a saved position.
+
+        Raises:
+            ValueError: if there is no such position, or the steps that follow need samples that it has taken.
+        """
+        batches = super().resume(state, devices)
+        taken = state["taken"]
+        if isinstance(batches, TokenBatches) and not state["ended"] and batches._taken(position_of(state)) != taken:
+            requirement = "the rest of an epoch must have a sample for each of its updates"
+            remedy = "pass a trace whose next batch sizes are at least twice the longest sample"
+            raise value_error(requirement, f"fewer after the {taken} that were trained on", remedy)
+        return batches
