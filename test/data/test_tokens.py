@@ -226,3 +226,10 @@ def test_batch_sizes_in_samples_are_noticed():
     inner = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     with pytest.warns(UserWarning, match="but 16 is less than a sample has, 40 on average"):
         vbs.LinearRuleOptimizer(inner, one, 16)
+
+
+def test_a_device_that_compiles_shapes_is_told_to_pad_to_one_length():
+    one = vbs.CustomSampler(3, 5, 2, 0, lengths=[3, 5, 2], max_tokens=8)
+    message = r"as on a device that compiles shapes; pass minibatch_size= .*, and rows that are padded to one length"
+    with pytest.raises(ValueError, match=message):
+        one.attach(None, compiles_shapes=True)

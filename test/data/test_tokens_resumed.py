@@ -56,8 +56,8 @@ def test_another_future_takes_the_samples_that_are_left(numbers, data, small, be
         other.load_state_dict(copy.deepcopy(one.state_dict()))
         taken += advance(other, 10**6)
     except ValueError as error:
-        assert small
-        assert LEFT in str(error) or "needs as many samples that count" in str(error)
+        if not small or not any(text in str(error) for text in (LEFT, "needs as many samples that count")):
+            raise
         return
     assert sorted(taken) == [*range(len(numbers))]
 
