@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -233,3 +234,29 @@ def test_a_device_that_compiles_shapes_is_told_to_pad_to_one_length():
     message = r"as on a device that compiles shapes; pass minibatch_size= .*, and rows that are padded to one length"
     with pytest.raises(ValueError, match=message):
         one.attach(None, compiles_shapes=True)
+
+
+@given(st.lists(st.integers(1, 250), min_size=4, max_size=60), st.booleans())
+@examples(50)
+def test_integers_of_any_width_are_not_copied_and_mean_the_same(numbers, pad):
+    options = {"max_tokens": 600, "pad": pad, "trace": max(1, sum(numbers) // 3)}
+    expected = sampler(numbers, **options)
+    for kind in (np.uint8, np.int16, np.uint32, np.uint64):
+        array = np.array(numbers, kind)
+        one = sampler(array, **options)
+        assert np.shares_memory(one.batches.budget.lengths, array)
+        assert list(one) == list(expected)
+        assert one.state_dict() == expected.state_dict()
+        assert one.batch.batch_size == expected.batch.batch_size
+
+
+def test_an_epoch_takes_little_memory():
+    """Beside the lengths: 4 bytes a sample are kept, and 13 taken."""
+    numbers = np.full(2_000_000, 7, np.int32)
+    one = sampler(numbers, 100_000, max_tokens=10_000)
+    tracemalloc.start()
+    next(iter(one))
+    kept, taken = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 5 * len(numbers)
+    assert taken < 16 * len(numbers)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size._validation import IntArray, value_error
@@ -22,6 +23,7 @@ from variable_batch_size.data.plan.shuffle import order
 from variable_batch_size.data.tokens.budget import Budget
 from variable_batch_size.microbatching import Microbatch
 
+_CHUNK = 2**17  # samples that are ordered at once
 _KEPT = 64  # steps whose cut is kept, because loader and training both ask for it
 _STEPS = 8  # that are dealt at once
 _EPOCHS = 2  # whose order is kept, because a loader may read the next one
@@ -87,7 +89,7 @@ class _Ordered(NamedTuple):
 
     number: int
     first_step: int
-    samples: IntArray
+    samples: NDArray[Any]
     starts: IntArray
     offsets: IntArray
 
@@ -97,7 +99,7 @@ class _Ordered(NamedTuple):
 class TokenBatches(Batches):
     """Batches in tokens: the plan has the tokens of the dataset, and its batch sizes are nominal.
 
-    An epoch takes 8 bytes a sample as long as it is read, and 24 when it begins.
+    An epoch takes 4 bytes a sample as long as it is read, and 12 when it begins, or 32 if some samples count 0.
 
     Attributes:
         budget: the lengths, and how many tokens a microbatch may hold.
@@ -105,7 +107,9 @@ class TokenBatches(Batches):
 
     budget: Budget = field(kw_only=True)
     packs = True
-    _orders: dict[int, IntArray] = field(default_factory=dict, repr=False, compare=False, kw_only=True)  # of any trace
+    _orders: dict[int, NDArray[Any]] = field(
+        default_factory=dict, repr=False, compare=False, kw_only=True
+    )  # of any trace
     _epochs: list[_Ordered] = field(default_factory=list, init=False, repr=False, compare=False)
     _cuts: dict[tuple[int, int], list[IntArray]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -116,32 +120,44 @@ class TokenBatches(Batches):
                 return known
         epoch = self.plan.epoch(number)
         if number not in self._orders:
-            self._orders[number] = self.order(number)(np.arange(len(self.budget.lengths)))
+            self._orders[number] = self._in_order(number)
             while len(self._orders) > _EPOCHS:
                 del self._orders[next(iter(self._orders))]
         samples = self._orders[number]
-        counts = self.budget.counts[samples]
-        counted = np.flatnonzero(counts)  # (counted,): what counts 0 stays with the sample before it
-        if len(counted) < epoch.updates:
+        ends = np.empty(len(samples), np.int64)  # what the first i + 1 samples count
+        for begin in range(0, len(samples), _CHUNK):
+            counts = self.budget.counts[samples[begin : begin + _CHUNK]]
+            ends[begin : begin + _CHUNK] = np.cumsum(counts, dtype=np.int64) + (ends[begin - 1] if begin else 0)
+        counted = None
+        if (ends[1:] == ends[:-1]).any() or not ends[0]:
+            counted = np.flatnonzero(np.diff(ends, prepend=0))  # (counted,): what counts 0 stays with the one before
+            ends = ends[counted]
+        if len(ends) < epoch.updates:
             raise value_error(
                 f"an epoch of {epoch.updates} updates needs as many samples that count",
-                len(counted),
+                len(ends),
                 "pass a trace of larger batches, in tokens",
             )
-        ends = np.cumsum(counts[counted])
         nominal = [self.plan.samples_before(epoch, step) for step in range(epoch.first_step + 1, epoch.end_step + 1)]
         targets = np.array(nominal, dtype=np.int64) - epoch.samples_before
         behind = boundaries(ends, targets) if len(targets) else targets
-        following = np.append(counted, len(samples))
         found = _Ordered(
             number,
             epoch.first_step,
             samples,
-            np.concatenate(([0], following[behind])).astype(np.int64),
-            np.concatenate(([0], ends[behind - 1])).astype(np.int64),
+            np.concatenate(([0], behind if counted is None else np.append(counted, len(samples))[behind])),
+            np.concatenate(([0], ends[behind - 1])),
         )
         self._epochs[:] = [*self._epochs[1 - _EPOCHS :], found]
         return found
+
+    def _in_order(self, number: int) -> NDArray[Any]:
+        """Return the samples in the order of an epoch, in 4 bytes each if that is possible."""
+        size, order = len(self.budget.lengths), self.order(number)
+        samples = np.empty(size, np.uint32 if size <= 2**32 else np.int64)
+        for begin in range(0, size, _CHUNK):
+            samples[begin : begin + _CHUNK] = order(np.arange(begin, min(size, begin + _CHUNK)))
+        return samples
 
     @property
     def dataset_size(self) -> int:
@@ -171,7 +187,7 @@ class TokenBatches(Batches):
             index = step - ordered.first_step
             begin, end = ordered.starts[index : index + 2].tolist()
             spreads = self.split.spread and not self.reproducible
-            cut = self.budget.cut(ordered.samples[begin:end], self.world.size if spreads else 1)
+            cut = self.budget.cut(ordered.samples[begin:end].astype(np.int64), self.world.size if spreads else 1)
             self._cuts[key] = cut
             while len(self._cuts) > _KEPT:
                 del self._cuts[next(iter(self._cuts))]
@@ -241,7 +257,7 @@ class TokenBatches(Batches):
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what the samplers of all ranks have in common, besides the cut into microbatches."""
-        return {**super().fingerprint(), "lengths or counts": self.budget.digest()}
+        return {**super().fingerprint(), "lengths or counts": self.budget.digest}
 
     # A position that is saved. ---------------------------------------------------------------------------------------
 
