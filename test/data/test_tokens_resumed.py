@@ -6,6 +6,7 @@ import copy
 import itertools
 
 import pytest
+import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -100,3 +101,24 @@ def test_without_the_last_part_each_sample_comes_at_most_once(numbers, data, ran
                 found = next(rows)
                 dealt += found if microbatch.samples else []
     assert sorted(dealt) == sorted(alone)
+
+
+def test_rows_and_tokens_are_two_units():
+    numbers = [3, 5, 2, 7] * 10
+    options = {"epochs": 1, "max_tokens": 10}
+    weight = torch.zeros(1, requires_grad=True)
+    tokens, rows = sampler(numbers, 20, **options), vbs.CustomSampler(40, 8, 1, 0, epochs=1)
+    optimizer = vbs.LinearRuleOptimizer(torch.optim.SGD([weight], lr=0.1), tokens, 20)
+    for update in vbs.updates(tokens, optimizer):
+        for _ in update:
+            optimizer.backward(weight.sum())
+            optimizer.step()
+    with pytest.raises(ValueError, match="must count its batches in one unit, got samples after tokens; pass lengths="):
+        optimizer.continue_with(rows)
+    with pytest.raises(ValueError, match="dataset_size was 170 and is 40"):
+        rows.load_state_dict(tokens.state_dict())
+    assert not sampler(numbers, 20, counts=[1] * 40).batches.in_tokens
+    state = vbs.CustomSampler(40, 8, 1, 0).state_dict()
+    other = sampler(numbers, 8)
+    other.load_state_dict(state, strict=False)
+    assert other.position == (0, 0)

@@ -164,6 +164,11 @@ class TokenBatches(Batches):
         """The number of samples in the dataset; that of the plan is in tokens."""
         return len(self.budget.lengths)
 
+    @property
+    def in_tokens(self) -> bool:
+        """Whether batch sizes count more than one for a sample."""
+        return bool(self.budget.counts.max() > 1)
+
     def check_reference(self, reference: int) -> None:
         """Warn if a batch size is smaller than a usual sample, as one in samples is."""
         mean = self.budget.total / self.dataset_size
@@ -277,8 +282,10 @@ class TokenBatches(Batches):
             ValueError: if there is no such position, or the steps that follow need samples that it has taken.
         """
         batches = super().resume(state, devices)
-        taken = state["taken"]
-        if isinstance(batches, TokenBatches) and not state["ended"] and batches._taken(position_of(state)) != taken:
+        taken = state.get("taken")  # None in a state of rows, which strict=False has let in
+        if taken is None or state["ended"] or not isinstance(batches, TokenBatches):
+            return batches
+        if batches._taken(position_of(state)) != taken:
             requirement = "the rest of an epoch must have a sample for each of its updates"
             remedy = "pass a trace whose next batch sizes are at least twice the longest sample"
             raise value_error(requirement, f"fewer after the {taken} that were trained on", remedy)
