@@ -5,12 +5,16 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import datasets
 import pytest
 import torch
 import transformers as hf
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor, nn
 
 from helpers.ragged import COUNTS, EPOCHS, LENGTHS, OPTIONS, REF, TRACE, Ragged, collate, expected, model_of, token_loss
+from helpers.trainings import VOCABULARY
 from helpers.transformers_adapter import QUIET
 from helpers.yardstick import difference, in_processes, weights
 from variable_batch_size.integrations.transformers import VariableBatchTrainer
@@ -112,3 +116,31 @@ def test_a_mean_over_rows_that_counts_tokens_is_found(tmp_path):
 def test_lengths_need_a_dataset_with_an_index(tmp_path):
     with pytest.raises(ValueError, match=r"lengths= needs a dataset with an index, .* got group_by_length; omit"):
         fit(tmp_path, train_sampling_strategy="group_by_length", max_steps=4)
+
+
+def train_gpt(folder: Any, max_tokens: int) -> Any:
+    """Train a GPT-2 with a collator of transformers that pads, from columns of which the model takes some."""
+    words = Tokenizer(WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0"))
+    tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1", unk_token="w0")
+    texts = [[token or 2 for token in Ragged()[number]["input_ids"]] for number in range(len(LENGTHS))]  # 0 pads
+    shape = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 20, "vocab_size": VOCABULARY}
+    none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    torch.manual_seed(4)
+    trainer = VariableBatchTrainer(
+        hf.GPT2LMHeadModel(hf.GPT2Config(**shape, **none, bos_token_id=1, eos_token_id=1)).double(),
+        hf.TrainingArguments(str(folder), max_steps=6, data_seed=0, **QUIET),
+        train_dataset=datasets.Dataset.from_dict({"input_ids": texts, "source": ["web"] * len(texts)}),
+        data_collator=hf.DataCollatorForLanguageModeling(tokenizer, mlm=False),
+        trace=TRACE,
+        rule="root",
+        ref_batchsize=REF,
+        sampler_options={**OPTIONS, "max_tokens": max_tokens},
+    )
+    trainer.train()
+    return trainer
+
+
+def test_a_language_model_and_its_collator(tmp_path):
+    one, other = train_gpt(tmp_path, 40), train_gpt(tmp_path, 200)
+    assert len(one.variable_optimizer.sampler) > len(other.variable_optimizer.sampler)
+    assert difference(one.model, weights(other.model)) < 1e-5  # whose loss is in float32
