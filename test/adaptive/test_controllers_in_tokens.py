@@ -80,7 +80,7 @@ def check_epochs(by_rank: list[Any], numbers: list[int]) -> None:
 @given(
     st.integers(1, 400), st.integers(1, 6), st.sampled_from([4, 9]), st.integers(2, 150), st.integers(1, 3), st.data()
 )
-@examples(20)
+@examples(12)
 def test_each_sample_comes_once_an_epoch_whatever_a_controller_chooses(most, every, delay, samples, ranks, data):
     adaptive, numbers = vbs.AdaptiveTrace(Wild(most), every=every, delay=delay), LENGTHS[:samples]
     whole = [made for *_, made in run_ranks(lambda backend: train(backend, adaptive, numbers), ranks)]
