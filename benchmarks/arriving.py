@@ -92,7 +92,7 @@ def process(rank: int, folder: str, pairs: int) -> None:
 def pack_documents(updates: int) -> None:
     """Record the padding of real texts, and the time of an update with and without it."""
     example = SimpleNamespace(**runpy.run_path(str(EXAMPLE)))
-    documents = [one for chunk in example.paragraphs(0, 1) for one in chunk]
+    documents = example.paragraphs()
     lengths = np.array(example.predicted(documents))
     text = f"{len(lengths)} paragraphs"
     for what, order in {"rows of 8, in order": lengths, "rows of 8, sorted by length": np.sort(lengths)}.items():

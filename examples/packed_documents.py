@@ -6,18 +6,17 @@ torchrun --nproc-per-node=2 examples/packed_documents.py
 
 import argparse
 import os
-from collections.abc import Iterator
 from pydoc_data.topics import topics
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.utils.data import DataLoader
 
 import variable_batch_size as vbs
 
 BYTES, WIDTH, HEADS, LONGEST = 256, 64, 4, 256
-SHARDS = 4  # read by one to four ranks, or more
 
 
 class Block(nn.Module):
@@ -74,12 +73,10 @@ def predicted(documents: list[bytes]) -> list[int]:
     return [len(text) - 1 for text in documents]
 
 
-def paragraphs(shard: int, shards: int, number: int | None = None) -> Iterator[list[bytes]]:
-    """Yield a shard's paragraphs of Python's documentation, a hundred at a time."""
+def paragraphs(number: int | None = None) -> list[bytes]:
+    """Return paragraphs of Python's documentation, all or the first ones."""
     text = "\n\n".join(topics.values()).encode()
-    documents = [part[:LONGEST] for part in text.split(b"\n\n") if len(part) > 1][shard::shards][:number]
-    for begin in range(0, len(documents), 100):
-        yield documents[begin : begin + 100]
+    return [part[:LONGEST] for part in text.split(b"\n\n") if len(part) > 1][:number]
 
 
 def loss_of(model: nn.Module, packed: dict[str, Tensor]) -> Tensor:
@@ -89,10 +86,10 @@ def loss_of(model: nn.Module, packed: dict[str, Tensor]) -> Tensor:
 
 
 def main() -> None:
-    """Train for one pass over the documents."""
+    """Train for an epoch."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedule", default="0:4k 100k:8k", help="tokens so far: tokens of an update")
-    parser.add_argument("--documents", type=int, help="at most so many in each shard")
+    parser.add_argument("--documents", type=int, help="at most so many")
     parser.add_argument("--max-tokens", type=int, default=2048, help="tokens of a microbatch")
     flags = parser.parse_args()
     if "RANK" in os.environ:
@@ -100,22 +97,23 @@ def main() -> None:
     torch.manual_seed(0)
     model = PackedGPT()
     vbs.broadcast_parameters(model)
-    batches = vbs.ArrivingBatches(
-        max_tokens=flags.max_tokens,
-        counts=predicted,
-        collate_fn=pack,
+    documents = paragraphs(flags.documents)
+    sampler = vbs.CustomSampler(
+        documents,
         trace=vbs.BatchTrace.parse(flags.schedule, unit="samples"),  # a sample is a token here
-        streams=[list(paragraphs(shard, SHARDS, flags.documents)) for shard in range(SHARDS)],
+        lengths=predicted(documents),
+        max_tokens=flags.max_tokens,
     )
+    loader = DataLoader(documents, batch_sampler=sampler, collate_fn=pack)
     inner = torch.optim.AdamW(model.parameters(), lr=0.002)
-    optimizer = vbs.RootRuleOptimizer(inner, batches, ref_batchsize=4000)
-    for update in vbs.updates(batches, optimizer):
+    optimizer = vbs.RootRuleOptimizer(inner, sampler, ref_batchsize=4000)
+    for update in vbs.updates(loader, optimizer):
         for packed in update:
             loss = loss_of(model, packed)
             optimizer.backward(loss)
             optimizer.log(loss=loss)
             optimizer.step()
-        if batches.world.rank == 0 and optimizer.updates % 10 == 0:
+        if sampler.world.rank == 0 and optimizer.updates % 10 == 0:
             loss, lr = float(optimizer.logged["loss"]), optimizer.current_lr()
             print(f"update {optimizer.updates}, {optimizer.samples} tokens: loss {loss:.3f}, lr {lr:.4f}", flush=True)
 

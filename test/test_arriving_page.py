@@ -1,4 +1,4 @@
-"""The examples of docs/arriving.md: packed documents make the update of unpacked ones, and a policy learns."""
+"""The examples of the pages on what arrives and on tokens: packed documents are exact, and a policy learns."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def example(request, monkeypatch):
 def test_an_update_of_packed_documents_is_that_of_the_documents(example):
     torch.manual_seed(0)
     model = example.PackedGPT(1).double()
-    documents = next(example.paragraphs(0, 1))[:40]
+    documents = example.paragraphs(40)
     source = vbs.ArrivingBatches(
         max_tokens=512, counts=example.predicted, collate_fn=example.pack, num_replicas=1, rank=0
     )
@@ -55,7 +55,7 @@ def test_an_update_of_packed_documents_is_that_of_the_documents(example):
 @pytest.mark.nightly("trains")
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_the_script_of_packed_documents_trains(launcher):
-    flags = ["--documents", "300", "--schedule", "0:2k 10k:4k"]
+    flags = ["--documents", "1200", "--schedule", "0:2k 10k:4k"]
     done = run(*launcher, str(EXAMPLES / "packed_documents.py"), *flags, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     losses = [float(line.split("loss ")[1].split(",")[0]) for line in done.stdout.splitlines() if "loss" in line]
@@ -90,7 +90,6 @@ def test_the_script_of_rollouts_prints_what_the_policy_learns(launcher):
     assert [line.split(":")[0] for line in lines] == ["update 0", "update 10"]
 
 
-def test_the_examples_are_on_the_page():
-    page = (Path(ROOT) / "docs" / "arriving.md").read_text()
-    for name in ("packed_documents", "rollouts"):
-        assert f"examples/{name}.py" in page
+def test_the_examples_are_on_their_pages():
+    for name, page in {"packed_documents": "tokens", "rollouts": "arriving"}.items():
+        assert f"examples/{name}.py" in (Path(ROOT) / "docs" / f"{page}.md").read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -226,3 +227,36 @@ def test_batch_sizes_in_samples_are_noticed():
     inner = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     with pytest.warns(UserWarning, match="but 16 is less than a sample has, 40 on average"):
         vbs.LinearRuleOptimizer(inner, one, 16)
+
+
+def test_a_device_that_compiles_shapes_is_told_to_pad_to_one_length():
+    one = vbs.CustomSampler(3, 5, 2, 0, lengths=[3, 5, 2], max_tokens=8)
+    message = r"as on a device that compiles shapes; pass minibatch_size= .*, and rows that are padded to one length"
+    with pytest.raises(ValueError, match=message):
+        one.attach(None, compiles_shapes=True)
+
+
+@given(st.lists(st.integers(1, 250), min_size=4, max_size=60), st.booleans())
+@examples(50)
+def test_integers_of_any_width_are_not_copied_and_mean_the_same(numbers, pad):
+    options = {"max_tokens": 600, "pad": pad, "trace": max(1, sum(numbers) // 3)}
+    expected = sampler(numbers, **options)
+    for kind in (np.uint8, np.int16, np.uint32, np.uint64):
+        array = np.array(numbers, kind)
+        one = sampler(array, **options)
+        assert np.shares_memory(one.batches.budget.lengths, array)
+        assert list(one) == list(expected)
+        assert one.state_dict() == expected.state_dict()
+        assert one.batch.batch_size == expected.batch.batch_size
+
+
+def test_an_epoch_takes_little_memory():
+    """Beside the lengths: 4 bytes a sample are kept, and 13 taken."""
+    numbers = np.full(1_000_000, 7, np.int32)
+    one = sampler(numbers, 2_000, max_tokens=500)
+    tracemalloc.start()
+    next(iter(one))
+    kept, taken = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 5 * len(numbers)
+    assert taken < 20 * len(numbers)

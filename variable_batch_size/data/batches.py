@@ -141,6 +141,11 @@ class Batches:
         """The number of samples in the dataset."""
         return self.plan.dataset_size
 
+    @property
+    def in_tokens(self) -> bool:
+        """Whether batch sizes are in tokens."""
+        return False
+
     def check_reference(self, reference: int) -> None:
         """Warn if a reference batch size is in another unit than the batches."""
 

@@ -160,6 +160,7 @@ class CustomSampler(Dealer, Sampler[list[int]]):
             if on_end is not None:
                 raise value_error("on_end must be left out with a trace that never ends", repr(on_end), "omit it")
             rows = check_int(minibatch_size, "minibatch_size", 1)
+            trace = trace if budget is None else budget.limit(trace)
             decided = DecidedTrace.begin(prepare(trace, samples), world.size, rows, fixed_shape=fixed_shape)
         plan = Plan(
             trace=BatchTrace.of(trace, on_end=on_end, dataset_size=samples, drop_last=drop_last)

@@ -16,7 +16,7 @@ from variable_batch_size._validation import type_error
 from variable_batch_size.data.plan.plan import Epoch
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.data.streams.rows import has_tensor_rows
-from variable_batch_size.integrations.loading import sampler_for, with_sampler
+from variable_batch_size.integrations.loading import counts_of_rows, sampler_for, with_sampler
 from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.integrations.versions import require_version
 from variable_batch_size.optim.checks.consistency import broadcast_parameters
@@ -78,7 +78,8 @@ def _supervised_step(
     def step(_: Engine, batch: Any) -> Any:
         if optimizer.updates in to_check and has_tensor_rows(batch):
             to_check.remove(optimizer.updates)
-            check_loss(model, lambda model, part: forward(model, part)[-1], batch, reduction=optimizer.reduction)
+            means: Any = {"counts": counts_of_rows(optimizer), "reduction": optimizer.reduction}
+            check_loss(model, lambda model, part: forward(model, part)[-1], batch, **means)
         model.train()
         x, y, y_pred, loss = forward(model, batch)
         optimizer.backward(loss)

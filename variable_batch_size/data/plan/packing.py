@@ -31,12 +31,13 @@ def first_fit_decreasing(lengths: IntArray, capacity: int) -> list[IntArray]:
             "shorten the rows, or pass a larger max_tokens",
         )
     free, packed = np.full(len(lengths), capacity), list[list[int]]()  # (rows,): room in each microbatch
+    sizes = lengths.tolist()
     for row in np.argsort(-lengths, kind="stable").tolist():
-        into = int(np.argmax(free >= lengths[row]))  # the first one with room
+        into = int((free[: len(packed) + 1] >= sizes[row]).argmax())  # the first one with room, or a new one
         if into == len(packed):
             packed.append([])
         packed[into].append(row)
-        free[into] -= lengths[row]
+        free[into] -= sizes[row]
     return [np.array(sorted(rows)) for rows in packed]
 
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, final
 
 import numpy as np
 
 from variable_batch_size._validation import IntArray, as_int, value_error
+from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace
 from variable_batch_size.data.plan.packing import (
     first_fit_decreasing,
     padded_evenly,
     padded_groups,
     spread_evenly,
 )
+
+_CHUNK = 2**20  # numbers that are hashed at once
 
 
 @final
@@ -23,7 +28,7 @@ class Budget:
     """How many tokens a microbatch may hold.
 
     Attributes:
-        lengths: of each sample of the dataset, (samples,).
+        lengths: of each sample of the dataset, (samples,), integers as the user has them, which may be in a file.
         counts: what of it counts in the loss, (samples,).
         max_tokens: the most that a microbatch holds.
         pad: whether each row is as long as the longest one of its microbatch.
@@ -39,11 +44,39 @@ class Budget:
         """What the whole dataset counts."""
         return int(self.counts.sum())
 
+    def count(self, samples: Sequence[int] | IntArray) -> int:
+        """Return what samples count."""
+        return int(self.counts[samples].sum())
+
+    def limit(self, adaptive: AdaptiveTrace) -> AdaptiveTrace:
+        """Return a trace whose controller chooses sizes that leave each update of an epoch a sample, whatever follows.
+
+        Raises:
+            ValueError: if its start or its lower bound is smaller.
+        """
+        least = min(2 * int(self.counts.max()), self.total)
+        if adaptive.bounds is None and adaptive.start is None:
+            return replace(adaptive, bounds=(least, self.total))
+        smallest = adaptive.bounds[0] if adaptive.bounds else adaptive.start
+        if smallest is not None and smallest < least:
+            requirement = f"with lengths= a controller must choose at least {least} tokens, twice the longest sample"
+            raise value_error(requirement, smallest, f"pass bounds=({least}, {self.total}), for example")
+        return adaptive if adaptive.bounds else replace(adaptive, bounds=(least, self.total))
+
+    @cached_property
     def digest(self) -> str:
         """Return a text that is the same for equal lengths and counts."""
-        found = hashlib.sha256(self.lengths.astype("<i8").tobytes())
-        found.update(self.counts.astype("<i8").tobytes())
+        found = hashlib.sha256()
+        for numbers in (self.lengths, self.counts):
+            for begin in range(0, len(numbers), _CHUNK):
+                found.update(numbers[begin : begin + _CHUNK].astype("<i8").tobytes())
         return found.hexdigest()[:16]
+
+    def unlike(self) -> list[int]:
+        """Return a short and a long sample that fit into a microbatch together, also padded; one if none do."""
+        fitting = np.flatnonzero(self.lengths <= self.max_tokens // 2)
+        lengths = self.lengths[fitting]
+        return [int(fitting[lengths.argmin()]), int(fitting[lengths.argmax()])] if len(fitting) > 1 else [0]
 
     def cut(self, samples: IntArray, ranks: int) -> list[IntArray]:
         """Return the samples of each microbatch of a step, (rows,) each: those that count 0, then the largest first.
@@ -55,7 +88,7 @@ class Budget:
             samples: of the step, (samples,).
             ranks: number of ranks that share a round; 1 for a cut that does not depend on them.
         """
-        lengths = self.lengths[samples]
+        lengths = self.lengths[samples].astype(np.int64)
         packed = (padded_groups if self.pad else first_fit_decreasing)(lengths, self.max_tokens)
         number = min(len(samples), -(-len(packed) // ranks) * ranks)
         if self.pad:
@@ -70,7 +103,7 @@ class Budget:
 
 
 def checked(name: str, values: Any, size: int, least: int) -> IntArray:
-    """Return the numbers of a user, one a sample, as an array of int64; a memory-mapped one stays as it is.
+    """Return the numbers of a user, one a sample, as an array; a memory-mapped one stays as it is.
 
     Raises:
         TypeError: if they are no integers.
@@ -87,7 +120,7 @@ def checked(name: str, values: Any, size: int, least: int) -> IntArray:
     if len(array) and array.min() < least:
         index = int(array.argmin())
         raise value_error(f"{name} must be >= {least}", f"{array[index]} of sample {index}", "leave the sample out")
-    return array.astype(np.int64, copy=False)
+    return array
 
 
 def budget_of(lengths: Any, max_tokens: Any, counts: Any, size: int, *, pad: bool) -> Budget:

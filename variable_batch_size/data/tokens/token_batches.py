@@ -14,16 +14,19 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size._validation import IntArray, value_error
-from variable_batch_size.data.batches import Batch, Batches, Position
+from variable_batch_size.data.batches import Batch, Batches, Position, position_of
 from variable_batch_size.data.plan.shuffle import order
 from variable_batch_size.data.tokens.budget import Budget
 from variable_batch_size.microbatching import Microbatch
 
+_CHUNK = 2**17  # samples that are ordered at once
 _KEPT = 64  # steps whose cut is kept, because loader and training both ask for it
 _STEPS = 8  # that are dealt at once
+_EPOCHS = 2  # whose order is kept, because a loader may read the next one
 
 
 def boundaries(ends: IntArray, targets: IntArray) -> IntArray:
@@ -86,7 +89,7 @@ class _Ordered(NamedTuple):
 
     number: int
     first_step: int
-    samples: IntArray
+    samples: NDArray[Any]
     starts: IntArray
     offsets: IntArray
 
@@ -96,7 +99,7 @@ class _Ordered(NamedTuple):
 class TokenBatches(Batches):
     """Batches in tokens: the plan has the tokens of the dataset, and its batch sizes are nominal.
 
-    An epoch takes 8 bytes a sample as long as it is read, and 24 when it begins.
+    An epoch takes 4 bytes a sample as long as it is read, and 12 when it begins, or 32 if some samples count 0.
 
     Attributes:
         budget: the lengths, and how many tokens a microbatch may hold.
@@ -104,43 +107,67 @@ class TokenBatches(Batches):
 
     budget: Budget = field(kw_only=True)
     packs = True
+    _orders: dict[int, NDArray[Any]] = field(
+        default_factory=dict, repr=False, compare=False, kw_only=True
+    )  # of any trace
     _epochs: list[_Ordered] = field(default_factory=list, init=False, repr=False, compare=False)
     _cuts: dict[tuple[int, int], list[IntArray]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def _ordered(self, number: int) -> _Ordered:
-        """Return an epoch in its order; the last two are kept, because a loader may read the next one."""
+        """Return an epoch in its order."""
         for known in self._epochs:
             if known.number == number:
                 return known
         epoch = self.plan.epoch(number)
-        samples = self.order(number)(np.arange(len(self.budget.lengths)))
-        counts = self.budget.counts[samples]
-        counted = np.flatnonzero(counts)  # (counted,): what counts 0 stays with the sample before it
-        if len(counted) < epoch.updates:
+        if number not in self._orders:
+            self._orders[number] = self._in_order(number)
+            while len(self._orders) > _EPOCHS:
+                del self._orders[next(iter(self._orders))]
+        samples = self._orders[number]
+        ends = np.empty(len(samples), np.int64)  # what the first i + 1 samples count
+        for begin in range(0, len(samples), _CHUNK):
+            counts = self.budget.counts[samples[begin : begin + _CHUNK]]
+            ends[begin : begin + _CHUNK] = np.cumsum(counts, dtype=np.int64) + (ends[begin - 1] if begin else 0)
+        counted = None
+        if (ends[1:] == ends[:-1]).any() or not ends[0]:
+            counted = np.flatnonzero(np.diff(ends, prepend=0))  # (counted,): what counts 0 stays with the one before
+            ends = ends[counted]
+        if len(ends) < epoch.updates:
             raise value_error(
                 f"an epoch of {epoch.updates} updates needs as many samples that count",
-                len(counted),
+                len(ends),
                 "pass a trace of larger batches, in tokens",
             )
-        ends = np.cumsum(counts[counted])
         nominal = [self.plan.samples_before(epoch, step) for step in range(epoch.first_step + 1, epoch.end_step + 1)]
         targets = np.array(nominal, dtype=np.int64) - epoch.samples_before
         behind = boundaries(ends, targets) if len(targets) else targets
-        following = np.append(counted, len(samples))
         found = _Ordered(
             number,
             epoch.first_step,
             samples,
-            np.concatenate(([0], following[behind])).astype(np.int64),
-            np.concatenate(([0], ends[behind - 1])).astype(np.int64),
+            np.concatenate(([0], behind if counted is None else np.append(counted, len(samples))[behind])),
+            np.concatenate(([0], ends[behind - 1])),
         )
-        self._epochs[:] = [*self._epochs[-1:], found]
+        self._epochs[:] = [*self._epochs[1 - _EPOCHS :], found]
         return found
+
+    def _in_order(self, number: int) -> NDArray[Any]:
+        """Return the samples in the order of an epoch, in 4 bytes each if that is possible."""
+        size, order = len(self.budget.lengths), self.order(number)
+        samples = np.empty(size, np.uint32 if size <= 2**32 else np.int64)
+        for begin in range(0, size, _CHUNK):
+            samples[begin : begin + _CHUNK] = order(np.arange(begin, min(size, begin + _CHUNK)))
+        return samples
 
     @property
     def dataset_size(self) -> int:
         """The number of samples in the dataset; that of the plan is in tokens."""
         return len(self.budget.lengths)
+
+    @property
+    def in_tokens(self) -> bool:
+        """Whether batch sizes count more than one for a sample."""
+        return bool(self.budget.counts.max() > 1)
 
     def check_reference(self, reference: int) -> None:
         """Warn if a batch size is smaller than a usual sample, as one in samples is."""
@@ -165,11 +192,15 @@ class TokenBatches(Batches):
             index = step - ordered.first_step
             begin, end = ordered.starts[index : index + 2].tolist()
             spreads = self.split.spread and not self.reproducible
-            cut = self.budget.cut(ordered.samples[begin:end], self.world.size if spreads else 1)
+            cut = self.budget.cut(ordered.samples[begin:end].astype(np.int64), self.world.size if spreads else 1)
             self._cuts[key] = cut
             while len(self._cuts) > _KEPT:
                 del self._cuts[next(iter(self._cuts))]
         return self._cuts[key]
+
+    def rows_of(self, epoch: int, microbatch: Microbatch) -> IntArray:
+        """Return the samples of a microbatch of this rank, (rows,)."""
+        return self.parts(epoch, microbatch.step)[microbatch.number]
 
     def _own(self, parts: int) -> list[tuple[int, bool]]:
         """Return the numbers of this rank's microbatches of a step, and whether each is a replay: these come first."""
@@ -187,7 +218,7 @@ class TokenBatches(Batches):
         own = self._own(len(parts))
         microbatches = []
         for turn, (number, is_replay) in enumerate(own):
-            counted = int(self.budget.counts[parts[number]].sum())
+            counted = self.budget.count(parts[number])
             microbatches.append(
                 Microbatch(
                     step=position.step,
@@ -231,4 +262,31 @@ class TokenBatches(Batches):
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what the samplers of all ranks have in common, besides the cut into microbatches."""
-        return {**super().fingerprint(), "lengths or counts": self.budget.digest()}
+        return {**super().fingerprint(), "lengths or counts": self.budget.digest}
+
+    # A position that is saved. ---------------------------------------------------------------------------------------
+
+    def _taken(self, position: Position) -> int:
+        """Return how many samples of its epoch lie before a position."""
+        index = position.step - self.epoch(position).first_step
+        return int(self._ordered(position.epoch).starts[index]) if index else 0
+
+    def position_state(self, position: Position) -> dict[str, Any]:
+        """Return a position with the past of its epoch, and with the samples that it has taken."""
+        return {**super().position_state(position), "taken": self._taken(position)}
+
+    def resume(self, state: dict[str, Any], devices: int | None) -> Batches:
+        """Return the batches of a training that goes on at a saved position.
+
+        Raises:
+            ValueError: if there is no such position, or the steps that follow need samples that it has taken.
+        """
+        batches = super().resume(state, devices)
+        taken = state.get("taken")  # None in a state of rows, which strict=False has let in
+        if taken is None or state["ended"] or not isinstance(batches, TokenBatches):
+            return batches
+        if batches._taken(position_of(state)) != taken:
+            requirement = "the rest of an epoch must have a sample for each of its updates"
+            remedy = "pass a trace whose next batch sizes are at least twice the longest sample"
+            raise value_error(requirement, f"fewer after the {taken} that were trained on", remedy)
+        return batches

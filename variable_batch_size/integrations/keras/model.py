@@ -19,7 +19,7 @@ from variable_batch_size.integrations.facts import optimizer_facts
 from variable_batch_size.integrations.keras.checkpoint import VariableBatchCheckpoint
 from variable_batch_size.integrations.keras.data import Epochs, map_arrays, pop_loader
 from variable_batch_size.integrations.keras.optimizer import KerasOptimizer
-from variable_batch_size.integrations.loading import sampler_for, with_sampler
+from variable_batch_size.integrations.loading import counts_of_rows, sampler_for, with_sampler
 from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.integrations.supported import Setting, check_settings
 from variable_batch_size.optim.checks.consistency import broadcast_parameters
@@ -188,6 +188,7 @@ class VariableBatchModelMixin(Base):
 
         tolerance = 2e-3 if self.compute_dtype in {"float32", "float64"} else 1e-2  # Keras rounds float64 to float32
         options: Any = {"reduction": self.custom_optimizer.reduction, "tolerance": tolerance, "remedy": _REMEDY}
+        options["counts"] = counts_of_rows(self.custom_optimizer)
         with keras.StatelessScope([(variable, variable.value) for variable in self.variables], collect_losses=True):
             check_loss(self, loss_fn, microbatch, **options)  # metrics and seeds stay
 

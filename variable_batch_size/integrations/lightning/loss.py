@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
 from lightning.pytorch import LightningModule
@@ -20,6 +20,7 @@ REMEDY: Final = (
     'pass optimizer_options={"reduction": "sum"} to the strategy, and return {"loss": the sum, "count": of how many it '
     "is, such as tokens}; a loss that compares rows with one another cannot be cut into microbatches"
 )
+OF_TOKENS: Final = "return the mean over what lengths=, or counts=, counts of the rows"
 
 
 class Output(NamedTuple):
@@ -40,9 +41,16 @@ class Output(NamedTuple):
 
 
 def check_training_step(
-    module: LightningModule, precision: Precision, arguments: tuple[Any, ...], reduction: Literal["mean", "sum"]
+    module: LightningModule,
+    precision: Precision,
+    arguments: tuple[Any, ...],
+    reduction: Literal["mean", "sum"],
+    counts: Sequence[float] | None,
 ) -> None:
-    """Warn if the loss of a microbatch is not the mean, or the sum, of those of its rows; all ranks have to call it."""
+    """Warn if the loss of a microbatch is not the mean, or the sum, of those of its rows; all ranks have to call it.
+
+    `counts`: what each row counts; None if they count alike.
+    """
     batch, *others = arguments
     if not has_tensor_rows(batch):
         return
@@ -51,7 +59,8 @@ def check_training_step(
         with precision.train_step_context():
             return Output.of(twin.training_step(part, *others)).loss
 
-    check_loss(_quiet_copy(module), loss_of, batch, reduction=reduction, remedy=REMEDY)
+    remedy = REMEDY if counts is None else OF_TOKENS
+    check_loss(_quiet_copy(module), loss_of, batch, counts=counts, reduction=reduction, remedy=remedy)
 
 
 def _quiet_copy(module: LightningModule) -> LightningModule:

@@ -31,7 +31,7 @@ from variable_batch_size.integrations.facts import optimizer_facts
 from variable_batch_size.integrations.lightning.loader import StrategyLoader, training_sampler
 from variable_batch_size.integrations.lightning.loss import MEAN_LOSS, Output, check_training_step
 from variable_batch_size.integrations.lightning.supported import SETTINGS
-from variable_batch_size.integrations.loading import with_sampler
+from variable_batch_size.integrations.loading import counts_of_rows, with_sampler
 from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.integrations.supported import check_settings
 from variable_batch_size.microbatching import Microbatch
@@ -202,7 +202,8 @@ class VariableBatch(ParallelStrategy):
         optimizer = self._wrapped[0]
         if optimizer.updates in self._to_check:
             self._to_check.remove(optimizer.updates)
-            check_training_step(self._module, self.precision_plugin, (self._rows, *args[1:]), optimizer.reduction)
+            means = optimizer.reduction, counts_of_rows(optimizer)
+            check_training_step(self._module, self.precision_plugin, (self._rows, *args[1:]), *means)
         returned = super().training_step(self._rows, *args[1:], **kwargs)
         output = Output.of(returned, self._microbatch.rows if optimizer.reduction == "sum" else 1)
         self._count = output.count

@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from variable_batch_size._validation import type_error
+from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.data.streams.arriving import ArrivingBatches
 from variable_batch_size.integrations.loading import sampler_for, with_sampler
 from variable_batch_size.integrations.settings import Settings
@@ -34,6 +34,12 @@ class TrainerLoader:
         world = {"num_replicas": args.world_size, "rank": args.process_index}
         dataset = self.trainer.train_dataset
         if isinstance(dataset, IterableDataset) or args.train_sampling_strategy == "group_by_length":
+            if "lengths" in settings.sampler_options:
+                found = "a stream" if isinstance(dataset, IterableDataset) else "group_by_length"
+                remedy = "omit group_by_length, or pass max_steps and no lengths=, for batches in samples"
+                raise value_error(
+                    "lengths= needs a dataset with an index, whose order the sampler gives", found, remedy
+                )
             cut = {"minibatch_size": args.per_device_train_batch_size, "collate_fn": loader.collate_fn}
             options = {**cut, **world, **settings.sampler_options}
             return ArrivingBatches(trace=settings.trace, streams=[UnreadRows(self)], **options)

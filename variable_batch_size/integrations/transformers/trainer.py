@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from variable_batch_size._validation import type_error, value_error
+from variable_batch_size.data.tokens.token_batches import TokenBatches
 from variable_batch_size.integrations.facts import optimizer_facts
 from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.integrations.supported import check_settings
@@ -104,7 +105,7 @@ class VariableBatchMixin(Base):
             *_, (last, alike) = sampler.plan.epoch_runs(None)
             epochs, updates = last.number + alike, last.first_step + alike * last.updates
         # An epoch has at most all updates: the loader ends it. log() counts the samples.
-        return epochs, updates, sampler.plan.dataset_size, 0, sampler.max_batch_size, updates, updates
+        return epochs, updates, sampler.batches.dataset_size, 0, sampler.max_batch_size, updates, updates
 
     def _create_optimizer(self) -> None:
         """Create the variable optimizer around what Trainer has prepared and restored, and load the position."""
@@ -115,7 +116,7 @@ class VariableBatchMixin(Base):
         if self._checkpoint:
             optimizer.load_state_dict({**inner.state_dict(), "vbs": saved_position(self._checkpoint)})
         if not sampler.batches.arriving:
-            batches = math.ceil(sampler.plan.dataset_size / self.args.per_device_train_batch_size)
+            batches = math.ceil(sampler.batches.dataset_size / self.args.per_device_train_batch_size)
             check_schedule(self.lr_scheduler, sampler, batches, self.state.max_steps)
         self._samples_before, self._count_labels = optimizer.samples, label_counter(self)
 
@@ -161,16 +162,23 @@ class VariableBatchMixin(Base):
         return counts, total, [count.clamp(min=1) for count in counts]
 
     def _check_loss(self) -> None:
-        """Warn if the loss of the dataset's first rows, times their labels or rows, is no sum of those of two parts."""
+        """Warn if the loss of the dataset's first rows, times their labels or rows, is no sum of those of two parts.
+
+        With `lengths` they are a short and a long row, which count as many tokens as the sampler says.
+        """
         loader, metrics = self._loader.loader, copy.deepcopy(vars(self).get("_metrics"))  # where trl notes each loss
+        numbers = [*range(min(len(loader.dataset), max(2, self.args.per_device_train_batch_size)))]
+        counted: Callable[[Any], int] = len
+        if isinstance(batches := self._loader.sampler.batches, TokenBatches):  # more rows may not fit
+            numbers, counted = batches.budget.unlike(), batches.budget.count
 
         def summed_loss(model: Any, numbers: Any) -> Any:
             rows = [loader.dataset[number] for number in numbers]
             batch = send_to_device(loader.collate_fn(rows), self.args.device)
             count = self._count_labels(batch)
-            return self.compute_loss(model, batch, num_items_in_batch=count) * (len(rows) if count is None else count)
+            loss = self.compute_loss(model, batch, num_items_in_batch=count)
+            return loss * (counted(numbers) if count is None else count)
 
-        numbers = [*range(min(len(loader.dataset), max(2, self.args.per_device_train_batch_size)))]
         tolerance = 1e-2 if self.args.bf16 else None
         with patch_attributes(self.args, average_tokens_across_devices=False), patch_attributes(self, _metrics=metrics):
             check_loss(self.model, summed_loss, numbers, reduction="sum", tolerance=tolerance, remedy=REMEDY)
