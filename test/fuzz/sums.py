@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 import variable_batch_size as vbs
 from helpers.features import OPTIONS, results
 from helpers.models import Experts
-from helpers.reference import EQUATIONS, Array, Training, Update, filled, network
+from helpers.reference import EQUATIONS, Array, Training, Variables, filled, network
 from helpers.worlds import NAMES, WRAPPERS, Layout, Place, alone, load, state_of
 
 RANKS = 4
@@ -70,7 +70,7 @@ def draw(seed: int) -> Case:
     rng = random.Random(seed)
     sizes = [rng.choice([rng.randint(1, 4), rng.randint(1, 40)]) for _ in range(rng.randint(2, 7))]
     kind = rng.choice(list(EQUATIONS))
-    betas = EQUATIONS[kind].factors(Update.of(2, 1, 9, 1)).scales_betas
+    betas = EQUATIONS[kind].factors(Variables.of(2, 1, 9, 1)).scales_betas
     scaled, experts = rng.random() < 0.2, rng.random() < 0.3 and not betas  # which need equally many updates
     stops = sorted(rng.sample(range(1, len(sizes)), min(len(sizes) - 1, rng.randint(0, 2))))
     options = dict(rng.choice(OPTIONS))
