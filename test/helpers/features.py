@@ -54,6 +54,7 @@ class Feature:
     prepare: Callable[[Any, int], None] = lambda model, update: None  # the model, before each microbatch of an update
     by_updates: bool = False  # whether the loop is over `vbs.updates`
     counts: Callable[[list[int]], dict[str, Any]] | None = None  # of a microbatch, for `vbs.updates`
+    overflows: tuple[int, ...] = (1, 4)  # updates in which a scaled loss of rank 0 is infinite
     sizes: Sequence[int] = ODD
     tolerance: float = 1e-12  # relative to the largest weight
     unlike: tuple[str, ...] = ()  # where it cannot be: "ddp", "sharded", "tensors", "threads", "cores"
@@ -78,7 +79,7 @@ class Feature:
     def scales(self) -> bool:
         """Whether the loop has a GradScaler, and overflows."""
         own = getattr(self.microbatch, "keywords", {})
-        return self.microbatch in (_scaled, _dividing_scaled) or own.get("scaled", False)
+        return self.microbatch in (scaled, _dividing_scaled) or own.get("scaled", False)
 
     @property
     def keeps_gradients(self) -> bool:
@@ -102,8 +103,9 @@ class Run:
             feature.kind, **{"sizes": feature.sizes, "model": model, **feature.options, **options}
         )
         self.optimizer, self.loss = self.training.optimizer, self.training.loss
+        self.loader: Any = self.training.sampler
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-        self.overflows = {*OVERFLOWS} if place.world.rank == 0 else set[int]()
+        self.overflows = {*feature.overflows} if place.world.rank == 0 else set[int]()
         self.logged: list[float] = []
         self.made = 0  # updates of which `step()` has said so
         self.update: Any = None  # under way, of `vbs.updates`
@@ -113,7 +115,7 @@ class Run:
         loss.backward(**options) if self.raw else self.optimizer.backward(loss, **options)  # type: ignore[no-untyped-call]
 
     def _microbatches(self) -> Iterable[list[int]]:
-        return self._of_updates() if self.feature.by_updates else self.training.sampler  # type: ignore[return-value]
+        return self._of_updates() if self.feature.by_updates else self.loader
 
     def _count(self, indices: list[int]) -> dict[str, Any]:
         assert self.feature.counts is not None
@@ -122,7 +124,7 @@ class Run:
 
     def _of_updates(self) -> Iterator[list[int]]:
         counts = None if self.feature.counts is None else self._count
-        for update in vbs.updates(self.training.sampler, self.optimizer, counts=counts):  # type: ignore[arg-type]
+        for update in vbs.updates(self.loader, self.optimizer, counts=counts):
             self.update = update
             yield from update
 
@@ -168,7 +170,6 @@ class Run:
         return self
 
 
-OVERFLOWS = (1, 4)  # updates in which a scaled loss of rank 0 is infinite
 EXPONENTS = {vbs.ConstantOptimizer: 0.0, vbs.RootRuleOptimizer: 0.5, vbs.LinearRuleOptimizer: 1.0}  # of the lr in B/ref
 
 
@@ -199,7 +200,7 @@ def by_torch(feature: Feature) -> ByTorch | None:
         inner.zero_grad()
         loss = feature.whole(model(x[samples]), target[samples], samples.tolist())
         used, norm = used + len(samples), math.nan
-        if loss is None or (feature.scales and update in OVERFLOWS):
+        if loss is None or (feature.scales and update in feature.overflows):
             continue
         loss.backward()  # type: ignore[no-untyped-call]
         norm = nn.utils.clip_grad_norm_(model.parameters(), options.get("max_grad_norm", math.inf)).item()
@@ -321,7 +322,7 @@ def _dividing_scaled(run: Run, indices: list[int]) -> bool:
     return _dividing(run, indices, scaled=True)
 
 
-def _scaled(run: Run, indices: list[int]) -> bool:
+def scaled(run: Run, indices: list[int]) -> bool:
     return _step_scaled(run, run.loss(indices))
 
 
@@ -394,7 +395,8 @@ def _with_settings_of_fsdp2(run: Run, indices: list[int]) -> bool:
 # Models. --------------------------------------------------------------------------------------------------------------
 
 
-def _tied() -> nn.Module:
+def tied() -> nn.Module:
+    """Return experts two of whose layers have one weight."""
     model: Any = filled(Experts())
     model.common.weight = model.rare.weight
     return model  # type: ignore[no-any-return]
@@ -506,13 +508,13 @@ def _features() -> dict[str, Feature]:
     sums = {"reduction": "sum", "max_grad_norm": 0.5}
     some = {"microbatch": partial(_counting, of=SOME), "whole": partial(_of_tokens, of=SOME)}
     found["counts"] = Feature(vbs.ConstantOptimizer, sums, **some)
-    scaled = replace(found["counts"], microbatch=partial(_counting, of=SOME, scaled=True))
-    found["counts, scaled"] = replace(scaled, unlike=("cores",))
+    own = {"microbatch": partial(_counting, of=SOME, scaled=True), "unlike": ("cores",)}
+    found["counts, scaled"] = replace(found["counts"], **own)
     # On a device that the host does not read an update without any is made.
     none = Feature(vbs.ConstantOptimizer, sums, microbatch=_counting, whole=_of_tokens)
     found["no counts"] = replace(none, unlike=("cores",))
-    found["scaled"] = Feature(vbs.RootRuleOptimizer, microbatch=_scaled, unlike=("cores",))
-    found["scaled, noise"] = replace(ADASCALE, microbatch=_scaled, unlike=("cores",))
+    found["scaled"] = Feature(vbs.RootRuleOptimizer, microbatch=scaled, unlike=("cores",))
+    found["scaled, noise"] = replace(ADASCALE, microbatch=scaled, unlike=("cores",))
     found["several losses"] = Feature(microbatch=_several_losses, unlike=("ddp", "sharded"))
     found["evaluating"] = Feature(microbatch=_evaluating)
     found["closure"] = Feature(microbatch=_by_closure)
@@ -528,7 +530,7 @@ def _features() -> dict[str, Feature]:
     for noise in (None, "microbatches", "differenced"):
         options = {"noise": noise, "find_unused_parameters": True}
         found[f"unused, {noise}"] = replace(UNUSED, options=options)
-        found[f"tied, {noise}"] = replace(UNUSED, options=options, model=_tied, unlike=("sharded", "cores"))
+        found[f"tied, {noise}"] = replace(UNUSED, options=options, model=tied, unlike=("sharded", "cores"))
     found["unused, AdamW"] = replace(UNUSED, options=_inner(torch.optim.AdamW) | UNUSED.options)
     found["half frozen"] = Feature(model=half_frozen, unlike=("tensors",))
     found["freezing"] = replace(UNUSED, model=half_frozen, prepare=_freeze, unlike=("ddp", "sharded"))
