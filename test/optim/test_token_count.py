@@ -18,20 +18,13 @@ def texts(sizes, **options):
     return training(vbs.ConstantOptimizer, sizes, reduction="sum", dataset_size=DATASET, **options)
 
 
-def sums(run, lengths, indices):
-    """The loss summed over the tokens of these rows, and their number."""
-    own = lengths[indices]
-    return terms(run.model(run.x[indices]), run.target[indices], {"tokens": own})["tokens"], own.sum()
-
-
 def train(run, lengths, updates):
     """Train until this update; return the results of all `step()` that ended one."""
     results = []
     for indices in run.microbatches(updates):
-        due = run.optimizer.microbatch
-        loss, tokens = sums(run, lengths, indices)
-        run.optimizer.backward(loss)
-        results += [run.optimizer.step(count=tokens)][: due.ends_step]
+        own, due = lengths[indices], run.optimizer.microbatch
+        run.optimizer.backward(terms(run.model(run.x[indices]), run.target[indices], {"tokens": own})["tokens"])
+        results += [run.optimizer.step(count=own.sum())][: due.ends_step]
     return results
 
 
