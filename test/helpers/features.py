@@ -186,10 +186,11 @@ class ByTorch(NamedTuple):
 
 def by_torch(feature: Feature) -> ByTorch | None:
     """Train without this library: a whole batch an update; None if that is not simple, see `reference.twin`."""
-    options = {"inner": torch.optim.SGD, "ref_batchsize": REF, **feature.options}
-    if feature.kind not in EXPONENTS or feature.tolerance > 1e-12:
+    options = {"inner": torch.optim.SGD, "ref_batchsize": REF, "dtype": torch.float64, **feature.options}
+    if feature.kind not in EXPONENTS:
         return None
-    model, (x, target) = (feature.model or network)(), data(50)
+    model = network(options["dtype"]) if feature.model is None else feature.model()
+    x, target = (tensor.to(options["dtype"]) for tensor in data(50))
     hyperparameters = options.get("hyperparameters") or HYPERPARAMETERS[options["inner"]]
     inner = options["inner"](model.parameters(), **hyperparameters)
     limit = options.get("skip_grad_norm", lambda batch_size: math.inf)
@@ -214,7 +215,7 @@ def by_torch(feature: Feature) -> ByTorch | None:
         progress += k if EXPONENTS[feature.kind] else 1
         losses.append(loss.item())
     real = (torch.view_as_real(one) if one.is_complex() else one for one in model.parameters())
-    return ByTorch([one.detach().numpy() for one in real], progress, skipped, losses, used, norm)
+    return ByTorch([one.detach().double().numpy() for one in real], progress, skipped, losses, used, norm)
 
 
 def assert_by_torch(found: Sequence[Array], said: tuple[int, int, float | None], feature: Feature) -> None:
