@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.features import FEATURES, Run, assert_by_torch
-from helpers.laws import REFUSED, check, features_of, reproducible
+from helpers.laws import REFUSED, check, expected, features_of, reproducible
 from helpers.properties import examples
 from helpers.reference import EQUATIONS, OPTIMIZERS, assert_equal
 from helpers.worlds import ALONE, Layout, Place, alone, through_file
@@ -49,6 +49,13 @@ def test_processes_make_the_updates_of_one_from_any_state(layout, name):
     check(name, layout)
 
 
+@pytest.mark.parametrize("fixed_shape", [False, True])
+@pytest.mark.parametrize("name", features_of(ALONE))
+def test_one_process_makes_the_updates_of_torch(name, fixed_shape):
+    """Where torch alone can train a feature simply; also if rows are repeated to fill a shape."""
+    expected(name, fixed_shape=fixed_shape and name != "equal rounds")
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_reproducible_is_refused(name):
     with pytest.raises(ValueError, match=f"reproducible=True.*{REFUSED[name]}"):
@@ -72,7 +79,7 @@ REPRODUCIBLE = replace(ALONE, reproducible=True)
     before=worlds,
     after=worlds,
 )
-@examples(14)
+@examples(20)
 def test_threads_make_the_updates_of_one_from_any_state(
     name, sizes, minibatch_size, later, fixed_shape, raw, choice, exact, stop, before, after
 ):
