@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.killed_training import Run
+from helpers.killed_training import KilledTraining
 from helpers.kills import ENDINGS, Campaign, Kill
 from helpers.object_stores import s3
 from records import Measured
@@ -42,7 +42,7 @@ def kill(
     rng = random.Random(seed)
     kind, inner, minibatch_sizes = TRAININGS[number % len(TRAININGS)]
     sizes = tuple(rng.randint(1, 40) for _ in range(50))
-    run = Run(
+    run = KilledTraining(
         kind,
         inner,
         sizes,

@@ -267,8 +267,8 @@ from functools import partial
 import torch_xla
 from variable_batch_size.backend._xla_launch import run_by
 from variable_batch_size.backend.xla import _without_ordinal, launch
-from helpers.xla_checkpoints import Case, train_until_signal as work
-args = (folder, Case(vbs.AdaScaleOptimizer, (5, 2, 9), 4))
+from helpers.xla_checkpoints import XlaCase, train_until_signal as work
+args = (folder, XlaCase(vbs.AdaScaleOptimizer, (5, 2, 9), 4))
 with vbs.Preemption():
     {launcher}
 """

@@ -20,7 +20,7 @@ from helpers.checkpoints import STATE, checkpoint, path_of, restore_checkpoint, 
 from helpers.processes import run_job
 from helpers.reference import SIZES, assert_equal, training
 from helpers.xla_checkpoints import restore, save
-from helpers.xla_training import Case
+from helpers.xla_training import XlaCase
 from variable_batch_size.checkpoint.contents import MANIFEST
 from variable_batch_size.testing import run_ranks
 
@@ -225,7 +225,7 @@ def test_processes_save_and_restore(tmp_path):
 @pytest.mark.xla
 @pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="torch_xla is not installed")
 def test_cores_save_without_compiling_and_another_number_resumes(tmp_path):
-    case = Case(vbs.AdaScaleOptimizer, SIZES, 4)
+    case = XlaCase(vbs.AdaScaleOptimizer, SIZES, 4)
     (compiled, weights), _ = run_job("cores", save, tmp_path, case, STOP, ranks=2)
     ((restored, updates, resumed),) = run_job("cores", restore, tmp_path, case, ranks=1)
     assert compiled == [0] * STOP

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from helpers.killed_training import Run
+from helpers.killed_training import KilledTraining
 from helpers.kills import Campaign
 
 SEED = 11
-RUN = Run(
+RUN = KilledTraining(
     kind="RootRuleOptimizer",
     inner="Adam",
     sizes=(20, 7, 1, 33, 12, 50, 3, 5),

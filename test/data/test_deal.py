@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.properties import examples
-from helpers.runs import cases, speeds_of, worlds
+from helpers.runs import samplings, speeds_of, worlds
 from helpers.splitting import rows_of, split_sizes
 from variable_batch_size.data.plan import plan as plan_module
 from variable_batch_size.data.plan.deal import Dealing
@@ -38,7 +38,7 @@ def map_steps(plan, epoch, dealing):
 # ----------------------------------------------------------------------------------------------- law 1: the exact batch
 
 
-@given(cases(), worlds, st.integers(0, 2), st.booleans(), st.booleans())
+@given(samplings(), worlds, st.integers(0, 2), st.booleans(), st.booleans())
 @examples(150)
 def test_the_microbatches_of_all_ranks_make_up_the_batch(case, size, number, spread, padded):
     plan, m, multiple_of = case.plan(), case.minibatch_size, size if spread else 1
@@ -97,7 +97,7 @@ def assert_parts_agree(deal, start, samples):
         np.testing.assert_array_equal(other, samples[begin:end])
 
 
-@given(cases(), worlds, st.integers(0, 2), st.data(), st.integers(1, 9), st.booleans(), st.booleans())
+@given(samplings(), worlds, st.integers(0, 2), st.data(), st.integers(1, 9), st.booleans(), st.booleans())
 @examples(300)
 def test_deals_of_many_steps_equal_single_steps(case, size, number, data, steps_per_deal, spread, padded):
     unequal = by_speed(data.draw(speeds_of(size)), size) if data.draw(st.booleans()) else None

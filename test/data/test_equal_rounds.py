@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import variable_batch_size as vbs
 from helpers.properties import examples
 from helpers.reference import training
-from helpers.runs import cases, error_of, minibatch_sizes, worlds
+from helpers.runs import error_of, minibatch_sizes, samplings, worlds
 from helpers.splitting import split_sizes
 from variable_batch_size.data.plan.equal_rounds import next_equal
 from variable_batch_size.testing import run_ranks
@@ -46,7 +46,7 @@ TOO_LARGE = r"pass a smaller minibatch_size, because (\d+), the next one without
 LARGER = r"choose a batch size of (\d+), the next one without replays(?: \((\d+) if the noise is measured\))?"
 
 
-@given(cases(), worlds, st.booleans(), st.data())
+@given(samplings(), worlds, st.booleans(), st.data())
 @examples(200)
 def test_a_step_without_equal_rounds_raises_when_its_epoch_is_read(case, size, spread, data):
     number = data.draw(st.integers(0, case.epochs - 1))

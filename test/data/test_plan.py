@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.properties import examples
-from helpers.runs import cases
+from helpers.runs import samplings
 from variable_batch_size.data.batches import Batches, Position
 from variable_batch_size.data.plan.plan import Plan
 from variable_batch_size.trace.batch_trace import BatchTrace
@@ -17,7 +17,7 @@ from variable_batch_size.world import World
 # --------------------------------------------------------------------------------------------------------------- epochs
 
 
-@given(cases(epochs=4), st.lists(st.integers(0, 3), max_size=6))
+@given(samplings(epochs=4), st.lists(st.integers(0, 3), max_size=6))
 @examples(120)
 def test_epochs_follow_one_another_along_the_trace(case, visits):
     plan, expected = case.plan(), case.updates
@@ -57,7 +57,7 @@ def test_a_run_that_another_end_has_cut_uses_the_rest_of_its_epoch(sizes, datase
     assert dropped == 0 or (drop_last and trace.batch_size(following.first_step) > dropped)
 
 
-@given(cases(epochs=4))
+@given(samplings(epochs=4))
 @examples(60)
 def test_the_fraction_of_a_training_that_lies_before_a_step(case):
     plan, epochs = case.plan(), len(case.updates)

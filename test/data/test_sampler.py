@@ -16,20 +16,20 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import variable_batch_size as vbs
 from helpers.properties import examples
-from helpers.runs import Case, Run, cases, read_ahead, together, worlds
+from helpers.runs import LoggedTraining, Sampling, read_ahead, samplings, together, worlds
 from helpers.splitting import rows_of, split_sizes
 from variable_batch_size.data import iteration as iteration_module
 from variable_batch_size.data.plan import plan as plan_module
 from variable_batch_size.data.plan.shuffle import order
 from variable_batch_size.world import World
 
-CASE = Case(vbs.BatchTrace.from_sizes([7, 3, 12, 1, 5], on_end="cycle"), 40, 4, False, True, seed=3, epochs=4)
+CASE = Sampling(vbs.BatchTrace.from_sizes([7, 3, 12, 1, 5], on_end="cycle"), 40, 4, False, True, seed=3, epochs=4)
 
 
 # -------------------------------------------------------------- laws 2 and 3: nothing lost, nothing twice, in any world
 
 
-@given(cases(), worlds, st.integers(1, 9), st.integers(1, 100))
+@given(samplings(), worlds, st.integers(1, 9), st.integers(1, 100))
 @examples(80)
 def test_each_row_equals_the_slow_twin(case, size, steps_per_deal, indices_per_chunk):
     m, world = case.minibatch_size, World(size // 2, size)
@@ -74,11 +74,11 @@ def test_the_first_microbatch_of_a_billion_samples_needs_little_memory():
 
 
 @pytest.mark.filterwarnings("ignore:set_epoch")
-@given(cases(largest_dataset=60), st.integers(0, 40), st.data())
+@given(samplings(largest_dataset=60), st.integers(0, 40), st.data())
 @examples(60)
 def test_prefetched_microbatches_do_not_count(case, ahead, data):
     """Break after any update, keep the iterator alive, and continue in the epoch or in the next one."""
-    run, alive, expected = Run(case), [], []
+    run, alive, expected = LoggedTraining(case), [], []
     for number, updates in enumerate(case.updates):
         run.set_epoch(number)
         done, leave = 0, False
@@ -95,10 +95,10 @@ def test_prefetched_microbatches_do_not_count(case, ahead, data):
     assert together([run.log]) == expected
 
 
-@given(cases(largest_dataset=60), st.integers(0, 40))
+@given(samplings(largest_dataset=60), st.integers(0, 40))
 @examples(60)
 def test_the_length_is_that_of_the_pass_under_way_or_of_the_next_one(case, ahead):
-    run, lengths = Run(case), [*(sum(map(len, cuts(case, epoch))) for epoch in range(case.epochs)), 0]
+    run, lengths = LoggedTraining(case), [*(sum(map(len, cuts(case, epoch))) for epoch in range(case.epochs)), 0]
     for number, length in enumerate(lengths[:-1]):
         run.set_epoch(number)
         assert len(run.sampler) == length
@@ -111,10 +111,10 @@ def test_the_length_is_that_of_the_pass_under_way_or_of_the_next_one(case, ahead
             assert len(run.sampler) == lengths[number + 1]
 
 
-@given(cases(largest_dataset=60), st.data())
+@given(samplings(largest_dataset=60), st.data())
 @examples(60)
 def test_after_a_restore_the_length_is_that_of_the_rest(case, data):
-    run, resumed = Run(case), case.sampler()
+    run, resumed = LoggedTraining(case), case.sampler()
     every = [update for epoch in case.updates for update in epoch]
     run.train(updates=(stop := data.draw(st.integers(1, len(every)), label="stop")))
     resumed.load_state_dict(run.sampler.state_dict())
@@ -145,7 +145,7 @@ pytestmark = [
 
 @with_workers
 def test_a_loader_with_workers_yields_what_the_sampler_yields(options):
-    run = Run(CASE)
+    run = LoggedTraining(CASE)
     loader = DataLoader(range(40), batch_sampler=run.sampler, **options)
     assert together([run.train(loader).log]) == CASE.steps
 
@@ -153,7 +153,7 @@ def test_a_loader_with_workers_yields_what_the_sampler_yields(options):
 @pytest.mark.filterwarnings("ignore:set_epoch")
 @with_workers
 def test_peeking_and_breaking_do_not_move_the_clock(options):
-    run = Run(CASE)
+    run = LoggedTraining(CASE)
     loader = DataLoader(range(40), batch_sampler=run.sampler, **options)
     first = next(iter(loader)).tolist()
     for epoch in (0, 1, 3):
@@ -169,7 +169,7 @@ def test_peeking_and_breaking_do_not_move_the_clock(options):
 
 @with_workers
 def test_the_length_of_a_loader_is_exact_at_every_position(options):
-    run = Run(CASE)
+    run = LoggedTraining(CASE)
     loader = DataLoader(range(40), batch_sampler=run.sampler, **options)
     for updates in CASE.updates[:2]:
         run.set_epoch(updates[0].epoch)

@@ -16,18 +16,18 @@ from hypothesis import strategies as st
 
 import variable_batch_size as vbs
 from helpers.properties import examples
-from helpers.runs import Case, Run, cases, minibatch_sizes, sizes, together
+from helpers.runs import LoggedTraining, Sampling, minibatch_sizes, samplings, sizes, together
 from variable_batch_size.adaptive import AdaptiveTrace, PerDevice
 from variable_batch_size.testing import run_ranks
 from variable_batch_size.world import World
 
-CASE = Case(vbs.BatchTrace.from_sizes([7, 3, 12, 1, 5], on_end="cycle"), 40, 4, False, True, seed=3, epochs=4)
+CASE = Sampling(vbs.BatchTrace.from_sizes([7, 3, 12, 1, 5], on_end="cycle"), 40, 4, False, True, seed=3, epochs=4)
 
 
 # -------------------------------------------------------------------------------- law 5: stop anywhere, resume anywhere
 
 
-@given(cases(largest_dataset=60), st.data())
+@given(samplings(largest_dataset=60), st.data())
 @examples(50)
 def test_resumes_at_any_update_in_any_world(case, data):
     """With other objects, another world and another microbatch, in whatever order the states are loaded."""
@@ -38,12 +38,12 @@ def test_resumes_at_any_update_in_any_world(case, data):
     other = replace(case, fixed_shape=fixed_shape)
 
     def begin(backend):
-        run = Run(case, backend).train(updates=stop)
+        run = LoggedTraining(case, backend).train(updates=stop)
         sampler = json.loads(json.dumps(run.sampler.state_dict()))
         return run, {"optimizer": copy.deepcopy(run.optimizer.state_dict()), "sampler": sampler}
 
     def resume(backend):
-        run = Run(other, backend, minibatch_size)
+        run = LoggedTraining(other, backend, minibatch_size)
         for name in loads:
             getattr(run, name).load_state_dict(states[0][name])
         assert run.optimizer.updates == stop
@@ -57,7 +57,7 @@ def test_resumes_at_any_update_in_any_world(case, data):
     assert first + together(run.log for run in run_ranks(resume, then)) == case.steps
 
 
-@given(cases(largest_dataset=60), st.data())
+@given(samplings(largest_dataset=60), st.data())
 @examples(100)
 def test_the_future_of_the_trace_may_change(case, data):
     """What is over stays as it was: also where the new sizes would have ended the epoch elsewhere.
@@ -65,14 +65,14 @@ def test_the_future_of_the_trace_may_change(case, data):
     The end of the training may also change: an epoch that it had cut goes on, without losing or repeating a sample.
     """
     stop = data.draw(st.integers(0, len(case.steps)), label="stop")
-    state = Run(case).train(updates=stop).optimizer.state_dict()
+    state = LoggedTraining(case).train(updates=stop).optimizer.state_dict()
     sizes_made = case.trace.batch_sizes(range(stop)).tolist()
     future = data.draw(sizes(min(case.dataset_size, 60)), label="future")
     other_trace = vbs.BatchTrace.from_sizes(sizes_made + future, on_end=data.draw(st.sampled_from(["hold", "cycle"])))
     made = sum(update.batch_size for of_epoch in case.updates for update in of_epoch if update.step < stop)
     ends = {name: data.draw(st.none() | st.integers(1, 100), label=name) for name in case.ends}
     other = replace(case, trace=other_trace, begin=after(case, stop), samples_made=made, **ends)
-    run = Run(other)
+    run = LoggedTraining(other)
     with pytest.warns(UserWarning, match=rf"after update {stop} ") if is_other(case, other) else nullcontext():
         run.optimizer.load_state_dict(state)
     assert together([run.train().log]) == other.steps
@@ -116,8 +116,8 @@ def test_an_epoch_that_has_ended_stays_ended():
     after = replace(before, trace=vbs.BatchTrace.of([40, 40, 20, 80, 50, 50]))
     for updates in (2, 3):
         other = after if updates == 2 else replace(after, trace=vbs.BatchTrace.of([40, 40, 50, 20, 30]))
-        state = Run(before).train(updates=updates).optimizer.state_dict()
-        run = Run(replace(other, begin=(1, 2, 0)))
+        state = LoggedTraining(before).train(updates=updates).optimizer.state_dict()
+        run = LoggedTraining(replace(other, begin=(1, 2, 0)))
         with pytest.warns(UserWarning, match=f"^The batch trace differs .* after update {updates} "):
             run.optimizer.load_state_dict(state)
         assert [step for _, step, _ in together([run.train().log])] == list(range(updates, 4 if updates == 2 else 5))
@@ -125,7 +125,7 @@ def test_an_epoch_that_has_ended_stays_ended():
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_trace_that_is_shorter_than_what_was_trained_is_refused(strict):
-    state = Run(CASE).train(updates=4).sampler.state_dict()
+    state = LoggedTraining(CASE).train(updates=4).sampler.state_dict()
     with pytest.raises(ValueError, match=r"the steps that were trained, but it has 3 and .* step 4"):
         replace(CASE, trace=vbs.BatchTrace.of([7, 3, 12]), dataset_size=20).sampler().load_state_dict(state, strict)
 
@@ -156,7 +156,7 @@ def test_set_epoch_moves_to_any_epoch_whatever_was_read():
 
 
 def test_set_epoch_continues_the_epoch_under_way_and_says_what_it_skips():
-    run = Run(CASE).train(updates=3)
+    run = LoggedTraining(CASE).train(updates=3)
     run.set_epoch(0)
     assert run.sampler.state_dict()["step"] == run.optimizer.updates == 3
     with pytest.warns(UserWarning, match=r"^set_epoch\(2\) skips 13 updates and 58 samples, which are not trained on"):
@@ -180,7 +180,7 @@ def test_a_world_that_changes_at_the_start_of_an_epoch_stays(trace):
 
 
 def test_set_epoch_keeps_a_restored_position_in_that_epoch():
-    state = Run(CASE).train(updates=len(CASE.updates[0]) + 2).sampler.state_dict()
+    state = LoggedTraining(CASE).train(updates=len(CASE.updates[0]) + 2).sampler.state_dict()
     sampler = CASE.sampler()
     sampler.load_state_dict(state)
     sampler.set_epoch(1)
@@ -192,7 +192,7 @@ def test_set_epoch_keeps_a_restored_position_in_that_epoch():
 
 
 def test_state_dict_holds_the_committed_position_as_plain_numbers():
-    run = Run(CASE).train(updates=2)
+    run = LoggedTraining(CASE).train(updates=2)
     state = run.sampler.state_dict()
     assert {type(value) for value in state.values()} == {int, bool, str}
     assert json.loads(json.dumps(state)) == state
@@ -205,7 +205,7 @@ def test_state_dict_holds_the_committed_position_as_plain_numbers():
 
 
 def test_an_optimizer_created_after_a_restored_sampler_follows_it():
-    state = Run(CASE).train(updates=2).sampler.state_dict()
+    state = LoggedTraining(CASE).train(updates=2).sampler.state_dict()
     sampler = CASE.sampler()
     sampler.load_state_dict(state)
     assert list(sampler) == batches()[0][5:]  # 3 and 2 microbatches were committed
@@ -214,8 +214,8 @@ def test_an_optimizer_created_after_a_restored_sampler_follows_it():
 
 
 def test_the_optimizers_clock_overrides_a_samplers_state():
-    early, late = Run(CASE).train(updates=2), Run(CASE).train(updates=9)
-    run = Run(CASE)
+    early, late = LoggedTraining(CASE).train(updates=2), LoggedTraining(CASE).train(updates=9)
+    run = LoggedTraining(CASE)
     run.optimizer.load_state_dict(late.optimizer.state_dict())
     run.sampler.load_state_dict(early.sampler.state_dict())
     assert run.sampler.state_dict() == late.sampler.state_dict()
@@ -232,7 +232,7 @@ DIFFERENT = {
 
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_rejects_a_state_of_other_samples_if_strict(name):
-    state, sampler = Run(DIFFERENT[name]).train(updates=2).sampler.state_dict(), CASE.sampler()
+    state, sampler = LoggedTraining(DIFFERENT[name]).train(updates=2).sampler.state_dict(), CASE.sampler()
     found = (
         "the first 2 batch sizes of the trace are not the same" if name == "trace" else rf"{name} was \S+ and is \S+"
     )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import variable_batch_size as vbs
 from helpers.properties import examples
-from helpers.runs import cases, error_of, speeds_of, worlds
+from helpers.runs import error_of, samplings, speeds_of, worlds
 from helpers.splitting import split_sizes
 from variable_batch_size.data.batches import Place, Position
 from variable_batch_size.data.plan.deal import Dealing
@@ -101,7 +101,7 @@ def test_wrong_speeds_raise(speeds, kind, message):
 # ---------------------------------------------------------------------------------------------------- who computes what
 
 
-@given(cases(), worlds, st.integers(0, 2), st.booleans(), st.booleans(), st.data())
+@given(samplings(), worlds, st.integers(0, 2), st.booleans(), st.booleans(), st.data())
 @examples(150)
 def test_the_microbatches_of_all_ranks_make_up_the_batch(case, size, number, spread, padded, data):
     unequal = by_speed(data.draw(speeds_of(size)), size)
@@ -142,7 +142,7 @@ def test_the_microbatches_of_all_ranks_make_up_the_batch(case, size, number, spr
             assert {len(rank) for rank in dealt} == {-(-most // m)}
 
 
-@given(cases(), worlds, st.booleans(), st.booleans(), st.data())
+@given(samplings(), worlds, st.booleans(), st.booleans(), st.data())
 @examples(100)
 def test_an_epoch_has_each_sample_once_and_a_run_resumes_with_other_speeds(case, size, spread, padded, data):
     """A run reads some updates with one list of speeds in one world, and the rest of its epoch with another."""

@@ -15,7 +15,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import variable_batch_size as vbs
 from helpers.loops import CASE
 from helpers.properties import examples
-from helpers.runs import Case, Run, cases, read_ahead, together
+from helpers.runs import LoggedTraining, Sampling, read_ahead, samplings, together
 from variable_batch_size.testing import run_ranks
 
 OPTIONS = [
@@ -43,7 +43,7 @@ def microbatches(run, loader):
 
 def saved_after(updates, options, case=CASE):
     """A run that stopped, and the states of its loader and of its optimizer."""
-    run = Run(case)
+    run = LoggedTraining(case)
     loader = stateful(run, **options)
     for updated in microbatches(run, loader):
         updates -= updated
@@ -57,7 +57,7 @@ def saved_after(updates, options, case=CASE):
 def test_resumes_with_the_remaining_microbatches(options, stop, loader_first):
     """8 is the last update of an epoch, whose end the loader has not met; 22 is the last but one of all."""
     begun, of_loader, of_optimizer = saved_after(stop, options)
-    run = Run(CASE)
+    run = LoggedTraining(CASE)
     loader = stateful(run, **options)
     if loader_first:
         loader.load_state_dict(of_loader)
@@ -73,7 +73,7 @@ def test_resumes_with_the_remaining_microbatches(options, stop, loader_first):
 def test_a_snapshot_within_an_update_or_of_an_earlier_one_raises(every):
     """Workers are asked for one only at every so many microbatches."""
     _, of_loader, of_optimizer = saved_after(2, {"num_workers": 2, "snapshot_every_n_steps": every})
-    run = Run(CASE)
+    run = LoggedTraining(CASE)
     loader = stateful(run, num_workers=2)
     run.optimizer.load_state_dict(of_optimizer)
     loader.load_state_dict(of_loader)
@@ -84,12 +84,12 @@ def test_a_snapshot_within_an_update_or_of_an_earlier_one_raises(every):
 
 
 def test_the_initial_state_may_be_saved_before_the_first_epoch():
-    run = Run(CASE)
+    run = LoggedTraining(CASE)
     loader = stateful(run, num_workers=2)
     initial = copy.deepcopy(loader.state_dict())
     list(microbatches(run, loader))
     assert together([run.log]) == CASE.steps
-    run = Run(CASE)
+    run = LoggedTraining(CASE)
     loader = stateful(run, num_workers=2)
     loader.load_state_dict(initial)
     list(microbatches(run, loader))
@@ -100,13 +100,13 @@ def test_the_initial_state_may_be_saved_before_the_first_epoch():
 @pytest.mark.parametrize("again", [False, True])
 def test_a_loader_read_to_the_end_continues_with_the_next_epoch(options, again):
     """Whether or not it is set once more before it."""
-    begun = Run(CASE)
+    begun = LoggedTraining(CASE)
     loader = stateful(begun, **options)
     begun.set_epoch(0)
     for batch in loader:
         begun.take(batch)
     states = copy.deepcopy((loader.state_dict(), begun.optimizer.state_dict()))
-    run = Run(CASE)
+    run = LoggedTraining(CASE)
     loader = stateful(run, **options)
     loader.load_state_dict(states[0])
     run.optimizer.load_state_dict(states[1])
@@ -119,12 +119,12 @@ def test_a_loader_read_to_the_end_continues_with_the_next_epoch(options, again):
     assert together([begun.log]) + together([run.log]) == CASE.steps
 
 
-@given(cases(largest_dataset=40), st.data())
+@given(samplings(largest_dataset=40), st.data())
 @examples(50)
 def test_a_loader_without_workers_resumes_with_another_minibatch_size(case, data):
     stop = data.draw(st.integers(1, len(case.steps)))
     _, of_loader, of_optimizer = saved_after(stop, OPTIONS[data.draw(st.integers(0, 1))], case)
-    run = Run(case, minibatch_size=data.draw(st.integers(1, 64)))
+    run = LoggedTraining(case, minibatch_size=data.draw(st.integers(1, 64)))
     loader = stateful(run)
     loader.load_state_dict(of_loader)
     run.optimizer.load_state_dict(of_optimizer)
@@ -147,7 +147,7 @@ class Moment:
 
 def moments(case, backend=None):
     """All of a training: after each microbatch."""
-    run, result = Run(case, backend), []
+    run, result = LoggedTraining(case, backend), []
     updates, optimizer = 0, copy.deepcopy(run.optimizer.state_dict())
     for epoch in range(case.epochs):
         run.set_epoch(epoch)
@@ -162,7 +162,7 @@ def moments(case, backend=None):
 
 def rest_of(case, optimizer, iterator, ahead, *, backend=None, minibatch_size=None):
     """Train on from the state of an optimizer, at first with an iterator that resumes from a snapshot."""
-    run = Run(case, backend, minibatch_size)
+    run = LoggedTraining(case, backend, minibatch_size)
     run.optimizer.load_state_dict(optimizer)
     for epoch in range(run.optimizer.epoch, case.epochs):
         run.set_epoch(epoch)
@@ -173,13 +173,13 @@ def rest_of(case, optimizer, iterator, ahead, *, backend=None, minibatch_size=No
 
 
 def test_a_loader_that_resumes_where_the_training_ends_reads_nothing():
-    case = Case(vbs.BatchTrace.from_sizes([2] * 20), 2, 1, False, False, seed=0, epochs=3, max_updates=1)
+    case = Sampling(vbs.BatchTrace.from_sizes([2] * 20), 2, 1, False, False, seed=0, epochs=3, max_updates=1)
     first, last = moments(case)
     assert rest_of(case, last.optimizer, last.iterator, 0) == []
     assert not first.ends_update
 
 
-@given(cases(largest_dataset=30), st.integers(0, 12), st.integers(1, 3), st.data())
+@given(samplings(largest_dataset=30), st.integers(0, 12), st.integers(1, 3), st.data())
 @examples(60)
 def test_a_snapshot_of_an_update_resumes_there_in_any_world(case, ahead, size, data):
     """Its position is that of the next update, whatever the microbatches; one of another moment raises."""
@@ -193,7 +193,7 @@ def test_a_snapshot_of_an_update_resumes_there_in_any_world(case, ahead, size, d
     assert together(run_ranks(train, size)) == case.steps[stop.updates :]
 
 
-@given(cases(largest_dataset=30), st.data())
+@given(samplings(largest_dataset=30), st.data())
 @examples(60)
 def test_states_of_different_times_never_train_on_wrong_samples(case, data):
     """Whichever is older; inside an update only the loader has a state, and that fits no optimizer's."""
@@ -208,7 +208,7 @@ def test_states_of_different_times_never_train_on_wrong_samples(case, data):
 
 def test_a_loader_of_other_samples_raises():
     _, of_loader, _ = saved_after(3, OPTIONS[0])
-    run = Run(replace(CASE, seed=4))
+    run = LoggedTraining(replace(CASE, seed=4))
     loader = stateful(run)
     loader.load_state_dict(of_loader)
     with pytest.raises(ValueError, match="but seed was 3 and is 4; restore these arguments"):
@@ -217,7 +217,7 @@ def test_a_loader_of_other_samples_raises():
 
 def test_a_loader_restored_without_its_optimizer_raises():
     _, of_loader, _ = saved_after(3, OPTIONS[0])
-    run = Run(CASE)
+    run = LoggedTraining(CASE)
     loader = stateful(run)
     loader.load_state_dict(of_loader)
     with pytest.raises(RuntimeError, match=r"only the sampler was restored, to epoch 0, step 3; restore both"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -141,15 +140,6 @@ def create_loader(kind: str, sampler: vbs.CustomSampler) -> Any:
     if kind == "stateful":
         return StatefulDataLoader(dataset, batch_sampler=sampler)
     return DataLoader(dataset, batch_sampler=sampler, num_workers=int(kind == "workers"))
-
-
-def through_file(state: State) -> State:
-    """The state as it comes back from a file that holds data only."""
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    loaded: State = torch.load(buffer, weights_only=True)
-    return loaded
 
 
 def loaders_of(states: Iterable[State], before: Segment, after: Segment, case: Case) -> list[Any] | None:

@@ -15,10 +15,11 @@ from torch import Tensor
 from fuzz.case import SQUARES_RULE, Case
 from fuzz.drawing import draw_case
 from fuzz.model import tokens
-from fuzz.objects import State, loaders_of, through_file
+from fuzz.objects import State, loaders_of
 from fuzz.saving import Folder
 from fuzz.training import Rank, Record
 from fuzz.twin import Expected, expected
+from helpers.worlds import through_file
 from variable_batch_size.backend import Backend, LocalBackend
 from variable_batch_size.testing import run_ranks
 

@@ -24,14 +24,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 import variable_batch_size as vbs
-from helpers.features import OPTIONS, results
+from helpers.features import OPTIONS, Feature, Run, scaled, tied
 from helpers.models import Experts
-from helpers.reference import EQUATIONS, Array, Training, Update, filled, network
-from helpers.worlds import NAMES, WRAPPERS, Layout, Place, alone, load, state_of
+from helpers.reference import EQUATIONS, Array, Variables, filled, network
+from helpers.worlds import NAMES, WRAPPERS, Layout, Place, alone
 
 RANKS = 4
 TOLERANCE = 1e-9
@@ -49,29 +48,23 @@ class Segment(NamedTuple):
     end: int  # the update after which it ends
 
 
-class Case(NamedTuple):
-    """A random training."""
+class Sums(NamedTuple):
+    """A random training, and how each part of it is summed."""
 
-    kind: Any  # of optimizer
-    sizes: list[int]
+    feature: Feature
     dataset_size: int
     minibatch_size: int
-    options: dict[str, Any]
+    raw: bool  # whether the loop calls `loss.backward()`, where that is right
     wrapper: dict[str, Any]
-    experts: bool  # whether some samples use parameters that others do not
-    tied: bool
-    scaled: bool  # under a GradScaler
-    overflow: int  # the update in which a loss of rank 0 is infinite; -1: none
-    how: str  # of the loop
     segments: list[Segment]
 
 
-def draw(seed: int) -> Case:
+def draw(seed: int) -> Sums:
     rng = random.Random(seed)
     sizes = [rng.choice([rng.randint(1, 4), rng.randint(1, 40)]) for _ in range(rng.randint(2, 7))]
     kind = rng.choice(list(EQUATIONS))
-    betas = EQUATIONS[kind].factors(Update.of(2, 1, 9, 1)).scales_betas
-    scaled, experts = rng.random() < 0.2, rng.random() < 0.3 and not betas  # which need equally many updates
+    betas = EQUATIONS[kind].factors(Variables.of(2, 1, 9, 1)).scales_betas
+    scales, experts = rng.random() < 0.2, rng.random() < 0.3 and not betas  # which need equally many updates
     stops = sorted(rng.sample(range(1, len(sizes)), min(len(sizes) - 1, rng.randint(0, 2))))
     options = dict(rng.choice(OPTIONS))
     wrapper = dict(rng.choice(WRAPPERS)) | ({"find_unused_parameters": True} if experts else {})
@@ -79,20 +72,23 @@ def draw(seed: int) -> Case:
     whole = experts or options.get("noise") == "differenced" or EQUATIONS[kind].squares
     ways = ["plain", "ddp", "ddp", *(() if whole else ("fsdp", "fsdp", "fsdp", *LAYOUTS))]
     ends = [(rng.randint(1, RANKS), rng.choice(ways), end) for end in (*stops, len(sizes))]
-    return Case(
-        kind=kind,
+    dataset_size, minibatch_size = max(sizes) + rng.randint(0, 60), rng.randint(1, 9)
+    shares_weight = experts and rng.random() < 0.5
+    overflows = (rng.randrange(len(sizes)),) if scales and rng.random() < 0.5 else ()
+    how = rng.choice(["backward", "optimizer.backward", "updates"])
+    measures = "noise" in options or EQUATIONS[kind].noise
+    options |= {"find_unused_parameters": experts, "sharded_accumulation": len(sizes) % 3 > 0 or measures}
+    feature = Feature(
+        kind,
+        options,
+        model=(tied if shares_weight else lambda: filled(Experts())) if experts else network,
+        microbatch=scaled if scales else None,
+        by_updates=how == "updates",
+        overflows=overflows,
         sizes=sizes,
-        dataset_size=max(sizes) + rng.randint(0, 60),
-        minibatch_size=rng.randint(1, 9),
-        options=options,
-        wrapper=wrapper,
-        experts=experts,
-        tied=experts and rng.random() < 0.5,
-        scaled=scaled,
-        overflow=rng.randrange(len(sizes)) if scaled and rng.random() < 0.5 else -1,
-        how=rng.choice(["backward", "optimizer.backward", "updates"]),
-        segments=[Segment(RANKS if by in LAYOUTS else ranks, by, end) for ranks, by, end in ends],
     )
+    segments = [Segment(RANKS if by in LAYOUTS else ranks, by, end) for ranks, by, end in ends]
+    return Sums(feature, dataset_size, minibatch_size, how == "backward", wrapper, segments)
 
 
 class Meshes(NamedTuple):
@@ -114,8 +110,6 @@ class Meshes(NamedTuple):
 
     def place(self, by: str, ranks: int, wrapper: dict[str, Any]) -> Place:
         """Return the place of this rank among the first ones."""
-        if by == "alone":
-            return alone()
         if by in LAYOUTS:
             return Place(LAYOUTS[by], vbs.backend.DistributedBackend(), self.others[by])
         if by == "fsdp":
@@ -127,58 +121,14 @@ class Meshes(NamedTuple):
         return Place(layout, vbs.backend.DistributedBackend(group))
 
 
-def build(case: Case, by: str, ranks: int, meshes: Meshes) -> Training:
-    model: Any = filled(Experts()) if case.experts else network()
-    if case.tied:
-        model.common.weight = model.rare.weight
-    by_layer, options = len(case.sizes) % 2 > 0, dict(case.options)
-    if by == "fsdp" or by in LAYOUTS:
-        options["sharded_accumulation"] = len(case.sizes) % 3 > 0 or needs_noise(case)
-    place = meshes.place(by, ranks, case.wrapper)
-    return place.training(
-        case.kind,
-        case.sizes,
-        dataset_size=case.dataset_size,
-        minibatch_size=case.minibatch_size,
-        model=place.spread(model, by_layer=by_layer),
-        spread=False,
-        find_unused_parameters=case.experts,
-        **options,
-    )
-
-
-def train(case: Case, run: Training, end: int) -> None:
-    """Train until an update."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=case.scaled)
-    loader = torch.utils.data.DataLoader(range(case.dataset_size), batch_sampler=run.sampler, collate_fn=list)
-    while run.optimizer.updates < end:
-        if case.how == "updates":
-            batches = (rows for update in vbs.updates(loader, run.optimizer) for rows in update)
-        else:
-            run.sampler.set_epoch(run.optimizer.epoch)
-            batches = iter(loader)  # type: ignore[assignment]
-        first = True
-        for rows in batches:
-            overflows = first and run.optimizer.updates == case.overflow and run.optimizer.backend.world.rank == 0
-            loss = run.loss(rows) * (torch.inf if overflows and not run.optimizer.inside_step else 1)
-            if case.scaled:
-                run.optimizer.backward(loss, scaler=scaler)
-                scaler.step(run.optimizer)
-                scaler.update()
-            else:
-                plain = case.how == "backward" and not isinstance(run.model, (FSDPModule, DistributedDataParallel))
-                loss.backward() if plain else run.optimizer.backward(loss)
-                run.optimizer.step()
-            if run.optimizer.updates >= end:
-                return
-
-
-def needs_noise(case: Case) -> bool:
-    return "noise" in case.options or case.kind in (
-        vbs.AdaScaleOptimizer,
-        vbs.AdamScaleOptimizer,
-        vbs.SurgeRuleOptimizer,
-    )
+def begin(case: Sums, place: Place) -> Run:
+    """Return a training, before its first update."""
+    assert case.feature.model is not None
+    model = place.spread(case.feature.model(), by_layer=len(case.feature.sizes) % 2 > 0)
+    options: dict[str, Any] = {"dataset_size": case.dataset_size, "minibatch_size": case.minibatch_size}
+    run = Run(case.feature, place, raw=case.raw, model=model, spread=False, **options)
+    run.loader = DataLoader(range(case.dataset_size), batch_sampler=run.loader, collate_fn=list)
+    return run
 
 
 def difference(found: list[Array], expected: list[Array]) -> float:
@@ -192,17 +142,13 @@ def check(seed: int, meshes: Meshes) -> str:
     for ranks, by, end in case.segments:
         carried: list[Any] = [None]
         if rank < ranks:
-            run = build(case, by, ranks, meshes)
-            if state is not None:
-                load(run, state)
-            train(case, run, end)
-            carried, ended = [state_of(run)], results(run)
+            run = begin(case, meshes.place(by, ranks, case.wrapper))
+            (run if state is None else run.load(state)).until(end)
+            carried, ended = [run.state()], run.results()
         dist.broadcast_object_list(carried, src=0)
         state = carried[0]
     if rank == 0:
-        alone = build(case, "alone", 1, meshes)
-        train(case, alone, len(case.sizes))
-        off = difference(ended, results(alone))
+        off = difference(ended, begin(case, alone()).until(len(case.feature.sizes)).results())
         wrong = f"weights or noise differ by {off:.1e}" if not off < TOLERANCE else ""
     return wrong
 

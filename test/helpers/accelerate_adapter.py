@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import variable_batch_size as vbs
 from helpers import fsdp2_on_cpu
-from helpers.trainings import EVALUATED, Case, Trained, note_rates
+from helpers.trainings import EVALUATED, Trained, TrainerCase, note_rates
 from helpers.yardstick import MICROBATCH, REF
 from variable_batch_size.integrations.accelerate import PositionState
 
@@ -23,7 +23,9 @@ from variable_batch_size.integrations.accelerate import PositionState
 class Accelerate:
     """The trainer, for the laws that all trainers keep."""
 
-    def fit(self, case: Case, folder: Path, *, save_at: Collection[int] = (), resume: Path | None = None) -> Trained:
+    def fit(
+        self, case: TrainerCase, folder: Path, *, save_at: Collection[int] = (), resume: Path | None = None
+    ) -> Trained:
         reset()
         accelerator = accelerator_for(case)
         data, model = case.dataset(), case.model()
@@ -65,7 +67,7 @@ class Accelerate:
         return Trained.of(model, optimizer, losses, rates, evaluations=evaluations)
 
 
-def accelerator_for(case: Case) -> Accelerator:
+def accelerator_for(case: TrainerCase) -> Accelerator:
     if case.wrapper != "fsdp2":
         return Accelerator(cpu=True)
     fsdp2_on_cpu.enable()
@@ -75,7 +77,7 @@ def accelerator_for(case: Case) -> Accelerator:
     return Accelerator(cpu=True, fsdp_plugin=plugin)
 
 
-def mean_loss(accelerator: Accelerator, case: Case, model: nn.Module) -> float:
+def mean_loss(accelerator: Accelerator, case: TrainerCase, model: nn.Module) -> float:
     """Evaluate with a loader that Accelerate has prepared."""
     data = torch.utils.data.Subset(case.dataset(), range(EVALUATED))
     losses = []

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 
 import variable_batch_size as vbs
 from helpers.loops import InThread
+from helpers.runs import read_ahead
 from variable_batch_size.adaptive import ControlInput
 from variable_batch_size.testing import ThreadBackend, run_ranks
 from variable_batch_size.world import World
@@ -53,17 +53,6 @@ class Setting:
 
 
 Result = tuple[dict[str, Any], torch.Tensor, list[tuple[int, int]]]
-
-
-def read_ahead(sampler: vbs.CustomSampler, ahead: int) -> Iterator[list[int]]:
-    """Read up to `ahead` microbatches before the one that is trained on, as the workers of a loader let it."""
-    waiting: deque[list[int]] = deque()
-    batches = iter(sampler)
-    for batch in batches:
-        waiting.append(batch)
-        if len(waiting) > ahead:
-            yield waiting.popleft()
-    yield from waiting
 
 
 def loader(sampler: vbs.CustomSampler, setting: Setting) -> Any:

@@ -60,7 +60,7 @@ class Divided:
         return made
 
 
-def plain(numbers: Numbers, batches: Sequence[list[int]], max_grad_norm: float | None = None) -> list[Array]:
+def plain(numbers: Numbers, batches: Sequence[list[int]]) -> list[Array]:
     """The weights of an ordinary loop over whole batches, which leaves out the terms of which there is nothing."""
     model, (x, target) = network(), data(DATASET)
     inner = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.5, weight_decay=0.01)
@@ -72,8 +72,6 @@ def plain(numbers: Numbers, batches: Sequence[list[int]], max_grad_norm: float |
             continue
         inner.zero_grad()
         torch.stack(means).sum().backward()
-        if max_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
         inner.step()
     return [parameter.detach().numpy() for parameter in model.parameters()]
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Subset
 
 import variable_batch_size as vbs
-from helpers.trainings import CASES, EVALUATED, Case, Trained, note_rates
+from helpers.trainings import CASES, EVALUATED, Trained, TrainerCase, note_rates
 from helpers.yardstick import MICROBATCH, REF
 from variable_batch_size.integrations.ignite import VariableBatchEngine, create_supervised_trainer, variable_batch
 
@@ -23,7 +23,7 @@ from variable_batch_size.integrations.ignite import VariableBatchEngine, create_
 class Script:
     """What a user's script has; `trainer` is what the changed line makes."""
 
-    def __init__(self, case: Case = CASES[0], **options: Any) -> None:
+    def __init__(self, case: TrainerCase = CASES[0], **options: Any) -> None:
         self.case, self.model = case, case.model()
         self.inner = case.optimizer(self.model)
         if case.wrapper == "ddp":
@@ -61,7 +61,9 @@ class Script:
 class Ignite:
     """The trainer, for the laws that all trainers keep."""
 
-    def fit(self, case: Case, folder: Path, *, save_at: Collection[int] = (), resume: Path | None = None) -> Trained:
+    def fit(
+        self, case: TrainerCase, folder: Path, *, save_at: Collection[int] = (), resume: Path | None = None
+    ) -> Trained:
         script = Script(case)
         trainer, evaluations = script.trainer, list[float]()
         if case.patience:
@@ -105,7 +107,7 @@ def evaluator_of(script: Script, evaluations: list[float]) -> Any:
 
 
 def engine_of_texts(
-    case: Case, model: nn.Module, inner: Any, loader: DataLoader[Any], settings: Mapping[str, Any]
+    case: TrainerCase, model: nn.Module, inner: Any, loader: DataLoader[Any], settings: Mapping[str, Any]
 ) -> VariableBatchEngine:
     """An engine with a step of the user's own, whose loss is a mean over tokens."""
     options = {**settings["optimizer_options"], "reduction": "sum", "model": model}

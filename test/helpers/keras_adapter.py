@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Subset
 
 from helpers.keras_backend import keras
-from helpers.trainings import EVALUATED, Case, Trained, note_rates
+from helpers.trainings import EVALUATED, Trained, TrainerCase, note_rates
 from helpers.yardstick import MICROBATCH, REF
 from variable_batch_size.integrations.keras import VariableBatchCheckpoint, VariableBatchModel, VariableBatchModelMixin
 
@@ -47,7 +47,7 @@ class OfTorch(keras.layers.Layer):
         return self.function(x, *(variable.value for variable in self.own))
 
 
-def layers_of(case: Case) -> list[Any]:
+def layers_of(case: TrainerCase) -> list[Any]:
     """The layers of the case's model, with its weights."""
     kinds: dict[Any, Any] = {
         nn.Tanh: lambda _: keras.layers.Activation("tanh"),
@@ -59,7 +59,7 @@ def layers_of(case: Case) -> list[Any]:
 class CaseModel(VariableBatchModelMixin, keras.Model):
     """A class of the user's own, with a loss of its own."""
 
-    def __init__(self, case: Case, **options: Any) -> None:
+    def __init__(self, case: TrainerCase, **options: Any) -> None:
         super().__init__(**options)
         self.case, self.parts = case, layers_of(case)
 
@@ -75,7 +75,7 @@ class CaseModel(VariableBatchModelMixin, keras.Model):
 class Rates(keras.optimizers.schedules.LearningRateSchedule):
     """The schedule of a case."""
 
-    def __init__(self, case: Case, initial: float) -> None:
+    def __init__(self, case: TrainerCase, initial: float) -> None:
         self.case, self.initial = case, initial
 
     def __call__(self, step: Any) -> float:
@@ -85,7 +85,7 @@ class Rates(keras.optimizers.schedules.LearningRateSchedule):
         return {"case": str(self.case), "initial": self.initial}
 
 
-def optimizer_of(case: Case) -> Any:
+def optimizer_of(case: TrainerCase) -> Any:
     initial = 0.01 if case.inner == "adamw" else 0.1
     rate = Rates(case, initial) if case.schedule else initial
     return keras.optimizers.AdamW(rate) if case.inner == "adamw" else keras.optimizers.SGD(rate, momentum=0.9)
@@ -94,9 +94,9 @@ def optimizer_of(case: Case) -> Any:
 class ByHand(Optimizer):
     """The Keras optimizer of a case for a model of torch: what it computes is no matter of the trace."""
 
-    def __init__(self, case: Case, model: nn.Module) -> None:
+    def __init__(self, case: TrainerCase, model: nn.Module) -> None:
         with float64():
-            self.wrapped = optimizer_of(Case(case.inner))
+            self.wrapped = optimizer_of(TrainerCase(case.inner))
             self.own = [keras.Variable(one.detach().clone(), dtype="float64") for one in model.parameters()]
         super().__init__(model.parameters(), {"lr": 0.01 if case.inner == "adamw" else 0.1})
 
@@ -120,7 +120,7 @@ class Notes(keras.callbacks.Callback):
         self.losses.append(float(self.model.custom_optimizer.logged["loss"]))
 
 
-def model_of(case: Case) -> Any:
+def model_of(case: TrainerCase) -> Any:
     """A compiled model: a class of the user's own, or a sequential one."""
     options: dict[str, Any] = {"trace": case.trace, "rule": case.rule, "ref_batchsize": REF}
     options["optimizer_options"] = {"max_grad_norm": case.clip}
@@ -138,7 +138,9 @@ def model_of(case: Case) -> Any:
 class Keras:
     """The trainer, for the laws that all trainers keep."""
 
-    def fit(self, case: Case, folder: Path, *, save_at: Collection[int] = (), resume: Path | None = None) -> Trained:
+    def fit(
+        self, case: TrainerCase, folder: Path, *, save_at: Collection[int] = (), resume: Path | None = None
+    ) -> Trained:
         notes, options, saved = Notes(), dict[str, Any](), folder / "saved"
         callbacks: list[Any] = [notes]
         if case.patience:

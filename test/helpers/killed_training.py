@@ -30,7 +30,7 @@ from variable_batch_size.checkpoint.folder import Folder
 
 
 @dataclass(frozen=True)
-class Run:
+class KilledTraining:
     """The settings that all attempts at one training share."""
 
     kind: str  # class of the wrapper
@@ -118,7 +118,7 @@ def journal_path(folder: Path, attempt: int, rank: int | str) -> Path:
     return folder / f"journal-{attempt}-{rank}"
 
 
-def train(folder: Path, run: Run, attempt: Attempt) -> None:
+def train(folder: Path, run: KilledTraining, attempt: Attempt) -> None:
     """Train on one rank; it writes its state after the last update to `end<rank>.pt`."""
     backend: vbs.backend.Backend = vbs.backend.XlaBackend() if attempt.cores else vbs.backend.DistributedBackend()
     device = torch.device("xla" if attempt.cores else "cpu")
@@ -154,7 +154,7 @@ def exit_with_starter() -> None:
     os._exit(1)
 
 
-def main(folder: Path, run: Run, attempt: Attempt) -> None:
+def main(folder: Path, run: KilledTraining, attempt: Attempt) -> None:
     faulthandler.enable()  # SIGABRT shows where a process hangs
     threading.Thread(target=exit_with_starter, daemon=True).start()
     with vbs.Preemption():
@@ -172,4 +172,4 @@ def main(folder: Path, run: Run, attempt: Attempt) -> None:
 
 if __name__ == "__main__":
     run, attempt = map(json.loads, sys.argv[2:])
-    main(Path(sys.argv[1]), Run(**run), Attempt(**attempt))
+    main(Path(sys.argv[1]), KilledTraining(**run), Attempt(**attempt))

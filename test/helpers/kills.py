@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 import variable_batch_size as vbs
-from helpers.killed_training import Attempt, Run, journal_path
+from helpers.killed_training import Attempt, KilledTraining, journal_path
 from helpers.reference import assert_equal
 from variable_batch_size.checkpoint.folder import update_of
 from variable_batch_size.preemption import EXIT_CODE
@@ -157,7 +157,7 @@ ENDINGS = {
 }
 
 # By name: the condition that begins the phase, and the seconds after it within which an ending is drawn.
-PHASES: dict[str, tuple[Callable[[Journals, Run], bool], float]] = {
+PHASES: dict[str, tuple[Callable[[Journals, KilledTraining], bool], float]] = {
     "start": (lambda journals, run: True, 5.0),
     "restore": (lambda journals, run: bool(journals.pids), 1.5),
     "training": (lambda journals, run: bool(journals.updates), 0.6),
@@ -252,7 +252,7 @@ class Campaign:
 
     def __init__(
         self,
-        run: Run,
+        run: KilledTraining,
         folder: Path,
         seed: int,
         by: str = "torchrun",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import variable_batch_size as vbs
-from helpers.features import FEATURES, Feature, Run
+from helpers.features import FEATURES, Feature, Run, assert_by_torch
 from helpers.processes import run_job
 from helpers.reference import Array, assert_equal
 from helpers.worlds import WRAPPERS, Layout, Place, alone
@@ -20,7 +20,7 @@ FIRST, SECOND = 3, 6  # updates after which a training goes on in another world
 # What `reproducible=True` refuses, and the end of the sentence.
 REFUSED = dict.fromkeys((name for name in FEATURES if "second moment" in name), "without the squares of elements")
 REFUSED |= {"invariant-adam": "without the squares of elements", "complex": "real parameters"}
-REFUSED |= dict.fromkeys(("scaled", "scaled, noise"), "got a GradScaler")
+REFUSED |= dict.fromkeys(("scaled", "scaled, noise", "counts, scaled"), "got a GradScaler")
 REFUSED |= dict.fromkeys((name for name in FEATURES if name.startswith("denominators")), "must be a whole number")
 
 
@@ -59,7 +59,10 @@ def expected(name: str, *, fixed_shape: bool = False) -> list[Array]:
     feature = FEATURES[name]
     rows = 4 if feature.depends_on_cut or fixed_shape else 64
     sampling = {"fixed_shape": fixed_shape}
-    return Run(feature, alone(), minibatch_size=rows, sampling=sampling).until(len(feature.sizes)).results()
+    run = Run(feature, alone(), minibatch_size=rows, sampling=sampling).until(len(feature.sizes))
+    found = run.results()
+    assert_by_torch(found, run.said(), feature)
+    return found
 
 
 def train(backend: Backend, layout: Layout) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Subset
 
-from helpers.trainings import CASES, EVALUATED, Case, Trained, note_rates
+from helpers.trainings import CASES, EVALUATED, Trained, TrainerCase, note_rates
 from helpers.yardstick import MICROBATCH, REF
 from variable_batch_size.integrations.lightning import VariableBatchModelParallelStrategy, VariableBatchStrategy
 
@@ -29,7 +29,7 @@ ALLOWED = (  # warnings of Lightning that are not about what is tested
 class Module(pl.LightningModule):
     """A module in the usual style."""
 
-    def __init__(self, case: Case = CASES[0]) -> None:
+    def __init__(self, case: TrainerCase = CASES[0]) -> None:
         super().__init__()
         self.case, self.net = case, case.model()
         self.rates: list[float] = []
@@ -80,7 +80,7 @@ class Record(pl.Callback):
         assert float(outputs["loss"]) == self.losses[-1]
 
 
-def strategy_for(case: Case = CASES[0], **options: Any) -> Any:
+def strategy_for(case: TrainerCase = CASES[0], **options: Any) -> Any:
     """The line that changes."""
     if case.counting:
         options["optimizer_options"] = {"reduction": "sum"}
@@ -121,7 +121,9 @@ class SaveAt(ModelCheckpoint):
 class Lightning:
     """The trainer, for the laws that all trainers keep."""
 
-    def fit(self, case: Case, folder: Path, *, save_at: Collection[int] = (), resume: Path | None = None) -> Trained:
+    def fit(
+        self, case: TrainerCase, folder: Path, *, save_at: Collection[int] = (), resume: Path | None = None
+    ) -> Trained:
         module, record = (Evaluated if case.patience else Module)(case), Record()
         callbacks: list[Any] = [record, *([SaveAt(folder, save_at)] if save_at else [])]
         if case.patience:

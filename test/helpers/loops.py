@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 import variable_batch_size as vbs
-from helpers.runs import Case, Run
+from helpers.runs import LoggedTraining, Sampling
 
-CASE = Case(vbs.BatchTrace.from_sizes([7, 3, 12, 1, 5], on_end="cycle"), 40, 4, False, True, seed=3, epochs=3)
+CASE = Sampling(vbs.BatchTrace.from_sizes([7, 3, 12, 1, 5], on_end="cycle"), 40, 4, False, True, seed=3, epochs=3)
 # Microbatches of the updates: 3 2 3 1 2 3 2 1 (17), then 1 2 3 2 3 1 2 2 (16), then 2 3 1 2 3 2 3 (16).
 
 EACH = r"^step\(\) must follow the backward\(\) of every microbatch, but {} of those that were read .*; call it once"
@@ -23,13 +23,13 @@ def epoch_steps(*epochs: int) -> list[tuple[int, int, list[int]]]:
     return [step for step in CASE.steps if step[0] in epochs]
 
 
-def begun(epoch: int = 0) -> Run:
-    run = Run(CASE)
+def begun(epoch: int = 0) -> LoggedTraining:
+    run = LoggedTraining(CASE)
     run.set_epoch(epoch)
     return run
 
 
-def take(run: Run, batches: Iterator[list[int]], number: int) -> None:
+def take(run: LoggedTraining, batches: Iterator[list[int]], number: int) -> None:
     for batch in itertools.islice(batches, number):
         run.take(batch)
 

@@ -37,7 +37,7 @@ HYPERPARAMETERS: dict[Any, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Update:
+class Variables:
     """The variables of an equation."""
 
     k: float  # B / ref_batchsize
@@ -55,21 +55,21 @@ class Update:
         ref_batchsize: float = REF,
         gain: float = 1.0,
         noise_scale: float = math.nan,
-    ) -> Update:
+    ) -> Variables:
         k, epoch = batch_size / ref_batchsize, dataset_size / ref_batchsize
-        return Update(k, u, epoch, gain, noise_scale / ref_batchsize, ref_batchsize)
+        return Variables(k, u, epoch, gain, noise_scale / ref_batchsize, ref_batchsize)
 
 
-def rule_at(factors: Callable[[Update], vbs.rules.Scaling], *at: float) -> Rule:
+def rule_at(factors: Callable[[Variables], vbs.rules.Scaling], *at: float) -> Rule:
     """The factors of an update, whose batch size, number and so on are those of `Update.of`, for the noise measured."""
-    return lambda gain, noise_scale: factors(Update.of(*at, gain=gain, noise_scale=noise_scale))
+    return lambda gain, noise_scale: factors(Variables.of(*at, gain=gain, noise_scale=noise_scale))
 
 
 @dataclass(frozen=True)
 class Equation:
     """The factors of an optimizer class, as its paper gives them, and the arguments to create it."""
 
-    factors: Callable[[Update], vbs.rules.Scaling]
+    factors: Callable[[Variables], vbs.rules.Scaling]
     inners: Sequence[type[torch.optim.Optimizer]] = (torch.optim.SGD, torch.optim.Adam)  # the first by default
     any_inner: bool = True  # whether it accepts any inner optimizer
     options: dict[str, Any] = field(default_factory=dict)  # arguments of the constructor
@@ -85,7 +85,7 @@ WARMUP = 5.5  # epochs
 EXPONENT = 0.3
 
 
-def surge(at: Update) -> float:
+def surge(at: Variables) -> float:
     """f(B) / f(ref), f(B) = 2 / (sqrt(B_noise / B) + sqrt(B / B_noise)), and its limits; sizes are those over ref."""
     if math.isnan(at.noise):
         return min(1, at.k) ** 0.5
@@ -162,7 +162,7 @@ def _own_equation(name: str) -> Equation:
     """The factors that the rule's own class returns."""
     rule = vbs.rules.RULES[name]()
 
-    def factors(at: Update) -> vbs.rules.Scaling:
+    def factors(at: Variables) -> vbs.rules.Scaling:
         update = round(at.k * at.ref), round(at.ref), round(at.u - 1)
         return rule(vbs.rules.RuleInput(*update, noise=vbs.rules.Noise(at.noise * at.ref, 1.0, at.gain)))
 
@@ -356,7 +356,7 @@ def twin(
     seed: int = 0,
     max_grad_norm: float | None = None,
     skipped: Collection[int] = (),
-    factors: Callable[[Update], vbs.rules.Scaling] | None = None,
+    factors: Callable[[Variables], vbs.rules.Scaling] | None = None,
     inner: type[torch.optim.Optimizer] | None = None,
     minibatch_size: int = 4,
     fixed_shape: bool = False,

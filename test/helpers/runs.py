@@ -60,7 +60,7 @@ def traces(draw: st.DrawFn, dataset_size: int, epochs: int) -> BatchTrace:
 
 
 @dataclass(frozen=True)
-class Case:
+class Sampling:
     """The arguments of a sampler, without its world."""
 
     trace: BatchTrace
@@ -95,12 +95,12 @@ class Case:
         )
 
     @cached_property
-    def updates(self) -> list[list[Update]]:
+    def updates(self) -> list[list[PlannedUpdate]]:
         """The updates of each epoch."""
         return shortened(self.endless, self.trace, self.max_updates, self.max_samples, self.samples_made)
 
     @cached_property
-    def endless(self) -> list[list[Update]]:
+    def endless(self) -> list[list[PlannedUpdate]]:
         """The updates of each epoch of a training that does not end."""
         held = self.trace.with_on_end("hold") if self.trace.on_end == "stop" else self.trace
         return updates(held, self.dataset_size, self.drop_last, self.epochs, self.begin)
@@ -128,10 +128,10 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn, largest_dataset: int = 400, epochs: int = 3) -> Case:
+def samplings(draw: st.DrawFn, largest_dataset: int = 400, epochs: int = 3) -> Sampling:
     """Any valid arguments of a sampler."""
     dataset_size = draw(st.integers(1, largest_dataset))
-    return Case(
+    return Sampling(
         trace=draw(traces(dataset_size, epochs)),
         dataset_size=dataset_size,
         minibatch_size=draw(minibatch_sizes),
@@ -152,7 +152,7 @@ def ends(draw: st.DrawFn, dataset_size: int) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Update:
+class PlannedUpdate:
     """One update: `batch_size` samples from position `start` of the order of `epoch`."""
 
     epoch: int
@@ -163,10 +163,10 @@ class Update:
 
 def updates(
     trace: BatchTrace, dataset_size: int, drop_last: bool, epochs: int, begin: tuple[int, int, int] = (0, 0, 0)
-) -> list[list[Update]]:
+) -> list[list[PlannedUpdate]]:
     """The slow twin of `Plan.epoch` and `Plan.step`: the updates of epochs 0, 1, ...; none before `begin`."""
     first, step, start = begin
-    result: list[list[Update]] = [[] for _ in range(min(first, epochs))]
+    result: list[list[PlannedUpdate]] = [[] for _ in range(min(first, epochs))]
     for epoch in range(first, epochs):
         result.append([])
         while start < dataset_size:
@@ -174,7 +174,7 @@ def updates(
             if drop_last and size > dataset_size - start:
                 break
             size = min(size, dataset_size - start)
-            result[-1].append(Update(epoch, step, start, size))
+            result[-1].append(PlannedUpdate(epoch, step, start, size))
             start += size
             step += 1
         start = 0
@@ -182,12 +182,12 @@ def updates(
 
 
 def shortened(
-    epochs: list[list[Update]], trace: BatchTrace, max_updates: int | None, max_samples: int | None, made: int
-) -> list[list[Update]]:
+    epochs: list[list[PlannedUpdate]], trace: BatchTrace, max_updates: int | None, max_samples: int | None, made: int
+) -> list[list[PlannedUpdate]]:
     """The updates up to the end of the training, of which the last may be shortened; `made` samples are before them."""
     end = min(max_updates or 2**62, 2**62 if trace.on_end != "stop" or trace.steps is None else trace.steps)
     left = 2**62 if max_samples is None else max_samples - made
-    result: list[list[Update]] = []
+    result: list[list[PlannedUpdate]] = []
     for epoch in epochs:
         result.append([])
         for update in epoch:
@@ -203,11 +203,11 @@ def shortened(
 Log = list[tuple[int, int, int, list[int]]]  # (epoch, step, number of the microbatch in the step, its samples)
 
 
-class Run:
+class LoggedTraining:
     """One rank of a training, on a dataset whose samples are their own indices."""
 
     def __init__(
-        self, case: Case, backend: vbs.backend.Backend | None = None, minibatch_size: int | None = None
+        self, case: Sampling, backend: vbs.backend.Backend | None = None, minibatch_size: int | None = None
     ) -> None:
         self.case, self.backend = case, backend or vbs.backend.LocalBackend()
         self.sampler = case.sampler(self.backend.world, minibatch_size)
@@ -243,7 +243,7 @@ class Run:
         self._open = []
         self.optimizer.discard_step()
 
-    def train(self, loader: Iterable[Any] | None = None, updates: int | None = None) -> Run:
+    def train(self, loader: Iterable[Any] | None = None, updates: int | None = None) -> LoggedTraining:
         """Train like a user, from the optimizer's position, for a number of updates or to the end of the last epoch."""
         left = -1 if updates is None else updates
         for epoch in range(self.optimizer.epoch, self.case.epochs if left else 0):

@@ -118,7 +118,7 @@ def loss(model: nn.Module, rows: Tensor, *, tokens: bool) -> Tensor:
     return (each * weights).sum() / weights.sum()
 
 
-class Training:
+class StreamTraining:
     """A training of streams on one rank."""
 
     def __init__(

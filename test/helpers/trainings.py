@@ -52,7 +52,7 @@ class Texts(TensorDataset):
 
 
 @dataclass(frozen=True)
-class Case:
+class TrainerCase:
     """A training: 3 epochs of the yardstick's 203 samples, at most 8 rows a microbatch, the reference at 16."""
 
     inner: str = "adamw"  # or "sgd"
@@ -132,10 +132,10 @@ def _choose(known: Any) -> int:
 
 
 CASES = [
-    Case(),
-    Case("sgd", clip=MAX_GRAD_NORM, schedule="step"),
-    Case("sgd", "adascale", clip=MAX_GRAD_NORM),
-    Case("adamw", "linear", schedule="cosine", workers=1),
+    TrainerCase(),
+    TrainerCase("sgd", clip=MAX_GRAD_NORM, schedule="step"),
+    TrainerCase("sgd", "adascale", clip=MAX_GRAD_NORM),
+    TrainerCase("adamw", "linear", schedule="cosine", workers=1),
 ]
 
 
@@ -162,7 +162,9 @@ class Trained:
 class Adapter(Protocol):
     """A trainer; one that goes into processes can be pickled."""
 
-    def fit(self, case: Case, folder: Path, *, save_at: Collection[int] = (), resume: Path | None = None) -> Trained:
+    def fit(
+        self, case: TrainerCase, folder: Path, *, save_at: Collection[int] = (), resume: Path | None = None
+    ) -> Trained:
         """Train on all ranks; after each update n of `save_at`, the state is at `folder / f"at-{n}"`.
 
         `resume`: where a state was saved, of which this run is the rest.
@@ -178,10 +180,10 @@ def note_rates(inner: Optimizer) -> list[float]:
 
 @cache
 def expected(
-    case: Case,
+    case: TrainerCase,
     sizes: tuple[int, ...] = tuple(SIZES),
     updates: int = UPDATES,
-    inner_of: Callable[[Case, nn.Module], Optimizer] = Case.optimizer,
+    inner_of: Callable[[TrainerCase, nn.Module], Optimizer] = TrainerCase.optimizer,
 ) -> Trained:
     """Train by hand with one whole batch an update."""
     data, model = case.dataset(), case.model()
@@ -207,10 +209,10 @@ def evaluate(model: nn.Module) -> float:
 
 
 @dataclass(frozen=True)
-class Run:
+class Fit:
     """A call of `fit`, after a seed was set."""
 
-    case: Case
+    case: TrainerCase
     folder: Path
     save_at: Collection[int] = ()
     resume: Path | None = None
@@ -223,11 +225,11 @@ class Run:
             dist.barrier()  # rank 0 names what was saved, which the next run may resume
         return trained
 
-    def within(self, wrapper: str) -> Run:
+    def within(self, wrapper: str) -> Fit:
         return replace(self, case=replace(self.case, wrapper=wrapper))
 
 
-def fit_in_processes(adapter: Adapter, runs: Sequence[Run], world: int) -> list[Trained]:
+def fit_in_processes(adapter: Adapter, runs: Sequence[Fit], world: int) -> list[Trained]:
     """Return what rank 0 of some processes gets, of each run, after comparing all ranks' weights."""
     ranks = in_processes(_fit_on_rank, world, adapter, runs)
     for trained in zip(*ranks, strict=True):
@@ -235,5 +237,5 @@ def fit_in_processes(adapter: Adapter, runs: Sequence[Run], world: int) -> list[
     return ranks[0]  # type: ignore[no-any-return]
 
 
-def _fit_on_rank(adapter: Adapter, runs: Sequence[Run]) -> list[Trained]:
+def _fit_on_rank(adapter: Adapter, runs: Sequence[Fit]) -> list[Trained]:
     return [run.fit(adapter) for run in runs]

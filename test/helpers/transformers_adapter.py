@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, Subset
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 
 from helpers import fsdp2_on_cpu
-from helpers.trainings import EVALUATED, WARM_UP, Case, Trained, note_rates
+from helpers.trainings import EVALUATED, WARM_UP, Trained, TrainerCase, note_rates
 from helpers.yardstick import EPOCHS, MICROBATCH, REF, SAMPLES
 from variable_batch_size.integrations.transformers import VariableBatchTrainer
 
@@ -32,7 +32,7 @@ SHARDS = {"fsdp_version": 2, "auto_wrap_policy": "NO_WRAP", "state_dict_type": "
 class Rows(Dataset[dict[str, Tensor]]):
     """Samples of a case, by name."""
 
-    def __init__(self, case: Case, names: tuple[str, str] = ("inputs", "labels")) -> None:
+    def __init__(self, case: TrainerCase, names: tuple[str, str] = ("inputs", "labels")) -> None:
         self.samples, self.names = case.dataset(), names
 
     def __len__(self) -> int:
@@ -45,7 +45,7 @@ class Rows(Dataset[dict[str, Tensor]]):
 class Model(nn.Module):
     """The model of a case, which returns its loss, a mean over rows or labels."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: TrainerCase) -> None:
         super().__init__()
         self.net, self.case, self.accepts_loss_kwargs = case.model(), case, case.counting
 
@@ -56,7 +56,7 @@ class Model(nn.Module):
 class CaseTrainer(VariableBatchTrainer):
     """A trainer with the optimizer and the schedule of a case, which notes losses before Trainer rounds them."""
 
-    case = Case()
+    case = TrainerCase()
 
     def create_optimizer(self, *_: Any) -> Any:
         self.losses: list[float] = []
@@ -92,7 +92,9 @@ class Asks(TrainerCallback):
 class Transformers:
     """The trainer, for the laws that all trainers keep."""
 
-    def fit(self, case: Case, folder: Path, *, save_at: Collection[int] = (), resume: Path | None = None) -> Trained:
+    def fit(
+        self, case: TrainerCase, folder: Path, *, save_at: Collection[int] = (), resume: Path | None = None
+    ) -> Trained:
         asks = Asks(save_at)
         trainer = trainer_of(folder, case, callbacks=[asks])
         trainer.train(None if resume is None else str(resume))
@@ -108,7 +110,7 @@ class Transformers:
 
 def trainer_of(
     folder: Path,
-    case: Case = Case(),  # noqa: B008 (it is frozen)
+    case: TrainerCase = TrainerCase(),  # noqa: B008 (it is frozen)
     *,
     kind: Any = CaseTrainer,
     model: Any = None,

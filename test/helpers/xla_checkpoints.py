@@ -7,11 +7,11 @@ from typing import Any
 
 import variable_batch_size as vbs
 from helpers.xla_graphs import quietly
-from helpers.xla_training import Case, Replica
+from helpers.xla_training import Replica, XlaCase
 from variable_batch_size.backend.xla import compiled_graphs
 
 
-def save(backend: vbs.backend.Backend, folder: Path, case: Case, stop: int) -> tuple[list[int], list[Any]]:
+def save(backend: vbs.backend.Backend, folder: Path, case: XlaCase, stop: int) -> tuple[list[int], list[Any]]:
     """Train to the end, and save after each update up to `stop`.
 
     Return the graphs that each save compiled, and the final weights. Only the first save waits, and nothing closes the
@@ -32,7 +32,7 @@ def save(backend: vbs.backend.Backend, folder: Path, case: Case, stop: int) -> t
     return compiled, replica.weights()
 
 
-def restore(backend: vbs.backend.Backend, folder: Path, case: Case) -> tuple[bool, int, list[Any]]:
+def restore(backend: vbs.backend.Backend, folder: Path, case: XlaCase) -> tuple[bool, int, list[Any]]:
     """Train from the checkpoint to the end; return whether it restored, the updates then, and the final weights."""
     replica = Replica(case, noise="differenced")
     with vbs.Checkpoint(folder / "checkpoints", model=replica.model, optimizer=replica.optimizer) as checkpoint:
@@ -44,7 +44,7 @@ def restore(backend: vbs.backend.Backend, folder: Path, case: Case) -> tuple[boo
     return restored, updates, replica.weights()
 
 
-def train_until_signal(folder: Path, case: Case) -> None:
+def train_until_signal(folder: Path, case: XlaCase) -> None:
     """Train from the checkpoint, if there is one, until a signal arrives; rank r writes its updates to `updates<r>`."""
     replica = Replica(case)
     rank = replica.backend.world.rank

@@ -53,14 +53,14 @@ class Listed:
 
 
 @dataclass(frozen=True)
-class Update:
+class CompiledUpdate:
     """What an update has compiled."""
 
     rounds: int  # microbatches on each rank
     compiled: int  # graphs, since the previous update
 
 
-def late(updates: list[Update]) -> dict[int, int]:
+def late(updates: list[CompiledUpdate]) -> dict[int, int]:
     """The numbers of the updates that compiled against the law, with how many graphs: the first update is 1."""
     numbered = [*enumerate(updates, 1)][1:]  # an accumulation in the first update is not yet that of others
     first = next((number for number, update in numbered if update.rounds > 1), len(updates))
@@ -78,15 +78,15 @@ def count(folder: Path, trainings: Sequence[Training]) -> None:
         torch.save(found, folder / "updates.pt")
 
 
-def _updates(training: Training, width: int) -> list[Update]:
+def _updates(training: Training, width: int) -> list[CompiledUpdate]:
     """Run a training of a model with `width` hidden units, which no other training has: graphs are cached."""
     import torch_xla
 
     backend = vbs.backend.XlaBackend()
-    found, before = list[Update](), quietly(backend, compiled_graphs)
+    found, before = list[CompiledUpdate](), quietly(backend, compiled_graphs)
     for rounds in rounds_of(training, width, torch_xla.device()):
         now = quietly(backend, compiled_graphs)
-        found.append(Update(rounds, now - before))
+        found.append(CompiledUpdate(rounds, now - before))
         before = now
     return found
 

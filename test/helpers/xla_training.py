@@ -43,7 +43,7 @@ def run_jobs(folder: Path, jobs: Sequence[tuple[str, Job]]) -> None:
 
 
 @dataclass(frozen=True)
-class Case:
+class XlaCase:
     """A training of `len(sizes)` updates."""
 
     kind: type[vbs.CustomOptimizer]
@@ -58,7 +58,7 @@ class Case:
 class Replica:
     """A training on this thread's XLA core."""
 
-    def __init__(self, case: Case, **options: Any) -> None:
+    def __init__(self, case: XlaCase, **options: Any) -> None:
         import torch_xla
 
         self.device = torch_xla.device()
@@ -108,7 +108,7 @@ class Replica:
         return [self.backend.host(parameter) for parameter in self.model.parameters()]
 
 
-def overflow(folder: Path, case: Case, step: int) -> None:
+def overflow(folder: Path, case: XlaCase, step: int) -> None:
     """Train with an infinite gradient on the last rank in one step.
 
     Rank r writes to `overflow<r>.pt`, before that step, after it and after the next one: the weights, the noise, the
@@ -163,7 +163,7 @@ def unsupported_optimizers(folder: Path) -> None:
     torch.save(messages, folder / "messages.pt")
 
 
-def watch(folder: Path, case: Case, warm: int, by_progress: bool = False, logs: bool = False) -> None:
+def watch(folder: Path, case: XlaCase, warm: int, by_progress: bool = False, logs: bool = False) -> None:
     """Count compilations, transfers and collectives in the updates after the first `warm` ones.
 
     The learning rate changes at every update, also to 1 and to 0; `by_progress`, whenever the progress has passed
@@ -207,7 +207,7 @@ def watch(folder: Path, case: Case, warm: int, by_progress: bool = False, logs: 
         torch.save({name: count - before.get(name, 0) for name, count in after.items()}, folder / "delta.pt")
 
 
-def measure(folder: Path, case: Case, warm: int) -> None:
+def measure(folder: Path, case: XlaCase, warm: int) -> None:
     """Read the means over the first `warm` updates, and then those over the others.
 
     Rank r writes them to `means<r>.pt`, with the compilations and transfers of the others up to the second read.

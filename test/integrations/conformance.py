@@ -12,13 +12,13 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 import pytest
 
-from helpers.trainings import CASES, Adapter, Case, Run, Trained, expected, fit_in_processes
+from helpers.trainings import CASES, Adapter, Fit, Trained, TrainerCase, expected, fit_in_processes
 from helpers.yardstick import ENDS, EPOCHS, MAX_GRAD_NORM, SAMPLES, STOPS, UPDATES
 
-RESUMED = Case("sgd", "adascale", clip=MAX_GRAD_NORM, schedule="cosine")
-RANDOM, ADAPTIVE = Case(dropout=0.3), Case(adaptive=True)
-TOKENS, EVALUATED = Case("sgd", tokens=True), Case("sgd", patience=1)
-Law: TypeAlias = tuple[Run, Callable[..., None]]  # a training, and what is checked of it
+RESUMED = TrainerCase("sgd", "adascale", clip=MAX_GRAD_NORM, schedule="cosine")
+RANDOM, ADAPTIVE = TrainerCase(dropout=0.3), TrainerCase(adaptive=True)
+TOKENS, EVALUATED = TrainerCase("sgd", tokens=True), TrainerCase("sgd", patience=1)
+Law: TypeAlias = tuple[Fit, Callable[..., None]]  # a training, and what is checked of it
 Test = TypeVar("Test", bound=Callable[..., None])
 
 
@@ -54,35 +54,35 @@ class Conformance:
     # One process. ----------------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("case", CASES, ids=str)
-    def test_whole_batches(self, case: Case, tmp_path: Path) -> None:
-        self.hold([(Run(case, tmp_path), self.check)])
+    def test_whole_batches(self, case: TrainerCase, tmp_path: Path) -> None:
+        self.hold([(Fit(case, tmp_path), self.check)])
 
     @needs("tokens")
     def test_whole_batches_of_tokens(self, tmp_path: Path) -> None:
-        self.hold([(Run(TOKENS, tmp_path), self.check)])
+        self.hold([(Fit(TOKENS, tmp_path), self.check)])
 
     @needs("looks at losses")
     def test_a_mean_over_tokens_that_are_not_counted_is_warned_of(self, tmp_path: Path) -> None:
         with pytest.warns(UserWarning, match="must be a (mean|sum) over rows, but that of . rows is") as caught:
-            Run(replace(TOKENS, uncounted=True), tmp_path).fit(self.adapter)
+            Fit(replace(TOKENS, uncounted=True), tmp_path).fit(self.adapter)
         assert inspect.getfile(type(self.adapter)) in [one.filename for one in caught]  # the line of the script
 
     def test_resumes_at_five_places(self, tmp_path: Path) -> None:
-        self.hold([(Run(RESUMED, tmp_path / "whole", STOPS), self.check), *self.resumes(RESUMED, tmp_path, self.check)])
+        self.hold([(Fit(RESUMED, tmp_path / "whole", STOPS), self.check), *self.resumes(RESUMED, tmp_path, self.check)])
 
     @needs("to the last bit")
     @pytest.mark.parametrize("case", [RANDOM, replace(RANDOM, workers=1)], ids=str)
-    def test_resumes_to_the_last_bit(self, case: Case, tmp_path: Path) -> None:
+    def test_resumes_to_the_last_bit(self, case: TrainerCase, tmp_path: Path) -> None:
         self.hold(self.random(case, tmp_path))
 
     @needs("controller")
     def test_a_controller_resumes(self, tmp_path: Path) -> None:
-        whole = Run(ADAPTIVE, tmp_path / "whole", STOPS), self.check_adaptive
+        whole = Fit(ADAPTIVE, tmp_path / "whole", STOPS), self.check_adaptive
         self.hold([whole, *self.resumes(ADAPTIVE, tmp_path, self.check_adaptive)])
 
     @needs("evaluation")
     def test_evaluation_and_early_stopping(self, tmp_path: Path) -> None:
-        self.hold([(Run(EVALUATED, tmp_path), self.check_evaluated)])
+        self.hold([(Fit(EVALUATED, tmp_path), self.check_evaluated)])
 
     # Several processes. ----------------------------------------------------------------------------------------------
 
@@ -102,17 +102,17 @@ class Conformance:
         """Check all laws on two processes, and resumes on another number of them."""
         one, two = folder / "one", folder / "two"
         alone = wrapper if wrapper == "fsdp2" else ""  # whose states are those of shards
-        self.hold([(Run(RESUMED, one / "whole", STOPS), self.check)], 1, alone)
+        self.hold([(Fit(RESUMED, one / "whole", STOPS), self.check)], 1, alone)
         # Without workers, for whose end a forked process waits five seconds.
-        laws: list[Law] = [(Run(replace(case, workers=0), two / str(case)), self.check) for case in CASES]
-        laws += [(Run(RESUMED, two / "whole", STOPS), self.check), *self.resumes(RESUMED, one, self.check)]
+        laws: list[Law] = [(Fit(replace(case, workers=0), two / str(case)), self.check) for case in CASES]
+        laws += [(Fit(RESUMED, two / "whole", STOPS), self.check), *self.resumes(RESUMED, one, self.check)]
         laws += self.random(RANDOM, two / "random") if "to the last bit" in self.features else []
         for feature, case, check in (
             ("tokens", TOKENS, self.check),
             ("controller", ADAPTIVE, self.check_adaptive),
             ("evaluation", EVALUATED, self.check_evaluated),
         ):
-            laws += [(Run(case, two / feature), check)] if feature in self.features else []
+            laws += [(Fit(case, two / feature), check)] if feature in self.features else []
         self.hold(laws, 2, wrapper)
         self.hold(self.resumes(RESUMED, two, self.check), 1, alone)
 
@@ -128,43 +128,43 @@ class Conformance:
         for each, (run, check) in zip(trained, laws, strict=True):
             check(each, run.case)
 
-    def resumes(self, case: Case, folder: Path, check: Callable[..., None]) -> list[Law]:
+    def resumes(self, case: TrainerCase, folder: Path, check: Callable[..., None]) -> list[Law]:
         """Return what resumes what was saved in `folder / "whole"`; dropout must not depend on the seed."""
         places = {stop: folder / "whole" / f"at-{stop}" for stop in STOPS}
         return [
-            (Run(case, folder / f"after-{stop}", resume=place, seed=99), partial(check, since=stop))
+            (Fit(case, folder / f"after-{stop}", resume=place, seed=99), partial(check, since=stop))
             for stop, place in places.items()
         ]
 
-    def random(self, case: Case, folder: Path) -> list[Law]:
+    def random(self, case: TrainerCase, folder: Path) -> list[Law]:
         """Return a training with dropout, and what resumes it, which must end with the same weights to the last bit."""
         whole: list[Trained] = []
 
-        def check(trained: Trained, case: Case, since: int = 0) -> None:
+        def check(trained: Trained, case: TrainerCase, since: int = 0) -> None:
             whole.extend([] if since else [trained])
             assert (trained.weights - whole[0].weights).abs().max() == 0, since
             assert [*trained.losses] == [*whole[0].losses[since:]], since
 
-        return [(Run(case, folder / "whole", STOPS), check), *self.resumes(case, folder, check)]
+        return [(Fit(case, folder / "whole", STOPS), check), *self.resumes(case, folder, check)]
 
-    def expected(self, case: Case, **options: Any) -> Trained:
+    def expected(self, case: TrainerCase, **options: Any) -> Trained:
         """Return the training by hand; a trainer whose optimizers are not torch's says what they compute."""
         return expected(replace(case, workers=0, wrapper=""), **options)
 
-    def check(self, trained: Trained, case: Case, since: int = 0, until: int = UPDATES) -> None:
+    def check(self, trained: Trained, case: TrainerCase, since: int = 0, until: int = UPDATES) -> None:
         """Compare a training, or what is left of it after an update, with that by hand."""
         by_hand = self.expected(case, updates=until)
         self.close(trained, by_hand, since)
         assert (trained.updates, trained.samples) == (by_hand.updates, by_hand.samples)
 
-    def check_evaluated(self, trained: Trained, case: Case) -> None:
+    def check_evaluated(self, trained: Trained, case: TrainerCase) -> None:
         """Compare what was evaluated, and the end after the epoch in which it did not rise."""
         by_hand = [self.expected(case, updates=end).evaluations[0] for end in ENDS[:2]]
         assert by_hand[1] < by_hand[0]
         np.testing.assert_allclose(trained.evaluations, by_hand, rtol=max(self.tolerance, 1e-6))  # of float32
         self.check(trained, case, until=ENDS[1])
 
-    def check_adaptive(self, trained: Trained, case: Case, since: int = 0) -> None:
+    def check_adaptive(self, trained: Trained, case: TrainerCase, since: int = 0) -> None:
         """Compare with a training by hand of the batch sizes that the controller has chosen."""
         assert len(set(trained.sizes)) > 3
         assert trained.samples == EPOCHS * SAMPLES

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 import variable_batch_size as vbs
 from helpers.accelerate_adapter import Accelerate, reset
 from helpers.trainer_examples import run_script
-from helpers.trainings import Case, expected
+from helpers.trainings import TrainerCase, expected
 from helpers.yardstick import EPOCHS, MICROBATCH, REF, TRACE, UPDATES, Samples, difference, in_processes, network
 
 
@@ -52,13 +52,13 @@ def train(model, optimizer, loader):
 def prepare_loader():
     """Neither a plain loop nor `vbs.updates` reads what Accelerate deals once more."""
     accelerator = Accelerator(cpu=True)
-    model, optimizer, loader = objects(Case(), accelerator)
+    model, optimizer, loader = objects(TrainerCase(), accelerator)
     for read in list, lambda prepared: list(vbs.updates(prepared, optimizer)):
         with pytest.raises(RuntimeError, match=r"must be read as it is, .* once more, as by accelerator.prepare\("):
             read(accelerator.prepare(loader))
     assert optimizer.updates == 0
     train(model, optimizer, loader)
-    assert difference(model, expected(Case()).weights) < 1e-12
+    assert difference(model, expected(TrainerCase()).weights) < 1e-12
 
 
 def test_a_prepared_loader_is_refused_on_several_processes():
@@ -67,18 +67,18 @@ def test_a_prepared_loader_is_refused_on_several_processes():
 
 def test_a_prepared_loader_deals_right_on_one_process():
     accelerator = Accelerator(cpu=True)
-    model, optimizer, loader = objects(Case(), accelerator)
+    model, optimizer, loader = objects(TrainerCase(), accelerator)
     train(model, optimizer, accelerator.prepare(loader))
-    assert difference(model, expected(Case()).weights) < 1e-12
+    assert difference(model, expected(TrainerCase()).weights) < 1e-12
     reset()
-    model, optimizer, loader = objects(Case(), accelerator := Accelerator(cpu=True))
+    model, optimizer, loader = objects(TrainerCase(), accelerator := Accelerator(cpu=True))
     loader = accelerator.prepare(loader)
     while optimizer.updates < UPDATES:
         for update in vbs.updates(loader, optimizer):
             for x, target in update:
                 optimizer.backward(cross_entropy(model(x), target))
                 optimizer.step()
-    assert difference(model, expected(Case()).weights) < 1e-12
+    assert difference(model, expected(TrainerCase()).weights) < 1e-12
 
 
 # What accelerators do. -------------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ def test_bfloat16():
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     model = accelerator.prepare_model(network().float())
     sampler = vbs.CustomSampler(Samples(), TRACE, minibatch_size=MICROBATCH)
-    optimizer = vbs.CustomOptimizer(Case().optimizer(model), sampler, REF, rule="root", model=model)
+    optimizer = vbs.CustomOptimizer(TrainerCase().optimizer(model), sampler, REF, rule="root", model=model)
     losses = []
     for _ in range(EPOCHS):
         for x, target in DataLoader(Samples(), batch_sampler=sampler):
@@ -98,14 +98,14 @@ def test_bfloat16():
             optimizer.log(loss=loss)
             if optimizer.step():
                 losses.append(float(optimizer.logged["loss"]))
-    assert losses == pytest.approx(expected(Case()).losses, rel=2e-2)
+    assert losses == pytest.approx(expected(TrainerCase()).losses, rel=2e-2)
 
 
 def test_an_overflow_skips_the_update():
     """With a GradScaler, as "fp16" brings one on an accelerator; the overflow is in the third update."""
     accelerator = Accelerator(cpu=True)
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    model, optimizer, loader = objects(Case(), accelerator)
+    model, optimizer, loader = objects(TrainerCase(), accelerator)
     updated = []
     for x, target in loader:
         loss = cross_entropy(model(x), target) * (torch.inf if optimizer.updates == 2 else 1)

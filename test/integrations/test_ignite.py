@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from helpers.ignite_adapter import Ignite, Script
 from helpers.trainer_examples import run_script
-from helpers.trainings import Case, expected
+from helpers.trainings import TrainerCase, expected
 from helpers.yardstick import ENDS, MICROBATCH, SAMPLES, SIZES, TRACE, UPDATES, Samples, network, weights
 from variable_batch_size.integrations.ignite import VariableBatchEngine, create_supervised_trainer, variable_batch
 
@@ -67,7 +67,7 @@ def test_a_run_that_ends_early_continues(end):
         script.run()
     assert script.trainer.state.iteration == script.trainer.optimizer.updates == 14
     script.run()
-    torch.testing.assert_close(weights(script.model), expected(Case()).weights, rtol=0, atol=1e-12)
+    torch.testing.assert_close(weights(script.model), expected(TrainerCase()).weights, rtol=0, atol=1e-12)
 
 
 def test_the_end_of_the_sampler_ends_the_run():
@@ -93,7 +93,7 @@ SCHEDULES = {
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules_of_ignite_count_updates(name):
     """The rates are those of Ignite itself in as many iterations; that of the page ends at 0."""
-    script, rates = Script(Case("sgd", "constant")), list[float]()
+    script, rates = Script(TrainerCase("sgd", "constant")), list[float]()
     script.trainer.add_event_handler(Events.ITERATION_STARTED, SCHEDULES[name](script.inner))
     script.run()
     inner = SGD([torch.zeros(1)], lr=0.1)
@@ -107,7 +107,7 @@ def test_schedules_of_ignite_count_updates(name):
 
 
 def test_metrics_weigh_by_samples():
-    script = Script(Case("sgd"), output_transform=lambda x, y, y_pred, loss: (y_pred, y, loss.item()))
+    script = Script(TrainerCase("sgd"), output_transform=lambda x, y, y_pred, loss: (y_pred, y, loss.item()))
     trainer = script.trainer
     Loss(cross_entropy, output_transform=lambda output: output[:2]).attach(trainer, "loss")
     Accuracy(output_transform=lambda output: output[:2]).attach(trainer, "accuracy")
@@ -115,7 +115,7 @@ def test_metrics_weigh_by_samples():
     last = note(script, Events.ITERATION_COMPLETED, lambda: trainer.state.metrics["last"])
     means = note(script, Events.EPOCH_COMPLETED, lambda: [trainer.state.metrics[name] for name in ("loss", "accuracy")])
     script.run()
-    losses = expected(Case("sgd")).losses
+    losses = expected(TrainerCase("sgd")).losses
     assert last == pytest.approx(losses, rel=1e-6)
     for (mean, accuracy), begin, end in zip(means, (0, *ENDS), ENDS, strict=False):
         sizes = [*SIZES[begin:end]]

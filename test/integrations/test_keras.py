@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 from helpers.keras_adapter import ByHand, CaseModel, Keras
 from helpers.keras_backend import keras
 from helpers.pages import ROOT
-from helpers.trainings import Case
+from helpers.trainings import TrainerCase
 from helpers.yardstick import CLASSES, ENDS, FEATURES, MICROBATCH, SAMPLES, SIZES, TRACE, UPDATES, Samples, samples
 from variable_batch_size.integrations.keras import VariableBatchCheckpoint, VariableBatchModel, VariableBatchModelMixin
 
@@ -270,7 +270,7 @@ def test_what_is_refused(tmp_path):
         ),
         (lambda: VariableBatchModel(own(), trace=8), TypeError, "must have the train_step of keras.Model, got .*Mixin"),
         (
-            lambda: VariableBatchModel(CaseModel(Case()), trace=8),
+            lambda: VariableBatchModel(CaseModel(TrainerCase()), trace=8),
             TypeError,
             "must have the compute_loss of keras.Model",
         ),

@@ -34,11 +34,11 @@ from helpers.lightning_adapter import (
     trainer,
 )
 from helpers.pages import DOCS
-from helpers.trainings import Case, expected
+from helpers.trainings import TrainerCase, expected
 from helpers.yardstick import ENDS, SAMPLES, UPDATES, Samples, mean_loss, network, samples, weights
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in ALLOWED]
-PLAIN = Case("sgd")
+PLAIN = TrainerCase("sgd")
 
 
 class TestLightning(Conformance):
@@ -118,7 +118,7 @@ class Watched(Module):
 
 
 def test_logs_are_means_over_updates_and_hooks_see_whole_gradients(tmp_path):
-    module, monitor = Watched(Case("sgd", schedule="step")), callbacks.LearningRateMonitor("step")
+    module, monitor = Watched(TrainerCase("sgd", schedule="step")), callbacks.LearningRateMonitor("step")
     run = fit(module, logger=CSVLogger(tmp_path), callbacks=[monitor], log_every_n_steps=2, gradient_clip_val=9.0)
     rows = np.genfromtxt(next(tmp_path.rglob("metrics.csv")), delimiter=",", names=True)
     rows = rows[~np.isnan(rows["vbsglobal_batch_size"])]
@@ -211,7 +211,7 @@ def test_two_optimizers(tmp_path):
     run = fit(module, callbacks=[SaveAt(tmp_path, [28])], enable_checkpointing=True)
     assert run.global_step == 2 * UPDATES  # Lightning counts the steps of both
     for net, inner in (module.first, "sgd"), (module.second, "adamw"):
-        by_hand = expected(Case(inner, schedule="step")).weights
+        by_hand = expected(TrainerCase(inner, schedule="step")).weights
         torch.testing.assert_close(weights(net), by_hand, rtol=0, atol=1e-12)
     fit(again, ckpt_path=tmp_path / "at-28.ckpt")
     assert torch.equal(weights(again), weights(module))

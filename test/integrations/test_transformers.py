@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset
 
 from helpers import fsdp2_on_cpu
 from helpers.trainer_examples import run_script
-from helpers.trainings import LENGTH, VOCABULARY, Case, Texts, expected
+from helpers.trainings import LENGTH, VOCABULARY, Texts, TrainerCase, expected
 from helpers.transformers_adapter import QUIET, CaseTrainer, Model, Rows, Transformers, trained, trainer_of
 from helpers.yardstick import (
     ENDS,
@@ -35,7 +35,7 @@ from helpers.yardstick import (
 )
 from variable_batch_size.integrations.transformers import VariableBatchMixin
 
-TEXTS = Case("sgd", tokens=True, clip=MAX_GRAD_NORM)
+TEXTS = TrainerCase("sgd", tokens=True, clip=MAX_GRAD_NORM)
 CHECKPOINTING = "activation_checkpointing"  # its name since transformers 5.20
 if CHECKPOINTING not in hf.TrainingArguments.__dataclass_fields__:
     CHECKPOINTING = "gradient_checkpointing"
@@ -47,7 +47,7 @@ class TestTransformers(Conformance):
 
 
 def test_what_it_logs(tmp_path):
-    trainer = trained(tmp_path, Case("sgd", "adascale"), lr_scheduler_type="linear")
+    trainer = trained(tmp_path, TrainerCase("sgd", "adascale"), lr_scheduler_type="linear")
     *steps, end = trainer.state.log_history
     assert [row["batch_size"] for row in steps][:10] == SIZES[:10]
     assert [row["epoch"] for row in steps] == pytest.approx([row["samples"] / SAMPLES for row in steps])
@@ -99,8 +99,8 @@ class Leaves(hf.TrainerCallback):
 
 
 def test_the_rest_of_an_epoch_that_a_callback_leaves_comes_next(tmp_path):
-    trainer = trained(tmp_path, Case(workers=1), callbacks=[Leaves()])
-    by_hand = expected(Case(), updates=ENDS[1])  # in three epochs of Trainer
+    trainer = trained(tmp_path, TrainerCase(workers=1), callbacks=[Leaves()])
+    by_hand = expected(TrainerCase(), updates=ENDS[1])  # in three epochs of Trainer
     torch.testing.assert_close(weights(trainer.model), by_hand.weights, rtol=0, atol=1e-12)
 
 
@@ -188,7 +188,7 @@ def test_trainers_of_trl(tmp_path):
 
 class Stream(IterableDataset[Any]):
     def __iter__(self):
-        return map(Rows(Case()).__getitem__, range(SAMPLES))
+        return map(Rows(TrainerCase()).__getitem__, range(SAMPLES))
 
 
 def test_a_stream_is_read_in_order_and_resumes(tmp_path):
@@ -209,12 +209,12 @@ class Weighted(CaseTrainer):
 def test_a_loss_that_is_no_mean_is_found_and_the_check_changes_nothing(tmp_path):
     with pytest.warns(UserWarning, match=r"depend on how they are cut.*or pass check_loss=False"):
         trained(tmp_path, kind=Weighted, max_steps=1)
-    found = [trained(tmp_path, Case(dropout=0.3), options={"check_loss": check}) for check in (True, False)]
+    found = [trained(tmp_path, TrainerCase(dropout=0.3), options={"check_loss": check}) for check in (True, False)]
     assert difference(found[0].model, weights(found[1].model)) == 0
 
 
 def test_a_schedule_that_counts_batches_is_found(tmp_path):
-    model = Model(Case())
+    model = Model(TrainerCase())
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizers = inner, hf.get_cosine_schedule_with_warmup(inner, 5, 3 * math.ceil(SAMPLES / MICROBATCH))
     with pytest.warns(UserWarning, match="is the number of batches of 3 epochs of the loader, which have 26 updates"):

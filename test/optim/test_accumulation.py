@@ -6,13 +6,10 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 import variable_batch_size as vbs
-from helpers.properties import examples
-from helpers.reference import ADAM, SGD, assert_equal, batches, filled, network, training, twin
+from helpers.reference import assert_equal, network, training, twin
 from variable_batch_size.backend import LocalBackend
 from variable_batch_size.backend.sent_numbers import SentNumbers
 from variable_batch_size.optim.sums.participation import Participation
@@ -90,73 +87,6 @@ def test_a_replay_has_no_effect_even_if_it_is_non_finite_and_may_skip_backward(s
         assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, (5, 1, 2), dataset_size=8))
 
 
-# Which parameters take part in an update: those that have a gradient. -------------------------------------------------
-
-
-class Sparse(nn.Module):
-    """A sample uses a layer if the layer's number is below `limit * x[0]`; some updates use none but the first."""
-
-    def __init__(self, limit):
-        super().__init__()
-        self.limit = limit
-        self.layers = nn.ModuleList(nn.Linear(3, 2).double() for _ in range(4))
-
-    def forward(self, x):
-        y = self.layers[0](x)
-        for number, layer in enumerate(self.layers[1:]):
-            chosen = x[:, 0] * self.limit > number
-            if chosen.any():
-                y = y.index_add(0, chosen.nonzero()[:, 0], layer(x[chosen]))
-        return y
-
-
-INNER = {
-    "SGD": lambda parameters: torch.optim.SGD(parameters, **SGD),
-    "AdamW": lambda parameters: torch.optim.AdamW(parameters, **ADAM),
-    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
-}
-
-
-def plain(model, sizes, inner, skip=0):
-    """One big batch an update, with torch alone."""
-    run, optimizer = training(model=model), INNER[inner](model.parameters())
-    for batch in list(batches(sizes, 50))[skip:]:
-        optimizer.zero_grad()
-        run.loss(batch.tolist()).backward()
-        optimizer.step()
-    return run.weights()
-
-
-def ours(model, sizes, inner, backend, **options):
-    return training(
-        vbs.ConstantOptimizer,
-        sizes,
-        model=model,
-        backend=backend,
-        inner=lambda parameters, **_: INNER[inner](parameters),
-        **options,
-    )
-
-
-@given(
-    sizes=st.lists(st.integers(1, 12), min_size=2, max_size=8),
-    minibatch_size=st.sampled_from([1, 2, 4, 8]),
-    limit=st.sampled_from([0.5, 1.0, 2.0, 4.0]),
-    inner=st.sampled_from(sorted(INNER)),
-    world=st.integers(1, 3),
-    options=st.sampled_from([{}, {}, {"noise": "microbatches"}, {"noise": "differenced"}]),
-)
-@examples(150)
-def test_a_parameter_takes_part_where_it_does_in_plain_torch(sizes, minibatch_size, limit, inner, world, options):
-    def train(backend):
-        run = ours(filled(Sparse(limit)), sizes, inner, backend, minibatch_size=minibatch_size, **options)
-        return run.run(len(sizes))
-
-    expected = plain(filled(Sparse(limit)), sizes, inner)
-    for run in run_ranks(train, world):
-        assert_equal(run.weights(), expected)
-
-
 # ------------------------------------------------------------------------------------------------------ several ranks
 
 
@@ -224,15 +154,3 @@ def test_a_flag_that_is_not_read_at_once_raises_some_updates_later(late):
     with pytest.raises(RuntimeError, match=changed):  # noqa: PT012 (in one of these updates)
         for _ in range(2 * READ_EVERY):
             update(True, False)
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-5)])
-def test_repeated_rows_weigh_as_their_samples(dtype, tolerance):
-    """A microbatch of a fixed shape has some samples several times."""
-    sizes = [5, 9, 6, 1, 7]
-    found = [
-        training(sizes=sizes, dtype=dtype, sampling={"fixed_shape": fixed}).run(len(sizes)).weights()
-        for fixed in (False, True)
-    ]
-    for one, other in zip(*found, strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * np.abs(one).max())

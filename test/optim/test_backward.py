@@ -126,34 +126,6 @@ def test_hooks_are_removed_after_some_updates():
     model(torch.ones(1, 3).double()).sum().backward()  # the hooks of an optimizer that is gone do nothing
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_several_backwards_and_checkpointed_layers_are_accumulations(reentrant):
-    class Shared(nn.Module):
-        """A layer that is used three times, twice in a segment that is computed again in backward."""
-
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(3, 3).double()
-            self.last = nn.Linear(3, 2).double()
-
-        def forward(self, x):
-            x = x.requires_grad_(True)
-            for _ in range(2):
-                x = checkpoint(self.layer, x, use_reentrant=reentrant)
-            return self.last(self.layer(x))
-
-    run, plain = training(model=filled(Shared())), training(model=filled(Shared()))
-    for indices in run.sampler:
-        loss = run.loss(indices)
-        (loss / 4).backward(retain_graph=True)
-        (loss * 3 / 4).backward()
-        run.optimizer.step()
-    for indices in plain.sampler:
-        plain.loss(indices).backward()
-        plain.optimizer.step()
-    assert_equal(run.weights(), plain.weights())
-
-
 # optimizer.backward(loss). --------------------------------------------------------------------------------------------
 
 

@@ -35,44 +35,6 @@ def usual(**options):
     return divided({"tokens": TOKENS, "rows": ROWS}, SIZES, **options)
 
 
-sparse = st.lists(st.sampled_from([0.0, 0.0, 0.0, 0.25, 1.5]), min_size=DATASET, max_size=DATASET)
-ragged = st.lists(st.one_of(st.just(0), st.integers(0, 30)), min_size=DATASET, max_size=DATASET)
-some_sizes = st.lists(st.integers(1, 30), min_size=1, max_size=6)
-
-
-@given(
-    tokens=ragged,
-    marked=sparse,
-    rows=st.booleans(),
-    sizes=some_sizes,
-    world=st.integers(1, 3),
-    minibatch_size=st.integers(1, 9),
-    fixed_shape=st.booleans(),
-    max_grad_norm=st.sampled_from([None, 0.5]),
-    reduction=st.sampled_from(["mean", "sum"]),
-)
-@examples(80)
-def test_an_update_is_that_of_the_sum_of_means_over_all_that_each_term_counts(
-    tokens, marked, rows, sizes, world, fixed_shape, **options
-):
-    """Also where a microbatch, a rank or an update has none of them."""
-    numbers = {"tokens": torch.tensor(tokens).double(), "marked": torch.tensor(marked).double()}
-    numbers |= {"rows": ROWS} if rows else {}
-
-    def train(backend):
-        begun = divided(numbers, sizes, backend=backend, sampling={"fixed_shape": fixed_shape}, **options)
-        return begun.train(len(sizes)), begun.run.weights(), begun.run.optimizer.grad_norm
-
-    batches = batches_of(sizes)
-    counted = [any(number[batch].sum() > 0 for number in numbers.values()) for batch in batches]
-    expected = plain(numbers, batches, options["max_grad_norm"])
-    for made, weights, norm in run_ranks(train, world):
-        assert made == counted
-        assert_equal(weights, expected, 1e-11)
-        assert (norm is None) == (options["max_grad_norm"] is None)
-        assert norm is None or bool(norm.isnan()) == (not counted[-1])
-
-
 def test_the_totals_are_those_of_all_ranks_and_take_one_sum_more():
     def train(backend):
         begun, found = usual(backend=backend), []

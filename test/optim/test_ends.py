@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import variable_batch_size as vbs
 from helpers.properties import examples
 from helpers.reference import assert_equal, training
-from helpers.runs import Case, Run, cases, read_ahead, together
+from helpers.runs import LoggedTraining, Sampling, read_ahead, samplings, together
 from helpers.schedules import counter
 from variable_batch_size.testing import run_ranks
 
@@ -19,16 +19,16 @@ ENDLESS = {"trace": vbs.BatchTrace.of([7, 3, 12, 1, 5], on_end="cycle"), "datase
 
 def ending(**end):
     arguments = {**ENDLESS, "drop_last": False, "fixed_shape": False, "seed": 3, "epochs": 4, **end}
-    return Case(**arguments)
+    return Sampling(**arguments)
 
 
-@given(cases(largest_dataset=60), st.integers(1, 4), st.integers(0, 9))
+@given(samplings(largest_dataset=60), st.integers(1, 4), st.integers(0, 9))
 @examples(60)
 def test_an_ordinary_loop_ends_with_the_training(case, size, ahead):
     """On every rank, after exactly the updates and samples; the epochs that follow are empty."""
 
     def train(backend):
-        run = Run(case, backend)
+        run = LoggedTraining(case, backend)
         for epoch in range(case.epochs):
             assert run.optimizer.done == (epoch > 0 and case.ended_after(epoch - 1))
             run.set_epoch(epoch)
@@ -43,7 +43,7 @@ def test_an_ordinary_loop_ends_with_the_training(case, size, ahead):
 
 
 @given(
-    cases(largest_dataset=60),
+    samplings(largest_dataset=60),
     st.sampled_from(["epochs", "progress", "samples", "updates"]),
     st.integers(0, 200),
     st.data(),
@@ -68,9 +68,9 @@ def test_remaining_epochs_ends_with_the_epoch_that_reaches_another_measure(case,
                     return run
         return run
 
-    begun = Run(case)
+    begun = LoggedTraining(case)
     train(begun)
-    resumed = Run(case)
+    resumed = LoggedTraining(case)
     resumed.optimizer.load_state_dict(begun.optimizer.state_dict())
     train(resumed)
     expected, number = [], 0
@@ -83,7 +83,7 @@ def test_remaining_epochs_ends_with_the_epoch_that_reaches_another_measure(case,
 
 
 def test_an_epoch_that_was_left_early_is_not_repeated():
-    run = Run(ending())
+    run = LoggedTraining(ending())
 
     def loop():
         for epoch in vbs.remaining_epochs(run.sampler, run.optimizer, 3):

@@ -7,7 +7,7 @@ import torch
 
 import variable_batch_size as vbs
 from helpers.loops import CASE, InThread, begun, epoch_steps, take, with_prefetching
-from helpers.runs import Run, read_ahead, together
+from helpers.runs import LoggedTraining, read_ahead, together
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
@@ -23,7 +23,7 @@ READERS = {
 
 @pytest.mark.parametrize("kind", READERS)
 def test_a_loop_may_prefetch_any_constant_number(kind):
-    run = Run(CASE)
+    run = LoggedTraining(CASE)
     for epoch in range(CASE.epochs):
         run.set_epoch(epoch)
         for batch in READERS[kind](run.sampler):
@@ -54,7 +54,7 @@ def test_an_epoch_may_end_after_any_microbatch(in_hand, ahead):
 
 @with_prefetching
 def test_peeking_at_the_data_disturbs_no_iteration(ahead):
-    run = Run(CASE)
+    run = LoggedTraining(CASE)
     for epoch in range(CASE.epochs):
         run.set_epoch(epoch)
         for batch in read_ahead(run.sampler, ahead):

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 import variable_batch_size as vbs
 from helpers.loops import CASE, EACH, begun, epoch_steps, take, with_prefetching
 from helpers.properties import examples
-from helpers.runs import Run, error_of, read_ahead, together
+from helpers.runs import LoggedTraining, error_of, read_ahead, together
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
@@ -51,7 +51,7 @@ def test_raises_if_an_epoch_is_repeated_from_memory():
 
 def test_the_error_is_raised_at_the_first_read_and_not_by_iter():
     """A loader that iterates in a thread would hang: torch_xla's calls `iter` where nothing closes its queues."""
-    run = Run(replace(CASE, trace=vbs.BatchTrace.from_sizes([10] * 4), epochs=1))
+    run = LoggedTraining(replace(CASE, trace=vbs.BatchTrace.from_sizes([10] * 4), epochs=1))
     take(run, iter(run.sampler), 100)
     batches = iter(run.sampler)
     for _ in range(2):
@@ -73,7 +73,7 @@ def test_set_epoch_of_one_moves_both_and_says_what_is_skipped(name):
 @pytest.mark.parametrize("said", ["sampler", "optimizer", "sampler optimizer", "optimizer sampler optimizer"])
 @pytest.mark.parametrize("ends", [{"max_updates": 11}, {"max_samples": 45}])
 def test_epochs_after_the_end_of_the_training_are_empty(said, ends):
-    run = Run(replace(CASE, **ends))
+    run = LoggedTraining(replace(CASE, **ends))
     for epoch in range(7):
         for name in said.split():
             getattr(run, name).set_epoch(epoch)
@@ -249,7 +249,7 @@ def test_raises_if_an_iteration_continues_after_its_update_started_over():
         run.optimizer.load_state_dict(saved)
 
     saved = copy.deepcopy(begun().optimizer.state_dict())
-    again = [Run.discard_step, lambda run: run.set_epoch(0), load]
+    again = [LoggedTraining.discard_step, lambda run: run.set_epoch(0), load]
     for number, go_back in itertools.product((1, 2, 3, 4), again):
         run = begun()
         batches = iter(run.sampler)
@@ -287,7 +287,7 @@ def test_raises_if_two_iterations_alternate():
 @pytest.mark.parametrize("pending", [False, True])
 def test_a_run_that_is_restored_at_the_end_of_an_epoch_goes_on(pending):
     """If what the loop does there is to come, after an empty rest."""
-    run, state = Run(CASE), Run(CASE).train(updates=8).optimizer.state_dict()
+    run, state = LoggedTraining(CASE), LoggedTraining(CASE).train(updates=8).optimizer.state_dict()
     state["vbs"]["sampler"]["end_pending"] = pending
     run.optimizer.load_state_dict(state)
     if pending:
@@ -360,7 +360,7 @@ def test_the_last_microbatch_of_an_epoch_that_is_skipped_comes_again():
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_two_steps_a_microbatch_raise(workers):
     """Two losses, each with backward() and step(): before the weights change, or when all that was read is counted."""
-    run = Run(replace(CASE, trace=vbs.BatchTrace.from_sizes([8], on_end="hold"), dataset_size=400))
+    run = LoggedTraining(replace(CASE, trace=vbs.BatchTrace.from_sizes([8], on_end="hold"), dataset_size=400))
     message = r"was called 1 times more than|yielded (?P<read>\d+) and this is number"
     with pytest.raises(RuntimeError, match=message) as error:  # noqa: PT012
         for batch in DataLoader(range(400), batch_sampler=run.sampler, num_workers=workers):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import variable_batch_size as vbs
 from helpers.properties import examples
-from helpers.runs import Case, Run, error_of, read_ahead
+from helpers.runs import LoggedTraining, Sampling, error_of, read_ahead
 from helpers.splitting import rows_of
 from variable_batch_size.data.plan.shuffle import order
 
@@ -20,7 +20,7 @@ class Fuzz:
     """A user who calls anything at any time, and a rank that may notice."""
 
     def __init__(self, case, ahead):
-        self.run, self.ahead = Run(case), ahead
+        self.run, self.ahead = LoggedTraining(case), ahead
         self.iterations = []
         self.begun = set()  # the iterations that yielded a microbatch
         self.state = copy.deepcopy(self.run.optimizer.state_dict())
@@ -97,7 +97,7 @@ CALLS += [Fuzz.both_epochs, Fuzz.discard, Fuzz.save, Fuzz.load]
 @examples(400)
 def test_no_sequence_of_calls_trains_on_wrong_samples(sizes, dataset_size, ahead, calls):
     trace = vbs.BatchTrace.from_sizes(sizes, on_end="cycle")
-    fuzz = Fuzz(Case(trace, dataset_size, 4, False, True, 0, 3), ahead)
+    fuzz = Fuzz(Sampling(trace, dataset_size, 4, False, True, 0, 3), ahead)
     fuzz.begin(0)
     for call, argument in calls:
         error_of(lambda call=call, argument=argument: call(fuzz, argument))

@@ -20,7 +20,7 @@ from helpers.loops import CASE
 from helpers.mistakes import Mistake, check
 from helpers.models import Words
 from helpers.reference import network, training
-from helpers.runs import Run
+from helpers.runs import LoggedTraining
 from helpers.schedules import counter, sequential
 from variable_batch_size.world import World
 
@@ -86,7 +86,7 @@ def arrived(kind=vbs.ConstantOptimizer, **options):
 
 
 def remaining(until=3, by="epochs", **other):
-    run = Run(CASE)
+    run = LoggedTraining(CASE)
     own = {"sampler": run.sampler, "optimizer": run.optimizer}
     until = until(run) if callable(until) else until
     return vbs.remaining_epochs(**{**own, **{name: of(run) for name, of in other.items()}}, until=until, by=by)
@@ -403,13 +403,21 @@ LOOPS = [
     (lambda: remaining(optimizer=lambda run: run.optimizer.inner), TypeError, "optimizer must be a vbs.CustomOptimize"),
     (lambda: remaining(optimizer=lambda _: []), TypeError, "or a list of them"),
     (lambda: remaining(optimizer=lambda run: [run.optimizer, 3]), TypeError, "optimizer must be a vbs.CustomOptimizer"),
-    (lambda: remaining(optimizer=lambda _: Run(CASE).optimizer), ValueError, "needs the optimizers of the sampler"),
+    (
+        lambda: remaining(optimizer=lambda _: LoggedTraining(CASE).optimizer),
+        ValueError,
+        "needs the optimizers of the sampler",
+    ),
     (lambda: remaining(by="epoch"), ValueError, "by must be .* got 'epoch'"),
     (lambda: remaining("3"), TypeError, "until must be a finite number"),
     (lambda: remaining(-1), ValueError, "until must be a finite number"),
     (lambda: remaining(None), ValueError, "something must end the training"),
     (lambda: remaining(scheduler), ValueError, "schedule must have an end, got .* without total"),
-    (lambda: remaining(lambda _: scheduler(Run(CASE), total=1)), ValueError, "must be that of an optimizer of thi"),
+    (
+        lambda: remaining(lambda _: scheduler(LoggedTraining(CASE), total=1)),
+        ValueError,
+        "must be that of an optimizer of thi",
+    ),
     (lambda: remaining(lambda run: scheduler(run, total=1), by="samples"), ValueError, "has its own unit, got by='sam"),
     (lambda: vbs.updates([], training().sampler), TypeError, "optimizer must be a vbs.CustomOptimizer, got"),
     (lambda: vbs.updates(3, training().optimizer), TypeError, "loader must be iterable, got"),

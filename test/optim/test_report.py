@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import variable_batch_size as vbs
 from helpers.properties import examples
 from helpers.reference import batches, data, gradient, training
-from helpers.runs import Run, cases
+from helpers.runs import LoggedTraining, samplings
 from variable_batch_size.backend import LocalBackend
 from variable_batch_size.testing import run_ranks
 
@@ -92,11 +92,11 @@ def test_logged_means_are_columns(tmp_path):
     assert table["accuracy"].tolist() == [0.5] * 3
 
 
-@given(cases(largest_dataset=60), st.booleans())
+@given(samplings(largest_dataset=60), st.booleans())
 @examples(60)
 def test_the_fraction_of_the_training_that_is_done(case, known):
     """It grows, and is 1 at the end if the end is known."""
-    run, found = Run(case), [0.0]
+    run, found = LoggedTraining(case), [0.0]
     epochs = case.epochs if known else None
     while run.optimizer.epoch < case.epochs and not run.optimizer.done:
         run.set_epoch(run.optimizer.epoch)

@@ -5,40 +5,16 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import variable_batch_size as vbs
 from helpers.checkpoints import checkpoint
-from helpers.properties import examples
-from helpers.reference import ADAM, REF, SGD, assert_equal, batches, training
+from helpers.reference import ADAM, SGD, assert_equal, training
 from variable_batch_size.checkpoint import events
 from variable_batch_size.checkpoint.storage import Storage
 from variable_batch_size.testing import run_ranks
 
 SIZES = (20, 7, 1, 33, 12, 50, 3, 9, 14, 2)
 INNER = {torch.optim.SGD: SGD, torch.optim.AdamW: ADAM}
-
-
-class ByHand:
-    """A plain loop with the linear rule, one big batch an update, which skips."""
-
-    def __init__(self, kind, sizes, limit, max_norm=math.inf):
-        run = training(vbs.ConstantOptimizer)
-        inner = kind(run.model.parameters(), **INNER[kind])
-        self.skipped, self.progress, self.norms = [], 0.0, []
-        for update, batch in enumerate(batches(sizes, 50)):
-            run.loss(batch.tolist()).backward()
-            norm = float(torch.nn.utils.clip_grad_norm_(run.model.parameters(), max_norm))
-            self.norms.append(norm)
-            if update > 0 and norm > (limit(len(batch)) if callable(limit) else limit):
-                self.skipped.append(update)
-            else:
-                inner.param_groups[0]["lr"] = INNER[kind]["lr"] * len(batch) / REF
-                inner.step()
-                self.progress += len(batch) / REF
-            inner.zero_grad()
-        self.weights = run.weights()
 
 
 def train(run, until):
@@ -48,37 +24,6 @@ def train(run, until):
         if not (run.step(indices) or run.optimizer.inside_step):
             skipped.append(run.optimizer.updates - 1)
     return skipped
-
-
-@examples(100)
-@given(
-    kind=st.sampled_from([*INNER]),
-    sizes=st.lists(st.integers(1, 50), min_size=3, max_size=12),
-    mu=st.floats(0.5, 4),
-    sigma=st.floats(0, 4),
-    max_norm=st.sampled_from([math.inf, 0.5]),
-    minibatch_size=st.integers(1, 9),
-    world=st.integers(1, 3),
-)
-def test_the_weights_are_those_of_a_loop_by_hand_in_any_world(kind, sizes, mu, sigma, max_norm, minibatch_size, world):
-    def limit(batch_size):
-        return math.hypot(mu, sigma / batch_size**0.5)
-
-    right = ByHand(kind, sizes, limit, max_norm)
-    options = {"inner": kind, "hyperparameters": INNER[kind], "minibatch_size": minibatch_size}
-    options |= {"skip_grad_norm": limit, "max_grad_norm": max_norm, "sizes": sizes}
-
-    def begin(backend):
-        run = training(backend=backend, **options)
-        return train(run, len(sizes)), run
-
-    for skipped, run in run_ranks(begin, world):
-        assert skipped == right.skipped
-        assert run.optimizer.skipped == len(right.skipped)
-        assert (run.optimizer.updates, run.optimizer.samples) == (len(sizes), sum(map(len, batches(sizes, 50))))
-        assert run.optimizer.progress == pytest.approx(right.progress, rel=1e-12)
-        assert_equal(run.weights(), right.weights)
-        assert float(run.optimizer.grad_norm) == pytest.approx(right.norms[-1])
 
 
 @pytest.mark.parametrize("noise", ["microbatches", "differenced"])

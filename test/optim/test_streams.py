@@ -24,7 +24,7 @@ import variable_batch_size as vbs
 from helpers.interrupts import Interrupt
 from helpers.processes import run_job
 from helpers.properties import examples
-from helpers.streams import Training, expected_rows, in_order, loss, streams_of, train_whole
+from helpers.streams import StreamTraining, expected_rows, in_order, loss, streams_of, train_whole
 from variable_batch_size.data.streams.rows import digest
 from variable_batch_size.data.streams.shards import as_text
 
@@ -43,7 +43,7 @@ def test_updates_take_the_same_rows_in_any_world_and_resume_in_any_other(seed, w
     state, found = None, []
 
     def part(backend, until):
-        run = Training(backend, sizes, streams_of(lengths, seed), tokens=tokens)
+        run = StreamTraining(backend, sizes, streams_of(lengths, seed), tokens=tokens)
         used = []
         if state is not None:
             run.load(copy.deepcopy(state))
@@ -68,7 +68,7 @@ ALONE, SLOW = vbs.backend.LocalBackend(), pytest.mark.slow("interrupts each line
 
 def killed(backend, folder, journal, stop):
     """Train, journal the rows of this rank, and end by SIGKILL within update `stop`."""
-    run = Training(backend, SIZES, streams_of(LENGTHS, 3))
+    run = StreamTraining(backend, SIZES, streams_of(LENGTHS, 3))
     with vbs.Checkpoint(folder, model=run.model, optimizer=run.optimizer, stream=run.updates) as checkpoint:
         checkpoint.restore()
         path, begun = journal / f"{run.optimizer.updates}-{backend.world.rank}", run.optimizer.updates
@@ -112,12 +112,12 @@ def test_killed_trainings_resume_on_other_numbers_of_ranks(tmp_path):
 
 def test_a_training_that_stops_in_a_pass_makes_no_further_one():
     streams = streams_of(LENGTHS, 3)
-    run = Training(ALONE, 20, streams)
+    run = StreamTraining(ALONE, 20, streams)
     run.run()
     run.run(until=6)
     assert (run.updates.passes, run.optimizer.updates) == (1, 6)
     streams = streams_of(LENGTHS, 3)
-    again = Training(ALONE, 20, streams)
+    again = StreamTraining(ALONE, 20, streams)
     again.load(run.state())
     while again.updates.passes < 3:
         again.run()
@@ -142,7 +142,7 @@ class Frozen:
 
 @pytest.mark.parametrize("resumed", [False, True])
 def test_a_state_that_stands_still_is_told(resumed):
-    run = Training(ALONE, 4, [Frozen()])
+    run = StreamTraining(ALONE, 4, [Frozen()])
     if resumed:
         run.load({**run.state(), "stream": {"version": 2, "passes": 0, "shards": [
             as_text({"ended": False, "used": 12, "own": {"state": 1}})]}})  # fmt: skip
@@ -166,7 +166,7 @@ class FrozenDataset(IterableDataset):
 
 
 def test_a_loader_whose_dataset_stands_still_raises():
-    run = Training(ALONE, 8, [StatefulDataLoader(FrozenDataset(), batch_size=4)])
+    run = StreamTraining(ALONE, 8, [StatefulDataLoader(FrozenDataset(), batch_size=4)])
     run.run(until=1)
     run.state()
     run.run(until=3)
@@ -180,7 +180,7 @@ def test_ranks_whose_keys_differ_raise(trace):
         rows = [torch.arange(number, number + 8) for number in (0, 8)]
         shift = backend.world.rank
         key = {"key": lambda item: f"rollout {item[-1] + shift * (item[-1] > 8)}"}
-        Training(backend, trace, [rows] if trace else rows, **key).run()
+        StreamTraining(backend, trace, [rows] if trace else rows, **key).run()
 
     told = pytest.raises(ValueError, match=r"all ranks must read the same items, got keys .*rollout 15.*rollout 16")
     with told, warnings.catch_warnings():
@@ -211,7 +211,7 @@ def test_an_interrupt_at_any_line_loses_no_row(file, trace):
     interrupted = True
     for line in itertools.count(1):
         stream, used = Counter(), {}
-        run = Training(ALONE, trace, [stream] if trace else stream)
+        run = StreamTraining(ALONE, trace, [stream] if trace else stream)
 
         def loop(run, used):
             for update in run.updates:
@@ -235,26 +235,26 @@ def test_an_interrupt_at_any_line_loses_no_row(file, trace):
 
 
 def test_a_stream_that_is_its_own_iterator_has_one_pass():
-    run = Training(ALONE, 5, [Counter()])
+    run = StreamTraining(ALONE, 5, [Counter()])
     run.run()
     with pytest.raises(RuntimeError, match=r"must begin anew in each pass, .* shard 0, a Counter, is its own iterator"):
         run.run()
 
 
 def test_states_and_streams_that_do_not_fit_raise():
-    run = Training(ALONE, 5, [[torch.arange(9)]])
+    run = StreamTraining(ALONE, 5, [[torch.arange(9)]])
     with pytest.raises(ValueError, match="a state of streams must be of version 2"):
         run.updates.load_state_dict({"version": 1, "ranks": []})
     with pytest.raises(ValueError, match="streams must be as many as were saved, 2, got 1"):
-        run.updates.load_state_dict(Training(ALONE, 5, [[], ()]).updates.state_dict())
+        run.updates.load_state_dict(StreamTraining(ALONE, 5, [[], ()]).updates.state_dict())
     with pytest.raises(ValueError, match=r"has streams=, vbs.updates\(\) reads them, got a list; call"):
         vbs.updates([], run.optimizer)
     with pytest.raises(IndexError, match="step must be < 2, because trace has 2 steps"):
-        Training(ALONE, [4, 5], [[torch.arange(16)]]).run()
+        StreamTraining(ALONE, [4, 5], [[torch.arange(16)]]).run()
 
 
 def test_a_checkpoint_without_the_state_of_the_streams_raises(tmp_path):
-    run = Training(ALONE, 5, [[torch.arange(9)]])
+    run = StreamTraining(ALONE, 5, [[torch.arange(9)]])
     told = pytest.raises(RuntimeError, match=r"must have the state of the streams.* pass stream=updates to Checkpoint")
     with told, vbs.Checkpoint(tmp_path, model=run.model, optimizer=run.optimizer):
         pass
@@ -275,7 +275,7 @@ class Numbers(IterableDataset[int]):
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow("starts workers"))])
 def test_a_stateful_loader_resumes(workers):
     def training():
-        return Training(ALONE, SIZES, [StatefulDataLoader(Numbers(50), batch_size=8, num_workers=workers)])
+        return StreamTraining(ALONE, SIZES, [StatefulDataLoader(Numbers(50), batch_size=8, num_workers=workers)])
 
     run = training()
     used = run.run(until=3)
@@ -290,7 +290,7 @@ def test_a_stateful_loader_resumes(workers):
 
 
 def test_a_stream_whose_items_are_all_used_skips_nothing():
-    run, again = (Training(ALONE, 4, [StatefulDataLoader(Numbers(12), batch_size=4)]) for _ in range(2))
+    run, again = (StreamTraining(ALONE, 4, [StatefulDataLoader(Numbers(12), batch_size=4)]) for _ in range(2))
     used = run.run(until=1)
     again.load(run.state())
     assert used + again.run() == [[*range(4)], [*range(4, 8)], [*range(8, 12)]]
@@ -298,7 +298,7 @@ def test_a_stream_whose_items_are_all_used_skips_nothing():
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_workers_that_do_not_share_the_rows_are_told(shared):
-    run = Training(ALONE, 4, [DataLoader(Numbers(12, shared=shared), 3, num_workers=2)])
+    run = StreamTraining(ALONE, 4, [DataLoader(Numbers(12, shared=shared), 3, num_workers=2)])
     told = r"^The workers of the loader begin with the same rows, so that .*; let each read its own part"
     with nullcontext() if shared else pytest.warns(UserWarning, match=told):
         run.run()
@@ -307,7 +307,7 @@ def test_workers_that_do_not_share_the_rows_are_told(shared):
 
 def test_ranks_that_bring_the_same_rows_are_told_and_those_of_a_whole_batch_need_them():
     def one(backend, shared):
-        run = Training(backend, None, [torch.arange(8) + shared * backend.world.rank], shared=shared)
+        run = StreamTraining(backend, None, [torch.arange(8) + shared * backend.world.rank], shared=shared)
         run.run()
         return run.optimizer.samples
 
@@ -328,12 +328,12 @@ def test_parts_that_cannot_be_joined_are_named():
     one = torch.ones(2)
     for parts in ([torch.ones(2, 3), torch.ones(2, 4)], [{"a": one}, {"a": one, "b": one}]):
         with pytest.raises(ValueError, match=r"the same fields, of the same shape but for the rows, .*collate_fn="):
-            Training(ALONE, 4, [parts]).run()
+            StreamTraining(ALONE, 4, [parts]).run()
 
 
 @pytest.mark.parametrize(("on_end", "sizes"), [("stop", [4, 5]), ("hold", [4, 5, 5, 2]), ("cycle", [4, 5, 4, 3])])
 def test_a_trace_may_end_the_loop(on_end, sizes):
-    used = Training(ALONE, vbs.BatchTrace.of([4, 5], on_end=on_end), [[torch.arange(16)]]).run()
+    used = StreamTraining(ALONE, vbs.BatchTrace.of([4, 5], on_end=on_end), [[torch.arange(16)]]).run()
     assert [len(update) for update in used] == sizes
 
 

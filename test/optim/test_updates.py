@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 import variable_batch_size as vbs
 from helpers.loops import CASE
 from helpers.properties import examples
-from helpers.runs import Run, cases, error_of, read_ahead, together
+from helpers.runs import LoggedTraining, error_of, read_ahead, samplings, together
 from variable_batch_size.testing import run_ranks
 
 
@@ -50,7 +50,7 @@ readers = st.sampled_from([one_ahead, in_groups])
 
 
 @given(
-    cases(largest_dataset=60),
+    samplings(largest_dataset=60),
     st.integers(1, 4),
     st.integers(0, 20),
     readers,
@@ -63,7 +63,7 @@ def test_a_loop_over_updates_trains_like_one_over_microbatches(
     case, size, loader_ahead, reader, framework_ahead, more, once
 ):
     def train(backend):
-        run = Run(case, backend)
+        run = LoggedTraining(case, backend)
         loader = Reading(run, loader_ahead)
         of_all = vbs.updates(loader, run.optimizer, framework_ahead + more)
         for epoch in range(case.epochs):
@@ -81,11 +81,11 @@ def test_a_loop_over_updates_trains_like_one_over_microbatches(
     assert together(run.log for run in run_ranks(train, size)) == case.steps
 
 
-@given(cases(largest_dataset=60), st.integers(0, 20), st.data())
+@given(samplings(largest_dataset=60), st.integers(0, 20), st.data())
 @examples(60)
 def test_it_continues_after_a_restore_and_its_length_is_that_of_the_whole_epoch(case, ahead, data):
     stop = data.draw(st.integers(0, len(case.steps)), label="stop")
-    begun, run = Run(case).train(updates=stop), Run(case)
+    begun, run = LoggedTraining(case).train(updates=stop), LoggedTraining(case)
     run.optimizer.load_state_dict(begun.optimizer.state_dict())
     updates = vbs.updates(Reading(run, ahead), run.optimizer)
     while run.optimizer.epoch < case.epochs:
@@ -98,7 +98,7 @@ def test_it_continues_after_a_restore_and_its_length_is_that_of_the_whole_epoch(
     assert together([begun.log]) + together([run.log]) == case.steps
 
 
-@given(cases(largest_dataset=40), st.integers(1, 3))
+@given(samplings(largest_dataset=40), st.integers(1, 3))
 @examples(30)
 def test_two_optimizers_take_turns_at_each_update(case, size):
     """As in a GAN whose generator meets the updated discriminator: each update of both uses the same samples."""
@@ -134,7 +134,7 @@ def test_two_optimizers_take_turns_at_each_update(case, size):
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_second_optimizer_that_misses_a_microbatch_raises_before_a_wrong_update(missed, whole):
     """As a generator that steps at every second microbatch only."""
-    run = Run(CASE)
+    run = LoggedTraining(CASE)
     other = vbs.ConstantOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1), run.sampler)
     number = 0
     with pytest.raises(RuntimeError, match="of all optimizers of a sampler must be called"):  # noqa: PT012
@@ -148,11 +148,11 @@ def test_a_second_optimizer_that_misses_a_microbatch_raises_before_a_wrong_updat
     assert other.updates == sum(end <= missed for end in itertools.accumulate([3, 2, 3, 1, 2, 3, 2, 1]))
 
 
-@given(cases(largest_dataset=60), st.integers(0, 20), st.sampled_from(["skip", "twice", "leave"]), st.data())
+@given(samplings(largest_dataset=60), st.integers(0, 20), st.sampled_from(["skip", "twice", "leave"]), st.data())
 @examples(100)
 def test_a_wrong_loop_raises_before_the_weights_change(case, ahead, wrong, data):
     """A microbatch that does not reach `step()`, also the first or the last of all; one that does twice; a rest."""
-    run, last = Run(case), False
+    run, last = LoggedTraining(case), False
     number = data.draw(st.integers(0, len(case.steps) - 1), label="update")
     round_index = data.draw(st.integers(0, 30), label="round")
 
@@ -197,14 +197,14 @@ class Changed(Reading):
             )
 
 
-@given(cases(largest_dataset=60), st.integers(0, 20), st.sampled_from(["leave out", "twice", "end"]), st.data())
+@given(samplings(largest_dataset=60), st.integers(0, 20), st.sampled_from(["leave out", "twice", "end"]), st.data())
 @examples(150)
 def test_a_loader_that_changes_the_microbatches_raises(case, ahead, wrong, data):
     """Before a second wrong update, or at the end of the epoch if the loader prefetches.
 
     But where the first one of an epoch is left out, which looks like a loader that reads one more ahead.
     """
-    run = Run(case)
+    run = LoggedTraining(case)
     epoch = data.draw(st.sampled_from([epoch for epoch, updates in enumerate(case.updates) if updates]))
     rounds = [-(-len(step[2]) // case.minibatch_size) for step in case.steps if step[0] == epoch]
     first = int(wrong == "leave out")
@@ -228,7 +228,7 @@ def test_a_loader_that_changes_the_microbatches_raises(case, ahead, wrong, data)
 
 @pytest.mark.parametrize("sizes", [[40], [20], [15]])  # of one, two and three updates in an epoch
 def test_a_loop_that_was_left_in_an_update_raises_when_the_next_one_begins(sizes):
-    run = Run(replace(CASE, trace=vbs.BatchTrace.from_sizes(sizes, on_end="hold")))
+    run = LoggedTraining(replace(CASE, trace=vbs.BatchTrace.from_sizes(sizes, on_end="hold")))
     for update in vbs.updates(Reading(run, 0), run.optimizer):
         run.take(next(iter(update)))
         break
@@ -245,7 +245,7 @@ def test_a_loop_that_was_left_in_an_update_raises_when_the_next_one_begins(sizes
 
 def test_a_loop_that_goes_on_after_discard_step_is_told_to_end():
     """`except RuntimeError: optimizer.discard_step(); continue`."""
-    run = Run(CASE)
+    run = LoggedTraining(CASE)
     with pytest.raises(RuntimeError, match=r"^the loop must end after .*; break, and begin a new loop"):  # noqa: PT012
         for update in vbs.updates(run.sampler, run.optimizer):
             run.take(next(iter(update)))
@@ -257,7 +257,7 @@ def test_a_loop_that_goes_on_after_discard_step_is_told_to_end():
 
 
 def test_an_update_must_be_read_within_its_turn():
-    run = Run(CASE)
+    run = LoggedTraining(CASE)
     updates = iter(vbs.updates(run.sampler, run.optimizer))
     first = next(updates)
     microbatches = list(first)
@@ -272,7 +272,7 @@ def test_an_update_must_be_read_within_its_turn():
 
 
 def test_a_loader_of_something_else_raises():
-    run = Run(CASE)
+    run = LoggedTraining(CASE)
     with pytest.raises(RuntimeError, match=r"of the optimizer's sampler, but it yields more than epoch 0 has"):
         list(vbs.updates([[1]] * 99, run.optimizer, ahead=99))
     with pytest.raises(RuntimeError, match=r"but it ended with 1 of the 3 of update 0; create it with batch_sampler"):
@@ -287,7 +287,7 @@ class Itself(Dataset[list[int]]):
 
 
 def test_a_custom_sampler_must_be_the_batch_sampler_of_a_loader():
-    run = Run(CASE)
+    run = LoggedTraining(CASE)
     wrong = DataLoader(range(40), 8, sampler=run.sampler)
     with pytest.raises(ValueError, match=r"with sampler=, which collects batch_size=8 of them; pass it as batch_sampl"):
         vbs.updates(wrong, run.optimizer)

@@ -19,8 +19,8 @@ from torch_xla.distributed.parallel_loader import MpDeviceLoader  # noqa: E402
 import variable_batch_size as vbs  # noqa: E402
 from helpers.xla_training import (  # noqa: E402
     SAMPLES,
-    Case,
     Job,
+    XlaCase,
     measure,
     overflow,
     part,
@@ -41,11 +41,11 @@ WIDTHS = iter(range(5, 100))  # hidden units of the trainings whose compilations
 
 
 def watched(kind, seed, cores, *options, **more):
-    return Job(cores, watch, (Case(kind, MANY[seed], 8, width=next(WIDTHS), **more), WARM, *options))
+    return Job(cores, watch, (XlaCase(kind, MANY[seed], 8, width=next(WIDTHS), **more), WARM, *options))
 
 
 def measured(dtype, cores):
-    return Job(cores, measure, (Case(vbs.ConstantOptimizer, MANY[2][:30], 8, dtype, width=next(WIDTHS)), WARM))
+    return Job(cores, measure, (XlaCase(vbs.ConstantOptimizer, MANY[2][:30], 8, dtype, width=next(WIDTHS)), WARM))
 
 
 JOBS = {
@@ -62,7 +62,7 @@ JOBS = {
     **{f"controller {cores}": watched(vbs.AdaScaleOptimizer, 4, cores, True, every=EVERY) for cores in (1, 2)},
     "counts 1": watched(vbs.ConstantOptimizer, 2, 1, counted=True),
     "counts 2": watched(vbs.ConstantOptimizer, 2, 2, counted=True),
-    "overflow 2": Job(2, overflow, (Case(vbs.AdaScaleOptimizer, (20, 7, 33, 12, 50, 3), 4), 3)),
+    "overflow 2": Job(2, overflow, (XlaCase(vbs.AdaScaleOptimizer, (20, 7, 33, 12, 50, 3), 4), 3)),
     "means 1": measured(torch.float32, 1),
     "means 2": measured(torch.float64, 2),
     "means 3": measured(torch.float32, 3),

@@ -12,7 +12,7 @@ from rule_pages import description
 
 import variable_batch_size as vbs
 from helpers.properties import examples
-from helpers.reference import EQUATIONS, EXPONENT, OPTIMIZERS, WARMUP, Update, training
+from helpers.reference import EQUATIONS, EXPONENT, OPTIMIZERS, WARMUP, Variables, training
 from variable_batch_size.rules.selection import rules_for_groups
 
 ARGUMENTS = {"legw": (WARMUP * 3,), "power": (EXPONENT,)}  # in a dataset of three reference batches
@@ -36,7 +36,7 @@ def test_the_index_has_every_rule_of_the_table():
 )
 def test_a_rule_equals_its_equation(rule, batch_size, ref_batchsize, updates, noise_scale):
     gain = vbs.rules.adascale_gain(noise_scale, 1.0, batch_size, ref_batchsize)
-    update = Update.of(batch_size, updates + 1, 3 * ref_batchsize, ref_batchsize, gain, noise_scale)
+    update = Variables.of(batch_size, updates + 1, 3 * ref_batchsize, ref_batchsize, gain, noise_scale)
     expected = EQUATIONS[OPTIMIZERS[RULES[rule]]].factors(update)
     found = rule(vbs.rules.RuleInput(batch_size, ref_batchsize, updates, noise=vbs.rules.Noise(noise_scale, 1.0, gain)))
     assert dataclasses.astuple(found) == pytest.approx(dataclasses.astuple(expected), rel=1e-15, abs=0)
