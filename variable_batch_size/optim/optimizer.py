@@ -119,8 +119,7 @@ class CustomOptimizer(ObservedOptimizer):
         chosen = choose_rules(rule, inner, ref_batchsize, sampler)
         options = UpdateOptions(noise, reduction, max_grad_norm, find_unused_parameters, grad_norm, skip_grad_norm)
         options = options.validate()
-        parameters = list_parameters(inner.param_groups)
-        module = unwrap(model)
+        parameters, module = list_parameters(inner.param_groups), unwrap(model)
         self._agreement = None
         self._backend = backend or backend_for(module, parameters, sampler, process_group)
         strategy = strategy_for(
@@ -140,8 +139,8 @@ class CustomOptimizer(ObservedOptimizer):
         check_applies_lr(inner, chosen.rules)
         self._sampler, self._training = sampler, sampler.training
         kind = {"measured": self._updater.stages.any("compares_microbatches"), "alone": self._backend.alone}
-        cut = self._updater.sum.dealing(**cut_options(module, parameters, **kind))
-        self._cut = {"compiles_shapes": self._backend.static_graph, "elastic": self._backend.elastic, **cut}
+        self._cut = {"compiles_shapes": self._backend.static_graph, "elastic": self._backend.elastic}
+        self._cut |= self._updater.sum.dealing(**cut_options(module, parameters, **kind))
         sampler.attach(self, **self._cut)
         self._replays = Replays(module, self._backend)
         call_before_forward(self._updater.sum.module, self._announce_microbatch)
@@ -222,7 +221,8 @@ class CustomOptimizer(ObservedOptimizer):
                 of a generator does to those of its discriminator: pass `inputs=` to it.
         """
         self._adopt_groups(keep=False)
-        self._updater.sum.zero_grad()
+        self._updater.sum.clear(uncounted=True)
+        self._followers.call("drop_backward")
 
     def backward(
         self,
@@ -312,7 +312,7 @@ class CustomOptimizer(ObservedOptimizer):
         training.begin_step(self)
         if closure is not None:
             run_closure(closure, scaled=getattr(self, "found_inf", None) is not None)
-        self._followers.call("begin_microbatch", self, has_backward=self._updater.sum.has_backward)
+        self._followers.call("begin_microbatch", self)
         self._adopt_groups()
         self._lr_check.check(self.param_groups, inside_step=training.round_of(self) > 0)
         try:
@@ -463,4 +463,4 @@ class CustomOptimizer(ObservedOptimizer):
     def note_iteration(self) -> None:
         """Drop the gradients of a `backward()` that no step has counted, of a loop that an exception has ended."""
         if not self._training.round_of(self):
-            self._updater.sum.zero_grad()
+            self._updater.sum.clear(uncounted=True)

@@ -17,6 +17,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -39,7 +40,6 @@ from variable_batch_size.optim.sums.overflows import Scaled
 from variable_batch_size.optim.tensors.arithmetic import (
     check_dense,
     collect_gradients,
-    local_parts,
     multiply,
     scalar_dtype,
     squared_norm,
@@ -154,7 +154,7 @@ class Updater:
         if taken:
             requirement = "a stage must have a name, and entries of its state, that no other has"
             raise value_error(requirement, ", ".join(sorted(taken)), "choose other names, one for each instance")
-        if type(stage).needs is not Stage.needs and not self.sum.measures:
+        if type(stage).needs is not Stage.needs and not self.stages.calls("needs"):
             requirement = "a stage that needs squares of microbatches must be in an optimizer that measures them"
             raise value_error(requirement, f"{self._settings()['rule']}", 'pass noise="microbatches" to the optimizer')
         if self._loaded:
@@ -232,12 +232,7 @@ class Updater:
             check_dense(self.parameters)
         counted = Counted(microbatch, count, divided)
         self.stages.call("check", counted)
-        squares = self.sum.measure(microbatch, scaled, weighted=divided, counted=count is not None)
-        like = local_parts(self.parameters[:1])
-        # Before the gradients of any microbatch get their weight: another order would be another graph.
-        self.stages.call("add", counted, squares, like[0])
-        self.sum.message.count(microbatch, like)
-        self.sum.add(microbatch, following, scaled)
+        self.sum.add(counted, following, scaled, partial(self.stages.call, "add", counted))
 
     def clear(self) -> None:
         """Discard the accumulated microbatches, after an update or to start the step over."""

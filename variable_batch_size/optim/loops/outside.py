@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from itertools import chain
 
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from variable_batch_size.backend.generators import kept_states
 from variable_batch_size.data.steps import Phase
@@ -19,13 +20,20 @@ def outside(training: Training) -> Iterator[None]:
     training.check_phase("outside()", Phase.BETWEEN_STEPS)
     training.go_on()
     members = list(training.members)
+    if any(member._updater.sum.has_backward for member in members):
+        raise RuntimeError(
+            "outside() must be entered between two steps, but a backward() has come that no step() has counted; enter "
+            "it after step(), or call optimizer.zero_grad() first"
+        )
     kept: dict[Tensor, Tensor | None] = {}
     with ExitStack() as stack:
-        for member in members:
-            stack.enter_context(member._updater.sum.outside())
         if training.batches.reproducible:  # whose microbatches are seeded when they are handed out
             stack.enter_context(kept_states())
         for member in members:  # parameters of a model may be in no sum
+            module = member._abilities.module
+            if isinstance(module, DistributedDataParallel):  # which would send its buffers
+                stack.callback(setattr, module, "require_forward_param_sync", module.require_forward_param_sync)
+                module.require_forward_param_sync = False
             for parameter in chain(member._abilities.parameters_of_model, member._updater.parameters):
                 kept.setdefault(parameter, parameter.grad)
                 parameter.grad = None
@@ -34,5 +42,7 @@ def outside(training: Training) -> Iterator[None]:
             yield
         finally:
             training.phase = Phase.BETWEEN_STEPS
+            for member in members:
+                member._updater.sum.clear()
             for parameter, gradient in kept.items():
                 parameter.grad = gradient

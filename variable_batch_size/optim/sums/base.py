@@ -13,8 +13,8 @@ plain road `loss.backward()` is right, too: there `.grad` holds the sum in units
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, final
 
 import torch
@@ -26,7 +26,7 @@ from variable_batch_size.data.batches import Batch
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.checks.backward_check import BackwardCheck
 from variable_batch_size.optim.message import Message
-from variable_batch_size.optim.stage import MeasuredSquares, Needs, Stage
+from variable_batch_size.optim.stage import Counted, MeasuredSquares, Needs, Stage
 from variable_batch_size.optim.sums.overflows import Overflows, Scaled
 from variable_batch_size.optim.sums.ranks import Ranks
 from variable_batch_size.optim.sums.squares import Squares
@@ -40,7 +40,7 @@ NOT_WEIGHTED = (
 
 
 class Sum(ABC):
-    """Sums the gradients of a step: `prepare`, forward, `backward`, `measure`, `add`; then `finish`, and `clear`.
+    """Sums the gradients of a step: `prepare`, forward, `backward`, `add`; then `finish`, and `clear`.
 
     Args:
         ranks: those over which is summed.
@@ -74,14 +74,9 @@ class Sum(ABC):
         self._check.begin(several=True)
 
     @property
-    def measures(self) -> bool:
-        """Whether microbatches are measured, if they are asked for."""
-        return self._squares is not None
-
-    @property
     def has_backward(self) -> bool:
-        """Whether `backward` has been called since the last `add`."""
-        return self._factor is not None
+        """Whether a backward has come that no `add` has counted."""
+        return self._factor is not None or any(self._check.find_fresh())
 
     def _create_message(self) -> Message:
         return Message()
@@ -217,25 +212,29 @@ class Sum(ABC):
         self._factor = factor
 
     @final
-    def measure(
-        self, microbatch: Microbatch, scaled: Scaled, *, weighted: bool = False, counted: bool = False
-    ) -> MeasuredSquares:
-        """Check that the backward of a microbatch has run, and nothing else, and return its squares.
+    def add(
+        self,
+        counted: Counted,
+        following: Microbatch | None,
+        scaled: Scaled,
+        take: Callable[[MeasuredSquares, Tensor], None],
+    ) -> None:
+        """Check that the backward of a microbatch has run, and nothing else, and add it to the step.
 
         Args:
-            microbatch: the microbatch.
+            counted: the microbatch.
+            following: the next one of this rank in the step, if any.
             scaled: what a `GradScaler` has said.
-            weighted: whether the loss must have carried all of its weight.
-            counted: whether the loss is a sum over something that is counted.
+            take: is given its squares, and a tensor like the parameters, before its gradients get their weight: another
+                order would be another graph.
         """
-        if weighted and microbatch.samples and self._factor is None:
+        microbatch = counted.microbatch
+        if counted.divided and microbatch.samples and self._factor is None:
             raise RuntimeError(NOT_WEIGHTED.format("step() came without optimizer.backward()"))
         scaled.check(self._scale)
-        return self._measure(microbatch, counted=counted or weighted)
-
-    @final
-    def add(self, microbatch: Microbatch, following: Microbatch | None, scaled: Scaled) -> None:
-        """Add a microbatch that was measured to the step; `following` is the next one of this rank in it, if any."""
+        like = local_parts(self.parameters[:1])
+        take(self._measure(microbatch, counted=counted.divided or counted.count is not None), like[0])
+        self.message.count(microbatch, like)
         self._add_gradients(microbatch, following)
         self._inside, self._factor = True, None
         if scaled.found_inf is not None and self._overflows.add(microbatch, scaled.found_inf):
@@ -274,12 +273,8 @@ class Sum(ABC):
         for number, parameter in enumerate(self.parameters):
             parameter.grad = None if gradients is None else gradients[number]
 
-    def zero_grad(self) -> None:
-        """Drop the gradients that there are if no microbatch was added; otherwise do nothing.
-
-        Raises:
-            RuntimeError: if another backward has added to what `.grad` has accumulated.
-        """
+    def _clear_uncounted(self) -> None:
+        """Drop the gradients that there are if no microbatch was added."""
         if not self._inside:
             self._drop_gradients()
         elif any(self._check.find_fresh()):
@@ -288,24 +283,6 @@ class Sum(ABC):
                 "has added to their gradients in .grad since; pass inputs=list(model.parameters()) to the backward() "
                 "of the other loss, with its own parameters; after an exception call discard_step()"
             )
-
-    @contextmanager
-    def outside(self) -> Iterator[None]:
-        """Forget what a block does, after which the gradients are again those that there were.
-
-        Raises:
-            RuntimeError: if a `backward()` has come that no `add` has counted.
-        """
-        if self.has_backward or any(self._check.find_fresh()):
-            raise RuntimeError(
-                "outside() must be entered between two steps, but a backward() has come that no step() has counted; "
-                "enter it after step(), or call optimizer.zero_grad() first"
-            )
-        try:
-            yield
-        finally:
-            self._forget_squares()
-            self._check.remember()
 
     # The step. -----------------------------------------------------------------------------------------------------
 
@@ -336,8 +313,19 @@ class Sum(ABC):
         scaled_by = 1.0 if factor is None else factor
         return scaled_by if self._scale is None else scaled_by / self._scale.to(scalar_dtype(self.parameters))
 
-    def clear(self) -> None:
-        """Forget the step, after its update or to start it over."""
+    @final
+    def clear(self, *, uncounted: bool = False) -> None:
+        """Forget the step, after its update or to start it over.
+
+        Args:
+            uncounted: drop only what has come since the last `add`; within a step do nothing.
+
+        Raises:
+            RuntimeError: if that was added to what `.grad` has accumulated, or summed over the ranks.
+        """
+        if uncounted:
+            self._clear_uncounted()
+            return
         self._begin_step()
         self._overflows.clear()
         self.message.clear()

@@ -7,8 +7,6 @@ user, is the gradient of the update, although ranks have different numbers of mi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, final
 
 import torch.distributed as dist
@@ -146,7 +144,7 @@ class DDP(InBackward):
                 )
         return self._scale_and_sum_message(batch, factor)[0]
 
-    def zero_grad(self) -> None:
+    def _clear_uncounted(self) -> None:
         """Clear the gradients that have come since the last `add`, if no rank can have summed them."""
         before, now = self._at_forward, Gradients.of(self.parameters)
         if self._averaged or (before is not None and before.versions != now.versions):
@@ -154,19 +152,7 @@ class DDP(InBackward):
                 f"the sums of a DistributedDataParallel must be used on all ranks, but zero_grad() would drop them on "
                 f"this one; {_ELSEWHERE}, and after an exception call discard_step() on all ranks"
             )
-        super().zero_grad()
-
-    @contextmanager
-    def outside(self) -> Iterator[None]:
-        """Let the module sum nothing, and send no buffers, within a block."""
-        module = self.module
-        kept = module.require_backward_grad_sync, module.require_forward_param_sync
-        with super().outside():
-            module.require_backward_grad_sync = module.require_forward_param_sync = False
-            try:
-                yield
-            finally:
-                module.require_backward_grad_sync, module.require_forward_param_sync = kept
+        super()._clear_uncounted()
 
     def _expect_forward(self) -> None:
         """Let the module expect no gradients of an earlier forward, if torch can."""

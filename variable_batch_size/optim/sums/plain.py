@@ -151,7 +151,7 @@ class TakenOut(Plain):
     def _check_factor(self, microbatch: Microbatch, factor: float) -> None:
         """Do nothing: gradients of any factor are weighed here."""
 
-    def zero_grad(self) -> None:
+    def _clear_uncounted(self) -> None:
         """Clear the gradients that have come since the last `add`."""
         self._drop_gradients()
 

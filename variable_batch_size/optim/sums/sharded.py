@@ -13,8 +13,7 @@ rank has the shard, and under tensor parallelism, where they are DTensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -62,7 +61,6 @@ class Sharded(InBackward):
         self._groups = [group for part in self._sharded_parts for group in param_groups(part)]
         self._replicated = self._groups[0].mesh_info.mesh.ndim > 1
         self._narrow = _narrow_dtype(self._groups)
-        self._outside = False  # whether a block has begun whose backwards are none of the training
         self._reads_grads = False  # whether a GradScaler does, after each microbatch
         self._watched = set[int]()  # gathered parameters with hooks, by their number
         words = (
@@ -83,16 +81,6 @@ class Sharded(InBackward):
     def dealing(self, **cut: bool) -> dict[str, bool]:
         """Return how steps must be cut: each rank computes equally many microbatches."""
         return {**cut, "padded": True}
-
-    @contextmanager
-    def outside(self) -> Iterator[None]:
-        """Let FSDP2 sum each backward of a block by itself, so that none of it stays for the next update."""
-        with super().outside():
-            self._outside = True
-            try:
-                yield
-            finally:
-                self._outside = False
 
     def _begin_step(self) -> None:
         super()._begin_step()
@@ -130,8 +118,9 @@ class Sharded(InBackward):
             )
         # By default each backward() scatters its sum, and replicas are summed in the last one only. Otherwise whole
         # gradients stay on the rank until the last backward(), which sums them over all ranks. A GradScaler reads
-        # `.grad` after each microbatch, so that each backward() then sums over the replicas, too.
-        now = last or self._reads_grads or self._outside
+        # `.grad` after each microbatch, so that each backward() then sums over the replicas, too. A backward() that is
+        # none of the training must leave nothing for the next update.
+        now = last or self._reads_grads or microbatch is None
         if not self._summed:
             self._only_sum()
         for part in self._sharded_parts:  # which a loop written for FSDP2 sets, too
@@ -185,14 +174,14 @@ class Sharded(InBackward):
             self._between.all_reduce_sum([*local_parts(gradients), *message])
         return gradients
 
-    def zero_grad(self) -> None:
+    def _clear_uncounted(self) -> None:
         """Clear the gradients that have come since the last `add`, if no rank can have summed them."""
         if not self._inside and self._summed and any(parameter.grad is not None for parameter in self.parameters):
             raise RuntimeError(
                 "the gradients that FSDP2 has summed over the ranks cannot be dropped, because other ranks may have "
                 "summed others; call zero_grad() of no optimizer, and after an exception discard_step() on all ranks"
             )
-        super().zero_grad()
+        super()._clear_uncounted()
 
     def _expect_forward(self) -> None:
         """Let FSDP2 expect a forward, whatever an exception has interrupted."""
