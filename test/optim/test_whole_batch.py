@@ -178,15 +178,21 @@ def test_it_equals_one_big_batch(name, ranks, minibatch_size):
     check(run_ranks(lambda backend: train(backend, kind, minibatch_size=minibatch_size), ranks), kind)
 
 
-def train_all(backend, by):
-    names = {"ddp": KINDS, "fsdp2": [name for name in KINDS if not KINDS[name].temperature and not KINDS[name].two]}[by]
-    return {(name, size): train(backend, KINDS[name], by, size) for name in names for size in (4, 7)}
+def train_all(backend, by, names, sizes):
+    return {(name, size): train(backend, KINDS[name], by, size) for name in names for size in sizes}
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("by", ["ddp", "fsdp2"])
-def test_it_equals_one_big_batch_whoever_sums(by, ranks):
-    by_rank = run_job("gloo", train_all, by, ranks=ranks)
+ALL = pytest.mark.slow("each kind in both cuts")
+FITS = {"ddp": list(KINDS), "fsdp2": [name for name in KINDS if not (KINDS[name].temperature or KINDS[name].two)]}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "quick"), [(2, True), *(pytest.param(ranks, False, marks=ALL) for ranks in (1, 2, 3))]
+)
+@pytest.mark.parametrize("by", FITS)
+def test_it_equals_one_big_batch_whoever_sums(by, ranks, quick):
+    names, sizes = (FITS[by][:2], (4,)) if quick else (FITS[by], (4, 7))
+    by_rank = run_job("gloo", train_all, by, names, sizes, ranks=ranks)
     for name, size in by_rank[0]:
         check([of_rank[name, size] for of_rank in by_rank], KINDS[name])
 
