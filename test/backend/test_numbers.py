@@ -23,6 +23,9 @@ MOVES = {
     ("optim/update.py", "_clip"): "a norm, from one device to another",
     ("optim/scaling/bias_correction.py", "_update_counts"): "counts of the inner optimizer",
     ("optim/beside/means.py", "part"): "all names",
+    ("optim/loops/whole_batch.py", "whole_batch"): "places of rows",
+    ("optim/loops/whole_batch.py", "_gather"): "embeddings",
+    ("optim/loops/whole_batch.py", "_differentiate"): "a scale, from one device to another",
     ("optim/beside/weight_average.py", "_placed_as"): "weights",
 }
 

@@ -204,7 +204,10 @@ def by_torch(feature: Feature) -> ByTorch | None:
         if loss is None or (feature.scales and update in feature.overflows):
             continue
         loss.backward()  # type: ignore[no-untyped-call]
-        norm = nn.utils.clip_grad_norm_(model.parameters(), options.get("max_grad_norm", math.inf)).item()
+        total = nn.utils.get_total_norm([one.grad for one in model.parameters() if one.grad is not None])
+        if "max_grad_norm" in options:  # not by clip_grad_norm_, which torch_xla replaces where it is imported
+            nn.utils.clip_grads_with_norm_(model.parameters(), options["max_grad_norm"], total)
+        norm = total.item()
         if update and norm > limit(len(samples)):
             skipped += 1
             continue
