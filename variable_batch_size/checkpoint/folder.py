@@ -12,8 +12,9 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, final
 
 from torch import Tensor
@@ -99,15 +100,27 @@ class Folder:
 
     def lost(self) -> dict[str, str]:
         """Return the newest checkpoint that was saved, and what is missing, if it is not there any more."""
+        last = self.writer.last_saved()  # before the list, in which it is then, or a newer one
         names, others = self._list_all()
-        last = self.writer.last_saved()
         if not _NAME.fullmatch(last) or (names and _order(names[0]) >= _order(last)):
             return {}
         return {last: "the JSON of a rank is missing" if last in others else "its folder is missing"}
 
     def newest(self) -> str | None:
         """Return the newest intact checkpoint, or None."""
-        return next(filter(self.is_intact, self.names()), None)
+        return self._first_intact(self.names)
+
+    def _first_intact(self, listed: Callable[[], list[str]]) -> str | None:
+        """Return the first intact checkpoint of a list, or None.
+
+        It lists again after each one that is not: a training may have saved meanwhile, and deleted what was listed.
+        """
+        tried = set[str]()
+        while names := [name for name in listed() if name not in tried]:
+            if self.is_intact(names[0]):
+                return names[0]
+            tried.add(names[0])
+        return None
 
     def newer_than(self, name: str) -> list[str]:
         """Return the checkpoints that are newer than this one, newest first; none if it is missing."""
@@ -125,7 +138,7 @@ class Folder:
 
     def best(self, criterion: Criterion | None = None) -> str | None:
         """Return the first intact checkpoint of `best_first`, or None."""
-        return next(filter(self.is_intact, self.best_first(criterion)), None)
+        return self._first_intact(partial(self.best_first, criterion))
 
     def is_better(self, facts: Mapping[str, Any], criterion: Criterion) -> bool:
         """Return whether reported values are better than those of every intact checkpoint."""
