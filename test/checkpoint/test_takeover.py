@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import itertools
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -95,6 +96,16 @@ def take_over(folder, saves, *, best=False, keep=2, under_way=False):
     return run.optimizer.updates if saves else 0
 
 
+def begin_again(folder):
+    """Delete the folder, and begin another training of this name in it, whose checkpoints have the same names."""
+    place = Folder(folder)
+    if place.storage.on_disk:
+        shutil.rmtree(folder)
+    else:
+        Counted.store = {path: file for path, file in Counted.store.items() if folder.split("//")[1] not in path}
+    return take_over(folder, 3)
+
+
 OTHERS = {
     "nothing": lambda folder: take_over(folder, 0),
     "a save": lambda folder: take_over(folder, 1),
@@ -102,6 +113,7 @@ OTHERS = {
     "saves that delete": lambda folder: take_over(folder, 3, keep=1),
     "a save from the best": lambda folder: take_over(folder, 1, best=True),
     "a third writer": lambda folder: max(take_over(folder, 1), take_over(folder, 1)),
+    "another training": begin_again,
     "a third writer without a save": lambda folder: max(take_over(folder, 1), take_over(folder, 0)),
 }
 

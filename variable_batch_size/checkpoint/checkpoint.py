@@ -117,7 +117,7 @@ class Checkpoint:
         alone = agreement.world.size == 1 or self._backend.threads  # which have rank 0's disk
         try:
             self._interrupts = Interrupts() if on_interrupt == "save" else None
-            token = agreement.run_on_rank_0("Checkpoint()", self._folder.lock)
+            token = self._folder.id = agreement.run_on_rank_0("Checkpoint()", self._folder.lock)
             shares = [] if alone else agreement.run_on_all("Checkpoint()", lambda: str(self._folder.is_shared(token)))
             self._due = f"save {token}"  # what rank 0 wishes when the interval of time has passed
             together = {*shares} == {str(True)}

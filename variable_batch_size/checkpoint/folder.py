@@ -48,6 +48,7 @@ class Folder:
         run: see `Writer`.
 
     Attributes:
+        id: random text of the writer, which all ranks of it have; "" where nothing is written.
         current: the checkpoint that this process has restored or saved last, on the writer; "" before that.
         branches: whether that was restored as the best one, so that the next save deletes newer ones.
     """
@@ -55,6 +56,7 @@ class Folder:
     def __init__(self, location: str | os.PathLike[str], run: str | None = None) -> None:
         self.storage = Storage(location)
         self.writer = Writer(self.storage, run)
+        self.id = ""
         self.current, self.branches = "", False
         self._saves = 0
         self._earlier = list[str]()  # checkpoints that were there when this process became the writer
@@ -204,7 +206,8 @@ class Folder:
                 f"dir must be a writable folder, got {self.storage.location} ({error.strerror or error}); choose "
                 "another folder"
             ) from error
-        return self.writer.token
+        self.id = self.writer.token
+        return self.id
 
     def is_shared(self, token: str) -> bool:
         """Return whether this process can write to the folder whose writer has this token.
@@ -248,18 +251,25 @@ class Folder:
 
         Raises:
             OSError: if it cannot be written.
-            RuntimeError: on rank 0, if another process has become the writer.
+            RuntimeError: on rank 0, if another process has become the writer; if another training has these files.
         """
         file = None
         try:
             if tensors:
                 with self.storage.create(name, f"tensors-{rank}.safetensors") as stream:
                     file = tensor_file.write(stream, tensors, {key: part._asdict() for key, part in parts.items()})
-            self._put_json(name, rank, {"name": name, "ranks": int(name.rpartition("-")[2]), **facts, "file": file})
-        except BaseException:
+            ranks = int(name.rpartition("-")[2])
+            self._put_json(name, rank, {"name": name, "ranks": ranks, "writer": self.id, **facts, "file": file})
+        except BaseException as error:
             with suppress(Exception):
-                for written in (f"rank-{rank}.json", f"tensors-{rank}.safetensors"):  # the next save deletes the rest
-                    self.storage.remove(name, written)
+                if self.writer.is_known(self.id):  # else what has these names may be of another training
+                    for written in (f"rank-{rank}.json", f"tensors-{rank}.safetensors"):
+                        self.storage.remove(name, written)  # the next save deletes the rest
+            if isinstance(error, FileExistsError):
+                raise RuntimeError(
+                    f"Checkpoint folder {self.storage.location} has files of another training under the name {name}, "
+                    f"as if it was deleted and begun again; end one of the two"
+                ) from None
             raise
 
     def mark_saved(self, name: str, reported: Mapping[str, Any]) -> None:
@@ -319,9 +329,9 @@ class Folder:
     def discard(self, name: str) -> None:
         """Delete the files of a checkpoint, and its folder if nothing else is in it; what cannot be, stays.
 
-        What a later writer has written stays: it has taken over, and this one does not know it yet.
+        If another writer has taken over, or the folder was deleted and begun again, nothing is this one's to delete.
         """
-        if _order(name)[0] > self.writer.number:
+        if not self.writer.writes:
             return
         self._intact.discard(name)
         self._reported.pop(name, None)

@@ -112,7 +112,7 @@ class Storage:
                 file.write(text)
         else:
             *folder, name = names
-            with self.create(*folder, f"{name}.new") as stream:
+            with self.create(*folder, f"{name}.new", replaces=True) as stream:
                 stream.write(text.encode())
             os.replace(self._path_of([*folder, f"{name}.new"]), self._path_of(names))  # noqa: PTH105
             for path in {self._path_of(folder), self._path}:  # POSIX requires it for names of files
@@ -123,12 +123,16 @@ class Storage:
                     os.close(descriptor)
 
     @contextmanager
-    def create(self, *names: str) -> Iterator[IO[bytes]]:
-        """Write a file, which is flushed to the disk at the end of the block."""
+    def create(self, *names: str, replaces: bool = False) -> Iterator[IO[bytes]]:
+        """Write a file, which is flushed to the disk at the end of the block; a disk has none, unless it `replaces` it.
+
+        Raises:
+            FileExistsError: if there is one.
+        """
         path = self._path_of(names)
         if self.on_disk:
             os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120
-            with open(path, "wb") as file:  # noqa: PTH123
+            with open(path, "wb" if replaces else "xb") as file:  # noqa: PTH123
                 yield file
                 file.flush()
                 os.fsync(file.fileno())

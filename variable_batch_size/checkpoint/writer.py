@@ -138,17 +138,16 @@ class Writer:
                 f"{folder} is not written by this Checkpoint, which was closed, is in a forked process, or was "
                 f"followed by another one; {remedy} another Checkpoint"
             )
-        records = self._records()
-        record = records.get(self.number, self._record)
-        if record.token not in ("", self._record.token):
-            raise RuntimeError(
-                f"{folder} was deleted, and created again by {record.process}, so that this process writes no "
-                f"checkpoint; end it"
-            )
-        last, other = max(records.items(), default=(0, record))
+        records = self._records() or {self.number: self._record}  # all files were deleted: the next save begins anew
+        last, other = max(records.items())
         if last > self.number:
             raise RuntimeError(
                 f"{folder} was taken over by {other.process}, so that this process writes no checkpoint; end it"
+            )
+        if records.get(self.number, other).token not in ("", self.token):
+            raise RuntimeError(
+                f"{folder} was deleted, and created again by {other.process}, so that this process writes no "
+                f"checkpoint; end it"
             )
 
     @property
