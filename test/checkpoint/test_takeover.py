@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import itertools
+import math
 import shutil
 import sys
 import warnings
@@ -118,25 +119,44 @@ OTHERS = {
 }
 
 
-def attempt(folder, operation, others):
-    """Stop a writer at an operation of its save, check what is there, and return whether there was one."""
-    run, confirmed, saved = training(), 0, list[int]()
+def best_loss(folder):
+    """Return the loss of the best checkpoint."""
+    place = Folder(folder)
+    best = place.best()
+    assert best == next(iter(place.best_first()), None)  # no other one hides it
+    return (place.reported(best) or {})["metrics"]["loss"] if best else math.inf
+
+
+def attempt(folder, operation, call, others):
+    """Stop a writer at an operation of its save or report, check what is there, and return whether there was one."""
+    run, confirmed, saved, losses = training(), 0, list[int](), list[float]()
     writer = checkpoint(folder, run, run="job", best="min:loss")
     for loss in (0.5, 1.0):
         run.run(1)
         writer.report(loss=loss)
         writer.save()
     run.run(3)
-    with stopped_at(folder, operation, lambda: saved.append(others(folder))):
-        for call in (writer.save, writer.close):
-            with suppress(RuntimeError):
-                call()
-                confirmed = max(confirmed, 5 if call == writer.save else 2)
+    if call == "report":  # which marks the last save as the best one
+        writer.save()
+        confirmed = 5
+
+    def stop():
+        saved.append(others(folder))
+        losses.append(best_loss(folder))
+
+    with stopped_at(folder, operation, stop):
+        with suppress(RuntimeError):
+            writer.save() if call == "save" else writer.report(loss=0.1)
+            confirmed = 5
+        with suppress(RuntimeError):
+            writer.close()
     while _under_way:
         _under_way.pop()()
     place = Folder(folder)
     for name in place.names():
-        assert place.is_intact(name) or name.startswith("update-00000005-0001-"), name  # was not confirmed
+        assert place.is_intact(name) or (name.startswith("update-00000005-0001-") and call == "save"), name
+    if saved and saved[0]:
+        assert best_loss(folder) <= losses[0]
     newest = place.newest()
     assert newest is not None
     if saved and saved[0]:
@@ -156,9 +176,10 @@ SLOW = pytest.mark.slow("saves often")
 
 
 @pytest.mark.parametrize("place", ["disk", "store"])
+@pytest.mark.parametrize("call", ["save", pytest.param("report", marks=SLOW)])
 @pytest.mark.parametrize("name", [name if name == "a save" else pytest.param(name, marks=SLOW) for name in OTHERS])
 def test_the_last_save_of_the_last_writer_is_the_newest_and_nothing_that_was_confirmed_is_lost(
-    name, place, tmp_path, monkeypatch
+    name, call, place, tmp_path, monkeypatch
 ):
     def refuse(*_):
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
@@ -167,7 +188,7 @@ def test_the_last_save_of_the_last_writer_is_the_newest_and_nothing_that_was_con
     folder = str(tmp_path) if place == "disk" else f"counted://{uuid4().hex}"
     for operation in itertools.count():
         as_another_process()
-        if not attempt(f"{folder}/{operation}", operation, OTHERS[name]):
+        if not attempt(f"{folder}/{operation}", operation, call, OTHERS[name]):
             break
     print(operation, "takeovers")
     assert operation > 10

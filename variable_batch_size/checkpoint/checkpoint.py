@@ -313,7 +313,7 @@ class Checkpoint:
     def _lost(self, best: bool) -> dict[str, str]:
         """See `Folder.lost`; rank 0 tells it. A store that refuses to list it must not fail a restore."""
         with suppress(Exception):
-            return {} if best or self._agreement.world.rank else self._folder.lost()
+            return {} if self._agreement.world.rank else self._folder.lost(best=best)
         return {}
 
     def _announce(self, name: str, contents: Contents, damaged: list[str], seconds: float) -> None:
@@ -331,8 +331,7 @@ class Checkpoint:
         line += f"batch size {sizes[0]} -> {sizes[1]}, " if known and sizes[0] != sizes[1] else ""
         line += f"stage {optimizer.stage}, " if optimizer.stage else ""
         line += f"update {updates}, epoch {optimizer.epoch}, {optimizer.samples} samples, lost {told}"
-        newer = folder.newer_than(name) if folder.branches else []
-        line += f"; the next save deletes {', '.join(newer)}." if newer else "."
+        line += f"; the next save deletes {', '.join(folder.left)}." if folder.left else "."
         own = contents.of_ranks
         line += f" In this world all ranks have what rank 0 had of {few_of(own)}." if own else ""
         log(line, rank=0, update=updates)

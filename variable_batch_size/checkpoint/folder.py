@@ -50,14 +50,15 @@ class Folder:
     Attributes:
         id: random text of the writer, which all ranks of it have; "" where nothing is written.
         current: the checkpoint that this process has restored or saved last, on the writer; "" before that.
-        branches: whether that was restored as the best one, so that the next save deletes newer ones.
+        branches: whether that was restored as the best one, and nothing was saved since then.
+        left: checkpoints that were newer than it, on the writer, which the next save deletes.
     """
 
     def __init__(self, location: str | os.PathLike[str], run: str | None = None) -> None:
         self.storage = Storage(location)
         self.writer = Writer(self.storage, run)
         self.id = ""
-        self.current, self.branches = "", False
+        self.current, self.branches, self.left = "", False, list[str]()
         self._saves = 0
         self._earlier = list[str]()  # checkpoints that were there when this process became the writer
         self._intact = set[str]()  # names of checkpoints that are not read again to find out
@@ -100,13 +101,16 @@ class Folder:
         """Return what is no checkpoint, as files of ranks are missing; newest first."""
         return sorted(filter(_NAME.fullmatch, self._list_all()[1]), key=_order, reverse=True)
 
-    def lost(self) -> dict[str, str]:
-        """Return the newest checkpoint that was saved, and what is missing, if it is not there any more."""
-        last = self.writer.last_saved()  # before the list, in which it is then, or a newer one
+    def lost(self, *, best: bool = False) -> dict[str, str]:
+        """Return the newest checkpoint that was saved, or the best ones, and what is missing, if they are not there."""
+        newest, bests = self.writer.last_saved()  # before the list, in which it is then, or a newer one
         names, others = self._list_all()
-        if not _NAME.fullmatch(last) or (names and _order(names[0]) >= _order(last)):
-            return {}
-        return {last: "the JSON of a rank is missing" if last in others else "its folder is missing"}
+        lost = [name for name in bests if name not in names]
+        if best and lost:  # unless a training has meanwhile found a better one, and deleted it
+            lost = [name for name in self.writer.last_saved()[1] if name in lost]
+        if not best:
+            lost = [newest] if _NAME.fullmatch(newest) and not (names and _order(names[0]) >= _order(newest)) else []
+        return {name: "the JSON of a rank is missing" if name in others else "its folder is missing" for name in lost}
 
     def newest(self) -> str | None:
         """Return the newest intact checkpoint, or None."""
@@ -123,11 +127,6 @@ class Folder:
                 return names[0]
             tried.add(names[0])
         return None
-
-    def newer_than(self, name: str) -> list[str]:
-        """Return the checkpoints that are newer than this one, newest first; none if it is missing."""
-        names = self.names()
-        return names[: names.index(name)] if name in names else []
 
     def best_first(self, criterion: Criterion | None = None) -> list[str]:
         """Return the checkpoints with a reported value, the best first, and of equal ones the oldest.
@@ -220,6 +219,8 @@ class Folder:
     def mark_restored(self, name: str, *, best: bool) -> None:
         """Record that the training goes on from an intact checkpoint, which it has restored."""
         self._intact.add(name)
+        names = self.names() if best and self.writer.number else []
+        self.left = names[: names.index(name)] if name in names else []
         self.current, self.branches, self._earlier = name, best, []
 
     def begin(self, update: int, ranks: int) -> str:
@@ -230,8 +231,6 @@ class Folder:
             RuntimeError: if this process is not the writer.
         """
         self.writer.check()
-        for newer in self.newer_than(self.current) if self.branches else ():
-            self.discard(newer)
         names, others = self._list_all()
         ahead = [name for name in self._earlier if update_of(name) > update and name in names]
         if later := next(filter(self.is_intact, ahead), None):
@@ -255,6 +254,7 @@ class Folder:
         """
         file = None
         try:
+            self.storage.make(name)  # here alone, so that nothing else makes a folder again that another writer deletes
             if tensors:
                 with self.storage.create(name, f"tensors-{rank}.safetensors") as stream:
                     file = tensor_file.write(stream, tensors, {key: part._asdict() for key, part in parts.items()})
@@ -278,16 +278,6 @@ class Folder:
         self._reported[name] = dict(reported)
         self.current, self.branches = name, False
 
-    def tidy(self, keep: int) -> None:
-        """Delete what is not kept, after a save of all ranks, and record that it is there.
-
-        Raises:
-            RuntimeError: if another process has become the writer.
-        """
-        self.writer.check()
-        self.prune(keep)
-        self.writer.renew(newest=self.current)
-
     def mark_best(self, name: str, reported: Mapping[str, Any]) -> None:
         """Add reported values to the JSON of a checkpoint, which holds all of them or none at any instant.
 
@@ -297,16 +287,25 @@ class Folder:
         facts = parse_manifest(self.storage.read(name, MANIFEST).decode())
         self._put_json(name, 0, {**{key: facts[key] for key in facts if key != "seal"}, **reported})
         self._reported[name] = dict(reported)
+        if not self.writer.writes:  # another one may have deleted it meanwhile, of which a store keeps the new JSON
+            self._intact.discard(name)
+            if not self.is_intact(name):
+                self.storage.remove(name, MANIFEST)
 
-    def prune(self, keep: int) -> None:
+    def tidy(self, keep: int) -> None:
         """Keep the newest `keep` intact updates, each in its newest intact save, and delete older checkpoints.
 
         Of each criterion that was reported, the best intact checkpoint is kept, too, and what may be better but cannot
         be read now. A damaged one stays until `keep` newer updates, or a newer save of the same update, are intact, and
-        one of another version stays.
+        one of another version stays. What is kept is recorded first.
+
+        Raises:
+            RuntimeError: if another process has become the writer.
         """
+        self.writer.check()
+        left, self.left = ([], self.left) if self.branches else (self.left, [])
         reported, kept_updates = list[tuple[str, dict[str, Any] | None]](), set[int]()
-        for name in self.names():
+        for name in (name for name in self.names() if name not in left):
             with suppress(VersionError):
                 reported.append((name, self.reported(name)))
         criteria = filter(None, {Criterion.of_manifest(facts or {}) for _, facts in reported})
@@ -318,13 +317,17 @@ class Folder:
                     best.add(name)
                 if intact:
                     break
+        old = [*left]
         for name, _ in reported:
             update = update_of(name)
             if update not in kept_updates and len(kept_updates) < keep:
                 if self.is_intact(name):
                     kept_updates.add(update)
             elif name not in best:
-                self.discard(name)
+                old.append(name)
+        self.writer.renew(newest=self.current, best=" ".join(sorted(best)))
+        for name in old:
+            self.discard(name)
 
     def discard(self, name: str) -> None:
         """Delete the files of a checkpoint, and its folder if nothing else is in it; what cannot be, stays.

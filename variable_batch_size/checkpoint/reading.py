@@ -184,7 +184,7 @@ def read_newest(path: str | os.PathLike[str], *, best: bool = False, only: str =
     if best and (is_one or not names):
         requirement = "best=True needs the folder of a training with a reported value"
         raise value_error(requirement, path, 'pass best="min:loss" to its Checkpoint, and call report(loss=...)')
-    damaged = {} if best or is_one else folder.lost()
+    damaged = {} if is_one else folder.lost(best=best)
     while names := [name for name in names if name not in damaged]:
         try:
             contents = read_contents(folder.storage, names[0], only=only)
@@ -192,7 +192,7 @@ def read_newest(path: str | os.PathLike[str], *, best: bool = False, only: str =
             damaged[names[0]] = str(error)
             names = [] if is_one else folder.candidates(best=best)
             continue
-        there = {*folder.names(), *folder.lost()} if damaged else {}
+        there = {*folder.names(), *folder.lost(best=best)} if damaged else {}
         skipped = [f"{folder.storage.at(name)} ({why})" for name, why in damaged.items() if name in there]
         if skipped:
             message = f"Skipped damaged checkpoints: {', '.join(skipped)}; reading {folder.storage.at(names[0])}"

@@ -174,7 +174,7 @@ class Saver:
             if current not in names or update_of(current) != updates or not self._folder.is_intact(current):
                 return "save"
             self._folder.mark_best(current, reported)
-            self._folder.prune(self._keep)
+            self._folder.tidy(self._keep)
             return "marked"
 
     # The state of this rank, and what ranks share. --------------------------------------------------------------------
@@ -298,7 +298,9 @@ class Saver:
         except (ValueError, RuntimeError):  # of this package
             raise
         except Exception as error:  # which class it has depends on the store
-            storage = self._folder.storage
+            storage, writer = self._folder.storage, self._folder.writer
+            if writer.number and not writer.writes:
+                writer.check()  # another process is the cause
             remedy = "free disk space" if storage.on_disk else "restore the connection"  # and the next save succeeds
             raise OSError(
                 f"Checkpoint update-{updates:08d} could not be written to {storage.location} "

@@ -75,10 +75,10 @@ class Storage:
         """Return the location of something in the folder."""
         return "/".join([self.location, *names])
 
-    def make(self) -> None:
-        """Create the folder, if it is one of a disk; a store has no empty ones."""
+    def make(self, *folder: str) -> None:
+        """Create the folder, or one within it, if it is one of a disk; a store has no empty ones."""
         if self.on_disk:
-            os.makedirs(self._path, exist_ok=True)  # noqa: PTH103
+            os.makedirs(self._path_of(folder), exist_ok=True)  # noqa: PTH103
 
     def names(self, *folder: str) -> list[str]:
         """Return the names in the folder, or in a folder within it."""
@@ -131,7 +131,6 @@ class Storage:
         """
         path = self._path_of(names)
         if self.on_disk:
-            os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120
             with open(path, "wb" if replaces else "xb") as file:  # noqa: PTH123
                 yield file
                 file.flush()
