@@ -195,8 +195,7 @@ def test_a_damaged_best_one_is_skipped_with_a_warning(file, tmp_path):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_training_that_continues_from_the_best_one_replaces_the_newer_ones(world, tmp_path, caplog):
-    reported(tmp_path, [0.5, 0.25, 0.75])
-    save_checkpoint(tmp_path, training().run(4))
+    save_checkpoint(tmp_path, reported(tmp_path, [0.5, 0.25, 0.75]).run(1))
     assert updates(tmp_path) == [2, 4]
 
     def resume(backend):

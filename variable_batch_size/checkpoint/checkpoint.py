@@ -8,6 +8,7 @@ import os
 import sys
 import time
 import warnings
+import weakref
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -33,6 +34,7 @@ from variable_batch_size.preemption import EXIT_CODE, Interrupts, signal_notice
 
 _STOP = "stop"  # what a rank wishes after a signal
 _RESTORE, _EXIT = "Checkpoint.restore()", "the save after a signal"  # calls that all ranks make
+_folders = weakref.WeakKeyDictionary[CustomOptimizer, set[str]]()  # in which trainings of this process have been
 UNCALLED_STEP: Final = (
     "Checkpoint.step() was never called, so that nothing was saved at the interval `every`; call it in the loop, after "
     "every optimizer.step()"
@@ -108,6 +110,7 @@ class Checkpoint:
         if on_interrupt not in (None, "save"):
             raise value_error('on_interrupt must be "save" or None', repr(on_interrupt), "pass one of these")
         self._folder = Folder(dir, run)
+        self._folder.goes_on = self._folder.storage.location in _folders.get(optimizer, ())
         self._agreement = agreement = optimizer.agreement
         self._first_update = optimizer.updates  # at the creation of this object, or after the last restore
         self._updated = self._stepped = False  # whether an update was made, and step() called, since then
@@ -425,6 +428,7 @@ class Checkpoint:
     def _mark_saved(self) -> None:
         """Record that the training and the folder now hold the same state."""
         self._last_update, self._saved_time = self._optimizer.updates, time.monotonic()
+        _folders.setdefault(self._optimizer, set()).add(self._folder.storage.location)
 
     def _wish_to_meet(self) -> None:
         """Ask for what all ranks are to do after the same update."""

@@ -49,6 +49,7 @@ class Folder:
 
     Attributes:
         id: random text of the writer, which all ranks of it have; "" where nothing is written.
+        goes_on: whether the training in memory has saved or restored here before this object was created.
         current: the checkpoint that this process has restored or saved last, on the writer; "" before that.
         branches: whether that was restored as the best one, and nothing was saved since then.
         left: checkpoints that were newer than it, on the writer, which the next save deletes.
@@ -57,7 +58,7 @@ class Folder:
     def __init__(self, location: str | os.PathLike[str], run: str | None = None) -> None:
         self.storage = Storage(location)
         self.writer = Writer(self.storage, run)
-        self.id = ""
+        self.id, self.goes_on = "", False
         self.current, self.branches, self.left = "", False, list[str]()
         self._saves = 0
         self._earlier = list[str]()  # checkpoints that were there when this process became the writer
@@ -227,16 +228,16 @@ class Folder:
         """Return the name of the next checkpoint, and delete what ranks that were killed have left.
 
         Raises:
-            ValueError: if the folder had a checkpoint of a later update, from which the training does not come.
+            ValueError: if the folder had a checkpoint that the training has neither saved nor restored.
             RuntimeError: if this process is not the writer.
         """
         self.writer.check()
         names, others = self._list_all()
-        ahead = [name for name in self._earlier if update_of(name) > update and name in names]
-        if later := next(filter(self.is_intact, ahead), None):
+        left = [name for name in self._earlier if name in names and (not self.goes_on or update_of(name) > update)]
+        if other := next(filter(self.is_intact, left), None):
             raise ValueError(
-                f"Checkpoint {self.storage.at(later)} is ahead of this training, which has made {update} updates; "
-                f"restore() it first; another folder begins another training"
+                f"Checkpoint {self.storage.at(other)} is not one of this training, which has made {update} updates, "
+                f"and saves would delete it; restore() it first; another folder begins another training"
             )
         for name in filter(_NAME.fullmatch, others):
             self.discard(name)

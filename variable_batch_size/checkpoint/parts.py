@@ -85,7 +85,7 @@ class Parts:
                 requirement = f"{name} must have its state on each rank, or in parameters that are sharded"
                 raise type_error(requirement, inner, "shard the model by fully_shard() in its place, or save by hand")
         self._names = Names(model)
-        self._optimizer = optimizer
+        self._optimizer, self._restoring = optimizer, ""  # the location of what is being restored
         optimizers = {name: part for name, part in self._by_name.items() if isinstance(part, OPTIMIZERS)}
         self._begun = {name: [] if optimizer.updates else hyperparameters(part) for name, part in optimizers.items()}
         _check_scheduler(list(self._by_name.values()), optimizer)
@@ -96,7 +96,15 @@ class Parts:
         Args:
             in_loop: whether the states of optimizers are to note, at the end of an epoch, that what the loop does there
                 is to come.
+
+        Raises:
+            RuntimeError: if a restore has begun to change the parts, and was interrupted.
         """
+        if self._restoring:
+            raise RuntimeError(
+                f"a save needs a state of one update, but the restore of {self._restoring} did not come to its end, so "
+                f"that parts of it are missing; call restore() again, or end the training"
+            )
         states = {name: self._state_of(name) for name in self._by_name}
         for name, part in self._by_name.items():
             if in_loop and isinstance(part, CustomOptimizer):
@@ -226,6 +234,7 @@ class Parts:
                 check_outside(location, name, saved[name].get("outside", {}), self._parameters_outside(part))
                 if world.rank == 0:
                     warn_of_hyperparameters(location, name, saved[name].get(_BEGUN, []), self._begun[name])
+        self._restoring = location
         for name, part in there.items():  # the optimizer is first: it raises before it changes anything
             if isinstance(part, OPTIMIZERS):
                 self._load_optimizer(name, part, saved, strict)
@@ -246,6 +255,7 @@ class Parts:
                 position = sampler.training.restored_position if reads_epoch else None
                 sampler.training.before_reading.wait_for(position, random)
         self._optimizer.backend.mark_step()
+        self._restoring = ""
         return ""
 
     def _load_optimizer(self, name: str, part: Any, saved: Mapping[str, Any], strict: bool) -> None:
