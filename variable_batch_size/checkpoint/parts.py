@@ -86,6 +86,7 @@ class Parts:
                 raise type_error(requirement, inner, "shard the model by fully_shard() in its place, or save by hand")
         self._names = Names(model)
         self._optimizer, self._restoring = optimizer, ""  # the location of what is being restored
+        self._reloaded = set[object]()  # kinds of states that were checked
         optimizers = {name: part for name, part in self._by_name.items() if isinstance(part, OPTIMIZERS)}
         self._begun = {name: [] if optimizer.updates else hyperparameters(part) for name, part in optimizers.items()}
         _check_scheduler(list(self._by_name.values()), optimizer)
@@ -166,7 +167,7 @@ class Parts:
         """Raise TypeError if an optimizer loads another state than it has saved; see `reload`."""
         for part in self._by_name.values():
             if isinstance(part, OPTIMIZERS):
-                check_reload(inner_of(part))
+                check_reload(inner_of(part), self._reloaded)
 
     def sharded_tensors(self) -> dict[str, DTensor]:
         """Return the sharded tensors of this rank by the names that they, or their states, have in a checkpoint."""

@@ -181,11 +181,10 @@ class Saver:
 
     def _collect(self, in_loop: bool, contents: bool) -> _Collected:
         """Return the state of all parts as this rank has it; `contents`: with digests of what ranks share."""
-        if not self._saves:
-            self._parts.check_reload()
         parts = self._parts.state_dicts(in_loop=in_loop)
         tensors = dict[str, Tensor]()
         state = {name: encode(part, name, tensors, {}) for name, part in parts.items()}
+        self._parts.check_reload()
         self._backend.mark_step()  # all ranks compute what is pending, so that rank 0 does not do it alone
         sampler = parts["optimizer"]["vbs"]["sampler"]
         if self._agreement.world.size == 1:
