@@ -255,6 +255,23 @@ def test_other_hyperparameters_of_the_script_are_named(tmp_path):
     assert told.endswith("To change them, set optimizer.param_groups after restore()")
 
 
+def test_hyperparameters_that_differ_are_told_at_each_restart(tmp_path):
+    """The run goes on with those of the checkpoint, until the script has them again; a tensor of the value is equal."""
+    rates, told = [0.1, torch.tensor(0.1), 0.2, 0.2, torch.tensor(0.2), 0.1], list[list[str]]()
+    for lr in rates:
+        run = training(inner=torch.optim.AdamW, hyperparameters={"lr": lr, "foreach": False})
+        with checkpoint(tmp_path, run) as saves, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                saves.restore()
+            run.run(1)
+            saves.save()
+        told.append(sorted({str(one.message).partition("which count: ")[2].partition(". To")[0] for one in caught}))
+        assert float(run.optimizer.param_groups[0]["lr"]) == pytest.approx(0.1)
+    assert all(one.startswith("lr of group 0 was 0.1 and is 0.2") for line in told for one in line)
+    assert [len(line) for line in told] == [0, 0, 1, 1, 1, 0]
+
+
 SCHEDULES = {
     "step": lambda optimizer: StepLR(optimizer, 1, gamma=0.5),
     "cycle": lambda optimizer: OneCycleLR(optimizer, max_lr=0.1, total_steps=9),

@@ -88,7 +88,8 @@ class Parts:
         self._optimizer, self._restoring = optimizer, ""  # the location of what is being restored
         self._reloaded = set[object]()  # kinds of states that were checked
         optimizers = {name: part for name, part in self._by_name.items() if isinstance(part, OPTIMIZERS)}
-        self._begun = {name: [] if optimizer.updates else hyperparameters(part) for name, part in optimizers.items()}
+        self._script = {name: [] if optimizer.updates else hyperparameters(part) for name, part in optimizers.items()}
+        self._begun = {**self._script}  # the same, or that of the run that was restored
         _check_scheduler(list(self._by_name.values()), optimizer)
 
     def state_dicts(self, *, in_loop: bool) -> dict[str, Any]:
@@ -234,11 +235,12 @@ class Parts:
                 self._names.check_groups(saved[name], part)
                 check_outside(location, name, saved[name].get("outside", {}), self._parameters_outside(part))
                 if world.rank == 0:
-                    warn_of_hyperparameters(location, name, saved[name].get(_BEGUN, []), self._begun[name])
+                    warn_of_hyperparameters(location, name, saved[name].get(_BEGUN, []), self._script[name])
         self._restoring = location
         for name, part in there.items():  # the optimizer is first: it raises before it changes anything
             if isinstance(part, OPTIMIZERS):
                 self._load_optimizer(name, part, saved, strict)
+                self._begun[name] = saved[name].get(_BEGUN, [])
             elif name == "model":
                 self._names.load_model(saved[name])
             elif isinstance(part, type(self._optimizer.sampler)):
