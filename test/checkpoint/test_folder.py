@@ -143,6 +143,12 @@ def test_a_checkpoint_under_another_name_is_damaged(saved):
         assert saves.latest == str(path_of(saved, 1))
 
 
+def test_the_number_of_ranks_in_a_name_costs_nothing(saved):
+    """A folder whose name was changed is no checkpoint, as one whose ranks were killed."""
+    path_of(saved, 2).rename(saved / f"update-00000002-0001-2-{10**18}")
+    assert updates(saved) == [1]
+
+
 def test_a_training_that_was_pushed_out_leaves_the_records_of_the_other_alone(tmp_path):
     run = training().run(1)
     first = checkpoint(tmp_path, run)

@@ -77,7 +77,9 @@ class Folder:
         whole = [
             name
             for name, files in listed.items()
-            if (match := _NAME.fullmatch(name)) and files >= {f"rank-{rank}.json" for rank in range(int(match[4]))}
+            if (match := _NAME.fullmatch(name))
+            and (ranks := int(match[4])) <= len(files)  # first: a name may have any number
+            and files >= {f"rank-{rank}.json" for rank in range(ranks)}
         ]
         return sorted(whole, key=_order, reverse=True), {name: listed[name] for name in listed.keys() - whole}
 
