@@ -355,6 +355,11 @@ class Folder:
         self.storage.put(write_manifest(facts), name, f"rank-{rank}.json")
 
 
+def is_name(name: str) -> bool:
+    """Return whether a folder of this name is a checkpoint, or a part of one."""
+    return _NAME.fullmatch(name) is not None
+
+
 def update_of(name: str) -> int:
     """Return the update of a checkpoint."""
     return int(name.split("-")[1])

@@ -31,7 +31,7 @@ from variable_batch_size.checkpoint.contents import (
     seal_of,
     stream_tensors,
 )
-from variable_batch_size.checkpoint.folder import Folder
+from variable_batch_size.checkpoint.folder import Folder, is_name
 from variable_batch_size.checkpoint.shards import Part, placed_like
 from variable_batch_size.checkpoint.storage import DAMAGE, Storage
 from variable_batch_size.checkpoint.tensor_file import DTYPES
@@ -213,9 +213,9 @@ def open_folder(path: str | os.PathLike[str], *, best: bool = False) -> tuple[Fo
     if not (inside := folder.storage.names()):
         raise value_error("path must be the folder of a checkpoint or of a training", path, "nothing is there")
     names = folder.candidates(best=best)
-    if names or MANIFEST not in inside:
-        return folder, names, False
     parent, _, name = folder.storage.location.rpartition("/")
+    if names or not (MANIFEST in inside or is_name(name)):
+        return folder, names, False
     return Folder(parent or "/"), [name], True
 
 

@@ -16,6 +16,8 @@ from uuid import uuid4
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from variable_batch_size._validation import value_error
+
 # While reading any contents, which another program can have published with a valid checksum.
 DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, RuntimeError)
 _SEAL: Final = ', "seal": "'
@@ -53,10 +55,13 @@ class Storage:
 
     Raises:
         ModuleNotFoundError: if it is a URL, and the library of its store is not installed.
+        ValueError: if it is empty.
     """
 
     def __init__(self, location: str | os.PathLike[str]) -> None:
         text = str(location)
+        if not text:
+            raise value_error("the folder of checkpoints must be a path or a URL", "''", 'pass for example "runs/a"')
         try:
             if "://" in text:
                 self._fs, self._path = url_to_fs(text, use_listings_cache=False)  # others write there, too
