@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import shutil
 import tempfile
-from contextlib import suppress
+import warnings
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +23,7 @@ from helpers.properties import examples
 from helpers.reference import training
 from helpers.sudden_death import Died, dying_after
 from variable_batch_size.checkpoint.contents import MANIFEST
+from variable_batch_size.checkpoint.storage import Storage
 from variable_batch_size.testing import run_ranks
 
 LOSS = "min:loss"
@@ -191,8 +195,7 @@ def test_a_damaged_best_one_is_skipped_with_a_warning(file, tmp_path):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_training_that_continues_from_the_best_one_replaces_the_newer_ones(world, tmp_path, caplog):
-    reported(tmp_path, [0.5, 0.25, 0.75])
-    save_checkpoint(tmp_path, training().run(4))
+    save_checkpoint(tmp_path, reported(tmp_path, [0.5, 0.25, 0.75]).run(1))
     assert updates(tmp_path) == [2, 4]
 
     def resume(backend):
@@ -306,3 +309,53 @@ def test_accepts_any_number_from_rank_0_and_nothing_from_others(value, tmp_path)
 
     assert run_ranks(train, 2) == [True, True]
     assert facts(path_of(tmp_path, 1))["metrics"] == {"loss": 1.0}
+
+
+@pytest.mark.parametrize("what", ["the JSON of a rank", "its folder"])
+def test_the_best_checkpoint_that_was_deleted_by_hand_is_told(what, tmp_path):
+    """Until a save has followed it; one that a better one has replaced is not missed."""
+    run = reported(tmp_path, [0.5, 0.2, 0.1, 0.9], keep=1)
+    with checkpoint(tmp_path, run, best=LOSS, keep=1) as saves:
+        saves.save()
+    path = path_of(tmp_path, 3)
+    (path / MANIFEST).unlink() if "JSON" in what else shutil.rmtree(path)
+    missing = rf"{path.name} \({what} is missing\)"
+    for _ in range(2):
+        with checkpoint(tmp_path, training(), best=LOSS) as saves, pytest.warns(RuntimeWarning, match=missing):
+            assert not saves.restore(best=True)
+    with checkpoint(tmp_path, again := training(), best=LOSS) as saves, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert saves.restore()
+        again.run(1)
+        saves.save()
+        assert not saves.restore(best=True)
+
+
+def test_a_first_save_after_a_restore_of_the_best_one_that_fails_deletes_nothing(tmp_path, monkeypatch):
+    run = reported(tmp_path, [0.1, 0.5, 0.9], keep=3)
+    with checkpoint(tmp_path, run, best=LOSS, keep=3) as saves:
+        for _ in range(2):
+            run.run(1)
+            saves.save()
+    before, create, again = names(tmp_path), Storage.create, training()
+
+    def full(storage, *names, **options):
+        if names[-1].startswith("rank-0.json"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return create(storage, *names, **options)
+
+    with checkpoint(tmp_path, again, best=LOSS, keep=3) as saves:
+        assert saves.restore(best=True)
+        again.run(1)
+        for wait in (True, False):
+            with monkeypatch.context() as patch:
+                patch.setattr(Storage, "create", full)
+                told = pytest.raises(RuntimeError, match="earlier checkpoints are unchanged")
+                with told if wait else nullcontext():
+                    saves.save(wait=wait)
+                with nullcontext() if wait else told:
+                    saves._saver.finish_pending("test")
+            assert {*before} <= {*names(tmp_path)}
+        saves.save()
+        assert updates(tmp_path) == [1, 2]
+        assert saves.best == str(path_of(tmp_path, 1))

@@ -16,7 +16,16 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import variable_batch_size as vbs
-from helpers.checkpoints import STATE, checkpoint, path_of, restore_checkpoint, save_checkpoint, two_saved, updates
+from helpers.checkpoints import (
+    STATE,
+    checkpoint,
+    names,
+    path_of,
+    restore_checkpoint,
+    save_checkpoint,
+    two_saved,
+    updates,
+)
 from helpers.processes import run_job
 from helpers.reference import SIZES, assert_equal, training
 from helpers.xla_checkpoints import restore, save
@@ -150,12 +159,58 @@ def test_warns_of_other_dtypes_and_names_a_tensor(before, after, world, tmp_path
         assert_equal(run.weights(), training(dtype=before).run(1).weights(), 1e-6)
 
 
-def test_a_new_training_does_not_save_beside_later_checkpoints(saved):
-    run = training().run(1)
-    expected = "update-00000002-0001-2-1 is ahead of this training, which has made 1 updates; restore"
-    with checkpoint(saved, run, keep=1) as saves, pytest.raises(RuntimeError, match=expected):
+@pytest.mark.parametrize("keep", [1, 9])
+@pytest.mark.parametrize("made", [1, 2, 5])
+def test_a_new_training_does_not_save_beside_checkpoints_that_it_has_not_restored(made, keep, saved):
+    """It may have made fewer updates, as many, or more; one that was in the folder goes on without a restore."""
+    run, before = training().run(made), names(saved)
+    expected = (
+        rf"update-00000002-0001-2-1 is not one of this training, which has made {made} updates, .*; restore\(\) it "
+        r"first; another folder begins another training"
+    )
+    with checkpoint(saved, run, keep=keep) as saves:
+        for wait in (True, False):
+            with pytest.raises(RuntimeError, match=expected):
+                saves.save(wait=wait)
+        assert not saves.restore(best=True)
+        with pytest.raises(RuntimeError, match=expected):
+            saves.save()
+    assert names(saved) == before
+    run = training()
+    restore_checkpoint(saved, run)
+    with checkpoint(saved, run, keep=keep) as saves:
+        run.run(1)
         saves.save()
-    assert updates(saved) == [1, 2]
+    assert updates(saved) == ([3] if keep == 1 else [1, 2, 3])
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_restore_that_was_interrupted_has_to_be_called_again_before_a_save(world, saved):
+    """As by Ctrl-C in a notebook, on the last rank, when the optimizer is loaded and the model is not."""
+
+    def interrupt(_):
+        raise KeyboardInterrupt if world == 1 else KeyError  # threads get no Ctrl-C
+
+    def train(backend):
+        run = training(backend=backend)
+        with checkpoint(saved, run) as saves:
+            loader = saves._parts._names
+            if backend.world.rank == world - 1:
+                loader.load_model = interrupt
+            with pytest.raises((KeyboardInterrupt, RuntimeError)):
+                saves.restore()
+            vars(loader).pop("load_model", None)
+            told = r"the restore of \S+/update-00000002-0001-2-1 did not come to its end, .*; call restore\(\) again"
+            for wait in (True, False):
+                with pytest.raises(RuntimeError, match=told):
+                    saves.save(wait=wait)
+            assert saves.restore()
+            run.run(1)
+            saves.save()
+        assert_equal(run.weights(), training().run(3).weights(), 1e-9)
+
+    run_ranks(train, world)
+    assert updates(saved) == [2, 3]
 
 
 def test_save_within_an_accumulation_raises_on_every_rank(tmp_path):

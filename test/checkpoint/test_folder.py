@@ -143,6 +143,12 @@ def test_a_checkpoint_under_another_name_is_damaged(saved):
         assert saves.latest == str(path_of(saved, 1))
 
 
+def test_the_number_of_ranks_in_a_name_costs_nothing(saved):
+    """A folder whose name was changed is no checkpoint, as one whose ranks were killed."""
+    path_of(saved, 2).rename(saved / f"update-00000002-0001-2-{10**18}")
+    assert updates(saved) == [1]
+
+
 def test_a_training_that_was_pushed_out_leaves_the_records_of_the_other_alone(tmp_path):
     run = training().run(1)
     first = checkpoint(tmp_path, run)
@@ -156,7 +162,12 @@ def test_a_training_that_was_pushed_out_leaves_the_records_of_the_other_alone(tm
     second.close()
 
 
-def test_a_checkpoint_of_a_later_version_is_named_and_stays(saved):
+def test_a_checkpoint_of_a_later_version_is_named_and_stays(tmp_path):
+    saved, earlier = tmp_path, training()
+    with checkpoint(saved, earlier) as saves:
+        for _ in range(2):
+            earlier.run(1)
+            saves.save()
     file = path_of(saved, 2) / MANIFEST
     file.write_text(resealed(file.read_text(), 3))
     before, words = (
@@ -170,11 +181,10 @@ def test_a_checkpoint_of_a_later_version_is_named_and_stays(saved):
     with checkpoint(saved, training().run(1)) as saves, pytest.raises(RuntimeError, match=words):  # it may be ahead
         saves.save()
     assert {*before} <= {*names(saved)}
-    run = training().run(2)
-    with checkpoint(saved, run, keep=1) as saves:
+    with checkpoint(saved, earlier, keep=1) as saves:
         for _ in range(3):
             saves.save()
-            run.run(1)
+            earlier.run(1)
     assert [int(name.split("-")[1]) for name in names(saved)] == [2, 4]
     assert file.exists()
 

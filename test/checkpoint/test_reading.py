@@ -8,6 +8,8 @@ import torch
 import variable_batch_size as vbs
 from helpers.checkpoints import checkpoint, path_of, truncate_state, two_saved
 from helpers.reference import training
+from variable_batch_size.checkpoint.folder import update_of
+from variable_batch_size.checkpoint.storage import Storage
 
 
 def updates(contents):
@@ -59,3 +61,34 @@ def test_best_needs_a_reported_value(tmp_path):
 def test_a_missing_folder_is_named(best, tmp_path):
     with pytest.raises(ValueError, match=rf"got {tmp_path}/missing; nothing is there$"):
         vbs.read_checkpoint(tmp_path / "missing", best=best)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("call", ["read_checkpoint", "latest"])
+@pytest.mark.parametrize("saves_after", [{1}, {2}, {1, 2}, {1, 2, 3}])
+def test_a_reader_gets_no_older_checkpoint_while_the_training_saves_and_deletes(call, saves_after, tmp_path):
+    """The training saves after listings of the reader; the best checkpoint, which is older, stays."""
+    run = training()
+    with checkpoint(tmp_path, run, keep=1, best="min:loss") as saves, pytest.MonkeyPatch.context() as patch:
+        for _ in range(3):
+            run.run(1)
+            saves.report(loss=run.optimizer.updates)
+            saves.save()
+        newest, listings, listed, busy = run.optimizer.updates, 0, Storage.listed, False
+
+        def list_and_save(storage):
+            nonlocal listings, busy
+            found = listed(storage)
+            if not busy:
+                listings += 1
+                busy = True
+                if listings in saves_after:
+                    run.run(1)
+                    saves.save()
+                busy = False
+            return found
+
+        patch.setattr(Storage, "listed", list_and_save)
+        path = saves.latest if call == "latest" else vbs.read_checkpoint(tmp_path)["facts"]["updates"]
+        assert (update_of((path or "").rpartition("/")[2]) if call == "latest" else path) >= newest
+        assert listings >= 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections import OrderedDict
 
@@ -16,6 +17,7 @@ import variable_batch_size as vbs
 from helpers.checkpoints import checkpoint, restore_checkpoint, save_checkpoint, updates
 from helpers.processes import run_job
 from helpers.reference import network, training
+from variable_batch_size.checkpoint.tensor_file import bytes_of
 from variable_batch_size.checkpoint.values import encode
 
 KINDS = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
@@ -29,7 +31,8 @@ def flat(state):
     tensors = dict[str, torch.Tensor]()
     json = encode(state, "", tensors, {})
     local = {name: one.to_local() if isinstance(one, DTensor) else one for name, one in tensors.items()}
-    return json, {name: (one.dtype, one.reshape(-1).view(torch.uint8).tolist()) for name, one in local.items()}
+    plain = {name: one.resolve_conj().resolve_neg().contiguous() for name, one in local.items()}
+    return json, {name: (one.dtype, bytes(bytes_of(one))) for name, one in plain.items()}
 
 
 class Masters(torch.optim.Optimizer):
@@ -146,6 +149,68 @@ def test_one_that_loads_it_right_by_itself_is_accepted(tmp_path):
     assert flat(later.optimizer.inner.state_dict()) == before
 
 
+class Stated(Masters):
+    """SGD whose state is what `extra` returns for a parameter and its number, and counts updates."""
+
+    def __init__(self, params, lr, extra):
+        super().__init__(params, lr)
+        self.extra = extra
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for number, p in enumerate(group["params"]):
+                state = self.state[p]
+                state["updates"] = state.get("updates", 0) + 1
+                state.update(self.extra(number, state["updates"]))
+                p.sub_(p.grad, alpha=group["lr"])
+
+
+class StatedByItself(Stated):
+    """Loads its state by a method of its own, which torch's rounds."""
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+
+
+EXTRAS = {
+    "texts": {"a", "b"},
+    "numbers": {1, 2},
+    "frozen": frozenset({"a"}),
+    "sparse": torch.eye(3).to_sparse(),
+    "conjugate": torch.tensor([1 + 2j]).conj(),
+    "negative": torch.tensor([1 + 2j]).conj().imag,
+    "float64": torch.ones(2, dtype=torch.float64),
+}
+WHEN = {"at once": lambda *_: True, "second parameter": lambda number, _: number, "later": lambda _, made: made > 2}
+
+
+@pytest.mark.parametrize("kind", [Stated, StatedByItself])
+@pytest.mark.parametrize("when", WHEN)
+@pytest.mark.parametrize("name", EXTRAS)
+def test_a_state_of_each_kind_comes_back_or_is_refused_by_name_whenever_it_appears(name, when, kind, tmp_path):
+    def make(parameters, lr):
+        return kind(parameters, lr, lambda *place: {name: EXTRAS[name]} if WHEN[when](*place) else {})
+
+    run, later = trained(make, torch.float16, updates=0), trained(make, torch.float16, updates=0)
+    told, saved = "", [None]
+    with checkpoint(tmp_path, run, keep=9) as saves:
+        for _ in range(4):
+            run.run(1)
+            try:
+                saves.save()
+                saved.append(flat(run.optimizer.inner.state_dict()))
+            except RuntimeError as error:
+                told = str(error)
+    if told:
+        assert re.search(rf"load_state_dict\(\) of {kind.__name__} must give back .*, but {name} ", told)
+        assert (kind, len(saved)) == (StatedByItself, 3 if when == "later" else 1)
+    with checkpoint(tmp_path, later) as saves:
+        assert saves.restore() == (len(saved) > 1)
+    if len(saved) > 1:
+        assert flat(later.optimizer.inner.state_dict()) == saved[-1]
+
+
 def sharded(backend, folder, restores):
     states = []
     for kind in (Masters, torch.optim.NAdam, torch.optim.Adam):
@@ -188,6 +253,23 @@ def test_other_hyperparameters_of_the_script_are_named(tmp_path):
     (told,) = restored(tmp_path, lr=torch.tensor(0.25), momentum=0.5, weight_decay=0.01)
     assert "lr of group 0 was 0.1 and is 0.25; weight_decay of group 0 was 0 and is 0.01. To change" in told
     assert told.endswith("To change them, set optimizer.param_groups after restore()")
+
+
+def test_hyperparameters_that_differ_are_told_at_each_restart(tmp_path):
+    """The run goes on with those of the checkpoint, until the script has them again; a tensor of the value is equal."""
+    rates, told = [0.1, torch.tensor(0.1), 0.2, 0.2, torch.tensor(0.2), 0.1], list[list[str]]()
+    for lr in rates:
+        run = training(inner=torch.optim.AdamW, hyperparameters={"lr": lr, "foreach": False})
+        with checkpoint(tmp_path, run) as saves, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                saves.restore()
+            run.run(1)
+            saves.save()
+        told.append(sorted({str(one.message).partition("which count: ")[2].partition(". To")[0] for one in caught}))
+        assert float(run.optimizer.param_groups[0]["lr"]) == pytest.approx(0.1)
+    assert all(one.startswith("lr of group 0 was 0.1 and is 0.2") for line in told for one in line)
+    assert [len(line) for line in told] == [0, 0, 1, 1, 1, 0]
 
 
 SCHEDULES = {

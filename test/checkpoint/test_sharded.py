@@ -35,8 +35,10 @@ def save(folder, world, made=STOP, wait=True, **options):
     """Save a checkpoint in a world of this size, and return its path."""
 
     def train(backend):
-        run = wide(backend).run(made)
+        run = wide(backend)
         with checkpoint(folder, run, **options) as saves:
+            saves.restore()
+            run.run(made - run.optimizer.updates)
             return Path(saves.save(wait))
 
     paths = run_ranks(train, world)
@@ -112,13 +114,13 @@ def test_rank_0_writes_alone_if_the_ranks_do_not_see_the_same_folder(tmp_path):
 
         def train(backend):
             run = wide(backend).run(1 + stale)  # noqa: B023
-            save_checkpoint(tmp_path / str(backend.world.rank), run)
+            save_checkpoint(tmp_path / str(stale) / str(backend.world.rank), run)  # noqa: B023
 
         if stale:
-            checkpoint(tmp_path / "1", wide()).close()
+            checkpoint(tmp_path / "True" / "1", wide()).close()
         run_ranks(train, 2)
-        assert files(path_of(tmp_path / "0", 1 + stale)) == written(1)
-        assert not list((tmp_path / "1").glob("*update*"))
+        assert files(path_of(tmp_path / str(stale) / "0", 1 + stale)) == written(1)
+        assert not list((tmp_path / str(stale) / "1").glob("*update*"))
 
 
 def test_rank_0_writes_alone_if_ranks_may_be_threads(tmp_path, monkeypatch):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import itertools
+import math
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -95,6 +97,16 @@ def take_over(folder, saves, *, best=False, keep=2, under_way=False):
     return run.optimizer.updates if saves else 0
 
 
+def begin_again(folder):
+    """Delete the folder, and begin another training of this name in it, whose checkpoints have the same names."""
+    place = Folder(folder)
+    if place.storage.on_disk:
+        shutil.rmtree(folder)
+    else:
+        Counted.store = {path: file for path, file in Counted.store.items() if folder.split("//")[1] not in path}
+    return take_over(folder, 3)
+
+
 OTHERS = {
     "nothing": lambda folder: take_over(folder, 0),
     "a save": lambda folder: take_over(folder, 1),
@@ -102,29 +114,49 @@ OTHERS = {
     "saves that delete": lambda folder: take_over(folder, 3, keep=1),
     "a save from the best": lambda folder: take_over(folder, 1, best=True),
     "a third writer": lambda folder: max(take_over(folder, 1), take_over(folder, 1)),
+    "another training": begin_again,
     "a third writer without a save": lambda folder: max(take_over(folder, 1), take_over(folder, 0)),
 }
 
 
-def attempt(folder, operation, others):
-    """Stop a writer at an operation of its save, check what is there, and return whether there was one."""
-    run, confirmed, saved = training(), 0, list[int]()
+def best_loss(folder):
+    """Return the loss of the best checkpoint."""
+    place = Folder(folder)
+    best = place.best()
+    assert best == next(iter(place.best_first()), None)  # no other one hides it
+    return (place.reported(best) or {})["metrics"]["loss"] if best else math.inf
+
+
+def attempt(folder, operation, call, others):
+    """Stop a writer at an operation of its save or report, check what is there, and return whether there was one."""
+    run, confirmed, saved, losses = training(), 0, list[int](), list[float]()
     writer = checkpoint(folder, run, run="job", best="min:loss")
     for loss in (0.5, 1.0):
         run.run(1)
         writer.report(loss=loss)
         writer.save()
     run.run(3)
-    with stopped_at(folder, operation, lambda: saved.append(others(folder))):
-        for call in (writer.save, writer.close):
-            with suppress(RuntimeError):
-                call()
-                confirmed = max(confirmed, 5 if call == writer.save else 2)
+    if call == "report":  # which marks the last save as the best one
+        writer.save()
+        confirmed = 5
+
+    def stop():
+        saved.append(others(folder))
+        losses.append(best_loss(folder))
+
+    with stopped_at(folder, operation, stop):
+        with suppress(RuntimeError):
+            writer.save() if call == "save" else writer.report(loss=0.1)
+            confirmed = 5
+        with suppress(RuntimeError):
+            writer.close()
     while _under_way:
         _under_way.pop()()
     place = Folder(folder)
     for name in place.names():
-        assert place.is_intact(name) or name.startswith("update-00000005-0001-"), name  # was not confirmed
+        assert place.is_intact(name) or (name.startswith("update-00000005-0001-") and call == "save"), name
+    if saved and saved[0]:
+        assert best_loss(folder) <= losses[0]
     newest = place.newest()
     assert newest is not None
     if saved and saved[0]:
@@ -144,9 +176,10 @@ SLOW = pytest.mark.slow("saves often")
 
 
 @pytest.mark.parametrize("place", ["disk", "store"])
+@pytest.mark.parametrize("call", ["save", pytest.param("report", marks=SLOW)])
 @pytest.mark.parametrize("name", [name if name == "a save" else pytest.param(name, marks=SLOW) for name in OTHERS])
 def test_the_last_save_of_the_last_writer_is_the_newest_and_nothing_that_was_confirmed_is_lost(
-    name, place, tmp_path, monkeypatch
+    name, call, place, tmp_path, monkeypatch
 ):
     def refuse(*_):
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
@@ -155,7 +188,7 @@ def test_the_last_save_of_the_last_writer_is_the_newest_and_nothing_that_was_con
     folder = str(tmp_path) if place == "disk" else f"counted://{uuid4().hex}"
     for operation in itertools.count():
         as_another_process()
-        if not attempt(f"{folder}/{operation}", operation, OTHERS[name]):
+        if not attempt(f"{folder}/{operation}", operation, call, OTHERS[name]):
             break
     print(operation, "takeovers")
     assert operation > 10

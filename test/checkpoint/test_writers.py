@@ -10,16 +10,21 @@ import shutil
 import signal
 import socket
 import time
+from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import variable_batch_size as vbs
 from helpers.checkpoints import as_another_process, checkpoint, names, start, two_saved, updates
 from helpers.reference import training
 from helpers.sharded import always_sharded, wide
 from variable_batch_size.checkpoint import tensor_file, writer
 from variable_batch_size.checkpoint.folder import Folder
+from variable_batch_size.checkpoint.storage import Storage
 from variable_batch_size.testing import run_ranks
 
 __all__ = ["always_sharded"]
@@ -257,3 +262,72 @@ def test_ranks_without_locks_write_together(tmp_path, no_locks, always_sharded):
 
     path, _ = run_ranks(train, 2)
     assert len(list(Path(path).glob("tensors-*"))) == 2
+
+
+JSON = {"rank-0.json", "rank-1.json"}
+
+
+def test_the_files_of_two_saves_of_one_name_are_never_mixed(tmp_path, always_sharded):
+    """As where a folder was begun again while a rank of an earlier job still wrote, or was copied in part."""
+
+    def train(backend, seed):
+        run = wide(backend, sampling={"seed": seed}).run(2)
+        with checkpoint(tmp_path / str(seed), run) as saves:
+            saves.save()
+
+    weights = list[Any]()
+    for seed in range(2):
+        run_ranks(partial(train, seed=seed), 2)
+        weights.append(vbs.read_checkpoint(tmp_path / str(seed))["parts"]["model"])
+    (first,), (other,) = ([*(tmp_path / str(seed)).glob("update-*")] for seed in range(2))
+    assert first.name == other.name
+    files, damaged = sorted(path.name for path in first.iterdir()), 0
+    assert len(files) == 4
+    for taken in (set(some) for count in range(5) for some in combinations(files, count)):
+        shutil.rmtree(tmp_path / "mixed", ignore_errors=True)
+        shutil.copytree(first, tmp_path / "mixed" / first.name)
+        for name in taken:
+            shutil.copy(other / name, tmp_path / "mixed" / first.name / name)
+        try:
+            found = vbs.read_checkpoint(tmp_path / "mixed")["parts"]["model"]
+        except ValueError as error:
+            told = str(error)
+            damaged += 1
+        else:
+            told, intact = "", [all(torch.equal(found[key], one[key]) for key in one) for one in weights]
+            assert any(intact), taken
+        assert ("(the files of its ranks are of two saves)" in told) == (len(taken & JSON) == 1)
+    assert damaged == 14
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_goes_on_in_a_folder_that_was_begun_again_leaves_its_files_alone(
+    rank, tmp_path, always_sharded, monkeypatch
+):
+    """It stops before it writes, and goes on when another training has saved under the same name."""
+    folder, create, begun = tmp_path / "a", Storage.create, list[Any]()
+
+    def train(backend, seed=0):
+        run = wide(backend, sampling={"seed": seed}).run(1)
+        saves = checkpoint(folder, run)
+        try:
+            saves.save()
+        except RuntimeError as error:
+            assert "end one of the two" in str(error) or "end it" in str(error)  # noqa: PT017
+            return None
+        return saves
+
+    def begin_again_and_create(storage, *names, **options):
+        if names[-1] == f"tensors-{rank}.safetensors" and not begun:
+            begun.append(None)
+            while not [*folder.glob(f"update-*/rank-{1 - rank}.json")]:
+                time.sleep(0.01)
+            shutil.rmtree(folder)
+            as_another_process()
+            begun.extend(run_ranks(partial(train, seed=1), 2))
+        return create(storage, *names, **options)
+
+    monkeypatch.setattr(Storage, "create", begin_again_and_create)
+    assert run_ranks(train, 2) == [None, None]
+    assert updates(folder) == [1]
+    begun[1].close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from typing import NamedTuple
 
@@ -210,3 +211,77 @@ def test_plain_states_go_out_and_in(trained, tmp_path):
     torch.save([1], file)
     wrong = execute("from-torch", file, tmp_path / "other")
     assert (wrong.returncode, "must have a dict of state dicts" in wrong.stderr) == (1, True)
+
+
+def test_one_that_is_damaged_or_incomplete_is_named_with_what_is_missing(trained, tmp_path):
+    _, folder = trained
+    path = path_of(folder, 3)
+
+    def told(command):
+        done = execute(command, path, *[tmp_path / "out"] * command.startswith("to-"))
+        assert done.returncode == 1
+        assert not (tmp_path / "out").exists()
+        return (done.stdout + done.stderr).replace("\n", " ")
+
+    def damage_tensors():
+        truncate_state(path)
+        return "checksum mismatch of tensors-0.safetensors"
+
+    def delete_json():
+        (path / "rank-0.json").unlink()
+        return "the JSON of a rank is missing"
+
+    for damage in (damage_tensors, delete_json):
+        reason = damage()
+        for command in ("show", "verify", "to-torch", "to-safetensors"):
+            text = told(command)
+            assert str(path) in text, text
+            assert reason in text, text
+            assert command == "verify" or "pass another one" in text, text
+    whole = execute("verify", folder)  # restore() warns of it, too
+    assert (whole.returncode, f"{path}: {reason}, and it was saved" in whole.stdout) == (1, True), whole.stdout
+    assert reason in json.loads(execute("verify", folder, "--json").stdout)[str(path)]
+    for name in ("update-00000001", "update-00000002"):
+        (next(folder.glob(f"{name}-*")) / "rank-0.json").unlink()
+    assert "which has only incomplete ones; pass another one" in execute("verify", folder).stderr
+
+
+@pytest.mark.parametrize("command", ["to-torch", "to-safetensors"])
+def test_a_file_is_there_whole_or_not_at_all_with_a_plain_mode(command, trained, tmp_path):
+    """On a full disk the earlier one stays."""
+    _, folder = trained
+    plain, out = tmp_path / "plain", tmp_path / "out"
+    plain.mkdir()
+    (plain / "file").write_text("")
+    assert execute(command, folder, out).returncode == 0
+    assert out.stat().st_mode == (plain / "file").stat().st_mode
+    before = out.read_bytes()
+    out.chmod(0o640)
+    assert execute(command, folder, out).returncode == 0
+    assert (out.stat().st_mode & 0o777, out.read_bytes() == before) == (0o640, True)
+    full = "import resource; from variable_batch_size.cli.main import main\n"
+    full += "from variable_batch_size.checkpoint import conversion; import safetensors.torch\n"
+    full += "resource.setrlimit(resource.RLIMIT_FSIZE, (500, -1)); main()"
+    before, listed = out.read_bytes(), sorted(tmp_path.iterdir())
+    done = subprocess.run(
+        [sys.executable, "-c", full, "checkpoint", command, folder, out], capture_output=True, text=True, check=False
+    )
+    text = " ".join(done.stderr.split())
+    assert (done.returncode, f"{out} could not be written (" in text) == (1, True), text
+    assert "Traceback" not in text
+    assert (out.read_bytes(), sorted(tmp_path.iterdir())) == (before, listed)
+    done = execute(command, folder, plain)
+    assert (done.returncode, "FILE must be a file, got" in done.stderr) == (1, True), done.stderr
+
+
+@pytest.mark.parametrize("states", [{"model": {1: torch.ones(1)}}, {"model": {}, 3: {}}, {"model": {}, "a/b": {}}])
+def test_a_name_that_is_no_text_is_refused(states, tmp_path):
+    torch.save(states, tmp_path / "state.pt")
+    done = execute("from-torch", tmp_path / "state.pt", tmp_path / "begun")
+    assert (done.returncode, "names of states and tensors must be texts" in done.stderr) == (1, True), done.stderr
+
+
+def test_a_folder_without_a_name_is_refused():
+    for call in (lambda: checkpoint("", training()), lambda: vbs.read_checkpoint("")):
+        with pytest.raises(ValueError, match=r"^the folder of checkpoints must be a path or a URL, got ''; pass for"):
+            call()

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 import warnings
+import weakref
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -33,6 +34,7 @@ from variable_batch_size.preemption import EXIT_CODE, Interrupts, signal_notice
 
 _STOP = "stop"  # what a rank wishes after a signal
 _RESTORE, _EXIT = "Checkpoint.restore()", "the save after a signal"  # calls that all ranks make
+_folders = weakref.WeakKeyDictionary[CustomOptimizer, set[str]]()  # in which trainings of this process have been
 UNCALLED_STEP: Final = (
     "Checkpoint.step() was never called, so that nothing was saved at the interval `every`; call it in the loop, after "
     "every optimizer.step()"
@@ -108,6 +110,7 @@ class Checkpoint:
         if on_interrupt not in (None, "save"):
             raise value_error('on_interrupt must be "save" or None', repr(on_interrupt), "pass one of these")
         self._folder = Folder(dir, run)
+        self._folder.goes_on = self._folder.storage.location in _folders.get(optimizer, ())
         self._agreement = agreement = optimizer.agreement
         self._first_update = optimizer.updates  # at the creation of this object, or after the last restore
         self._updated = self._stepped = False  # whether an update was made, and step() called, since then
@@ -117,7 +120,7 @@ class Checkpoint:
         alone = agreement.world.size == 1 or self._backend.threads  # which have rank 0's disk
         try:
             self._interrupts = Interrupts() if on_interrupt == "save" else None
-            token = agreement.run_on_rank_0("Checkpoint()", self._folder.lock)
+            token = self._folder.id = agreement.run_on_rank_0("Checkpoint()", self._folder.lock)
             shares = [] if alone else agreement.run_on_all("Checkpoint()", lambda: str(self._folder.is_shared(token)))
             self._due = f"save {token}"  # what rank 0 wishes when the interval of time has passed
             together = {*shares} == {str(True)}
@@ -313,7 +316,7 @@ class Checkpoint:
     def _lost(self, best: bool) -> dict[str, str]:
         """See `Folder.lost`; rank 0 tells it. A store that refuses to list it must not fail a restore."""
         with suppress(Exception):
-            return {} if best or self._agreement.world.rank else self._folder.lost()
+            return {} if self._agreement.world.rank else self._folder.lost(best=best)
         return {}
 
     def _announce(self, name: str, contents: Contents, damaged: list[str], seconds: float) -> None:
@@ -331,8 +334,7 @@ class Checkpoint:
         line += f"batch size {sizes[0]} -> {sizes[1]}, " if known and sizes[0] != sizes[1] else ""
         line += f"stage {optimizer.stage}, " if optimizer.stage else ""
         line += f"update {updates}, epoch {optimizer.epoch}, {optimizer.samples} samples, lost {told}"
-        newer = folder.newer_than(name) if folder.branches else []
-        line += f"; the next save deletes {', '.join(newer)}." if newer else "."
+        line += f"; the next save deletes {', '.join(folder.left)}." if folder.left else "."
         own = contents.of_ranks
         line += f" In this world all ranks have what rank 0 had of {few_of(own)}." if own else ""
         log(line, rank=0, update=updates)
@@ -426,6 +428,7 @@ class Checkpoint:
     def _mark_saved(self) -> None:
         """Record that the training and the folder now hold the same state."""
         self._last_update, self._saved_time = self._optimizer.updates, time.monotonic()
+        _folders.setdefault(self._optimizer, set()).add(self._folder.storage.location)
 
     def _wish_to_meet(self) -> None:
         """Ask for what all ranks are to do after the same update."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -93,7 +94,7 @@ def warn_of_hyperparameters(
         f"{name} of group {number} was {group[name]} and is {other[name]}"
         for number, (group, other) in enumerate(zip(saved, here, strict=False))
         for name in group.keys() & other.keys()
-        if group[name] != other[name]
+        if _differ(group[name], other[name])
     ]
     if differences:
         warnings.warn(
@@ -102,6 +103,15 @@ def warn_of_hyperparameters(
             UserWarning,
             stacklevel=stacklevel_of_user(),
         )
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """Return whether hyperparameters are other ones; a number in a tensor may be rounded to float32."""
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        return any(map(_differ, one, other))
+    if isinstance(one, (int, float)) and isinstance(other, (int, float)):
+        return not math.isclose(one, other, rel_tol=1e-6)
+    return bool(one != other)
 
 
 def _plain(value: Any) -> Any:

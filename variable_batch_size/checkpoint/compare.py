@@ -160,7 +160,7 @@ def byte_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     for name, tensor in tensors.items():
         local = tensor.detach()
         local = local.to_local() if isinstance(local, DTensor) else local
-        flat = local.resolve_conj().resolve_neg().contiguous().reshape(-1)
+        flat = local.resolve_conj().resolve_neg().contiguous().as_strided((local.numel(),), (1,))
         flat = flat if flat.storage_offset() * flat.element_size() % 8 == 0 else flat.clone()
         flat = flat if flat.dtype is torch.uint8 else flat.view(torch.uint8)
         words = flat[: len(flat) // 8 * 8].view(torch.int64)

@@ -23,7 +23,7 @@ MANIFEST: Final = "rank-0.json"
 
 # A key that readers may ignore, and for which they have a default, is added without another version.
 KEYS: Final = {
-    *("format", "version", "name", "ranks", "file", "seal"),  # of the JSON of each rank
+    *("format", "version", "name", "ranks", "writer", "file", "seal"),  # of the JSON of each rank
     *("library", "torch"),  # the others are in that of rank 0: what has written it,
     *("epoch", "step", "samples", "updates", "reads_epoch", "world", "batch_size"),  # the position,
     *("trace", "dataset_size", "seed", "shuffle", "drop_last"),  # what the samples follow from,
@@ -31,7 +31,7 @@ KEYS: Final = {
     *("state", "random", "tensors"),  # states;
     "own",  # in that of another rank: the states and tensors that it has for itself
 }
-_STATES: Final = ("state", "random", "tensors", "file", "seal", "name", "ranks")
+_STATES: Final = ("state", "random", "tensors", "file", "seal", "name", "ranks", "writer")
 
 
 @final
@@ -131,7 +131,9 @@ def read_manifests(storage: Storage, name: str, texts: Sequence[str] | None = No
         ranks = [parse_manifest(text) for text in texts]
         if any((manifest["name"], manifest["ranks"]) != (name, len(ranks)) for manifest in ranks):
             raise ValueError("the JSON of a rank is that of another checkpoint")
-        return ranks
+    if len({manifest.get("writer") for manifest in ranks}) > 1:  # the writer's id; earlier releases wrote none
+        raise DamagedError("the files of its ranks are of two saves", seal_of(ranks))
+    return ranks
 
 
 def seal_of(ranks: Sequence[Mapping[str, Any]]) -> str:

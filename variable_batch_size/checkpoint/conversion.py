@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from stat import S_IMODE
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
@@ -35,9 +38,11 @@ def to_torch(checkpoint: str | os.PathLike[str], file: Path, *, best: bool = Fal
     Raises:
         ValueError: if there is no intact checkpoint.
     """
-    _check_parent(file)
+    _check_place(file)
     parts = read_checkpoint(checkpoint, best=best)["parts"]
-    torch.save({name: _as_of_torch(state) for name, state in parts.items() if name != SAMPLER}, file)
+    states = {name: _as_of_torch(state) for name, state in parts.items() if name != SAMPLER}
+    with _replaced(file) as path, path.open("wb") as stream:
+        torch.save(states, stream)
 
 
 def to_safetensors(checkpoint: str | os.PathLike[str], file: Path, *, best: bool = False) -> None:
@@ -54,7 +59,7 @@ def to_safetensors(checkpoint: str | os.PathLike[str], file: Path, *, best: bool
     import_extra("safetensors", "safetensors")
     from safetensors.torch import save_file
 
-    _check_parent(file)
+    _check_place(file)
     tensors, seen = dict[str, torch.Tensor](), set[int]()
     for name, value in read_newest(checkpoint, best=best, only="model").parts["model"].items():
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
@@ -63,12 +68,42 @@ def to_safetensors(checkpoint: str | os.PathLike[str], file: Path, *, best: bool
         shared = id(value) in seen  # tied tensors are written twice: a model loads each of its names
         seen.add(id(value))
         tensors[name] = value.clone() if shared else value.contiguous()
-    save_file(tensors, file, metadata={"format": "pt"})
+    with _replaced(file) as path:
+        save_file(tensors, path, metadata={"format": "pt"})
 
 
-def _check_parent(file: Path) -> None:
+def _check_place(file: Path) -> None:
     if not file.parent.is_dir():
         raise value_error("FILE must be in a folder that there is", file, "create the folder")
+    if file.exists() and not file.is_file():
+        raise value_error("FILE must be a file", f"{file}, which is a directory or a device", "pass another path")
+
+
+@contextmanager
+def _replaced(file: Path) -> Iterator[Path]:
+    """Yield the path of a new file, which takes the place of `file` when it is written, with the mode of `open()`.
+
+    Raises:
+        OSError: if it cannot be written; the earlier file is unchanged.
+    """
+    file = file.resolve()
+    path = file.with_name(f".{uuid4().hex}.new")
+    try:
+        path.touch()
+        mode = (file if file.exists() else path).stat().st_mode
+        yield path
+        path.chmod(S_IMODE(mode))
+        with path.open("rb") as stream:
+            os.fsync(stream.fileno())
+        path.replace(file)
+    except Exception as error:  # which class it has depends on the library
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        raise OSError(
+            f"{file} could not be written ({reason}); free disk space, or pass another path (an earlier file is "
+            f"unchanged)"
+        ) from error
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def from_torch(file: Path, folder: str | os.PathLike[str]) -> str:
@@ -123,6 +158,11 @@ def _check_state_dicts(states: Any) -> None:
         raise TypeError(f"{requirement}, got {kinds}; {remedy}")
     if "model" not in states:
         raise value_error(requirement, ", ".join(map(repr, states)) or "an empty one", remedy)
+    for name in (*states, *states["model"]):
+        if not isinstance(name, str) or (name in states and "/" in name):
+            raise value_error(
+                "names of states and tensors must be texts, those of states without /", repr(name), remedy
+            )
 
 
 def _as_of_torch(state: Any) -> Any:

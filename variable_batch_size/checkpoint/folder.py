@@ -12,8 +12,9 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, final
 
 from torch import Tensor
@@ -47,14 +48,18 @@ class Folder:
         run: see `Writer`.
 
     Attributes:
+        id: random text of the writer, which all ranks of it have; "" where nothing is written.
+        goes_on: whether the training in memory has saved or restored here before this object was created.
         current: the checkpoint that this process has restored or saved last, on the writer; "" before that.
-        branches: whether that was restored as the best one, so that the next save deletes newer ones.
+        branches: whether that was restored as the best one, and nothing was saved since then.
+        left: checkpoints that were newer than it, on the writer, which the next save deletes.
     """
 
     def __init__(self, location: str | os.PathLike[str], run: str | None = None) -> None:
         self.storage = Storage(location)
         self.writer = Writer(self.storage, run)
-        self.current, self.branches = "", False
+        self.id, self.goes_on = "", False
+        self.current, self.branches, self.left = "", False, list[str]()
         self._saves = 0
         self._earlier = list[str]()  # checkpoints that were there when this process became the writer
         self._intact = set[str]()  # names of checkpoints that are not read again to find out
@@ -72,7 +77,9 @@ class Folder:
         whole = [
             name
             for name, files in listed.items()
-            if (match := _NAME.fullmatch(name)) and files >= {f"rank-{rank}.json" for rank in range(int(match[4]))}
+            if (match := _NAME.fullmatch(name))
+            and (ranks := int(match[4])) <= len(files)  # first: a name may have any number
+            and files >= {f"rank-{rank}.json" for rank in range(ranks)}
         ]
         return sorted(whole, key=_order, reverse=True), {name: listed[name] for name in listed.keys() - whole}
 
@@ -97,22 +104,32 @@ class Folder:
         """Return what is no checkpoint, as files of ranks are missing; newest first."""
         return sorted(filter(_NAME.fullmatch, self._list_all()[1]), key=_order, reverse=True)
 
-    def lost(self) -> dict[str, str]:
-        """Return the newest checkpoint that was saved, and what is missing, if it is not there any more."""
+    def lost(self, *, best: bool = False) -> dict[str, str]:
+        """Return the newest checkpoint that was saved, or the best ones, and what is missing, if they are not there."""
+        newest, bests = self.writer.last_saved()  # before the list, in which it is then, or a newer one
         names, others = self._list_all()
-        last = self.writer.last_saved()
-        if not _NAME.fullmatch(last) or (names and _order(names[0]) >= _order(last)):
-            return {}
-        return {last: "the JSON of a rank is missing" if last in others else "its folder is missing"}
+        lost = [name for name in bests if name not in names]
+        if best and lost:  # unless a training has meanwhile found a better one, and deleted it
+            lost = [name for name in self.writer.last_saved()[1] if name in lost]
+        if not best:
+            lost = [newest] if _NAME.fullmatch(newest) and not (names and _order(names[0]) >= _order(newest)) else []
+        return {name: "the JSON of a rank is missing" if name in others else "its folder is missing" for name in lost}
 
     def newest(self) -> str | None:
         """Return the newest intact checkpoint, or None."""
-        return next(filter(self.is_intact, self.names()), None)
+        return self._first_intact(self.names)
 
-    def newer_than(self, name: str) -> list[str]:
-        """Return the checkpoints that are newer than this one, newest first; none if it is missing."""
-        names = self.names()
-        return names[: names.index(name)] if name in names else []
+    def _first_intact(self, listed: Callable[[], list[str]]) -> str | None:
+        """Return the first intact checkpoint of a list, or None.
+
+        It lists again after each one that is not: a training may have saved meanwhile, and deleted what was listed.
+        """
+        tried = set[str]()
+        while names := [name for name in listed() if name not in tried]:
+            if self.is_intact(names[0]):
+                return names[0]
+            tried.add(names[0])
+        return None
 
     def best_first(self, criterion: Criterion | None = None) -> list[str]:
         """Return the checkpoints with a reported value, the best first, and of equal ones the oldest.
@@ -125,7 +142,7 @@ class Folder:
 
     def best(self, criterion: Criterion | None = None) -> str | None:
         """Return the first intact checkpoint of `best_first`, or None."""
-        return next(filter(self.is_intact, self.best_first(criterion)), None)
+        return self._first_intact(partial(self.best_first, criterion))
 
     def is_better(self, facts: Mapping[str, Any], criterion: Criterion) -> bool:
         """Return whether reported values are better than those of every intact checkpoint."""
@@ -191,7 +208,8 @@ class Folder:
                 f"dir must be a writable folder, got {self.storage.location} ({error.strerror or error}); choose "
                 "another folder"
             ) from error
-        return self.writer.token
+        self.id = self.writer.token
+        return self.id
 
     def is_shared(self, token: str) -> bool:
         """Return whether this process can write to the folder whose writer has this token.
@@ -204,24 +222,24 @@ class Folder:
     def mark_restored(self, name: str, *, best: bool) -> None:
         """Record that the training goes on from an intact checkpoint, which it has restored."""
         self._intact.add(name)
+        names = self.names() if best and self.writer.number else []
+        self.left = names[: names.index(name)] if name in names else []
         self.current, self.branches, self._earlier = name, best, []
 
     def begin(self, update: int, ranks: int) -> str:
         """Return the name of the next checkpoint, and delete what ranks that were killed have left.
 
         Raises:
-            ValueError: if the folder had a checkpoint of a later update, from which the training does not come.
+            ValueError: if the folder had a checkpoint that the training has neither saved nor restored.
             RuntimeError: if this process is not the writer.
         """
         self.writer.check()
-        for newer in self.newer_than(self.current) if self.branches else ():
-            self.discard(newer)
         names, others = self._list_all()
-        ahead = [name for name in self._earlier if update_of(name) > update and name in names]
-        if later := next(filter(self.is_intact, ahead), None):
+        left = [name for name in self._earlier if name in names and (not self.goes_on or update_of(name) > update)]
+        if other := next(filter(self.is_intact, left), None):
             raise ValueError(
-                f"Checkpoint {self.storage.at(later)} is ahead of this training, which has made {update} updates; "
-                f"restore() it first; another folder begins another training"
+                f"Checkpoint {self.storage.at(other)} is not one of this training, which has made {update} updates, "
+                f"and saves would delete it; restore() it first; another folder begins another training"
             )
         for name in filter(_NAME.fullmatch, others):
             self.discard(name)
@@ -235,18 +253,26 @@ class Folder:
 
         Raises:
             OSError: if it cannot be written.
-            RuntimeError: on rank 0, if another process has become the writer.
+            RuntimeError: on rank 0, if another process has become the writer; if another training has these files.
         """
         file = None
         try:
+            self.storage.make(name)  # here alone, so that nothing else makes a folder again that another writer deletes
             if tensors:
                 with self.storage.create(name, f"tensors-{rank}.safetensors") as stream:
                     file = tensor_file.write(stream, tensors, {key: part._asdict() for key, part in parts.items()})
-            self._put_json(name, rank, {"name": name, "ranks": int(name.rpartition("-")[2]), **facts, "file": file})
-        except BaseException:
+            ranks = int(name.rpartition("-")[2])
+            self._put_json(name, rank, {"name": name, "ranks": ranks, "writer": self.id, **facts, "file": file})
+        except BaseException as error:
             with suppress(Exception):
-                for written in (f"rank-{rank}.json", f"tensors-{rank}.safetensors"):  # the next save deletes the rest
-                    self.storage.remove(name, written)
+                if self.writer.is_known(self.id):  # else what has these names may be of another training
+                    for written in (f"rank-{rank}.json", f"tensors-{rank}.safetensors"):
+                        self.storage.remove(name, written)  # the next save deletes the rest
+            if isinstance(error, FileExistsError):
+                raise RuntimeError(
+                    f"Checkpoint folder {self.storage.location} has files of another training under the name {name}, "
+                    f"as if it was deleted and begun again; end one of the two"
+                ) from None
             raise
 
     def mark_saved(self, name: str, reported: Mapping[str, Any]) -> None:
@@ -254,16 +280,6 @@ class Folder:
         self._intact.add(name)
         self._reported[name] = dict(reported)
         self.current, self.branches = name, False
-
-    def tidy(self, keep: int) -> None:
-        """Delete what is not kept, after a save of all ranks, and record that it is there.
-
-        Raises:
-            RuntimeError: if another process has become the writer.
-        """
-        self.writer.check()
-        self.prune(keep)
-        self.writer.renew(newest=self.current)
 
     def mark_best(self, name: str, reported: Mapping[str, Any]) -> None:
         """Add reported values to the JSON of a checkpoint, which holds all of them or none at any instant.
@@ -274,16 +290,25 @@ class Folder:
         facts = parse_manifest(self.storage.read(name, MANIFEST).decode())
         self._put_json(name, 0, {**{key: facts[key] for key in facts if key != "seal"}, **reported})
         self._reported[name] = dict(reported)
+        if not self.writer.writes:  # another one may have deleted it meanwhile, of which a store keeps the new JSON
+            self._intact.discard(name)
+            if not self.is_intact(name):
+                self.storage.remove(name, MANIFEST)
 
-    def prune(self, keep: int) -> None:
+    def tidy(self, keep: int) -> None:
         """Keep the newest `keep` intact updates, each in its newest intact save, and delete older checkpoints.
 
         Of each criterion that was reported, the best intact checkpoint is kept, too, and what may be better but cannot
         be read now. A damaged one stays until `keep` newer updates, or a newer save of the same update, are intact, and
-        one of another version stays.
+        one of another version stays. What is kept is recorded first.
+
+        Raises:
+            RuntimeError: if another process has become the writer.
         """
+        self.writer.check()
+        left, self.left = ([], self.left) if self.branches else (self.left, [])
         reported, kept_updates = list[tuple[str, dict[str, Any] | None]](), set[int]()
-        for name in self.names():
+        for name in (name for name in self.names() if name not in left):
             with suppress(VersionError):
                 reported.append((name, self.reported(name)))
         criteria = filter(None, {Criterion.of_manifest(facts or {}) for _, facts in reported})
@@ -295,20 +320,24 @@ class Folder:
                     best.add(name)
                 if intact:
                     break
+        old = [*left]
         for name, _ in reported:
             update = update_of(name)
             if update not in kept_updates and len(kept_updates) < keep:
                 if self.is_intact(name):
                     kept_updates.add(update)
             elif name not in best:
-                self.discard(name)
+                old.append(name)
+        self.writer.renew(newest=self.current, best=" ".join(sorted(best)))
+        for name in old:
+            self.discard(name)
 
     def discard(self, name: str) -> None:
         """Delete the files of a checkpoint, and its folder if nothing else is in it; what cannot be, stays.
 
-        What a later writer has written stays: it has taken over, and this one does not know it yet.
+        If another writer has taken over, or the folder was deleted and begun again, nothing is this one's to delete.
         """
-        if _order(name)[0] > self.writer.number:
+        if not self.writer.writes:
             return
         self._intact.discard(name)
         self._reported.pop(name, None)
@@ -324,6 +353,11 @@ class Folder:
         if not rank:
             self.writer.check()
         self.storage.put(write_manifest(facts), name, f"rank-{rank}.json")
+
+
+def is_name(name: str) -> bool:
+    """Return whether a folder of this name is a checkpoint, or a part of one."""
+    return _NAME.fullmatch(name) is not None
 
 
 def update_of(name: str) -> int:

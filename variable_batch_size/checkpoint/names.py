@@ -152,5 +152,5 @@ def weights_hash(model: nn.Module | Mapping[str, Any]) -> str:
         if isinstance(tensor, Tensor):
             total.update(f"{name} {tensor.dtype} {[*tensor.shape]}\n".encode())
             plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-            total.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
+            total.update(plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().tobytes())
     return total.hexdigest()

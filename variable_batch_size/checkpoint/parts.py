@@ -85,9 +85,11 @@ class Parts:
                 requirement = f"{name} must have its state on each rank, or in parameters that are sharded"
                 raise type_error(requirement, inner, "shard the model by fully_shard() in its place, or save by hand")
         self._names = Names(model)
-        self._optimizer = optimizer
+        self._optimizer, self._restoring = optimizer, ""  # the location of what is being restored
+        self._reloaded = set[object]()  # kinds of states that were checked
         optimizers = {name: part for name, part in self._by_name.items() if isinstance(part, OPTIMIZERS)}
-        self._begun = {name: [] if optimizer.updates else hyperparameters(part) for name, part in optimizers.items()}
+        self._script = {name: [] if optimizer.updates else hyperparameters(part) for name, part in optimizers.items()}
+        self._begun = {**self._script}  # the same, or that of the run that was restored
         _check_scheduler(list(self._by_name.values()), optimizer)
 
     def state_dicts(self, *, in_loop: bool) -> dict[str, Any]:
@@ -96,7 +98,15 @@ class Parts:
         Args:
             in_loop: whether the states of optimizers are to note, at the end of an epoch, that what the loop does there
                 is to come.
+
+        Raises:
+            RuntimeError: if a restore has begun to change the parts, and was interrupted.
         """
+        if self._restoring:
+            raise RuntimeError(
+                f"a save needs a state of one update, but the restore of {self._restoring} did not come to its end, so "
+                f"that parts of it are missing; call restore() again, or end the training"
+            )
         states = {name: self._state_of(name) for name in self._by_name}
         for name, part in self._by_name.items():
             if in_loop and isinstance(part, CustomOptimizer):
@@ -158,7 +168,7 @@ class Parts:
         """Raise TypeError if an optimizer loads another state than it has saved; see `reload`."""
         for part in self._by_name.values():
             if isinstance(part, OPTIMIZERS):
-                check_reload(inner_of(part))
+                check_reload(inner_of(part), self._reloaded)
 
     def sharded_tensors(self) -> dict[str, DTensor]:
         """Return the sharded tensors of this rank by the names that they, or their states, have in a checkpoint."""
@@ -225,10 +235,12 @@ class Parts:
                 self._names.check_groups(saved[name], part)
                 check_outside(location, name, saved[name].get("outside", {}), self._parameters_outside(part))
                 if world.rank == 0:
-                    warn_of_hyperparameters(location, name, saved[name].get(_BEGUN, []), self._begun[name])
+                    warn_of_hyperparameters(location, name, saved[name].get(_BEGUN, []), self._script[name])
+        self._restoring = location
         for name, part in there.items():  # the optimizer is first: it raises before it changes anything
             if isinstance(part, OPTIMIZERS):
                 self._load_optimizer(name, part, saved, strict)
+                self._begun[name] = saved[name].get(_BEGUN, [])
             elif name == "model":
                 self._names.load_model(saved[name])
             elif isinstance(part, type(self._optimizer.sampler)):
@@ -246,6 +258,7 @@ class Parts:
                 position = sampler.training.restored_position if reads_epoch else None
                 sampler.training.before_reading.wait_for(position, random)
         self._optimizer.backend.mark_step()
+        self._restoring = ""
         return ""
 
     def _load_optimizer(self, name: str, part: Any, saved: Mapping[str, Any], strict: bool) -> None:

@@ -31,7 +31,7 @@ from variable_batch_size.checkpoint.contents import (
     seal_of,
     stream_tensors,
 )
-from variable_batch_size.checkpoint.folder import Folder
+from variable_batch_size.checkpoint.folder import Folder, is_name
 from variable_batch_size.checkpoint.shards import Part, placed_like
 from variable_batch_size.checkpoint.storage import DAMAGE, Storage
 from variable_batch_size.checkpoint.tensor_file import DTYPES
@@ -184,22 +184,20 @@ def read_newest(path: str | os.PathLike[str], *, best: bool = False, only: str =
     if best and (is_one or not names):
         requirement = "best=True needs the folder of a training with a reported value"
         raise value_error(requirement, path, 'pass best="min:loss" to its Checkpoint, and call report(loss=...)')
-    damaged, tried = {} if best or is_one else folder.lost(), set[str]()
-    while new := [name for name in names if name not in tried]:
-        for name in new:
-            tried.add(name)
-            try:
-                contents = read_contents(folder.storage, name, only=only)
-            except DamagedError as error:
-                damaged[name] = str(error)
-                continue
-            there = {*folder.names(), *folder.lost()} if damaged else {}  # a training that goes on deletes earlier ones
-            skipped = [f"{folder.storage.at(name)} ({why})" for name, why in damaged.items() if name in there]
-            if skipped:
-                message = f"Skipped damaged checkpoints: {', '.join(skipped)}; reading {folder.storage.at(name)}"
-                warnings.warn(message, RuntimeWarning, stacklevel=stacklevel_of_user())
-            return contents
-        names = [] if is_one else folder.candidates(best=best)
+    damaged = {} if is_one else folder.lost(best=best)
+    while names := [name for name in names if name not in damaged]:
+        try:
+            contents = read_contents(folder.storage, names[0], only=only)
+        except DamagedError as error:  # perhaps because a training has saved meanwhile, and deleted what was listed
+            damaged[names[0]] = str(error)
+            names = [] if is_one else folder.candidates(best=best)
+            continue
+        there = {*folder.names(), *folder.lost(best=best)} if damaged else {}
+        skipped = [f"{folder.storage.at(name)} ({why})" for name, why in damaged.items() if name in there]
+        if skipped:
+            message = f"Skipped damaged checkpoints: {', '.join(skipped)}; reading {folder.storage.at(names[0])}"
+            warnings.warn(message, RuntimeWarning, stacklevel=stacklevel_of_user())
+        return contents
     reasons = ", ".join(f"{folder.storage.at(name)} ({why})" for name, why in damaged.items())
     requirement = "path must be the folder of an intact checkpoint, or of a training that has one"
     raise value_error(requirement, reasons or path, "pass another one")
@@ -215,9 +213,9 @@ def open_folder(path: str | os.PathLike[str], *, best: bool = False) -> tuple[Fo
     if not (inside := folder.storage.names()):
         raise value_error("path must be the folder of a checkpoint or of a training", path, "nothing is there")
     names = folder.candidates(best=best)
-    if names or MANIFEST not in inside:
-        return folder, names, False
     parent, _, name = folder.storage.location.rpartition("/")
+    if names or not (MANIFEST in inside or is_name(name)):
+        return folder, names, False
     return Folder(parent or "/"), [name], True
 
 

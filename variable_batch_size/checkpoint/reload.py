@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from variable_batch_size.checkpoint.tensor_file import bytes_of
+
 
 def keeps_dtypes(inner: Optimizer) -> bool:
     """Return whether `restore_dtypes` knows how this kind of optimizer loads a state: as torch does."""
@@ -49,11 +51,13 @@ def _as_saved(loaded: Any, saved: Any, dtype: torch.dtype) -> Any:
         return type(saved)({key: _as_saved(loaded.get(key), value, dtype) for key, value in saved.items()})
     if type(saved) is type(loaded) and isinstance(saved, (list, tuple)):
         return type(saved)([_as_saved(*pair, dtype) for pair in zip(loaded, saved, strict=True)])
-    return saved if isinstance(saved, str) else loaded  # torch makes the text of a generator of it
+    return saved if isinstance(saved, (str, set, frozenset)) else loaded  # torch makes the text of a generator of texts
 
 
-def check_reload(inner: Optimizer) -> None:
-    """Load the state of one parameter of each group into a copy of an optimizer that is not torch's, and compare it.
+def check_reload(inner: Optimizer, known: set[object]) -> None:
+    """Load the states of parameters into a copy of an optimizer that is not torch's, and compare them.
+
+    Of each group it takes one state of each kind, by names, types and dtypes, that is not `known` yet.
 
     What cannot be tried so, such as an optimizer whose attributes cannot be copied, is not checked.
 
@@ -62,7 +66,7 @@ def check_reload(inner: Optimizer) -> None:
     """
     if type(inner).__module__.startswith("torch.optim."):
         return
-    for parameter, state, group in _samples(inner):
+    for parameter, state, group in _samples(inner, known):
         try:
             clone = _clone(inner, {**group, "params": [parameter]})
             one = {"state": {0: copy.deepcopy(state)}, "param_groups": [{**group, "params": [0]}]}
@@ -79,14 +83,26 @@ def check_reload(inner: Optimizer) -> None:
             )
 
 
-def _samples(inner: Optimizer) -> Iterator[tuple[Tensor, dict[str, Any], dict[str, Any]]]:
-    """Yield the first parameter of each group that has a state, that state, and the group."""
+def _samples(inner: Optimizer, known: set[object]) -> Iterator[tuple[Tensor, dict[str, Any], dict[str, Any]]]:
+    """Yield the parameters with a kind of state that is not known, that state, and the group."""
     saved = inner.state_dict()
-    for group, packed in zip(inner.param_groups, saved["param_groups"], strict=True):
+    for index, (group, packed) in enumerate(zip(inner.param_groups, saved["param_groups"], strict=True)):
         for parameter, number in zip(group["params"], packed["params"], strict=True):
-            if state := saved["state"].get(number):
+            state = saved["state"].get(number)
+            if state and (kind := (id(inner), index, parameter.dtype, _kind(state))) not in known:
                 yield parameter, state, {**group, "params": []}
-                break
+                known.add(kind)  # unless it was refused
+
+
+def _kind(value: Any) -> object:
+    """Return the names, types and dtypes in a state."""
+    if isinstance(value, Tensor):
+        return type(value), value.dtype, value.layout, value.dim(), value.is_conj(), value.is_neg()
+    if isinstance(value, dict):
+        return type(value), *((key, _kind(item)) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return type(value), *map(_kind, value)
+    return type(value), *({*map(type, value)} if isinstance(value, (set, frozenset)) else ())
 
 
 def _clone(inner: Optimizer, group: dict[str, Any]) -> Optimizer:
@@ -107,13 +123,16 @@ def _clone(inner: Optimizer, group: dict[str, Any]) -> Optimizer:
 def _difference(saved: Any, again: Any, where: str = "") -> str:
     """Return in words how two states of a parameter differ; "" if they do not."""
     if isinstance(saved, Tensor) and isinstance(again, Tensor):
-        if saved.dtype != again.dtype:
-            return f"{where} was {saved.dtype} and is {again.dtype}"
+        for found, expected in ((again.dtype, saved.dtype), (again.layout, saved.layout)):
+            if found != expected:
+                return f"{where} was {expected} and is {found}"
         return "" if _bytes(saved) == _bytes(again) else f"{where} has other values"
     if isinstance(saved, dict) and type(saved) is type(again) and saved.keys() == again.keys():
         pairs = [(value, again[key], f"{where}/{key}".lstrip("/")) for key, value in saved.items()]
     elif isinstance(saved, (list, tuple)) and type(saved) is type(again) and len(saved) == len(again):
         pairs = [(*pair, f"{where}/{number}") for number, pair in enumerate(zip(saved, again, strict=True))]
+    elif isinstance(saved, (set, frozenset)):
+        return "" if type(saved) is type(again) and saved == again else f"{where} is another one"
     else:
         return "" if repr(saved) == repr(again) else f"{where or 'it'} is another one"
     return next(filter(None, (_difference(*pair) for pair in pairs)), "")
@@ -121,4 +140,6 @@ def _difference(saved: Any, again: Any, where: str = "") -> str:
 
 def _bytes(tensor: Tensor) -> bytes:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    if local.layout is torch.sparse_coo:
+        return b"".join(map(_bytes, (local._indices(), local._values())))
+    return bytes(bytes_of(local.detach().cpu().resolve_conj().resolve_neg().contiguous()))

@@ -174,18 +174,17 @@ class Saver:
             if current not in names or update_of(current) != updates or not self._folder.is_intact(current):
                 return "save"
             self._folder.mark_best(current, reported)
-            self._folder.prune(self._keep)
+            self._folder.tidy(self._keep)
             return "marked"
 
     # The state of this rank, and what ranks share. --------------------------------------------------------------------
 
     def _collect(self, in_loop: bool, contents: bool) -> _Collected:
         """Return the state of all parts as this rank has it; `contents`: with digests of what ranks share."""
-        if not self._saves:
-            self._parts.check_reload()
         parts = self._parts.state_dicts(in_loop=in_loop)
         tensors = dict[str, Tensor]()
         state = {name: encode(part, name, tensors, {}) for name, part in parts.items()}
+        self._parts.check_reload()
         self._backend.mark_step()  # all ranks compute what is pending, so that rank 0 does not do it alone
         sampler = parts["optimizer"]["vbs"]["sampler"]
         if self._agreement.world.size == 1:
@@ -298,7 +297,9 @@ class Saver:
         except (ValueError, RuntimeError):  # of this package
             raise
         except Exception as error:  # which class it has depends on the store
-            storage = self._folder.storage
+            storage, writer = self._folder.storage, self._folder.writer
+            if writer.number and not writer.writes:
+                writer.check()  # another process is the cause
             remedy = "free disk space" if storage.on_disk else "restore the connection"  # and the next save succeeds
             raise OSError(
                 f"Checkpoint update-{updates:08d} could not be written to {storage.location} "

@@ -16,6 +16,8 @@ from uuid import uuid4
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from variable_batch_size._validation import value_error
+
 # While reading any contents, which another program can have published with a valid checksum.
 DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, RuntimeError)
 _SEAL: Final = ', "seal": "'
@@ -53,10 +55,13 @@ class Storage:
 
     Raises:
         ModuleNotFoundError: if it is a URL, and the library of its store is not installed.
+        ValueError: if it is empty.
     """
 
     def __init__(self, location: str | os.PathLike[str]) -> None:
         text = str(location)
+        if not text:
+            raise value_error("the folder of checkpoints must be a path or a URL", "''", 'pass for example "runs/a"')
         try:
             if "://" in text:
                 self._fs, self._path = url_to_fs(text, use_listings_cache=False)  # others write there, too
@@ -75,10 +80,10 @@ class Storage:
         """Return the location of something in the folder."""
         return "/".join([self.location, *names])
 
-    def make(self) -> None:
-        """Create the folder, if it is one of a disk; a store has no empty ones."""
+    def make(self, *folder: str) -> None:
+        """Create the folder, or one within it, if it is one of a disk; a store has no empty ones."""
         if self.on_disk:
-            os.makedirs(self._path, exist_ok=True)  # noqa: PTH103
+            os.makedirs(self._path_of(folder), exist_ok=True)  # noqa: PTH103
 
     def names(self, *folder: str) -> list[str]:
         """Return the names in the folder, or in a folder within it."""
@@ -112,7 +117,7 @@ class Storage:
                 file.write(text)
         else:
             *folder, name = names
-            with self.create(*folder, f"{name}.new") as stream:
+            with self.create(*folder, f"{name}.new", replaces=True) as stream:
                 stream.write(text.encode())
             os.replace(self._path_of([*folder, f"{name}.new"]), self._path_of(names))  # noqa: PTH105
             for path in {self._path_of(folder), self._path}:  # POSIX requires it for names of files
@@ -123,12 +128,15 @@ class Storage:
                     os.close(descriptor)
 
     @contextmanager
-    def create(self, *names: str) -> Iterator[IO[bytes]]:
-        """Write a file, which is flushed to the disk at the end of the block."""
+    def create(self, *names: str, replaces: bool = False) -> Iterator[IO[bytes]]:
+        """Write a file, which is flushed to the disk at the end of the block; a disk has none, unless it `replaces` it.
+
+        Raises:
+            FileExistsError: if there is one.
+        """
         path = self._path_of(names)
         if self.on_disk:
-            os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120
-            with open(path, "wb") as file:  # noqa: PTH123
+            with open(path, "wb" if replaces else "xb") as file:  # noqa: PTH123
                 yield file
                 file.flush()
                 os.fsync(file.fileno())

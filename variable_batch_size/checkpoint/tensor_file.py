@@ -66,7 +66,7 @@ def write(file: IO[bytes], tensors: Mapping[str, Tensor], facts: Mapping[str, Ma
     header = len(header).to_bytes(8, "little") + header
     file.write(header)
     for name in order:
-        contents = _bytes_of(tensors[name].resolve_conj().resolve_neg().contiguous())
+        contents = bytes_of(tensors[name].resolve_conj().resolve_neg().contiguous())
         file.write(contents)
         first, end = (len(header) + offset for offset in entries[name]["data_offsets"])
         digest = hashlib.sha256(contents).hexdigest()
@@ -94,7 +94,7 @@ def read(file: IO[bytes], chunk: Mapping[str, Any], dtype: str) -> Tensor:
         ValueError: if the file has other bytes there.
     """
     tensor = torch.empty(chunk["shape"], dtype=DTYPES[dtype])
-    contents = _bytes_of(tensor)
+    contents = bytes_of(tensor)
     count = 0
     if len(contents) != chunk["end"] - chunk["begin"]:
         raise ValueError("a tensor has another size than its shape")
@@ -106,5 +106,7 @@ def read(file: IO[bytes], chunk: Mapping[str, Any], dtype: str) -> Tensor:
     return tensor
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor of the host."""
+    flat = tensor.as_strided((tensor.numel(),), (1,))  # a single element of a view may have another stride
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -38,6 +38,7 @@ class Record(NamedTuple):
         locked: whether the writer has locked a file of the disk, by which others see that it has ended.
         ended: whether it has closed the folder.
         newest: the newest checkpoint of which all ranks knew that it was there; "" before the first one.
+        best: the best ones then, with spaces between them.
     """
 
     run: str = ""
@@ -47,6 +48,7 @@ class Record(NamedTuple):
     locked: bool = True
     ended: bool = False
     newest: str = ""
+    best: str = ""
 
 
 _UNREADABLE = Record()  # on a disk: half written
@@ -92,9 +94,9 @@ class Writer:
             if last is not None and (of_process is None or of_process._record.token != last.token):
                 self._check_free(last, number, locked)
             self.number, host = max(number, highest) + 1, socket.gethostname()
-            newest = last.newest if last else ""
+            newest, best = (last.newest, last.best) if last else ("", "")
             process = f"process {os.getpid()} on {host}"
-            self._record = Record(self._run, process, host, uuid4().hex, locked, newest=newest)
+            self._record = Record(self._run, process, host, uuid4().hex, locked, newest=newest, best=best)
             self._put(create=True)
             for earlier in self._numbers():
                 if earlier < self.number:
@@ -121,9 +123,10 @@ class Writer:
             return any(record.token == token for record in self._records().values())
         return False
 
-    def last_saved(self) -> str:
-        """Return the newest checkpoint of which the last writer has recorded that it was there; "" if none is known."""
-        return max(self._records().items(), default=(0, self._record))[1].newest
+    def last_saved(self) -> tuple[str, list[str]]:
+        """Return the newest checkpoint of which the last writer has recorded that it was there, or "", and the best."""
+        last = max(self._records().items(), default=(0, self._record))[1]
+        return last.newest, last.best.split()
 
     def check(self) -> None:
         """Check that this process is the writer.
@@ -138,17 +141,16 @@ class Writer:
                 f"{folder} is not written by this Checkpoint, which was closed, is in a forked process, or was "
                 f"followed by another one; {remedy} another Checkpoint"
             )
-        records = self._records()
-        record = records.get(self.number, self._record)
-        if record.token not in ("", self._record.token):
-            raise RuntimeError(
-                f"{folder} was deleted, and created again by {record.process}, so that this process writes no "
-                f"checkpoint; end it"
-            )
-        last, other = max(records.items(), default=(0, record))
+        records = self._records() or {self.number: self._record}  # all files were deleted: the next save begins anew
+        last, other = max(records.items())
         if last > self.number:
             raise RuntimeError(
                 f"{folder} was taken over by {other.process}, so that this process writes no checkpoint; end it"
+            )
+        if records.get(self.number, other).token not in ("", self.token):
+            raise RuntimeError(
+                f"{folder} was deleted, and created again by {other.process}, so that this process writes no "
+                f"checkpoint; end it"
             )
 
     @property

@@ -44,18 +44,20 @@ def show(folder: Source, json: output.Json = False) -> None:
     from variable_batch_size.checkpoint.reading import read_contents
 
     checkpoints, names, is_one = _open(folder)
-    listed = dict[str, list[dict[str, Any]]]()
+    listed, weights = dict[str, list[dict[str, Any]]](), ""
     for name in names:
         try:
             listed[name] = read_manifests(checkpoints.storage, name)
+            if is_one:
+                contents = read_contents(checkpoints.storage, name, only="model")
+                weights = weights_hash(contents.parts["model"])
         except DamagedError as error:
             if is_one:
                 raise value_error(_REQUIREMENT, f"{folder}, which is damaged: {error}", "pass another one") from None
             listed[name] = []
     if is_one:
         (ranks,) = listed.values()
-        weights = read_contents(checkpoints.storage, names[0], only="model").parts["model"]
-        facts = facts_of(ranks[0]) | _learning_rates(ranks[0]) | {"weights": weights_hash(weights)}
+        facts = facts_of(ranks[0]) | _learning_rates(ranks[0]) | {"weights": weights}
         if json:
             output.print_json(facts)
         else:
@@ -117,7 +119,7 @@ def _has_all_bytes(checkpoints: Folder, name: str, ranks: list[dict[str, Any]]) 
 @app.command()
 @command
 def verify(folder: Source, json: output.Json = False) -> None:
-    """Read checkpoints and compare all checksums; the exit status is 1 if one is damaged.
+    """Read checkpoints and compare all checksums; the exit status is 1 if one is damaged, or a saved one is missing.
 
     Example: `vbs checkpoint verify runs/a`
     """
@@ -135,8 +137,12 @@ def verify(folder: Source, json: output.Json = False) -> None:
             damages[path] = str(error)
         if not json:
             typer.echo(f"{path}: {damages[path] or 'intact'}")
-    for name in [] if is_one or json else checkpoints.incomplete():  # as a killed process leaves one
-        typer.echo(f"{checkpoints.storage.at(name)}: incomplete")
+    lost = {} if is_one else checkpoints.lost() | checkpoints.lost(best=True)
+    damages |= {checkpoints.storage.at(name): f"{reason}, and it was saved" for name, reason in lost.items()}
+    incomplete = [] if is_one else [name for name in checkpoints.incomplete() if name not in lost]
+    for name in [] if json else [*lost, *incomplete]:  # incomplete, as a killed process leaves one
+        path = checkpoints.storage.at(name)
+        typer.echo(f"{path}: {damages.get(path, 'incomplete')}")
     if json:
         output.print_json(damages)
     if any(damages.values()):
@@ -227,7 +233,8 @@ def _open(folder: str) -> tuple[Folder, list[str], bool]:
 
     checkpoints, names, is_one = open_folder(folder)
     if not names:
-        raise value_error(_REQUIREMENT, f"{folder}, which has none", "pass another one")
+        what = "only incomplete ones" if checkpoints.incomplete() else "none"
+        raise value_error(_REQUIREMENT, f"{folder}, which has {what}", "pass another one")
     return checkpoints, names, is_one
 
 
