@@ -1,8 +1,8 @@
 """What does a loss of the whole batch cost beside the microbatches alone, and beside one forward of the whole batch?
 
-Two columns of pairs go through one encoder of a CLIP loss, in one process. "Microbatches" computes the same forwards and
-backwards in one pass: what a loss within microbatches costs, which is another loss. "One big batch" is plain torch, if
-memory has room for it. If sentence-transformers is installed, its CachedMultipleNegativesRankingLoss computes the same
+Two columns of pairs go through one encoder of a CLIP loss, in one process. "Microbatches" computes the same forwards
+and backwards in one pass: what a loss within microbatches costs, which is another loss. "One big batch" is plain torch,
+if memory has room for it. If sentence-transformers is installed, its CachedMultipleNegativesRankingLoss has the same
 loss of one device, in plain torch. Blocks of updates are interleaved; each pair gives one ratio.
 """
 
@@ -110,13 +110,8 @@ def main() -> None:
         side.block()
     times = [{way: side.block() for way, side in sides.items()} for _ in range(flags.pairs)]
     for way in others:
-        record(
-            TIME,
-            f"{WAYS[0]} / {way}",
-            spread([one[WAYS[0]] / one[way] for one in times]),
-            on=on,
-            where="CPU, 1 process",
-        )
+        ratios = spread([one[WAYS[0]] / one[way] for one in times])
+        record(TIME, f"{WAYS[0]} / {way}", ratios, on=on, where="CPU, 1 process")
 
 
 if __name__ == "__main__":
