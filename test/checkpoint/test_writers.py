@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import socket
+import threading
 import time
 from functools import partial
 from itertools import combinations
@@ -230,14 +231,17 @@ def test_what_a_writer_saves_late_is_never_the_newest(tmp_path, no_locks, monkey
 def test_what_a_writer_saves_while_another_one_takes_over_does_not_count(
     rank, tmp_path, always_sharded, no_locks, monkeypatch
 ):
-    """It is replaced while a rank of it writes."""
-    new, write = list[Any](), tensor_file.write
+    """It is replaced while a rank of it writes, before the other one has."""
+    new, write, replaced = list[Any](), tensor_file.write, threading.Event()
 
     def replace_and_write(file, *rest):
         if f"tensors-{rank}" in file.name and not new:
             as_another_process()
             new.append(None)
             new.append(checkpoint(tmp_path, training(), run="job"))
+            replaced.set()
+        elif len(new) < 2 and "tensors-" in file.name:
+            assert replaced.wait(60)
         return write(file, *rest)
 
     monkeypatch.setattr(tensor_file, "write", replace_and_write)
