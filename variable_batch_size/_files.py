@@ -25,7 +25,7 @@ def written(path: str | os.PathLike[str]) -> Iterator[TextIO]:
             with given.open("a", encoding="utf-8", newline="") as file:  # a shell's >> keeps what the file has
                 yield file
             return
-        with _replacing_file(given) as temporary, temporary.open("x", encoding="utf-8", newline="") as file:
+        with replacing_file(given) as temporary, temporary.open("x", encoding="utf-8", newline="") as file:
             yield file
 
 
@@ -35,12 +35,12 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
     Raises:
         OSError: if the file cannot be written.
     """
-    with _named_errors(path), _replacing_file(Path(path)) as temporary:
+    with _named_errors(path), replacing_file(Path(path)) as temporary:
         temporary.write_bytes(content)
 
 
 @contextmanager
-def _replacing_file(path: Path) -> Iterator[Path]:
+def replacing_file(path: Path) -> Iterator[Path]:
     """Yield the path of a file beside `path`, which it replaces at the end of the block; a link is followed."""
     target = path.resolve()
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")

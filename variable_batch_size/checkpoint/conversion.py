@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from stat import S_IMODE
 from typing import Any
-from uuid import uuid4
 
 import torch
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from variable_batch_size._extras import import_extra
+from variable_batch_size._files import replacing_file
 from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.checkpoint.checks import SAMPLER
 from variable_batch_size.checkpoint.folder import Folder
@@ -86,24 +86,20 @@ def _replaced(file: Path) -> Iterator[Path]:
     Raises:
         OSError: if it cannot be written; the earlier file is unchanged.
     """
-    file = file.resolve()
-    path = file.with_name(f".{uuid4().hex}.new")
     try:
-        path.touch()
-        mode = (file if file.exists() else path).stat().st_mode
-        yield path
-        path.chmod(S_IMODE(mode))
-        with path.open("rb") as stream:
-            os.fsync(stream.fileno())
-        path.replace(file)
+        with replacing_file(file) as path:
+            path.touch()
+            mode = (file if file.exists() else path).stat().st_mode
+            yield path
+            path.chmod(S_IMODE(mode))
+            with path.open("rb") as stream:
+                os.fsync(stream.fileno())
     except Exception as error:  # which class it has depends on the library
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         raise OSError(
             f"{file} could not be written ({reason}); free disk space, or pass another path (an earlier file is "
             f"unchanged)"
         ) from error
-    finally:
-        path.unlink(missing_ok=True)
 
 
 def from_torch(file: Path, folder: str | os.PathLike[str]) -> str:

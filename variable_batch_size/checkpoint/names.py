@@ -13,12 +13,12 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, final
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from variable_batch_size.checkpoint.shards import placed_like
+from variable_batch_size.checkpoint.tensor_file import bytes_of
 
 State: TypeAlias = dict[str, Any]
 
@@ -152,5 +152,5 @@ def weights_hash(model: nn.Module | Mapping[str, Any]) -> str:
         if isinstance(tensor, Tensor):
             total.update(f"{name} {tensor.dtype} {[*tensor.shape]}\n".encode())
             plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-            total.update(plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().tobytes())
+            total.update(bytes_of(plain))
     return total.hexdigest()
