@@ -222,7 +222,6 @@ class CustomOptimizer(ObservedOptimizer):
         """
         self._adopt_groups(keep=False)
         self._updater.sum.clear(uncounted=True)
-        self._followers.call("drop_backward")
 
     def backward(
         self,
@@ -312,7 +311,7 @@ class CustomOptimizer(ObservedOptimizer):
         training.begin_step(self)
         if closure is not None:
             run_closure(closure, scaled=getattr(self, "found_inf", None) is not None)
-        self._followers.call("begin_microbatch", self)
+        self._followers.call("begin_microbatch", self, has_backward=self._updater.sum.has_backward)
         self._adopt_groups()
         self._lr_check.check(self.param_groups, inside_step=training.round_of(self) > 0)
         try:

@@ -216,11 +216,11 @@ class LoopStage(Saved):
     def begin_backward(self, member: object, loss: Tensor, *, weighted: bool) -> None:
         """Check that `backward()` of a loss may be called for an optimizer."""
 
-    def drop_backward(self) -> None:
-        """Follow `zero_grad()`, which has dropped the gradients of a `backward()` that no `step()` has counted."""
+    def begin_microbatch(self, member: object, *, has_backward: bool) -> None:
+        """Check that `step()` of an optimizer may count a microbatch, which has changed nothing yet.
 
-    def begin_microbatch(self, member: object) -> None:
-        """Check that `step()` of an optimizer may count a microbatch, which has changed nothing yet."""
+        `has_backward`: whether `optimizer.backward()` was called for it.
+        """
 
     def end_microbatch(self, *, ends_update: bool) -> None:
         """Follow a microbatch that was counted, on whose forward no other optimizer waits."""

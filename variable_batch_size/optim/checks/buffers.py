@@ -73,7 +73,7 @@ class Buffers(LoopStage):
             for name, buffer in part.named_buffers(recurse=False)
         ]
 
-    def begin_microbatch(self, member: object) -> None:
+    def begin_microbatch(self, member: object, *, has_backward: bool) -> None:
         """Raise ValueError, or warn, if a buffer was written since."""
         self._microbatches += 1
         before, self._before = self._before, None

@@ -20,7 +20,7 @@ def outside(training: Training) -> Iterator[None]:
     training.check_phase("outside()", Phase.BETWEEN_STEPS)
     training.go_on()
     members = list(training.members)
-    if any(member._updater.sum.has_backward for member in members):
+    if any(member._updater.sum.has_uncounted for member in members):
         raise RuntimeError(
             "outside() must be entered between two steps, but a backward() has come that no step() has counted; enter "
             "it after step(), or call optimizer.zero_grad() first"

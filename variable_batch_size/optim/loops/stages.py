@@ -17,7 +17,7 @@ def continue_with(training: Training, sampler: object) -> None:
     training.check_phase("continue_with()", Phase.BETWEEN_STEPS)
     training.go_on()
     optimizers: list[ObservedOptimizer] = list(training.members)
-    if any(optimizer._updater.sum.has_backward for optimizer in optimizers):
+    if any(optimizer._updater.sum.has_uncounted for optimizer in optimizers):
         raise RuntimeError(
             "continue_with() must be called between steps, but a backward() has come that no step() has counted; "
             "call it after step()"

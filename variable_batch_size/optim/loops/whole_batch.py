@@ -96,10 +96,11 @@ def whole_batch(
     whole, labels = gathered[: len(embedded[0].tensors)], gathered[len(embedded[0].tensors) :]
     value = _evaluate(loss, *embedded[0].named(whole), given[0].named(labels)[1])
     gradients, own = _differentiate(value, whole, optimizers, scaler)
-    of_parts = [[_rows_at(place, one) for one in gradients] for place in places]
+    padded = [None if one is None else torch.cat([one, torch.zeros_like(one[:1])]) for one in gradients]  # (B + 1, ...)
+    of_parts = [[None if one is None else one.index_select(0, place) for one in padded] for place in places]
     value = value.detach()
     backend.mark_step()  # before the gradients go: autograd's thread may still hold them, as results of the graph
-    del columns, gathered, whole, labels, gradients, embedded
+    del columns, gathered, whole, labels, gradients, padded, embedded
     for part, of_part in zip(parts, of_parts, strict=True):
         total = part.encode_again(encode, of_part, own, sums=optimizer.reduction == "sum")
         optimizer.backward(total, scaler=scaler, others=others)
@@ -236,13 +237,6 @@ def _places(microbatch: Microbatch, batch: Batch) -> Tensor:
     repeated = np.diff(sample, prepend=-1) == 0  # (rows,)
     counts = ~repeated & (samples > 0)
     return torch.from_numpy(np.where(counts, microbatch.start - batch.start + sample, batch.batch_size))
-
-
-def _rows_at(place: Tensor, gradient: Tensor | None) -> Tensor | None:
-    """Return the rows of a gradient at some places, of which B is one of zeros; None if there is none."""
-    if gradient is None:
-        return None
-    return torch.cat([gradient, gradient.new_zeros((1, *gradient.shape[1:]))]).index_select(0, place)
 
 
 def _gather(

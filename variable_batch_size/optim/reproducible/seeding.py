@@ -37,12 +37,10 @@ class Seeding(LoopStage):
         self._training, self._backend = training, backend
         self._states: HostStates | None = None  # of the user, while a microbatch is out
         self._begun = 0
-        self._has_backward = False  # whether `optimizer.backward()` was called for the present microbatch
 
     def begin_backward(self, member: object, loss: Tensor, *, weighted: bool) -> None:
         """Check that no other optimizer has made the update."""
         self._check_weights(member)
-        self._has_backward = True
 
     def _check_weights(self, member: object) -> None:
         """Check that no other optimizer has made the update: microbatches of other ranks would have met other weights.
@@ -61,15 +59,10 @@ class Seeding(LoopStage):
                 f"any, or give each a sampler and a loader of its own"
             )
 
-    def drop_backward(self) -> None:
-        """Expect another `backward()`."""
-        self._has_backward = False
-
-    def begin_microbatch(self, member: object) -> None:
+    def begin_microbatch(self, member: object, *, has_backward: bool) -> None:
         """Raise RuntimeError unless the microbatch of a `step()` was seeded last, for this sampler."""
-        if not self._has_backward:
+        if not has_backward:
             self._check_weights(member)
-        self._has_backward = False
         if not (self._training.is_handed_out_last(member) and _latest.training() is self._training):
             raise RuntimeError(
                 "reproducible=True needs random numbers that are seeded before the forward of each microbatch, but "
@@ -85,7 +78,6 @@ class Seeding(LoopStage):
 
     def discard(self) -> None:
         """Give the generators back, which a step that starts over seeds again."""
-        self.drop_backward()
         self.give_back()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -75,8 +75,13 @@ class Sum(ABC):
 
     @property
     def has_backward(self) -> bool:
-        """Whether a backward has come that no `add` has counted."""
-        return self._factor is not None or any(self._check.find_fresh())
+        """Whether `backward` has been called since the last `add`."""
+        return self._factor is not None
+
+    @property
+    def has_uncounted(self) -> bool:
+        """Whether a backward has come, by `backward` or by the loop, that no `add` has counted."""
+        return self.has_backward or any(self._check.find_fresh())
 
     def _create_message(self) -> Message:
         return Message()
