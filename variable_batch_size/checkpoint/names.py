@@ -142,7 +142,7 @@ def weights_hash(model: nn.Module | Mapping[str, Any]) -> str:
         model: a model that this process has whole, compiled or in a DistributedDataParallel, too; or its state dict, as
             that of `vbs.read_checkpoint`.
 
-    >>> model = torch.nn.Linear(2, 1)
+    >>> model = nn.Linear(2, 1)
     >>> weights_hash(model) == weights_hash(model.state_dict())
     True
     """
