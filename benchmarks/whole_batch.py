@@ -2,7 +2,7 @@
 
 Two columns of pairs go through one encoder of a CLIP loss, in one process. "Microbatches" computes the same forwards
 and backwards in one pass: what a loss within microbatches costs, which is another loss. "One big batch" is plain torch,
-if memory has room for it. If sentence-transformers is installed, its CachedMultipleNegativesRankingLoss has the same
+if memory has room for it; peaks of memory are of processes of their own. If sentence-transformers is installed, its CachedMultipleNegativesRankingLoss has the same
 loss of one device, in plain torch. Blocks of updates are interleaved; each pair gives one ratio.
 """
 
@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import resource
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -23,7 +26,8 @@ from records import spread
 from results import record
 
 WIDTH, BATCH, MINIBATCH, BLOCK = 1024, 1024, 64, 4
-TIME = "time of an update of a contrastive loss"
+TIME, MEMORY = "time of an update of a contrastive loss", "memory of an update of a contrastive loss"
+WHERE = "CPU, 1 process"
 WAYS = ("whole_batch", "microbatches", "one big batch", "CachedMultipleNegativesRankingLoss")
 
 
@@ -97,12 +101,33 @@ class Side:
         return time.perf_counter() - began
 
 
+def print_peak_memory(way: str) -> None:
+    """Print the peak memory of this process, in bytes, after a block of updates."""
+    Side(way).block()
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+
+def memory(ways: list[str], on: str) -> None:
+    """Record what an update takes beyond one whose loss is computed within microbatches."""
+    found = {}
+    for way in ways:
+        command = [sys.executable, __file__, "--memory-of", way]
+        found[way] = min(int(subprocess.run(command, capture_output=True, check=True).stdout) for _ in range(3))
+    for way in ways:
+        if way != WAYS[1]:
+            record(MEMORY, f"{way} - microbatches alone", (found[way] - found[WAYS[1]]) / 1e6, "MB", on=on, where=WHERE)
+
+
 def main() -> None:
     """Measure, and record it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=9, help="pairs of blocks")
+    parser.add_argument("--memory-of", choices=WAYS, help=argparse.SUPPRESS)
     flags = parser.parse_args()
     torch.set_num_threads(1)
+    if flags.memory_of:
+        print_peak_memory(flags.memory_of)
+        return
     others = [way for way in WAYS[1:] if way != WAYS[3] or importlib.util.find_spec("sentence_transformers")]
     on = f"two columns, B = {BATCH}, microbatches of {MINIBATCH}"
     sides = {way: Side(way) for way in (WAYS[0], *others)}
@@ -111,7 +136,8 @@ def main() -> None:
     times = [{way: side.block() for way, side in sides.items()} for _ in range(flags.pairs)]
     for way in others:
         ratios = spread([one[WAYS[0]] / one[way] for one in times])
-        record(TIME, f"{WAYS[0]} / {way}", ratios, on=on, where="CPU, 1 process")
+        record(TIME, f"{WAYS[0]} / {way}", ratios, on=on, where=WHERE)
+    memory([*sides], on)
 
 
 if __name__ == "__main__":
