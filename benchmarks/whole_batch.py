@@ -2,8 +2,9 @@
 
 Two columns of pairs go through one encoder of a CLIP loss, in one process. "Microbatches" computes the same forwards
 and backwards in one pass: what a loss within microbatches costs, which is another loss. "One big batch" is plain torch,
-if memory has room for it; peaks of memory are of processes of their own. If sentence-transformers is installed, its CachedMultipleNegativesRankingLoss has the same
-loss of one device, in plain torch. Blocks of updates are interleaved; each pair gives one ratio.
+if memory has room for it; peaks of memory are those of separate processes. If sentence-transformers is installed, its
+CachedMultipleNegativesRankingLoss has the same loss of one device, in plain torch. Blocks of updates are interleaved;
+each pair gives one ratio.
 """
 
 from __future__ import annotations
