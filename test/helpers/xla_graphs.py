@@ -35,7 +35,7 @@ class Training:
     options: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
     # "zero_grad" or "log" at each microbatch, "reads" after each update, "resumes" after each epoch; "counts";
-    # "tensors" and "log tensors": numbers of the host, at each microbatch
+    # "tensors" and "log tensors": numbers of the host, at each microbatch; "backward": that of the optimizer
     loop: str = ""
     controlled: bool = False  # whether a controller chooses the sizes from update 4 on
 
@@ -125,7 +125,7 @@ def rounds_of(
             loss_of_rows = loss.sum() if optimizer.reduction == "sum" else loss.mean()
             if totals is not None:
                 optimizer.backward(loss.sum() / totals["rows"] + loss.square().sum() / totals["odd"], weighted=True)
-            elif wrapped is None:
+            elif wrapped is None and training.loop != "backward":
                 loss_of_rows.backward()
             else:
                 optimizer.backward(loss_of_rows)

@@ -83,6 +83,14 @@ def test_nothing_compiles_late_whatever_the_order_of_rounds_is(number, tmp_path)
 
 
 @pytest.mark.slow("launches XLA")
+def test_a_first_update_of_one_microbatch_compiles_nothing_whose_backward_is_the_optimizers(tmp_path):
+    sizes = tuple(MINIBATCH_SIZE * rounds for rounds in (*[3] * 6, 1, 3, 1, 1))
+    variants = [{}, {"rule": "adascale"}, {"rule": "root", "kind": "AdamW", "options": {"max_grad_norm": 0.5}}]
+    found = run([Training(sizes, loop="backward", **variant) for variant in variants], 1, tmp_path)
+    assert list(map(late, found)) == [{}] * len(found)
+
+
+@pytest.mark.slow("launches XLA")
 def test_numbers_of_the_host_that_are_0_or_1_compile_nothing(tmp_path):
     sizes = (20, 17, 30, 9, 2, 3, 8, 33, 16, 25, 41, 4)
     options = {"options": {"reduction": "sum"}}

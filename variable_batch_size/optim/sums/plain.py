@@ -90,7 +90,7 @@ class Plain(Sum):
             coming = weight if following is None else self._weight_of_loss(following)
             if following is not None and (weight != coming or self._backend.static_graph):
                 self._multiply_gradients(weight / (coming or 1.0), "microbatch")
-        elif self._backend.static_graph:
+        elif self._backend.static_graph and following is not None:
             self._multiply_gradients(1.0, "microbatch")  # which leaves no views
 
     def _multiply_gradients(self, factor: float | Tensor, place: str) -> None:
@@ -130,7 +130,8 @@ class Plain(Sum):
             if member and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         left = self._remaining_factor(factor)
-        if self._raw or factor is not None or isinstance(left, Tensor):
+        # On a static graph each microbatch is multiplied once: a lone one has the graph of the first of several.
+        if self._raw or factor is not None or isinstance(left, Tensor) or self._backend.static_graph:
             self._multiply_gradients(left * self._weight if self._raw else left, "update")
 
     def _clear_excluded(self, members: Sequence[bool]) -> None:
