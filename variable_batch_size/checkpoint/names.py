@@ -1,8 +1,8 @@
 """Under which names a checkpoint has the states of models and optimizers, and how each tensor lies on the ranks.
 
 The names are those of the model itself, whatever wraps it and its modules: DistributedDataParallel, `torch.compile`,
-activation checkpointing. The state of an optimizer is by these names, too; a parameter that is not one of the model has
-its number in the optimizer.
+PyTorch/XLA's FSDPv2, activation checkpointing. The state of an optimizer is by these names, too; a parameter that is
+not one of the model has its number in the optimizer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from variable_batch_size.checkpoint.tensor_file import bytes_of
 State: TypeAlias = dict[str, Any]
 
 _PARALLEL = (DataParallel, DistributedDataParallel)
-_INSERTED = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module)(?=\.|$)")  # by torch.compile, by checkpointing
+# By torch.compile, by PyTorch/XLA's FSDPv2, by activation checkpointing.
+_INSERTED = re.compile(r"(^|\.)(_orig_mod|_orig_module|_checkpoint_wrapped_module)(?=\.|$)")
 
 
 @final
