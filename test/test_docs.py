@@ -41,6 +41,8 @@ ELSEWHERE = {
     "torchrun --nproc-per-node=2 examples/fsdp.py": "test_page_scripts.py runs it",
     "PJRT_DEVICE=TPU python examples/xla.py": "a TPU; test_page_scripts.py runs the next line",
     "PJRT_DEVICE=CPU CPU_NUM_DEVICES=2 python examples/xla.py": "test_page_scripts.py runs it",
+    "PJRT_DEVICE=TPU python examples/spmd.py": "a TPU; test_page_scripts.py runs the next line",
+    "PJRT_DEVICE=CPU CPU_NUM_DEVICES=4 python examples/spmd.py": "test_page_scripts.py runs it",
     "(set -a; eval": "a TPU; test_page_scripts.py runs the script",
     "sbatch": "a cluster; test_clusters.py runs the script",
     "TORCHFT_LIGHTHOUSE=http://service-node:29510 CHECKPOINTS": "a cluster; test_torchft.py runs the script",

@@ -21,8 +21,8 @@ def printed(page, processes, *flags):
     return re.findall(r"(?:\d+ )+\d\.\d{4}$", done.stdout, re.MULTILINE)
 
 
-def shown(page):
-    return blocks(DOCS / page, "text")[0].splitlines()
+def shown(page, number=0):
+    return blocks(DOCS / page, "text")[number].splitlines()
 
 
 @pytest.mark.nightly("starts processes")
@@ -48,9 +48,10 @@ def test_a_sharded_training_in_bfloat16_stays_near():
 @pytest.mark.nightly("starts XLA")
 @pytest.mark.xla
 @pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="torch_xla is not installed")
-def test_the_example_on_xla():
-    (line,) = (line for line in commands(DOCS / "devices.md") if "examples/xla.py" in line and "CPU" in line)
+@pytest.mark.parametrize(("number", "name"), [(0, "xla"), (1, "spmd")])
+def test_the_examples_on_xla(number, name):
+    (line,) = (line for line in commands(DOCS / "devices.md") if f"examples/{name}.py" in line and "CPU" in line)
     *settings, _, script = line.split()
     done = run(sys.executable, script, **dict(setting.split("=") for setting in settings))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == shown("devices.md")
+    assert done.stdout.splitlines() == shown("devices.md", number)

@@ -360,6 +360,7 @@ def twin(
     inner: type[torch.optim.Optimizer] | None = None,
     minibatch_size: int = 4,
     fixed_shape: bool = False,
+    width: int = 4,
     taken: list[vbs.rules.Scaling] | None = None,
     **hyperparameters: Any,
 ) -> list[Array]:
@@ -370,7 +371,7 @@ def twin(
     taken = [] if taken is None else taken
     x, target = (tensor.to(dtype).double().numpy() for tensor in data(dataset_size))
     factors, inner = factors or EQUATIONS[kind].factors, inner or EQUATIONS[kind].inners[0]
-    weights = dict(enumerate(p.detach().double().numpy() for p in network(dtype).parameters()))
+    weights = dict(enumerate(p.detach().double().numpy() for p in network(dtype, width).parameters()))
     optimizer = InnerTwin(inner, weights, [(list(weights), HYPERPARAMETERS[inner] | hyperparameters)])
     squares_at = REF if EQUATIONS[kind].squares else None
     plain = PlainTraining(weights, optimizer.step, max_grad_norm, NoiseTwin(REF), squares_at)
