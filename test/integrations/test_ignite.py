@@ -210,3 +210,9 @@ def test_the_example_runs_and_resumes(tmp_path, capsys):
     after = capsys.readouterr().out.splitlines()
     assert whole[1:] == after
     assert re.match(r"epoch 2: 40 updates, accuracy 0\.[89]", after[0])
+
+
+def test_a_step_of_ones_own_is_not_checked_which_is_said(caplog):
+    caplog.set_level("INFO", "variable_batch_size")
+    Script(TrainerCase("sgd", tokens=True)).run(epochs=1)
+    assert sum("not checked" in line and "the step is not Ignite's own" in line for line in caplog.messages) == 1

@@ -206,10 +206,12 @@ class Two(pl.LightningModule):
 
 
 @pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization")
-def test_two_optimizers(tmp_path):
+def test_two_optimizers(tmp_path, caplog):
     module, again = Two(), Two()
+    caplog.set_level("INFO", "variable_batch_size")
     run = fit(module, callbacks=[SaveAt(tmp_path, [28])], enable_checkpointing=True)
     assert run.global_step == 2 * UPDATES  # Lightning counts the steps of both
+    assert sum("not checked" in line and "(manual optimization)" in line for line in caplog.messages) == 1
     for net, inner in (module.first, "sgd"), (module.second, "adamw"):
         by_hand = expected(TrainerCase(inner, schedule="step")).weights
         torch.testing.assert_close(weights(net), by_hand, rtol=0, atol=1e-12)
@@ -248,6 +250,32 @@ def test_the_look_at_the_loss_leaves_no_traces():
     run = fit(module, max_epochs=1)
     assert sum(module.rows) == run.callback_metrics["rows"] == SAMPLES
     assert (module.calls, module.accuracy.update_count) == (len(module.rows), len(module.rows))
+
+
+class Images(pl.LightningModule):
+    """An autoencoder of images of unequal sizes, in lists, whose loss is a mean over them."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.zeroed = torch.nn.Conv2d(3, 3, 1).double(), list[int]()
+
+    def training_step(self, batch, batch_idx):
+        return torch.stack([(self.net(one) - one).square().mean() for one in batch]).mean()
+
+    def on_before_zero_grad(self, optimizer):
+        self.zeroed.append(self.trainer.global_step)
+
+    def configure_optimizers(self):
+        return SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
+def test_images_of_unequal_sizes_and_hooks_that_run_once_an_update(caplog):
+    images = [torch.randn(3, 4 + index % 3, 4, dtype=torch.float64) for index in range(SAMPLES)]
+    module = Images()
+    fit(module, DataLoader(images, 4, collate_fn=list), max_epochs=1)
+    assert module.zeroed == [*range(ENDS[0])]
+    assert not [line for line in caplog.messages if "not checked" in line]
 
 
 class Stream(IterableDataset[int]):

@@ -18,7 +18,7 @@ LEFT = {
     "transformers": {"trainer.py": {"_metrics"}},  # of trl
     "keras": {"model.py": {"_learning_rate", "_symbolic_build"}, "optimizer.py": {"_learning_rate"}},
     "ignite": {"ignite.py": {"_init_iter", "_prepare_batch"}},
-    "lightning": {"strategy.py": {"_accelerator_connector"}},
+    "lightning": {"strategy.py": {"_accelerator_connector", "_zero_grad_fn"}},
 }  # trainer -> file -> names
 
 
@@ -52,7 +52,8 @@ def of_lightning():
     trainer = pytorch.Trainer(accelerator="cpu", logger=False)
     epoch_loop = trainer.fit_loop.epoch_loop
     loops = trainer.fit_loop, epoch_loop, epoch_loop.automatic_optimization, epoch_loop.manual_optimization
-    parts = strategies.DDPStrategy(), strategies.ModelParallelStrategy(), pytorch.LightningModule()
+    closure = import_module("lightning.pytorch.loops.optimization.automatic").Closure(None, None)
+    parts = closure, strategies.DDPStrategy(), strategies.ModelParallelStrategy(), pytorch.LightningModule()
     return trainer, *loops, *parts, import_module("lightning.pytorch.core.optimizer").LightningOptimizer
 
 

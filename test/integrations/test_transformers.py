@@ -100,7 +100,8 @@ class Leaves(hf.TrainerCallback):
 
 def test_the_rest_of_an_epoch_that_a_callback_leaves_comes_next(tmp_path):
     trainer = trained(tmp_path, TrainerCase(workers=1), callbacks=[Leaves()])
-    by_hand = expected(TrainerCase(), updates=ENDS[1])  # in three epochs of Trainer
+    by_hand = expected(TrainerCase())  # three epochs of the dataset, in four of Trainer
+    assert (trainer.state.epoch, trainer.state.num_train_epochs) == (3, 3)
     torch.testing.assert_close(weights(trainer.model), by_hand.weights, rtol=0, atol=1e-12)
 
 
@@ -196,8 +197,18 @@ def test_a_stream_is_read_in_order_and_resumes(tmp_path):
     stream = trained(tmp_path, data=Stream(), **options, save_strategy="steps", save_steps=7)
     ordered = trained(tmp_path / "ordered", **options, train_sampling_strategy="sequential")
     assert difference(stream.model, weights(ordered.model)) < 1e-12
-    again = trained(tmp_path, data=Stream(), **options, resume=str(tmp_path / "checkpoint-7"))
-    assert difference(again.model, weights(stream.model)) == 0
+    case = TrainerCase(dropout=0.3)
+    whole = trained(tmp_path / "whole", case, data=Stream(), **options, save_strategy="steps", save_steps=7)
+    again = trained(tmp_path, case, data=Stream(), **options, resume=str(tmp_path / "whole" / "checkpoint-7"))
+    assert difference(again.model, weights(whole.model)) == 0
+
+
+def test_the_loss_of_a_stream_is_not_checked_which_is_said(tmp_path, caplog):
+    caplog.set_level("INFO", "variable_batch_size")
+    trained(tmp_path, data=Stream(), max_steps=3, options={"trace": [12] * 3})
+    assert [line[:90] for line in caplog.messages if "not checked" in line] == [
+        "The loss is not checked for a dependence on microbatches: rows of a stream, or of group_by"
+    ]
 
 
 class Weighted(CaseTrainer):
@@ -211,6 +222,20 @@ def test_a_loss_that_is_no_mean_is_found_and_the_check_changes_nothing(tmp_path)
         trained(tmp_path, kind=Weighted, max_steps=1)
     found = [trained(tmp_path, TrainerCase(dropout=0.3), options={"check_loss": check}) for check in (True, False)]
     assert difference(found[0].model, weights(found[1].model)) == 0
+
+
+class Flipped(Rows):
+    """Rows sorted by class, which an augmentation changes each time."""
+
+    def __getitem__(self, index):
+        order = torch.argsort(torch.tensor([super(Flipped, self).__getitem__(n)["labels"] for n in range(SAMPLES)]))
+        row = super().__getitem__(int(order[index]))
+        return {**row, "inputs": row["inputs"] + 1e-3 * torch.randn_like(row["inputs"])}
+
+
+def test_a_wrong_loss_is_found_with_an_augmentation_of_rows_sorted_by_class(tmp_path):
+    with pytest.warns(UserWarning, match=r"depend on how they are cut"):
+        trained(tmp_path, kind=Weighted, data=Flipped(TrainerCase()), max_steps=2)
 
 
 def test_a_schedule_that_counts_batches_is_found(tmp_path):

@@ -151,9 +151,10 @@ def test_nothing_is_changed():
 
 
 def test_what_cannot_be_cut_is_refused():
-    assert has_tensor_rows(batch_of())
+    assert has_tensor_rows(batch_of(), 8)
     assert not any(
-        map(has_tensor_rows, [{"x": torch.ones(3), "y": torch.ones(2)}, (torch.ones(3), None), torch.ones(())])
+        has_tensor_rows(batch, 3)
+        for batch in ({"x": torch.ones(3), "y": torch.ones(2)}, (torch.ones(3), None), torch.ones(()), torch.ones(2))
     )
     with pytest.raises(TypeError, match="each field of a batch must have rows"):
         check_loss(model_of(), by_row, {"texts": 3})

@@ -15,14 +15,13 @@ from torch.utils.data import DataLoader
 from variable_batch_size._validation import type_error
 from variable_batch_size.data.plan.plan import Epoch
 from variable_batch_size.data.sampler import CustomSampler
-from variable_batch_size.data.streams.rows import has_tensor_rows
-from variable_batch_size.integrations.loading import counts_of_rows, sampler_for, with_sampler
+from variable_batch_size.integrations.loading import sampler_for, with_sampler
+from variable_batch_size.integrations.loss_check import LossCheck
 from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.integrations.versions import require_version
 from variable_batch_size.optim.checks.consistency import broadcast_parameters
 from variable_batch_size.optim.loops.updates import Updates
 from variable_batch_size.optim.optimizer import CustomOptimizer
-from variable_batch_size.testing.loss import CHECKED_UPDATES, check_loss
 
 require_version("pytorch-ignite", "0.5.2", "ignite")
 
@@ -45,13 +44,15 @@ def create_supervised_trainer(
 
     Args:
         loader: the loader that `run` will get. Its `batch_size` is the largest number of rows of a microbatch.
-        **options: settings of `variable_batch`; `prepare_batch`, `output_transform`, `model_transform`, `model_fn` and
-            `non_blocking` of Ignite's function.
+        **options: settings of `variable_batch`; `check_loss`, whether updates 0, 1, 10, 100 and 1,000 warn, after five
+            forwards, of a loss that is no mean over rows; `prepare_batch`, `output_transform`, `model_transform`,
+            `model_fn` and `non_blocking` of Ignite's function.
     """
     settings = Settings.taken_from(options)
     wrapped = settings.wrap_optimizer(optimizer, sampler_for(loader, settings), model=model)
     broadcast_parameters(model, wrapped.backend)
-    return VariableBatchEngine(_supervised_step(model, wrapped, loss_fn, device, **options), wrapped)
+    step = _supervised_step(model, wrapped, loss_fn, device, LossCheck(settings.check_loss), loader, **options)
+    return VariableBatchEngine(step, wrapped)
 
 
 def _supervised_step(
@@ -59,6 +60,8 @@ def _supervised_step(
     optimizer: CustomOptimizer,
     loss_fn: Callable[[Any, Any], Tensor],
     device: str | torch.device | None,
+    check: LossCheck,
+    loader: DataLoader[Any],
     *,
     non_blocking: bool = False,
     prepare_batch: Callable[..., tuple[Any, Any]] = _prepare_batch,
@@ -66,20 +69,19 @@ def _supervised_step(
     output_transform: Callable[[Any, Any, Any, Tensor], Any] = lambda x, y, y_pred, loss: loss.item(),
     model_fn: Callable[[nn.Module, Any], Any] = lambda model, x: model(x),
 ) -> Callable[[Engine, Any], Any]:
-    """Return Ignite's process function, which trains on a microbatch, and checks the losses of `CHECKED_UPDATES`."""
+    """Return Ignite's process function, which trains on a microbatch."""
 
     def forward(model: nn.Module, batch: Any) -> tuple[Any, Any, Any, Tensor]:
         x, y = prepare_batch(batch, device=device, non_blocking=non_blocking)
         y_pred = model_transform(model_fn(model, x))
         return x, y, y_pred, loss_fn(y_pred, y)
 
-    to_check = {*CHECKED_UPDATES}
+    def loss_of(model: nn.Module, batch: Any, _: float) -> Tensor:
+        return forward(model, batch)[-1]
 
     def step(_: Engine, batch: Any) -> Any:
-        if optimizer.updates in to_check and has_tensor_rows(batch):
-            to_check.remove(optimizer.updates)
-            means: Any = {"counts": counts_of_rows(optimizer), "reduction": optimizer.reduction}
-            check_loss(model, lambda model, part: forward(model, part)[-1], batch, **means)
+        if check.takes(optimizer):
+            check(optimizer, loader, model, loss_of, reduction=optimizer.reduction)
         model.train()
         x, y, y_pred, loss = forward(model, batch)
         optimizer.backward(loss)
@@ -93,10 +95,13 @@ def variable_batch(optimizer: Optimizer, loader: DataLoader[Any], **settings: An
     """Return the optimizer for a `VariableBatchEngine`, to be stepped after each microbatch.
 
     `settings` are `trace` and `sampler_options`, see `CustomSampler`; `rule`, `ref_batchsize` and `optimizer_options`,
-    see `CustomOptimizer`, whose errors it raises. With DistributedDataParallel, `optimizer_options={"model": model}`.
+    see `CustomOptimizer`, whose errors it raises. The loss is not checked, which a line of the log says. With
+    DistributedDataParallel, `optimizer_options={"model": model}`.
     """
     given = Settings(**{name: value for name, value in settings.items() if value is not None})
-    return given.wrap_optimizer(optimizer, sampler_for(loader, given))
+    wrapped = given.wrap_optimizer(optimizer, sampler_for(loader, given))
+    LossCheck(given.check_loss).leave(wrapped, "the step is not Ignite's own")
+    return wrapped
 
 
 class VariableBatchEngine(Engine):

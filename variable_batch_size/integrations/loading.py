@@ -14,9 +14,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.data.sampler import CustomSampler
-from variable_batch_size.data.tokens.token_batches import TokenBatches
 from variable_batch_size.integrations.settings import Settings
-from variable_batch_size.optim.optimizer import CustomOptimizer
 
 T = TypeVar("T")
 _REPLACED_ARGUMENTS = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
@@ -71,17 +69,11 @@ def _check_reads_each_sample_once(sampler: Any) -> None:
     whole = getattr(sampler, "replacement", True) is False and len(sampler) == len(sampler.data_source)
     if not whole and type(sampler) not in (SequentialSampler, DistributedSampler):  # whose shares are dealt here anyway
         requirement = "the loader must read each sample once an epoch, in order or with shuffle=True"
-        remedy = "leave out sampler=, and put a choice of samples into the dataset, as torch.utils.data.Subset does"
+        remedy = (
+            "leave out sampler=, and put a choice of samples into the dataset, as torch.utils.data.Subset does; "
+            "trainers that repeat samples, as those of GRPO and RLOO, cannot be used"
+        )
         raise type_error(requirement, sampler, remedy)
-
-
-def counts_of_rows(optimizer: CustomOptimizer) -> list[float] | None:
-    """Return what each row of the microbatch that is due counts, (rows,); None if they count alike."""
-    batches = optimizer.sampler.batches
-    if not isinstance(batches, TokenBatches):
-        return None
-    counts: list[float] = batches.budget.counts[batches.rows_of(optimizer.epoch, optimizer.microbatch)].tolist()
-    return counts
 
 
 def with_sampler(loader: DataLoader[T], sampler: CustomSampler) -> DataLoader[T]:

@@ -21,7 +21,7 @@ from variable_batch_size.rules.selection import rules_for_groups
 @final
 @dataclass(frozen=True)
 class Settings:
-    """The arguments that integrations have in common: those of `CustomSampler` and `CustomOptimizer`.
+    """The arguments that integrations have in common: those of `CustomSampler` and `CustomOptimizer`, and a switch.
 
     Raises:
         ValueError: if options have names of no argument, or there is no such rule, or it needs a `ref_batchsize`.
@@ -32,6 +32,7 @@ class Settings:
     ref_batchsize: int | None = None
     sampler_options: Mapping[str, Any] = field(default_factory=dict)
     optimizer_options: Mapping[str, Any] = field(default_factory=dict)
+    check_loss: bool = True
 
     def __post_init__(self) -> None:
         groups = len(self.rule) if isinstance(self.rule, (list, tuple)) else 1

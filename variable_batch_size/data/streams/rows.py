@@ -93,10 +93,9 @@ def is_list_of_rows(batch: Any) -> bool:
     return isinstance(batch, list) and _is_leaf(batch)
 
 
-def has_tensor_rows(batch: Any) -> bool:
-    """Return whether all fields of a batch are tensors with the same number of rows, so that some can be taken."""
-    sizes = {len(leaf) if isinstance(leaf, Tensor) and leaf.dim() else None for leaf in leaves(batch)}
-    return len(sizes) == 1 and None not in sizes
+def has_tensor_rows(batch: Any, number: int) -> bool:
+    """Return whether all fields of a batch are tensors with this number of rows, so that some can be taken."""
+    return all(isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == number for leaf in leaves(batch))
 
 
 def join_rows(batches: Sequence[Any]) -> Any:

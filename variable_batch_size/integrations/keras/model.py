@@ -14,17 +14,16 @@ import torch
 from torch.utils.data import DataLoader
 
 from variable_batch_size._validation import type_error, value_error
-from variable_batch_size.data.streams.rows import has_tensor_rows
 from variable_batch_size.integrations.facts import optimizer_facts
 from variable_batch_size.integrations.keras.checkpoint import VariableBatchCheckpoint
 from variable_batch_size.integrations.keras.data import Epochs, map_arrays, pop_loader
 from variable_batch_size.integrations.keras.optimizer import KerasOptimizer
-from variable_batch_size.integrations.loading import counts_of_rows, sampler_for, with_sampler
+from variable_batch_size.integrations.loading import sampler_for, with_sampler
+from variable_batch_size.integrations.loss_check import LossCheck
 from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.integrations.supported import Setting, check_settings
 from variable_batch_size.optim.checks.consistency import broadcast_parameters
 from variable_batch_size.optim.loops.yielded_update import Update
-from variable_batch_size.testing.loss import CHECKED_UPDATES, check_loss
 from variable_batch_size.testing.schedules import check_schedule
 
 if TYPE_CHECKING:
@@ -61,6 +60,7 @@ class VariableBatchModelMixin(Base):
     Args:
         args, options: arguments of the class that it is mixed into, and `trace`, `rule`, `ref_batchsize`,
             `sampler_options` and `optimizer_options`: see `CustomSampler` and `CustomOptimizer`. `fit` needs a trace.
+            `check_loss=False` switches off the check of the loss in updates 0, 1, 10, 100 and 1,000.
         count: given `y` and `sample_weight` of a microbatch, returns what its loss is a mean over, 0-D, such as its
             number of tokens: an update is then the mean over all of them. Default: its rows.
 
@@ -88,7 +88,7 @@ class VariableBatchModelMixin(Base):
         callbacks = keras.tree.flatten(given["callbacks"] or [])
         settings = self._check_fit(given, callbacks)
         del given["self"]
-        loader = pop_loader(given)
+        self._loader = loader = pop_loader(given)
         optimizer = self._current_optimizer(loader, settings)
         epochs = Epochs(with_sampler(loader, optimizer.sampler), optimizer)
         batches: Any = DataLoader(epochs, None, generator=torch.Generator())  # it draws, but not from torch's
@@ -136,6 +136,7 @@ class VariableBatchModelMixin(Base):
             self._symbolic_build(data_batch=loader.collate_fn(reads([*samples])))
             inner = KerasOptimizer(self.optimizer, self.trainable_variables)
             reduction = {} if self.count is None else {"reduction": "sum"}
+            self._loss_check = LossCheck(settings.check_loss)
             optimizer = self.custom_optimizer = settings.wrap_optimizer(inner, sampler, model=self, **reduction)
         optimizer.discard_step()  # what an interrupted fit() has left
         broadcast_parameters(self)  # also in a second fit: a callback may set weights at the end of the first
@@ -150,11 +151,10 @@ class VariableBatchModelMixin(Base):
         optimizer.param_groups[0]["lr"] = float(self.optimizer.learning_rate)
         size = optimizer.microbatch.batch_size
         metrics = {}
-        to_check = optimizer.updates in CHECKED_UPDATES
+        if self._loss_check.takes(optimizer):
+            self._check_loss()
         for microbatch in data:
-            if to_check and has_tensor_rows(microbatch):
-                self._check_loss(microbatch)
-            part, to_check = optimizer.microbatch, False
+            part = optimizer.microbatch
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(microbatch)
             loss = self.compute_loss(x, y, y_pred := self(x, training=True), sample_weight)
             count = None if self.count is None else self.count(y, sample_weight)
@@ -178,19 +178,18 @@ class VariableBatchModelMixin(Base):
         facts = {"batch_size": size, "effective_learning_rate": optimizer.current_lr(), **optimizer_facts(optimizer)}
         return {**self.get_metrics_result(), **facts}
 
-    def _check_loss(self, microbatch: Any) -> None:
+    def _check_loss(self) -> None:
         """Warn if the loss is no mean over rows, or over what `count` says."""
 
-        def loss_fn(_: Any, part: Any) -> Any:
-            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(part)
+        def loss_of(_: Any, batch: Any, counted: float) -> Any:
+            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
             loss = self.compute_loss(x, y, self(x, training=False), sample_weight)
             return loss if self.count is None else loss * self.count(y, sample_weight)
 
         tolerance = 2e-3 if self.compute_dtype in {"float32", "float64"} else 1e-2  # Keras rounds float64 to float32
         options: Any = {"reduction": self.custom_optimizer.reduction, "tolerance": tolerance, "remedy": _REMEDY}
-        options["counts"] = counts_of_rows(self.custom_optimizer)
         with keras.StatelessScope([(variable, variable.value) for variable in self.variables], collect_losses=True):
-            check_loss(self, loss_fn, microbatch, **options)  # metrics and seeds stay
+            self._loss_check(self.custom_optimizer, self._loader, self, loss_of, **options)  # metrics and seeds stay
 
 
 class VariableBatchModel(VariableBatchModelMixin, keras.Model):

@@ -21,10 +21,14 @@ from variable_batch_size.optim.optimizer import CustomOptimizer
 
 @final
 class StrategyLoader:
-    """Yields the updates that are left of an epoch, as lists of this rank's microbatches."""
+    """Yields the updates that are left of an epoch, as lists of this rank's microbatches.
+
+    Attributes:
+        rows: the DataLoader that reads them.
+    """
 
     def __init__(self, loader: DataLoader[Any], wrapped: list[CustomOptimizer], trainer: Trainer, ahead: int) -> None:
-        self._loader, self._wrapped, self._lightning = loader, wrapped, trainer
+        self.rows, self._wrapped, self._lightning = loader, wrapped, trainer
         self._ahead = ahead  # epochs that Lightning has counted more
         self.worker_init_fn = loader.worker_init_fn  # which `seed_everything(workers=True)` sets
 
@@ -37,8 +41,8 @@ class StrategyLoader:
             )
         for optimizer in others:
             optimizer.set_epoch(first.epoch)
-        self._loader.worker_init_fn = self.worker_init_fn
-        return ([*update] for update in Updates(self._loader, first, ahead=1))
+        self.rows.worker_init_fn = self.worker_init_fn
+        return ([*update] for update in Updates(self.rows, first, ahead=1))
 
 
 def training_sampler(loader: Any, settings: Settings, trainer: Trainer, world: Mapping[str, Any]) -> CustomSampler:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple
+from collections.abc import Mapping, MutableMapping, MutableSequence, MutableSet
+from typing import Any, Final, NamedTuple
 
 from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torchmetrics import Metric
 
 from variable_batch_size._validation import type_error
-from variable_batch_size.data.streams.rows import has_tensor_rows
-from variable_batch_size.testing.loss import check_loss
 
 MEAN_LOSS: Final = "update_loss"  # under which the mean over an update is logged
 REMEDY: Final = (
@@ -40,34 +37,11 @@ class Output(NamedTuple):
         return Output(loss, count, {MEAN_LOSS: loss / (rows if count is None else count), **entries.get("log", {})})
 
 
-def check_training_step(
-    module: LightningModule,
-    precision: Precision,
-    arguments: tuple[Any, ...],
-    reduction: Literal["mean", "sum"],
-    counts: Sequence[float] | None,
-) -> None:
-    """Warn if the loss of a microbatch is not the mean, or the sum, of those of its rows; all ranks have to call it.
-
-    `counts`: what each row counts; None if they count alike.
-    """
-    batch, *others = arguments
-    if not has_tensor_rows(batch):
-        return
-
-    def loss_of(twin: LightningModule, part: Any) -> Tensor:
-        with precision.train_step_context():
-            return Output.of(twin.training_step(part, *others)).loss
-
-    remedy = REMEDY if counts is None else OF_TOKENS
-    check_loss(_quiet_copy(module), loss_of, batch, counts=counts, reduction=reduction, remedy=remedy)
-
-
-def _quiet_copy(module: LightningModule) -> LightningModule:
+def quiet_copy(module: LightningModule) -> LightningModule:
     """Return a module with the same parameters that logs nothing, and whose lists, counters and metrics are its own."""
     twin = copy.copy(module)
     for name, value in vars(module).items():
-        if isinstance(value, list | dict | set):
+        if isinstance(value, MutableSequence | MutableMapping | MutableSet):
             vars(twin)[name] = copy.copy(value)
     for name, child in module.named_children():
         if any(isinstance(part, Metric) for part in child.modules()):

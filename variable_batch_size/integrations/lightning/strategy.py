@@ -13,6 +13,7 @@ from typing import Any, final
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -27,17 +28,18 @@ from torch.utils.data import DataLoader, RandomSampler
 from variable_batch_size._validation import in_documentation, type_error, value_error
 from variable_batch_size.checkpoint.rng_states import get_rng_states, set_rng_states
 from variable_batch_size.data.sampler import CustomSampler, TraceLike
+from variable_batch_size.data.tokens.token_batches import TokenBatches
 from variable_batch_size.integrations.facts import optimizer_facts
 from variable_batch_size.integrations.lightning.loader import StrategyLoader, training_sampler
-from variable_batch_size.integrations.lightning.loss import MEAN_LOSS, Output, check_training_step
+from variable_batch_size.integrations.lightning.loss import MEAN_LOSS, OF_TOKENS, REMEDY, Output, quiet_copy
 from variable_batch_size.integrations.lightning.supported import SETTINGS
-from variable_batch_size.integrations.loading import counts_of_rows, with_sampler
+from variable_batch_size.integrations.loading import with_sampler
+from variable_batch_size.integrations.loss_check import LossCheck
 from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.integrations.supported import check_settings
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.rules import Rule
-from variable_batch_size.testing.loss import CHECKED_UPDATES
 from variable_batch_size.testing.schedules import check_schedule
 
 _VERSION = 1  # of what a checkpoint has under "vbs"
@@ -53,10 +55,11 @@ class VariableBatch(ParallelStrategy):
         ref_batchsize: int | None = None,
         sampler_options: Mapping[str, Any] | None = None,
         optimizer_options: Mapping[str, Any] | None = None,
+        check_loss: bool = True,
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        self.settings = Settings(trace, rule, ref_batchsize, sampler_options or {}, optimizer_options or {})
+        self.settings = Settings(trace, rule, ref_batchsize, sampler_options or {}, optimizer_options or {}, check_loss)
         self._reset()
 
     def _reset(self) -> None:
@@ -69,7 +72,7 @@ class VariableBatch(ParallelStrategy):
         self._microbatch: Microbatch | None = None  # the one under way, and its rows on the device
         self._rows: Any = None
         self._count: Any = None  # what it counts, if `training_step` says so
-        self._to_check = {*CHECKED_UPDATES}  # updates whose loss is to be looked at
+        self._loss_check = LossCheck(self.settings.check_loss)
 
     @property
     def samples(self) -> int:
@@ -173,7 +176,7 @@ class VariableBatch(ParallelStrategy):
         """Yield the microbatches of an update, whose rows `training_step` gets; after the last one, log the update."""
         for rows in self._update:
             self._microbatch = microbatch = optimizer.microbatch
-            self._rows = super().batch_to_device(rows)
+            self._rows = self._on_device(rows)
             yield microbatch
         self._microbatch = self._rows = None
         self._log_update(optimizer, microbatch.batch_size)
@@ -200,19 +203,33 @@ class VariableBatch(ParallelStrategy):
                 "called the closure itself; pass it to step()"
             )
         optimizer = self._wrapped[0]
-        if optimizer.updates in self._to_check:
-            self._to_check.remove(optimizer.updates)
-            means = optimizer.reduction, counts_of_rows(optimizer)
-            check_training_step(self._module, self.precision_plugin, (self._rows, *args[1:]), *means)
+        if self._loss_check.takes(optimizer):
+            self._check_loss(optimizer, args[1:], kwargs)
         returned = super().training_step(self._rows, *args[1:], **kwargs)
         output = Output.of(returned, self._microbatch.rows if optimizer.reduction == "sum" else 1)
         self._count = output.count
         optimizer.log(**output.means)
         return returned
 
+    def _check_loss(self, optimizer: CustomOptimizer, others: Sequence[Any], options: Mapping[str, Any]) -> None:
+        """Warn if the loss of a microbatch is not the mean, or the sum, of those of its rows; all ranks call it."""
+
+        def loss_of(twin: LightningModule, batch: Any, _: float) -> Tensor:
+            with self.precision_plugin.train_step_context():
+                return Output.of(twin.training_step(self._on_device(batch), *others, **options)).loss
+
+        remedy = OF_TOKENS if isinstance(optimizer.sampler.batches, TokenBatches) else REMEDY
+        loader: Any = self._module.trainer.train_dataloader
+        twin = quiet_copy(self._module)
+        self._loss_check(optimizer, loader.rows, twin, loss_of, reduction=optimizer.reduction, remedy=remedy)
+
+    def _on_device(self, rows: Any) -> Any:
+        return super().batch_to_device(rows)
+
     def _manual_training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Call `training_step`, which steps by itself, with each microbatch of an update; return the last output."""
         output = None
+        self._loss_check.leave(self._wrapped[0], "training_step steps by itself (manual optimization)")
         for _ in self._microbatches(self._wrapped[0]):
             output = super().training_step(self._rows, *args[1:], **kwargs)
         counted = self._module.optimizers()
@@ -250,6 +267,8 @@ class VariableBatch(ParallelStrategy):
         updated = None
         for _ in self._microbatches(optimizer):
             loss = closure()
+            if isinstance(closure, Closure):  # Private: it would call the hooks of zero_grad() for each microbatch
+                closure._zero_grad_fn = None
             if scaler is None:
                 updated = optimizer.step(count=self._count, **kwargs)
             else:
@@ -329,6 +348,8 @@ class VariableBatchStrategy(VariableBatch, DDPStrategy):
         ref_batchsize: batch size, in samples, at which the hyperparameters were tuned.
         sampler_options: further arguments of the `CustomSampler`.
         optimizer_options: further arguments of the `CustomOptimizer`.
+        check_loss: whether updates 0, 1, 10, 100 and 1,000 warn, after five forwards, of a loss that is no mean over
+            rows.
         **options: arguments of Lightning's DDPStrategy, such as `find_unused_parameters` or `start_method`.
 
     Raises:

@@ -72,6 +72,7 @@ class TrainerLoader:
             batches, dataset = loader.batch_sampler, loader.dataset
             order = getattr(batches, "batch_sampler", batches).sampler
         workers = {"num_workers": loader.num_workers, "prefetch_factor": loader.prefetch_factor}
+        workers["generator"] = torch.Generator()  # otherwise each pass draws from that of dropout
         lists_of_rows: Any = DataLoader(dataset, loader.batch_size or 1, sampler=order, collate_fn=list, **workers)
         for number in count():
             if callable(set_epoch := getattr(dataset, "set_epoch", None)):

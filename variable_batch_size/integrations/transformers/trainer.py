@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,8 +24,8 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from variable_batch_size._validation import type_error, value_error
-from variable_batch_size.data.tokens.token_batches import TokenBatches
 from variable_batch_size.integrations.facts import optimizer_facts
+from variable_batch_size.integrations.loss_check import LossCheck
 from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.integrations.supported import check_settings
 from variable_batch_size.integrations.transformers.labels import label_counter
@@ -34,7 +34,6 @@ from variable_batch_size.integrations.transformers.supported import SETTINGS
 from variable_batch_size.metrics import WITHOUT_FLOAT64
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.optimizer import CustomOptimizer
-from variable_batch_size.testing.loss import CHECKED_UPDATES, check_loss
 from variable_batch_size.testing.schedules import check_schedule
 
 POSITION = "variable_batch.pt"  # in a checkpoint
@@ -58,7 +57,7 @@ class VariableBatchMixin(Base):
         args, kwargs: arguments of the class that it is mixed into.
         trace: the trace of the global batch size, in samples, see `CustomSampler`; with `sampler_options`, a dict.
         rule, ref_batchsize: see `CustomOptimizer`; with `optimizer_options`, a dict.
-        check_loss: whether updates 0, 10, 100 and 1,000 warn, after four forwards, if the loss is no mean over
+        check_loss: whether updates 0, 1, 10, 100 and 1,000 warn, after five forwards, if the loss is no mean over
             rows or labels.
 
     Attributes:
@@ -72,9 +71,8 @@ class VariableBatchMixin(Base):
 
     variable_optimizer: CustomOptimizer
 
-    def __init__(self, *args: Any, check_loss: bool = True, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.settings = Settings.taken_from(kwargs)
-        self.check_loss = check_loss
         self._batch_size = 0
         super().__init__(*args, **kwargs)
         check_settings(SETTINGS, self, "transformers")
@@ -101,9 +99,11 @@ class VariableBatchMixin(Base):
             raise type_error("the loader must be that of VariableBatchMixin", dataloader, remedy)
         sum_in_float32(self.accelerator)
         self._loader, sampler, epochs, updates = dataloader, dataloader.sampler, maxsize, args.max_steps
+        self._epochs = epochs
         if not sampler.batches.arriving and sampler.batches.decided is None:  # whose epochs nobody knows
             *_, (last, alike) = sampler.plan.epoch_runs(None)
-            epochs, updates = last.number + alike, last.first_step + alike * last.updates
+            self._epochs, updates = last.number + alike, last.first_step + alike * last.updates
+            epochs = updates  # the loader ends the training; a callback may have ended some epochs before
         # An epoch has at most all updates: the loader ends it. log() counts the samples.
         return epochs, updates, sampler.batches.dataset_size, 0, sampler.max_batch_size, updates, updates
 
@@ -118,6 +118,7 @@ class VariableBatchMixin(Base):
         if not sampler.batches.arriving:
             batches = math.ceil(sampler.batches.dataset_size / self.args.per_device_train_batch_size)
             check_schedule(self.lr_scheduler, sampler, batches, self.state.max_steps)
+        self._loss_check = LossCheck(self.settings.check_loss)
         self._samples_before, self._count_labels = optimizer.samples, label_counter(self)
 
     def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -135,7 +136,9 @@ class VariableBatchMixin(Base):
         optimizer = self.variable_optimizer
         loss = torch.zeros((), device=self.args.device)
         parts, self._batch_size = optimizer.batch.microbatches, optimizer.batch.batch_size
-        if self.check_loss and optimizer.updates in CHECKED_UPDATES and not optimizer.sampler.batches.arriving:
+        if optimizer.sampler.batches.arriving:
+            self._loss_check.leave(optimizer, "rows of a stream, or of group_by_length, have no index")
+        elif self._loss_check.takes(optimizer):
             self._check_loss()
         of_this_rank = {"average_tokens_across_devices": False}
         counts, total, told_counts = self._label_counts(inputs, parts)
@@ -162,26 +165,18 @@ class VariableBatchMixin(Base):
         return counts, total, [count.clamp(min=1) for count in counts]
 
     def _check_loss(self) -> None:
-        """Warn if the loss of the dataset's first rows, times their labels or rows, is no sum of those of two parts.
+        """Warn if the loss of rows, times their labels or rows, is no sum of those of parts."""
+        metrics = copy.deepcopy(vars(self).get("_metrics"))  # where trl notes each loss
 
-        With `lengths` they are a short and a long row, which count as many tokens as the sampler says.
-        """
-        loader, metrics = self._loader.loader, copy.deepcopy(vars(self).get("_metrics"))  # where trl notes each loss
-        numbers = [*range(min(len(loader.dataset), max(2, self.args.per_device_train_batch_size)))]
-        counted: Callable[[Any], int] = len
-        if isinstance(batches := self._loader.sampler.batches, TokenBatches):  # more rows may not fit
-            numbers, counted = batches.budget.unlike(), batches.budget.count
-
-        def summed_loss(model: Any, numbers: Any) -> Any:
-            rows = [loader.dataset[number] for number in numbers]
-            batch = send_to_device(loader.collate_fn(rows), self.args.device)
+        def summed_loss(model: Any, batch: Any, counted: float) -> Any:
+            batch = send_to_device(batch, self.args.device)
             count = self._count_labels(batch)
             loss = self.compute_loss(model, batch, num_items_in_batch=count)
-            return loss * (counted(numbers) if count is None else count)
+            return loss * (counted if count is None else count)
 
-        tolerance = 1e-2 if self.args.bf16 else None
+        options: Any = {"reduction": "sum", "tolerance": 1e-2 if self.args.bf16 else None, "remedy": REMEDY}
         with patch_attributes(self.args, average_tokens_across_devices=False), patch_attributes(self, _metrics=metrics):
-            check_loss(self.model, summed_loss, numbers, reduction="sum", tolerance=tolerance, remedy=REMEDY)
+            self._loss_check(self.variable_optimizer, self._loader.loader, self.model, summed_loss, **options)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Return the floating-point operations of an update on this rank, or of a batch of an evaluation."""
@@ -215,6 +210,7 @@ class Follower(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Create the optimizer, now that Trainer has wrapped the model and loaded a checkpoint."""
         self._trainer._create_optimizer()
+        state.num_train_epochs = self._trainer._epochs
         self.on_step_end(args, state, control)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -1,0 +1,212 @@
+"""The check of a trainer's loss: wrong ones warn whatever the data are like, right ones are silent."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
+
+import variable_batch_size as vbs
+from variable_batch_size.integrations.loss_check import CHECKED_UPDATES, LossCheck
+
+ROWS, CLASSES, WIDTH = 96, 4, 8
+
+
+class Data(torch.utils.data.Dataset):
+    """Rows that a function makes of their number, with a generator of torch's own that has drawn the same for each."""
+
+    def __init__(self, make, length=ROWS):
+        self.make, self.length = make, length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        return self.make(index, partial(torch.randn, generator=generator))
+
+
+def sorted_classes(index, draw):
+    return draw(WIDTH), index * CLASSES // ROWS
+
+
+def augmented(index, draw):
+    row, label = sorted_classes(index, draw)
+    return (row.flip(0) if torch.rand(()) < 0.5 else row) + 0.01 * np.random.rand(), label
+
+
+def text(index, draw):
+    return draw(2 + index * 5 // ROWS, WIDTH)  # sorted by length
+
+
+def image(index, draw):
+    return draw(3, 4 + index % 3, 4)
+
+
+class Named:  # that torch's collator would refuse
+    def __init__(self, row, label):
+        self.row, self.label, self.name = row, label, "a name"
+
+
+def named(index, draw):
+    return Named(*sorted_classes(index, draw))
+
+
+def noisy(rows):
+    inputs, labels = torch.utils.data.default_collate(rows)
+    return inputs * torch.bernoulli(torch.full_like(inputs, 0.8)), labels
+
+
+def pack(rows):
+    return torch.cat(rows)[None], [len(row) for row in rows]  # one row of tokens
+
+
+def first_in_time(rows):
+    lengths = torch.tensor([len(row) for row in rows])
+    return pad_sequence(rows), lengths
+
+
+def model_of():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, CLASSES), nn.Dropout(0.5)).double().float()
+
+
+def mean_over_rows(model, batch):
+    return cross_entropy(model(batch[0]), batch[1])
+
+
+def weighted(model, batch):
+    return cross_entropy(model(batch[0]), batch[1], torch.arange(1.0, CLASSES + 1))
+
+
+def weighted_of_objects(model, batch):
+    return weighted(model, (torch.stack([one.row for one in batch]), torch.tensor([one.label for one in batch])))
+
+
+def mean_of_objects(model, batch):
+    return mean_over_rows(model, (torch.stack([one.row for one in batch]), torch.tensor([one.label for one in batch])))
+
+
+def mean_over_tokens(model, batch):
+    return model(batch[0]).square().mean()
+
+
+def mean_over_texts(model, batch):
+    tokens, lengths = batch
+    return torch.stack([model(part).square().mean() for part in tokens[0].split(lengths)]).mean()
+
+
+def mean_in_time(model, batch):
+    tokens, lengths = batch
+    inside = (torch.arange(len(tokens))[:, None] < lengths).float()  # (time, rows)
+    return ((model(tokens).square().mean(-1) * inside).sum(0) / lengths).mean()
+
+
+def mean_over_time(model, batch):
+    tokens, lengths = batch
+    inside = (torch.arange(len(tokens))[:, None] < lengths).float()
+    return (model(tokens).square().mean(-1) * inside).sum() / lengths.sum()
+
+
+def autoencoder(_, batch):
+    return torch.stack([mse_loss(torch.sigmoid(one), one) for one in batch]).mean()
+
+
+WRONG = {
+    "classes": (sorted_classes, None, weighted),
+    "augmented": (augmented, None, weighted),
+    "a collator that draws": (sorted_classes, noisy, weighted),
+    "tokens in one row": (text, pack, mean_over_tokens),
+    "time first": (text, first_in_time, mean_over_time),
+    "objects": (named, list, weighted_of_objects),
+}
+RIGHT = {
+    "classes": (sorted_classes, None, mean_over_rows),
+    "augmented": (augmented, None, mean_over_rows),
+    "a collator that draws": (sorted_classes, noisy, mean_over_rows),
+    "tokens in one row": (text, pack, mean_over_texts),
+    "time first": (text, first_in_time, mean_in_time),
+    "objects": (named, list, mean_of_objects),
+    "images of unequal sizes": (image, list, autoencoder),
+}
+
+
+def checked(make, collate, loss, minibatch=6, seed=0, loader=None):
+    """Check the loss before the first update, and return the messages of warnings."""
+    model = model_of()
+    sampler = vbs.CustomSampler(Data(make), 12, 1, 0, minibatch, seed=seed)
+    optimizer = vbs.CustomOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sampler)
+    check, loader = LossCheck(), DataLoader(Data(make), minibatch, collate_fn=collate)
+    states = torch.get_rng_state(), np.random.get_state()[1].copy()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert check.takes(optimizer)
+        assert not check.takes(optimizer)
+        check(optimizer, loader, model, lambda model, batch, _: loss(model, batch), reduction="mean")
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert np.array_equal(states[1], np.random.get_state()[1])
+    assert model.training
+    return [str(one.message) for one in caught]
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("minibatch", [1, 4, 8])
+def test_a_wrong_loss_warns_whatever_the_data_are_like(name, minibatch):
+    missed = [seed for seed in range(20) if not checked(*WRONG[name], minibatch, seed)]
+    # Losses of rows that nothing has learned yet may be nearly equal: later updates look again.
+    assert len(missed) <= (5 if minibatch == 1 else 3), missed
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_loss_is_silent(name, caplog):
+    caplog.set_level(logging.INFO, "variable_batch_size")
+    assert [found for seed in range(20) for found in checked(*RIGHT[name], 4, seed)] == []
+    assert caplog.messages == []
+
+
+def drawing(model, batch):
+    return mean_over_rows(model, batch) + torch.rand(())
+
+
+def raising(model, batch):
+    raise IndexError("rows that no training has")
+
+
+@pytest.mark.parametrize(
+    ("data", "loss", "why"),
+    [
+        ((sorted_classes, None), drawing, "it draws random numbers"),
+        ((sorted_classes, None), raising, "IndexError in a forward of drawn rows"),
+        ((sorted_classes, None), lambda *_: torch.tensor(torch.nan), "it is not finite"),
+    ],
+    ids=["draws", "raises", "nan"],
+)
+def test_what_is_not_checked_is_said_once(data, loss, why, caplog):
+    caplog.set_level(logging.INFO, "variable_batch_size")
+    assert checked(*data, loss) == []
+    assert [message for message in caplog.messages if why in message] == caplog.messages
+    assert len(caplog.messages) == 1
+
+
+def test_other_rows_are_drawn_in_each_update_and_the_switch_ends_all():
+    seen = []
+
+    def loss(model, batch):
+        seen.append(batch[1].tolist())
+        return mean_over_rows(model, batch)
+
+    for seed in range(3):
+        checked(sorted_classes, None, loss, seed=seed)
+    assert len({tuple(sorted(rows)) for rows in seen if len(rows) == 6}) > 1
+    assert 0 in CHECKED_UPDATES
+    sampler = vbs.CustomSampler(4, 2, 1, 0)
+    optimizer = vbs.CustomOptimizer(torch.optim.SGD(model_of().parameters(), lr=0.1), sampler)
+    assert not LossCheck(enabled=False).takes(optimizer)
