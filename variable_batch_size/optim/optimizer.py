@@ -154,7 +154,7 @@ class CustomOptimizer(ObservedOptimizer):
         self._updater.sum.prepare(self._training.upcoming(self), forward=True)
 
     def _needs_of_microbatch(self) -> Needs:
-        known = self._training.upcoming(self) is not None
+        known = self._training.running or self._training.upcoming(self) is not None
         return self._updater.needs(self._training.batch_of(self) if known else None)
 
     def _save_before_replay(self) -> None:

@@ -29,7 +29,7 @@ from variable_batch_size.optim.message import Message
 from variable_batch_size.optim.stage import Counted, MeasuredSquares, Needs, Stage
 from variable_batch_size.optim.sums.overflows import Overflows, Scaled
 from variable_batch_size.optim.sums.ranks import Ranks
-from variable_batch_size.optim.sums.squares import Squares
+from variable_batch_size.optim.sums.squares import Squares, SquaresOfGrad
 from variable_batch_size.optim.tensors.arithmetic import collect_gradients, local_parts, scalar_dtype
 from variable_batch_size.optim.tensors.parameters import Parameters
 
@@ -66,8 +66,7 @@ class Sum(ABC):
         self.message = self._create_message()
         self._overflows = Overflows(ranks.backend)
         self.message.entries.append(self._overflows)
-        self._squares = None if needs is None else Squares(parameters, needs)
-        self._watch_gradients(self._squares)
+        self._squares = None if needs is None else self._create_squares(needs)
         self._check = BackwardCheck(parameters, sums=self._sums_alone)
         self._factor: float | None = None  # of the gradients that `backward` has left, of that of the mean loss
         self._begin_step()
@@ -92,9 +91,11 @@ class Sum(ABC):
         self._scaled: bool | None = None  # whether the losses of the step are scaled; None: there was none
         self._scale: Tensor | None = None  # that of a GradScaler in this step, 0-D
 
-    def _watch_gradients(self, squares: Squares | None) -> None:
-        if squares is not None:
-            squares.add_hooks()
+    def _create_squares(self, needs: Callable[[], Needs]) -> Squares | SquaresOfGrad:
+        """Return what measures the gradients of a microbatch."""
+        squares = Squares(self.parameters, needs)
+        squares.add_hooks()
+        return squares
 
     def dealing(self, **cut: bool) -> dict[str, bool]:
         """Return how steps must be cut, see `Dealer.attach`, if the model needs them cut like this."""

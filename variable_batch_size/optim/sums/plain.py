@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
@@ -10,10 +10,11 @@ from torch import Tensor
 
 from variable_batch_size.data.batches import Batch
 from variable_batch_size.microbatching import Microbatch
-from variable_batch_size.optim.stage import MeasuredSquares
+from variable_batch_size.optim.stage import MeasuredSquares, Needs
 from variable_batch_size.optim.sums.base import Sum
 from variable_batch_size.optim.sums.participation import Participation
 from variable_batch_size.optim.sums.ranks import Ranks
+from variable_batch_size.optim.sums.squares import SquaresOfGrad
 from variable_batch_size.optim.tensors.arithmetic import (
     add_to,
     collect_gradients,
@@ -145,6 +146,9 @@ class TakenOut(Plain):
 
     _takes_out = True
 
+    def _create_squares(self, needs: Callable[[], Needs]) -> SquaresOfGrad:
+        return SquaresOfGrad(self.parameters, needs)
+
     def _loss_factor(self, microbatch: Microbatch) -> float:
         """Return what leaves the loss as it is: half precision may not hold another weight."""
         return float(microbatch.rows) if self._is_sum else 1.0
@@ -173,7 +177,7 @@ class Widened(TakenOut):
         if not new or not (microbatch.samples or self._backend.static_graph):  # a replay may be non-finite
             return
         weight = microbatch.samples / self._divisor(microbatch) / (self._present_factor(microbatch) or 1.0)
-        torch._foreach_mul_(local_parts(new), self._backend.scalar(weight, new[0], "microbatch"))
+        multiply(new, weight, self._backend)
         add_to(self._buffer, dict(zip(present, new, strict=True)))
 
     def _complete_gradients(self, members: Sequence[bool], factor: float | None) -> None:

@@ -13,7 +13,7 @@ rank has the shard, and under tensor parallelism, where they are DTensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -26,7 +26,7 @@ from variable_batch_size.backend import Backend
 from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.data.batches import Batch
 from variable_batch_size.microbatching import Microbatch
-from variable_batch_size.optim.stage import MeasuredSquares
+from variable_batch_size.optim.stage import MeasuredSquares, Needs
 from variable_batch_size.optim.sums.in_backward import InBackward
 from variable_batch_size.optim.sums.ranks import Ranks
 from variable_batch_size.optim.sums.squares import Squares
@@ -40,6 +40,7 @@ class Sharded(InBackward):
     """FSDP2 sums in `backward()`; `between` sums what comes of it over replicas that come and go."""
 
     wrapper = "a model that fully_shard() has sharded"
+    _squares: Squares | None
 
     def __init__(
         self,
@@ -87,8 +88,9 @@ class Sharded(InBackward):
         self._summed = False  # whether there was a backward() in this step
         self._seen = set[int]()  # the parameters to which a microbatch of this step has given a gradient
 
-    def _watch_gradients(self, squares: Squares | None) -> None:
-        """Do nothing: hooks are those of the gathered parameters."""
+    def _create_squares(self, needs: Callable[[], Needs]) -> Squares:
+        """Return what has no hooks yet: they are those of the gathered parameters."""
+        return Squares(self.parameters, needs)
 
     def _watch_gathered(self, groups: Sequence[Any]) -> None:
         """Add hooks to the parameters that were gathered for a forward, the first time."""

@@ -13,7 +13,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from variable_batch_size.optim.stage import Needs
-from variable_batch_size.optim.tensors.arithmetic import groups_of_parts, norm_or_square, sum_of_squares, widen
+from variable_batch_size.optim.tensors.arithmetic import (
+    collect_gradients,
+    groups_of_parts,
+    norm_or_square,
+    squared_norm,
+    sum_of_squares,
+    widen,
+)
 from variable_batch_size.optim.tensors.hooks import remove_with, uncompiled, weakly
 from variable_batch_size.optim.tensors.parameters import Parameters
 
@@ -135,3 +142,29 @@ class Squares:
             for group in ranks:
                 dist.all_reduce(totals[-1], group=group)
         return sum(totals[1:], totals[0]) if totals else torch.zeros(())
+
+
+@final
+class SquaresOfGrad:
+    """Takes the squares of what `.grad` has, where that is the gradient of one microbatch; it needs no hooks."""
+
+    def __init__(self, parameters: Parameters, needs: Callable[[], Needs | None]) -> None:
+        self.parameters = parameters
+        self._ask = needs
+        self.elements: dict[Tensor, Tensor] = {}  # by parameter: g^2
+
+    def clear(self) -> None:
+        """Forget the microbatch."""
+        self.elements = {}
+
+    def total_square(self, fresh: Iterable[bool]) -> Tensor | None:
+        """Return |g|^2 over all parameters, 0-D; None if it is not needed."""
+        needs = self._ask() or Needs()
+        present = [parameter for parameter in self.parameters if parameter.grad is not None]
+        gradients = collect_gradients(present)
+        if needs.elements and gradients:
+            wide = list(map(widen, gradients))
+            self.elements = dict(zip(present, torch._foreach_mul(wide, wide), strict=True))
+        if not any(needs):
+            return None
+        return squared_norm(gradients) if gradients else torch.zeros(())

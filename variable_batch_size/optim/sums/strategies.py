@@ -112,7 +112,7 @@ def strategy_for(
     """Return how the gradients of a model are summed; `agreement` is there if that `sums_in_backward`."""
     options: dict[str, Any] = {"by_rows": by_rows, "needs": needs}
     ranks = Ranks(backend)
-    kind: Callable[..., Sum] = Widened if any(map(is_narrow, parameters)) else Plain
+    kind: Callable[..., Sum] = Widened if any(map(is_narrow, parameters)) or (needs and not backend.static_graph) else Plain
     if reproducible:
         _check_reproducible(module, parameters, backend)
         kind = IntegerSum

@@ -131,21 +131,20 @@ def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
     if xla.is_cpu(device):
         return torch.stack([_squared_norm_by_product(tensor) for tensor in tensors]).to(scalar_dtype(tensors)).sum()
     on_cpu = device.type == "cpu"
+    large = [tensor.reshape(-1) for tensor in tensors if on_cpu and tensor.numel() > _LARGE]
+    ends = [flat.numel() // _ROW * _ROW for flat in large]
     small = [tensor for tensor in tensors if not (on_cpu and tensor.numel() > _LARGE)]
-    norms = []  # () each, or (rows,) of a large tensor
-    for tensor in tensors if on_cpu else ():
-        if tensor.numel() > _LARGE:
-            flat = tensor.reshape(-1)
-            end = flat.numel() // _ROW * _ROW
-            rows = flat[:end].view(-1, _ROW)  # (rows, _ROW)
-            norms.append(torch.linalg.vector_norm(rows, dim=1, dtype=_at_least_float32(tensor)))
-            small.append(flat[end:])
+    small += [flat[end:] for flat, end in zip(large, ends, strict=True) if end < flat.numel()]
+    norms = [
+        torch.linalg.vector_norm(flat[:end].view(-1, _ROW), dim=1, dtype=_at_least_float32(flat))  # (rows,)
+        for flat, end in zip(large, ends, strict=True)
+    ]
     for dtype in dict.fromkeys(map(_at_least_float32, small)):  # a dict keeps the same order in every process
-        norms += torch._foreach_norm([tensor for tensor in small if _at_least_float32(tensor) == dtype], 2, dtype)
+        alike = [tensor for tensor in small if _at_least_float32(tensor) == dtype]
+        norms.append(torch.stack(torch._foreach_norm(alike, 2, dtype)))  # (tensors,)
     sum_dtype = torch.float64 if on_cpu else scalar_dtype(tensors)
     norms = [norm.to(device, sum_dtype) for norm in norms]
-    joined = torch.cat([norm.view(-1) for norm in norms]) if on_cpu else torch.stack(norms)  # (norms,)
-    return joined.square().sum()
+    return (torch.cat(norms) if len(norms) > 1 else norms[0]).square().sum()
 
 
 def norm_or_square(tensor: Tensor) -> Tensor:
