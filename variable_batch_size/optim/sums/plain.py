@@ -163,7 +163,7 @@ class TakenOut(Plain):
 
 @final
 class Widened(TakenOut):
-    """Parameters in half precision: each microbatch is added to a buffer, in float32."""
+    """Each microbatch is added to a buffer, in at least float32: what is in half precision, or measured."""
 
     def _begin_step(self) -> None:
         super()._begin_step()
@@ -177,6 +177,9 @@ class Widened(TakenOut):
         if not new or not (microbatch.samples or self._backend.static_graph):  # a replay may be non-finite
             return
         weight = microbatch.samples / self._divisor(microbatch) / (self._present_factor(microbatch) or 1.0)
+        if [*self._buffer] == present and not self._backend.static_graph:  # one operation in the place of two
+            torch._foreach_add_(local_parts(self._buffer.values()), local_parts(new), alpha=weight)
+            return
         multiply(new, weight, self._backend)
         add_to(self._buffer, dict(zip(present, new, strict=True)))
 

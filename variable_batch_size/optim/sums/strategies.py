@@ -112,7 +112,9 @@ def strategy_for(
     """Return how the gradients of a model are summed; `agreement` is there if that `sums_in_backward`."""
     options: dict[str, Any] = {"by_rows": by_rows, "needs": needs}
     ranks = Ranks(backend)
-    kind: Callable[..., Sum] = Widened if any(map(is_narrow, parameters)) or (needs and not backend.static_graph) else Plain
+    # Taken out of .grad, the gradient of a microbatch is measured by foreach operations, without hooks.
+    apart = any(map(is_narrow, parameters)) or (needs is not None and not backend.static_graph)
+    kind: Callable[..., Sum] = Widened if apart else Plain
     if reproducible:
         _check_reproducible(module, parameters, backend)
         kind = IntegerSum
