@@ -1,5 +1,7 @@
 """No rank is idle in a step that has a sample for each, unless the result depends on how the step is split."""
 
+import warnings
+
 import pytest
 import torch
 from hypothesis import given
@@ -165,3 +167,18 @@ def test_an_optimizer_that_measures_and_comes_late_needs_a_new_loop():
         assert_equal(run.weights(), twin(vbs.ConstantOptimizer, [3, 10], minibatch_size=3))
 
     run_ranks(train, 5)
+
+
+@pytest.mark.parametrize(("size", "message"), [(4, "in the last one 2 of 4; pass minibatch_size=2"), (2, "")])
+def test_ranks_that_measured_noise_leaves_idle_are_warned_of(size, message):
+    def train(backend):
+        run = training(vbs.AdaScaleOptimizer, [8] * 50, backend=backend, minibatch_size=4, dataset_size=400)
+        for indices in run.sampler:
+            run.loss(indices).backward()
+            run.optimizer.step()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_ranks(train, size)
+    assert len(caught) == (size if message else 0)
+    assert all(message in str(one.message) for one in caught)

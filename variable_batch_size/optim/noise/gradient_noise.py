@@ -105,7 +105,7 @@ class GradientNoise(Stage):
     def __init__(self, backend: Backend, parameters: Sequence[Tensor], pairs: PairEstimator | None = None) -> None:
         self.keeps_lr_on_device = not backend.reads(parameters[0])
         self._measured = 0  # updates of this run that could give an estimate, as the host knows it
-        self._unmeasured = UnmeasuredWarning()
+        self._cut = CutWarning()
         self._backend = backend
         self._pairs = pairs
         self._statistics: Statistics | None = None  # of the update under way
@@ -210,7 +210,8 @@ class GradientNoise(Stage):
         """Keep what was measured, unless the update was skipped before."""
         if self._uncommitted is not None:
             self._state, self._uncommitted = self._uncommitted, None
-            self._unmeasured.after_update(measured=self._measured > 0)
+            ranks = self._backend.world.size
+            self._cut.after_update(update.batch, ranks, measured=self._measured > 0)
 
     def clear(self) -> None:
         """Discard the microbatches of the step, and an update that was not committed."""
@@ -271,30 +272,39 @@ def _averages_and_gain(state: NoiseState) -> list[float]:
 
 _NOT_PROPORTIONAL_TO_LR = (ASGD, Adafactor, Rprop)  # optimizers whose parameter update is not
 
-_UNMEASURED = 50  # updates without any estimate of the noise, after which the user is warned
+_FIRST = 50  # updates, all with too few microbatches, after which the user is warned
 
 
 @final
-class UnmeasuredWarning:
-    """Warns once if the first updates give no estimate of the noise."""
+class CutWarning:
+    """Warns once if the first updates are cut into too few microbatches: for an estimate, or for all ranks."""
 
     def __init__(self) -> None:
-        self._updates = 0  # without an estimate so far; negative after the warning, or after an estimate
+        self._updates = self._unmeasured = 0  # too few microbatches so far; of these without any estimate
 
-    def after_update(self, *, measured: bool) -> None:
+    def after_update(self, batch: Batch, ranks: int, *, measured: bool) -> None:
         """Count an update; `measured`: whether there was an estimate in this run."""
         if self._updates < 0:
             return
-        self._updates = -1 if measured else self._updates + 1
-        if self._updates == _UNMEASURED:
-            self._updates = -1
-            warnings.warn(
-                f"The gradient noise could not be estimated in the first {_UNMEASURED} updates, because each had a "
-                f"single microbatch, and until there is an estimate the gain is at most 1; pass a smaller "
-                f'minibatch_size to the sampler, or noise="differenced" to the optimizer',
-                UserWarning,
-                stacklevel=stacklevel_of_user(),
+        too_few = not measured or batch.num_microbatches < ranks
+        self._updates = self._updates + 1 if too_few else -1
+        self._unmeasured += not measured
+        if self._updates < _FIRST:
+            return
+        self._updates = -1
+        remedy = f"pass minibatch_size={max(1, batch.batch_size // max(2, ranks))} to the sampler"
+        if self._unmeasured == _FIRST:
+            message = (
+                f"The gradient noise could not be estimated in the first {_FIRST} updates, because each had a single "
+                f"microbatch, and until there is an estimate the gain is at most 1; {remedy}, or "
+                f'noise="differenced" to the optimizer'
             )
+        else:
+            idle = ranks - batch.num_microbatches
+            message = (
+                f"In each of the first {_FIRST} updates ranks were idle, in the last one {idle} of {ranks}; {remedy}"
+            )
+        warnings.warn(message, UserWarning, stacklevel=stacklevel_of_user())
 
 
 def check_measurable(inner: Optimizer, rules: Sequence[Rule], reference: int | None, backend: Backend) -> None:
