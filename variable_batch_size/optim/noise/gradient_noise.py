@@ -123,6 +123,9 @@ class GradientNoise(Stage):
             return
         if squares.scale is not None:
             square = square / squares.scale.to(square.dtype).square()
+        if self._squares is not None and not self._backend.static_graph:
+            self._squares = torch.add(self._squares, square, alpha=squares.factor)
+            return
         square = square * self._backend.scalar(squares.factor, square, "square")
         self._squares = square if self._squares is None else self._squares + square
 

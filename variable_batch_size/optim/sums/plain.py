@@ -161,9 +161,8 @@ class TakenOut(Plain):
         self._drop_gradients()
 
 
-@final
 class Widened(TakenOut):
-    """Each microbatch is added to a buffer, in at least float32: what is in half precision, or measured."""
+    """Each microbatch is added to a buffer, in at least float32: what is in half precision."""
 
     def _begin_step(self) -> None:
         super()._begin_step()
@@ -194,3 +193,12 @@ class Widened(TakenOut):
 
     def _zero(self) -> None:
         torch._foreach_zero_(local_parts(self._buffer.values()))
+
+
+@final
+class Measured(Widened):
+    """So are microbatches that are measured: by foreach operations, without hooks."""
+
+    def _loss_factor(self, microbatch: Microbatch) -> float:
+        """Return n_j / B, as optimizers have it that measure nothing, of the same loss."""
+        return Plain._loss_factor(self, microbatch)

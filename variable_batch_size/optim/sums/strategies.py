@@ -23,7 +23,7 @@ from variable_batch_size.optim.reproducible.integer_sum import IntegerSum
 from variable_batch_size.optim.stage import Needs
 from variable_batch_size.optim.sums.base import Sum
 from variable_batch_size.optim.sums.ddp import DDP
-from variable_batch_size.optim.sums.plain import Plain, Widened
+from variable_batch_size.optim.sums.plain import Measured, Plain, Widened
 from variable_batch_size.optim.sums.ranks import Ranks
 from variable_batch_size.optim.sums.sharded import Sharded, data_parallel_group
 from variable_batch_size.optim.tensors.arithmetic import is_narrow
@@ -112,9 +112,9 @@ def strategy_for(
     """Return how the gradients of a model are summed; `agreement` is there if that `sums_in_backward`."""
     options: dict[str, Any] = {"by_rows": by_rows, "needs": needs}
     ranks = Ranks(backend)
-    # Taken out of .grad, the gradient of a microbatch is measured by foreach operations, without hooks.
-    apart = any(map(is_narrow, parameters)) or (needs is not None and not backend.static_graph)
-    kind: Callable[..., Sum] = Widened if apart else Plain
+    kind: Callable[..., Sum] = Plain if needs is None or backend.static_graph else Measured
+    if any(map(is_narrow, parameters)):
+        kind = Widened
     if reproducible:
         _check_reproducible(module, parameters, backend)
         kind = IntegerSum

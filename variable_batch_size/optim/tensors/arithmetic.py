@@ -144,7 +144,8 @@ def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
         norms.append(torch.stack(torch._foreach_norm(alike, 2, dtype)))  # (tensors,)
     sum_dtype = torch.float64 if on_cpu else scalar_dtype(tensors)
     norms = [norm.to(device, sum_dtype) for norm in norms]
-    return (torch.cat(norms) if len(norms) > 1 else norms[0]).square().sum()
+    joined = torch.cat(norms) if len(norms) > 1 else norms[0]
+    return torch.dot(joined, joined) if on_cpu else joined.square().sum()
 
 
 def norm_or_square(tensor: Tensor) -> Tensor:
