@@ -32,6 +32,7 @@ def train(
     every=1,
     loop="range",
     once=False,
+    in_loop=False,
     kind=DataLoader,
     **loading,
 ):
@@ -55,7 +56,9 @@ def train(
                 metrics.add(factor=factor)
                 (factor * run.loss(indices)).backward()
                 optimizer.step()
-                if not once:
+                if in_loop and not optimizer.inside_step:
+                    saves.save(in_loop=True)
+                elif not once:
                     saves.step()
                 if optimizer.updates == stop and not optimizer.inside_step:
                     return True
@@ -86,6 +89,15 @@ def test_a_restored_loop_ends_its_epochs_as_an_uninterrupted_one(kind, stop, eve
     assert [found[epoch] for epoch in range(3)] == lines
     assert len(before + after) == 3 or every > 1  # no end twice, if nothing was lost
     assert_equal(restored.weights(), whole.weights(), 0)
+
+
+def test_it_does_so_after_a_save_in_the_loop(tmp_path):
+    whole, lines = train(tmp_path / "a", vbs.backend.LocalBackend())
+    for stop in range(1, 9):
+        _, before = train(tmp_path / str(stop), vbs.backend.LocalBackend(), stop=stop, in_loop=True)
+        restored, after = train(tmp_path / str(stop), vbs.backend.LocalBackend())
+        assert before + after == lines
+        assert_equal(restored.weights(), whole.weights(), 0)
 
 
 @pytest.mark.parametrize("loading", [{"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])

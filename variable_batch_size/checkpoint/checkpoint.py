@@ -151,13 +151,14 @@ class Checkpoint:
         name = folder.best(self._criterion)
         return None if name is None else folder.storage.at(name)
 
-    def save(self, wait: bool = True) -> str:
+    def save(self, wait: bool = True, *, in_loop: bool = False) -> str:
         """Save the state after the last update.
 
         Args:
             wait: whether to return only after the checkpoint is there. If False, all ranks return as soon as each
                 has copied what it writes within host memory, and a thread writes the copy, whose memory is kept for
                 later saves. A subsequent `save`, `restore()` or `close()` first waits for these writes.
+            in_loop: whether what is saved at the end of an epoch resumes as if `step()` had saved it.
 
         Returns:
             The path or URL at which the checkpoint is, or is going to be.
@@ -168,7 +169,7 @@ class Checkpoint:
                 states of optimizers, of which the first save and every tenth compare the contents. Earlier checkpoints
                 are unchanged, and the next save tries again.
         """
-        return self._save(wait, in_loop=False)
+        return self._save(wait, in_loop=in_loop)
 
     def _save(self, wait: bool, *, in_loop: bool, reported: dict[str, Any] | None = None) -> str:
         """Save the state, add the time that it took to the events, and return the location; see `Saver.save`."""
