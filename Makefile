@@ -43,7 +43,7 @@ help:
 	@echo "make test-all     run the slow tests, too"
 	@echo "make nightly      run all tests, in all environments, with more examples of each property: some hours"
 	@echo "make test-newest  run the tests that need no XLA, with the newest torch"
-	@echo "make test-integrations  run the tests with transformers, accelerate, lightning, ignite, keras and jax"
+	@echo "make test-integrations  run the tests with transformers, accelerate, lightning, ignite, keras, jax and ray"
 	@echo "make test-integrations-oldest  run some of them with the oldest versions that are supported"
 	@echo "make test-gpu     run the tests and measurements that need a GPU, if there is one"
 	@echo "make docs         build the documentation in build/docs"

@@ -13,6 +13,7 @@ NEEDED = {
     "keras": ["keras"],
     "jax": ["jax"],
     "torchft": ["torchft"],
+    "ray": ["ray"],
 }  # the word in the name of a test file -> what it imports
 
 

@@ -1,0 +1,106 @@
+"""Ray Train: the checkpoints of a training are those of its run; see docs/trainers/ray.md."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import pyarrow.fs
+from torch import Tensor, nn
+
+from variable_batch_size._validation import check_int
+from variable_batch_size.checkpoint.checkpoint import Checkpoint
+from variable_batch_size.checkpoint.parts import Stateful
+from variable_batch_size.integrations.versions import require_version
+from variable_batch_size.optim.optimizer import CustomOptimizer
+
+require_version("ray", "2.60", "ray")
+
+import ray.train  # noqa: E402
+
+
+@final
+class RunCheckpoint:
+    """Saves a training as checkpoints of its Ray run, and restores the newest one, on any number of workers.
+
+    Each checkpoint that Ray lists, keeps and deletes is the folder of a `vbs.Checkpoint`, which the workers write in
+    the storage of the run. Create it in the function of a `TorchTrainer`, and call its methods on all workers after the
+    same updates.
+
+    Args:
+        model, optimizer: see `vbs.Checkpoint`.
+        every: number of updates, >= 1, after which `step()` saves.
+        parts: further parts of `vbs.Checkpoint`, such as `scheduler`.
+
+    Raises:
+        TypeError: if `every` is not an integer.
+        ValueError: if `every` is not positive.
+    """
+
+    def __init__(self, *, model: nn.Module, optimizer: CustomOptimizer, every: int, **parts: Stateful) -> None:
+        self._every, self._optimizer = check_int(every, "every", 1), optimizer
+        self._parts: dict[str, Any] = {"model": model, "optimizer": optimizer, **parts}
+        self._last_update = optimizer.updates
+        self._latest: Checkpoint | None = None  # open, because the training goes on
+
+    def restore(self) -> bool:
+        """Restore the checkpoint that was reported last in this run, and return whether there is one.
+
+        Raises:
+            RuntimeError: on every worker, as `vbs.Checkpoint.restore(required=True)`.
+        """
+        reported = ray.train.get_checkpoint()
+        if reported is not None:
+            self._latest = self._open(reported)
+            self._latest.restore(required=True)
+            self._last_update = self._optimizer.updates
+        return reported is not None
+
+    def step(self, **metrics: float | Tensor) -> bool:
+        """Save and report if the training has passed another multiple of `every` updates, and return whether it did.
+
+        Call it in the loop, after every `optimizer.step()`; see `save` for `metrics`. What it saves at the end of an
+        epoch resumes before the loop's code for that end, as with `vbs.Checkpoint.step`.
+        """
+        if self._optimizer.inside_step:
+            return False
+        before, self._last_update = self._last_update, self._optimizer.updates
+        due = self._last_update // self._every > before // self._every
+        if due:
+            self._save(metrics, in_loop=self._last_update == before + 1)
+        return due
+
+    def save(self, **metrics: float | Tensor) -> None:
+        """Save the state after the last update, and report it with the numbers of updates and samples.
+
+        Args:
+            metrics: values by name, each a number or a tensor with one; Ray takes those of rank 0.
+
+        Raises:
+            RuntimeError: on every worker, as `vbs.Checkpoint.save()`.
+        """
+        self._save(metrics, in_loop=False)
+
+    def _save(self, metrics: dict[str, float | Tensor], *, in_loop: bool) -> None:
+        def write(run: ray.train.Checkpoint, name: str) -> ray.train.Checkpoint:
+            new = ray.train.Checkpoint(f"{run.path}/{name}", run.filesystem)
+            before, self._latest = self._latest, self._open(new)
+            self._latest.save(in_loop=in_loop)
+            if before is not None:
+                before.close()
+            return new
+
+        optimizer, storage = self._optimizer, ray.train.get_context().get_storage()
+        numbers = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
+        ray.train.report(
+            {"update": optimizer.updates, "samples": optimizer.samples, **numbers},
+            checkpoint=ray.train.Checkpoint(storage.experiment_fs_path, storage.storage_filesystem),
+            checkpoint_upload_fn=write,  # which Ray calls on all workers, with the name that they have agreed on
+        )
+        self._last_update = optimizer.updates
+
+    def _open(self, checkpoint: ray.train.Checkpoint) -> Checkpoint:
+        """Return a checkpoint of Ray, on a disk or in an object store, as one of the library."""
+        store = checkpoint.filesystem
+        scheme = "" if isinstance(store, pyarrow.fs.LocalFileSystem) else f"{store.type_name}://"
+        run = ray.train.get_context().get_experiment_name()
+        return Checkpoint(f"{scheme}{checkpoint.path}", run=run, **self._parts)
