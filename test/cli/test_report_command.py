@@ -99,8 +99,8 @@ def test_a_folder_where_nothing_may_be_written(done):
     assert "/proc/report.html" in error_of("report", done, "--output", "/proc")[1]
 
 
-def test_the_report_of_a_command_is_that_of_its_plan(tmp_path, done):
+def test_a_command_shows_what_a_wider_one_says_whose_trainings_it_asks_for(tmp_path, done):
     shutil.copytree(done, tmp_path, dirs_exist_ok=True)
     status, out, err = run_main("evaluate", TINY, "--trace", "8", *BOTH, "--seeds", "1", "--folder", tmp_path)
     assert status == 0, err
-    assert out.splitlines()[0] == f"report: {tmp_path / 'report.html'} (5 of 5 trainings)"
+    assert out.splitlines()[0] == f"report: {tmp_path / 'report.html'} (14 of 14 trainings)"

@@ -109,7 +109,7 @@ def test_what_is_worse_and_what_is_the_same():
         (
             [0.5],
             [0.4],
-            ["? not decided, use constant: no rule is seen to be better: one seed says nothing about chance"],
+            ["? not decided, use constant: no rule is seen to be better; of fewer than 5 seeds nothing is claimed"],
         ),
     ],
     ids=["all fail", "the baseline fails", "one seed"],

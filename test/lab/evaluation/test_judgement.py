@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 
 import numpy as np
 import pandas as pd
@@ -133,7 +134,7 @@ def test_a_training_short_of_its_end_has_failed():
 
 
 def test_a_killed_training_is_named_and_counts_for_nothing():
-    found = losses(constant=0.5, root=0.45)
+    found = losses(6, constant=0.5, root=0.45)
     found[RAMP, "root"][2] = None
     frame = trainings(found)
     frame["curve"] = [
@@ -141,7 +142,7 @@ def test_a_killed_training_is_named_and_counts_for_nothing():
     ]
     judgement = judged(frame)
     assert judgement.killed == (f"root at 1x under {RAMP}, seed 2",)
-    assert (judgement.traces[0].rows[1].trained, judgement.traces[0].rows[1].failed) == (4, 0)
+    assert (judgement.traces[0].rows[1].trained, judgement.traces[0].rows[1].failed) == (5, 0)
     assert answers(judgement.traces[0])["root"] == "better"
 
 
@@ -177,6 +178,66 @@ def test_another_rule_of_the_same_seeds_is_judged_with_the_others():
 
 
 @pytest.mark.parametrize(
+    "narrower",
+    [lambda frame: frame["rule"] != "linear", lambda frame: frame["seed"] < 3, lambda frame: frame["seed"] > 1],
+)
+def test_a_narrower_command_shows_what_the_wider_one_says(narrower):
+    """All of it had been seen: fewer rules, traces or seeds would claim at other levels."""
+    frame = trainings(losses(constant=0.5, root=0.49, linear=0.6, adascale=0.497))
+    wide = EvaluationPlan("wide", tuple(frame["key"]))
+    narrow = EvaluationPlan("narrow", tuple(frame.loc[narrower(frame), "key"]))
+    said = judged(frame, wide)
+    assert judged(frame, wide, narrow) == judged(frame, wide, narrow, wide) == said
+    assert len(judged(frame, narrow, wide).traces[0].rows) == 4
+
+
+def test_new_seeds_claim_alone_and_the_first_ones_again_when_they_are_asked_for():
+    frame = trainings(losses(10, constant=0.5, root=0.45))
+    first, second = (
+        EvaluationPlan("", tuple(frame.loc[frame["seed"] < 5, "key"])),
+        EvaluationPlan("", tuple(frame["key"])),
+    )
+    found = judged(frame, first, second, first)
+    assert set(found.trainings["seed"]) == {0, 1, 2, 3, 4}
+    assert found.earlier_seeds == ()
+
+
+def test_all_tasks_of_a_report_share_its_levels_whichever_command_asked_for_them():
+    def claiming(others):
+        frames = [trainings(losses(constant=0.5, root=0.48), task=f"task {number}") for number in range(others + 1)]
+        plans = []
+        for number, frame in enumerate(frames):
+            frame["key"] += str(number)
+            plans.append(EvaluationPlan(str(number), tuple(frame["key"])))
+        return answers(judge(Evaluation(pd.concat(frames, ignore_index=True), tuple(plans)))[0].traces[0])["root"]
+
+    assert claiming(0) == "better"
+    assert claiming(20) == "open"
+
+
+def test_fewer_than_five_trainings_claim_nothing():
+    found = losses(4, constant=0.5, root=0.4)
+    (trace,) = judged(found).traces
+    assert answers(trace)["root"] == "open"
+    assert "a new evaluation of 5 seeds would see 0.10" in verdict(judged(found), trace)[0].text
+
+
+def test_a_rule_that_fails_less_often_is_not_called_worse():
+    found = losses(20, constant=0.5, root=0.55)
+    assert answers(judged(found).traces[0])["root"] == "worse"
+    found[RAMP, "constant"][:3] = [2.2] * 3
+    assert answers(judged(found).traces[0])["root"] == "open"
+
+
+def test_a_seed_that_ends_far_from_the_others_is_named():
+    found = losses(8, constant=0.5, root=0.45)
+    found[RAMP, "root"][6] = 0.83
+    said = [sentence.text for sentence in verdict(judged(found), judged(found).traces[0])]
+    assert [text for text in said if text.startswith("root: seed 6 ended at 0.830, the others at 0.4")]
+    assert not [text for text in said if text.startswith("constant: seed")]
+
+
+@pytest.mark.parametrize(
     ("at_half", "at_twice", "answer"),
     [(0.5, 0.5, "tuned"), (0.5, 0.3, "not tuned"), (0.5, 0.396, "open"), (0.5, 2.3, "tuned"), (2.3, 2.3, "tuned")],
 )
@@ -192,6 +253,14 @@ def test_whether_the_reference_is_tuned(at_half, at_twice, answer):
     if at_half < 1:
         assert reference.most >= 0.4 - min(at_half, at_twice if at_twice < 1 else 1)
     assert (reference.batchsize, reference.lr) == (64, pytest.approx(0.1))
+
+
+def test_a_reference_is_not_called_tuned_where_another_rate_may_bring_what_is_claimed():
+    found = losses(constant=0.5, root=0.45)
+    assert judged(found).reference.answer == "tuned"
+    found[REFERENCE, "constant", 2.0] = [0.2, 0.8, 0.5, 0.3, 0.7]
+    reference = judged(found).reference
+    assert (reference.answer, reference.most > 0.05) == ("open", True)
 
 
 def test_what_is_not_known_of_the_reference():
@@ -251,3 +320,25 @@ def test_the_referee_read_the_same_of_five_seeds():
     judgements = judge(Evaluation(frame[frame["seed"] < 5], ()))
     rows = [row for trace in judgements[1].traces for row in trace.rows if row.rule == "root"]
     assert [round(row.difference.value, 3) for row in rows] == [-0.049, -0.062]
+
+
+def test_the_page_of_rules_says_what_the_records_say(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    records = import_module("records")
+    page = " ".join((DOCS / "rules.md").read_text().split())
+    found = {
+        (row.question, row.what, row.on.split(" at ")[0], row.case): row.value for row in records.newest(records.read())
+    }
+
+    def accuracy(rule, optimizer, longer=""):
+        return f"{found[f'test accuracy{longer}', rule, f'MNIST, {optimizer}', '64x']:.1f} %"
+
+    longer = " with 6 times the samples"
+    sgd, adam, root = (
+        accuracy(*kind, longer) for kind in (("constant", "SGD"), ("constant", "Adam"), ("root", "Adam"))
+    )
+    assert f"`constant` reached {sgd} with SGD and {adam} with Adam, and Adam's `root` {root};" in page
+    equal = [accuracy(*kind) for kind in (("constant", "SGD"), ("constant", "Adam"), ("root", "Adam"))]
+    assert f"with as many as the reference {equal[0]}, {equal[1]} and {equal[2]}" in page
+    assert f"{accuracy('adascale', 'SGD')} with AdaScale" in page
+    assert f"{accuracy('adamscale', 'Adam')} with AdamScale" in page

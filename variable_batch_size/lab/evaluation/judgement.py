@@ -6,7 +6,7 @@ Everything is about the trainings at factor 1; the reference's at other factors 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -19,9 +19,10 @@ from variable_batch_size.lab.evaluation.failures import (
     reference_trainings,
 )
 from variable_batch_size.lab.evaluation.metric import Mode, lower_is_better
-from variable_batch_size.lab.evaluation.records import REFERENCE, Evaluation, EvaluationPlan
+from variable_batch_size.lab.evaluation.records import REFERENCE, Evaluation
 from variable_batch_size.lab.evaluation.statistics import (
     DIFFERENCES,
+    SEEDS,
     BoolArray,
     Claims,
     Comparison,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 BASELINE = "constant"
 MOST_SEEDS = 100  # of a new evaluation that is advised
+MIN_FOR_STUCK, STUCK = 4, 2.0  # seeds; ranges of the others by which the worst one is behind them
 NOT_METRICS = {"updates", "samples", "progress", "seconds", "cost", "train_loss", "lr"}
 NOT_METRICS |= {"batch_size", "batch_least", "batch_most"}
 DIFFERS_IN = {"task_version": "version", "samples": "samples", "ref_batchsize": "reference batch size"}
@@ -60,6 +62,7 @@ class Row:
         failed: how many of them failed.
         difference: rule - baseline.
         answer: what is claimed; "same": it has the trainings of the baseline, bit for bit.
+        stuck: the seed that ended worst and its metric, far from the others, and theirs, least and most; else None.
     """
 
     rule: str
@@ -68,6 +71,7 @@ class Row:
     failed: int
     difference: ConfidenceInterval
     answer: Answer
+    stuck: tuple[int, float, float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -144,7 +148,7 @@ class Judgement:
         traces: in the order of their names.
         failures: rule -> how often it failed, of those that did, or whose baseline did.
         waiting: number of planned trainings that have not ended; nothing is claimed before all have.
-        earlier_seeds: seeds that an earlier plan has judged, which are left out.
+        earlier_seeds: seeds of the plan that an earlier one has judged, which are left out.
         killed: the trainings whose process died, in words.
         trainings: those that are judged, with the final `loss`, the final `value` of the metric, and `failed`.
     """
@@ -170,7 +174,10 @@ class Judgement:
 def judge(
     evaluation: Evaluation, metric: str = "loss", baseline: str | None = None, mode: Mode | None = None
 ) -> list[Judgement]:
-    """Return what an evaluation says of each of its tasks, by the last plan that has it, if there is one.
+    """Return what an evaluation says of each of its tasks.
+
+    What was seen of a training belongs to all that is claimed of its seed: the last plan is judged by the seeds that it
+    was the first to have, or else by the latest of its seeds, with all trainings of these seeds that any plan has.
 
     Args:
         evaluation: what has ended, at least one training.
@@ -194,25 +201,41 @@ def judge(
     if baseline is not None and baseline not in rules:
         raise value_error(f"baseline must be {' or '.join(rules)}", repr(baseline), "choose a rule of the evaluation")
     baseline = baseline or (BASELINE if BASELINE in rules or not rules else rules[0])
-    tasks = [
-        (str(name), of_task, _plans_of(of_task, evaluation))
-        for name, of_task in trainings.groupby(_task_names(trainings))
+    tasks = [(str(name), of_task) for name, of_task in trainings.groupby(_task_names(trainings))]
+    families = [_family_of(of_task, evaluation) for _, of_task in tasks]
+    return [
+        _judge(name, of_task[of_task["key"].isin(family.keys)], metric, lower, baseline, family, len(tasks))
+        for (name, of_task), family in zip(tasks, families, strict=True)
     ]
-    ended = set(trainings["key"])
-    judgements = []
-    for name, of_task, plans in tasks:
-        keys = set(plans[-1].keys) if plans else ended
-        earlier = {key for plan in plans[:-1] for key in plan.keys}
-        parts = sum(other_plans[-1:] == plans[-1:] for _, _, other_plans in tasks)
-        planned = of_task[of_task["key"].isin(keys)]
-        judgements.append(_judge(name, planned, metric, lower, baseline, len(keys - ended), earlier, parts))
-    return judgements
 
 
-def _plans_of(trainings: pd.DataFrame, evaluation: Evaluation) -> list[EvaluationPlan]:
-    """Return the plans that asked for trainings of a task; the last one is judged."""
-    keys = set(trainings["key"])
-    return [plan for plan in evaluation.plans if not keys.isdisjoint(plan.keys)]
+class _Family(NamedTuple):
+    """The trainings of a task that are judged together.
+
+    `keys` are all of them, `left_out` the seeds of the last plan that are not theirs, and `waiting` is the number of
+    those that have not ended.
+    """
+
+    keys: set[str]
+    left_out: tuple[int, ...] = ()
+    waiting: int = 0
+
+
+def _family_of(trainings: pd.DataFrame, evaluation: Evaluation) -> _Family:
+    """Return what judges a task, of which these trainings have ended."""
+    ended = set(evaluation.trainings["key"])
+    seeds = dict(zip(trainings["key"], trainings["seed"], strict=True))
+    of_plans = [({seeds[key] for key in plan.keys if key in seeds}, plan.keys) for plan in evaluation.plans]
+    of_plans = [(found, keys) for found, keys in of_plans if found]
+    if not of_plans:
+        return _Family(ended)
+    first = {seed: number for number, (found, _) in reversed([*enumerate(of_plans)]) for seed in found}
+    asked, _ = of_plans[-1]
+    latest = max(first[seed] for seed in asked)
+    judged = {seed for seed, number in first.items() if number == latest}
+    planned = {key for found, keys in of_plans if found & judged for key in keys}
+    keys = {key for key in planned if seeds.get(key) in judged}
+    return _Family(keys, tuple(sorted(asked - judged)), len(planned - ended))
 
 
 def metrics_of(trainings: pd.DataFrame) -> list[str]:
@@ -244,32 +267,36 @@ def _judge(
     metric: str,
     lower: bool,
     baseline: str,
-    waiting: int,
-    earlier: set[str],
+    family: _Family,
     parts: int,
 ) -> Judgement:
-    """Return what trainings of a task say, without the keys of `earlier` plans; `parts` tasks share the levels."""
+    """Return what trainings of a task say; `parts` tasks share the levels."""
+    waiting = family.waiting
     final = {name: [_final_value(curve, name) for curve in trainings["curve"]] for name in ("loss", metric)}
     trainings = trainings.assign(loss=final["loss"], value=final[metric], label=_labels(trainings))
     trainings["failed"] = find_failed(trainings)
     trainings["value"] = trainings["value"].where((trainings["status"] == "finished") & ~trainings["failed"])
-    used = _without_earlier_seeds(trainings, earlier)
     killed = trainings[trainings["status"] == "killed"]
-    at_factor_1 = used[(used["trace"] != REFERENCE) & np.isclose(used["lr_factor"], 1)]
+    at_factor_1 = trainings[(trainings["trace"] != REFERENCE) & np.isclose(trainings["lr_factor"], 1)]
     table = _Table.from_trainings(at_factor_1, baseline, lower)
     claimed = claims(table.values, table.failed, table.same, parts)
+    traces = tuple(_judge_traces(table, claimed, trainings, waiting, parts))
+    gains = [abs(row.difference.value) for trace in traces for row in trace.rows if row.answer == "better"]
+    reference = _judge_reference(trainings[is_reference(trainings)], table.sign, parts)
+    if reference.answer == "tuned" and min(gains, default=np.inf) <= reference.most:
+        reference = replace(reference, answer="open")  # another rate may bring as much as what is claimed
     return Judgement(
         task,
         metric,
         lower,
         baseline,
-        Reference("waiting") if waiting else _judge_reference(used[is_reference(used)], table.sign, parts),
-        tuple(_judge_traces(table, claimed, used, waiting, parts)),
+        Reference("waiting") if waiting else reference,
+        traces,
         _failures_by_rule(table.rules, claimed, waiting),
         waiting,
-        tuple(sorted(set(trainings["seed"]) - set(used["seed"]))),
+        family.left_out,
         tuple(f"{row.rule} at {row.lr_factor:g}x under {row.label}, seed {row.seed}" for row in killed.itertuples()),
-        used,
+        trainings,
     )
 
 
@@ -289,6 +316,7 @@ class _Table:
 
     names: list[str]
     rules: list[str]  # the baseline first
+    seeds: list[int]
     values: FloatArray
     failed: BoolArray
     same: BoolArray
@@ -316,7 +344,7 @@ class _Table:
         trained = np.vectorize(lambda loss: loss is not None, otypes=[bool])(losses)
         both_trained = trained & trained[:, :1]
         same = both_trained.any(-1) & ((losses == losses[:, :1]) | ~both_trained).all(-1)
-        return cls(names, rules, values, fails, same, sign)
+        return cls(names, rules, [*map(int, seeds)], values, fails, same, sign)
 
 
 def _judge_traces(table: _Table, claimed: Claims, used: pd.DataFrame, waiting: int, parts: int) -> Iterator[Trace]:
@@ -352,7 +380,22 @@ def _judge_rule(table: _Table, claimed: Claims, place: int, number: int, waiting
     difference = Comparison(*(part[place, number] for part in claimed.difference)).interval()
     mean = mean_interval(table.values[place, number])
     counts = int(table.trained[place, number]), int(table.failed[place, number].sum())
-    return Row(table.rules[number], _with_sign(mean, table.sign), *counts, _with_sign(difference, table.sign), answer)
+    shown = _with_sign(mean, table.sign), *counts, _with_sign(difference, table.sign), answer
+    return Row(table.rules[number], *shown, _stuck_of(table, place, number))
+
+
+def _stuck_of(table: _Table, place: int, number: int) -> tuple[int, float, float, float] | None:
+    """Return the seed of a rule under a trace that ended worst, if it is far from the others; see `Row.stuck`."""
+    values = table.values[place, number]
+    known = np.flatnonzero(~np.isnan(values))
+    if len(known) < MIN_FOR_STUCK:
+        return None
+    *others, worst = known[np.argsort(values[known])]
+    least, most = values[others[0]], values[others[-1]]
+    if values[worst] - most <= STUCK * (most - least):
+        return None
+    ends = sorted(table.sign * value for value in (least, most))
+    return table.seeds[worst], float(table.sign * values[worst]), *map(float, ends)
 
 
 def _may_be_best(row: Row, baseline: Row | None) -> bool:
@@ -369,7 +412,7 @@ def _outlook(gap: float, variance: float, of_baseline: float, seeds: int, level:
     """Return how many seeds, at least as many as now, would see a difference of `gap`, or what the most would see."""
     if not np.isfinite(gap + variance + of_baseline):
         return None
-    numbers = np.arange(max(2, seeds), max(MOST_SEEDS, seeds) + 1)
+    numbers = np.arange(max(SEEDS, seeds), max(MOST_SEEDS, seeds) + 1)
     differences = detectable_difference(variance, of_baseline, numbers.astype(np.float64), level)
     enough = np.flatnonzero(differences <= gap)
     return (int(numbers[enough[0]]), gap) if len(enough) else (int(numbers[-1]), float(differences[-1]))
@@ -396,14 +439,6 @@ def _judge_reference(trainings: pd.DataFrame, sign: float, parts: int) -> Refere
 
 
 _TUNED: Mapping[int, Tuned] = {-1: "tuned", 0: "open", 1: "not tuned"}
-
-
-def _without_earlier_seeds(trainings: pd.DataFrame, earlier: set[str]) -> pd.DataFrame:
-    """Leave out the seeds that an earlier plan has judged where there are new ones."""
-    judged = trainings["key"].isin(earlier)
-    has_judged_seed = judged.groupby([trainings["label"], trainings["seed"]]).transform("any")  # of any rule
-    has_new_seeds = (~has_judged_seed).groupby(trainings["label"]).transform("any")  # its trace
-    return trainings[~(has_judged_seed & has_new_seeds)]
 
 
 def _labels(trainings: pd.DataFrame) -> pd.Series[str]:

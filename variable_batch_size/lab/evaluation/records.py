@@ -52,7 +52,7 @@ class Evaluation:
             where they are known; of the updates since the row before `batch_size` (mean), `batch_least`, `batch_most`,
             `lr` (mean effective learning rate) and `train_loss`; and the metrics of the evaluation. `untrained` is the
             loss of the untrained model, `environment` the versions and what else there is to know.
-        plans: in the order in which they were made; none in a table of earlier versions.
+        plans: in the order in which they were asked for; none in a table of earlier versions.
     """
 
     trainings: pd.DataFrame
@@ -130,9 +130,10 @@ class Journal:
             raise
 
     def append_plan(self, command: str, keys: Iterable[str]) -> None:
-        """Append a plan, unless there is one of the same trainings."""
+        """Append a plan, unless the last one is of the same trainings."""
         planned = list(dict.fromkeys(keys))
-        if not any(set(line["keys"]) == set(planned) for line in self.lines if "keys" in line):
+        last = [set(line["keys"]) for line in self.lines if "keys" in line][-1:]
+        if last != [set(planned)]:
             self.append({"format": FORMAT, "command": command, "keys": planned})
 
     def append(self, line: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ BoolArray: TypeAlias = "np.ndarray[Any, np.dtype[np.bool_]]"
 CONFIDENCE = 0.95  # of every interval that a report shows
 DIFFERENCES, FAILURES, TUNING = 0.03, 0.01, 0.01  # which reports of equal rules may claim something of each kind
 POWER = 0.8
+SEEDS = 5  # of each of two rules, at least, that a claim of their difference needs
 
 
 class ConfidenceInterval(NamedTuple):
@@ -76,7 +77,8 @@ def claims(values: FloatArray, failed: BoolArray, same: BoolArray | bool = False
 
     Means are compared by Welch's t test, corrected by Holm's method (1979) over rules and traces, at 3 %; failures by
     Fisher's exact test over all traces of a rule, corrected over rules, at 1 %. The tuned check has the rest. A rule
-    that failed more often than the baseline is not claimed to be better.
+    that failed more often than the baseline is not claimed to be better, nor one that failed less often to be worse,
+    and of fewer than five trainings of each that did not fail nothing is.
 
     Args:
         values: metric, less is better, (..., traces, rules, seeds), of the baseline first; nan where a training failed
@@ -93,7 +95,8 @@ def claims(values: FloatArray, failed: BoolArray, same: BoolArray | bool = False
     p = np.where(tested, np.nan_to_num(difference.p, nan=1.0), np.nan)
     decided = holm(_merge_last_axes(p), DIFFERENCES / parts).reshape(p.shape)
     differs = np.where(decided, np.sign(np.nan_to_num(difference.value)), 0).astype(int)
-    differs[(differs < 0) & (_compare_rates(counts) > 0)] = 0
+    differs[differs * _compare_rates(counts) < 0] = 0
+    differs[np.minimum(counts[..., 1] - counts[..., 0], counts[..., 3] - counts[..., 2]) < SEEDS] = 0
     pooled = np.where(tested[..., None], counts, 0).sum(-3)
     fails = np.where(holm(fisher(pooled), FAILURES / parts), _compare_rates(pooled), 0)
     return Claims(difference, tested, differs, pooled, fails)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from variable_batch_size.lab.evaluation.judgement import Judgement, Row, Trace
-from variable_batch_size.lab.evaluation.statistics import DIFFERENCES, ConfidenceInterval, detectable_difference
+from variable_batch_size.lab.evaluation.statistics import DIFFERENCES, SEEDS, ConfidenceInterval, detectable_difference
 
 BETTER, WORSE, SAME, OPEN, FAILS = "\u25b2", "\u25bc", "=", "?", "\u2715"  # told apart without a color
 
@@ -83,13 +83,17 @@ def _none_better(judgement: Judgement, trace: Trace) -> Sentence:
     if trace.outlook is not None:
         seeds, difference = trace.outlook
         text += f"; a new evaluation of {seeds} seeds would see {format_number(difference, difference)}"
-    elif max(row.trained for row in trace.rows) < 2:
-        text += ": one seed says nothing about chance"
+    elif max(row.trained for row in trace.rows) < SEEDS:
+        text += f"; of fewer than {SEEDS} seeds nothing is claimed"
     return Sentence(OPEN, text)
 
 
 def _failing(trace: Trace) -> Iterator[Sentence]:
     for row in trace.rows:
+        if row.stuck is not None:
+            seed, value, least, most = row.stuck
+            others = f"the others at {format_number(least)} to {format_number(most)}"
+            yield Sentence(OPEN, f"{row.rule}: seed {seed} ended at {format_number(value)}, {others}")
         if row.failed:
             yield Sentence(FAILS, f"{row.rule}: fails in {row.failed} of {row.trained}")
 
