@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -108,12 +109,30 @@ def test_the_page_of_rules_has_the_table_of_rules():
 
 def test_the_readme_is_short_and_its_links_lead_somewhere():
     text = README.read_text()
-    assert text.count("\n") <= 90
+    assert text.count("\n") <= 100
     links = re.findall(r"\]\(([^)#]+)", text)
     assert not [link for link in links if not (ROOT / link).exists()]
     named = re.findall(r"vbs\.(\w+Optimizer)`", text)
     assert len(named) == 4
     assert not [name for name in named if not hasattr(vbs, name)]
+
+
+def test_the_readme_says_what_the_records_say(monkeypatch):
+    text, page = README.read_text(), (DOCS / "evaluations.md").read_text()
+    rows = re.findall(r"^\| \w+(?: GPT)?, \w+: .*? \| (.*?) \| (.*?) \|$", text, re.MULTILINE)
+    assert len(rows) == 4
+    for constant, of_rule in rows:
+        rule = re.match(r"`(.*?)` ", of_rule)
+        lost = [f"constant {number}" for number in constant.split(", ")]
+        lost += [f"{rule[1]} {number}" for number in of_rule.partition("` ")[2].split(", ")] if rule else []
+        assert not [one for one in lost if f"{one} (" not in page]
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    records = import_module("records")
+    what = "linear rule / accumulation by hand"
+    found = [row for row in records.newest(records.read()) if row.what == what]
+    for most, device in re.findall(r"(\d\.\d\d)\D*?(?:\([^)]*\))?\D*? on\s+a (CPU|GPU)", text):
+        there = [row.value for row in found if ("NVIDIA" in row.where) == (device == "GPU")]
+        assert max(there) <= float(most) + 0.005
 
 
 def test_each_promise_has_a_test():
