@@ -254,7 +254,7 @@ def attempt(*, encode=None, loss=clip_loss, sampling=None, options=None, read=0,
             "return tensors that depend on",
         ),
         ({"loss": lambda x, y: 3.0}, TypeError, "loss must return a tensor with one element, got 3.0"),
-        ({"loss": lambda x, y: x}, TypeError, "loss must return a tensor with one element"),
+        ({"loss": lambda x, y: x}, ValueError, "loss must return a tensor with one element, got one of shape (24, 8)"),
         ({"loss": lambda x, y: x.detach().sum()}, ValueError, "loss must depend on the embeddings of the batch"),
         ({"targets": lambda rows: rows[2]}, TypeError, "targets must return a dict of tensors"),
         ({"targets": lambda rows: {"label": rows[2][:1]}}, ValueError, "targets must return tensors with a row for"),
@@ -290,3 +290,58 @@ def test_autocast_around_it_trains_the_weights():
             calls = {"encode": lambda rows: model(rows[0]), "loss": lambda x: (x @ x.T).square().mean()}
             vbs.whole_batch(optimizer, update, **calls)
     assert not torch.equal(model.weight, before)
+
+
+# What encode and loss may do. ------------------------------------------------------------------------------------
+
+
+def trained_by(encode, loss=clip_loss, parts=(), minibatch_size=4, **options):
+    """Train by SGD; return the model."""
+    model, data = Towers(*parts), pairs()
+    sampler = vbs.CustomSampler(data, "0:8 2:11", 1, 0, minibatch_size, max_updates=5)
+    optimizer = vbs.ConstantOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), sampler, model=model, **options)
+    for update in vbs.updates(DataLoader(data, batch_sampler=sampler), optimizer):
+        vbs.whole_batch(optimizer, update, encode=partial(encode, model), loss=loss)
+    return model
+
+
+def test_encode_may_enable_gradients():
+    def encode(model, rows):
+        with torch.enable_grad():
+            return model(*rows[:2])
+
+    found, wanted = trained_by(encode), trained_by(lambda model, rows: model(*rows[:2]))
+    for one, other in zip(found.parameters(), wanted.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_rows_that_encode_changes_raise():
+    with pytest.raises(RuntimeError, match=r"leave the rows of a microbatch as they are.* but changed them in place"):
+        trained_by(lambda model, rows: model(rows[0].div_(2), rows[1]))
+
+
+@pytest.mark.parametrize("minibatch_size", [4, 64])
+def test_running_statistics_are_those_of_one_pass(minibatch_size):
+    wanted = Towers("norm").image[1]
+
+    def encode(model, rows):
+        if torch.is_grad_enabled():  # the pass that trains
+            with torch.no_grad():
+                wanted.double()(model.image[0](rows[0]))
+        return model(*rows[:2])
+
+    found = trained_by(encode, parts=("norm",), minibatch_size=minibatch_size).image[1]
+    assert found.num_batches_tracked == wanted.num_batches_tracked > 0
+    torch.testing.assert_close(found.running_mean, wanted.running_mean)
+    torch.testing.assert_close(found.running_var, wanted.running_var)
+
+
+def test_a_loss_draws_other_numbers_in_each_update():
+    drawn = []
+
+    def loss(image, text):
+        drawn.append(torch.rand(()).item())
+        return clip_loss(image, text)
+
+    trained_by(lambda model, rows: model(*rows[:2]), loss)
+    assert len({*drawn}) == len(drawn) == 5

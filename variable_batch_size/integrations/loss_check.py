@@ -47,7 +47,7 @@ class LossCheck:
     def leave(self, optimizer: CustomOptimizer, why: str) -> None:
         """Say once why the loss is not checked, and end all checks."""
         if self._due and optimizer.backend.world.rank == 0:
-            advice = f"call vbs.testing.check_loss(), {in_documentation('Losses')}"
+            advice = f"call vbs.testing.check_loss(), {in_documentation('Means over tokens')}"
             log(f"The loss is not checked for a dependence on microbatches: {why}; {advice}.", rank=0)
         self._due.clear()
 

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.backend import Backend
-from variable_batch_size.backend.generators import HostStates
+from variable_batch_size.backend.generators import HostStates, seed_host
 from variable_batch_size.data.batches import Batch
 from variable_batch_size.data.dataset.seeded import seed_of
 from variable_batch_size.microbatching import Microbatch
@@ -21,6 +22,7 @@ from variable_batch_size.optim.loops.yielded_update import Update
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.optim.tensors.buffers import KeptBuffers
 from variable_batch_size.optim.tensors.hooks import bare
+from variable_batch_size.optim.tensors.parameters import versions_of
 
 Embeddings: TypeAlias = "Tensor | Sequence[Tensor] | Mapping[str, Tensor]"
 
@@ -83,10 +85,16 @@ def whole_batch(
             f"{len(batch.microbatches)} were read before; pass the update as vbs.updates() yields it"
         )
     parts = [_Part(loaded, microbatch, optimizer) for loaded, microbatch in zip(read, batch.microbatches, strict=True)]
+    versions = [_versions(part.loaded) for part in parts]
     with torch.no_grad():
         embedded = [part.encode_first(encode) for part in parts]
         given = [_Columns.of({} if targets is None else targets(part.loaded), "targets", part) for part in parts]
     after = None if backend.threads else HostStates.present()
+    if versions != [_versions(part.loaded) for part in parts]:
+        raise RuntimeError(
+            "encode() and targets() must leave the rows of a microbatch as they are, because they are encoded twice, "
+            "but changed them in place; write x = x / 255, for example, and not x.div_(255)"
+        )
     for part in reversed(parts):
         part.undo()
     torch.clear_autocast_cache()  # of weights that pass 1 has cast without a graph
@@ -94,6 +102,9 @@ def whole_batch(
     columns = [[*one.tensors, *other.tensors] for one, other in zip(embedded, given, strict=True)]
     gathered = _gather(columns, places, batch, backend)
     whole, labels = gathered[: len(embedded[0].tensors)], gathered[len(embedded[0].tensors) :]
+    if not backend.threads:  # what the loss draws is the same on all ranks, and other numbers in each update
+        seed_host(seed_of("microbatch", optimizer.updates, -1))
+    backend.seed(seed_of("microbatch", optimizer.updates, -1))
     value = _evaluate(loss, *embedded[0].named(whole), given[0].named(labels)[1])
     gradients, own = _differentiate(value, whole, optimizers, scaler)
     padded = [None if one is None else torch.cat([one, torch.zeros_like(one[:1])]) for one in gradients]  # (B + 1, ...)
@@ -154,6 +165,10 @@ class _Columns(NamedTuple):
                 raise value_error(requirement, f"one of shape {tuple(value.shape)}", "return one row for each")
         return cls([*values], names)
 
+    def detached(self) -> _Columns:
+        """Return the tensors without their graphs."""
+        return _Columns([one.detach() for one in self.tensors], self.names)
+
     def named(self, columns: Sequence[Tensor]) -> tuple[Sequence[Tensor], Mapping[str, Tensor]]:
         """Return what is passed by position, and what by name."""
         return (columns, {}) if self.names is None else ((), dict(zip(self.names, columns, strict=True)))
@@ -177,7 +192,7 @@ class _Part:
         if not self._backend.threads:
             self._states = HostStates.present()
         self._backend.seed(self._seed)  # of a device whose generator is not one of the host
-        columns = _Columns.of(encode(self.loaded), "encode", self)
+        columns = _Columns.of(encode(self.loaded), "encode", self).detached()  # encode may enable gradients
         if self._buffers is not None:
             self._buffers.drop_unwritten()
         if not (self.microbatch.samples or self._backend.static_graph):
@@ -230,6 +245,11 @@ class _Part:
         return torch.stack(products).sum()
 
 
+def _versions(loaded: Any) -> list[int]:
+    """Return how often each tensor of a microbatch was written."""
+    return versions_of([leaf for leaf in tree_leaves(loaded) if isinstance(leaf, Tensor)])
+
+
 def _places(microbatch: Microbatch, batch: Batch) -> Tensor:
     """Return where the rows of a microbatch are in the batch, (rows,); B for rows that are repeated or do not count."""
     samples, rows = microbatch.samples, microbatch.rows
@@ -270,8 +290,11 @@ def _evaluate(
         column.requires_grad_(column.is_floating_point())
     with torch.set_grad_enabled(True):
         value = loss(*by_position, **by_name, **labels)
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        raise type_error("loss must return a tensor with one element", value, "return the mean over the batch")
+    requirement, remedy = "loss must return a tensor with one element", "return the mean over the batch"
+    if not isinstance(value, Tensor):
+        raise type_error(requirement, value, remedy)
+    if value.numel() != 1:
+        raise value_error(requirement, f"one of shape {tuple(value.shape)}", remedy)
     if not value.requires_grad:
         raise ValueError(
             "loss must depend on the embeddings of the batch, but what it returned has no gradient; compute it from "

@@ -196,7 +196,7 @@ class Widened(TakenOut):
 
 
 @final
-class Measured(Widened):
+class PlainMeasured(Widened):
     """So are microbatches that are measured: by foreach operations, without hooks."""
 
     def _loss_factor(self, microbatch: Microbatch) -> float:

@@ -35,7 +35,9 @@ class KeptBuffers:
         self._kept = [
             kept
             for kept in self._kept
-            if kept.owner._buffers[kept.name] is not kept.buffer or versions_of([kept.buffer]) != [kept.version]
+            if kept.owner._buffers[kept.name] is not kept.buffer
+            or versions_of([kept.buffer]) != [kept.version]
+            or kept.name.startswith("running_")  # batch normalization on a CPU writes them and leaves the version
         ]
         return self
 
