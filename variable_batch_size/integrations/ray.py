@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any, final
 
 import pyarrow.fs
 from torch import Tensor, nn
 
-from variable_batch_size._validation import check_int
+from variable_batch_size._validation import check_int, type_error
 from variable_batch_size.checkpoint.checkpoint import Checkpoint
 from variable_batch_size.checkpoint.parts import Stateful
 from variable_batch_size.integrations.versions import require_version
@@ -76,6 +77,7 @@ class RunCheckpoint:
             metrics: values by name, each a number or a tensor with one; Ray takes those of rank 0.
 
         Raises:
+            TypeError: if a metric is no number.
             RuntimeError: on every worker, as `vbs.Checkpoint.save()`.
         """
         self._save(metrics, in_loop=False)
@@ -89,8 +91,8 @@ class RunCheckpoint:
                 before.close()
             return new
 
+        numbers = {name: _checked_number(name, value) for name, value in metrics.items()}
         optimizer, storage = self._optimizer, ray.train.get_context().get_storage()
-        numbers = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
         ray.train.report(
             {"update": optimizer.updates, "samples": optimizer.samples, **numbers},
             checkpoint=ray.train.Checkpoint(storage.experiment_fs_path, storage.storage_filesystem),
@@ -104,3 +106,12 @@ class RunCheckpoint:
         scheme = "" if isinstance(store, pyarrow.fs.LocalFileSystem) else f"{store.type_name}://"
         run = ray.train.get_context().get_experiment_name()
         return Checkpoint(f"{scheme}{checkpoint.path}", run=run, **self._parts)
+
+
+def _checked_number(name: str, value: object) -> object:
+    """Return a metric as a number; raise TypeError if it is none."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    if not isinstance(value, Real):
+        raise type_error(f"metric {name} must be a number, or a tensor with one", value, "pass its mean")
+    return value
