@@ -109,7 +109,7 @@ def test_a_mean_over_rows_counts_rows(tmp_path):
 
 
 def test_a_mean_over_rows_that_counts_tokens_is_found(tmp_path):
-    with pytest.warns(UserWarning, match="must be a sum over rows, but that of"):
+    with pytest.warns(UserWarning, match="must be a sum over what the rows count, but that of"):
         fit(tmp_path, model=Model(counting=False, by_rows=True), max_steps=1)
 
 
