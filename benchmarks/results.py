@@ -246,6 +246,17 @@ TABLES = [
         ("on",),
         cases="lines",
     ),
+    Table(
+        "losses of the whole batch",
+        (
+            "time of an update of a contrastive loss",
+            "memory of an update of a contrastive loss",
+            "recall of the nearest pair",
+        ),
+        ("question", "what"),
+        ("case",),
+    ),
+    Table("operations that an update dispatches", ("operations of an update",), ("what",), ("case",)),
     Table("ended by", (REPEATED, KILLS, SAVED, SIMULATED, LOST), ("on",), ("question",), cases="columns"),
     Table("test accuracy by batch size / 32 (1, 4, 16, 64)", ("test accuracy", "samples of a run"), ("on",), ("what",)),
 ]
