@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import lightning.pytorch as pl
@@ -276,6 +277,16 @@ def test_images_of_unequal_sizes_and_hooks_that_run_once_an_update(caplog):
     fit(module, DataLoader(images, 4, collate_fn=list), max_epochs=1)
     assert module.zeroed == [*range(ENDS[0])]
     assert not [line for line in caplog.messages if "not checked" in line]
+
+
+def test_a_module_that_cannot_be_copied_trains_without_the_check(caplog):
+    caplog.set_level("INFO", "variable_batch_size")
+    module = Module(PLAIN)
+    module.child = torch.nn.Module()
+    module.child.metric, module.child.lock = MulticlassAccuracy(5), threading.Lock()
+    fit(module)
+    assert_trained(module)
+    assert sum("not checked" in line and "TypeError" in line for line in caplog.messages) == 1
 
 
 class Stream(IterableDataset[int]):

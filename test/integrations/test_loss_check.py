@@ -183,7 +183,7 @@ def raising(model, batch):
 @pytest.mark.parametrize(
     ("data", "loss", "why"),
     [
-        ((sorted_classes, None), drawing, "it draws random numbers"),
+        ((sorted_classes, None), drawing, "two forwards of the same rows differ"),
         ((sorted_classes, None), raising, "IndexError in a forward of drawn rows"),
         ((sorted_classes, None), lambda *_: torch.tensor(torch.nan), "it is not finite"),
     ],

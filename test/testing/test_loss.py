@@ -160,3 +160,20 @@ def test_what_cannot_be_cut_is_refused():
         check_loss(model_of(), by_row, {"texts": 3})
     with pytest.raises(ValueError, match=r"a number for each of 8 rows, got \(3,\); pass one for each"):
         check_loss(model_of(), by_row, batch_of(), counts=[1, 2, 3])
+
+
+def test_buffers_that_a_forward_replaces_are_put_back():
+    class Averaged(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(3))
+
+        def forward(self, x):
+            self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+            return x
+
+    model = Averaged()
+    before = model.mean
+    check_loss(model, lambda model, batch: model(batch).square().mean(), torch.randn(6, 3))
+    assert torch.equal(model.mean, torch.zeros(3))
+    assert before.sum() == 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from typing import Any, Final, Literal, final
@@ -64,13 +65,17 @@ class LossCheck:
     ) -> None:
         """Warn if the loss of rows of the loader's dataset is not the mean, or the sum, of those of parts."""
         options: Any = {"reduction": reduction, "tolerance": tolerance, "remedy": remedy}
+        with self.attempt(optimizer), kept_states():
+            if why := _compare(optimizer, loader, model, loss_of, **options):
+                self.leave(optimizer, why)
+
+    @contextmanager
+    def attempt(self, optimizer: CustomOptimizer) -> Iterator[None]:
+        """Let no exception of a check end the training."""
         try:
-            with kept_states():
-                why = _compare(optimizer, loader, model, loss_of, **options)
+            yield
         except Exception as error:  # of whatever is called; the training's own forward is to raise it
-            why = f"{type(error).__name__} in a forward of drawn rows ({str(error)[:80]})"
-        if why:
-            self.leave(optimizer, why)
+            self.leave(optimizer, f"{type(error).__name__} in a forward of drawn rows ({str(error)[:80]})")
 
 
 def _compare(

@@ -16,6 +16,7 @@ from variable_batch_size._log import log, stacklevel_of_user
 from variable_batch_size._validation import FloatArray, IntArray, in_documentation, value_error
 from variable_batch_size.backend.generators import kept_states
 from variable_batch_size.data.streams import rows
+from variable_batch_size.optim.tensors.buffers import KeptBuffers
 
 _TOLERANCES: Final = {torch.float64: 1e-6, torch.float32: 2e-3}  # relative; of losses that models round to float32
 _NARROW: Final = 1e-2
@@ -106,7 +107,7 @@ def compare_parts(
     if not all(map(math.isfinite, (expected, *losses))):
         return "it is not finite"
     if again != expected:
-        return "it draws random numbers"
+        return "two forwards of the same rows differ: it draws random numbers, or changes what it depends on"
     by_parts = float(np.dot(_weights_of_parts([weights[part].sum() for part in parts], reduction), losses))
     if tolerance is None:
         kinds = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
@@ -155,7 +156,7 @@ def _weights_of_parts(counts: Sequence[float], reduction: str) -> FloatArray:
 def _undisturbed_evaluation(model: nn.Module) -> Iterator[None]:
     """Restore, after a block in evaluation mode, what forwards change: modes, buffers and random numbers."""
     modes = [(module, module.training) for module in model.modules()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    buffers = KeptBuffers(model)
     devices = {part.device for part in model.parameters() if part.device.type in ("cuda", "xpu")}
     model.eval()
     try:
@@ -164,5 +165,4 @@ def _undisturbed_evaluation(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
-        for buffer, before in buffers:
-            buffer.copy_(before)
+        buffers.restore()

@@ -220,8 +220,9 @@ class VariableBatch(ParallelStrategy):
 
         remedy = OF_TOKENS if isinstance(optimizer.sampler.batches, TokenBatches) else REMEDY
         loader: Any = self._module.trainer.train_dataloader
-        twin = quiet_copy(self._module)
-        self._loss_check(optimizer, loader.rows, twin, loss_of, reduction=optimizer.reduction, remedy=remedy)
+        with self._loss_check.attempt(optimizer):
+            twin = quiet_copy(self._module)
+            self._loss_check(optimizer, loader.rows, twin, loss_of, reduction=optimizer.reduction, remedy=remedy)
 
     def _on_device(self, rows: Any) -> Any:
         return super().batch_to_device(rows)

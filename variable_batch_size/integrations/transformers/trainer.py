@@ -166,7 +166,6 @@ class VariableBatchMixin(Base):
 
     def _check_loss(self) -> None:
         """Warn if the loss of rows, times their labels or rows, is no sum of those of parts."""
-        metrics = copy.deepcopy(vars(self).get("_metrics"))  # where trl notes each loss
 
         def summed_loss(model: Any, batch: Any, counted: float) -> Any:
             batch = send_to_device(batch, self.args.device)
@@ -175,8 +174,11 @@ class VariableBatchMixin(Base):
             return loss * (counted if count is None else count)
 
         options: Any = {"reduction": "sum", "tolerance": 1e-2 if self.args.bf16 else None, "remedy": REMEDY}
-        with patch_attributes(self.args, average_tokens_across_devices=False), patch_attributes(self, _metrics=metrics):
-            self._loss_check(self.variable_optimizer, self._loader.loader, self.model, summed_loss, **options)
+        optimizer = self.variable_optimizer
+        with self._loss_check.attempt(optimizer), patch_attributes(self.args, average_tokens_across_devices=False):
+            metrics = copy.deepcopy(vars(self).get("_metrics"))  # where trl notes each loss
+            with patch_attributes(self, _metrics=metrics):
+                self._loss_check(optimizer, self._loader.loader, self.model, summed_loss, **options)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Return the floating-point operations of an update on this rank, or of a batch of an evaluation."""
