@@ -154,3 +154,37 @@ def test_a_flag_that_is_not_read_at_once_raises_some_updates_later(late):
     with pytest.raises(RuntimeError, match=changed):  # noqa: PT012 (in one of these updates)
         for _ in range(2 * READ_EVERY):
             update(True, False)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (3, 3), (2, 4)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [(torch.float64, {}), (torch.float64, {"noise": "microbatches"}), (torch.bfloat16, {})],
+    ids=["plain", "measured", "half precision"],
+)
+def test_microbatches_that_train_different_parameters(dtype, options, sizes):
+    """As experts do that few samples choose: of as many parameters in each, of equal or of other shapes."""
+    experts = [torch.full((size,), 0.5, dtype=dtype, requires_grad=True) for size in sizes]
+    twins = [expert.detach().double().requires_grad_() for expert in experts]
+    x = torch.linspace(0.5, 1.5, 48, dtype=torch.float64)
+    sampler = vbs.CustomSampler(48, 11, 1, 0, 3)
+    inner = torch.optim.SGD(experts, lr=0.1)
+    optimizer = vbs.ConstantOptimizer(inner, sampler, 11, **options)
+
+    def loss(parameters, number, indices):
+        return (x[indices].mean() * parameters[number % 2].double() - number).square().sum()
+
+    gradients = [torch.zeros_like(twin) for twin in twins]
+    for number, indices in enumerate(sampler):
+        due = optimizer.microbatch
+        found = torch.autograd.grad(loss(twins, number, indices), twins[number % 2])[0]
+        gradients[number % 2] += due.samples / due.batch_size * found
+        optimizer.backward(loss(experts, number, indices))
+        if optimizer.step():
+            for twin, gradient in zip(twins, gradients, strict=True):
+                twin.data -= 0.1 * gradient
+                gradient.zero_()
+            break
+    for expert, twin in zip(experts, twins, strict=True):
+        tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-12
+        torch.testing.assert_close(expert.double(), twin, rtol=tolerance, atol=tolerance)

@@ -45,6 +45,9 @@ class IntegerSum(TakenOut):
         self._sums = parameters[0].new_empty((2, size), dtype=torch.int64)  # memory that steps share
         super().__init__(ranks, parameters, **options)
 
+    def _loss_factor(self, microbatch: Microbatch) -> float:
+        return self._factor_as_is(microbatch)
+
     def _create_message(self) -> Message:
         return ByMicrobatch(self._backend)
 

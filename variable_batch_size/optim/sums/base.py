@@ -1,6 +1,7 @@
 """How the gradients of a step are summed, over its microbatches and over the ranks: what all strategies have in common.
 
     Plain         autograd adds to `.grad`; the backend sums it over the ranks after the last backward (`plain.py`)
+    Buffered      the same where microbatches are measured, each of which leaves `.grad`
     Widened       the same for parameters in half precision, whose gradients are added in float32
     DDP           DistributedDataParallel averages in the last backward of each rank (`ddp.py`)
     Sharded       FSDP2 scatters the sum of each microbatch into the shards (`sharded.py`)

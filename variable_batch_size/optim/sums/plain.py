@@ -67,10 +67,13 @@ class Plain(Sum):
             self._participation.note_used(fresh)
         return self._take_squares(microbatch, fresh, self._present_factor(microbatch))
 
+    def _factor_as_is(self, microbatch: Microbatch) -> float:
+        """Return the factor on the loss, if that were the mean, which leaves it as it is."""
+        return float(microbatch.rows) if self._is_sum else 1.0
+
     def _present_factor(self, microbatch: Microbatch) -> float:
         """Return by what the gradients of the microbatch are larger than that of the mean loss."""
-        raw = float(microbatch.rows) if self._is_sum else 1.0
-        return raw if self._factor is None else self._factor
+        return self._factor_as_is(microbatch) if self._factor is None else self._factor
 
     def _add_gradients(self, microbatch: Microbatch, following: Microbatch | None) -> None:
         if self._partial:
@@ -149,10 +152,6 @@ class TakenOut(Plain):
     def _create_squares(self, needs: Callable[[], Needs]) -> SquaresOfGrad:
         return SquaresOfGrad(self.parameters, needs)
 
-    def _loss_factor(self, microbatch: Microbatch) -> float:
-        """Return what leaves the loss as it is: half precision may not hold another weight."""
-        return float(microbatch.rows) if self._is_sum else 1.0
-
     def _check_factor(self, microbatch: Microbatch, factor: float) -> None:
         """Do nothing: gradients of any factor are weighed here."""
 
@@ -161,8 +160,8 @@ class TakenOut(Plain):
         self._drop_gradients()
 
 
-class Widened(TakenOut):
-    """Each microbatch is added to a buffer, in at least float32: what is in half precision."""
+class Buffered(TakenOut):
+    """Each microbatch is added to a buffer, in at least float32; it is measured in `.grad`, without hooks."""
 
     def _begin_step(self) -> None:
         super()._begin_step()
@@ -176,11 +175,10 @@ class Widened(TakenOut):
         if not new or not (microbatch.samples or self._backend.static_graph):  # a replay may be non-finite
             return
         weight = microbatch.samples / self._divisor(microbatch) / (self._present_factor(microbatch) or 1.0)
-        if [*self._buffer] == present and not self._backend.static_graph:  # one operation in the place of two
-            torch._foreach_add_(local_parts(self._buffer.values()), local_parts(new), alpha=weight)
-            return
-        multiply(new, weight, self._backend)
-        add_to(self._buffer, dict(zip(present, new, strict=True)))
+        if self._backend.static_graph:
+            torch._foreach_mul_(local_parts(new), self._backend.scalar(weight, new[0], "microbatch"))
+            weight = 1.0
+        add_to(self._buffer, dict(zip(present, new, strict=True)), weight)
 
     def _complete_gradients(self, members: Sequence[bool], factor: float | None) -> None:
         """Leave `factor` times the share of this rank in `.grad`."""
@@ -196,9 +194,8 @@ class Widened(TakenOut):
 
 
 @final
-class PlainMeasured(Widened):
-    """So are microbatches that are measured: by foreach operations, without hooks."""
+class Widened(Buffered):
+    """Parameters in half precision, which may not hold a weight: their losses carry none."""
 
     def _loss_factor(self, microbatch: Microbatch) -> float:
-        """Return n_j / B, as optimizers have it that measure nothing, of the same loss."""
-        return Plain._loss_factor(self, microbatch)
+        return self._factor_as_is(microbatch)

@@ -23,7 +23,7 @@ from variable_batch_size.optim.reproducible.integer_sum import IntegerSum
 from variable_batch_size.optim.stage import Needs
 from variable_batch_size.optim.sums.base import Sum
 from variable_batch_size.optim.sums.ddp import DDP
-from variable_batch_size.optim.sums.plain import Plain, PlainMeasured, Widened
+from variable_batch_size.optim.sums.plain import Buffered, Plain, Widened
 from variable_batch_size.optim.sums.ranks import Ranks
 from variable_batch_size.optim.sums.sharded import Sharded, data_parallel_group
 from variable_batch_size.optim.tensors.arithmetic import is_narrow
@@ -112,7 +112,7 @@ def strategy_for(
     """Return how the gradients of a model are summed; `agreement` is there if that `sums_in_backward`."""
     options: dict[str, Any] = {"by_rows": by_rows, "needs": needs}
     ranks = Ranks(backend)
-    kind: Callable[..., Sum] = Plain if needs is None or backend.static_graph else PlainMeasured
+    kind: Callable[..., Sum] = Plain if needs is None or backend.static_graph else Buffered
     if any(map(is_narrow, parameters)):
         kind = Widened
     if reproducible:

@@ -40,12 +40,16 @@ def collect_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
 
 
-def add_to(sums: dict[Tensor, Tensor], new: Mapping[Tensor, Tensor]) -> None:
-    """Add gradients, by parameter, to sums, which take those of other parameters as they are."""
+def add_to(sums: dict[Tensor, Tensor], new: Mapping[Tensor, Tensor], weight: float = 1.0) -> None:
+    """Add `weight` times gradients, by parameter, to sums, which keep the tensors of parameters that are new."""
     known = [parameter for parameter in new if parameter in sums]
     if known:
-        torch._foreach_add_(local_parts(map(sums.__getitem__, known)), local_parts(map(new.__getitem__, known)))
-    sums.update({parameter: gradient for parameter, gradient in new.items() if parameter not in sums})
+        parts = local_parts(map(sums.__getitem__, known)), local_parts(map(new.__getitem__, known))
+        torch._foreach_add_(*parts, alpha=weight)
+    others = {parameter: gradient for parameter, gradient in new.items() if parameter not in sums}
+    if others and weight != 1:
+        torch._foreach_mul_(local_parts(others.values()), weight)
+    sums.update(others)
 
 
 def multiply(gradients: Sequence[Tensor], factor: Any, backend: Backend) -> None:
