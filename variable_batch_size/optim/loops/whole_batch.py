@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.backend import Backend
-from variable_batch_size.backend.generators import HostStates, seed_host
+from variable_batch_size.backend.generators import HostStates, kept_states, seed_host
 from variable_batch_size.data.batches import Batch
 from variable_batch_size.data.dataset.seeded import seed_of
 from variable_batch_size.microbatching import Microbatch
@@ -102,11 +103,13 @@ def whole_batch(
     columns = [[*one.tensors, *other.tensors] for one, other in zip(embedded, given, strict=True)]
     gathered = _gather(columns, places, batch, backend)
     whole, labels = gathered[: len(embedded[0].tensors)], gathered[len(embedded[0].tensors) :]
-    if not backend.threads:  # what the loss draws is the same on all ranks, and other numbers in each update
-        seed_host(seed_of("microbatch", optimizer.updates, -1))
-    backend.seed(seed_of("microbatch", optimizer.updates, -1))
-    value = _evaluate(loss, *embedded[0].named(whole), given[0].named(labels)[1])
-    gradients, own = _differentiate(value, whole, optimizers, scaler)
+    seed = seed_of("microbatch", optimizer.updates, -1)  # the loss draws the same on all ranks
+    with nullcontext() if backend.threads else kept_states():
+        if not backend.threads:
+            seed_host(seed)
+        backend.seed(seed)
+        value = _evaluate(loss, *embedded[0].named(whole), given[0].named(labels)[1])
+        gradients, own = _differentiate(value, whole, optimizers, scaler)
     padded = [None if one is None else torch.cat([one, torch.zeros_like(one[:1])]) for one in gradients]  # (B + 1, ...)
     of_parts = [[None if one is None else one.index_select(0, place) for one in padded] for place in places]
     value = value.detach()
