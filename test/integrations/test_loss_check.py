@@ -87,12 +87,13 @@ def weighted(model, batch):
     return cross_entropy(model(batch[0]), batch[1], torch.arange(1.0, CLASSES + 1))
 
 
-def weighted_of_objects(model, batch):
-    return weighted(model, (torch.stack([one.row for one in batch]), torch.tensor([one.label for one in batch])))
+def of_objects(loss):
+    """Return a loss of objects, by one of their rows and labels."""
 
+    def of_batch(model, batch):
+        return loss(model, (torch.stack([one.row for one in batch]), torch.tensor([one.label for one in batch])))
 
-def mean_of_objects(model, batch):
-    return mean_over_rows(model, (torch.stack([one.row for one in batch]), torch.tensor([one.label for one in batch])))
+    return of_batch
 
 
 def mean_over_tokens(model, batch):
@@ -104,16 +105,21 @@ def mean_over_texts(model, batch):
     return torch.stack([model(part).square().mean() for part in tokens[0].split(lengths)]).mean()
 
 
-def mean_in_time(model, batch):
+def sums_in_time(model, batch):
+    """Return the sum over the tokens of each text, and how many they are, (rows,) each."""
     tokens, lengths = batch
     inside = (torch.arange(len(tokens))[:, None] < lengths).float()  # (time, rows)
-    return ((model(tokens).square().mean(-1) * inside).sum(0) / lengths).mean()
+    return (model(tokens).square().mean(-1) * inside).sum(0), lengths
+
+
+def mean_in_time(model, batch):
+    sums, lengths = sums_in_time(model, batch)
+    return (sums / lengths).mean()
 
 
 def mean_over_time(model, batch):
-    tokens, lengths = batch
-    inside = (torch.arange(len(tokens))[:, None] < lengths).float()
-    return (model(tokens).square().mean(-1) * inside).sum() / lengths.sum()
+    sums, lengths = sums_in_time(model, batch)
+    return sums.sum() / lengths.sum()
 
 
 def autoencoder(_, batch):
@@ -126,7 +132,7 @@ WRONG = {
     "a collator that draws": (sorted_classes, noisy, weighted),
     "tokens in one row": (text, pack, mean_over_tokens),
     "time first": (text, first_in_time, mean_over_time),
-    "objects": (named, list, weighted_of_objects),
+    "objects": (named, list, of_objects(weighted)),
 }
 RIGHT = {
     "classes": (sorted_classes, None, mean_over_rows),
@@ -134,7 +140,7 @@ RIGHT = {
     "a collator that draws": (sorted_classes, noisy, mean_over_rows),
     "tokens in one row": (text, pack, mean_over_texts),
     "time first": (text, first_in_time, mean_in_time),
-    "objects": (named, list, mean_of_objects),
+    "objects": (named, list, of_objects(mean_over_rows)),
     "images of unequal sizes": (image, list, autoencoder),
 }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import signal
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,8 @@ from ray.train.torch import TorchTrainer
 
 import variable_batch_size as vbs
 from helpers.commands import wait_for
-from helpers.pages import DOCS, ROOT, blocks
+from helpers.pages import DOCS, blocks
+from helpers.ray_cluster import ray_environment
 from helpers.ray_training import PER_WORKER, train
 from helpers.reference import batches
 from helpers.trainings import TrainerCase, expected
@@ -38,16 +38,12 @@ NODE = {"num_cpus": 1, "object_store_memory": 10**8}
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     """A cluster of a head, where no worker may be, and two nodes for a worker each."""
-    token = tmp_path_factory.mktemp("ray") / "token"
-    token.write_text(secrets.token_hex(32))  # Ray would write one into the home folder; it is used where there is one
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("RAY_AUTH_MODE", raising=False)
-        patch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.1")  # which a report waits for
-        patch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "5")  # for nodes that have gone without its notice
-        patch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'test'}")  # of the workers
-        patch.setenv("OMP_NUM_THREADS", "1")
+    variables = {
+        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",  # which a report waits for
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "5",  # for nodes that have gone without its notice
+        "OMP_NUM_THREADS": "1",
+    }
+    with ray_environment(tmp_path_factory.mktemp("ray"), **variables):
         cluster = Cluster(initialize_head=True, head_node_args={**NODE, "num_cpus": 0, "include_dashboard": False})
         try:
             for _ in range(2):

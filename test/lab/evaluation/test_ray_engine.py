@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import subprocess
 import sys
 from functools import partial
@@ -13,7 +12,7 @@ import pytest
 from helpers import evaluation_tasks
 from helpers.commands import environment
 from helpers.evaluation_tasks import brought
-from helpers.pages import ROOT
+from helpers.ray_cluster import ray_environment
 from variable_batch_size.lab.evaluation import read, run
 
 pytestmark = [
@@ -37,13 +36,7 @@ class Task(Tiny):
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     """A cluster of this machine with 2 CPUs; its address."""
-    token = tmp_path_factory.mktemp("ray") / "token"
-    token.write_text(secrets.token_hex(32))  # Ray would write one into the home folder; it is used where there is one
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("RAY_AUTH_MODE", raising=False)
-        patch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'test'}")  # of the tasks
+    with ray_environment(tmp_path_factory.mktemp("ray")):
         try:
             yield ray.init(num_cpus=2, include_dashboard=False).address_info["gcs_address"]
         finally:
