@@ -39,7 +39,7 @@ help:
 	@echo "make train        train MNIST on several XLA cores while the batch size follows traces/test_trace.csv"
 	@echo "make evaluate     compare rules on MNIST under two traces, and write a report to runs/evaluate"
 	@echo "make lint         run ruff and mypy"
-	@echo "make test         run ruff, mypy and the quick tests, in four minutes on two cores"
+	@echo "make test         run ruff, mypy and the quick tests, in eight minutes on two cores"
 	@echo "make test-all     run the slow tests, too"
 	@echo "make nightly      run all tests, in all environments, with more examples of each property: some hours"
 	@echo "make test-newest  run the tests that need no XLA, with the newest torch"
