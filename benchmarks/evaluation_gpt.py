@@ -4,8 +4,13 @@
 
 As evaluation_large.py, under pieces of the same two traces and on a ramp, with batches of half to eight times those of
 the reference. The GPT, that of the task `char-gpt`, reads the modules of Python's standard library, so that another
-version trains on other texts. The learning rate is the best power of 2 at the reference's batch size.
-evaluation_gpt.jsonl.gz beside this file has its trainings.
+version trains on other texts. Its learning rate is the best of 2^-8 to 2^-4 at the reference's batch size, in five
+seeds each, from 2000 on: mean losses 2.282, 2.221, 2.227, 2.296 and 2.450.
+
+What is asked was written down before the trainings: `root`, `power:0.6`, `sqrt-sde`, `adamscale` and `linear` against
+`constant` by the loss, in 18 seeds from 3000 on that nobody had looked at. An earlier evaluation, of 5 seeds at twice
+this learning rate, had `sqrt-sde` ahead of `root` by 0.17 under one trace, which nine seeds see in 80 of 100 cases.
+evaluation_gpt.jsonl.gz beside this file has the trainings.
 """
 
 from __future__ import annotations
@@ -18,9 +23,10 @@ from variable_batch_size.lab.evaluation import Cell, Experiment
 from variable_batch_size.trace.schedule import first_steps
 
 TASK, ARGUMENTS = "char-gpt", {"width": 32, "layers": 2}
-REF_BATCHSIZE, MINIBATCH_SIZE, LR, SAMPLES = 16, 8, 2**-6, 2**13
+REF_BATCHSIZE, MINIBATCH_SIZE, LR, SAMPLES = 16, 8, 2**-7, 2**13
 SIZES = (8, 16, 32, 64, 128)  # of the ramp, a fifth of the samples each
-RULES = ("constant", "root", "adamscale", "invariant-adam", "sqrt-sde", "root-half-life", "surge", "linear")
+RULES = ("constant", "root", "power:0.6", "sqrt-sde", "adamscale", "linear")
+FIRST_SEED, SEEDS = 3000, 18
 
 
 def ramp() -> str:
@@ -33,11 +39,11 @@ def cells(flags: argparse.Namespace) -> list[Cell]:
     """Return the trainings."""
     traces: dict[str, Any] = dict(under(log, flags.capacity_traces, REF_BATCHSIZE // 2, SAMPLES) for log in LOGS)
     traces[f"ramp from {SIZES[0]} to {SIZES[-1]}"] = ramp()
-    own: dict[str, Any] = {"lr": LR, "ref_batchsize": REF_BATCHSIZE, "minibatch_size": MINIBATCH_SIZE}
-    facts = options(flags, SAMPLES) | {"lr_factors": (1.0,)}
-    return Experiment({TASK: ARGUMENTS}, traces, RULES, **facts, **own).cells()
+    facts = options(flags, SAMPLES) | {"lr": LR, "ref_batchsize": REF_BATCHSIZE, "minibatch_size": MINIBATCH_SIZE}
+    facts |= {"seeds": range(FIRST_SEED, FIRST_SEED + flags.seeds), "lr_factors": (1.0,)}
+    return Experiment({TASK: ARGUMENTS}, traces, RULES, **facts).cells()
 
 
 if __name__ == "__main__":
-    given = arguments(__doc__, __file__, "runs/gpt")
+    given = arguments(__doc__, __file__, "runs/gpt", seeds=SEEDS)
     train(cells(given), given, "adamscale")

@@ -99,7 +99,7 @@ def train(cells: Sequence[Cell], flags: argparse.Namespace, slowest: str) -> Non
     record("time of a training of an evaluation", cell.rule, seconds, "s", on=on, where="CPU, 1 thread")
 
 
-def arguments(description: str | None, program: str, folder: str) -> argparse.Namespace:
+def arguments(description: str | None, program: str, folder: str, seeds: int = 5) -> argparse.Namespace:
     """Return what is told to an evaluation under these logs."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -107,7 +107,7 @@ def arguments(description: str | None, program: str, folder: str) -> argparse.Na
     add("--capacity-traces", type=Path, default=traces, required=traces is None, help="by default $CAPACITY_TRACES")
     add("--data-dir", help="folder with the files of Fashion-MNIST; by default those of Debian's package")
     add("--folder", type=Path, default=Path(folder), help="folder of the evaluation")
-    add("--seeds", type=int, default=5, help="number of seeds")
+    add("--seeds", type=int, default=seeds, help="number of seeds")
     add("--jobs", type=int, default=1, help="trainings at the same time, of one thread each")
     add("--time", action="store_true", help="only record what a training takes")
     parser.set_defaults(program=program)
