@@ -26,7 +26,7 @@ TASK, ARGUMENTS = "char-gpt", {"width": 32, "layers": 2}
 REF_BATCHSIZE, MINIBATCH_SIZE, LR, SAMPLES = 16, 8, 2**-7, 2**13
 SIZES = (8, 16, 32, 64, 128)  # of the ramp, a fifth of the samples each
 RULES = ("constant", "root", "power:0.6", "sqrt-sde", "adamscale", "linear")
-FIRST_SEED, SEEDS = 3000, 18
+SEEDS = 18
 
 
 def ramp() -> str:
@@ -40,7 +40,6 @@ def cells(flags: argparse.Namespace) -> list[Cell]:
     traces: dict[str, Any] = dict(under(log, flags.capacity_traces, REF_BATCHSIZE // 2, SAMPLES) for log in LOGS)
     traces[f"ramp from {SIZES[0]} to {SIZES[-1]}"] = ramp()
     facts = options(flags, SAMPLES) | {"lr": LR, "ref_batchsize": REF_BATCHSIZE, "minibatch_size": MINIBATCH_SIZE}
-    facts |= {"seeds": range(FIRST_SEED, FIRST_SEED + flags.seeds), "lr_factors": (1.0,)}
     return Experiment({TASK: ARGUMENTS}, traces, RULES, **facts).cells()
 
 

@@ -65,6 +65,7 @@ def _training(
         "rule": rule,
         "lr": 0.1 * factor,
         "lr_factor": factor,
+        "warmup": 0,
         "seed": seed,
         "samples": SAMPLES,
         "ref_batchsize": 64,

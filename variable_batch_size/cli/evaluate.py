@@ -92,6 +92,10 @@ def evaluate(
     between: Annotated[
         int | None, count_option("Samples between two evaluations.", metavar="SAMPLES", **options.of_task)
     ] = None,
+    warmup: Annotated[
+        int | None,
+        count_option("Samples over which the learning rate rises.", least=0, metavar="SAMPLES", **options.of_task),
+    ] = None,
     on_end: Annotated[
         OnEnd | None,
         option(
@@ -165,6 +169,7 @@ def evaluate(
             ends=end or ["samples"],
             samples=samples,
             between=between,
+            warmup=warmup,
             options=TraceOptions(on_end, bounds, every, under),
             time=None if model is None else ModelTime(model, devices, price),
             start=start,

@@ -51,6 +51,34 @@ def test_the_curve_is_that_of_a_plain_loop():
     assert line["environment"]["optimizer"].startswith("SGD(momentum=0.9, ")
 
 
+@pytest.mark.parametrize("task", [TINY, HERE + "Unscheduled"])
+def test_a_warmup_raises_the_learning_rate_to_that_of_the_schedule(task):
+    """By samples, whatever the batch size; a task may have it as an attribute, and without a schedule."""
+    warmed = one(tasks=[task], warmup=80, seeds=[4])
+    curve, plain = train(warmed)["curve"], train(one(tasks=[task], seeds=[4]))["curve"]
+    factors = [min(1.0, (8 + 8 * update) / 80) for update in range(30)]
+    falls = task == TINY
+    rates = [0.05 * (1 - 0.9 * falls * (8 * update) / 240) * factor for update, factor in enumerate(factors)]
+    assert curve["lr"][1:] == pytest.approx([sum(rates[a:b]) / (b - a) for a, b in pairwise(curve["updates"])])
+    assert curve["lr"][3:] == plain["lr"][3:]
+    assert warmed.as_json()["warmup"] == 80
+    assert "warmup" not in one(seeds=[4]).as_json()  # the keys of earlier trainings stay
+    of_task = one(tasks=[HERE + "Warmed"], seeds=[4])
+    assert (of_task.warmup, one(tasks=[HERE + "Warmed"], warmup=0).warmup) == (80, 0)
+
+
+class Unscheduled(Tiny):
+    """Its learning rate is constant."""
+
+    schedule = None
+
+
+class Warmed(Tiny):
+    """Its learning rate rises over a third of the training."""
+
+    warmup = 80
+
+
 def test_time_and_cost_are_those_of_the_simulation():
     time = ModelTime(MODEL, devices=2, price=1.0)
     curve = train(one(time=time))["curve"]

@@ -30,6 +30,7 @@ class Cell:
         minibatch_size: maximum number of rows of a microbatch.
         between: samples between two evaluations.
         max_grad_norm: norm to which gradients are clipped; None: they are not.
+        warmup: samples over which the learning rate rises to that of the schedule.
         end: when the training ends, see `End`.
         start: the checkpoint from which it goes on; None: from the untrained model.
         timed: batch sizes and simulated time, for which the fingerprint stands.
@@ -54,13 +55,15 @@ class Cell:
     data_dir: str | None = field(default=None, compare=False, repr=False)
     end: str = str(SAMPLES)
     start: Start | None = None
+    warmup: int = 0
 
     def as_json(self) -> dict[str, Any]:
         """Return what determines the training, as values of JSON."""
         values = {column.name: getattr(self, column.name) for column in fields(self) if column.compare}
         del values["start"]
-        if self.end == str(SAMPLES):
-            del values["end"]
+        for name, default in (("end", str(SAMPLES)), ("warmup", 0)):
+            if values[name] == default:
+                del values[name]
         return values if self.start is None else values | self.start.as_json()
 
     @property

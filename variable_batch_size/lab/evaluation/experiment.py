@@ -62,6 +62,8 @@ class Experiment:
         ref_batchsize: batch size at which it was tuned, in samples.
         minibatch_size: maximum number of rows of a microbatch.
         between: samples between two evaluations.
+        warmup: samples over which the learning rate rises linearly to that of the task's schedule, as the linear rule
+            needs it (Goyal et al. 2017).
         options: what the texts of traces leave open.
         time: the time of an update, for traces that are not under a capacity trace; by default it is not simulated.
         data_dir: folder of the files of the tasks, for those that have such an argument.
@@ -86,6 +88,7 @@ class Experiment:
     ref_batchsize: int | None = None
     minibatch_size: int | None = None
     between: int | None = None
+    warmup: int | None = None
     options: TraceOptions = field(default_factory=TraceOptions)
     time: SimulatedTime | None = None
     data_dir: str | None = None
@@ -101,6 +104,8 @@ class Experiment:
         for name in ("samples", "ref_batchsize", "minibatch_size", "between"):
             if getattr(self, name) is not None:
                 check_int(getattr(self, name), name, 1, MAX_INT)
+        if self.warmup is not None:
+            check_int(self.warmup, "warmup", 0, MAX_INT)
         for factor in (*self.lr_factors, 1.0 if self.lr is None else self.lr):
             check_positive(factor, "lr and each of lr_factors", "pass a learning rate, and factors on it")
         if REFERENCE in self.traces:
@@ -130,7 +135,9 @@ class Experiment:
         data_dir = self.data_dir and str(Path(self.data_dir).absolute())  # the same in any process
         task = load_task(name, arguments, data_dir)
         defaults = Defaults.read(task, name)
-        start = None if self.start is None else Start.read(self.start, scheduled=defaults.schedule is not None)
+        warmup = defaults.warmup if self.warmup is None else self.warmup
+        scheduled = defaults.schedule is not None or warmup > 0
+        start = None if self.start is None else Start.read(self.start, scheduled=scheduled)
         samples = self._given_or_default("samples", defaults, name)
         lr = self._given_or_default("lr", defaults, name) if start is None else start.lr
         fixed = {
@@ -142,6 +149,7 @@ class Experiment:
             "minibatch_size": self.minibatch_size or defaults.minibatch_size,
             "between": self.between or defaults.between or max(1, samples // 16),
             "max_grad_norm": defaults.max_grad_norm,
+            "warmup": warmup,
             "data_dir": data_dir,
             "start": start,
         }

@@ -45,7 +45,7 @@ MIN_FOR_STUCK, STUCK = 4, 2.0  # seeds; ranges of the others by which the worst 
 NOT_METRICS = {"updates", "samples", "progress", "seconds", "cost", "train_loss", "lr"}
 NOT_METRICS |= {"batch_size", "batch_least", "batch_most"}
 DIFFERS_IN = {"task_version": "version", "samples": "samples", "ref_batchsize": "reference batch size"}
-DIFFERS_IN |= {"start": "from", "tuned": "learning rate"}
+DIFFERS_IN |= {"start": "from", "tuned": "learning rate", "warmup": "warm-up"}
 
 Answer: TypeAlias = Literal["baseline", "same", "better", "worse", "open", "waiting"]
 Tuned: TypeAlias = Literal["tuned", "not tuned", "open", "failed", "untried", "missing", "waiting"]

@@ -45,13 +45,13 @@ class Evaluation:
     Attributes:
         trainings: a row for each, in the order of the plans. `key` names what determines the training, and `plan` is
             the number of the first plan that has it. `task`, `task_version`, `trace` (the name that users read), `end`,
-            `rule`, `lr`, `lr_factor`, `seed`, `samples`, `ref_batchsize` and `start` (the checkpoint, "" without one)
-            are what was trained. `status` is "finished", "diverged" or "killed" (its process died twice). `curve` has
-            lists of equal lengths: the first row is the model before the training, then comes one each `between`
-            samples, and one at the end. `updates`, `samples` and `progress` so far; simulated `seconds` and `cost`
-            where they are known; of the updates since the row before `batch_size` (mean), `batch_least`, `batch_most`,
-            `lr` (mean effective learning rate) and `train_loss`; and the metrics of the evaluation. `untrained` is the
-            loss of the untrained model, `environment` the versions and what else there is to know.
+            `rule`, `lr`, `lr_factor`, `seed`, `samples`, `ref_batchsize`, `warmup` and `start` (the checkpoint, ""
+            without one) are what was trained. `status` is "finished", "diverged" or "killed" (its process died twice).
+            `curve` has lists of equal lengths: the first row is the model before the training, then comes one each
+            `between` samples, and one at the end. `updates`, `samples` and `progress` so far; simulated `seconds` and
+            `cost` where they are known; of the updates since the row before `batch_size` (mean), `batch_least`,
+            `batch_most`, `lr` (mean effective learning rate) and `train_loss`; and the metrics of the evaluation.
+            `untrained` is the loss of the untrained model, `environment` the versions and what else there is to know.
         plans: in the order in which they were asked for; none in a table of earlier versions.
     """
 
@@ -207,10 +207,10 @@ def _trainings_frame(rows: Sequence[tuple[int, Mapping[str, Any]]]) -> pd.DataFr
     kinds: dict[str, Any] = {
         **dict.fromkeys(("key", "task", "task_version", "trace", "end", "rule", "start", "status"), str),
         **dict.fromkeys(("plan", "seed", "samples"), int),
-        **dict.fromkeys(("lr", "lr_factor", "ref_batchsize", "wall_seconds", "untrained"), float),
+        **dict.fromkeys(("lr", "lr_factor", "ref_batchsize", "warmup", "wall_seconds", "untrained"), float),
         **dict.fromkeys(("curve", "environment"), object),
     }
-    before = {"task_version": "", "end": "samples", "start": ""}  # what earlier versions, or defaults, leave out
+    before = {"task_version": "", "end": "samples", "start": "", "warmup": 0}  # where earlier versions have none
     records = []
     for plan, row in rows:
         cell = {**before, **row["cell"]}

@@ -45,6 +45,7 @@ class Task(Protocol):
     - `max_grad_norm`: norm to which gradients are clipped (not clipped);
     - `schedule(samples, total)`: factor on the learning rate after so many of the `total` samples of a training, read
       once in `ref_batchsize` samples (1);
+    - `warmup`: samples over which the learning rate rises to this factor, as `linear` needs it (0);
     - `version`: text that names its code and data: what was trained with another version is trained again.
 
     One object serves several trainings of a process, one after the other.
@@ -83,6 +84,7 @@ class Defaults:
     between: int | None = None
     max_grad_norm: float | None = None
     schedule: Callable[[int, int], float] | None = None
+    warmup: int = 0
     version: str = ""
 
     @classmethod
@@ -99,7 +101,7 @@ class Defaults:
             elif attribute == "schedule":
                 _check_takes(value, ("samples", "total"), label)
             elif attribute != "version":
-                value = check_int(value, label, 1, MAX_INT)
+                value = check_int(value, label, attribute != "warmup", MAX_INT)
             given[attribute] = value
         return cls(**given)
 

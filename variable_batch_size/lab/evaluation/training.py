@@ -81,9 +81,14 @@ def _create_schedules(
     cell: Cell, task: Task, optimizer: CustomOptimizer, curve: Curve
 ) -> tuple[LambdaLR | None, ProgressScheduler | LambdaLR | None]:
     """Return the schedule of the task, by samples or by the share of another end, and what steps it; or None twice."""
-    function, size, end = Defaults.read(task, cell.task).schedule, cell.ref_batchsize, cell.timed.end
-    if function is None:
+    of_task, size, end = Defaults.read(task, cell.task).schedule, cell.ref_batchsize, cell.timed.end
+    if of_task is None and not cell.warmup:
         return None, None
+
+    def function(samples: int, total: int) -> float:
+        reached = min(1.0, (samples + (size or 0)) / cell.warmup) if cell.warmup else 1.0
+        return reached * (1.0 if of_task is None else of_task(samples, total))
+
     if end.by != "samples":
 
         def factor(step: int) -> float:
