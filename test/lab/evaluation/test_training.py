@@ -192,6 +192,12 @@ def test_an_end_that_is_none_is_refused(end, message):
         one(ends=[end])
 
 
+def test_a_cost_is_known_of_a_log_that_begins_without_machines():
+    capacity = CapacityTrace([0, 4000], [0, 4], end=8000)
+    source = UnderCapacity(capacity, "per-device:4", MODEL, price=1.0)
+    assert train(one(traces={"nodes": source}, ends=["cost:0.01"]))["curve"]["cost"][-1] >= 0.01
+
+
 def test_an_end_needs_what_it_goes_by():
     with pytest.raises(ValueError, match="needs a price"):
         one(ends=["cost:20"], time=ModelTime(MODEL))

@@ -229,10 +229,10 @@ def _check_end(timed: TimedTrace) -> None:
     remedy = "pass --samples-per-second, and --price for a cost; from Python time=ModelTime(...)"
     if time is None:
         raise value_error(f"the end {end} needs the time of an update", "none", remedy)
-    if end.by == "cost" and not time.cost(3600.0):
+    last = 3600.0 if not isinstance(time, RunTime) else float(time.end[-1]) if len(time.end) else 0.0
+    if end.by == "cost" and last and not time.cost(last):
         raise value_error(f"the end {end} needs a price", "none", remedy)
     if isinstance(time, RunTime):
-        last = float(time.end[-1]) if len(time.end) else 0.0
         reached_amount = last if end.by == "seconds" else time.cost(last) or 0.0
         if not reached(reached_amount / (end.amount or math.inf)):
             requirement = f"the updates under the capacity trace must reach the end {end}"
