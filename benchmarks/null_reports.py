@@ -1,13 +1,16 @@
-"""How many reports of rules that are all alike claim anything? At most 5 % should.
+"""How many reports of rules that are all alike claim anything? At most 5 % should, however they were come by.
 
     PYTHONPATH=test python benchmarks/null_reports.py
 
 A report has 4, 8 or 12 rules, one of them the baseline, under 1, 2 or 4 traces. The noise of a training is normal, of
-Student's t with 3 degrees of freedom or exponential; trainings fail by chance; or the other rules are 3, 5 or 10 times
-as noisy as the baseline. Every claim counts, about differences, failures and the tuned check, of which each report has
-one.
+Student's t with 3 degrees of freedom or exponential; or the others, or the baseline, are 3, 5 or 10 times as noisy; or
+trainings fail by chance, as often with all rules; or one rule, all others or the baseline are stuck, 10 standard
+deviations behind, in a tenth of their trainings, and alike in the rest. Every claim counts, about differences, failures
+and the tuned check, of which each report has one.
 
-Looks: how many would claim a difference if one looked after each of 3 to 10 seeds, which no report does.
+Ways: what a user may do in one folder of 4 rules, 2 traces and 5 seeds, and look at all reports of it, each written by
+`judge`: a narrower command, of the rule and the trace that look best, or of fewer seeds; more seeds, twice; more rules;
+each rule as the baseline; four metrics; both; four tasks.
 
 Power: how many reports see a given rule that is better than the baseline by so many standard deviations. The tuned
 check: how often it gives each answer, where the truth is that twice the learning rate is better by so many standard
@@ -18,21 +21,28 @@ from __future__ import annotations
 
 import argparse
 import zlib
+from collections.abc import Callable, Iterator
 from itertools import product
 
 import numpy as np
+import pandas as pd
 
+from helpers import evaluations
 from results import record
+from variable_batch_size.lab.evaluation.judgement import Judgement, judge
+from variable_batch_size.lab.evaluation.records import Evaluation, EvaluationPlan
 from variable_batch_size.lab.evaluation.statistics import claims, judge_tuning
 
 NULLS = "reports of equal rules that claim anything"
-LOOKS = "reports of equal rules that would claim a difference after one of 3 to 10 seeds"
+WAYS = "equal rules of which one of several reports claims anything"
 POWER = "reports that see a better rule"
 TUNED = "answers of the tuned check"
-KINDS = "normal", "t3", "exponential", "failures 0.05", "failures 0.1", "failures 0.2"
-KINDS += "unequal 3", "unequal 5", "unequal 10"
+KINDS = ["normal", "t3", "exponential", *(f"{who} {times}" for who in ("others", "baseline") for times in (3, 5, 10))]
+WHO = {"one": slice(1, 2), "others": slice(1, None), "baseline": slice(0, 1)}
+KINDS += [*(f"failures {rate}" for rate in (0.05, 0.1, 0.2)), *(f"{who} stuck" for who in WHO)]
 SEEDS = (3, 5, 8, 10)
 FACTORS = (0, 1, -1)  # what each factor loses, in parts of what is true
+STUCK, BEHIND = 0.1, 10.0
 
 
 def noise(rng: np.random.Generator, kind: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -44,26 +54,123 @@ def noise(rng: np.random.Generator, kind: str, shape: tuple[int, ...]) -> np.nda
 
 def trainings(rng: np.random.Generator, kind: str, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     """Return the metric of trainings, (..., rules, seeds), nan of those that failed, and which failed."""
-    name, _, number = kind.partition(" ")
+    name, _, what = kind.partition(" ")
     values = noise(rng, name, shape)
-    if name == "unequal":
-        values[..., 1:, :] *= float(number)
-    failed = rng.random(shape) < (float(number) if name == "failures" else 0)
+    if name in WHO:
+        of_some = values[..., WHO[name], :]
+        values[..., WHO[name], :] = (
+            of_some + BEHIND * (rng.random(of_some.shape) < STUCK) if what == "stuck" else float(what) * of_some
+        )
+    failed = rng.random(shape) < (float(what) if name == "failures" else 0)
     return np.where(failed, np.nan, values), failed
 
 
 def claiming(rng: np.random.Generator, kind: str, rules: int, traces: int, seeds: int, reports: int) -> np.ndarray:
     """Return which reports of equal rules claim a difference, of means or of failures, or that 1 is not tuned."""
     found = claims(*trainings(rng, kind, (reports, traces, rules, seeds)))
-    answers = judge_tuning(*trainings(rng, kind, (reports, len(FACTORS), seeds)))[1]
+    of_factors = "normal" if kind.partition(" ")[0] in WHO else kind
+    answers = judge_tuning(*trainings(rng, of_factors, (reports, len(FACTORS), seeds)))[1]
     return (found.differs != 0).any((-1, -2)) | (found.fails != 0).any(-1) | (answers == 1)
 
 
-def looking(rng: np.random.Generator, rules: int, traces: int, reports: int) -> np.ndarray:
-    """Return which reports of equal rules would claim a difference at one of the looks after 3 to 10 seeds."""
-    values, failed = trainings(rng, "normal", (reports, traces, rules, 10))
-    looks = [claims(values[..., :seeds], failed[..., :seeds]).differs for seeds in range(3, 11)]
-    return np.any(looks, axis=(0, 2, 3))
+def folder(rng: np.random.Generator, seeds: int, task: str = "simulated") -> pd.DataFrame:
+    """Return the trainings of 4 equal rules under 2 traces, and of the reference, with four metrics."""
+    kinds = [*product(("64", "spot"), ("constant", "linear", "root", "legw:16"))]
+    kinds += [("the reference", "constant", factor) for factor in (0.5, 1.0, 2.0)]
+    frame = evaluations.trainings({kind: 0.5 + 0.01 * rng.standard_normal(seeds) for kind in kinds}, task=task)
+    frame["key"] += task
+    for curve, values in zip(frame["curve"], rng.standard_normal((len(frame), 2)), strict=True):
+        curve |= {f"error{number}": [value] * len(curve["loss"]) for number, value in enumerate(values.tolist())}
+    return frame
+
+
+def plan(frame: pd.DataFrame, which: pd.Series | None = None) -> EvaluationPlan:
+    """Return what a command of these trainings wants, and always of the reference."""
+    wanted = frame if which is None else frame[which | (frame["trace"] == "the reference") & which.any()]
+    return EvaluationPlan("", tuple(wanted["key"]))
+
+
+def reports_of_one(frame: pd.DataFrame) -> Iterator[list[Judgement]]:
+    """Yield the report of one command."""
+    yield judge(Evaluation(frame, (plan(frame),)))
+
+
+def reports_of_narrower(frame: pd.DataFrame) -> Iterator[list[Judgement]]:
+    """Yield the reports after the best-looking rule and trace alone, and after fewer and fewer seeds."""
+    (wide,) = judge(Evaluation(frame, (plan(frame),)))
+    yield [wide]
+    rows = [(abs(row.difference.value), trace.name, row.rule) for trace in wide.traces for row in trace.rows[1:]]
+    _, trace, rule = max(rows)
+    seen = [plan(frame), plan(frame, (frame["trace"] == trace) & frame["rule"].isin(["constant", rule]))]
+    for last in (4, 3, 2):
+        yield judge(Evaluation(frame, tuple(seen)))
+        seen.append(plan(frame, frame["seed"] < last))
+
+
+def reports_of_more_seeds(frame: pd.DataFrame) -> Iterator[list[Judgement]]:
+    """Yield the reports of 5, 10 and 15 seeds."""
+    plans = [plan(frame, frame["seed"] < last) for last in (5, 10, 15)]
+    for number in range(3):
+        there = frame[frame["key"].isin(plans[number].keys)]
+        yield judge(Evaluation(there, tuple(plans[: number + 1])))
+
+
+def reports_of_more_rules(frame: pd.DataFrame) -> Iterator[list[Judgement]]:
+    """Yield the reports of 2, 3 and 4 rules."""
+    names = [*dict.fromkeys(frame["rule"])]
+    plans = [plan(frame, frame["rule"].isin(names[:number])) for number in (2, 3, 4)]
+    for number in range(3):
+        there = frame[frame["key"].isin(plans[number].keys)]
+        yield judge(Evaluation(there, tuple(plans[: number + 1])))
+
+
+def reports_of_baselines(frame: pd.DataFrame, metrics: tuple[str, ...] = ("loss",)) -> Iterator[list[Judgement]]:
+    """Yield the reports with each rule as the baseline."""
+    for metric, baseline in product(metrics, dict.fromkeys(frame["rule"])):
+        yield judge(Evaluation(frame, (plan(frame),)), metric, baseline, mode="min")
+
+
+def reports_of_metrics(frame: pd.DataFrame) -> Iterator[list[Judgement]]:
+    """Yield the reports of four metrics."""
+    for metric in ("loss", "accuracy", "error0", "error1"):
+        yield judge(Evaluation(frame, (plan(frame),)), metric, mode="min")
+
+
+def reports_of_both(frame: pd.DataFrame) -> Iterator[list[Judgement]]:
+    """Yield the reports of four metrics with each rule as the baseline."""
+    yield from reports_of_baselines(frame, ("loss", "accuracy", "error0", "error1"))
+
+
+BY_COMMAND: dict[str, tuple[Callable[[pd.DataFrame], Iterator[list[Judgement]]], int]] = {
+    "one command": (reports_of_one, 5),
+    "narrower commands": (reports_of_narrower, 5),
+    "5, 10 and 15 seeds": (reports_of_more_seeds, 15),
+    "2, 3 and 4 rules": (reports_of_more_rules, 5),
+    "each rule as the baseline": (reports_of_baselines, 5),
+    "four metrics": (reports_of_metrics, 5),
+    "each baseline and metric": (reports_of_both, 5),
+}
+
+
+def says_something(judgements: list[Judgement]) -> bool:
+    """Return whether a report claims anything."""
+    return any(
+        judgement.reference.answer == "not tuned"
+        or any(row.answer in ("better", "worse") for trace in judgement.traces for row in trace.rows)
+        or any(failures.claimed for failures in judgement.failures.values())
+        for judgement in judgements
+    )
+
+
+def way(name: str, number: int) -> bool:
+    """Return whether one of the reports that a user looks at claims anything."""
+    rng = np.random.default_rng([zlib.crc32(name.encode()), number])
+    if name == "four tasks":
+        frames = [folder(rng, 5, f"task {task}") for task in range(4)]
+        plans = tuple(plan(frame) for frame in frames)
+        return says_something(judge(Evaluation(pd.concat(frames, ignore_index=True), plans)))
+    reports, seeds = BY_COMMAND[name]
+    return any(says_something(judgements) for judgements in reports(folder(rng, seeds)))
 
 
 def seeing(rng: np.random.Generator, better: float, rules: int, traces: int, seeds: int, reports: int) -> np.ndarray:
@@ -73,7 +180,7 @@ def seeing(rng: np.random.Generator, better: float, rules: int, traces: int, see
     return claims(values, failed).differs[:, 0, 1] < 0
 
 
-def main(reports: int) -> None:
+def main(reports: int, folders: int) -> None:
     def keep(question: str, what: str, share: float, on: str, case: str) -> None:
         record(question, what, round(100 * share, 2), "%", on=on, case=case)
 
@@ -87,7 +194,8 @@ def main(reports: int) -> None:
         keep(NULLS, "mean of 9 sizes", float(np.mean([*shares.values()])), kind, f"{seeds} seeds")
         keep(NULLS, "most", shares[worst], kind, f"{seeds} seeds")
         print(worst)
-    keep(LOOKS, "4 rules, 2 traces", float(looking(np.random.default_rng(0), 4, 2, reports).mean()), "normal", "")
+    for name in (*BY_COMMAND, "four tasks"):
+        keep(WAYS, "4 rules, 2 traces", float(np.mean([way(name, number) for number in range(folders)])), name, "")
     for better, seeds in product((1, 2, 3), SEEDS):
         rng = np.random.default_rng(better + 100 * seeds)
         share = float(seeing(rng, better, 4, 2, seeds, reports).mean())
@@ -103,4 +211,5 @@ def main(reports: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--reports", type=int, default=4000, help="reports of each kind")
+    parser.add_argument("--folders", type=int, default=1000, help="folders of each way")
     main(**vars(parser.parse_args()))

@@ -182,7 +182,16 @@ def evaluate(
             return
         command = shlex.join(context.obj)
         try:
-            run(cells, folder, jobs=jobs, threads=threads, engine=engine, address=address, command=command)
+            run(
+                cells,
+                folder,
+                jobs=jobs,
+                threads=threads,
+                engine=engine,
+                address=address,
+                command=command,
+                baseline=baseline,
+            )
         except KeyboardInterrupt:
             done = len({cell.key for cell in cells}) - len(cells_without_line(cells, folder))
             typer.echo(f"\nvbs: interrupted after {done:,} of {len(cells):,} trainings", err=True)

@@ -96,6 +96,8 @@ def _print_judgement(judgement: Judgement) -> None:
     from variable_batch_size.lab.evaluation import wording
 
     lines = ["", judgement.task, f"  {wording.describe_reference(judgement)}"]
+    if judgement.choices > 1:
+        lines.append(f"  {wording.describe_choices(judgement)}")
     for trace in judgement.traces:
         lines += [f"  {trace.name}", *(f"    {said}" for said in wording.verdict(judgement, trace))]
         lines += [f"    lost beside the reference: {wording.describe_loss(judgement, trace)}"] if trace.lost else []

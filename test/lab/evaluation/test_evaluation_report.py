@@ -167,6 +167,12 @@ def test_the_page_needs_no_other_file(page):
     assert not re.search(r"url\((?!#)|@import", page)
 
 
+def test_twelve_rules_have_twelve_colors():
+    (judgement,) = judged(trainings({(RAMP, f"power:0.{rule}"): [0.5] * 2 for rule in range(10, 22)}))[1]
+    lines = [line for line in draw(judgement).get_axes()[2].get_lines() if line.get_label() in judgement.rules]
+    assert len({line.get_color() for line in lines}) == len(lines) == 12
+
+
 def test_the_figure_has_a_look_for_each_rule():
     (judgement,) = judged(frame())[1]
     figure = draw(judgement)
@@ -174,6 +180,9 @@ def test_the_figure_has_a_look_for_each_rule():
     assert len(panels) == 6
     lines = [line for line in panels[4].get_lines() if line.get_label() in judgement.rules]
     assert len({line.get_color() for line in lines}) == len({str(line._dash_pattern) for line in lines}) == 3
+    marks = [line.get_label() for line in panels[4].get_lines() if line.get_marker() in ("^", "v")]
+    assert marks == ["_claimed to be better", "claimed to be better"]  # of root, and its line of the legend
+    assert panels[4].get_ylim() != panels[5].get_ylim()  # an axis of its own for each trace
     crosses = [line for line in panels[4].get_lines() if line.get_label() == "_failed"]
     low, high = panels[4].get_ylim()
     assert len(crosses) == 3

@@ -215,6 +215,34 @@ def test_all_tasks_of_a_report_share_its_levels_whichever_command_asked_for_them
     assert claiming(20) == "open"
 
 
+def claims_of(frame, *plans, **arguments):
+    return answers(judged(frame, *plans, **arguments).traces[0])
+
+
+def test_a_baseline_or_a_metric_that_is_chosen_afterwards_claims_among_all_of_them():
+    frame = trainings(losses(constant=0.5, root=0.474, linear=0.5, power=0.5))
+    plan, for_root = (EvaluationPlan("", tuple(frame["key"]), baseline) for baseline in (None, "root"))
+    assert claims_of(frame, plan)["root"] == "better"
+    assert claims_of(frame, plan, metric="accuracy")["root"] == "open"
+    assert claims_of(frame, plan, baseline="root")["constant"] == "open"
+    assert claims_of(frame, for_root)["constant"] == "worse"  # the plan's own, without being asked for
+    assert claims_of(frame, plan, for_root)["root"] == "better"  # it was chosen when the seeds had been seen
+    afterwards = judged(frame, plan, metric="accuracy")
+    assert afterwards.choices == 2 * 4
+    assert judged(frame, plan).choices == judged(frame, for_root, baseline="root").choices == 1
+
+
+def test_seeds_that_are_added_later_claim_at_half_the_level():
+    frame = trainings(losses(20, constant=0.5, root=0.486))
+    batches = [EvaluationPlan("", tuple(frame.loc[frame["seed"] < last, "key"])) for last in (5, 10, 15, 20)]
+    alone = EvaluationPlan("", tuple(frame.loc[frame["seed"] >= 15, "key"]))
+    assert claims_of(frame, alone)["root"] == "better"
+    assert claims_of(frame, *batches)["root"] == "open"
+    one_by_one = [EvaluationPlan("", tuple(frame.loc[frame["seed"] < last, "key"])) for last in (1, 2, 3, 4)]
+    rest = EvaluationPlan("", tuple(frame.loc[(frame["seed"] < 4) | (frame["seed"] >= 15), "key"]))
+    assert claims_of(frame, *one_by_one, rest)["root"] == "better"  # fewer than five could claim nothing
+
+
 def test_fewer_than_five_trainings_claim_nothing():
     found = losses(4, constant=0.5, root=0.4)
     (trace,) = judged(found).traces

@@ -47,6 +47,7 @@ def run(
     save_every: timedelta | int = SAVE_EVERY,
     progress: bool = True,
     command: str = "",
+    baseline: str | None = None,
 ) -> Evaluation:
     """Train the cells that have no line in a folder, and return what the folder has then.
 
@@ -70,6 +71,7 @@ def run(
         save_every: interval of the checkpoints of a training: time, or a number of updates.
         progress: whether to show a progress bar over the cells, with the time left.
         command: what was typed, for the plan.
+        baseline: the rule against which reports judge the others; by default, that of the experiment, or "constant".
 
     Raises:
         ModuleNotFoundError: if joblib is not installed, or Ray is not.
@@ -85,6 +87,8 @@ def run(
     threads = check_int(threads, "threads", 1)
     check_interval(save_every, "save_every", "pass a positive one")
     place = Path(folder)
+    if isinstance(cells, Experiment):
+        baseline = baseline or cells.baseline
     planned = {cell.key: cell for cell in (cells.cells() if isinstance(cells, Experiment) else cells)}
     left = cells_without_line(planned.values(), place)
     check_cells(left.values())  # before there is a folder
@@ -92,7 +96,7 @@ def run(
         lines = {line["key"]: line for line in journal.lines if "key" in line}
         left = {key: cell for key, cell in left.items() if key not in lines}  # another driver may just have ended
         _check_tasks(planned.values(), lines.values())
-        journal.append_plan(command, planned)
+        journal.append_plan(command, planned, baseline)
         _remove_checkpoints(place, lines)
         groups = _group_by_training(left.values())
         first = [group[0] for group in groups.values()]

@@ -21,9 +21,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Of Okabe and Ito (2008), which are told apart by those who do not see all colors: those that are seen on white and on
-# black. Neighbors have other dashes, so that both are seen where their lines coincide; 7 and 6 have no common divisor.
-COLORS = ("#808080", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9")
+# Those of Okabe and Ito (2008) that are seen on white and on black, and then of Tol (2021): they are told apart by
+# those who do not see all colors. Neighbors have other dashes, so that both are seen where their lines coincide.
+COLORS = (
+    *("#808080", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9"),
+    *("#882255", "#999933", "#6655cc", "#44aa99", "#bb5566", "#997700"),
+)
+CLAIMS = {"better": ("^", "claimed to be better"), "worse": ("v", "claimed to be worse")}
 DASHES = ("-", (0, (6, 2)), (0, (2, 2)), (0, (6, 2, 2, 2)), (0, (12, 3)), (0, (1, 2)))
 FORMATS = ("png", "pdf", "svg")
 INK, FAINT = "#010203", "#040506"  # replaced by the colors of the page
@@ -65,15 +69,16 @@ def image_files(judgement: Judgement) -> dict[str, bytes]:
 def draw(judgement: Judgement) -> Figure:
     """Draw a column for each trace, at least one; with several factors on the learning rate also the metric along them.
 
-    A line is the median over the seeds, and its band has all of them. A training that failed is a thin line up to a
-    cross. Batch sizes and learning rates are those of one seed, means between two evaluations.
+    A line is the median over the seeds, and its band has all of them; a triangle at its end is a claim. A training that
+    failed is a thin line up to a cross. Batch sizes and learning rates are those of one seed, means between two
+    evaluations.
     """
     traces, rows = judgement.traces, judgement.trainings
     has_factors = rows.loc[rows["trace"] != REFERENCE, "lr_factor"].nunique() > 1
     heights = [1.0, 1.0, 1.8, *([1.5] if has_factors else [])]
     size = (max(4.2, 3.2 * len(traces)), 1.6 * sum(heights) + 0.9)
     figure: Figure = import_extra("matplotlib.figure", "evaluation").Figure(figsize=size, layout="constrained")
-    panels: Any = figure.subplots(len(heights), len(traces), squeeze=False, sharey="row", height_ratios=heights)
+    panels: Any = figure.subplots(len(heights), len(traces), squeeze=False, height_ratios=heights)
     styles: dict[str, dict[str, Any]] = {
         rule: {"color": COLORS[n % len(COLORS)], "linestyle": DASHES[n % len(DASHES)]}
         for n, rule in enumerate(judgement.rules)
@@ -83,6 +88,9 @@ def draw(judgement: Judgement) -> Figure:
         for rule, of_rule in of_trace[np.isclose(of_trace["lr_factor"], 1)].groupby("rule"):
             _draw_updates(batch, lr, of_rule, styles[str(rule)])
             _draw_curves(curves, of_rule, judgement.metric, str(rule), styles[str(rule)])
+        for row in trace.rows:
+            if row.answer in CLAIMS:
+                _draw_claim(curves, *CLAIMS[row.answer], row.rule, styles[row.rule]["color"])
         for axes in response:
             _draw_responses(axes, of_trace, styles)
         batch.set_title("\n".join(textwrap.wrap(trace.name, 30, max_lines=3)))
@@ -90,7 +98,7 @@ def draw(judgement: Judgement) -> Figure:
     reference = rows.loc[(rows["trace"] == REFERENCE) & np.isclose(rows["lr_factor"], 1), "value"].median()
     _label_axes(panels, judgement.metric, reference)
     lines = {line.get_label(): line for axes in panels[2] for line in axes.get_lines() if line.get_label()[0] != "_"}
-    names = [*(rule for rule in styles if rule in lines), *(name for name in lines if name not in styles)]
+    names = [*(rule for rule in styles if rule in lines), *sorted(name for name in lines if name not in styles)]
     handles = [lines[name] for name in names]
     figure.legend(handles, names, loc="outside upper center", ncols=min(max(2, 2 * len(traces)), 6), frameon=False)
     return figure
@@ -126,6 +134,15 @@ def _draw_curves(axes: Axes, trainings: pd.DataFrame, metric: str, rule: str, st
         axes.plot(samples[: len(values)][-1:], values[-1:], "x", color=style["color"], ms=5, label="_failed")
 
 
+def _draw_claim(axes: Axes, marker: str, label: str, rule: str, color: str) -> None:
+    """Draw a triangle at the end of the line of a rule that is claimed to be better, or worse."""
+    line = next(line for line in axes.get_lines() if line.get_label() == rule)
+    ink = axes.xaxis.label.get_color()
+    end = np.asarray(line.get_xydata())[-1:].T
+    axes.plot(*end, marker, ms=8, color=color, mec=ink, mew=0.6, clip_on=False, zorder=5, label=f"_{label}")
+    axes.plot([], [], marker, ms=8, color=ink, label=label)
+
+
 def _draw_responses(axes: Axes, trainings: pd.DataFrame, styles: dict[str, dict[str, Any]]) -> None:
     """Draw the final metric of each rule along the factors on the learning rate."""
     for rule, of_rule in trainings.groupby("rule"):
@@ -146,9 +163,9 @@ def _label_axes(panels: Any, metric: str, reference: float) -> None:
     for axes in panels[0]:
         axes.set_yscale("log", base=2)
         axes.yaxis.set_major_formatter("{x:g}")
-    _limit_metric_axis(panels[2], reference)
     ticker = import_extra("matplotlib.ticker", "evaluation")
     for axes in panels[2]:
+        _limit_metric_axis(axes, reference)
         if np.isfinite(reference):
             color = axes.xaxis.label.get_color()
             axes.axhline(reference, lw=0.9, ls=(0, (1, 1)), color=color, label="the reference, at its end")
@@ -160,19 +177,19 @@ def _label_axes(panels: Any, metric: str, reference: float) -> None:
         axes.margins(x=0.01)
 
 
-def _limit_metric_axis(panels: Any, reference: float) -> None:
-    """Show the medians after the first fifth of the samples, and a cross that is outside of these at the edge."""
-    lines = [line for axes in panels for line in axes.get_lines()]
-    thick = [_floats(line.get_ydata()) for line in lines if not line.get_label().startswith("_")]
-    ends = [values[len(values) // 5 :] for values in thick] or [_floats(line.get_ydata())[:1] for line in lines]
+def _limit_metric_axis(axes: Axes, reference: float) -> None:
+    """Show the medians after the first half of the samples, and a cross that is outside of these at the edge."""
+    lines = [(line, str(line.get_label()), np.asarray(line.get_ydata(), np.float64)) for line in axes.get_lines()]
+    thick = [values for _, label, values in lines if not label.startswith("_")]
+    ends = [values[len(values) // 2 :] for values in thick] or [values[:1] for _, _, values in lines]
     values = np.array([reference, *np.concatenate([*ends, []])])
     values = values[np.isfinite(values)]
     if len(values) and values.max() > values.min():
         margin = 0.05 * (values.max() - values.min())
-        panels[0].set_ylim(values.min() - margin, values.max() + margin)
-    for line in lines:
-        if line.get_label() == "_failed":
-            line.set(ydata=np.clip(_floats(line.get_ydata()), *panels[0].get_ylim()), clip_on=False)
+        axes.set_ylim(values.min() - margin, values.max() + margin)
+    for line, label, values in lines:
+        if label == "_failed":
+            line.set(ydata=np.clip(values, *axes.get_ylim()), clip_on=False)
 
 
 def _floats(values: Sequence[float | None]) -> FloatArray:

@@ -5,6 +5,7 @@ Everything is about the trainings at factor 1; the reference's at other factors 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
@@ -149,6 +150,7 @@ class Judgement:
         failures: rule -> how often it failed, of those that did, or whose baseline did.
         waiting: number of planned trainings that have not ended; nothing is claimed before all have.
         earlier_seeds: seeds of the plan that an earlier one has judged, which are left out.
+        choices: pairs of a baseline and a metric that share the levels, where these were chosen afterwards; else 1.
         killed: the trainings whose process died, in words.
         trainings: those that are judged, with the final `loss`, the final `value` of the metric, and `failed`.
     """
@@ -162,6 +164,7 @@ class Judgement:
     failures: Mapping[str, Failures]
     waiting: int
     earlier_seeds: tuple[int, ...]
+    choices: int
     killed: tuple[str, ...]
     trainings: pd.DataFrame = field(compare=False, repr=False)
 
@@ -179,10 +182,14 @@ def judge(
     What was seen of a training belongs to all that is claimed of its seed: the last plan is judged by the seeds that it
     was the first to have, or else by the latest of its seeds, with all trainings of these seeds that any plan has.
 
+    The levels are shared by all tasks, halved for each time that five or more other seeds of the task were judged
+    before, and shared by all pairs of a baseline and a metric unless these are the plan's baseline and the loss.
+
     Args:
         evaluation: what has ended, at least one training.
         metric: what is compared at the end of the trainings.
-        baseline: rule with which the others are compared; None: "constant" or, if it is not there, the first one.
+        baseline: rule with which the others are compared; None: that of the plan, "constant" or, if it is not there,
+            the first one.
         mode: "min" if less of the metric is better, "max" if more is; None: its name tells.
 
     Raises:
@@ -200,42 +207,53 @@ def judge(
     rules = sort_rules(trainings.loc[trainings["trace"] != REFERENCE, "rule"].unique())
     if baseline is not None and baseline not in rules:
         raise value_error(f"baseline must be {' or '.join(rules)}", repr(baseline), "choose a rule of the evaluation")
-    baseline = baseline or (BASELINE if BASELINE in rules or not rules else rules[0])
+    default = BASELINE if BASELINE in rules or not rules else rules[0]
     tasks = [(str(name), of_task) for name, of_task in trainings.groupby(_task_names(trainings))]
-    families = [_family_of(of_task, evaluation) for _, of_task in tasks]
-    return [
-        _judge(name, of_task[of_task["key"].isin(family.keys)], metric, lower, baseline, family, len(tasks))
-        for (name, of_task), family in zip(tasks, families, strict=True)
-    ]
+    judgements = []
+    for name, of_task in tasks:
+        family = _family_of(of_task, evaluation)
+        planned = family.baseline if family.baseline in rules else default
+        chosen = baseline or planned
+        choices = 1 if (metric, chosen) == ("loss", planned) else len(known) * max(1, len(rules))
+        shared = family._replace(parts=len(tasks) * choices * 2**family.earlier, choices=choices)
+        judgements.append(_judge(name, of_task[of_task["key"].isin(family.keys)], metric, lower, chosen, shared))
+    return judgements
 
 
 class _Family(NamedTuple):
     """The trainings of a task that are judged together.
 
-    `keys` are all of them, `left_out` the seeds of the last plan that are not theirs, and `waiting` is the number of
-    those that have not ended.
+    `keys` are all of them, `left_out` the seeds of the last plan that are not theirs, `waiting` is the number of those
+    that have not ended, `baseline` that of the first plan, and `earlier` the number of those judged before. The levels
+    are shared by `parts` reports, or by `choices` of a baseline and a metric for each task and each look.
     """
 
     keys: set[str]
     left_out: tuple[int, ...] = ()
     waiting: int = 0
+    baseline: str | None = None
+    earlier: int = 0
+    parts: int = 1
+    choices: int = 1
 
 
 def _family_of(trainings: pd.DataFrame, evaluation: Evaluation) -> _Family:
     """Return what judges a task, of which these trainings have ended."""
     ended = set(evaluation.trainings["key"])
     seeds = dict(zip(trainings["key"], trainings["seed"], strict=True))
-    of_plans = [({seeds[key] for key in plan.keys if key in seeds}, plan.keys) for plan in evaluation.plans]
-    of_plans = [(found, keys) for found, keys in of_plans if found]
+    of_plans = [({seeds[key] for key in plan.keys if key in seeds}, plan) for plan in evaluation.plans]
+    of_plans = [(found, plan) for found, plan in of_plans if found]
     if not of_plans:
         return _Family(ended)
     first = {seed: number for number, (found, _) in reversed([*enumerate(of_plans)]) for seed in found}
     asked, _ = of_plans[-1]
     latest = max(first[seed] for seed in asked)
     judged = {seed for seed, number in first.items() if number == latest}
-    planned = {key for found, keys in of_plans if found & judged for key in keys}
+    planned = {key for found, plan in of_plans if found & judged for key in plan.keys}
     keys = {key for key in planned if seeds.get(key) in judged}
-    return _Family(keys, tuple(sorted(asked - judged)), len(planned - ended))
+    numbers = Counter(number for number in first.values() if number < latest)
+    earlier = sum(count >= SEEDS for count in numbers.values())
+    return _Family(keys, tuple(sorted(asked - judged)), len(planned - ended), of_plans[latest][1].baseline, earlier)
 
 
 def metrics_of(trainings: pd.DataFrame) -> list[str]:
@@ -268,10 +286,9 @@ def _judge(
     lower: bool,
     baseline: str,
     family: _Family,
-    parts: int,
 ) -> Judgement:
-    """Return what trainings of a task say; `parts` tasks share the levels."""
-    waiting = family.waiting
+    """Return what trainings of a task say."""
+    waiting, parts = family.waiting, family.parts
     final = {name: [_final_value(curve, name) for curve in trainings["curve"]] for name in ("loss", metric)}
     trainings = trainings.assign(loss=final["loss"], value=final[metric], label=_labels(trainings))
     trainings["failed"] = find_failed(trainings)
@@ -282,7 +299,8 @@ def _judge(
     claimed = claims(table.values, table.failed, table.same, parts)
     traces = tuple(_judge_traces(table, claimed, trainings, waiting, parts))
     gains = [abs(row.difference.value) for trace in traces for row in trace.rows if row.answer == "better"]
-    reference = _judge_reference(trainings[is_reference(trainings)], table.sign, parts)
+    looks = parts // family.choices if metric == "loss" else parts  # whatever the baseline
+    reference = _judge_reference(trainings[is_reference(trainings)], table.sign, looks)
     if reference.answer == "tuned" and min(gains, default=np.inf) <= reference.most:
         reference = replace(reference, answer="open")  # another rate may bring as much as what is claimed
     return Judgement(
@@ -295,6 +313,7 @@ def _judge(
         _failures_by_rule(table.rules, claimed, waiting),
         waiting,
         family.left_out,
+        family.choices,
         tuple(f"{row.rule} at {row.lr_factor:g}x under {row.label}, seed {row.seed}" for row in killed.itertuples()),
         trainings,
     )

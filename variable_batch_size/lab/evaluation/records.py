@@ -31,10 +31,12 @@ class EvaluationPlan:
     Attributes:
         command: as a user would type it; "" for a call from Python.
         keys: of all trainings that judge it, those of the reference too.
+        baseline: the rule against which it judges the others; None: not chosen.
     """
 
     command: str
     keys: tuple[str, ...]
+    baseline: str | None = None
 
 
 @final
@@ -74,7 +76,9 @@ def read(place: str | os.PathLike[str]) -> Evaluation:
         return Evaluation(_trainings_frame([(0, row) for row in _read_table(path)]), ())
     content = path.read_bytes()
     lines = _parse_lines(gzip.decompress(content) if path.suffix == ".gz" else content, path)
-    plans = tuple(EvaluationPlan(line["command"], tuple(line["keys"])) for line in lines if "keys" in line)
+    plans = tuple(
+        EvaluationPlan(line["command"], tuple(line["keys"]), line.get("baseline")) for line in lines if "keys" in line
+    )
     latest_first = reversed([*enumerate(plans)])  # so that the first plan of a key counts
     order = {key: (number, place) for number, plan in latest_first for place, key in enumerate(plan.keys)}
     rows = sorted((order.get(line["key"], (len(plans), 0)), line["key"], line) for line in lines if "key" in line)
@@ -129,12 +133,12 @@ class Journal:
             self._file.close()
             raise
 
-    def append_plan(self, command: str, keys: Iterable[str]) -> None:
+    def append_plan(self, command: str, keys: Iterable[str], baseline: str | None = None) -> None:
         """Append a plan, unless the last one is of the same trainings."""
         planned = list(dict.fromkeys(keys))
         last = [set(line["keys"]) for line in self.lines if "keys" in line][-1:]
         if last != [set(planned)]:
-            self.append({"format": FORMAT, "command": command, "keys": planned})
+            self.append({"format": FORMAT, "command": command, "keys": planned, "baseline": baseline})
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Append a line, which is there when this returns, also if the process is killed then."""

@@ -133,6 +133,8 @@ def _notes(judgement: Judgement) -> list[str]:
     if judgement.earlier_seeds:
         seeds = wording.join_names([*map(str, judgement.earlier_seeds)])
         notes.append(f"An earlier plan judged the seeds {seeds}: they are left out here, all is of the new ones.")
+    if judgement.choices > 1:
+        notes.append(wording.describe_choices(judgement))
     if judgement.killed:
         notes.append(f"Killed, and in no number: {'; '.join(judgement.killed)}.")
     sources = {environment.get("source of the task") for environment in rows["environment"]} - {None}

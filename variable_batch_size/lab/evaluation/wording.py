@@ -6,10 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from variable_batch_size.lab.evaluation.judgement import Judgement, Row, Trace
-from variable_batch_size.lab.evaluation.statistics import DIFFERENCES, SEEDS, ConfidenceInterval, detectable_difference
+from variable_batch_size.lab.evaluation.statistics import SEEDS, ConfidenceInterval
 
 BETTER, WORSE, SAME, OPEN, FAILS = "\u25b2", "\u25bc", "=", "?", "\u2715"  # told apart without a color
 
@@ -80,6 +78,7 @@ def _none_better(judgement: Judgement, trace: Trace) -> Sentence:
     if best is not None and math.isfinite(best.difference.low):
         ahead = (best.difference.value < 0) == judgement.lower
         text += f"; {best.rule} is {'ahead' if ahead else 'behind'} by {format_interval(*_absolute(best.difference))}"
+        text += ", which is no claim"
     if trace.outlook is not None:
         seeds, difference = trace.outlook
         text += f"; a new evaluation of {seeds} seeds would see {format_number(difference, difference)}"
@@ -109,6 +108,12 @@ def describe_failures(judgement: Judgement) -> list[Sentence]:
             text = f"{rule} fails {word} often than {judgement.baseline}: {counts} trainings under all traces"
             sentences.append(Sentence(WORSE if counted.claimed > 0 else BETTER, text))
     return sentences
+
+
+def describe_choices(judgement: Judgement) -> str:
+    """Return that the baseline or the metric was chosen when the trainings had been seen, and what that costs."""
+    chosen = f"{judgement.metric} beside {judgement.baseline} was chosen after the trainings"
+    return f"{chosen}: a claim must stand among {judgement.choices} choices."
 
 
 def describe_reference(judgement: Judgement) -> str:
@@ -143,21 +148,6 @@ def describe_reference(judgement: Judgement) -> str:
 def describe_loss(judgement: Judgement, trace: Trace) -> str:
     """Return how much worse the baseline and the best other rule are than the reference after equal samples."""
     return "; ".join(f"{rule} {format_interval(*bounds)}" for rule, bounds in trace.lost.items())
-
-
-def power(seeds: int, comparisons: int) -> str:
-    """Return how large a difference seeds can see, as a clause; nothing without a comparison or of one seed.
-
-    >>> power(5, 6)
-    'with 5 seeds and 6 comparisons, a difference of 3.4 standard deviations is claimed in 80 % of cases'
-    """
-    if not comparisons or seeds < 2:
-        return ""
-    size = float(detectable_difference(1.0, 1.0, np.array(float(seeds)), DIFFERENCES / comparisons))
-    return (
-        f"with {seeds} seeds and {comparisons:,} comparisons, a difference of {size:.2g} standard deviations is "
-        "claimed in 80 % of cases"
-    )
 
 
 def format_number(value: float, spread: float = 0.0, sign: str = "") -> str:
