@@ -51,7 +51,17 @@ def test_objects_say_in_a_shell_what_they_are():
     first = repr(run.optimizer).splitlines()[0]
     made = "updates=1, samples=16, last_lr=0.05"  # half, as 16 is a quarter of 64
     assert first == f"RootRuleOptimizer(RootRule(), ref_batchsize=64, {made}) around SGD ("
-    assert repr(next(iter(vbs.updates(run.sampler, run.optimizer)))) == "Update(2 microbatches)"
+    assert repr(next(iter(vbs.updates(run.sampler, run.optimizer)))) == "Update(batch_size=5, 2 microbatches)"
+
+
+def test_the_size_of_the_update_is_known_before_and_after_it():
+    run = training(sizes=SIZES, dataset_size=sum(SIZES))
+    assert run.optimizer.last_batch is None
+    for update, size in zip(vbs.updates(run.sampler, run.optimizer), SIZES, strict=True):
+        assert update.batch_size == run.optimizer.batch.batch_size == size
+        for indices in update:
+            run.step(indices)
+        assert run.optimizer.last_batch.batch_size == size
 
 
 # ------------------------------------------------------------------------------------------------------ the user's loop

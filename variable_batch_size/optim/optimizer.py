@@ -442,6 +442,7 @@ class CustomOptimizer(ObservedOptimizer):
 
     def note_commit(self, batch: Batch) -> None:
         """Tell the observers that an update was committed."""
+        self._last_batch = batch
         commit = Commit(batch, self._updater.last_scaling, self._updated)
         for observer in list(self._observers):
             observer.commit(commit)

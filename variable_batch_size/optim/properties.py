@@ -64,6 +64,7 @@ class ObservedOptimizer(OptimizerWrapper):
     def __init__(self, inner: Optimizer) -> None:
         super().__init__(inner)
         self._observers: WeakSet[Observer] = WeakSet()
+        self._last_batch: Batch | None = None
 
     @property
     def rules(self) -> tuple[Rule, ...]:
@@ -146,6 +147,11 @@ class ObservedOptimizer(OptimizerWrapper):
             RuntimeError: if the training has ended, or nobody knows the update yet.
         """
         return self._training.batch
+
+    @property
+    def last_batch(self) -> Batch | None:
+        """The last update that was made, with its `batch_size`; None before the first one, and after a restore."""
+        return self._last_batch
 
     @property
     def microbatch(self) -> Microbatch:

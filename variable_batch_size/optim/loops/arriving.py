@@ -73,7 +73,7 @@ class Arrivals(Generic[T]):
             agreed = self._complete(source.agreed)
             batch = agreed.batch
             training.expect(batch)
-            yield Update(self._hand_out(batch, self._microbatches(agreed)), len(batch.microbatches), batch.totals)
+            yield Update(self._hand_out(batch, self._microbatches(agreed)), batch)
             training.go_on()
             if training.restarts != restarts:
                 raise stale_loop()

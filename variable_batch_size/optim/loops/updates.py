@@ -110,7 +110,7 @@ class Updates(Generic[T]):
             update = self._hand_out(read, batch, restarts)
             if training.batches.reproducible:
                 update = self._seed_microbatches(update, batch)
-            yield Update(iter(list(update)) if self._ahead else update, len(batch.microbatches), batch.totals)
+            yield Update(iter(list(update)) if self._ahead else update, batch)
         for _ in microbatches:  # lets the loader end as in a loop
             raise RuntimeError(
                 f"the loader must yield the microbatches of the optimizer's sampler, but it yields more than epoch "
@@ -239,9 +239,9 @@ def updates(
 
     Each iteration sets the epoch of the next update on the sampler and on the optimizer, so that a loop needs no
     `set_epoch`, and after a restore continues with the next update. The loader prefetches as usual. An update has a
-    `len` and yields its microbatches once, as they are read; `list(update)` keeps them. When the next update is asked
-    for, all of them must have reached `optimizer.step()`. The `len` of the result is the number of updates of the
-    epoch, which is what frameworks count, schedule and log by. Create one for each epoch, or one for all.
+    `batch_size` and a `len`, and yields its microbatches once, as they are read; `list(update)` keeps them. When the
+    next update is asked for, all of them must have reached `optimizer.step()`. The `len` of the result is the number of
+    updates of the epoch, which is what frameworks count, schedule and log by. Create one for each epoch, or one for all.
 
     With `ArrivingBatches` the loader is any iterable of batches, and an update is made of each; there is no epoch. If
     it has `streams`, pass it in the place of the loader: each iteration ends with a pass over them, whose number is

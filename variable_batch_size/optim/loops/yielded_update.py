@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Generic, TypeVar, final
 
+from variable_batch_size.data.batches import Batch
+
 T = TypeVar("T")
 
 
@@ -12,8 +14,13 @@ T = TypeVar("T")
 class Update(Generic[T]):
     """This rank's microbatches of one update, read as they are asked for, once; its `len` is their number."""
 
-    def __init__(self, microbatches: Iterator[T], number: int, totals: Mapping[str, Any] | None = None) -> None:
-        self._microbatches, self._number, self._totals = microbatches, number, totals
+    def __init__(self, microbatches: Iterator[T], batch: Batch) -> None:
+        self._microbatches, self._batch = microbatches, batch
+
+    @property
+    def batch_size(self) -> int:
+        """The batch size of the update, over all ranks, in the unit of the trace."""
+        return self._batch.batch_size
 
     @property
     def counts(self) -> Mapping[str, Any]:
@@ -24,18 +31,18 @@ class Update(Generic[T]):
         Raises:
             RuntimeError: without `updates(counts=)`.
         """
-        if self._totals is None:
+        if self._batch.totals is None:
             raise RuntimeError(
                 "update.counts needs counts, but vbs.updates() has none; pass counts=, a function of a microbatch that "
                 "returns a dict"
             )
-        return self._totals
+        return self._batch.totals
 
     def __len__(self) -> int:
-        return self._number
+        return len(self._batch.microbatches)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._number} microbatches)"
+        return f"{type(self).__name__}(batch_size={self.batch_size}, {len(self)} microbatches)"
 
     def __iter__(self) -> Iterator[T]:
         return self._microbatches
