@@ -241,7 +241,7 @@ def updates(
     `set_epoch`, and after a restore continues with the next update. The loader prefetches as usual. An update has a
     `batch_size` and a `len`, and yields its microbatches once, as they are read; `list(update)` keeps them. When the
     next update is asked for, all of them must have reached `optimizer.step()`. The `len` of the result is the number of
-    updates of the epoch, which is what frameworks count, schedule and log by. Create one for each epoch, or one for all.
+    updates of the epoch, which is what frameworks count, schedule and log by. Create one for each epoch, or for all.
 
     With `ArrivingBatches` the loader is any iterable of batches, and an update is made of each; there is no epoch. If
     it has `streams`, pass it in the place of the loader: each iteration ends with a pass over them, whose number is
