@@ -25,11 +25,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensorboardX.proto.event_pb2 import Event
 
 import variable_batch_size as vbs
 from helpers.properties import examples
 from helpers.reference import REF, SGD, SIZES, training
+from helpers.tensorboard import events
 from variable_batch_size.testing import run_ranks
 
 TAGS = [
@@ -37,18 +37,6 @@ TAGS = [
     *("global_batch_size", "num_microbatches", "world_size", "lr_effective", "lr_factor"),
 ]
 OF_TIME = ["vbs/seconds", "vbs/samples_per_second", "vbs/updates_per_second"]
-
-
-def events(folder):
-    """Read TensorBoard's files: each record is a length, its checksum, the event and its checksum."""
-    found = []
-    for path in sorted(folder.glob("events.out.tfevents.*")):
-        data, start = path.read_bytes(), 0
-        while start < len(data):
-            (length,) = struct.unpack("<Q", data[start : start + 8])
-            found.append(Event.FromString(data[start + 12 : start + 12 + length]))
-            start += length + 16
-    return found
 
 
 def scalars(folder):

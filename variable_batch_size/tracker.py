@@ -156,8 +156,12 @@ class EventsFile:
                 event.summary.MergeFrom(self._scalar(tag, value))
         self._write_unless_full(self._writer.write_event, event)
         if time.monotonic() > self._flushed + FLUSH:
-            self._write_unless_full(self._writer.flush)
-            self._flushed = time.monotonic()
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is left to the disk."""
+        self._write_unless_full(self._writer.flush)
+        self._flushed = time.monotonic()
 
     def close(self) -> None:
         """Write what is left, and close the file."""
@@ -280,11 +284,20 @@ class Tracker:
         self._bar.set_postfix_str(", ".join(shown + left), refresh=False)
         self._bar.update(samples - self._bar.n)
 
-    def close(self) -> None:
-        """Write what is left of `log_later`, close the files, and remove the progress bar."""
+    def flush(self) -> None:
+        """Write what is left of `log_later`, and the events, to the disk.
+
+        Each `state_dict()` of the optimizer does so. Otherwise TensorBoard shows an update after half a minute.
+        """
         while self._pending:
             update, read = self._pending.popleft()
             self.log(update, read())
+        if self._files is not None:
+            self._files[0].flush()
+
+    def close(self) -> None:
+        """Write what is left of `log_later`, close the files, and remove the progress bar."""
+        self.flush()
         self._close_bar()
         if self._close_files is not None:
             self._close_files()

@@ -19,6 +19,7 @@ import variable_batch_size as vbs
 from helpers.properties import examples
 from helpers.reference import batches, data, gradient, training
 from helpers.runs import LoggedTraining, samplings
+from helpers.tensorboard import events
 from variable_batch_size.backend import LocalBackend
 from variable_batch_size.testing import run_ranks
 
@@ -90,6 +91,19 @@ def test_logged_means_are_columns(tmp_path):
     table = pd.read_csv(tmp_path / "scalars.csv")
     assert table["loss"].tolist() == [1.0, 2.0, 3.0]
     assert table["accuracy"].tolist() == [0.5] * 3
+
+
+def test_a_state_has_all_rows_before_it_on_the_disk(tmp_path):
+    """After kill -9 a training goes on from the state, so that neither log may miss what was before it."""
+    with vbs.Tracker(tmp_path, progress=False) as tracker:
+        run = training(sizes=[4], tracker=tracker, log_steps=1).run(1)
+        run.optimizer.state_dict()
+        run.run(4)
+        tracker.log_later(6, lambda: {"late": 1.0})  # as of a device
+        run.optimizer.state_dict()
+        logged = [event.step for event in events(tmp_path) if event.HasField("summary") and event.step]
+        assert logged == [*range(1, 7)]
+        assert pd.read_csv(tmp_path / "scalars.csv")["update"].tolist() == [*range(1, 7)]
 
 
 @given(samplings(largest_dataset=60), st.booleans())

@@ -98,6 +98,12 @@ class Reporter(LoopStage):
         tracker.write_pending(updates)
         tracker.show(epoch.number, step.start + step.batch_size, epoch.samples, self._seconds_left)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Write what was logged to the disk: a training that goes on from the state after a kill has no hole in it."""
+        if self._tracker is not None:
+            self._tracker.flush()
+        return {}
+
     @property
     def _reads_device(self) -> bool:
         """Whether the next row has numbers that a device computes."""
