@@ -151,6 +151,17 @@ def test_gcloud_in_any_order_with_any_gap(tmp_path_factory, rows, gap):
         assert trace.at(time - start) == (rows[place][1] if time - second < gap else 0)
 
 
+@pytest.mark.parametrize("header", ["", "seconds,nodes\n"])
+def test_times_that_look_like_hours_are_warned_of(header, tmp_path):
+    """As in four of eleven public logs of Bamboo."""
+    path = tmp_path / "trace"
+    path.write_text(header + "".join(f"{0.48 * row:.2f},{row % 3}\n" for row in range(180)))
+    with pytest.warns(UserWarning, match=r"changes 179 times in 85.92 seconds, as if .* hours; .* --scale-time 3600"):
+        read(path)
+    path.write_text(header + "".join(f"{5.5 * row:.2f},{row % 3}\n" for row in range(180)))
+    read(path)  # warnings are errors
+
+
 # ----------------------------------------------------------------------------------------------------------------- eth
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from typing import Final
 
+from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size._validation import (
     MAX_INT,
     check_choice,
@@ -36,6 +38,8 @@ READERS: Final[Mapping[str, Reader]] = {
     "sacct": SacctReader(),
 }
 """The readers by the names of their formats; no two recognize the same file."""
+
+WITHOUT_UNIT: Final = frozenset({"csv", "bamboo-counts"})  # formats whose times are seconds, but may be hours in a file
 
 
 def read(
@@ -73,7 +77,8 @@ def read(
         LogError: a ValueError, if the format is not recognized or the file is damaged; it names file, line and value.
 
     Warns:
-        UserWarning: if rows of gcloud go back in time; they are sorted.
+        UserWarning: if rows of gcloud go back in time; they are sorted. Or if the times of csv or bamboo-counts are
+            fractions, less than five seconds apart, as hours are.
     """
     options = _check_options(inverted, max_gap)._replace(time_column=time_column, nodes_column=nodes_column)
     if format is None and (time_column or nodes_column):
@@ -87,11 +92,26 @@ def read(
             formats = ", ".join(name for name, other in READERS.items() if option in other.options)
             found = f"the format {reader.name} ({text.path})"
             raise value_error(f"{option} must be left out except for the format {formats}", found, f"remove {option}=")
-    return CapacityTrace(*reader.read_checked(text, options))
+    trace = CapacityTrace(*reader.read_checked(text, options))
+    if reader.name in WITHOUT_UNIT:
+        _warn_of_hours(trace, text.path)
+    return trace
 
 
 _FORMATS = "\n".join(f"    - `{name}`: `{reader.example}`" for name, reader in READERS.items())
 read.__doc__ = read.__doc__ and read.__doc__.replace("    FORMATS", _FORMATS)
+
+
+def _warn_of_hours(trace: CapacityTrace, path: str) -> None:
+    """Warn if the nodes change at fractions of a second, and within five seconds of one another: they may be hours."""
+    is_whole = bool((trace.seconds % 1 == 0).all())
+    if not is_whole and trace.changes > 1 and trace.end < 5 * trace.changes:
+        warnings.warn(
+            f"capacity trace ({path}) changes {trace.changes} times in {trace.end:g} seconds, as if its times were "
+            f"hours; if they are, pass --scale-time 3600, or use read(...).scaled(3600)",
+            UserWarning,
+            stacklevel=stacklevel_of_user(),
+        )
 
 
 def _check_options(inverted: bool | int, max_gap: float | None) -> ReaderOptions:
