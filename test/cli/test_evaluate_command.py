@@ -107,6 +107,15 @@ def test_a_missing_ray_is_named_with_the_command_that_installs_it(tmp_path, monk
     assert err.splitlines()[-1] == f"vbs: error: {message}"
 
 
+@pytest.mark.parametrize("option", [[], ["--dry-run"]])
+def test_what_the_report_needs_is_missed_before_anything_is_trained(option, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    status, out, err = run_main("evaluate", TINY, "--trace", 8, *BOTH, "--folder", tmp_path / "records", *option)
+    assert (status, out) == (1, "")
+    assert "matplotlib" in err.splitlines()[-1]
+    assert not (tmp_path / "records").exists()
+
+
 @pytest.mark.parametrize(
     ("task", "beginning"),
     [

@@ -150,6 +150,7 @@ def evaluate(
     """
     from variable_batch_size.lab.evaluation.engine import cells_without_line, run
     from variable_batch_size.lab.evaluation.experiment import Experiment
+    from variable_batch_size.lab.evaluation.report import check_libraries
     from variable_batch_size.lab.evaluation.simulated_time import ModelTime
     from variable_batch_size.lab.evaluation.timed_trace import TraceOptions, UnderCapacity
     from variable_batch_size.lab.simulation import NoiseCurve
@@ -175,6 +176,7 @@ def evaluate(
             start=start,
             **of_task.arguments(),
         )
+    check_libraries()
     with _task_errors():
         cells = experiment.cells()
         if dry_run:

@@ -66,6 +66,12 @@ def write_report(
     return target / "report.html"
 
 
+def check_libraries() -> None:
+    """Raise ModuleNotFoundError if a library is missing that a report needs, before anything is trained for it."""
+    for module in ("jinja2", "matplotlib.figure", "scipy.stats"):
+        import_extra(module, "evaluation")
+
+
 def render(evaluation: Evaluation, judgements: Sequence[Judgement]) -> str:
     """Return the page; the arguments are those of `write_report`."""
     jinja2 = import_extra("jinja2", "evaluation")
