@@ -1,6 +1,5 @@
-"""Train a classifier under a batch trace. Ctrl-C saves; the same command goes on, in any number of processes.
+"""Train a classifier under a batch trace. Ctrl-C and SIGTERM save; resume with any number of processes, such as two:
 
-python examples/train.py
 torchrun --nproc-per-node=2 examples/train.py
 """
 
@@ -37,7 +36,8 @@ def main() -> None:
     optimizer = vbs.RootRuleOptimizer(inner, sampler, ref_batchsize=128, model=model, tracker=tracker)
     parts = vbs.EvaluationSampler(test, minibatch_size=1000)
     test_loader, metrics = DataLoader(test, batch_sampler=parts), vbs.Accumulator(parts)
-    with vbs.Checkpoint(FOLDER, model=net, optimizer=optimizer, every=200, on_interrupt="save") as checkpoint, tracker:
+    saved = {"model": net, "optimizer": optimizer}
+    with vbs.Preemption(), vbs.Checkpoint(FOLDER, every=200, on_interrupt="save", **saved) as checkpoint, tracker:
         checkpoint.restore()
         for epoch in vbs.remaining_epochs(sampler, optimizer):
             for update in vbs.updates(loader, optimizer):
@@ -52,7 +52,7 @@ def main() -> None:
             accuracy = metrics.read()["accuracy"]
             tracker.log(optimizer.updates, {"accuracy": accuracy})
             if sampler.world.rank == 0:
-                print(f"epoch {epoch}: {accuracy:.1%} are right, after {optimizer.updates} updates")
+                print(f"epoch {epoch}: accuracy {accuracy:.1%} after {optimizer.updates} updates")
         checkpoint.save()
 
 

@@ -14,7 +14,7 @@ from helpers.commands import environment, run
 from helpers.pages import DOCS, ROOT, blocks, commands
 
 PAGE, SCRIPT = DOCS / "complete_script.md", ROOT / "examples" / "train.py"
-LINE = re.compile(r"epoch (\d+): ([\d.]+)% are right, after (\d+) updates")
+LINE = re.compile(r"epoch (\d+): accuracy ([\d.]+)% after (\d+) updates")
 
 
 def told(output):
@@ -35,7 +35,8 @@ def test_the_script_is_short_and_the_page_runs_it():
 
 @pytest.mark.slow("trains in three processes")
 @pytest.mark.torch
-def test_an_interrupted_run_goes_on_in_two_processes(folder):
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_goes_on_in_two_processes(folder, sent):
     variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, str(SCRIPT)]
     with subprocess.Popen(
@@ -43,7 +44,7 @@ def test_an_interrupted_run_goes_on_in_two_processes(folder):
     ) as first:
         assert first.stdout is not None
         begun = [first.stdout.readline() for _ in range(2)]
-        first.send_signal(signal.SIGINT)
+        first.send_signal(sent)
         rest = first.stdout.read()
     assert first.returncode == 143
     resumed = run("torchrun", "--standalone", "--nproc-per-node=2", str(SCRIPT), cwd=folder, **variables)
