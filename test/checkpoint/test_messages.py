@@ -19,8 +19,7 @@ from variable_batch_size.checkpoint.checkpoint import UNCALLED_STEP
 from variable_batch_size.testing import run_ranks
 
 RESTORED = (
-    f"Checkpoint update-00000002-0001-1-1 restored: batch size {SIZES[1]} -> {SIZES[2]}, update 2, epoch 0, "
-    f"{sum(SIZES[:2])} samples, lost {{}}."
+    f"Checkpoint update-00000002-0001-1-1 restored: update 2, epoch 0, {sum(SIZES[:2])} samples, lost {{}}."
 )
 NEWEST = "Checkpoint update-00000002-0001-1-1 is the newest one; {}; restore() resumes from it."
 
@@ -178,7 +177,7 @@ def test_rank_0_says_once_what_was_restored(tmp_path, caplog):
         restore_checkpoint(tmp_path, training(backend=backend))
 
     run_ranks(restore, 3)
-    assert told(caplog) == [RESTORED.format(0).replace("batch size", "world 1 -> 3, batch size")]
+    assert told(caplog) == [RESTORED.format(0).replace("update 2,", "world 1 -> 3, update 2,")]
 
 
 def test_rank_0_says_once_that_there_is_nothing_to_restore(tmp_path, monkeypatch, caplog):
@@ -213,3 +212,14 @@ def test_an_interval_without_step_is_told(every, steps, tmp_path):
 
 def test_saves_of_the_loop_need_no_step(tmp_path):
     save_checkpoint(tmp_path, training().run(2), every=1)
+
+
+@pytest.mark.parametrize("ends", [{"epochs": 1}, {"max_updates": 3}])
+def test_a_training_that_has_ended_says_so_when_it_is_started_again(tmp_path, caplog, ends):
+    run = training(sampling=ends)
+    updates = run.sampler.plan.epoch(0).updates
+    save_checkpoint(tmp_path, run.run(min(updates, ends.get("max_updates", updates))))
+    restore_checkpoint(tmp_path, training(sampling=ends))
+    assert told(caplog)[-1].endswith("The training has ended; to train it anew, pass another folder.")
+    restore_checkpoint(tmp_path, training(sampling={"epochs": 3, "max_updates": 100}))
+    assert told(caplog)[-1].endswith("lost 0.")

@@ -51,7 +51,7 @@ def test_a_training_is_saved_and_goes_on(wait, folder, caplog):
     assert updates(folder) == [1, 7]
     assert_equal(later.weights(), training().run(len(SIZES)).weights())
     assert vbs.read_checkpoint(folder, best=True)["facts"]["metrics"] == {"loss": 0.1}
-    assert "restored: batch size" in told(caplog)[1]
+    assert "restored: update 4" in told(caplog)[1]
     assert [event["event"] for event in read_events(Storage(folder))].count("start") == 2
 
 

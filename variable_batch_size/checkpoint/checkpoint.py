@@ -325,17 +325,19 @@ class Checkpoint:
         optimizer, facts, folder = self._optimizer, contents.facts, self._folder
         updates, worlds = optimizer.updates, (len(contents.rng), self._agreement.world.size)
         lost = max(0, self._events.reached - updates)
-        told = f"{lost}"
-        if not self._events.ended:  # a killed run tells its updates once a minute
-            told = f"at least {lost}" if lost else "an unknown number of updates"
+        # A killed run has told its updates once a minute.
+        told = f"{lost}" if self._events.ended else f"{lost} and those of the last minute before it was killed"
         sizes = facts.get("batch_size", 0), self._parts.batch_size(updates)
         line = f"Checkpoint {name} restored: "
         line += f"world {worlds[0]} -> {worlds[1]}, " if worlds[0] not in (0, worlds[1]) else ""
-        known = all(sizes) and optimizer.sampler.training.later is None  # else the next batch is of a later sampler
-        line += f"batch size {sizes[0]} -> {sizes[1]}, " if known and sizes[0] != sizes[1] else ""
+        decided = optimizer.sampler.batches.decided is not None and optimizer.sampler.training.later is None
+        line += f"batch size {sizes[0]} -> {sizes[1]}, " if decided and all(sizes) and sizes[0] != sizes[1] else ""
         line += f"stage {optimizer.stage}, " if optimizer.stage else ""
         line += f"update {updates}, epoch {optimizer.epoch}, {optimizer.samples} samples, lost {told}"
         line += f"; the next save deletes {', '.join(folder.left)}." if folder.left else "."
+        epochs = optimizer.sampler.training.epochs
+        if optimizer.done or (epochs is not None and optimizer.epoch >= epochs):
+            line += " The training has ended; to train it anew, pass another folder."
         own = contents.of_ranks
         line += f" In this world all ranks have what rank 0 had of {few_of(own)}." if own else ""
         log(line, rank=0, update=updates)
