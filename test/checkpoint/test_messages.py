@@ -18,9 +18,7 @@ from variable_batch_size.checkpoint import tensor_file
 from variable_batch_size.checkpoint.checkpoint import UNCALLED_STEP
 from variable_batch_size.testing import run_ranks
 
-RESTORED = (
-    f"Checkpoint update-00000002-0001-1-1 restored: update 2, epoch 0, {sum(SIZES[:2])} samples, lost {{}}."
-)
+RESTORED = f"Checkpoint update-00000002-0001-1-1 restored: update 2, epoch 0, {sum(SIZES[:2])} samples, lost {{}}."
 NEWEST = "Checkpoint update-00000002-0001-1-1 is the newest one; {}; restore() resumes from it."
 
 

@@ -322,6 +322,34 @@ def test_the_generator_leaves_the_gradients_of_the_discriminator_alone(sizes, ca
     assert_equal(gan.weights(), plain.weights())
 
 
+@given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=5))
+@examples(20)
+def test_the_generator_may_meet_the_new_critic_in_a_second_pass(sizes):
+    """As in public scripts, by which an update trains the critic first; both optimizers share a sampler."""
+    gan, plain = Gan(), Gan()
+    sampler = vbs.CustomSampler(40, sizes, 1, 0, 4, on_end="cycle", fixed_shape=False, max_updates=7)
+    inners = [torch.optim.SGD(one.parameters(), **SGD) for one in (gan.discriminator, gan.generator)]
+    optimizers = [vbs.ConstantOptimizer(inner, sampler) for inner in inners]
+    models, losses = (gan.discriminator, gan.generator), (gan.loss_d, gan.loss_g)
+    batches = []
+    for _ in vbs.remaining_epochs(sampler, optimizers):
+        for update in vbs.updates(sampler, optimizers[0]):
+            microbatches = list(update)
+            batches.append(sorted({row for rows in microbatches for row in rows}))
+            for optimizer, model, loss in zip(optimizers, models, losses, strict=True):
+                for rows in microbatches:
+                    optimizer.backward(loss(rows), inputs=list(model.parameters()))
+                    optimizer.step()
+    turns = [(torch.optim.SGD(plain.discriminator.parameters(), **SGD), plain.loss_d)]
+    turns += [(torch.optim.SGD(plain.generator.parameters(), **SGD), plain.loss_g)]
+    for rows in batches:
+        for inner, loss in turns:
+            inner.zero_grad()
+            loss(rows).backward()
+            inner.step()
+    assert_equal(gan.weights(), plain.weights())
+
+
 def test_gradients_of_an_unrelated_model_stay():
     other = filled(nn.Linear(3, 2).double())
     other(torch.ones(1, 3).double()).sum().backward()
