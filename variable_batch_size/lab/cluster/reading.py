@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Mapping
 from typing import Final
 
-from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size._validation import (
     MAX_INT,
     check_choice,
@@ -110,7 +109,7 @@ def _warn_of_hours(trace: CapacityTrace, path: str) -> None:
             f"capacity trace ({path}) changes {trace.changes} times in {trace.end:g} seconds, as if its times were "
             f"hours; if they are, pass --scale-time 3600, or use read(...).scaled(3600)",
             UserWarning,
-            stacklevel=stacklevel_of_user(),
+            stacklevel=3,
         )
 
 
