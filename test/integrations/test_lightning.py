@@ -21,7 +21,8 @@ from lightning.pytorch.tuner import Tuner
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
-from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics import CatMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision
 
 from helpers.lightning_adapter import (
     ALLOWED,
@@ -279,14 +280,38 @@ def test_images_of_unequal_sizes_and_hooks_that_run_once_an_update(caplog):
     assert not [line for line in caplog.messages if "not checked" in line]
 
 
-def test_a_module_that_cannot_be_copied_trains_without_the_check(caplog):
+class Measuring(Module):
+    """Has a child with metrics that cannot be copied."""
+
+    def __init__(self):
+        super().__init__(PLAIN)
+        self.child = torch.nn.Module()
+        self.child.lock = threading.Lock()
+        self.child.accuracy, self.child.losses = MulticlassAccuracy(5), CatMetric()
+        self.child.both = MetricCollection([MulticlassAccuracy(5), MulticlassPrecision(5)])
+
+    def training_step(self, batch, index):
+        loss = super().training_step(batch, index)
+        guessed, target = torch.arange(10) % 5, torch.arange(10) // 2
+        self.child.accuracy.update(guessed, target)
+        self.child.both(guessed, target)
+        self.child.losses(loss.detach())
+        return loss
+
+
+def test_the_check_adds_nothing_to_metrics(caplog):
     caplog.set_level("INFO", "variable_batch_size")
-    module = Module(PLAIN)
-    module.child = torch.nn.Module()
-    module.child.metric, module.child.lock = MulticlassAccuracy(5), threading.Lock()
-    fit(module)
-    assert_trained(module)
-    assert sum("not checked" in line and "TypeError" in line for line in caplog.messages) == 1
+    modules = []
+    for check in True, False:
+        modules.append(Measuring())
+        fit(modules[-1], max_epochs=1, strategy=strategy_for(PLAIN, check_loss=check))
+    checked, unchecked = (module.child for module in modules)
+    assert torch.equal(checked.losses.compute(), unchecked.losses.compute())
+    assert len(checked.losses.compute()) == checked.accuracy._update_count > ENDS[0]
+    assert torch.equal(checked.accuracy.tp, unchecked.accuracy.tp)
+    assert checked.both.compute() == unchecked.both.compute()
+    assert torch.equal(checked.both.MulticlassAccuracy.tp, unchecked.both.MulticlassAccuracy.tp)
+    assert "not checked" not in caplog.text
 
 
 class Stream(IterableDataset[int]):

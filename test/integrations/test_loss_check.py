@@ -145,12 +145,12 @@ RIGHT = {
 }
 
 
-def checked(make, collate, loss, minibatch=6, seed=0, loader=None):
+def checked(make, collate, loss, minibatch=6, seed=0, data=None):
     """Check the loss before the first update, and return the messages of warnings."""
-    model = model_of()
-    sampler = vbs.CustomSampler(Data(make), 12, 1, 0, minibatch, seed=seed)
+    model, data = model_of(), data or Data(make)
+    sampler = vbs.CustomSampler(data, 12, 1, 0, minibatch, seed=seed)
     optimizer = vbs.CustomOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sampler)
-    check, loader = LossCheck(), DataLoader(Data(make), minibatch, collate_fn=collate)
+    check, loader = LossCheck(), DataLoader(data, minibatch, collate_fn=collate)
     states = torch.get_rng_state(), np.random.get_state()[1].copy()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -200,6 +200,47 @@ def test_what_is_not_checked_is_said_once(data, loss, why, caplog):
     assert checked(*data, loss) == []
     assert [message for message in caplog.messages if why in message] == caplog.messages
     assert len(caplog.messages) == 1
+
+
+class Stateful(Data):
+    """Rows with noise of a generator of the dataset, which also counts and opens what it reads at first use."""
+
+    def __init__(self, make):
+        super().__init__(make)
+        self.generators = np.random.default_rng(0), torch.Generator()
+        self.numpy, self.torch = self.generators
+        self.opened, self.reads, self.seen = None, 0, {"rows": []}
+
+    def __getitem__(self, index):
+        self.opened, self.reads = self.opened or object(), self.reads + 1
+        self.seen["rows"].append(index)
+        row, label = super().__getitem__(index)
+        return row + 0.01 * self.numpy.random() + 0.01 * torch.rand((), generator=self.torch), label
+
+
+def test_what_a_dataset_has_is_as_before():
+    data = Stateful(sorted_classes)
+    states = data.numpy.bit_generator.state, data.torch.get_state()
+    assert checked(sorted_classes, None, weighted, data=data)
+    assert (data.opened, data.reads, data.seen) == (None, 0, {"rows": []})
+    assert data.numpy.bit_generator.state == states[0]
+    assert torch.equal(data.torch.get_state(), states[1])
+
+
+def time_is_as_long_as_the_microbatch(rows):
+    inputs = torch.stack([torch.cat([row[0]] * 2).view(4, 4) for row in rows], dim=1)  # (time, rows, width)
+    labels = torch.tensor([row[1] for row in rows]).expand(4, len(rows)).contiguous()
+    return inputs * torch.bernoulli(torch.full_like(inputs, 0.8)), labels
+
+
+def test_a_batch_is_not_cut_along_time(caplog):
+    caplog.set_level(logging.INFO, "variable_batch_size")
+
+    def loss(model, batch):
+        return cross_entropy(model(batch[0].transpose(0, 1).flatten(1)[:, :WIDTH]), batch[1][0])
+
+    assert checked(sorted_classes, time_is_as_long_as_the_microbatch, loss, 4) == []
+    assert "two forwards of the same rows differ" in caplog.text
 
 
 def test_other_rows_are_drawn_in_each_update_and_the_switch_ends_all():

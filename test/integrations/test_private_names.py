@@ -15,7 +15,7 @@ INTEGRATIONS = Path(__file__).parents[2] / "variable_batch_size" / "integrations
 
 LEFT = {
     "accelerate": {},
-    "transformers": {"trainer.py": {"_metrics"}},  # of trl
+    "transformers": {},
     "keras": {"model.py": {"_learning_rate", "_symbolic_build"}, "optimizer.py": {"_learning_rate"}},
     "ignite": {"ignite.py": {"_init_iter", "_prepare_batch"}},
     "lightning": {"strategy.py": {"_accelerator_connector", "_zero_grad_fn"}},

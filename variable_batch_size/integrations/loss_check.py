@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 from typing import Any, Final, Literal, final
@@ -20,6 +19,7 @@ from variable_batch_size.data.streams.rows import has_tensor_rows, take_rows
 from variable_batch_size.data.tokens.token_batches import TokenBatches
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.testing.loss import REMEDY, compare_parts, unlike_rows
+from variable_batch_size.testing.undisturbed import KeptAttributes
 
 CHECKED_UPDATES: Final = frozenset({0, 1, 10, 100, 1000})  # in the first ones a KL term may be 0
 LossOf = Callable[[Any, Any, float], Tensor]  # of the model, a batch, and what its rows count
@@ -62,20 +62,23 @@ class LossCheck:
         reduction: Literal["mean", "sum"],
         remedy: str = REMEDY,
         tolerance: float | None = None,
+        owner: object = None,
     ) -> None:
-        """Warn if the loss of rows of the loader's dataset is not the mean, or the sum, of those of parts."""
-        options: Any = {"reduction": reduction, "tolerance": tolerance, "remedy": remedy}
-        with self.attempt(optimizer), kept_states():
-            if why := _compare(optimizer, loader, model, loss_of, **options):
-                self.leave(optimizer, why)
+        """Warn if the loss of rows of the loader's dataset is not the mean, or the sum, of those of parts.
 
-    @contextmanager
-    def attempt(self, optimizer: CustomOptimizer) -> Iterator[None]:
-        """Let no exception of a check end the training."""
+        `owner` has other attributes that forwards change, and that are put back, as those of a trainer.
+        """
+        options: Any = {"reduction": reduction, "tolerance": tolerance, "remedy": remedy}
+        attributes = KeptAttributes(owner, loader.dataset, loader.collate_fn)
         try:
-            yield
+            with kept_states():
+                why = _compare(optimizer, loader, model, loss_of, **options)
         except Exception as error:  # of whatever is called; the training's own forward is to raise it
-            self.leave(optimizer, f"{type(error).__name__} in a forward of drawn rows ({str(error)[:80]})")
+            why = f"{type(error).__name__} in a forward of drawn rows ({str(error)[:80]})"
+        finally:
+            attributes.restore()
+        if why:
+            self.leave(optimizer, why)
 
 
 def _compare(
@@ -92,8 +95,8 @@ def _compare(
     takes = list[Callable[[IntArray], Any]]()
     if isinstance(read, list) and len(read) == number:
         takes.append(lambda part: loader.collate_fn([read[row] for row in part]))
-    if has_tensor_rows(batch, number):
-        takes.append(partial(take_rows, batch))
+    if has_tensor_rows(batch, number) and not (takes and not has_tensor_rows(takes[0](order[1:]), number - 1)):
+        takes.append(partial(take_rows, batch))  # not along time
 
     def loss(take: Callable[[IntArray], Any], model: nn.Module, part: IntArray) -> Tensor:
         seed_host(next(seeds))  # another one in each call, so that what draws is found

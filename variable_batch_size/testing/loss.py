@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -14,9 +13,8 @@ from torch import Tensor, nn
 
 from variable_batch_size._log import log, stacklevel_of_user
 from variable_batch_size._validation import FloatArray, IntArray, in_documentation, value_error
-from variable_batch_size.backend.generators import kept_states
 from variable_batch_size.data.streams import rows
-from variable_batch_size.optim.tensors.buffers import KeptBuffers
+from variable_batch_size.testing.undisturbed import undisturbed_evaluation
 
 _TOLERANCES: Final = {torch.float64: 1e-6, torch.float32: 2e-3}  # relative; of losses that models round to float32
 _NARROW: Final = 1e-2
@@ -99,7 +97,7 @@ def compare_parts(
     weights = np.ones(number) if counts is None else counts
     whole, parts = np.arange(number), [part for part in np.split(order, [number // 6 or 1, number // 2]) if len(part)]
     forwards = [whole, whole, *(parts if number > 1 else []), whole, whole]
-    with torch.no_grad(), _undisturbed_evaluation(model):  # five, as on ranks with more rows
+    with torch.no_grad(), undisturbed_evaluation(model):  # five, as on ranks with more rows
         again, expected, *losses = (float(loss_of(model, part)) for part in forwards[:5])
     losses = losses[: len(parts)]
     if number < 2:
@@ -150,19 +148,3 @@ def _weights_of_parts(counts: Sequence[float], reduction: str) -> FloatArray:
         return np.ones(len(counts))
     counted = np.array(counts, np.float64)
     return np.asarray(np.where(counted > 0, counted, np.nan) / counted.sum(), np.float64)
-
-
-@contextmanager
-def _undisturbed_evaluation(model: nn.Module) -> Iterator[None]:
-    """Restore, after a block in evaluation mode, what forwards change: modes, buffers and random numbers."""
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = KeptBuffers(model)
-    devices = {part.device for part in model.parameters() if part.device.type in ("cuda", "xpu")}
-    model.eval()
-    try:
-        with kept_states(), torch.random.fork_rng(devices, device_type=next(iter(devices)).type if devices else "cuda"):
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-        buffers.restore()

@@ -1,14 +1,11 @@
-"""What `training_step` returns; and whether it is a mean over rows: asked about parts of them, it leaves no traces."""
+"""What `training_step` returns."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, MutableMapping, MutableSequence, MutableSet
+from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
-from lightning.pytorch import LightningModule
 from torch import Tensor
-from torchmetrics import Metric
 
 from variable_batch_size._validation import type_error
 
@@ -35,17 +32,3 @@ class Output(NamedTuple):
         if not isinstance(loss, Tensor):
             raise type_error("training_step must return a loss for every microbatch", loss, "return one of gradient 0")
         return Output(loss, count, {MEAN_LOSS: loss / (rows if count is None else count), **entries.get("log", {})})
-
-
-def quiet_copy(module: LightningModule) -> LightningModule:
-    """Return a module with the same parameters that logs nothing, and whose lists, counters and metrics are its own."""
-    twin = copy.copy(module)
-    for name, value in vars(module).items():
-        if isinstance(value, MutableSequence | MutableMapping | MutableSet):
-            vars(twin)[name] = copy.copy(value)
-    for name, child in module.named_children():
-        if any(isinstance(part, Metric) for part in child.modules()):
-            setattr(twin, name, copy.deepcopy(child))
-    twin.trainer = module.trainer
-    twin.log = lambda *_, **__: None  # type: ignore[method-assign]
-    return twin

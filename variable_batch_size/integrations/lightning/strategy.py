@@ -31,7 +31,7 @@ from variable_batch_size.data.sampler import CustomSampler, TraceLike
 from variable_batch_size.data.tokens.token_batches import TokenBatches
 from variable_batch_size.integrations.facts import optimizer_facts
 from variable_batch_size.integrations.lightning.loader import StrategyLoader, training_sampler
-from variable_batch_size.integrations.lightning.loss import MEAN_LOSS, OF_TOKENS, REMEDY, Output, quiet_copy
+from variable_batch_size.integrations.lightning.loss import MEAN_LOSS, OF_TOKENS, REMEDY, Output
 from variable_batch_size.integrations.lightning.supported import SETTINGS
 from variable_batch_size.integrations.loading import with_sampler
 from variable_batch_size.integrations.loss_check import LossCheck
@@ -214,15 +214,14 @@ class VariableBatch(ParallelStrategy):
     def _check_loss(self, optimizer: CustomOptimizer, others: Sequence[Any], options: Mapping[str, Any]) -> None:
         """Warn if the loss of a microbatch is not the mean, or the sum, of those of its rows; all ranks call it."""
 
-        def loss_of(twin: LightningModule, batch: Any, _: float) -> Tensor:
+        def loss_of(module: LightningModule, batch: Any, _: float) -> Tensor:
+            vars(module)["log"] = lambda *_, **__: None  # until the check ends
             with self.precision_plugin.train_step_context():
-                return Output.of(twin.training_step(self._on_device(batch), *others, **options)).loss
+                return Output.of(module.training_step(self._on_device(batch), *others, **options)).loss
 
         remedy = OF_TOKENS if isinstance(optimizer.sampler.batches, TokenBatches) else REMEDY
         loader: Any = self._module.trainer.train_dataloader
-        with self._loss_check.attempt(optimizer):
-            twin = quiet_copy(self._module)
-            self._loss_check(optimizer, loader.rows, twin, loss_of, reduction=optimizer.reduction, remedy=remedy)
+        self._loss_check(optimizer, loader.rows, self._module, loss_of, reduction=optimizer.reduction, remedy=remedy)
 
     def _on_device(self, rows: Any) -> Any:
         return super().batch_to_device(rows)
@@ -349,8 +348,8 @@ class VariableBatchStrategy(VariableBatch, DDPStrategy):
         ref_batchsize: batch size, in samples, at which the hyperparameters were tuned.
         sampler_options: further arguments of the `CustomSampler`.
         optimizer_options: further arguments of the `CustomOptimizer`.
-        check_loss: whether updates 0, 1, 10, 100 and 1,000 warn, after five forwards, of a loss that is no mean over
-            rows.
+        check_loss: whether updates 0, 1, 10, 100 and 1,000 warn of a loss that is no mean over rows, after five forwards and
+            backwards.
         **options: arguments of Lightning's DDPStrategy, such as `find_unused_parameters` or `start_method`.
 
     Raises:

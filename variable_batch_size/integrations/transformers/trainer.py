@@ -7,7 +7,6 @@ the position in the training is a file beside.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -57,8 +56,8 @@ class VariableBatchMixin(Base):
         args, kwargs: arguments of the class that it is mixed into.
         trace: the trace of the global batch size, in samples, see `CustomSampler`; with `sampler_options`, a dict.
         rule, ref_batchsize: see `CustomOptimizer`; with `optimizer_options`, a dict.
-        check_loss: whether updates 0, 1, 10, 100 and 1,000 warn, after five forwards, if the loss is no mean over
-            rows or labels.
+        check_loss: whether updates 0, 1, 10, 100 and 1,000 warn of a loss that is no mean over rows or labels, after five
+            forwards and backwards.
 
     Attributes:
         variable_optimizer: the optimizer that counts samples and updates, from the beginning of `train()` on.
@@ -168,17 +167,15 @@ class VariableBatchMixin(Base):
         """Warn if the loss of rows, times their labels or rows, is no sum of those of parts."""
 
         def summed_loss(model: Any, batch: Any, counted: float) -> Any:
+            self.__dict__["log"] = lambda *_, **__: None  # until the check ends
             batch = send_to_device(batch, self.args.device)
             count = self._count_labels(batch)
             loss = self.compute_loss(model, batch, num_items_in_batch=count)
             return loss * (counted if count is None else count)
 
-        options: Any = {"reduction": "sum", "tolerance": 1e-2 if self.args.bf16 else None, "remedy": REMEDY}
-        optimizer = self.variable_optimizer
-        with self._loss_check.attempt(optimizer), patch_attributes(self.args, average_tokens_across_devices=False):
-            metrics = copy.deepcopy(vars(self).get("_metrics"))  # where trl notes each loss
-            with patch_attributes(self, _metrics=metrics):
-                self._loss_check(optimizer, self._loader.loader, self.model, summed_loss, **options)
+        options: Any = {"reduction": "sum", "remedy": REMEDY, "owner": self, "tolerance": 1e-2 if self.args.bf16 else None}
+        with patch_attributes(self.args, average_tokens_across_devices=False):
+            self._loss_check(self.variable_optimizer, self._loader.loader, self.model, summed_loss, **options)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Return the floating-point operations of an update on this rank, or of a batch of an evaluation."""

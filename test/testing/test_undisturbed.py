@@ -1,0 +1,81 @@
+"""Forwards that leave no traces: attributes of modules, their metrics, hooks, gradients and random generators."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict, deque
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from variable_batch_size.testing import check_loss
+from variable_batch_size.testing.undisturbed import KeptAttributes
+
+
+class Metric(nn.Module):
+    """Has states as those of torchmetrics: a tensor that is written in place, one that is replaced, and a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.total, self.latest, self.values = torch.zeros(()), torch.zeros(()), []
+
+    def update(self, value):
+        self.total += value.detach()
+        self.latest = value
+        self.values.append(value)
+
+
+class Busy(nn.Module):
+    """Counts, keeps and draws in each forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.metric = nn.Linear(4, 3), Metric()
+        self.lock = iter(())  # which cannot be copied
+        self.calls, self.recent, self.by_name, self.names = 0, deque([1], 3), {"a": defaultdict(list)}, {"b"}
+        self.generator, self.numpy, self.python = torch.Generator(), np.random.default_rng(0), random.Random(0)
+        self.linear.register_forward_hook(lambda *_: self.recent.append(2))
+
+    def forward(self, x):
+        self.calls += 1
+        self.latest = self.linear(x)
+        self.by_name["a"]["x"].append(self.latest)
+        self.by_name["new"] = {}
+        self.names.add(f"{self.calls}")
+        self.metric.update(self.latest.mean())
+        self.drawn = torch.rand((), generator=self.generator) + self.numpy.random() + self.python.random()
+        return self.latest
+
+
+def test_attributes_are_as_before():
+    model = Busy()
+    names, hooked = {*vars(model)}, []
+    model.linear.weight.register_post_accumulate_grad_hook(hooked.append)
+    states = model.generator.get_state(), model.numpy.bit_generator.state, model.python.getstate()
+    model.metric.update(torch.ones(()))
+    x, labels = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.arange(6) % 3
+    check_loss(model, lambda model, batch: cross_entropy(model(batch[0]), batch[1]), (x, labels))
+    assert {*vars(model)} == names
+    assert (model.calls, model.recent, model.by_name, model.names) == (0, deque([1], 3), {"a": {}}, {"b"})
+    assert (float(model.metric.total), float(model.metric.latest), model.metric.values) == (1, 1, [torch.ones(())])
+    assert torch.equal(model.generator.get_state(), states[0])
+    assert model.numpy.bit_generator.state == states[1]
+    assert model.python.getstate() == states[2]
+    assert hooked == []
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert model.training
+
+
+def test_what_has_not_changed_is_not_written():
+    class Refusing(list):
+        def clear(self):
+            raise AssertionError("nothing has changed")
+
+    owner = Busy()
+    owner.values = Refusing([torch.ones(2)])
+    kept = KeptAttributes(owner, 3, None)
+    owner.calls = 5
+    kept.restore()
+    assert owner.calls == 0
