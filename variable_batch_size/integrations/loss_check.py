@@ -38,6 +38,7 @@ class LossCheck:
 
     def __init__(self, enabled: bool = True) -> None:
         self._due = {*CHECKED_UPDATES} if enabled else set[int]()
+        self._largest = np.zeros(2)
 
     def takes(self, optimizer: CustomOptimizer) -> bool:
         """Return whether the loss is to be checked before this update, once."""
@@ -61,14 +62,13 @@ class LossCheck:
         *,
         reduction: Literal["mean", "sum"],
         remedy: str = REMEDY,
-        tolerance: float | None = None,
         owner: object = None,
     ) -> None:
         """Warn if the loss of rows of the loader's dataset is not the mean, or the sum, of those of parts.
 
         `owner` has other attributes that forwards change, and that are put back, as those of a trainer.
         """
-        options: Any = {"reduction": reduction, "tolerance": tolerance, "remedy": remedy}
+        options: Any = {"reduction": reduction, "tolerance": None, "remedy": remedy, "largest": self._largest}
         attributes = KeptAttributes(owner, loader.dataset, loader.collate_fn)
         try:
             with kept_states():

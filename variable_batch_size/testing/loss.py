@@ -5,19 +5,27 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal
+from contextlib import suppress
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from variable_batch_size._log import log, stacklevel_of_user
 from variable_batch_size._validation import FloatArray, IntArray, in_documentation, value_error
 from variable_batch_size.data.streams import rows
 from variable_batch_size.testing.undisturbed import undisturbed_evaluation
 
-_TOLERANCES: Final = {torch.float64: 1e-6, torch.float32: 2e-3}  # relative; of losses that models round to float32
-_NARROW: Final = 1e-2
+# Relative differences that rounding explains: of losses, and of gradients, which autocast rounds within.
+_TOLERANCES: Final = {torch.float64: (1e-6, 1e-4), torch.float32: (1e-4, 1e-2)}  # of models that round to float32
+_NARROW: Final = (1e-2, 2e-2)
+_ON_DEVICES: Final = (2e-3, 1e-2)  # TF32, other kernels for other numbers of rows
+_ROUNDING: Final = np.array([1e-6, 1e-5])  # of the largest so far: that of what is trained until nearly 0
+_DIRECTIONS: Final = 8
+_SCALE: Final = 2.0**12  # of what is differentiated: gradients of float16 may be too small for it
 REMEDY: Final = (
     'return the sum of what it averages, such as tokens, pass reduction="sum" to the optimizer and how many they are '
     f"to step(count=), {in_documentation('Means over tokens')}; a loss that compares rows with one another cannot be "
@@ -37,9 +45,11 @@ def check_loss(
 ) -> None:
     """Warn if the loss of a batch is not the mean of those of parts of it, weighed by what their rows count.
 
-    The loss is computed five times, without gradients and with the model in evaluation mode; modes, buffers and random
-    numbers are as before afterwards. A line of the log says why nothing was compared, as for a loss that draws random
-    numbers, which the whole batch shows twice. Every rank calls it, with a batch of its own.
+    So must be its gradient, which tells them apart where all rows have nearly the same loss. Both are computed five
+    times, with the model in evaluation mode; `.grad`, modes, attributes, buffers and random numbers are as before
+    afterwards. Models that FSDP2 shards are compared without gradients. A line of the log says why nothing was
+    compared, as for a loss that draws random numbers, which the whole batch shows twice. Every rank calls it, with a
+    batch of its own.
 
     Args:
         model: the model.
@@ -48,7 +58,7 @@ def check_loss(
             collates them. One row is not compared.
         counts: what each row counts, such as its tokens, (rows,). Default: all alike.
         reduction: "mean", or "sum" if the loss of the batch has to be the sum of those of its parts.
-        tolerance: the relative difference that rounding explains. Default: by the dtype of the parameters.
+        tolerance: the relative difference that rounding explains. Default: by dtypes and devices.
         remedy: what the warning says in the end.
 
     Raises:
@@ -84,6 +94,7 @@ def compare_parts(
     reduction: Literal["mean", "sum"],
     tolerance: float | None,
     remedy: str,
+    largest: FloatArray | None = None,
 ) -> str:
     """Warn as `check_loss`, and return why nothing was compared, or "".
 
@@ -92,34 +103,89 @@ def compare_parts(
         loss_of: returns the loss of some rows, given the model and their numbers, (rows,).
         order: of the rows, which are cut into parts, (rows,).
         counts: what each row counts, (rows,); None if all count alike.
+        largest: the largest loss and norm of a gradient so far, (2,), which are updated.
     """
     number = len(order)
     weights = np.ones(number) if counts is None else counts
     whole, parts = np.arange(number), [part for part in np.split(order, [number // 6 or 1, number // 2]) if len(part)]
     forwards = [whole, whole, *(parts if number > 1 else []), whole, whole]
-    with torch.no_grad(), undisturbed_evaluation(model):  # five, as on ranks with more rows
-        again, expected, *losses = (float(loss_of(model, part)) for part in forwards[:5])
-    losses = losses[: len(parts)]
+    model = model.module if isinstance(model, DistributedDataParallel) else model  # which would wait for a backward()
+    with undisturbed_evaluation(model):  # five, as on ranks with more rows
+        again, expected, *of_parts = [_Derived.of(loss_of, model, part) for part in forwards[:5]]
+    of_parts = of_parts[: len(parts)]
     if number < 2:
         return "a single row cannot be cut"
-    if not all(map(math.isfinite, (expected, *losses))):
+    if not all(math.isfinite(one.value) for one in (expected, *of_parts)):
         return "it is not finite"
-    if again != expected:
+    if again.value != expected.value:
         return "two forwards of the same rows differ: it draws random numbers, or changes what it depends on"
-    by_parts = float(np.dot(_weights_of_parts([weights[part].sum() for part in parts], reduction), losses))
-    if tolerance is None:
-        kinds = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-        tolerance = max((_TOLERANCES.get(kind, _NARROW) for kind in kinds), default=_NARROW)
-    largest = max(map(abs, (expected, *losses)))
-    if abs(by_parts - expected) > tolerance * largest:  # False for nan: a part counts nothing
+    shares = _weights_of_parts([weights[part].sum() for part in parts], reduction)
+    by_parts = float(shares @ [one.value for one in of_parts])
+    slopes = shares @ [one.slopes for one in of_parts]
+    differences = np.array([abs(by_parts - expected.value), np.linalg.norm(slopes - expected.slopes)])
+    sizes = np.max([(abs(one.value), one.norm) for one in (expected, *of_parts)], axis=0)
+    tolerances = expected.tolerances(model) if tolerance is None else tolerance
+    largest = sizes if largest is None else np.maximum(largest, sizes, out=largest)
+    explained = np.maximum(tolerances * sizes, _ROUNDING * largest)
+    if (differences > explained).any():  # False for nan: a part counts nothing
         counted = "rows" if counts is None else "what the rows count"
+        of_gradients = (
+            f", with gradients that differ by {differences[1] / sizes[1]:.2g} of their size" if sizes[1] else ""
+        )
         message = (
             f"the loss of a microbatch must be a {reduction} over {counted}, but that of {number} rows is "
-            f"{expected:.6g} and the {reduction} of those of parts of them {by_parts:.6g}: updates depend on how "
-            f"they are cut into microbatches; {remedy}"
+            f"{expected.value:.6g} and the {reduction} of those of parts of them {by_parts:.6g}{of_gradients}: updates "
+            f"depend on how they are cut into microbatches; {remedy}"
         )
         warnings.warn(message, UserWarning, stacklevel=stacklevel_of_user())
     return ""
+
+
+class _Derived(NamedTuple):
+    """A loss, and what its gradient is in some directions."""
+
+    value: float
+    dtype: torch.dtype
+    slopes: FloatArray  # (directions,); nan if it has no gradient that torch.autograd.grad can give
+    norm: float
+
+    @classmethod
+    def of(cls, loss_of: Callable[[nn.Module, IntArray], Tensor], model: nn.Module, part: IntArray) -> _Derived:
+        """Return the loss of some rows; under FSDP2, whose gradients are summed over ranks, without slopes."""
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        has_gradient = trained != [] and not any(isinstance(parameter, DTensor) for parameter in trained)
+        with torch.set_grad_enabled(has_gradient):
+            loss = loss_of(model, part)
+        slopes, norm = np.full(_DIRECTIONS, np.nan), 0.0
+        if has_gradient and not loss.requires_grad:  # such as that of rows without labels
+            slopes = np.zeros(_DIRECTIONS)
+        elif has_gradient:
+            with suppress(Exception):  # such as an LSTM of cuDNN in evaluation mode, whose losses are compared
+                slopes, norm = _project(torch.autograd.grad(_SCALE * loss, trained, materialize_grads=True))
+        return cls(float(loss.detach()), loss.dtype, slopes, norm)
+
+    def tolerances(self, model: nn.Module) -> FloatArray:
+        """Return what rounding explains, relative to the loss and to the norm of its gradient, (2,)."""
+        floating = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
+        by_dtype = [_TOLERANCES.get(kind, _NARROW) for kind in {self.dtype, *(one.dtype for one in floating)}]
+        on_cpu = all(parameter.device.type == "cpu" for parameter in floating)
+        return np.asarray(np.max([*by_dtype, *([] if on_cpu else [_ON_DEVICES])], axis=0), np.float64)
+
+
+@torch.no_grad()
+def _project(gradients: Sequence[Tensor]) -> tuple[FloatArray, float]:
+    """Return products of a gradient with random directions, the same in each call, (directions,), and its norm."""
+    slopes, square = np.zeros(_DIRECTIONS), 0.0
+    for number, gradient in enumerate(gradients):
+        flat = (gradient.to_dense() if gradient.is_sparse else gradient).flatten() / _SCALE
+        flat = flat if flat.dtype == torch.float64 else flat.float()
+        drawn = torch.randn(
+            len(flat), generator=torch.Generator(flat.device).manual_seed(number), dtype=flat.dtype, device=flat.device
+        )
+        products = (drawn * flat).tensor_split(_DIRECTIONS)  # each a direction of its own
+        slopes += torch.stack([part.sum() for part in products]).double().cpu().numpy()
+        square += float(flat.square().sum())
+    return slopes, math.sqrt(square)
 
 
 def unlike_rows(batch: Any, number: int) -> IntArray:

@@ -173,7 +173,7 @@ class VariableBatchMixin(Base):
             loss = self.compute_loss(model, batch, num_items_in_batch=count)
             return loss * (counted if count is None else count)
 
-        options: Any = {"reduction": "sum", "remedy": REMEDY, "owner": self, "tolerance": 1e-2 if self.args.bf16 else None}
+        options: Any = {"reduction": "sum", "remedy": REMEDY, "owner": self}
         with patch_attributes(self.args, average_tokens_across_devices=False):
             self._loss_check(self.variable_optimizer, self._loader.loader, self.model, summed_loss, **options)
 
