@@ -169,6 +169,15 @@ def test_a_training_goes_on_in_a_later_fit():
     assert model.custom_optimizer.updates == ENDS[1]
 
 
+def test_a_training_goes_on_after_another_compile_with_its_optimizer():
+    model, optimizer = made(), opt.SGD(0.1)
+    for first, loss in enumerate((ce(from_logits=True), ce(from_logits=True, reduction="sum"))):
+        model.compile(optimizer, loss, metrics=["accuracy"])
+        with pytest.warns(UserWarning, match="must be a mean over rows") if first else nullcontext():
+            fit(model)
+        assert model.custom_optimizer.updates == ENDS[first]
+
+
 @pytest.mark.parametrize(("stop", "every"), [(11, 99), (14, 1)])
 def test_a_resume_has_the_epochs_and_the_rate_of_the_script(stop, every, tmp_path):
     options = {"initial_epoch": 2, "epochs": 5}

@@ -45,8 +45,8 @@ def create_supervised_trainer(
     Args:
         loader: the loader that `run` will get. Its `batch_size` is the largest number of rows of a microbatch.
         **options: settings of `variable_batch`; `check_loss`, whether updates 0, 1, 10, 100 and 1,000 warn of a loss
-            that is no mean over rows, after five forwards and backwards; `prepare_batch`, `output_transform`, `model_transform`,
-            `model_fn` and `non_blocking` of Ignite's function.
+            that is no mean over rows; `prepare_batch`, `output_transform`, `model_transform`, `model_fn` and
+            `non_blocking` of Ignite's function.
     """
     settings = Settings.taken_from(options)
     wrapped = settings.wrap_optimizer(optimizer, sampler_for(loader, settings), model=model)

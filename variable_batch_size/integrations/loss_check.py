@@ -34,10 +34,11 @@ class LossCheck:
 
     Args:
         enabled: whether to check anything.
+        first: the update from which others are counted.
     """
 
-    def __init__(self, enabled: bool = True) -> None:
-        self._due = {*CHECKED_UPDATES} if enabled else set[int]()
+    def __init__(self, enabled: bool = True, first: int = 0) -> None:
+        self._due = {first + update for update in CHECKED_UPDATES} if enabled else set[int]()
         self._largest = np.zeros(2)
 
     def takes(self, optimizer: CustomOptimizer) -> bool:

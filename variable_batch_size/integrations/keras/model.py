@@ -47,7 +47,7 @@ SETTINGS = (
     ),
     Setting("BackupAndRestore", "left out", itemgetter("backups"), ([],), "pass VariableBatchCheckpoint"),
 )  # of a call of `fit`
-_METHODS = "compile", "compute_loss", "compute_metrics", "fit", "make_train_function", "test_step", "train_step"
+_METHODS = "compute_loss", "compute_metrics", "fit", "make_train_function", "test_step", "train_step", "compile"
 _REMEDY = "return a mean over rows, or pass count= with what it is a mean over, such as tokens"
 
 
@@ -77,6 +77,12 @@ class VariableBatchModelMixin(Base):
         super().__init__(*args, **options)
         self.count, self.settings = count, settings
         self.custom_optimizer: Any = None
+        self._loss_check: Any = None
+
+    def compile(self, *args: Any, **options: Any) -> None:
+        """Compile as Keras does; with the same optimizer the training goes on, and another loss is checked anew."""
+        super().compile(*args, **options)
+        self._loss_check = None
 
     def fit(self, *args: Any, **options: Any) -> Any:
         """Train as Keras does, with a batch of the trace for each update."""
@@ -129,14 +135,16 @@ class VariableBatchModelMixin(Base):
         """Return the optimizer of the training under way, or of a new one, at the beginning of an update."""
         optimizer = self.custom_optimizer
         sampler = sampler_for(loader, settings)
-        if optimizer is None or not optimizer.updates or optimizer.inner.wrapped is not self.optimizer:
+        is_new = optimizer is None or not optimizer.updates or optimizer.inner.wrapped is not self.optimizer
+        if is_new or self._loss_check is None:
             samples = range(min(len(loader.dataset), loader.batch_size))
             reads = getattr(loader.dataset, "__getitems__", lambda numbers: [loader.dataset[n] for n in numbers])
             # Private: it creates all variables without a forward, which might draw numbers.
             self._symbolic_build(data_batch=loader.collate_fn(reads([*samples])))
+            self._loss_check = LossCheck(settings.check_loss, first=0 if is_new else optimizer.updates)
+        if is_new:
             inner = KerasOptimizer(self.optimizer, self.trainable_variables)
             reduction = {} if self.count is None else {"reduction": "sum"}
-            self._loss_check = LossCheck(settings.check_loss)
             optimizer = self.custom_optimizer = settings.wrap_optimizer(inner, sampler, model=self, **reduction)
         optimizer.discard_step()  # what an interrupted fit() has left
         broadcast_parameters(self)  # also in a second fit: a callback may set weights at the end of the first

@@ -348,8 +348,7 @@ class VariableBatchStrategy(VariableBatch, DDPStrategy):
         ref_batchsize: batch size, in samples, at which the hyperparameters were tuned.
         sampler_options: further arguments of the `CustomSampler`.
         optimizer_options: further arguments of the `CustomOptimizer`.
-        check_loss: whether updates 0, 1, 10, 100 and 1,000 warn of a loss that is no mean over rows, after five forwards and
-            backwards.
+        check_loss: whether updates 0, 1, 10, 100 and 1,000 warn of a loss that is no mean over rows.
         **options: arguments of Lightning's DDPStrategy, such as `find_unused_parameters` or `start_method`.
 
     Raises:

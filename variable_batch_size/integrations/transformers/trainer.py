@@ -56,8 +56,7 @@ class VariableBatchMixin(Base):
         args, kwargs: arguments of the class that it is mixed into.
         trace: the trace of the global batch size, in samples, see `CustomSampler`; with `sampler_options`, a dict.
         rule, ref_batchsize: see `CustomOptimizer`; with `optimizer_options`, a dict.
-        check_loss: whether updates 0, 1, 10, 100 and 1,000 warn of a loss that is no mean over rows or labels, after five
-            forwards and backwards.
+        check_loss: whether updates 0, 1, 10, 100 and 1,000 warn of a loss that is no mean over rows or labels.
 
     Attributes:
         variable_optimizer: the optimizer that counts samples and updates, from the beginning of `train()` on.
