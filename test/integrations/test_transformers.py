@@ -167,7 +167,7 @@ def train_with_trl(folder, name, rows, **columns):
     options = {**QUIET, "bf16": False, CHECKPOINTING: False, "train_sampling_strategy": "sequential", "max_steps": 4}
     config = getattr(trl, f"{name}Config")(str(folder), per_device_train_batch_size=rows, **options)
     own = {"train_dataset": datasets.Dataset.from_dict(columns), "processing_class": tokenizer, "trace": "0:24 2:10"}
-    own |= {} if name == "SFT" else {"ref_model": language_model("gpt2")}
+    own |= {"KTO": {"ref_model": language_model("gpt2")}, "GRPO": {"reward_funcs": len}}.get(name, {})
     kind = type(name, (VariableBatchMixin, getattr(trl, f"{name}Trainer")), {})
     trainer = kind(language_model("gpt2"), args=config, **own)
     trainer.train()
@@ -182,6 +182,10 @@ def test_trainers_of_trl(tmp_path):
     words = [f"w{text[0]}" for text in texts]
     with pytest.raises(ValueError, match="loss_type of trl's KTOTrainer must be one without a KL term"):
         train_with_trl(tmp_path, "KTO", 4, prompt=words, completion=words, label=[True, False] * 40)
+    with pytest.raises(
+        ValueError, match=r"the trainer must be one that reads each sample once .*, got GRPOTrainer; write"
+    ):
+        train_with_trl(tmp_path, "GRPO", 8, prompt=words)
 
 
 # Samples, losses, and mistakes. ----------------------------------------------------------------------------------

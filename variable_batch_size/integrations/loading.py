@@ -69,10 +69,7 @@ def _check_reads_each_sample_once(sampler: Any) -> None:
     whole = getattr(sampler, "replacement", True) is False and len(sampler) == len(sampler.data_source)
     if not whole and type(sampler) not in (SequentialSampler, DistributedSampler):  # whose shares are dealt here anyway
         requirement = "the loader must read each sample once an epoch, in order or with shuffle=True"
-        remedy = (
-            "leave out sampler=, and put a choice of samples into the dataset, as torch.utils.data.Subset does; "
-            "trainers that repeat samples, as those of GRPO and RLOO, cannot be used"
-        )
+        remedy = "leave out sampler=, and put a choice of samples into the dataset, as torch.utils.data.Subset does"
         raise type_error(requirement, sampler, remedy)
 
 

@@ -30,7 +30,20 @@ def _training_argument(name: str, supported: str, allowed: tuple[Any, ...], reme
     return Setting(name, supported, attrgetter(f"args.{name}"), allowed, remedy)
 
 
+def _repeating_class(trainer: Any) -> str:
+    """Return the class of trl that a trainer is, if it reads samples several times, or "none"."""
+    names = [kind.__name__ for kind in type(trainer).__mro__]
+    return next((name for name in names if name in ("GRPOTrainer", "RLOOTrainer", "DistillationTrainer")), "none")
+
+
 SETTINGS = (
+    Setting(
+        "the trainer",
+        "one that reads each sample once an epoch, unlike GRPOTrainer, RLOOTrainer and DistillationTrainer of trl",
+        _repeating_class,
+        ("none",),
+        "write a loop of your own, as examples/rollouts.py has it",
+    ),
     Setting(
         "loss_type of trl's KTOTrainer",
         "one without a KL term, which compares the rows of a microbatch",
