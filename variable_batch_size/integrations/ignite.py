@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
 from variable_batch_size._validation import type_error
@@ -33,62 +34,46 @@ def create_supervised_trainer(
     optimizer: Optimizer,
     loss_fn: Callable[[Any, Any], Tensor],
     device: str | torch.device | None = None,
-    *,
-    loader: DataLoader[Any],
-    **options: Any,
-) -> VariableBatchEngine:
-    """Return what Ignite's function of this name does, with a global batch size that follows a trace.
-
-    The first four arguments are those of Ignite; the model may be in DistributedDataParallel, and the loss must be a
-    mean over rows.
-
-    Args:
-        loader: the loader that `run` will get. Its `batch_size` is the largest number of rows of a microbatch.
-        **options: settings of `variable_batch`; `check_loss`, whether updates 0, 1, 10, 100 and 1,000 warn of a loss
-            that is no mean over rows; `prepare_batch`, `output_transform`, `model_transform`, `model_fn` and
-            `non_blocking` of Ignite's function.
-    """
-    settings = Settings.taken_from(options)
-    wrapped = settings.wrap_optimizer(optimizer, sampler_for(loader, settings), model=model)
-    broadcast_parameters(model, wrapped.backend)
-    step = _supervised_step(model, wrapped, loss_fn, device, LossCheck(settings.check_loss), loader, **options)
-    return VariableBatchEngine(step, wrapped)
-
-
-def _supervised_step(
-    model: nn.Module,
-    optimizer: CustomOptimizer,
-    loss_fn: Callable[[Any, Any], Tensor],
-    device: str | torch.device | None,
-    check: LossCheck,
-    loader: DataLoader[Any],
-    *,
     non_blocking: bool = False,
     prepare_batch: Callable[..., tuple[Any, Any]] = _prepare_batch,
     model_transform: Callable[[Any], Any] = lambda output: output,
     output_transform: Callable[[Any, Any, Any, Tensor], Any] = lambda x, y, y_pred, loss: loss.item(),
+    *,
+    loader: DataLoader[Any],
     model_fn: Callable[[nn.Module, Any], Any] = lambda model, x: model(x),
-) -> Callable[[Engine, Any], Any]:
-    """Return Ignite's process function, which trains on a microbatch."""
+    **settings: Any,
+) -> VariableBatchEngine:
+    """Return what Ignite's function of this name does, with a global batch size that follows a trace.
+
+    The other arguments are those of Ignite; the model may be in DistributedDataParallel, and the loss must be a mean
+    over rows.
+
+    Args:
+        loader: the loader that `run` will get. Its `batch_size` is the largest number of rows of a microbatch.
+        **settings: those of `variable_batch`; `check_loss`, whether updates 0, 1, 10, 100 and 1,000 warn of a loss
+            that is no mean over rows.
+    """
+    given = Settings.of(settings)
+    wrapped = given.wrap_optimizer(optimizer, sampler_for(loader, given), model=model)
+    broadcast_parameters(model, wrapped.backend)
+    check = LossCheck(given.check_loss)
 
     def forward(model: nn.Module, batch: Any) -> tuple[Any, Any, Any, Tensor]:
         x, y = prepare_batch(batch, device=device, non_blocking=non_blocking)
         y_pred = model_transform(model_fn(model, x))
         return x, y, y_pred, loss_fn(y_pred, y)
 
-    def loss_of(model: nn.Module, batch: Any, _: float) -> Tensor:
-        return forward(model, batch)[-1]
-
     def step(_: Engine, batch: Any) -> Any:
-        if check.takes(optimizer):
-            check(optimizer, loader, model, loss_of, reduction=optimizer.reduction)
+        if check.takes(wrapped):
+            loss_of: Any = lambda model, rows, _: forward(model, rows)[-1]  # noqa: E731
+            check(wrapped, loader, model, loss_of, reduction=wrapped.reduction, owner=loss_fn)
         model.train()
         x, y, y_pred, loss = forward(model, batch)
-        optimizer.backward(loss)
-        optimizer.step()
+        wrapped.backward(loss)
+        wrapped.step()
         return output_transform(x, y, y_pred, loss)
 
-    return step
+    return VariableBatchEngine(step, wrapped)
 
 
 def variable_batch(optimizer: Optimizer, loader: DataLoader[Any], **settings: Any) -> CustomOptimizer:
@@ -98,7 +83,7 @@ def variable_batch(optimizer: Optimizer, loader: DataLoader[Any], **settings: An
     see `CustomOptimizer`, whose errors it raises. The loss is not checked, which a line of the log says. With
     DistributedDataParallel, `optimizer_options={"model": model}`.
     """
-    given = Settings(**{name: value for name, value in settings.items() if value is not None})
+    given = Settings.of(settings)
     wrapped = given.wrap_optimizer(optimizer, sampler_for(loader, given))
     LossCheck(given.check_loss).leave(wrapped, "the step is not Ignite's own")
     return wrapped
@@ -158,22 +143,17 @@ class VariableBatchEngine(Engine):
         parts = ((self.optimizer.microbatch, batch) for batch in update)  # each is that of the step that follows
         outputs = [(part.samples / part.batch_size, self._step(self, batch)) for part, batch in parts]
         self.state.epoch_length = self._epoch.updates  # an estimate, if a controller decides
-        return self._mean_output(outputs)
+        weights, (first, *others) = zip(*outputs, strict=True)
+        return tree_map(lambda *parts: self._mean_leaf(weights, parts), first, *others)
 
-    def _mean_output(self, outputs: Sequence[tuple[float, Any]]) -> Any:
+    def _mean_leaf(self, weights: Sequence[float], outputs: Sequence[Any]) -> Any:
         """Return the output of an update from those of its microbatches with their weights, which are 0 for replays."""
-        first = outputs[0][1]
-        if isinstance(first, Mapping):
-            return {name: self._mean_output([(weight, output[name]) for weight, output in outputs]) for name in first}
-        if isinstance(first, (tuple, list)):
-            parts = [self._mean_output([(weight, output[i]) for weight, output in outputs]) for i in range(len(first))]
-            return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
-        if isinstance(first, Tensor) and first.dim():
-            weighted = [output for weight, output in outputs if weight]
-            return torch.cat(weighted) if weighted else []  # a metric of Ignite leaves an empty list out
+        first, weighted = outputs[0], [pair for pair in zip(weights, outputs, strict=True) if pair[0]]
+        if isinstance(first, Tensor) and first.dim():  # a metric of Ignite leaves an empty list out
+            return torch.cat([output for _, output in weighted]) if weighted else []
         if not isinstance(first, (Tensor, Real)):
-            return outputs[-1][1]
-        mean = torch.as_tensor(sum(weight * output for weight, output in outputs if weight), dtype=torch.float64)
+            return outputs[-1]
+        mean = torch.as_tensor(sum(weight * output for weight, output in weighted), dtype=torch.float64)
         self.optimizer.backend.all_reduce_sum([mean := mean.to(self.optimizer.backend.device)])
         return mean.to(first.device, torch.result_type(first, 1.0)) if isinstance(first, Tensor) else mean.item()
 

@@ -73,6 +73,11 @@ def _check_reads_each_sample_once(sampler: Any) -> None:
         raise type_error(requirement, sampler, remedy)
 
 
+def read_rows(dataset: Any, numbers: list[int]) -> Any:
+    """Return rows of a dataset, which may read them together, as a DataLoader does."""
+    return dataset.__getitems__(numbers) if hasattr(dataset, "__getitems__") else [dataset[one] for one in numbers]
+
+
 def with_sampler(loader: DataLoader[T], sampler: CustomSampler) -> DataLoader[T]:
     """Return a loader of the same class and settings whose microbatches are those that `sampler` deals.
 

@@ -17,6 +17,7 @@ from variable_batch_size.backend.generators import kept_states, seed_host
 from variable_batch_size.data.dataset.seeded import seed_of
 from variable_batch_size.data.streams.rows import has_tensor_rows, take_rows
 from variable_batch_size.data.tokens.token_batches import TokenBatches
+from variable_batch_size.integrations.loading import read_rows
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.testing.loss import REMEDY, compare_parts, unlike_rows
 from variable_batch_size.testing.undisturbed import KeptAttributes
@@ -89,8 +90,7 @@ def _compare(
     numbers, counts = _drawn_rows(optimizer)
     number, seeds = len(numbers), count(seed_of("microbatch", optimizer.updates))
     seed_host(next(seeds))
-    dataset: Any = loader.dataset
-    read = getattr(dataset, "__getitems__", lambda some: [dataset[one] for one in some])(numbers.tolist())
+    read = read_rows(loader.dataset, numbers.tolist())
     batch = loader.collate_fn(read)
     order, counted = unlike_rows(batch, number), np.ones(number) if counts is None else counts
     takes = list[Callable[[IntArray], Any]]()

@@ -42,10 +42,14 @@ class Settings:
         _check_option_names(self.optimizer_options, CustomOptimizer)
 
     @classmethod
-    def taken_from(cls, options: dict[str, Any]) -> Settings:
-        """Remove the settings from the arguments of a trainer, where None stands for the default, and return them."""
-        given = {field.name: options.pop(field.name, None) for field in fields(cls)}
+    def of(cls, given: Mapping[str, Any]) -> Settings:
+        """Return settings by their names, where None stands for the default."""
         return cls(**{name: value for name, value in given.items() if value is not None})
+
+    @classmethod
+    def taken_from(cls, options: dict[str, Any]) -> Settings:
+        """Remove the settings from the arguments of a trainer, and return them."""
+        return cls.of({field.name: options.pop(field.name, None) for field in fields(cls)})
 
     def wrap_optimizer(self, inner: Optimizer, sampler: Dealer, **defaults: Any) -> CustomOptimizer:
         """Return the optimizer around `inner`, for which every rank computes equally many microbatches of a step.

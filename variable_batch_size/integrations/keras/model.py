@@ -18,7 +18,7 @@ from variable_batch_size.integrations.facts import optimizer_facts
 from variable_batch_size.integrations.keras.checkpoint import VariableBatchCheckpoint
 from variable_batch_size.integrations.keras.data import Epochs, map_arrays, pop_loader
 from variable_batch_size.integrations.keras.optimizer import KerasOptimizer
-from variable_batch_size.integrations.loading import sampler_for, with_sampler
+from variable_batch_size.integrations.loading import read_rows, sampler_for, with_sampler
 from variable_batch_size.integrations.loss_check import LossCheck
 from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.integrations.supported import Setting, check_settings
@@ -137,10 +137,9 @@ class VariableBatchModelMixin(Base):
         sampler = sampler_for(loader, settings)
         is_new = optimizer is None or not optimizer.updates or optimizer.inner.wrapped is not self.optimizer
         if is_new or self._loss_check is None:
-            samples = range(min(len(loader.dataset), loader.batch_size))
-            reads = getattr(loader.dataset, "__getitems__", lambda numbers: [loader.dataset[n] for n in numbers])
+            rows = read_rows(loader.dataset, [*range(min(len(loader.dataset), loader.batch_size))])
             # Private: it creates all variables without a forward, which might draw numbers.
-            self._symbolic_build(data_batch=loader.collate_fn(reads([*samples])))
+            self._symbolic_build(data_batch=loader.collate_fn(rows))
             self._loss_check = LossCheck(settings.check_loss, first=0 if is_new else optimizer.updates)
         if is_new:
             inner = KerasOptimizer(self.optimizer, self.trainable_variables)

@@ -42,7 +42,9 @@ class TrainerLoader:
                 )
             cut = {"minibatch_size": args.per_device_train_batch_size, "collate_fn": loader.collate_fn}
             options = {**cut, **world, **settings.sampler_options}
-            return ArrivingBatches(trace=settings.trace, streams=[UnreadRows(self)], **options)
+            return ArrivingBatches(
+                trace=settings.trace, streams=[UnreadRows(self.trainer, loader, self._seed)], **options
+            )
         if isinstance(dataset, dict):
             remedy = "concatenate them, as datasets.concatenate_datasets does"
             raise type_error("train_dataset must be one dataset, not several by name", dataset, remedy)
@@ -65,9 +67,17 @@ class TrainerLoader:
         self._inside_epoch = False
         self.trainer.control.should_epoch_stop = True  # Trainer takes all epochs to be equally long
 
-    def unread_rows(self, used: int) -> Iterator[list[Any]]:
-        """Yield lists of rows of a stream, pass after pass, without the first `used` rows, with which was trained."""
-        loader, dataset, order = self.loader, self.trainer.train_dataset, None
+
+@final
+class UnreadRows:
+    """The rows of a trainer's stream, pass after pass, without those with which was trained; it never ends."""
+
+    def __init__(self, trainer: Any, loader: Any, seed: int) -> None:
+        self._trainer, self._loader, self._seed = trainer, loader, seed
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        used = self._trainer.variable_optimizer.samples
+        loader, dataset, order = self._loader, self._trainer.train_dataset, None
         if not isinstance(dataset, IterableDataset):
             batches, dataset = loader.batch_sampler, loader.dataset
             order = getattr(batches, "batch_sampler", batches).sampler
@@ -83,14 +93,3 @@ class TrainerLoader:
                 if used < len(rows):
                     yield rows[used:]
                 used = max(0, used - len(rows))
-
-
-@final
-class UnreadRows:
-    """The stream of a trainer, which begins behind the rows with which was trained, and never ends."""
-
-    def __init__(self, loader: TrainerLoader) -> None:
-        self._loader = loader
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        return self._loader.unread_rows(self._loader.trainer.variable_optimizer.samples)
