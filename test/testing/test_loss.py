@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 import warnings
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, dropout
+from torch.utils.checkpoint import checkpoint
 
 from variable_batch_size.data.streams.rows import has_tensor_rows
 from variable_batch_size.testing import check_loss
@@ -177,3 +179,39 @@ def test_buffers_that_a_forward_replaces_are_put_back():
     check_loss(model, lambda model, batch: model(batch).square().mean(), torch.randn(6, 3))
     assert torch.equal(model.mean, torch.zeros(3))
     assert before.sum() == 0
+
+
+class OfNumbers(nn.Module):
+    """A loss of each row by parameters that are sparse, complex, recomputed or not used."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.embedding, self.linear = nn.Embedding(9, 4, sparse=kind == "sparse"), nn.Linear(4, 3)
+        self.turn, self.unused = nn.Parameter(torch.randn(3, dtype=torch.complex64)), nn.Parameter(torch.ones(2))
+        if kind == "frozen":
+            self.requires_grad_(False)
+
+    def forward(self, texts):
+        embedded = self.embedding(texts).mean(1)
+        if self.kind == "recomputed":
+            return checkpoint(self.linear, embedded, use_reentrant=True)
+        if self.kind == "differentiated twice":
+            embedded = embedded.detach().requires_grad_()
+            embedded = torch.autograd.grad(self.linear(embedded).tanh().sum(), embedded, create_graph=True)[0]
+        output = self.linear(embedded)
+        return (output * self.turn).abs() if self.kind == "complex" else output
+
+
+@pytest.mark.parametrize("kind", ["sparse", "complex", "recomputed", "differentiated twice", "frozen"])
+def test_gradients_of_all_kinds(kind):
+    torch.manual_seed(0)
+    model, batch = OfNumbers(kind), batch_of()
+    for wrong in False, True:
+
+        def loss(model, batch, wrong=wrong):
+            mean = cross_entropy(model(batch["texts"]), batch["texts"][:, 0] % 3)
+            return mean * (1 + wrong * batch["x"].mean())
+
+        with pytest.warns(UserWarning, match="that of 8 rows is") if wrong else nullcontext():
+            check_loss(model, loss, batch)

@@ -6,12 +6,13 @@ import random
 from collections import defaultdict, deque
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from variable_batch_size.testing import check_loss
-from variable_batch_size.testing.undisturbed import KeptAttributes
+from variable_batch_size.testing.undisturbed import KeptAttributes, undisturbed_evaluation
 
 
 class Metric(nn.Module):
@@ -68,6 +69,14 @@ def test_attributes_are_as_before():
     assert model.training
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_modes_are_as_before():
+    model = nn.Sequential(nn.Dropout(), torch.jit.script(nn.Dropout()), nn.Dropout().eval())
+    with undisturbed_evaluation(model):
+        assert not any(module.training for module in model.modules())
+    assert [module.training for module in model] == [True, True, False]
+
+
 def test_what_has_not_changed_is_not_written():
     class Refusing(list):
         def clear(self):
@@ -75,6 +84,8 @@ def test_what_has_not_changed_is_not_written():
 
     owner = Busy()
     owner.values = Refusing([torch.ones(2)])
+    with torch.inference_mode():
+        owner.without_version = torch.ones(2)
     kept = KeptAttributes(owner, 3, None)
     owner.calls = 5
     kept.restore()

@@ -20,7 +20,7 @@ from variable_batch_size.data.tokens.token_batches import TokenBatches
 from variable_batch_size.integrations.loading import read_rows
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.testing.loss import REMEDY, compare_parts, unlike_rows
-from variable_batch_size.testing.undisturbed import KeptAttributes
+from variable_batch_size.testing.undisturbed import kept_attributes
 
 CHECKED_UPDATES: Final = frozenset({0, 1, 10, 100, 1000})  # in the first ones a KL term may be 0
 LossOf = Callable[[Any, Any, float], Tensor]  # of the model, a batch, and what its rows count
@@ -71,14 +71,11 @@ class LossCheck:
         `owner` has other attributes that forwards change, and that are put back, as those of a trainer.
         """
         options: Any = {"reduction": reduction, "tolerance": None, "remedy": remedy, "largest": self._largest}
-        attributes = KeptAttributes(owner, loader.dataset, loader.collate_fn)
         try:
-            with kept_states():
+            with kept_states(), kept_attributes(owner, loader.dataset, loader.collate_fn):
                 why = _compare(optimizer, loader, model, loss_of, **options)
         except Exception as error:  # of whatever is called; the training's own forward is to raise it
             why = f"{type(error).__name__} in a forward of drawn rows ({str(error)[:80]})"
-        finally:
-            attributes.restore()
         if why:
             self.leave(optimizer, why)
 

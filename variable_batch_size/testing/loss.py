@@ -177,7 +177,8 @@ def _project(gradients: Sequence[Tensor]) -> tuple[FloatArray, float]:
     """Return products of a gradient with random directions, the same in each call, (directions,), and its norm."""
     slopes, square = np.zeros(_DIRECTIONS), 0.0
     for number, gradient in enumerate(gradients):
-        flat = (gradient.to_dense() if gradient.is_sparse else gradient).flatten() / _SCALE
+        dense = gradient.to_dense() if gradient.is_sparse else gradient
+        flat = (torch.view_as_real(dense) if dense.is_complex() else dense).flatten() / _SCALE
         flat = flat if flat.dtype == torch.float64 else flat.float()
         drawn = torch.randn(
             len(flat), generator=torch.Generator(flat.device).manual_seed(number), dtype=flat.dtype, device=flat.device

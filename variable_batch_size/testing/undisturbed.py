@@ -24,15 +24,27 @@ _MOST_NAMES: Final = 1000  # of a dict whose values are looked into
 @contextmanager
 def undisturbed_evaluation(model: nn.Module) -> Iterator[None]:
     """Put the model in evaluation mode; restore afterwards what forwards change, also attributes and random numbers."""
-    attributes, buffers = KeptAttributes(*model.modules()), KeptBuffers(model)
+    buffers, modes = KeptBuffers(model), [(module, module.training) for module in model.modules()]
     devices = {part.device for part in model.parameters() if part.device.type in ("cuda", "xpu")}
-    model.eval()
+    forked = torch.random.fork_rng(devices, device_type=next(iter(devices)).type if devices else "cuda")
     try:
-        with kept_states(), torch.random.fork_rng(devices, device_type=next(iter(devices)).type if devices else "cuda"):
+        with kept_states(), forked, kept_attributes(*model.modules()):
+            model.eval()
             yield
     finally:
-        attributes.restore()
+        for module, mode in modes:  # those of scripted modules are no attributes
+            module.training = mode
         buffers.restore()
+
+
+@contextmanager
+def kept_attributes(*owners: object) -> Iterator[None]:
+    """Restore, after a block, the attributes of objects; see `KeptAttributes`."""
+    attributes = KeptAttributes(*owners)
+    try:
+        yield
+    finally:
+        attributes.restore()
 
 
 @final
@@ -49,6 +61,7 @@ class KeptAttributes:
         self._containers = [(container, _content_of(container)) for container in containers.values()]
         values = {id(value): value for owner in owners for value in getattr(owner, "__dict__", {}).values()}.values()
         tensors = [value for value in values if isinstance(value, Tensor) and value.numel() <= _LARGEST]
+        tensors = [tensor for tensor in tensors if not tensor.is_inference()]  # which has no version
         self._tensors = [(tensor, versions_of([tensor]), tensor.detach().clone()) for tensor in tensors]
         self._set_states = [partial(set_state, state()) for value in values for state, set_state in _state_of(value)]
 
