@@ -22,7 +22,7 @@ from variable_batch_size.testing.undisturbed import undisturbed_evaluation
 # Relative differences that rounding explains: of losses, and of gradients, which autocast rounds within.
 _TOLERANCES: Final = {torch.float64: (1e-6, 1e-4), torch.float32: (1e-4, 1e-2)}  # of models that round to float32
 _NARROW: Final = (1e-2, 2e-2)
-_ON_DEVICES: Final = (2e-3, 1e-2)  # TF32, other kernels for other numbers of rows
+_ON_DEVICES: Final = (2e-3, 2e-2)  # TF32, other kernels for other numbers of rows
 _ROUNDING: Final = np.array([1e-6, 1e-5])  # of the largest so far: that of what is trained until nearly 0
 _DIRECTIONS: Final = 8
 _SCALE: Final = 2.0**12  # of what is differentiated: gradients of float16 may be too small for it
@@ -178,8 +178,8 @@ def _project(gradients: Sequence[Tensor]) -> tuple[FloatArray, float]:
     slopes, square = np.zeros(_DIRECTIONS), 0.0
     for number, gradient in enumerate(gradients):
         dense = gradient.to_dense() if gradient.is_sparse else gradient
-        flat = (torch.view_as_real(dense) if dense.is_complex() else dense).flatten() / _SCALE
-        flat = flat if flat.dtype == torch.float64 else flat.float()
+        flat = (torch.view_as_real(dense) if dense.is_complex() else dense).flatten()
+        flat = (flat if flat.dtype == torch.float64 else flat.float()) / _SCALE
         drawn = torch.randn(
             len(flat), generator=torch.Generator(flat.device).manual_seed(number), dtype=flat.dtype, device=flat.device
         )
