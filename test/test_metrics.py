@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -360,3 +361,41 @@ def test_other_names_on_another_rank_raise_on_every_rank(names):
     first, second = run_ranks(train, 2)
     assert first == second
     assert all((name or "none") in first for name in names)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "tokens"])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_what_is_logged_of_a_loss_is_divided_as_its_gradient(reduction, ranks):
+    """Whatever the size of a microbatch: a sum of losses was logged as a mean of sums."""
+    rows = torch.arange(96.0, dtype=torch.float64).sin()
+    tokens = torch.arange(96) % 5 + 1
+
+    def train(backend, size):
+        weight = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
+        world = backend.world
+        sampler = vbs.CustomSampler(96, 96, world.size, world.rank, size)
+        inner = torch.optim.SGD([weight], lr=1.0)
+        own = {"reduction": "mean" if reduction == "mean" else "sum"}
+        optimizer = vbs.ConstantOptimizer(inner, sampler, backend=backend, **own)
+        metrics = vbs.Accumulator(optimizer)
+        for update in vbs.updates(sampler, optimizer):
+            for indices in update:
+                losses = weight * rows[indices] * (tokens[indices] if reduction == "tokens" else 1)
+                loss = losses.mean() if reduction == "mean" else losses.sum()
+                loss.backward()
+                optimizer.log(loss=loss)
+                number = tokens[indices].double()
+                metrics.add(loss=loss, tokens=number.mean() if reduction == "mean" else number.sum())
+                optimizer.step(**({"count": int(tokens[indices].sum())} if reduction == "tokens" else {}))
+        means = metrics.read()
+        by_tokens = means["loss"] / means["tokens"]
+        return optimizer.logged["loss"].item(), means["loss"], by_tokens, 1 - weight.item()
+
+    mean = float(rows.mean())
+    if reduction == "tokens":
+        mean = float((rows * tokens).sum() / tokens.sum())
+    for size in (96, 32, 8, 7):
+        for logged, of_samples, by_tokens, gradient in run_ranks(partial(train, size=size), ranks):
+            assert gradient == pytest.approx(mean, rel=1e-12)
+            assert logged == pytest.approx(mean, rel=1e-6)
+            assert (by_tokens if reduction == "tokens" else of_samples) == pytest.approx(mean, rel=1e-12)

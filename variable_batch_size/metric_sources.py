@@ -36,6 +36,12 @@ class TrainingSource:
         """That of the training, whose epochs are counted anew in each."""
         return self._optimizer.stage
 
+    @property
+    def rows(self) -> int:
+        """The number of rows that the value just weighed is a sum over; 1 for means, by the reduction of the loss."""
+        assert self._microbatch is not None
+        return self._microbatch.rows if self._optimizer.reduction == "sum" else 1
+
     def starts_over(self) -> bool:
         """Return whether earlier values do not count any more: no, the user decides by `set_epoch` or `reset`."""
         return False
@@ -88,6 +94,7 @@ class EvaluationSource:
     """
 
     stage = 0  # an evaluation has one
+    rows = 1  # it takes means
 
     def __init__(self, sampler: EvaluationSampler, backend: Backend | None) -> None:
         if backend is None:

@@ -41,8 +41,9 @@ class Accumulator:
 
     mean = sum_j n_j v_j / sum_j n_j over the microbatches j, where n_j is the number of distinct samples of microbatch
     j and v_j is the mean of the value over its rows: the loss, or `(output.argmax(1) == target).float().mean()` for
-    the accuracy. Repeated rows do not bias v_j, and a replay has n_j = 0. Pass means: sums and counts over rows would
-    be wrong.
+    the accuracy. Repeated rows do not bias v_j, and a replay has n_j = 0. In a training with `reduction="sum"` pass
+    sums over the rows instead, whose sum over the samples is divided by their number: divide that of the loss by that
+    of the tokens. In all other cases sums and counts over rows would be wrong.
 
     Call `add` for every microbatch, on every rank and with the same names, for replays too. It never waits for the
     device. Sums are kept in float64, or as pairs of float32 on devices without float64, so that a sum over a million
@@ -102,7 +103,8 @@ class Accumulator:
         """Add values of the current microbatch. Several calls may add different names.
 
         Args:
-            means: name -> mean of a value over the rows of the microbatch, a number or a tensor with one element.
+            means: name -> mean of a value over the rows of the microbatch, or their sum if the optimizer's loss is one
+                (`reduction="sum"`): a number or a tensor with one element.
 
         Raises:
             RuntimeError: if all updates of the epoch are committed, or a name already has a value for this microbatch,
@@ -115,7 +117,8 @@ class Accumulator:
         if self._source.starts_over():
             self.reset()
         for name, samples in self._source.weigh(means.keys()).items():
-            self._pending[name] = self._add_weighted(self._pending.get(name, _Sum()), means.get(name, 1.0), samples)
+            value, rows = means.get(name, 1.0), self._source.rows if name in means else 1
+            self._pending[name] = self._add_weighted(self._pending.get(name, _Sum()), value, samples, rows)
         if self._source.end_add():
             self._committed = dict(self._pending)
 
@@ -166,16 +169,16 @@ class Accumulator:
         self._pending = dict(self._committed)
         self._source.discard()
 
-    def _add_weighted(self, old: _Sum, mean: Tensor | float, samples: int) -> _Sum:
-        """Return a sum with one more value, the mean of a microbatch of so many samples."""
+    def _add_weighted(self, old: _Sum, mean: Tensor | float, samples: int, rows: int) -> _Sum:
+        """Return a sum with one more value of a microbatch of so many samples, a mean or the sum over `rows`."""
         number = old.samples + samples
         value = mean.reshape(()) if isinstance(mean, Tensor) else torch.tensor(float(mean), dtype=torch.float64)
         if value.device.type not in WITHOUT_FLOAT64:
             (total,) = old.parts or (torch.zeros((), dtype=torch.float64, device=value.device),)
-            return _Sum(number, (torch.add(total, value, alpha=samples) if samples else total,))
+            return _Sum(number, (torch.add(total, value, alpha=samples / rows) if samples else total,))
         backend = self._source.backend
         high, low = old.parts or backend.scalars([0.0, 0.0], value)
-        weight = torch.as_tensor(backend.scalar(samples, value), dtype=torch.float32)
+        weight = torch.as_tensor(backend.scalar(samples / rows, value), dtype=torch.float32)
         weighted = torch.where(weight > 0, value * weight, 0.0)  # the value of a replay may be infinite: 0 * inf is nan
         return _Sum(number, compensated_add(high, low, weighted))
 

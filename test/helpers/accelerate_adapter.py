@@ -52,7 +52,7 @@ class Accelerate:
                 x, target = x.to(accelerator.device), target.to(accelerator.device)
                 loss, count = case.loss(model(x), target, options["reduction"]), case.count(target)
                 optimizer.backward(loss)
-                optimizer.log(loss=loss / count if case.tokens else loss)
+                optimizer.log(loss=loss)
                 if not optimizer.step(count=count if case.tokens else None):
                     continue
                 losses.append(float(optimizer.logged["loss"]))

@@ -277,7 +277,7 @@ def _counting(run: Run, indices: list[int], of: Tensor = LENGTHS, *, scaled: boo
     own, lengths = run.training, of[indices].to(run.place.device)
     of_token = (own.model(own.x[indices]) - own.target[indices]).square().sum(dim=1)
     loss, tokens = (of_token * lengths).sum(), lengths.sum()
-    run.optimizer.log(loss=loss / tokens.clamp(min=1))
+    run.optimizer.log(loss=loss)
     if scaled:
         return _step_scaled(run, loss, count=tokens)
     run.backward(loss)

@@ -117,7 +117,7 @@ def engine_of_texts(
         tokens, labels = batch
         loss, count = case.loss(model(tokens), labels, "sum"), case.count(labels)
         optimizer.backward(loss)
-        optimizer.log(loss=loss / count)
+        optimizer.log(loss=loss)
         optimizer.step(count=count)
         return loss.item()
 

@@ -87,7 +87,7 @@ class Abilities:
         several = backend.job.world.size > 1 and not backend.elastic  # which compares its ranks by itself
         self.same_updates = SameUpdates(inner, backend) if several else None
         self.counts = TokenCount(backend, options.reduction)
-        self.means = StepMeans(backend, self.counts)
+        self.means = StepMeans(backend, self.counts, options.reduction)
         self.totals = Counts(sampler.training, ranks, parameters[0], whole=reproducible)
         self.skipper: LargeGradients | None = None
         if options.skip_grad_norm is not None:

@@ -178,8 +178,9 @@ class ObservedOptimizer(OptimizerWrapper):
     def log(self, **means: Tensor | float) -> None:
         """Average values over exactly the samples of each step, over all ranks, for `tracker` and `logged`.
 
-        Call it before the `step()` of every microbatch, on every rank, with the names of the first update. Pass means
-        over the rows of a microbatch; with `step(count=)`, means over what is counted.
+        Call it before the `step()` of every microbatch, on every rank, with the names of the first update. Pass what
+        the loss is, by `reduction`: means over the rows of a microbatch, or sums, which are divided by what divides the
+        gradient, such as the tokens of `step(count=)`.
         """
         self._abilities.means.log(means)
 

@@ -165,8 +165,9 @@ class VariableBatchModelMixin(Base):
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(microbatch)
             loss = self.compute_loss(x, y, y_pred := self(x, training=True), sample_weight)
             count = None if self.count is None else self.count(y, sample_weight)
-            optimizer.backward(loss if count is None else torch.where(count > 0, loss * count, 0))
-            optimizer.log(loss=loss)
+            total = loss if count is None else torch.where(count > 0, loss * count, 0)
+            optimizer.backward(total)
+            optimizer.log(loss=total)
             if part.samples:  # a replay counts on another rank
                 distinct = itemgetter(slice(None, None, part.rows // part.samples))
                 *rows, weight = map_arrays(distinct, (x, y, y_pred, sample_weight))

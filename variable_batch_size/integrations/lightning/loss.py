@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
+import torch
 from torch import Tensor
 
 from variable_batch_size._validation import type_error
@@ -22,13 +23,17 @@ class Output(NamedTuple):
 
     loss: Tensor
     count: Any  # what the loss, a sum, counts
-    means: Mapping[str, Any]  # to be logged
+    logged: Mapping[str, Any]  # what `optimizer.log` takes
 
     @staticmethod
-    def of(returned: Any, rows: float = 1) -> Output:
-        """Return what `training_step` has returned, with the mean loss to be logged: loss / count, or loss / `rows`."""
+    def of(returned: Any, rows: int | None = None) -> Output:
+        """Return what `training_step` has returned; where its loss is a sum over `rows`, sums are logged."""
         entries = returned if isinstance(returned, Mapping) else {"loss": returned}
         loss, count = entries.get("loss"), entries.get("count")
         if not isinstance(loss, Tensor):
             raise type_error("training_step must return a loss for every microbatch", loss, "return one of gradient 0")
-        return Output(loss, count, {MEAN_LOSS: loss / (rows if count is None else count), **entries.get("log", {})})
+        means = entries.get("log", {})
+        if rows is not None:
+            number = torch.as_tensor(rows if count is None else count)
+            means = {name: torch.where(number > 0, mean * number, 0.0) for name, mean in means.items()}
+        return Output(loss, count, {MEAN_LOSS: loss, **means})

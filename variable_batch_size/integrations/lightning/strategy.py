@@ -206,9 +206,9 @@ class VariableBatch(ParallelStrategy):
         if self._loss_check.takes(optimizer):
             self._check_loss(optimizer, args[1:], kwargs)
         returned = super().training_step(self._rows, *args[1:], **kwargs)
-        output = Output.of(returned, self._microbatch.rows if optimizer.reduction == "sum" else 1)
+        output = Output.of(returned, self._microbatch.rows if optimizer.reduction == "sum" else None)
         self._count = output.count
-        optimizer.log(**output.means)
+        optimizer.log(**output.logged)
         return returned
 
     def _check_loss(self, optimizer: CustomOptimizer, others: Sequence[Any], options: Mapping[str, Any]) -> None:

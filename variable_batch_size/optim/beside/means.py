@@ -26,15 +26,17 @@ _WHOLE = 1e-3  # tolerance for the weights of a step, which sum to 1
 
 @final
 class StepMeans(Stage):
-    """Averages the values of `optimizer.log` over the microbatches of a step and all ranks.
+    """Averages the values of `optimizer.log` over the microbatches of a step and all ranks, as the gradients.
 
-    mean = sum_j w_j v_j / sum_j w_j with w_j = n_j / B, or the counts of `step(count=)`. The sums travel in the message
-    of the gradients. Nothing is read from a device.
+    Of means v_j over rows: mean = sum_j w_j v_j / sum_j w_j with w_j = n_j / B, or the counts of `step(count=)`. With
+    `reduction="sum"` v_j is a sum over the r_j rows: mean = sum_j (n_j / r_j) v_j / sum_j w_j. The sums travel in the
+    message of the gradients. Nothing is read from a device.
     """
 
     name, by_microbatch = "means", True
 
-    def __init__(self, backend: Backend, counts: TokenCount) -> None:
+    def __init__(self, backend: Backend, counts: TokenCount, reduction: str) -> None:
+        self._of_sums = reduction == "sum"
         self.names: tuple[str, ...] | None = None  # those of the first update
         self._backend, self._counts = backend, counts
         self._current: dict[str, Tensor | float] = {}  # of the microbatch that the next `add` counts
@@ -61,15 +63,19 @@ class StepMeans(Stage):
         """Add the values of a microbatch with its weight, a float or 0-D; a replay has weight 0."""
         microbatch = counted.microbatch
         weight = microbatch.samples / microbatch.batch_size if counted.count is None else self._counts.weight
+        own = weight  # that of the value
+        if self._of_sums:
+            distinct = microbatch.samples / microbatch.rows
+            own = distinct / (microbatch.batch_size if counted.count is None else 1)
         self._added += 1
         if self._current and not self._backend.reads(like):
-            weight = self._on_device(weight, like)
+            weight, own = self._on_device(weight, like), self._on_device(own, like)
         for name, value in self._current.items():
             self._microbatches[name] = self._microbatches.get(name, 0) + 1
             if name not in self._zeros:
                 self._zeros[name] = tuple(self._backend.scalars([0.0, 0.0], like))
             total, weights = self._sums.get(name, self._zeros[name])
-            self._sums[name] = total + self._weigh(value, weight, like), weights + weight
+            self._sums[name] = total + self._weigh(value, own, like), weights + weight
         self._current = {}
 
     def part(self, like: Sequence[Tensor]) -> list[Tensor]:
