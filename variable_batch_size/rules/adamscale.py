@@ -23,8 +23,7 @@ class AdamScaleRule:
 
     Scales: lr by sqrt(gain).
     Progress: the gain.
-    Use when: Adam, AdamW, Lion, Signum, Muon with any k, if they may use more samples; at equal samples worse than root
-    with Muon.
+    Use when: Adam, AdamW, Lion, Signum or Muon with any k, if training may use more samples.
     Fails when: most steps have a single microbatch, or layers mix samples; Adam's own scaling hides the noise.
     Source: Qiao et al. 2021, arXiv 2008.12260, section 3.2.
     """

@@ -50,7 +50,7 @@ class AdaScaleRule:
 
     Scales: lr by the gain, between 1 and k, that the gradient noise allows.
     Progress: the gain.
-    Use when: SGD with any k, if it may use more samples; at equal samples better than constant under 1 of 3 traces.
+    Use when: SGD with any k, if training may use more samples.
     Fails when: most steps have a single microbatch, so that nothing is measured; layers mix samples, as BatchNorm does.
     Source: Johnson et al. 2020, arXiv 2007.05105, algorithm 1.
     """

@@ -15,8 +15,7 @@ class ConstantRule:
 
     Scales: nothing.
     Progress: 1, whatever the batch size.
-    Use when: as a baseline; batch sizes differ little. It never failed here; a perceptron with AdamW or Muon lost most
-    with it, a small GPT did not.
+    Use when: batch sizes differ little, or as a baseline.
     Fails when: batches grow: training slows down, because a sample moves the weights less.
 
     >>> ConstantRule()(RuleInput(batch_size=96, ref_batchsize=64)).lr

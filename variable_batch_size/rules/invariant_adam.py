@@ -28,7 +28,7 @@ class InvariantAdamRule:
 
     Scales: lr by k, betas to beta^k; second moment as at the reference; below 1 lr by sqrt(k), eps by 1/sqrt(k).
     Progress: k.
-    Use when: Adam, AdamW with k > 1, while lr * k is so small that one update can replace k; here better than constant.
+    Use when: Adam or AdamW with k > 1, while lr * k is so small that one update can replace k.
     Fails when: lr * k is too large, as with the linear rule; layers mix samples; memory for one more copy is missing.
     Source: Wang and Aitchison 2024, arXiv 2402.18824.
 

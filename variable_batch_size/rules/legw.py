@@ -19,7 +19,7 @@ class LEGWRule:
 
     Scales: lr by sqrt(k), after a warm-up.
     Progress: k.
-    Use when: large batches from the start; `warmup_epochs=` is the warm-up at `ref_batchsize`; never seen better here.
+    Use when: batches are large from the start; `warmup_epochs=` is the warm-up at `ref_batchsize`.
     Fails when: batches grow later: the warm-up is over by then.
     Source: You et al. 2019, arXiv 1901.08256, section 3.
 

@@ -18,8 +18,7 @@ class LinearRule:
 
     Scales: lr by k.
     Progress: k.
-    Use when: SGD, k up to about 4, after a gradual warm-up, which its source prescribes; without one it failed here in
-    15 of 24 trainings with k up to 8.
+    Use when: SGD with k up to about 4, after a gradual warm-up, which its source prescribes.
     Fails when: k is large, or early in training: it diverges.
     Source: Goyal et al. 2017, arXiv 1706.02677, section 2.1.
 

@@ -19,7 +19,7 @@ class LinearMomentumRule:
 
     Scales: gradient and weight decay by k.
     Progress: k.
-    Use when: SGD with a batch that grows: better than constant on a ramp and at a late switch.
+    Use when: SGD with a batch that grows.
     Fails when: k is large, or early in training, like the linear rule.
     Source: Goyal et al. 2017, arXiv 1706.02677, equation 10, without momentum correction.
     """

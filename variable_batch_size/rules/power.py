@@ -20,7 +20,7 @@ class PowerRule:
 
     Scales: lr by k^exponent.
     Progress: k.
-    Use when: the exponent was measured; `exponent=` takes it.
+    Use when: the exponent was measured; pass it as `exponent=`.
     Fails when: k leaves the range in which it was measured.
 
     Args:

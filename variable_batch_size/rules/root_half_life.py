@@ -19,7 +19,7 @@ class RootHalfLifeRule:
 
     Scales: lr by sqrt(k), beta2 to beta2^k.
     Progress: k.
-    Use when: Adam, AdamW or RMSprop with batches smaller than the reference; not decided here, for a small GPT.
+    Use when: Adam, AdamW or RMSprop with batches smaller than the reference.
     Fails when: sqrt(k) is too much: in the language models of the paper, lr grew by 3 where B grew by 1024.
     Source: Marek et al. 2025, arXiv 2507.07101, equation 2.
 

@@ -19,7 +19,7 @@ class SqrtSDERule:
 
     Scales: lr by sqrt(k), 1 - beta by k, eps by 1/sqrt(k).
     Progress: k.
-    Use when: Adam, AdamW or RMSprop while noise dominates the gradient; not decided here, for a small GPT.
+    Use when: Adam, AdamW or RMSprop while noise dominates the gradient, as for a small GPT on spot machines.
     Fails when: batches are so large that noise no longer dominates; k > 1/(1 - beta) raises.
     Source: Malladi et al. 2022, arXiv 2205.10287, section 5.
     """

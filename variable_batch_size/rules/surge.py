@@ -25,7 +25,7 @@ class SurgeRule:
 
     Scales: lr by gain / sqrt(k), which falls where B exceeds the noise scale.
     Progress: the gain.
-    Use when: Adam, Lion or Signum with batches around the noise scale; not decided here, for a small GPT.
+    Use when: Adam, Lion or Signum with batches around the noise scale.
     Fails when: sigma^2 / mu^2 is far from the peak, as in language models (Merrill et al. 2025, arXiv 2505.23971).
     Source: Li et al. 2024, arXiv 2405.14578, equation 13.
 

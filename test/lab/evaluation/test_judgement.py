@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from importlib import import_module
 
 import numpy as np
@@ -328,12 +329,17 @@ def test_ends_are_compared_apart():
     assert names == [f"{RAMP}, samples", f"{RAMP}, seconds:10.0"]
 
 
+@cache
+def of_record(name):
+    return judge(read(ROOT / "benchmarks" / name))
+
+
 @pytest.mark.parametrize(
     "name", ["evaluation_adam.csv.gz", "evaluation_large.csv.gz", "evaluation_gpt.jsonl.gz", "late_switch.csv.gz"]
 )
 def test_the_pages_say_what_the_committed_evaluations_say(name):
     page = " ".join((DOCS / "evaluations.md").read_text().split())
-    for judgement in judge(read(ROOT / "benchmarks" / name)):
+    for judgement in of_record(name):
         assert judgement.reference.answer == ("open" if "gpt" in name else "tuned")
         for trace in judgement.traces:
             assert describe_loss(judgement, trace) in page
@@ -348,6 +354,66 @@ def test_the_referee_read_the_same_of_five_seeds():
     judgements = judge(Evaluation(frame[frame["seed"] < 5], ()))
     rows = [row for trace in judgements[1].traces for row in trace.rows if row.rule == "root"]
     assert [round(row.difference.value, 3) for row in rows] == [-0.049, -0.062]
+
+
+def claimed(name, task, rule, traces):
+    """How often a rule is claimed to be better, and worse, under the traces whose names begin so."""
+    (judgement,) = [one for one in of_record(name) if task in one.task]
+    rows = [row for trace in judgement.traces if trace.name.startswith(traces) for row in trace.rows]
+    said = [row.answer for row in rows if row.rule == rule]
+    return said.count("better"), said.count("worse")
+
+
+SPOT = ("Bamboo", "SkyPilot")
+
+
+@pytest.mark.parametrize(
+    ("row", "claims"),
+    [
+        (
+            "| SGD and a batch that grows | `linear-momentum`",
+            [("late_switch.csv.gz", "", "linear-momentum", ("ramp", "late"), 2, 0)],
+        ),
+        ("| SGD, larger k | `adascale`", [("evaluation_large.csv.gz", "", "adascale", ("",), 1, 0)]),
+        (
+            "| AdamW or Muon, a perceptron | `root` or `power:0.6`; with AdamW also `invariant-adam`",
+            [
+                *(
+                    ("evaluation_adam.csv.gz", task, rule, SPOT, 2, 0)
+                    for task in ("AdamW", "Muon")
+                    for rule in ("root", "power:0.6")
+                ),
+                ("evaluation_adam.csv.gz", "AdamW", "invariant-adam", SPOT, 2, 0),
+            ],
+        ),
+        (
+            "| AdamW, a small GPT on spot machines | `sqrt-sde`",
+            [
+                ("evaluation_gpt.jsonl.gz", "", "sqrt-sde", SPOT, 2, 0),
+                ("evaluation_gpt.jsonl.gz", "", "root", SPOT, 0, 1),
+                ("evaluation_gpt.jsonl.gz", "", "linear", SPOT, 0, 1),
+            ],
+        ),
+        (
+            "| AdamW, a small GPT and a batch that grows | `linear` or `root`",
+            [
+                ("evaluation_gpt.jsonl.gz", "", "linear", ("ramp",), 1, 0),
+                ("evaluation_gpt.jsonl.gz", "", "root", ("ramp",), 1, 0),
+                ("evaluation_gpt.jsonl.gz", "", "sqrt-sde", ("ramp",), 0, 1),
+            ],
+        ),
+    ],
+)
+def test_the_advice_of_the_page_of_rules_is_what_the_records_claim(row, claims):
+    assert row in (DOCS / "rules.md").read_text()
+    for name, task, rule, traces, better, worse in claims:
+        assert claimed(name, task, rule, traces) == (better, worse), (name, rule)
+
+
+def test_the_linear_rule_without_a_warm_up_failed_as_the_page_says():
+    (judgement,) = of_record("evaluation_large.csv.gz")
+    found = judgement.failures["linear"]
+    assert f"it failed in {found.failed} of {found.trained} runs" in (DOCS / "rules.md").read_text()
 
 
 def test_the_page_of_rules_says_what_the_records_say(monkeypatch):
