@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 import variable_batch_size as vbs
 from helpers.checkpoints import checkpoint, path_of, save_checkpoint, truncate_state
 from helpers.console import run_main
-from helpers.pages import DOCS
+from helpers.pages import DOCS, blocks
 from helpers.processes import run_job
 from helpers.reference import ADAM, assert_equal, network, training
 from variable_batch_size.checkpoint import conversion
@@ -135,7 +135,7 @@ def test_the_page_loads_the_weights_without_the_library(tmp_path, monkeypatch):
         saves.save()
     done = execute("to-safetensors", tmp_path / "run", tmp_path / "model.safetensors")
     assert done.returncode == 0, done.stderr
-    code = (DOCS / "checkpoints.md").read_text().partition("```python\n")[2].partition("```")[0]
+    (code,) = (block for block in blocks(DOCS / "checkpoints.md", "python") if "load_file" in block)
     assert "variable_batch_size" not in code
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(5)
