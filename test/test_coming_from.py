@@ -131,10 +131,25 @@ def test_a_mean_of_means_weighs_tokens_by_their_neighbors():
     torch.testing.assert_close(model.moved.detach(), torch.full((110,), -1 / 110, dtype=torch.float64))
 
 
-def test_the_eth_module_has_the_same_lines():
-    left, right = columns("The ETH evaluation module")
-    here = left.replace("xm.xrt_world_size()", "1").replace("xm.get_ordinal()", "0")
-    assert here == right.replace(", shuffle=False", "")
+def test_the_loop_of_the_eth_module_trains_the_same_weights():
+    text = PAGE.split("# The ETH evaluation module\n")[1].split("\n## ")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    setup, ours = code.split("\nfor epoch")
+    theirs = """
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    optimizer.set_epoch(epoch)
+    for data, target in loader:
+        cross_entropy(model(data), target).backward()
+        optimizer.step()
+"""
+    trained = []
+    for loop in (theirs, f"\nfor epoch{ours}"):
+        torch.manual_seed(0)
+        dataset, model = TensorDataset(torch.randn(1000, 20), torch.randint(3, (1000,))), nn.Linear(20, 3)
+        exec(setup + loop, {**NAMES, "vbs": vbs, "cross_entropy": cross_entropy, "dataset": dataset, "model": model})
+        trained.append([parameter.detach() for parameter in model.parameters()])
+    torch.testing.assert_close(*trained)
 
 
 def test_the_eth_module_drops_the_end_of_an_epoch():
