@@ -1,4 +1,4 @@
-"""A training in DistributedDataParallel whose batch size changes.
+"""Train a DistributedDataParallel model with a variable batch size.
 
 torchrun --nproc-per-node=2 examples/ddp.py
 """
@@ -15,7 +15,7 @@ import variable_batch_size as vbs
 
 
 def main() -> None:
-    """Train one rank's share of every batch."""
+    """Train on the samples of this rank."""
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

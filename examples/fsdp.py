@@ -1,4 +1,4 @@
-"""A GPT in FSDP2 whose batch size grows from 1 to 64 sequences, and which resumes on another number of processes.
+"""Train a GPT with FSDP2 while its batch size grows from 1 to 64 sequences, and resume on any number of processes.
 
 torchrun --nproc-per-node=3 examples/fsdp.py
 """
@@ -43,7 +43,7 @@ class GPT(nn.Module):
 
 
 def sequences() -> Tensor:
-    """Return random texts, in which a token depends on the one before, (sequences, length + 1)."""
+    """Return random texts in which a token depends on the previous one, (sequences, length + 1)."""
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(VOCABULARY, (SEQUENCES,), generator=generator)]
     for _ in range(LENGTH):
@@ -53,10 +53,10 @@ def sequences() -> Tensor:
 
 
 def main() -> None:
-    """Train one rank's share of every batch."""
+    """Train on the samples of this rank."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", help="where checkpoints are saved, and the newest one is restored from")
-    parser.add_argument("--updates", type=int, default=120, help="number of updates after which the training ends")
+    parser.add_argument("--folder", help="folder to save checkpoints in, and to resume from")
+    parser.add_argument("--updates", type=int, default=120, help="number of updates after which training ends")
     parser.add_argument("--bfloat16", action="store_true", help="compute in bfloat16, and sum in float32")
     options = parser.parse_args()
 
@@ -67,7 +67,7 @@ def main() -> None:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
 
-    torch.manual_seed(0)  # the same weights on every rank, of which each keeps its shards
+    torch.manual_seed(0)  # the same weights on every rank, which keeps only its shards
     model = GPT().to(device)
     dtype = torch.bfloat16 if options.bfloat16 else None
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)

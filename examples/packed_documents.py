@@ -107,15 +107,17 @@ def main() -> None:
     loader = DataLoader(documents, batch_sampler=sampler, collate_fn=pack)
     inner = torch.optim.AdamW(model.parameters(), lr=0.002)
     optimizer = vbs.RootRuleOptimizer(inner, sampler, ref_batchsize=4000)
-    for update in vbs.updates(loader, optimizer):
-        for packed in update:
-            loss = loss_of(model, packed)
-            optimizer.backward(loss)
-            optimizer.log(loss=loss)
-            optimizer.step()
-        if sampler.world.rank == 0 and optimizer.updates % 10 == 0:
-            loss, lr = float(optimizer.logged["loss"]), optimizer.current_lr()
-            print(f"update {optimizer.updates}, {optimizer.samples} tokens: loss {loss:.3f}, lr {lr:.4f}", flush=True)
+    for _ in vbs.remaining_epochs(sampler, optimizer, until=1):
+        for update in vbs.updates(loader, optimizer):
+            for packed in update:
+                loss = loss_of(model, packed)
+                optimizer.backward(loss)
+                optimizer.log(loss=loss)
+                optimizer.step()
+            if sampler.world.rank == 0 and optimizer.updates % 10 == 0:
+                loss, lr = float(optimizer.logged["loss"]), optimizer.current_lr()
+                made = f"update {optimizer.updates}, {optimizer.samples} tokens"
+                print(f"{made}: loss {loss:.3f}, lr {lr:.4f}", flush=True)
 
 
 if __name__ == "__main__":

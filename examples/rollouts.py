@@ -3,9 +3,9 @@
 python examples/rollouts.py --rule adamscale
 torchrun --nproc-per-node=2 examples/rollouts.py --rule adamscale
 
-Each context, a start and a goal, is tried by several rollouts; a rollout is better than its group, or worse. A group
-whose rollouts all succeed, or all fail, has no gradient and is left out, so that the batch size varies by a factor of
-ten while the policy learns. Loops that need batches of one size trim them, or pad them with groups of weight 0.
+Each context, a start and a goal, has several rollouts, each of which is better or worse than its group. A group whose
+rollouts all succeed, or all fail, has no gradient and is left out, so that the batch size varies by a factor of ten
+while the policy learns. Loops that need batches of one size trim them, or pad them with groups of weight 0.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A training in one process for all devices, which share each microbatch and the parameters: PyTorch/XLA's SPMD mode.
+"""Train with PyTorch/XLA's SPMD mode, where one process shards each microbatch and the parameters over all devices.
 
 PJRT_DEVICE=TPU python examples/spmd.py
 PJRT_DEVICE=CPU CPU_NUM_DEVICES=4 python examples/spmd.py
@@ -26,9 +26,9 @@ def main() -> None:
     data = torch.randn(1000, 20)
     dataset = TensorDataset(data, data[:, :3].argmax(1))
     net = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Linear(64, 3))
-    model = FSDPv2(net, mesh=mesh)  # each device has a part of each parameter
+    model = FSDPv2(net, mesh=mesh)  # each device holds a part of each parameter
 
-    sampler = vbs.CustomSampler(dataset, trace="0:128 10:48 15:200", minibatch_size=32)  # rows of all devices
+    sampler = vbs.CustomSampler(dataset, trace="0:128 10:48 15:200", minibatch_size=32)  # rows on all devices
     rows = spmd.ShardingSpec(mesh, ("fsdp", None))  # each device computes a part of them
     loader = MpDeviceLoader(DataLoader(dataset, batch_sampler=sampler), "xla", input_sharding=rows)
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -40,7 +40,7 @@ def main() -> None:
                 loss = torch.nn.functional.cross_entropy(model(inputs), target)
                 optimizer.backward(loss)
                 optimizer.log(loss=loss)
-                optimizer.step()  # also executes what was recorded
+                optimizer.step()  # also executes the recorded graph
         print(f"{epoch} {optimizer.updates} {optimizer.samples} {optimizer.logged['loss'].item():.4f}")
     print("compiled graphs:", xla.compiled_graphs())
 

@@ -1,9 +1,9 @@
-"""A small training that saves and exits with 143 when a signal asks for it, and that resumes.
+"""A small training script that saves and exits with 143 after a signal, and resumes when it is started again.
 
     python examples/clusters/train.py --checkpoint runs/a
     torchrun --nproc-per-node=8 examples/clusters/train.py --checkpoint runs/a
 
-Any launcher will do that sets RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. It trains for some minutes.
+Any launcher that sets RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT works. It trains for some minutes.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import variable_batch_size as vbs
 
 
 def train(folder: str, epochs: int, per_device: int | None) -> None:
-    """Train one rank's share of every batch."""
+    """Train on the samples of this rank."""
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if "RANK" in os.environ:
         if device.type != "cpu":
             torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-        # The longest time for which a rank may wait for another one; then it exits with an error.
+        # A rank that waits longer for another rank exits with an error.
         dist.init_process_group(dist.get_default_backend_for_device(device), timeout=timedelta(minutes=5))
 
     generator = torch.Generator().manual_seed(0)
@@ -36,7 +36,7 @@ def train(folder: str, epochs: int, per_device: int | None) -> None:
 
     trace: str | vbs.AdaptiveTrace = "0:128 10:48 15:200"
     if per_device is not None:
-        trace = vbs.AdaptiveTrace(vbs.adaptive.PerDevice(per_device), every=None)  # only another world changes it
+        trace = vbs.AdaptiveTrace(vbs.adaptive.PerDevice(per_device), every=None)  # follows the number of ranks
     sampler = vbs.CustomSampler(dataset, trace=trace, minibatch_size=32)
     loader = DataLoader(dataset, batch_sampler=sampler)
     inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
@@ -59,7 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", required=True, help="folder or URL of checkpoints, which all ranks share")
     parser.add_argument("--epochs", type=int, default=1000)
-    parser.add_argument("--per-device", type=int, help="samples of a batch for each device, however many there are")
+    parser.add_argument("--per-device", type=int, help="samples of a batch per device, for any number of devices")
     flags = parser.parse_args()
     try:
         train(flags.checkpoint, flags.epochs, flags.per_device)

@@ -44,13 +44,14 @@ def main() -> None:
 
     if flags.resume:
         accelerator.load_state(flags.folder)
-    for epoch in range(optimizer.epoch, flags.epochs):
+    for epoch in vbs.remaining_epochs(sampler, optimizer, until=flags.epochs):
         model.train()
-        for inputs, targets in loader:
-            inputs, targets = inputs.to(accelerator.device), targets.to(accelerator.device)
-            optimizer.backward(cross_entropy(model(inputs), targets))
-            if optimizer.step():
-                scheduler.step()
+        for update in vbs.updates(loader, optimizer):
+            for inputs, targets in update:
+                inputs, targets = inputs.to(accelerator.device), targets.to(accelerator.device)
+                optimizer.backward(cross_entropy(model(inputs), targets))
+                if optimizer.step():
+                    scheduler.step()
         model.eval()
         hits = []
         with torch.no_grad():
