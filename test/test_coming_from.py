@@ -132,22 +132,26 @@ def test_a_mean_of_means_weighs_tokens_by_their_neighbors():
 
 
 def test_the_loop_of_the_eth_module_trains_the_same_weights():
-    text = PAGE.split("# The ETH evaluation module\n")[1].split("\n## ")[0]
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    setup, ours = code.split("\nfor epoch")
-    theirs = """
-for epoch in range(3):
-    sampler.set_epoch(epoch)
-    optimizer.set_epoch(epoch)
-    for data, target in loader:
-        cross_entropy(model(data), target).backward()
-        optimizer.step()
-"""
     trained = []
-    for loop in (theirs, f"\nfor epoch{ours}"):
+    for with_updates in (True, False):
         torch.manual_seed(0)
         dataset, model = TensorDataset(torch.randn(1000, 20), torch.randint(3, (1000,))), nn.Linear(20, 3)
-        exec(setup + loop, {**NAMES, "vbs": vbs, "cross_entropy": cross_entropy, "dataset": dataset, "model": model})
+        sampler = vbs.CustomSampler(dataset, [128] * 16 + [192] * 8, num_replicas=1, rank=0, minibatch_size=32)
+        loader = DataLoader(dataset, batch_sampler=sampler)
+        optimizer = vbs.LinearRuleOptimizer(SGD(model.parameters(), lr=0.1, momentum=0.5), sampler, ref_batchsize=128)
+        if with_updates:
+            for _ in vbs.remaining_epochs(sampler, optimizer, 3):
+                for update in vbs.updates(loader, optimizer):
+                    for data, target in update:
+                        optimizer.backward(cross_entropy(model(data), target))
+                        optimizer.step()
+        else:
+            for epoch in range(3):
+                sampler.set_epoch(epoch)
+                optimizer.set_epoch(epoch)
+                for data, target in loader:
+                    cross_entropy(model(data), target).backward()
+                    optimizer.step()
         trained.append([parameter.detach() for parameter in model.parameters()])
     torch.testing.assert_close(*trained)
 
