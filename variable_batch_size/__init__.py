@@ -2,7 +2,7 @@
 
 import lazy_loader
 
-__version__ = "0.1.0"
+__version__ = "0.1.0rc1"
 
 _getattr, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)  # the index is __init__.pyi
 
