@@ -152,7 +152,7 @@ def by_updates(
             losses = nn.functional.cross_entropy(model(images), labels, reduction="none")
             if counted:
                 kept = (losses * (labels != 9)).sum() / due.counts["labels"]
-                optimizer.backward(kept + losses.sum() / due.counts["rows"], weighted=True)
+                optimizer.backward(kept + losses.sum() / due.counts["rows"], divided=True)
             else:
                 optimizer.backward((losses * (labels != 9)).mean() + losses.mean())
             optimizer.step()

@@ -363,7 +363,7 @@ def test_other_names_on_another_rank_raise_on_every_rank(names):
     assert all((name or "none") in first for name in names)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "tokens"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "tokens", "terms"])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_what_is_logged_of_a_loss_is_divided_as_its_gradient(reduction, ranks):
     """Whatever the size of a microbatch: a sum of losses was logged as a mean of sums."""
@@ -375,14 +375,17 @@ def test_what_is_logged_of_a_loss_is_divided_as_its_gradient(reduction, ranks):
         world = backend.world
         sampler = vbs.CustomSampler(96, 96, world.size, world.rank, size)
         inner = torch.optim.SGD([weight], lr=1.0)
-        own = {"reduction": "mean" if reduction == "mean" else "sum"}
+        own = {"reduction": "sum" if reduction in ("sum", "tokens") else "mean"}
         optimizer = vbs.ConstantOptimizer(inner, sampler, backend=backend, **own)
         metrics = vbs.Accumulator(optimizer)
-        for update in vbs.updates(sampler, optimizer):
+        counts = {"counts": lambda indices: {"tokens": int(tokens[indices].sum())}} if reduction == "terms" else {}
+        for update in vbs.updates(sampler, optimizer, **counts):
             for indices in update:
-                losses = weight * rows[indices] * (tokens[indices] if reduction == "tokens" else 1)
+                losses = weight * rows[indices] * (tokens[indices] if reduction in ("tokens", "terms") else 1)
                 loss = losses.mean() if reduction == "mean" else losses.sum()
-                loss.backward()
+                if reduction == "terms":
+                    loss = loss / update.counts["tokens"]
+                optimizer.backward(loss, divided=reduction == "terms")
                 optimizer.log(loss=loss)
                 number = tokens[indices].double()
                 metrics.add(loss=loss, tokens=number.mean() if reduction == "mean" else number.sum())
@@ -392,10 +395,11 @@ def test_what_is_logged_of_a_loss_is_divided_as_its_gradient(reduction, ranks):
         return optimizer.logged["loss"].item(), means["loss"], by_tokens, 1 - weight.item()
 
     mean = float(rows.mean())
-    if reduction == "tokens":
+    if reduction in ("tokens", "terms"):
         mean = float((rows * tokens).sum() / tokens.sum())
     for size in (96, 32, 8, 7):
         for logged, of_samples, by_tokens, gradient in run_ranks(partial(train, size=size), ranks):
             assert gradient == pytest.approx(mean, rel=1e-12)
             assert logged == pytest.approx(mean, rel=1e-6)
-            assert (by_tokens if reduction == "tokens" else of_samples) == pytest.approx(mean, rel=1e-12)
+            if reduction != "terms":
+                assert (by_tokens if reduction == "tokens" else of_samples) == pytest.approx(mean, rel=1e-12)

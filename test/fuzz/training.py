@@ -259,7 +259,7 @@ class Rank:
         if self.case.clears:
             self.optimizer.zero_grad()
         if self.case.divides:
-            self.optimizer.backward(loss / self.totals["tokens"] * self.case.loss_scale, weighted=True)
+            self.optimizer.backward(loss / self.totals["tokens"] * self.case.loss_scale, divided=True)
         elif self.case.backward:
             self.optimizer.backward(loss * self.case.loss_scale)
         else:

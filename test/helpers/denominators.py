@@ -42,7 +42,7 @@ class Divided:
         return torch.stack([total / totals[name] for name, total in sums.items()]).sum()
 
     def step(self, indices: list[int], totals: Mapping[str, Any]) -> bool:
-        self.run.optimizer.backward(self.loss(indices, totals), weighted=True)
+        self.run.optimizer.backward(self.loss(indices, totals), divided=True)
         return self.run.optimizer.step()
 
     def updates(self) -> Any:

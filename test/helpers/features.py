@@ -305,8 +305,8 @@ def _dividing(run: Run, indices: list[int], *, scaled: bool = False) -> bool:
     own = run.training
     loss = _of_terms(own.model(own.x[indices]), own.target[indices], indices, run.update.counts)
     if scaled:
-        return _step_scaled(run, loss, weighted=True)
-    run.optimizer.backward(loss, weighted=True)
+        return _step_scaled(run, loss, divided=True)
+    run.optimizer.backward(loss, divided=True)
     return run.optimizer.step()
 
 

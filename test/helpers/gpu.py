@@ -105,7 +105,7 @@ def divided_updates(sizes: Sequence[int], device: str = DEVICE) -> Iterator[None
             rows, totals = len(indices), update.counts
             squares = (model(x[:rows]) - target[:rows]).square()
             positive = (squares * (target[:rows] > 0)).sum() / totals["positive"]
-            optimizer.backward(squares.sum() / totals["rows"] + positive, weighted=True)
+            optimizer.backward(squares.sum() / totals["rows"] + positive, divided=True)
             optimizer.step()
         yield
 

@@ -96,7 +96,7 @@ class SpmdTraining:
         self.optimizer.step()
 
     def _backward(self, x: Tensor, target: Tensor, terms: Mapping[str, Any]) -> None:
-        self.optimizer.backward(_loss(self.model, x, target, terms), weighted=self.case.counted)
+        self.optimizer.backward(_loss(self.model, x, target, terms), divided=self.case.counted)
 
     def weights(self) -> list[Tensor]:
         return [parameter.detach().cpu() for parameter in self.model.parameters()]

@@ -124,7 +124,7 @@ def rounds_of(
                 optimizer.zero_grad()
             loss_of_rows = loss.sum() if optimizer.reduction == "sum" else loss.mean()
             if totals is not None:
-                optimizer.backward(loss.sum() / totals["rows"] + loss.square().sum() / totals["odd"], weighted=True)
+                optimizer.backward(loss.sum() / totals["rows"] + loss.square().sum() / totals["odd"], divided=True)
             elif wrapped is None and training.loop != "backward":
                 loss_of_rows.backward()
             else:

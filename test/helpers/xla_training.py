@@ -101,7 +101,7 @@ class Replica:
         output = self.model(x)
         squares = (output - target).square().sum(dim=1)
         loss = squares.sum() / totals["rows"] + (output.sum(dim=1) * (x[:, 0] > 0)).sum() / totals["positive"]
-        self.optimizer.backward(loss, weighted=True)
+        self.optimizer.backward(loss, divided=True)
         return self.optimizer.step()
 
     def weights(self) -> list[Tensor]:

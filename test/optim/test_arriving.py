@@ -140,7 +140,7 @@ def test_one_rank_may_discard_a_step_and_begin_it_again(trace, shards, idle, pla
             try:
                 for update in vbs.updates(source if trace else batches, optimizer, counts=totals):
                     for index, x in enumerate(update):
-                        optimizer.backward(model(x).square().sum() / update.counts["rows"], weighted=True)
+                        optimizer.backward(model(x).square().sum() / update.counts["rows"], divided=True)
                         if not isinstance(place, str) and index == place % len(update):
                             fail()
                         optimizer.step()

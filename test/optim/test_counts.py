@@ -83,7 +83,7 @@ def test_optimizers_of_one_loss_share_its_denominators():
         begun.run.optimizer = first
 
         def step(indices, totals):
-            first.backward(begun.loss(indices, totals), weighted=True, others=[second])
+            first.backward(begun.loss(indices, totals), divided=True, others=[second])
             return bool(first.step() + second.step())
 
         begun.train(len(SIZES), step)
@@ -115,7 +115,7 @@ def test_batches_that_arrive_have_counts(seed, world):
             for microbatch in update:
                 sums = terms(model(microbatch[0]), microbatch[1], own(microbatch))
                 loss = torch.stack([total / update.counts[name] for name, total in sums.items()]).sum()
-                optimizer.backward(loss, weighted=True)
+                optimizer.backward(loss, divided=True)
                 optimizer.step()
         return [parameter.detach().numpy() for parameter in model.parameters()]
 
@@ -207,7 +207,7 @@ def by_torch(optimizer, loss):
 
 
 def counted_twice(optimizer, loss):
-    optimizer.backward(loss, weighted=True)
+    optimizer.backward(loss, divided=True)
     optimizer.step(count=3)
 
 
@@ -230,13 +230,13 @@ MISTAKES = [
         RuntimeError,
         "the loader must yield the microbatches of the optimizer's sampler",
     ),
-    (first(vbs.CustomOptimizer.backward), ValueError, "but backward.. came without weighted=True; call"),
+    (first(vbs.CustomOptimizer.backward), ValueError, "but backward.. came without divided=True; call"),
     (first(by_torch), RuntimeError, "but step.. came without optimizer.backward..; call"),
     (first(counted_twice), RuntimeError, "has count= in an update of vbs.updates.counts=.; omit count"),
     (
-        first(lambda optimizer, loss: optimizer.backward(loss, weighted=True), counts=False),
+        first(lambda optimizer, loss: optimizer.backward(loss, divided=True), counts=False),
         ValueError,
-        "weighted=True. needs a loss .* but this update has none; loop",
+        "divided=True. needs a loss .* but this update has none; loop",
     ),
     (
         lambda begun: next(iter(passing(None)(begun))).counts,

@@ -117,7 +117,7 @@ def divided_parts(run, column):
         for update in vbs.updates(run.sampler, run.optimizer, counts=lambda indices: {"outputs": len(indices)}):
             for indices in update:
                 squares = (run.model(run.x[indices]) - run.target[indices]).square()
-                run.optimizer.backward(squares[:, column].sum() / update.counts["outputs"], weighted=True)
+                run.optimizer.backward(squares[:, column].sum() / update.counts["outputs"], divided=True)
                 run.optimizer.step()
             if run.optimizer.updates == len(ODD):
                 break

@@ -231,7 +231,7 @@ class CustomOptimizer(ObservedOptimizer):
         create_graph: bool = False,
         inputs: Sequence[Tensor] | None = None,
         *,
-        weighted: bool = False,
+        divided: bool = False,
         scaler: GradScaler | None = None,
         others: CustomOptimizer | Sequence[CustomOptimizer] = (),
     ) -> None:
@@ -247,7 +247,7 @@ class CustomOptimizer(ObservedOptimizer):
             retain_graph: whether the graph is kept.
             create_graph: whether the graph of the gradients is built.
             inputs: the tensors that get gradients.
-            weighted: whether the loss is a part of that of the update, whose terms are divided by `update.counts` of
+            divided: whether the loss is a part of that of the update, whose terms are divided by `update.counts` of
                 `vbs.updates(counts=)`; it is needed there, and only there. It then adds its gradient as it is, but for
                 repeated rows, which count once, and replays, which do not.
             scaler: scales the loss; its scale at the first microbatch holds for the step. Call `scaler.step(optimizer)`
@@ -259,10 +259,10 @@ class CustomOptimizer(ObservedOptimizer):
             RuntimeError: if something else has changed the gradients since the last `step()` or `backward()`, or an
                 exception has interrupted the step.
             ValueError: if another optimizer has a loss of another reduction, or is at another microbatch; or if a loss
-                is weighted in an update without counts, or is not in one with counts.
+                is divided in an update without counts, or is not in one with counts.
         """
         others = (others,) if isinstance(others, CustomOptimizer) else others
-        microbatch, *of_others = [optimizer._microbatch_of_backward(loss, weighted) for optimizer in (self, *others)]
+        microbatch, *of_others = [optimizer._microbatch_of_backward(loss, divided) for optimizer in (self, *others)]
         for optimizer, other in zip(others, of_others, strict=True):
             if (optimizer.reduction, other) != (self.reduction, microbatch):
                 requirement = "all optimizers of a loss must be at the same microbatch, and have the same reduction"
@@ -272,14 +272,14 @@ class CustomOptimizer(ObservedOptimizer):
         if len(self._training.members) > 1 + len(others):
             unnamed = [one._updater.sum for one in list(self._training.members) if one not in {self, *others}]
         options: Any = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
-        self._updater.sum.backward(loss, microbatch, scaler, sums, unnamed, weighted=weighted, **options)
+        self._updater.sum.backward(loss, microbatch, scaler, sums, unnamed, divided=divided, **options)
 
-    def _microbatch_of_backward(self, loss: Tensor, weighted: bool) -> Microbatch:
+    def _microbatch_of_backward(self, loss: Tensor, divided: bool) -> Microbatch:
         """Return the microbatch that `backward()` is of; drop what a loop that was left has accumulated before it."""
         training = self._training
         training.check_phase("backward()", Phase.BETWEEN_STEPS, Phase.INSIDE_STEP, Phase.PARTLY_MADE)
         training.note_work(self)
-        self._followers.call("begin_backward", self, loss, weighted=weighted)
+        self._followers.call("begin_backward", self, loss, divided=divided)
         self._adopt_groups()
         if training.iteration is not None:
             training.iteration.find_serial()  # now, before a loop may accumulate several microbatches by itself

@@ -179,8 +179,8 @@ class ObservedOptimizer(OptimizerWrapper):
         """Average values over exactly the samples of each step, over all ranks, for `tracker` and `logged`.
 
         Call it before the `step()` of every microbatch, on every rank, with the names of the first update. Pass what
-        the loss is, by `reduction`: means over the rows of a microbatch, or sums, which are divided by what divides the
-        gradient, such as the tokens of `step(count=)`.
+        the loss is: means over the rows of a microbatch; with `reduction="sum"` sums, which are divided by what divides
+        the gradient, such as the tokens of `step(count=)`; in `updates(counts=)` parts, which are added.
         """
         self._abilities.means.log(means)
 

@@ -213,7 +213,7 @@ class Stage(Saved):
 class LoopStage(Saved):
     """An ability that follows the loop, from microbatch to microbatch. Each method does nothing; override some."""
 
-    def begin_backward(self, member: object, loss: Tensor, *, weighted: bool) -> None:
+    def begin_backward(self, member: object, loss: Tensor, *, divided: bool) -> None:
         """Check that `backward()` of a loss may be called for an optimizer."""
 
     def begin_microbatch(self, member: object, *, has_backward: bool) -> None:

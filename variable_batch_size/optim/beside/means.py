@@ -29,8 +29,9 @@ class StepMeans(Stage):
     """Averages the values of `optimizer.log` over the microbatches of a step and all ranks, as the gradients.
 
     Of means v_j over rows: mean = sum_j w_j v_j / sum_j w_j with w_j = n_j / B, or the counts of `step(count=)`. With
-    `reduction="sum"` v_j is a sum over the r_j rows: mean = sum_j (n_j / r_j) v_j / sum_j w_j. The sums travel in the
-    message of the gradients. Nothing is read from a device.
+    `reduction="sum"` v_j is a sum over the r_j rows: mean = sum_j (n_j / r_j) v_j / sum_j w_j; in `updates(counts=)`
+    it is a part of the mean, sum_j (n_j / r_j) v_j. The sums travel in the message of the gradients. Nothing is read
+    from a device.
     """
 
     name, by_microbatch = "means", True
@@ -64,9 +65,9 @@ class StepMeans(Stage):
         microbatch = counted.microbatch
         weight = microbatch.samples / microbatch.batch_size if counted.count is None else self._counts.weight
         own = weight  # that of the value
-        if self._of_sums:
+        if self._of_sums or counted.divided:
             distinct = microbatch.samples / microbatch.rows
-            own = distinct / (microbatch.batch_size if counted.count is None else 1)
+            own = distinct if counted.divided or counted.count is not None else distinct / microbatch.batch_size
         self._added += 1
         if self._current and not self._backend.reads(like):
             weight, own = self._on_device(weight, like), self._on_device(own, like)

@@ -49,7 +49,7 @@ class Owners(Stage, LoopStage):
         self._done, self._updates = False, 0
         self._seen: list[_Seen] = []
 
-    def begin_backward(self, member: object, loss: Tensor, *, weighted: bool) -> None:
+    def begin_backward(self, member: object, loss: Tensor, *, divided: bool) -> None:
         """Keep the leaves of the first loss, of a training without a model."""
         if self._named is None and not self._done:
             self._named = [(f"of shape {tuple(leaf.shape)}", leaf) for leaf in _leaves(loss)]

@@ -16,7 +16,7 @@ from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.data.batches import Batch
 from variable_batch_size.data.training import Training
 from variable_batch_size.optim.stage import LoopStage, Stage, UpdateUnderWay
-from variable_batch_size.optim.sums.base import NOT_WEIGHTED
+from variable_batch_size.optim.sums.base import NOT_DIVIDED
 from variable_batch_size.optim.sums.ranks import Ranks
 from variable_batch_size.optim.tensors.arithmetic import local_parts, scalar_dtype
 
@@ -66,16 +66,16 @@ class Counts(Stage, LoopStage):
         self._like = example  # a parameter
         self.load_state_dict({})
 
-    def begin_backward(self, member: object, loss: Tensor, *, weighted: bool) -> None:
-        """Raise ValueError unless the losses of this update have to be weighted, or not, as one is."""
+    def begin_backward(self, member: object, loss: Tensor, *, divided: bool) -> None:
+        """Raise ValueError unless the losses of this update have to be divided, or not, as one is."""
         has_totals = self._training.batch_of(member).totals is not None
-        if weighted and not has_totals:
+        if divided and not has_totals:
             raise ValueError(
-                "backward(weighted=True) needs a loss whose terms are divided by update.counts, but this update has "
+                "backward(divided=True) needs a loss whose terms are divided by update.counts, but this update has "
                 "none; loop over vbs.updates(loader, optimizer, counts=function)"
             )
-        if has_totals and not weighted:
-            raise ValueError(NOT_WEIGHTED.format("backward() came without weighted=True"))
+        if has_totals and not divided:
+            raise ValueError(NOT_DIVIDED.format("backward() came without divided=True"))
 
     def reduce(self, update: UpdateUnderWay) -> None:
         """Skip an update of which the host knows that all totals are 0."""

@@ -250,7 +250,7 @@ def updates(
     With `counts` a loss may have several denominators: G = sum_t (1 / C_t) sum_j grad S_tj, over the terms t and the
     microbatches j of all ranks. This rank's microbatches of an update are read first, and one more sum over the ranks,
     of a number for each name, makes the totals C_t = sum_j c_tj, `update.counts`. Divide each term by its total, and
-    call `optimizer.backward(loss, weighted=True)`. Repeated rows count once, replays not at all. A term whose total
+    call `optimizer.backward(loss, divided=True)`. Repeated rows count once, replays not at all. A term whose total
     is 0 is left out, because its total is given as inf; an update in which all are 0 is skipped.
 
     Args:

@@ -88,7 +88,7 @@ class IntegerSum(TakenOut):
         flags = [tensor.long() for tensor in used]  # one dtype, one collective: XLA:CPU may run several in any order
         self._ranks.all_reduce([sums, out_of_range, *flags, *self._collect_message(batch)])
         limbs.carry(sums)
-        divisor = 1 if self._weighted else batch.batch_size
+        divisor = 1 if self._divided else batch.batch_size
         weight = like + self._backend.scalar(float(self._remaining_factor(factor)) / divisor, like, "update")
         self._set_means(torch.where(out_of_range == 0, weight, torch.nan))
         used = [flag.to(tensor.dtype) for flag, tensor in zip(flags, used, strict=True)]

@@ -38,7 +38,7 @@ class Seeding(LoopStage):
         self._states: HostStates | None = None  # of the user, while a microbatch is out
         self._begun = 0
 
-    def begin_backward(self, member: object, loss: Tensor, *, weighted: bool) -> None:
+    def begin_backward(self, member: object, loss: Tensor, *, divided: bool) -> None:
         """Check that no other optimizer has made the update."""
         self._check_weights(member)
 

@@ -34,9 +34,9 @@ from variable_batch_size.optim.sums.squares import Squares, SquaresOfGrad
 from variable_batch_size.optim.tensors.arithmetic import collect_gradients, local_parts, scalar_dtype
 from variable_batch_size.optim.tensors.parameters import Parameters
 
-NOT_WEIGHTED = (
+NOT_DIVIDED = (
     "in an update of vbs.updates(counts=) each loss is divided by update.counts, and must not be weighed by samples, "
-    "but {}; call optimizer.backward(loss, weighted=True) for all losses"
+    "but {}; call optimizer.backward(loss, divided=True) for all losses"
 )
 
 
@@ -88,7 +88,7 @@ class Sum(ABC):
 
     def _begin_step(self) -> None:
         self._inside = False  # whether a microbatch of the step was added
-        self._weighted = False  # whether the losses of the step are divided by all that they must be
+        self._divided = False  # whether the losses of the step are divided by all that they must be
         self._scaled: bool | None = None  # whether the losses of the step are scaled; None: there was none
         self._scale: Tensor | None = None  # that of a GradScaler in this step, 0-D
 
@@ -117,13 +117,13 @@ class Sum(ABC):
         """Return the factor on the loss, if that is the mean over the rows of a microbatch."""
 
     def _divisor(self, microbatch: Microbatch) -> int:
-        """Return B; 1 if the losses of the step are weighted."""
-        return 1 if self._weighted else microbatch.batch_size
+        """Return B; 1 if the losses of the step are divided."""
+        return 1 if self._divided else microbatch.batch_size
 
     @property
     def _is_sum(self) -> bool:
         """Whether the loss of a microbatch is a sum over its rows."""
-        return self._by_rows or self._weighted
+        return self._by_rows or self._divided
 
     def _weight_of_loss(self, microbatch: Microbatch) -> float:
         """Return the factor on the loss as it is."""
@@ -139,13 +139,13 @@ class Sum(ABC):
         others: Sequence[Sum] = (),
         unnamed: Sequence[Sum] = (),
         *,
-        weighted: bool = False,
+        divided: bool = False,
         **options: Any,
     ) -> None:
         """Call `backward()` of a loss of a microbatch, with its weight, and a scale if there is a `GradScaler`.
 
         `others` are those of optimizers whose parameters the loss has, too; `unnamed` those of which nobody has said
-        so: they note whether it has. `options` are those of `Tensor.backward`. A `weighted` loss is a part of that of
+        so: they note whether it has. `options` are those of `Tensor.backward`. A `divided` loss is a part of that of
         the update: its weight is 1, but for repeated rows.
         """
         every = (self, *others)
@@ -154,7 +154,7 @@ class Sum(ABC):
             stack.enter_context(self._name_absent_ranks())
             scale = self._begin_scaling(loss, scaler, every)
             for total in every:
-                total._weighted = weighted
+                total._divided = divided
             factor = self._loss_factor(microbatch)
             for total in every:
                 total._check_factor(microbatch, factor)
@@ -237,7 +237,7 @@ class Sum(ABC):
         """
         microbatch = counted.microbatch
         if counted.divided and microbatch.samples and self._factor is None:
-            raise RuntimeError(NOT_WEIGHTED.format("step() came without optimizer.backward()"))
+            raise RuntimeError(NOT_DIVIDED.format("step() came without optimizer.backward()"))
         scaled.check(self._scale)
         like = local_parts(self.parameters[:1])
         take(self._measure(microbatch, counted=counted.divided or counted.count is not None), like[0])

@@ -170,7 +170,7 @@ class Sharded(InBackward):
 
     def _reduce(self, batch: Batch, factor: float | None) -> list[Tensor]:
         """Sum what travels with the gradients, which `backward()` has summed; both over replicas that come and go."""
-        divisor = 1 if self._weighted else batch.batch_size
+        divisor = 1 if self._divided else batch.batch_size
         gradients, message = self._scale_and_sum_message(batch, (1.0 if factor is None else factor) / divisor)
         if self._between is not None:
             self._between.all_reduce_sum([*local_parts(gradients), *message])
