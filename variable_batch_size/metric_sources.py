@@ -101,10 +101,9 @@ class EvaluationSource:
             backend = XlaBackend() if runs_on_xla() else detect((), sampler.world)
         if sampler.world != backend.world:
             raise ValueError(
-                f"an evaluation needs a sampler that deals for this rank, but it deals for rank {sampler.world.rank} "
-                f"of {sampler.world.size} and the {type(backend).__name__} is rank {backend.world.rank} of "
-                f"{backend.world.size}; omit num_replicas and rank, or pass backend=vbs.backend.LocalBackend() to "
-                f"evaluate the whole dataset on one rank"
+                f"the sampler deals for rank {sampler.world.rank} of {sampler.world.size}, and the "
+                f"{type(backend).__name__} is rank {backend.world.rank} of {backend.world.size}; omit num_replicas "
+                "and rank, or pass backend=vbs.backend.LocalBackend() to evaluate all of the dataset on one rank"
             )
         self.backend = backend
         self._agreement: Agreement | None = None
@@ -128,9 +127,8 @@ class EvaluationSource:
         batches = len(self._sampler)
         if extra := sorted(name for name in names if self._added[name] == batches):
             raise RuntimeError(
-                f"a batch takes one value for each name, but {extra[0]!r} was added {batches + 1} times in a pass of "
-                f"{batches} batches; call add() once for each batch of a loader that reads the EvaluationSampler, or "
-                f"reset() before each pass"
+                f"{extra[0]!r} was added {batches + 1} times in a pass of {batches} batches; call add() once for each "
+                "batch of a loader that reads the EvaluationSampler, or reset() before each pass"
             )
         weights = {name: self._sampler.samples(self._added[name]) for name in names}
         for name in names:

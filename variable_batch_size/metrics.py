@@ -191,9 +191,8 @@ class Accumulator:
         for rank, (missing, _) in enumerate(by_rank):
             if missing:
                 raise RuntimeError(
-                    f"an evaluation needs a value of each name for every batch, but rank {rank} lacks {missing}; read "
-                    f"after a loop over the whole loader, or call reset() to start again (to use fewer samples, "
-                    f"evaluate a torch.utils.data.Subset)"
+                    f"rank {rank} lacks {missing} values of the evaluation; call read() after a loop over the whole "
+                    "loader, or reset() to start again (to use fewer samples, evaluate a torch.utils.data.Subset)"
                 )
         check_names("add()", [[name for name, *_ in rows] for _, rows in by_rank])
         sums = dict(self._restored)

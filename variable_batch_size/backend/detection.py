@@ -99,7 +99,7 @@ def _check_not_launched() -> None:
         size = os.environ.get(name, "1")
         if size.isdecimal() and int(size) > 1:
             raise RuntimeError(
-                f"several processes need torch.distributed, but {name} is {size} and it is not initialized: each would "
-                f"train a copy of its own; call torch.distributed.init_process_group() first, or pass num_replicas and "
-                f"rank to the sampler"
+                f"{name} is {size}, but torch.distributed is not initialized, so that each process would train a copy "
+                "of its own; call torch.distributed.init_process_group() first, or pass num_replicas and rank to the "
+                "sampler"
             )

@@ -60,9 +60,8 @@ class XlaBackend(Backend):
         self._on_cpu = runtime.device_type() == "CPU"
         if self._on_cpu and self.world.size > 1 and _rendezvous is None:
             raise RuntimeError(
-                f"several replicas on XLA:CPU must be started by variable_batch_size.backend.xla.launch, but these "
-                f"{self.world.size} were not and would deadlock in the first all-reduce; call "
-                f"launch(fn, args, cores={self.world.size})"
+                f"{self.world.size} replicas on XLA:CPU deadlock unless they were started together; start them by "
+                f"variable_batch_size.backend.xla.launch(fn, args, cores={self.world.size})"
             )
 
     # Collectives. -------------------------------------------------------------------------------------------------

@@ -43,9 +43,8 @@ def check_outside(location: str, optimizer: str, saved: Mapping[int, Tensor], he
     """
     if _shapes(saved) != _shapes(here):
         raise ValueError(
-            f"Checkpoint {location} must have the parameters of the {optimizer} that no module among its parts has, "
-            f"but it has those with the shapes {_shapes(saved)} by their numbers, and here they are {_shapes(here)}; "
-            f"pass the modules that were passed when it was saved"
+            f"Checkpoint {location} has parameters of the {optimizer} with other shapes, {_shapes(saved)} instead of "
+            f"{_shapes(here)}, and no module among its parts names them; pass the modules that were passed to it"
         )
 
 
@@ -66,9 +65,8 @@ def check_model(location: str, saved: Mapping[str, Any], here: Mapping[str, Any]
     if different and warn:
         name, others = different[0], f" (and {len(different) - 1} others)" if len(different) > 1 else ""
         warnings.warn(
-            f"Checkpoint {location} is converted to other dtypes: {name}{others} is {saved[name].dtype} in it and "
-            f"{here[name].dtype} here, so that the training does not resume exactly; create the model with the saved "
-            f"dtypes before the optimizer, for example by model.to({saved[name].dtype})",
+            f"Checkpoint {location} has {name}{others} in {saved[name].dtype}, and the model in {here[name].dtype}, "
+            f"so that the training does not resume exactly; create the model with model.to({saved[name].dtype}) first",
             UserWarning,
             stacklevel=stacklevel_of_user(),
         )

@@ -82,9 +82,9 @@ class Part(NamedTuple):
                     offset[cut], shape[cut] = offset[cut] + begin, min(size, shape[cut] - begin)
             if tuple(shape) != (actual := tuple(tensor.to_local().shape)):
                 raise ValueError(
-                    f"a checkpoint must know which part of a tensor a rank has, but of one of shape "
-                    f"{tuple(tensor.shape)}, with placements {tensor.placements}, this rank has {actual} in the place "
-                    f"of {tuple(shape)}; shard it with fully_shard() and parallelize_module()"
+                    f"this rank has a part of shape {actual} instead of {tuple(shape)} of a tensor with placements "
+                    f"{tensor.placements}, which no checkpoint can name; shard it with fully_shard() and "
+                    "parallelize_module()"
                 )
         return Part(tuple(offset), tuple(shape))
 

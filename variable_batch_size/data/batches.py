@@ -338,9 +338,9 @@ class Batches:
         epoch = plan.epoch(position.epoch)
         if not epoch.first_step <= position.step <= epoch.end_step:
             raise ValueError(
-                f"a saved position must exist in the plan that resumes, but here epoch {position.epoch} begins at step "
-                f"{epoch.first_step} and ends before step {epoch.end_step}, and the state is at step {position.step}; "
-                f"restore it with the trace and the dataset size that it was saved with"
+                f"the state is at step {position.step} of epoch {position.epoch}, which here begins at step "
+                f"{epoch.first_step} and ends before step {epoch.end_step}; restore it with the trace and the dataset "
+                "size of the saved run"
             )
         return replace(self, plan=plan, decided=decided)
 

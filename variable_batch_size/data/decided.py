@@ -61,10 +61,9 @@ def wait_for(
 def _reads_too_far_error(delay: int, step: int, end_step: int, ahead: int) -> RuntimeError:
     """Return the error of a loader that reads step `step` in the thread of the training, which cannot wait."""
     return RuntimeError(
-        f"a loader must not read updates whose batch size is not decided yet, but it reads update {step}, {ahead} "
-        f"reads ahead of step(), and the batch sizes are known up to update {end_step - 1}; pass "
-        f"delay=num_workers * prefetch_factor + 4 to the AdaptiveTrace, which is always enough, here at least "
-        f"{max(delay + 1, ahead + ADOPTED_AFTER)}, or let the loader prefetch less"
+        f"the loader reads update {step}, {ahead} reads ahead of step(), but batch sizes are decided up to update "
+        f"{end_step - 1} only; pass delay=num_workers * prefetch_factor + 4 to the AdaptiveTrace (here at least "
+        f"{max(delay + 1, ahead + ADOPTED_AFTER)})"
     )
 
 
@@ -72,9 +71,9 @@ def _warn_of_long_wait(begun: float | None) -> float:
     """Warn once after `WARN_SECONDS`; return when the wait began, or infinity after the warning."""
     if begun is not None and time.monotonic() - begun > WARN_SECONDS:
         warnings.warn(
-            f"A loader has waited {WARN_SECONDS:.0f} seconds in {threading.current_thread().name} for a batch size "
-            f"that the training decides; if the training waits for this thread, pass a larger delay to the "
-            f"AdaptiveTrace (num_workers * prefetch_factor + 4 is always enough)",
+            f"A loader has waited {WARN_SECONDS:.0f} seconds in {threading.current_thread().name} for a batch size; "
+            "if the training waits for this thread, pass delay=num_workers * prefetch_factor + 4 to the "
+            "AdaptiveTrace",
             UserWarning,
             stacklevel=3,
         )

@@ -108,7 +108,6 @@ class Iteration:
         if state_dict["round"] or not same:
             within = f", before its microbatch {state_dict['round']}" if state_dict["round"] else ""
             raise RuntimeError(
-                f"loader and optimizer must be at the same update, but the loader was saved at {position}{within} and "
-                f"the optimizer is at {due}; save both when optimizer.step() has returned True, with "
-                f"snapshot_every_n_steps=1, and restore the optimizer before the loader is iterated"
+                f"the loader was saved at {position}{within}, and the optimizer is at {due}; save both when "
+                "optimizer.step() has returned True, with snapshot_every_n_steps=1, and restore the optimizer first"
             )

@@ -215,9 +215,8 @@ class CustomSampler(Dealer, Sampler[list[int]]):
             RuntimeError: always; `plan.drop_last` is the argument.
         """
         raise RuntimeError(
-            "a loader of a CustomSampler must be read as it is, because the sampler deals each rank its own "
-            "microbatches, but they are about to be dealt once more, as by accelerator.prepare(loader); leave the "
-            "loader out of prepare(), and move its batches with .to(accelerator.device)"
+            "the microbatches of a CustomSampler are about to be dealt once more, as by accelerator.prepare(loader); "
+            "leave the loader out of prepare(), and move its batches with .to(accelerator.device)"
         )
 
     def __iter__(self) -> Iteration:

@@ -90,11 +90,8 @@ class Reads:
 def too_many_steps(read: int, number: int) -> RuntimeError:
     """Return the error of call `number` of `step()`, of a sampler that has yielded only `read` microbatches."""
     return RuntimeError(
-        f"step() must be called once per microbatch of the optimizer's own sampler, but that sampler has yielded "
-        f"{read} and this is number {number}; pass the same CustomSampler to the optimizer and, as batch_sampler, to "
-        f"the loader (in a trainer: use its adapter, such as Ignite's VariableBatchEngine), and call step() once "
-        f"per microbatch; pass optimizer.inner to functions that make a step of their own, as get_state_dict() of "
-        f"torch.distributed.checkpoint does"
+        f"step() is call number {number}, but the optimizer's own sampler has yielded {read} microbatches; pass the "
+        "same CustomSampler to the optimizer and, as batch_sampler=, to the loader, and call step() once for each"
     )
 
 

@@ -278,9 +278,8 @@ class Training:
         ended = batches.done(position) and not batches.epoch(position).updates  # such an epoch is never over
         if epoch < due.epoch and not (ended and epoch == position.epoch):
             raise RuntimeError(
-                f"set_epoch() can choose the epoch under way or a later one, but epoch {epoch} is over and the next "
-                f"update is in epoch {due.epoch}; loop over range(optimizer.epoch, epochs), and to go back load an "
-                f"earlier state, or create sampler and optimizer again"
+                f"epoch {epoch} is over, because the next update is in epoch {due.epoch}; loop over "
+                "vbs.remaining_epochs(sampler, optimizer), and to go back load an earlier state"
             )
         batches.plan.epoch(epoch)  # raises if the trace ends before
         before = self.position
@@ -435,9 +434,8 @@ class Training:
     def _not_handed_out(self, number: int) -> RuntimeError:
         """Return the error of a microbatch that `vbs.updates` has not yielded: it has yielded `number` of them."""
         return RuntimeError(
-            f"step() must be called once for each microbatch that vbs.updates has yielded, but update "
-            f"{self.position.step} has yielded {number or 'none'} yet; loop over vbs.updates(loader, optimizer), and "
-            f"over the microbatches of each update, call step() once for each, and read optimizer.batch before the last"
+            f"update {self.position.step} has yielded {number or 'no'} microbatches yet; loop over vbs.updates(loader, "
+            "optimizer) and over the microbatches of each update, and call step() once for each"
         )
 
     def expect(self, batch: Batch, handed_out: int = 0) -> None:
@@ -461,9 +459,8 @@ class Training:
         position = self.position
         if self.members and self.done and self.read_epoch >= position.epoch:
             raise RuntimeError(
-                f"the loader of a training must be read within it, but the training has ended after {position.step} "
-                f"updates; read the data by another loader, DataLoader(dataset, batch_size=...), for update_bn() or an "
-                f"evaluation; and loop over epochs by vbs.remaining_epochs, or with set_epoch()"
+                f"the training has ended after {position.step} updates, but its loader is read again; use another "
+                "loader for update_bn() or an evaluation, and loop over vbs.remaining_epochs(sampler, optimizer)"
             )
         due = self.due
         self._batches.epoch(due)  # raises, at each read, if the trace ends before the epoch does
@@ -543,9 +540,9 @@ class Training:
             raise too_many_steps(0, 1)
         if iteration.restarts != self.restarts:
             raise RuntimeError(
-                f"the loader must be iterated again after set_epoch(), discard_step() or load_state_dict(), and after "
-                f"an optimizer is created, but this iteration was begun before the optimizer moved to "
-                f"{self.position}; start a new loop over the loader"
+                f"this iteration of the loader was begun before the optimizer moved to {self.position}; after "
+                "set_epoch(), discard_step() or load_state_dict(), and after an optimizer is created, start a new "
+                "loop over the loader"
             )
         if iteration.stepped >= iteration.number:
             raise too_many_steps(iteration.number, iteration.stepped + 1)
@@ -557,10 +554,9 @@ class Training:
                 if lost < 0:
                     found = f"step() was called {-lost} times more than microbatches were read"
                 raise RuntimeError(
-                    f"step() must follow the backward() of every microbatch, but {found}; call it once per microbatch, "
-                    f"skip none (after an exception call discard_step() and iterate the loader again), pass the "
-                    f"sampler to the loader as batch_sampler, give an optimizer that steps more rarely a sampler of "
-                    f"its own, and read several at once only by vbs.updates"
+                    f"step() must follow the backward() of every microbatch, but {found}; call it once for each, in a "
+                    "loop over vbs.updates(loader, optimizer), and after an exception call discard_step() and start "
+                    "a new loop"
                 )
         self._feeding = iteration
         iteration.stepped += 1
@@ -570,9 +566,9 @@ class Training:
         due = self._batches.next_update(self.position)
         if self.round:
             raise RuntimeError(
-                f"a step must get all its microbatches from one iteration, but step {due.step} had {self.round} of "
-                f"{len(self.batch.microbatches)} when the loader was iterated again; call optimizer.discard_step() "
-                f"first to start the step over, or set_epoch on both"
+                f"the loader was iterated again when step {due.step} had {self.round} of "
+                f"{len(self.batch.microbatches)} microbatches; call optimizer.discard_step() first to start the step "
+                "over"
             )
         if iteration.stepped or iteration.start != due:
             self.restarts += 1

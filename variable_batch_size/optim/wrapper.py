@@ -185,9 +185,8 @@ def check_kind(inner: Optimizer, saved: str) -> None:
     """Check that a state is that of an optimizer of this class: the moments of another one mean something else."""
     if type(inner).__name__ != saved:
         raise ValueError(
-            f"a state must be that of an optimizer of the same kind, but it was saved of {saved} and this is "
-            f"{type(inner).__name__}; create the optimizer that was saved, or pass strict=False if both have the same "
-            f"hyperparameters"
+            f"the state was saved of {saved}, and this optimizer is {type(inner).__name__}; create the one that was "
+            "saved, or pass strict=False if both have the same hyperparameters"
         )
 
 
@@ -265,8 +264,7 @@ def check_world(sampler: Dealer, backend: Backend) -> None:
     world = backend.world
     if sampler.world != world:
         raise ValueError(
-            f"sampler and optimizer must have the same rank and world size, but the sampler deals for rank "
-            f"{sampler.world.rank} of {sampler.world.size} and the optimizer's {type(backend).__name__} is rank "
-            f"{world.rank} of {world.size}; pass num_replicas and rank of this process, and initialize "
-            f"torch.distributed (or move the model to its XLA device) before the optimizer is created"
+            f"the sampler deals for rank {sampler.world.rank} of {sampler.world.size}, but the optimizer's "
+            f"{type(backend).__name__} is rank {world.rank} of {world.size}; initialize torch.distributed (or move the "
+            "model to its XLA device) before the sampler and the optimizer are created"
         )

@@ -54,9 +54,8 @@ def _check_betas(context: RuleContext, reference: int) -> None:
         # Rounding of beta may have taken one sample too many off.
         largest += Scaling(one_minus_beta=(largest + 1) / reference).scaled_beta(beta) >= 0
         raise ValueError(
-            f"every beta must stay in [0, 1) when 1 - beta is multiplied by k = B / ref_batchsize, but the largest "
-            f"batch size is {context.max_batch_size}, where k = {k:g} takes {beta:g} of {name} to {scaled:g}; limit "
-            f"the batch sizes to {largest}, or choose a beta of at least {1 - 1 / k:g}"
+            f"sqrt-sde takes {beta:g} of {name} to {scaled:g} at the largest batch size, {context.max_batch_size}, "
+            f"where k = {k:g}; limit the batch sizes to {largest}, or choose a beta of at least {1 - 1 / k:g}"
         )
 
 

@@ -64,9 +64,8 @@ def assert_resumes_identically(
     for name, expected in _named_tensors(uninterrupted):
         if not _is_close(tensors[name], expected, rtol):
             raise AssertionError(
-                f"a resumed training must equal an uninterrupted one, but {name} differs after {updates} updates in "
-                f"parts of (last update, ranks) {parts}, seed {seed}; save everything that an update reads in "
-                f"state_dict()"
+                f"{name} of the resumed training differs after {updates} updates in parts of (last update, ranks) "
+                f"{parts}, seed {seed}; save everything that an update reads in state_dict()"
             )
 
 

@@ -73,9 +73,9 @@ def _unequal_rounds_of_step(plan: Plan, epoch: Epoch, number: int, world: World,
     step = plan.step(epoch, number, dealing)
     count = f"{step.num_microbatches} microbatch{'es' * (step.num_microbatches > 1)}"
     return ValueError(
-        f"with equal_rounds=True every rank must compute the same number of microbatches in every step, and no replay, "
-        f"but step {number} has a batch size of {step.batch_size}, cut into {count}, on {world.size} ranks with "
-        f"minibatch_size={plan.minibatch_size}; {_remedy_for_step(plan, epoch, step, world, dealing)}"
+        f"equal_rounds=True needs equally many microbatches on all ranks, but step {number} has {step.batch_size} "
+        f"samples, cut into {count}, on {world.size} ranks with minibatch_size={plan.minibatch_size}; "
+        f"{_remedy_for_step(plan, epoch, step, world, dealing)}"
     )
 
 

@@ -359,9 +359,9 @@ class Plan:
         if self.max_updates is not None:
             missing.append(f"{self.max_updates - len(self.trace)} updates before max_updates={self.max_updates}")
         return ValueError(
-            f"the trace must last until the training ends, but its {len(self.trace)} steps end in epoch {number}, "
-            f"which begins at step {first_step}, {' and '.join(missing)}; add steps (one that is shortened to the end "
-            f'of an epoch counts as a whole one), shorten the training, or pass on_end="stop", "hold" or "cycle"'
+            f"the {len(self.trace)} steps of the trace end in epoch {number}, which begins at step {first_step}, "
+            f"{' and '.join(missing)}; add steps (the last one of an epoch counts, too), or pass "
+            'on_end="stop", "hold" or "cycle"'
         )
 
     def step(self, epoch: Epoch, number: int, dealing: Dealing = _SIMPLE) -> Step:

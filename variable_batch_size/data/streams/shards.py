@@ -235,9 +235,8 @@ class Streams:
         items = iter(()) if state["ended"] else iter(source)
         if items is source and number in self._spent and not resumes:
             raise RuntimeError(
-                f"a stream must begin anew in each pass, and where a state is loaded, but shard {number}, a "
-                f"{type(source).__name__}, is its own iterator, of which rows were read; pass an iterable whose "
-                f"__iter__() begins it, or one with load_state_dict()"
+                f"shard {number}, a {type(source).__name__}, is its own iterator and was read, but a stream must "
+                "begin anew in each pass; pass an iterable whose __iter__() begins it, or one with load_state_dict()"
             )
         if resumes or state["ended"]:
             return Shard(items, self._layout, source, kept=state.get("rows"), used=state["used"])

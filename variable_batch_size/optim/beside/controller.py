@@ -184,9 +184,9 @@ class ControllerRunner(LoopStage):
         self._same_estimates = [*(known for known in self._same_estimates if known == estimates), estimates]
         if len(self._same_estimates) == _REPEATED + 1 and self._backend.leads:
             warnings.warn(
-                f"The controller got the same gradient noise {_REPEATED + 1} times, because no update since the first "
-                f'of them had two microbatches; pass a smaller minibatch_size to the sampler, noise="differenced" to '
-                f"the optimizer, or larger bounds to the AdaptiveTrace",
+                f"The controller got the same gradient noise {_REPEATED + 1} times, because no update had two "
+                'microbatches; pass a smaller minibatch_size to the sampler, or noise="differenced" to the '
+                "optimizer",
                 UserWarning,
                 stacklevel=stacklevel_of_user(),
             )

@@ -75,9 +75,8 @@ class BackwardCheck:
         """Record the gradients that `optimizer.backward()` leaves."""
         if self._hooks and not self._compiled and not self._nothing_followed_accumulations():
             raise RuntimeError(
-                "the gradients must be summed over the ranks by step() alone, but within backward() something has "
-                "changed those that autograd had accumulated, as a DistributedDataParallel does; pass it to the "
-                "optimizer as model=, or switch its reduction off (model.require_backward_grad_sync = False)"
+                "within backward() something has changed the gradients, as a DistributedDataParallel does; pass it "
+                "to the optimizer as model=, or set model.require_backward_grad_sync = False"
             )
         self._ours = Gradients.of(self._parameters, norms=self._probes)
 
@@ -93,10 +92,8 @@ class BackwardCheck:
         number = before.first_changed(now)
         if number is not None:
             raise RuntimeError(
-                f"only optimizer.backward() may change gradients between two calls of step(), but something else has "
-                f"changed that of parameter {number}, of shape {tuple(self._parameters[number].shape)}: loss.backward()"
-                f", for example, or clipping in the loop; {_REMEDY}; what another backward() has left before the first "
-                f"microbatch of a step is dropped by optimizer.zero_grad()"
+                f"the gradient of parameter {number}, of shape {tuple(self._parameters[number].shape)}, was changed "
+                f"between two calls of step(), as by loss.backward() or clipping in the loop; {_REMEDY}"
             )
 
     def check(self, fresh: Sequence[bool], *, needed: bool, accumulating: bool = False) -> None:
@@ -111,9 +108,8 @@ class BackwardCheck:
             self._check_unchanged(self._ours, self._now)
         elif self._of_another:
             raise RuntimeError(
-                "a loss must carry its weight once, but backward() of another optimizer of the sampler has added to "
-                "these gradients, with the weight of the microbatch; pass this optimizer to it, others=[optimizer], or "
-                "call zero_grad() of this one before its own backward()"
+                "backward() of another optimizer of the sampler has added to these gradients; pass this optimizer to "
+                "it, others=[optimizer], or call zero_grad() of this one before its own backward()"
             )
         elif accumulating:
             self._check_accumulated_stays()

@@ -137,9 +137,8 @@ def _check_replicas(parameters: Sequence[Tensor], backend: Backend, agreement: A
         first, expected = known.setdefault(other, (rank, crc))
         if crc != expected:
             raise RuntimeError(
-                f"ranks that hold the same part of sharded parameters must have the same values, but ranks {first} and "
-                f"{rank} differ; begin with the same seed on every rank, or load one state with broadcast_from_rank0="
-                f"True of torch.distributed.checkpoint.state_dict"
+                f"ranks {first} and {rank} hold the same part of sharded parameters with other values; begin with the "
+                "same seed on every rank, or load one state with broadcast_from_rank0=True"
             )
 
 

@@ -72,9 +72,8 @@ def check_model_known(model: torch.nn.Module, sampler: Dealer) -> None:
         check_reproducible(model, [])
     if sampler.dealing.multiple_of > 1 and any(map(_depends_on_cut, model.modules())):
         raise ValueError(
-            "the optimizer of a model with batch normalization must know it, because the result depends on how steps "
-            "are cut, but it was created without; pass model= to the optimizer, or call "
-            "vbs.broadcast_parameters(model) before it is created"
+            "with batch normalization the result depends on how steps are cut, but the optimizer was created without "
+            "the model; pass model= to it, or call vbs.broadcast_parameters(model) before it is created"
         )
     check_batch_norm(model, sampler)
 

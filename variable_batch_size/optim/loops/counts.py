@@ -120,9 +120,8 @@ class Counts(Stage, LoopStage):
             _, known, totals = self._last
             if not any(isinstance(number, Tensor) for number in counted.values()) and counted != known:
                 raise RuntimeError(
-                    "an update that is read again must count the same, because the other ranks have its totals, but "
-                    f"update {batch.step} has counted {known} on this rank and now counts {counted}; let the counts "
-                    "depend on the samples alone, or load a state on every rank"
+                    f"update {batch.step} had counted {known} on this rank, and now counts {counted}, but the other "
+                    "ranks have its totals; let the counts depend on the samples alone, or load a state on every rank"
                 )
             return totals
         if compares or [*counted] != self._names:

@@ -51,10 +51,8 @@ class Update(Generic[T]):
 def incomplete_update(update: int) -> RuntimeError:
     """Return the error of a loop that asks for the next update when this one is not made."""
     return RuntimeError(
-        f"every microbatch of an update must reach optimizer.step(), but the loop asks for the next update and update "
-        f"{update} is not complete; call step() once for each microbatch, also for one whose loss is nan (give it a "
-        f"gradient of 0), and pass ahead= if a framework or a thread reads updates early; or call "
-        f"optimizer.discard_step() and begin a new loop"
+        f"update {update} is not complete, but the loop asks for the next one; call step() once for each microbatch, "
+        "or optimizer.discard_step() and begin a new loop; pass ahead= if a framework reads updates early"
     )
 
 

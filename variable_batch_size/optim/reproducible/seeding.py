@@ -53,10 +53,9 @@ class Seeding(LoopStage):
             return
         if training.is_made_without(member):
             raise RuntimeError(
-                f"reproducible=True needs microbatches that meet the same weights in any world, but another optimizer "
-                f"of the sampler has made update {training.batch_of(member).step} before optimizer.backward() of this "
-                f"one was called; call optimizer.backward(loss) of each, not loss.backward(), before the step() of "
-                f"any, or give each a sampler and a loader of its own"
+                "reproducible=True: another optimizer of the sampler has made update "
+                f"{training.batch_of(member).step} before the backward() of this one; call optimizer.backward(loss) "
+                "of each before the step() of any"
             )
 
     def begin_microbatch(self, member: object, *, has_backward: bool) -> None:
@@ -65,10 +64,9 @@ class Seeding(LoopStage):
             self._check_weights(member)
         if not (self._training.is_handed_out_last(member) and _latest.training() is self._training):
             raise RuntimeError(
-                "reproducible=True needs random numbers that are seeded before the forward of each microbatch, but "
-                "step() was called outside of vbs.updates(loader, optimizer), or after a later microbatch was read, as "
-                "by list(update), or one of another sampler; loop over the microbatches of each update, and call "
-                "step() for each"
+                "reproducible=True seeds each microbatch before its forward pass, but step() was not called for the "
+                "one that was read last; loop over vbs.updates(loader, optimizer), and call step() for each "
+                "microbatch"
             )
 
     def end_microbatch(self, *, ends_update: bool) -> None:

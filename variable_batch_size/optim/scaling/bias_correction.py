@@ -129,9 +129,9 @@ class BiasCorrection:
         counts = self._update_counts(parameters) | ({self._terms[index].updates} if index in self._terms else set())
         if len(counts) > 1:
             raise ValueError(
-                f"the parameters of a group must have made the same number of updates if a rule scales its betas, but "
-                f"those of parameter group {index} have made {' or '.join(map(str, sorted(counts)))}; put "
-                f"parameters that were added later, or have no gradient in some updates, into groups of their own"
+                f"the rule scales betas, but parameters of group {index} have made "
+                f"{' or '.join(map(str, sorted(counts)))} updates; put those that were added later, or often have no "
+                "gradient, into groups of their own"
             )
         self._checked.add(index)
         updates = counts.pop()

@@ -288,9 +288,8 @@ def _check_unchanged(groups: Sequence[Group], changes: Sequence[Group]) -> None:
     for group, change in zip(groups, changes, strict=True):
         if changed := [name for name, value in change.items() if group[name] is not value]:
             raise RuntimeError(
-                f"hyperparameters must stay constant within an update, but {' and '.join(changed)} changed inside the "
-                f"inner optimizer's step(), for example by a scheduler in a hook; call scheduler.step() after "
-                f"optimizer.step() has returned True"
+                f"{' and '.join(changed)} changed inside the inner optimizer's step(), as by a scheduler in a hook; "
+                "call scheduler.step() after optimizer.step() has returned True"
             )
 
 

@@ -85,9 +85,9 @@ class DDP(InBackward):
             )
         if several and self._narrow:
             raise RuntimeError(
-                "the gradients of several microbatches must be added with at least 32 bits, but some parameters of the "
-                "DistributedDataParallel have fewer; keep them in float32, and use torch.autocast, or choose a "
-                "minibatch_size for which each rank has one microbatch a step"
+                "some parameters of the DistributedDataParallel have fewer than 32 bits, too few to add "
+                "microbatches; keep them in float32 with torch.autocast, or let each rank have one microbatch a step "
+                "(minibatch_size)"
             )
 
     def _loss_factor(self, microbatch: Microbatch) -> float:
@@ -103,15 +103,13 @@ class DDP(InBackward):
             )
         if self._of_forward != microbatch:
             raise RuntimeError(
-                "a DistributedDataParallel that is passed as model= must sum in the last backward() of a step, but no "
-                "forward of it came after the step() of the microbatch before; call it (not its .module), then "
-                "optimizer.backward() and step(), before the forward of the next microbatch"
+                "no forward pass of the DistributedDataParallel came after the step() before, so that it does not "
+                "sum; call it (not its .module), then optimizer.backward() and step(), once for each microbatch"
             )
         if self.module.require_backward_grad_sync != microbatch.ends_step:
             raise RuntimeError(
-                "a DistributedDataParallel must sum when its optimizer comes to the last microbatch of a step, but "
-                "another optimizer, or the loop, has switched its reduction; train a parameter by one optimizer, and "
-                "delete those before it"
+                "another optimizer, or the loop, has switched off the reduction of the DistributedDataParallel in "
+                "the last microbatch; train each parameter by one optimizer, and delete those before it"
             )
 
     def _after_backward(self, microbatch: Microbatch, factor: float) -> None:
@@ -138,9 +136,9 @@ class DDP(InBackward):
         for number in self._left_out:
             if self.parameters[number].grad is not None:
                 raise RuntimeError(
-                    f"a DistributedDataParallel must sum all gradients, but it leaves out that of parameter {number}, "
-                    f"of shape {tuple(self.parameters[number].shape)}, which was frozen when it was created, or is "
-                    f"ignored; create it, and the optimizer, after requires_grad_(True)"
+                    f"the DistributedDataParallel leaves out parameter {number}, of shape "
+                    f"{tuple(self.parameters[number].shape)}, which was frozen when it was created, or is ignored; "
+                    "create it, and the optimizer, after requires_grad_(True)"
                 )
         return self._scale_and_sum_message(batch, factor)[0]
 

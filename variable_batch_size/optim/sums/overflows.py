@@ -27,9 +27,8 @@ class Scaled(NamedTuple):
         """Raise RuntimeError unless losses of this scale, and no others, come to `step()` by their scaler."""
         if self.found_inf is not None and (scale is None or self.grad_scale is None):
             raise RuntimeError(
-                "the gradients of optimizer.backward(loss, scaler=scaler) must reach step() as they are, but the loss "
-                "was scaled in the loop, or scaler.unscale_() has changed them; call optimizer.backward(loss, "
-                "scaler=scaler) and scaler.step(optimizer), and clip with max_grad_norm="
+                "the loss was scaled in the loop, or scaler.unscale_() has changed the gradients; call "
+                "optimizer.backward(loss, scaler=scaler) and scaler.step(optimizer), and clip with max_grad_norm="
             )
         if scale is not None and self.found_inf is None:
             raise RuntimeError(

@@ -113,10 +113,9 @@ class Sharded(InBackward):
         last = microbatch is not None and microbatch.ends_step
         if not last and self._narrow is not None and microbatch is not None:
             raise RuntimeError(
-                f"the gradients of several microbatches must be added with at least 32 bits, but FSDP2 adds them in "
-                f"{self._narrow}; keep the parameters in float32, and pass MixedPrecisionPolicy(param_dtype="
-                f"torch.bfloat16, reduce_dtype=torch.float32) to fully_shard(), or choose a minibatch_size for which "
-                f"each rank has one microbatch a step"
+                f"FSDP2 adds the gradients of several microbatches in {self._narrow}, and they need 32 bits; keep the "
+                "parameters in float32, and pass MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype="
+                "torch.float32)"
             )
         # By default each backward() scatters its sum, and replicas are summed in the last one only. Otherwise whole
         # gradients stay on the rank until the last backward(), which sums them over all ranks. A GradScaler reads
@@ -158,9 +157,8 @@ class Sharded(InBackward):
         """Check that the loss of a microbatch has carried its samples, and return its squares."""
         if not counted and self._needs_counts:
             raise RuntimeError(
-                "where ranks compute parts of the same samples, as in context parallelism, a step needs counts, but "
-                'there is none; pass reduction="sum" to loss and optimizer, and step(count=) with the tokens that this '
-                "rank has computed"
+                "ranks compute parts of the same samples, as in context parallelism, but the step has no count; pass "
+                'reduction="sum" to loss and optimizer, and step(count=) with the tokens that this rank has computed'
             )
         factor = self._check_carried(self._check.find_fresh(), needed=False)
         self._seen.update(() if self._squares is None else self._squares.seen)  # replicas sum in the last backward()

@@ -73,9 +73,8 @@ def backend_for(
         return detect(parameters, sampler.world, group)
     if sharded[0].device_mesh.size() < dist.get_world_size():
         raise ValueError(
-            f"with tensor parallelism alone the ranks that share a batch must be known, but the mesh of the parameters "
-            f"has {sharded[0].device_mesh.size()} of {dist.get_world_size()} ranks; pass "
-            f'process_group=mesh["dp"].get_group(), of the dimension along which ranks get different samples'
+            f"the mesh of the parameters has {sharded[0].device_mesh.size()} of {dist.get_world_size()} ranks, so "
+            'that it is not known which ranks share a batch; pass process_group=mesh["dp"].get_group()'
         )
     return LocalBackend(job=DistributedBackend(), sent=numbers_for(parameters))
 
