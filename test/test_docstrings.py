@@ -1,7 +1,8 @@
-"""The examples in the package's docstrings run and print what they say; messages name titles that there are."""
+"""The examples in the package's docstrings run and print what they say; messages are short and name titles that are."""
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
 import re
@@ -33,3 +34,49 @@ def test_messages_name_titles_of_the_documentation():
     pages = "".join(path.read_text() for path in (PACKAGE.parent / "docs").rglob("*.md"))
     assert len(named) >= 6
     assert {*named} <= {*re.findall(r"^#+ (.+)$", pages, re.MULTILINE)}
+
+
+def text_of(node):
+    """The static text of a string; of each placeholder, the first 12 characters of its source in braces."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.FormattedValue):
+        return f"{{{ast.unparse(node.value)[:12]}}}"
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(text_of, node.values))
+    if isinstance(node, ast.BinOp):
+        return text_of(node.left) + text_of(node.right)
+    return ""
+
+
+def messages_in(source):
+    """The line and the text of each error and warning of a module."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    for call in calls:
+        name = ast.unparse(call.func).rpartition(".")[2]
+        if name.endswith(("Error", "_error", "Warning")) or name == "warn":
+            yield call.lineno, "; ".join(filter(None, map(text_of, call.args)))
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ('raise ValueError(f"{1 + 1} of {numbers.first:.3f} " + "ab" "c")', "{1 + 1} of {numbers.firs} abc"),
+        ('raise value_error("a must be > 1", 1, f"pass {b}")', "a must be > 1; pass {b}"),
+        ('warnings.warn("a", UserWarning)', "a"),
+        ('print("a")', None),
+    ],
+)
+def test_a_message_is_found_with_its_placeholders(source, text):
+    assert [found for _, found in messages_in(source)] == [text] * (text is not None)
+
+
+def test_messages_are_short():
+    """At most 260 characters, the numbers and names of a training left out: the cause, and what to type."""
+    texts = {
+        f"{path.relative_to(PACKAGE)}:{line}": text
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for line, text in messages_in(path.read_text())
+    }
+    assert len(texts) > 600
+    assert {where: (len(text), text) for where, text in texts.items() if len(text) > 260} == {}

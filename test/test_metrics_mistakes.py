@@ -33,7 +33,7 @@ MISTAKES = [
     Mistake(
         lambda: vbs.Accumulator(vbs.EvaluationSampler(4, 2, 1), backend=LOCAL),
         ValueError,
-        "^an evaluation needs a sampler .* for rank 1 of 2 and .* rank 0 of 1; omit",
+        "^the EvaluationSampler deals for rank 1 of 2, but the LocalBackend is rank 0 of 1; omit num_replicas",
     ),
     Mistake(
         lambda: vbs.Accumulator(training().optimizer, backend=LOCAL),

@@ -100,10 +100,11 @@ class EvaluationSource:
         if backend is None:
             backend = XlaBackend() if runs_on_xla() else detect((), sampler.world)
         if sampler.world != backend.world:
+            dealt, here = (f"rank {world.rank} of {world.size}" for world in (sampler.world, backend.world))
             raise ValueError(
-                f"the sampler deals for rank {sampler.world.rank} of {sampler.world.size}, and the "
-                f"{type(backend).__name__} is rank {backend.world.rank} of {backend.world.size}; omit num_replicas "
-                "and rank, or pass backend=vbs.backend.LocalBackend() to evaluate all of the dataset on one rank"
+                f"the EvaluationSampler deals for {dealt}, but the {type(backend).__name__} is {here}; omit "
+                "num_replicas and rank, or pass backend=vbs.backend.LocalBackend() to evaluate the whole dataset on "
+                "one rank"
             )
         self.backend = backend
         self._agreement: Agreement | None = None
@@ -127,8 +128,9 @@ class EvaluationSource:
         batches = len(self._sampler)
         if extra := sorted(name for name in names if self._added[name] == batches):
             raise RuntimeError(
-                f"{extra[0]!r} was added {batches + 1} times in a pass of {batches} batches; call add() once for each "
-                "batch of a loader that reads the EvaluationSampler, or reset() before each pass"
+                f"a batch takes one value, but {extra[0]!r} was added {batches + 1} times in a pass of {batches} "
+                "batches; call add() once for each batch of a loader of the EvaluationSampler, or reset() before each "
+                "pass"
             )
         weights = {name: self._sampler.samples(self._added[name]) for name in names}
         for name in names:

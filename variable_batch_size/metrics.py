@@ -191,8 +191,9 @@ class Accumulator:
         for rank, (missing, _) in enumerate(by_rank):
             if missing:
                 raise RuntimeError(
-                    f"rank {rank} lacks {missing} values of the evaluation; call read() after a loop over the whole "
-                    "loader, or reset() to start again (to use fewer samples, evaluate a torch.utils.data.Subset)"
+                    f"each name needs a value for every batch, but rank {rank} lacks {missing}; read after a loop over "
+                    "the whole loader, or call reset() to start again (for fewer samples, use a "
+                    "torch.utils.data.Subset)"
                 )
         check_names("add()", [[name for name, *_ in rows] for _, rows in by_rank])
         sums = dict(self._restored)

@@ -12,7 +12,7 @@ from helpers.mistakes import Mistake, check
 from variable_batch_size.backend.xla import XlaBackend, launch
 
 UNCONNECTED = (
-    r"^several processes need torch.distributed, but \w+ is 2 and it is not initialized: .*; call "
+    r"^\w+ is 2, but torch.distributed is not initialized: each process would train a copy of its own; call "
     r"torch.distributed.init_process_group\(\) first, or pass num_replicas and rank"
 )
 NOT_INSTALLED = r"^XLA devices need PyTorch/XLA, but torch_xla is not installed; run: pip install '.*\[xla\]'"

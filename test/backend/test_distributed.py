@@ -140,7 +140,7 @@ def speeds(place):
     place.training(sampling={"speeds": own[: place.world.size]}).run(1)
 
 
-@raises(r"deals for rank 0 of 1 and the optimizer's DistributedBackend is rank \d of \d; pass num_replicas")
+@raises(r"deals for rank 0 of 1, but the optimizer's DistributedBackend is rank \d of \d; pass num_replicas")
 def world(place):
     vbs.ConstantOptimizer(torch.optim.SGD(network().parameters()), vbs.CustomSampler(50, 20, num_replicas=1, rank=0))
 

@@ -156,7 +156,8 @@ XlaBackend()
 """
     variables = environment() | {"CPU_NUM_DEVICES": "2"}
     run = subprocess.run([sys.executable, "-c", code], env=variables, stderr=subprocess.PIPE)
-    assert b"must be started by variable_batch_size.backend.xla.launch" in run.stderr
+    assert b"2 replicas on XLA:CPU must be started together, but these were not" in run.stderr
+    assert b"; call variable_batch_size.backend.xla.launch(fn, args, cores=2)" in run.stderr
 
 
 def test_a_rendezvous_raises_on_the_other_ranks_when_one_has_left():

@@ -148,8 +148,8 @@ def test_warns_of_other_dtypes_and_names_a_tensor(before, after, world, tmp_path
         return run
 
     expected = (
-        rf"update-00000001\S+ is converted to other dtypes: 0.weight \(and 3 others\) is {before} in it and {after} "
-        rf"here, so that .*; create .* by model.to\({before}\)$"
+        rf"update-00000001\S+ is converted to other dtypes, 0.weight \(and 3 others\) from {before} to {after}, so "
+        rf"that .*; call model.to\({before}\) before the optimizer is created$"
     )
     with pytest.warns(UserWarning, match=expected) as warned:
         runs = run_ranks(restore, world)

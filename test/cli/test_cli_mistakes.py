@@ -99,7 +99,7 @@ MISTAKES = [
     (("plan", "0:9", *PLAN), 2, "--epochs, --max-updates or --max-samples must be given for a trace .*, got "),
     (("plan", "0:90", *PLAN, "--epochs", 1), 1, "every batch size .* must be at most the dataset's size of 50"),
     (("plan", "no.csv", *PLAN), 1, r"trace must be a CSV file, got 'no.csv' \(No such file or directory\); correct th"),
-    (("plan", "batches.csv", *PLAN, "--on-end", "error", "--epochs", 2), 1, "the trace must "),
+    (("plan", "batches.csv", *PLAN, "--on-end", "error", "--epochs", 2), 1, "the trace must last longer"),
     (("trace", "make", "5:8", "--steps", 3, "-o", "a.csv"), 1, r"schedule entry 1 \('5:8'\) must start at step 0, got"),
     ((*MAKE, 3, "-o", "a.csv"), 1, "steps must be > 10"),
     ((*MAKE, 30, "-o", "."), 1, "'.' must be a file that can be written, got Is a directory; choose another"),

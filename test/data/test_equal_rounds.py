@@ -37,7 +37,7 @@ def test_the_next_equal_batch_size_is_the_smallest(batch_size, minibatch_size, w
 
 
 MESSAGE = (
-    r"^with equal_rounds=True every .*, and no replay, but step (\d+) has a batch size of (\d+), cut into (\d+) "
+    r"^equal_rounds=True needs .*, and no replay, but step (\d+) has a batch size of (\d+), cut into (\d+) "
     r"microbatch(?:es)?, on (\d+) ranks with minibatch_size=(\d+); (.*)$"
 )
 REST = r"pass drop_last=True, because the step is the rest of epoch \d+"

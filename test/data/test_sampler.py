@@ -209,7 +209,7 @@ def test_accepts_a_dataset_or_its_size_and_every_form_of_trace(tmp_path):
             "dataset's size of 10 samples, but the trace has a batch size of 11; use a larger",
         ),
         ({"trace": [5, 5], "epochs": 2}, ValueError, "epoch 1, which begins at step 2, 10 samples before the end"),
-        ({"trace": [5, 4]}, ValueError, "2 steps end in epoch 0, which begins at step 0, 11 samples before"),
+        ({"trace": [5, 4]}, ValueError, "its 2 steps end in epoch 0, which begins at step 0, 11 samples before"),
         ({"trace": [5, 0]}, ValueError, r"sizes\[1\].*got 0"),
         ({"rank": 0}, ValueError, "passed together, got num_replicas=None and rank=0; pass both, or neither"),
         ({"num_replicas": 2}, ValueError, "passed together, got num_replicas=2 and rank=None; pass both, or neither"),

@@ -254,6 +254,6 @@ def test_the_error_names_all_differences_of_a_state():
 def test_rejects_a_position_outside_the_plan():
     state = {**CASE.sampler().state_dict(), "epoch": 1, "first_step": 8, "step": 40}
     with pytest.raises(
-        ValueError, match=r"epoch 1 begins at step 8 and ends before step 16, and the state is at step 40; restore"
+        ValueError, match=r"state is at step 40, but here epoch 1 begins at step 8 and ends before step 16; restore"
     ):
         CASE.sampler().load_state_dict(state, strict=False)

@@ -103,9 +103,8 @@ def test_the_message_counts_up_to_the_end_of_the_training():
     trace = [16] * 12 + [48] * 10 + [32] * 8 + [7] * 4 + [64] * 5
     assert sum(trace) == 1276
     message = (
-        r"^the trace must last until the training ends, but its 39 steps end in epoch 1, which begins at step 35, 20 "
-        r"samples before max_samples=1276; add steps \(one that is shortened to the end of an epoch counts as a whole "
-        r'one\), shorten the training, or pass on_end="stop", "hold" or "cycle"$'
+        r"^the trace must last longer, but its 39 steps end in epoch 1, which begins at step 35, 20 samples before "
+        r'max_samples=1276; add steps \(shortened ones count\), train less, or pass on_end="stop", "hold" or "cycle"$'
     )
     with pytest.raises(ValueError, match=message):
         vbs.CustomSampler(1000, trace, 1, 0, max_samples=1276)

@@ -24,7 +24,7 @@ from variable_batch_size.backend import Backend, LocalBackend
 from variable_batch_size.testing import run_ranks
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
-SAME_COUNTS = "must have made the same number of updates if a rule scales its betas"
+SAME_COUNTS = "a rule that scales betas needs the same number of updates in a group, but group"
 
 
 @dataclass(frozen=True)

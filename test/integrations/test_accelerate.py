@@ -54,7 +54,7 @@ def prepare_loader():
     accelerator = Accelerator(cpu=True)
     model, optimizer, loader = objects(TrainerCase(), accelerator)
     for read in list, lambda prepared: list(vbs.updates(prepared, optimizer)):
-        with pytest.raises(RuntimeError, match=r"must be read as it is, .* once more, as by accelerator.prepare\("):
+        with pytest.raises(RuntimeError, match=r"own microbatches, but .* once more, as by accelerator.prepare\("):
             read(accelerator.prepare(loader))
     assert optimizer.updates == 0
     train(model, optimizer, loader)

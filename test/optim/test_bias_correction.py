@@ -141,7 +141,7 @@ def test_rejects_parameters_of_one_group_that_begin_at_different_updates():
     model[0].requires_grad_(True)
     run.optimizer.add_param_group({"params": [torch.zeros(1, requires_grad=True)]})  # fixes the membership again
     before = terms(run)
-    with pytest.raises(ValueError, match="those of parameter group 0 have made 0 or 2; put parameters that"):
+    with pytest.raises(ValueError, match="updates in a group, but group 0 has 0 or 2; put parameters that"):
         run.run(1)
     run.optimizer.discard_step()
     assert terms(run) == before
@@ -152,7 +152,7 @@ def test_rejects_a_state_whose_counts_contradict_its_optimizer():
     state["vbs"]["bias_correction"][0][0] = 7
     run = training(KIND)
     run.optimizer.load_state_dict(state)
-    with pytest.raises(ValueError, match="parameter group 0 have made 2 or 7"):
+    with pytest.raises(ValueError, match="updates in a group, but group 0 has 2 or 7;"):
         run.run(1)
 
 

@@ -233,7 +233,7 @@ def test_a_second_wrapper_is_refused_while_the_first_goes_on():
     """Schedules, averages and the tracker of the first one would stand still."""
     run = alone().train(2)
     inner = run.optimizer.inner
-    with pytest.raises(RuntimeError, match=r"this one has made 2 updates with another sampler; call .*continue_with"):
+    with pytest.raises(RuntimeError, match=r"another one has made 2 updates with another sampler; call .*continue_wit"):
         vbs.LinearRuleOptimizer(inner, run.sampler(1), REF)
     expected = alone().train().results()
     assert run.train.__self__ is run

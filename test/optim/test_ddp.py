@@ -164,9 +164,9 @@ def test_ranks_outside_a_group_agree_on_everything_but_the_batch():
 
 raises = OnEveryRank()
 FORWARD = (
-    r"must sum in the last .*, but no forward of it came after the step\(\) .*; call it \(not its \.module\), then o"
+    r"cannot sum, because no forward of it came after the step\(\) before; call it \(not its \.module\), then optimizer"
 )
-CARRIED = r"with a DistributedDataParallel each loss must carry its weight, .*; call optimizer\.backward\(loss\) in the"
+CARRIED = r"with a DistributedDataParallel each loss, also of a replay, needs .*; call optimizer\.backward\(loss\), not"
 
 
 def losses(run):
@@ -205,7 +205,7 @@ def no_backward_of_a_replay(place):
         run.optimizer.step()
 
 
-@raises(r"must sum all gradients, but it leaves out that of parameter 0, of shape \(4, 3\), which")
+@raises(r"^the DistributedDataParallel leaves out parameter 0, of shape \(4, 3\), which was frozen .*; create it")
 def frozen_when_wrapped(place):
     model = network()
     model[0].requires_grad_(False)
@@ -314,7 +314,7 @@ raises.add(
         ),
     ),
     several_microbatches_in_half_precision=(
-        r"with at least 32 bits, but some .* have fewer; keep them in float32",
+        r"need at least 32 bits, but some .* have fewer; keep them in float32",
         lambda place: place.training(sizes=[50], dtype=torch.bfloat16).run(1),
     ),
     static_graph=(
@@ -325,7 +325,7 @@ raises.add(
         r"for all its parameters .*, but it got only some; create it with find_unused_para",
         lambda place: wrapped(place, bucket_cap_mb=1e-5).training(sizes=[50], model=filled(Experts())).run(1),
     ),
-    an_optimizer_that_is_not_named=(rf"{CARRIED} place of .*, with others= if several optimizers update", two),
+    an_optimizer_that_is_not_named=(rf"{CARRIED} loss.backward.*, with others= for several optimizers", two),
     optimizers_of_other_reductions=(
         r"have the same reduction, got sum at Micro.*; pass one sampler to them",
         lambda place: two(place, reduction="sum"),
@@ -335,7 +335,7 @@ raises.add(
         lambda place: unknown(place, ours=False),
     ),
     wrapper_that_the_optimizer_does_not_know_and_backward=(
-        r"summed over the ranks by step\(\) alone, but within .*as a DistributedDataParallel does; pass it to the opt",
+        r"step\(\) alone sums over the ranks, but within .*as a DistributedDataParallel does; pass it as model=, or",
         lambda place: unknown(place, ours=True),
     ),
     not_a_model=(

@@ -233,7 +233,7 @@ def test_a_microbatch_that_was_read_for_a_refused_step_is_lost():
         run.optimizer.step()
     run.optimizer.discard_step()
     run.loss(next(other)).backward()
-    with pytest.raises(RuntimeError, match="start a new loop over the loader"):
+    with pytest.raises(RuntimeError, match=r"this loop over the loader was begun before; start a new one after"):
         run.optimizer.step()
     run.optimizer.discard_step()
     run.iterate(4)

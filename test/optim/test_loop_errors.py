@@ -22,8 +22,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
 SAME_UPDATE = r"the sampler's iteration began at {} and the optimizer is at {}; call set_epoch with the same epoch"
-NOT_ITS_OWN = r"that sampler has yielded {} and this is number {}; pass the same CustomSampler to"
-ANEW = r"but this iteration was begun before the optimizer moved to epoch 0, step {}; start a new loop over the loader"
+NOT_ITS_OWN = r"this is step\(\) {1}, but the optimizer's sampler has yielded {0} microbatches; pass it as batch_samp"
+ANEW = r"optimizer has moved to epoch 0, step {}, but this loop over the loader was begun before; start a new one after"
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -80,9 +80,7 @@ def test_epochs_after_the_end_of_the_training_are_empty(said, ends):
         take(run, iter(run.sampler), 100)
     assert run.optimizer.done
     assert together([run.log]) == run.case.steps
-    with pytest.raises(
-        RuntimeError, match=r"but the training has ended after \d+ updates; read the data by another loa"
-    ):
+    with pytest.raises(RuntimeError, match=r"^the training has ended after \d+ updates, but .*; use another loader"):
         next(iter(run.sampler))  # that nobody has announced, as by update_bn(loader, model)
 
 
@@ -203,7 +201,7 @@ def test_set_epoch_of_neither_moves_back():
     run = begun(2)
     take(run, iter(run.sampler), 5)
     for one in (run.sampler, run.optimizer):
-        with pytest.raises(RuntimeError, match="epoch 0 is over and the next update is in epoch 2; loop over range"):
+        with pytest.raises(RuntimeError, match=r"epoch 0 was chosen, but it is over and .* in epoch 2; loop over vbs"):
             one.set_epoch(0)
     run.set_epoch(2)
     take(run, iter(run.sampler), 100)
@@ -214,7 +212,7 @@ def test_set_epoch_of_neither_moves_back():
 def test_raises_if_an_update_comes_from_two_iterations(ahead):
     run = begun()
     take(run, read_ahead(run.sampler, ahead), 4)  # of the second update's two
-    message = r"step 1 had 1 of 2 when the loader was iterated again; call optimizer.discard_step\(\) first"
+    message = r"step 1 had 1 of 2 microbatches, but the loader was iterated again; call optimizer.discard_step\(\)"
     with pytest.raises(RuntimeError, match=message):
         take(run, read_ahead(run.sampler, ahead), 1)
     run.discard_step()
@@ -361,7 +359,7 @@ def test_the_last_microbatch_of_an_epoch_that_is_skipped_comes_again():
 def test_two_steps_a_microbatch_raise(workers):
     """Two losses, each with backward() and step(): before the weights change, or when all that was read is counted."""
     run = LoggedTraining(replace(CASE, trace=vbs.BatchTrace.from_sizes([8], on_end="hold"), dataset_size=400))
-    message = r"was called 1 times more than|yielded (?P<read>\d+) and this is number"
+    message = r"was called 1 times more than|this is step\(\) \d+, but .* yielded (?P<read>\d+) microbatches"
     with pytest.raises(RuntimeError, match=message) as error:  # noqa: PT012
         for batch in DataLoader(range(400), batch_sampler=run.sampler, num_workers=workers):
             for _ in range(2):

@@ -25,16 +25,16 @@ def adam(*betas):
 @pytest.mark.parametrize(
     ("inner", "text"),
     [
-        (adam(0.9, 0.999), r"k = 20 takes 0\.9 of betas to -1; limit .* to 640, or choose a beta of at least 0\.95"),
-        (adam(0.99, 0.8), r"k = 20 takes 0\.8 of betas to -3; limit the batch sizes to 320, "),
-        (adam(0.0, 0.99), r"k = 20 takes 0 of betas to -19; limit the batch sizes to 64, "),
-        (RMSprop(network().parameters(), alpha=0.9), r"k = 20 takes 0\.9 of alpha to -1; limit .* to 640, or"),
+        (adam(0.9, 0.999), r"= 20 takes 0\.9 of betas to -1; limit .* to 640, or choose a beta >= 0\.95"),
+        (adam(0.99, 0.8), r"= 20 takes 0\.8 of betas to -3; limit the batch sizes to 320, "),
+        (adam(0.0, 0.99), r"= 20 takes 0 of betas to -19; limit the batch sizes to 64, "),
+        (RMSprop(network().parameters(), alpha=0.9), r"= 20 takes 0\.9 of alpha to -1; limit .* to 640, or"),
     ],
     ids=["first", "second", "zero", "RMSprop"],
 )
 def test_rejects_a_trace_that_takes_a_beta_out_of_range(inner, text):
     with pytest.raises(
-        ValueError, match=rf"^every beta must stay in \[0, 1\) .* the largest batch size is 1280, .*{text}"
+        ValueError, match=rf"^every beta must stay in \[0, 1\), but the largest batch size 1280 with k = .*{text}"
     ):
         sqrt_sde(inner, "0:20 100:1280 200:64", ref_batchsize=REF)
 

@@ -157,7 +157,7 @@ OPTIMIZERS = [
     (lambda: optimizer(rule=RULES.RootRule), TypeError, r"rule must be a name, or a callable .*, got <class"),
     (lambda: optimizer(rule="lineal"), ValueError, "rule must be one of constant, .*, got 'lineal'; pass one"),
     (lambda: optimizer(sampler=[[0, 1]]), TypeError, r"sampler must be the vbs\.CustomSampler .* got list; cre"),
-    (lambda: optimizer(sampler=vbs.CustomSampler(50, 20, 3, 2)), ValueError, "deals for rank 2 of 3 .* of 1; pa"),
+    (lambda: optimizer(sampler=vbs.CustomSampler(50, 20, 3, 2)), ValueError, "deals for rank 2 of 3, .* of 1; pa"),
     (lambda: optimizer(inner=nn.Linear(1, 1)), TypeError, "inner optimizer must be .*, got Linear; pass"),
     (lambda: optimizer(noise="differences"), ValueError, 'noise must be "microbatches" or "differenced", got'),
     (
@@ -425,7 +425,7 @@ LOOPS = [
     (lambda: vbs.check_batch_norm(network(), [1]), TypeError, r"must be a vbs\.CustomSampler, got"),
     (lambda: scaled_by_torch(model=Words(sparse=True)), TypeError, r"must be dense, but that of parameter 0, o"),
     (partly_scaled, RuntimeError, "must be scaled, or none, but some have a scaler= and others have not"),
-    (scaled_by_torch, RuntimeError, r"was scaled in the loop, .*; call optimizer\.backward\(loss, sc"),
+    (scaled_by_torch, RuntimeError, r"of optimizer\.backward\(loss, scaler=scaler\), .* scaled in the loop, "),
 ]
 NUMBERS = [
     *(

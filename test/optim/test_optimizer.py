@@ -276,7 +276,8 @@ def test_the_state_of_another_kind_of_optimizer_is_refused(saved, here):
         return
     before = copy.deepcopy(run.optimizer.state_dict())
     match = (
-        f"it was saved of {saved.__name__} and this is {here.__name__}; create the optimizer that was saved, or pass"
+        f"state was saved of {saved.__name__}, but this optimizer is {here.__name__}; create the optimizer that was "
+        "saved, or pass strict=False"
     )
     with pytest.raises(ValueError, match=match):
         run.optimizer.load_state_dict(state)

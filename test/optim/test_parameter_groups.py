@@ -302,7 +302,7 @@ def test_gradients_from_before_a_change_of_the_lists_are_refused():
         optimizer.param_groups[0]["params"] += list(model[0].parameters())
 
     with pytest.raises(
-        RuntimeError, match=r"present microbatch only, but its \.grad was added to, .* optimizer\.zero_grad"
+        RuntimeError, match=r"of this microbatch only, but its \.grad was added to; .* optimizer\.zero_grad"
     ):
         loop(vbs.ConstantOptimizer, head, 4, extend)
 

@@ -131,7 +131,7 @@ def test_ranks_that_compute_parts_of_the_same_samples_need_counts(by_updates):
     expected = training(sizes=ODD, reduction="sum")
     assert parts(expected, 0, 1) == ""
     for without, error, weights in run_job("gloo", context_parallel, by_updates, ranks=4):
-        assert "as in context parallelism, a step needs counts, but there is none; pass reduction" in without
+        assert "as in context parallelism, but the step has no count; pass reduction" in without
         assert error == ""
         assert_equal(weights, expected.weights())
 
@@ -155,7 +155,7 @@ def replicas_differ(backend):
 @TORCH
 def test_replicas_that_differ_are_told_from_shards():
     for message in run_job("gloo", replicas_differ, ranks=4):
-        assert "the same part of sharded parameters must have the same values, but ranks 0 and 2 differ;" in message
+        assert "ranks 0 and 2 hold the same part of sharded parameters, but with other values; begin" in message
 
 
 def one_is_slow(backend):
@@ -214,7 +214,7 @@ def test_after_an_exception_all_ranks_go_on_or_end(where, who, layout, options):
 # Mistakes of two ranks. -----------------------------------------------------------------------------------------------
 
 raises = OnEveryRank()
-CHANGED = r"only optimizer\.backward\(\) may change gradients between two .* changed that of"
+CHANGED = r"only optimizer\.backward\(\) may change gradients between two .*, but that of parameter"
 
 
 def wrap(model, parameters=None, sampler=None):
@@ -250,7 +250,9 @@ def clipped(run, loss):
     clip(run)
 
 
-@raises(r"with at least 32 bits, but FSDP2 adds them in torch\.bfloat16; keep the")
+@raises(
+    r"microbatches a step need at least 32 bits, but FSDP2 adds them in torch\.bfloat16; keep parameters in float32"
+)
 def narrow_sums(place):
     model = network(torch.float32)
     fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
@@ -301,7 +303,7 @@ class Choosing(nn.Sequential):
 
 raises.add(
     plain_backward=(
-        r"sharded each loss must carry its weight, .*; call optimizer\.backward\(loss\) in the",
+        r"sharded each loss, also of a replay, needs its weight, .*; call optimizer\.backward\(loss\), not",
         lambda place: step(place, lambda _, loss: loss.backward()),
     ),
     accumulated_noise=(
@@ -317,7 +319,7 @@ raises.add(
         lambda place: step(place, twice, vbs.AdaScaleOptimizer),
     ),
     other_world=(
-        r"deals for rank 0 of 1 and the optimizer's DistributedBackend is rank \d of 2; pass num_replicas",
+        r"deals for rank 0 of 1, but the optimizer's DistributedBackend is rank \d of 2; pass num_replicas",
         lambda place: wrap(fully_shard(network()), sampler=vbs.CustomSampler(50, 50, 1, 0)),
     ),
     first_fsdp=(
@@ -336,7 +338,7 @@ raises.add(
         r"has summed over the ranks cannot be dropped, .* discard_step\(\) on all ranks",
         lambda place: step(place, cleared),
     ),
-    clipping=(rf"{CHANGED} parameter 0", lambda place: step(place, clipped)),
+    clipping=(rf"{CHANGED} 0, of shape .* was changed", lambda place: step(place, clipped)),
     clipping_after_step=(CHANGED, lambda place: step(place, lambda run, loss: run.optimizer.backward(loss), then=clip)),
     other_parts=(
         r"but rank 0 is in the first forward of 0 in a sharded model and rank 1 in the first forward of 1",

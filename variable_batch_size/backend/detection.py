@@ -99,7 +99,6 @@ def _check_not_launched() -> None:
         size = os.environ.get(name, "1")
         if size.isdecimal() and int(size) > 1:
             raise RuntimeError(
-                f"{name} is {size}, but torch.distributed is not initialized, so that each process would train a copy "
-                "of its own; call torch.distributed.init_process_group() first, or pass num_replicas and rank to the "
-                "sampler"
+                f"{name} is {size}, but torch.distributed is not initialized: each process would train a copy of its "
+                "own; call torch.distributed.init_process_group() first, or pass num_replicas and rank to the sampler"
             )

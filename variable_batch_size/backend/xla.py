@@ -60,8 +60,9 @@ class XlaBackend(Backend):
         self._on_cpu = runtime.device_type() == "CPU"
         if self._on_cpu and self.world.size > 1 and _rendezvous is None:
             raise RuntimeError(
-                f"{self.world.size} replicas on XLA:CPU deadlock unless they were started together; start them by "
-                f"variable_batch_size.backend.xla.launch(fn, args, cores={self.world.size})"
+                f"{self.world.size} replicas on XLA:CPU must be started together, but these were not and would "
+                "deadlock in the first all-reduce; call variable_batch_size.backend.xla.launch(fn, args, "
+                f"cores={self.world.size})"
             )
 
     # Collectives. -------------------------------------------------------------------------------------------------

@@ -43,8 +43,8 @@ def check_outside(location: str, optimizer: str, saved: Mapping[int, Tensor], he
     """
     if _shapes(saved) != _shapes(here):
         raise ValueError(
-            f"Checkpoint {location} has parameters of the {optimizer} with other shapes, {_shapes(saved)} instead of "
-            f"{_shapes(here)}, and no module among its parts names them; pass the modules that were passed to it"
+            f"Checkpoint {location} has parameters of the {optimizer} that no module among its parts names, with the "
+            f"shapes {_shapes(saved)}, but here they are {_shapes(here)}; pass the same modules as for saving"
         )
 
 
@@ -64,9 +64,10 @@ def check_model(location: str, saved: Mapping[str, Any], here: Mapping[str, Any]
     different = [name for name in shapes_here if saved[name].dtype != here[name].dtype]
     if different and warn:
         name, others = different[0], f" (and {len(different) - 1} others)" if len(different) > 1 else ""
+        was, now = saved[name].dtype, here[name].dtype
         warnings.warn(
-            f"Checkpoint {location} has {name}{others} in {saved[name].dtype}, and the model in {here[name].dtype}, "
-            f"so that the training does not resume exactly; create the model with model.to({saved[name].dtype}) first",
+            f"Checkpoint {location} is converted to other dtypes, {name}{others} from {was} to {now}, so that the "
+            f"training does not resume exactly; call model.to({was}) before the optimizer is created",
             UserWarning,
             stacklevel=stacklevel_of_user(),
         )

@@ -82,8 +82,8 @@ class Part(NamedTuple):
                     offset[cut], shape[cut] = offset[cut] + begin, min(size, shape[cut] - begin)
             if tuple(shape) != (actual := tuple(tensor.to_local().shape)):
                 raise ValueError(
-                    f"this rank has a part of shape {actual} instead of {tuple(shape)} of a tensor with placements "
-                    f"{tensor.placements}, which no checkpoint can name; shard it with fully_shard() and "
+                    f"a checkpoint needs a part of shape {tuple(shape)} of a tensor of shape {tuple(tensor.shape)} "
+                    f"with placements {tensor.placements}, but this rank has {actual}; shard it with fully_shard() and "
                     "parallelize_module()"
                 )
         return Part(tuple(offset), tuple(shape))

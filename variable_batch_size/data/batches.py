@@ -338,7 +338,7 @@ class Batches:
         epoch = plan.epoch(position.epoch)
         if not epoch.first_step <= position.step <= epoch.end_step:
             raise ValueError(
-                f"the state is at step {position.step} of epoch {position.epoch}, which here begins at step "
+                f"the state is at step {position.step}, but here epoch {position.epoch} begins at step "
                 f"{epoch.first_step} and ends before step {epoch.end_step}; restore it with the trace and the dataset "
                 "size of the saved run"
             )

@@ -60,20 +60,20 @@ def wait_for(
 
 def _reads_too_far_error(delay: int, step: int, end_step: int, ahead: int) -> RuntimeError:
     """Return the error of a loader that reads step `step` in the thread of the training, which cannot wait."""
+    last, needed = end_step - 1, max(delay + 1, ahead + ADOPTED_AFTER)
     return RuntimeError(
-        f"the loader reads update {step}, {ahead} reads ahead of step(), but batch sizes are decided up to update "
-        f"{end_step - 1} only; pass delay=num_workers * prefetch_factor + 4 to the AdaptiveTrace (here at least "
-        f"{max(delay + 1, ahead + ADOPTED_AFTER)})"
+        f"the loader reads update {step}, {ahead} reads ahead of step(), but sizes are known up to {last}; pass "
+        f"delay=num_workers * prefetch_factor + 4 (at least {needed}) to AdaptiveTrace, or prefetch less"
     )
 
 
 def _warn_of_long_wait(begun: float | None) -> float:
     """Warn once after `WARN_SECONDS`; return when the wait began, or infinity after the warning."""
     if begun is not None and time.monotonic() - begun > WARN_SECONDS:
+        thread = threading.current_thread().name
         warnings.warn(
-            f"A loader has waited {WARN_SECONDS:.0f} seconds in {threading.current_thread().name} for a batch size; "
-            "if the training waits for this thread, pass delay=num_workers * prefetch_factor + 4 to the "
-            "AdaptiveTrace",
+            f"A loader has waited {WARN_SECONDS:.0f} seconds in {thread} for a batch size of the training; if the "
+            "training waits for this thread, pass delay=num_workers * prefetch_factor + 4 to the AdaptiveTrace",
             UserWarning,
             stacklevel=3,
         )

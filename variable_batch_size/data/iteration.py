@@ -108,6 +108,7 @@ class Iteration:
         if state_dict["round"] or not same:
             within = f", before its microbatch {state_dict['round']}" if state_dict["round"] else ""
             raise RuntimeError(
-                f"the loader was saved at {position}{within}, and the optimizer is at {due}; save both when "
-                "optimizer.step() has returned True, with snapshot_every_n_steps=1, and restore the optimizer first"
+                f"the loader was saved at {position}{within}, but the optimizer is at {due}; save both when "
+                "optimizer.step() has returned True, with snapshot_every_n_steps=1, and restore the optimizer before "
+                "iterating"
             )

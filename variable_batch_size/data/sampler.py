@@ -215,8 +215,8 @@ class CustomSampler(Dealer, Sampler[list[int]]):
             RuntimeError: always; `plan.drop_last` is the argument.
         """
         raise RuntimeError(
-            "the microbatches of a CustomSampler are about to be dealt once more, as by accelerator.prepare(loader); "
-            "leave the loader out of prepare(), and move its batches with .to(accelerator.device)"
+            "a CustomSampler deals each rank its own microbatches, but they are to be dealt once more, as by "
+            "accelerator.prepare(loader); leave the loader out, and move its batches with .to(accelerator.device)"
         )
 
     def __iter__(self) -> Iteration:

@@ -90,8 +90,8 @@ class Reads:
 def too_many_steps(read: int, number: int) -> RuntimeError:
     """Return the error of call `number` of `step()`, of a sampler that has yielded only `read` microbatches."""
     return RuntimeError(
-        f"step() is call number {number}, but the optimizer's own sampler has yielded {read} microbatches; pass the "
-        "same CustomSampler to the optimizer and, as batch_sampler=, to the loader, and call step() once for each"
+        f"this is step() {number}, but the optimizer's sampler has yielded {read} microbatches; pass it as "
+        "batch_sampler= to the loader (in Ignite: VariableBatchEngine), and optimizer.inner to get_state_dict()"
     )
 
 

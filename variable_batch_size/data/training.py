@@ -278,8 +278,8 @@ class Training:
         ended = batches.done(position) and not batches.epoch(position).updates  # such an epoch is never over
         if epoch < due.epoch and not (ended and epoch == position.epoch):
             raise RuntimeError(
-                f"epoch {epoch} is over, because the next update is in epoch {due.epoch}; loop over "
-                "vbs.remaining_epochs(sampler, optimizer), and to go back load an earlier state"
+                f"epoch {epoch} was chosen, but it is over and the next update is in epoch {due.epoch}; loop over "
+                "vbs.remaining_epochs(sampler, optimizer), and to go back load an earlier state, or create both again"
             )
         batches.plan.epoch(epoch)  # raises if the trace ends before
         before = self.position
@@ -434,8 +434,8 @@ class Training:
     def _not_handed_out(self, number: int) -> RuntimeError:
         """Return the error of a microbatch that `vbs.updates` has not yielded: it has yielded `number` of them."""
         return RuntimeError(
-            f"update {self.position.step} has yielded {number or 'no'} microbatches yet; loop over vbs.updates(loader, "
-            "optimizer) and over the microbatches of each update, and call step() once for each"
+            f"step() needs a microbatch, but update {self.position.step} has yielded {number or 'none'} yet; call it "
+            "once for each of an update of vbs.updates(loader, optimizer), and read optimizer.batch before the last"
         )
 
     def expect(self, batch: Batch, handed_out: int = 0) -> None:
@@ -540,9 +540,8 @@ class Training:
             raise too_many_steps(0, 1)
         if iteration.restarts != self.restarts:
             raise RuntimeError(
-                f"this iteration of the loader was begun before the optimizer moved to {self.position}; after "
-                "set_epoch(), discard_step() or load_state_dict(), and after an optimizer is created, start a new "
-                "loop over the loader"
+                f"the optimizer has moved to {self.position}, but this loop over the loader was begun before; start a "
+                "new one after set_epoch(), discard_step() or load_state_dict(), and after an optimizer is created"
             )
         if iteration.stepped >= iteration.number:
             raise too_many_steps(iteration.number, iteration.stepped + 1)
@@ -554,9 +553,9 @@ class Training:
                 if lost < 0:
                     found = f"step() was called {-lost} times more than microbatches were read"
                 raise RuntimeError(
-                    f"step() must follow the backward() of every microbatch, but {found}; call it once for each, in a "
-                    "loop over vbs.updates(loader, optimizer), and after an exception call discard_step() and start "
-                    "a new loop"
+                    f"step() must follow the backward() of every microbatch, but {found}; call it once for each (after "
+                    "an error discard_step()), read several only by vbs.updates, and give a rarer optimizer its own "
+                    "sampler"
                 )
         self._feeding = iteration
         iteration.stepped += 1
@@ -566,9 +565,8 @@ class Training:
         due = self._batches.next_update(self.position)
         if self.round:
             raise RuntimeError(
-                f"the loader was iterated again when step {due.step} had {self.round} of "
-                f"{len(self.batch.microbatches)} microbatches; call optimizer.discard_step() first to start the step "
-                "over"
+                f"step {due.step} had {self.round} of {len(self.batch.microbatches)} microbatches, but the loader was "
+                "iterated again; call optimizer.discard_step() first to start the step over, or set_epoch() on both"
             )
         if iteration.stepped or iteration.start != due:
             self.restarts += 1

@@ -194,8 +194,8 @@ class Updater:
         new = [parameter for parameter in list_parameters(self._inner.param_groups) if id(parameter) not in known]
         if any(version > 0 for version in versions_of([parameter.grad for parameter in new])):
             raise RuntimeError(
-                "a parameter that is new in param_groups has a gradient from before; call "
-                "optimizer.add_param_group(), or optimizer.zero_grad() after the change of the lists"
+                "a parameter that is new in param_groups needs the gradient of this microbatch only, but its .grad was "
+                "added to; call optimizer.add_param_group(), or optimizer.zero_grad() after the change of the lists"
             )
 
     # A microbatch. -----------------------------------------------------------------------------------------------

@@ -185,8 +185,8 @@ def check_kind(inner: Optimizer, saved: str) -> None:
     """Check that a state is that of an optimizer of this class: the moments of another one mean something else."""
     if type(inner).__name__ != saved:
         raise ValueError(
-            f"the state was saved of {saved}, and this optimizer is {type(inner).__name__}; create the one that was "
-            "saved, or pass strict=False if both have the same hyperparameters"
+            f"the state was saved of {saved}, but this optimizer is {type(inner).__name__}; create the optimizer that "
+            "was saved, or pass strict=False if both have the same hyperparameters"
         )
 
 
@@ -261,10 +261,10 @@ def check_sampler(sampler: object) -> None:
 
 def check_world(sampler: Dealer, backend: Backend) -> None:
     """Raise ValueError unless a sampler deals for the rank of the backend."""
-    world = backend.world
-    if sampler.world != world:
+    if sampler.world != backend.world:
+        dealt, here = (f"rank {world.rank} of {world.size}" for world in (sampler.world, backend.world))
+        kind = type(backend).__name__
         raise ValueError(
-            f"the sampler deals for rank {sampler.world.rank} of {sampler.world.size}, but the optimizer's "
-            f"{type(backend).__name__} is rank {world.rank} of {world.size}; initialize torch.distributed (or move the "
-            "model to its XLA device) before the sampler and the optimizer are created"
+            f"the sampler deals for {dealt}, but the optimizer's {kind} is {here}; pass num_replicas and rank of this "
+            "process, and initialize torch.distributed (or move the model to its XLA device) before"
         )

@@ -53,9 +53,10 @@ def _check_betas(context: RuleContext, reference: int) -> None:
         largest = int(reference / (1 - beta))
         # Rounding of beta may have taken one sample too many off.
         largest += Scaling(one_minus_beta=(largest + 1) / reference).scaled_beta(beta) >= 0
+        size, least = context.max_batch_size, 1 - 1 / k
         raise ValueError(
-            f"sqrt-sde takes {beta:g} of {name} to {scaled:g} at the largest batch size, {context.max_batch_size}, "
-            f"where k = {k:g}; limit the batch sizes to {largest}, or choose a beta of at least {1 - 1 / k:g}"
+            f"every beta must stay in [0, 1), but the largest batch size {size} with k = B / ref_batchsize = {k:g} "
+            f"takes {beta:g} of {name} to {scaled:g}; limit the batch sizes to {largest}, or choose a beta >= {least:g}"
         )
 
 

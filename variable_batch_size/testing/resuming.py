@@ -64,8 +64,9 @@ def assert_resumes_identically(
     for name, expected in _named_tensors(uninterrupted):
         if not _is_close(tensors[name], expected, rtol):
             raise AssertionError(
-                f"{name} of the resumed training differs after {updates} updates in parts of (last update, ranks) "
-                f"{parts}, seed {seed}; save everything that an update reads in state_dict()"
+                f"a resumed training must equal one without a stop, but {name} differs after {updates} updates in "
+                f"parts of (last update, ranks) {parts}, seed {seed}; save everything that an update reads in "
+                "state_dict()"
             )
 
 

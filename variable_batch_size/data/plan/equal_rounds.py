@@ -72,10 +72,10 @@ def _unequal_rounds_of_step(plan: Plan, epoch: Epoch, number: int, world: World,
     """Return the error of a step without equal rounds."""
     step = plan.step(epoch, number, dealing)
     count = f"{step.num_microbatches} microbatch{'es' * (step.num_microbatches > 1)}"
+    size, rows, remedy = step.batch_size, plan.minibatch_size, _remedy_for_step(plan, epoch, step, world, dealing)
     return ValueError(
-        f"equal_rounds=True needs equally many microbatches on all ranks, but step {number} has {step.batch_size} "
-        f"samples, cut into {count}, on {world.size} ranks with minibatch_size={plan.minibatch_size}; "
-        f"{_remedy_for_step(plan, epoch, step, world, dealing)}"
+        f"equal_rounds=True needs as many microbatches on every rank, and no replay, but step {number} has a batch "
+        f"size of {size}, cut into {count}, on {world.size} ranks with minibatch_size={rows}; {remedy}"
     )
 
 

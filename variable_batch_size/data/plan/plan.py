@@ -358,10 +358,10 @@ class Plan:
             missing.append("{} samples before {}".format(*min(samples)))
         if self.max_updates is not None:
             missing.append(f"{self.max_updates - len(self.trace)} updates before max_updates={self.max_updates}")
+        steps, begin, lacks = len(self.trace), first_step, " and ".join(missing)
         return ValueError(
-            f"the {len(self.trace)} steps of the trace end in epoch {number}, which begins at step {first_step}, "
-            f"{' and '.join(missing)}; add steps (the last one of an epoch counts, too), or pass "
-            'on_end="stop", "hold" or "cycle"'
+            f"the trace must last longer, but its {steps} steps end in epoch {number}, which begins at step {begin}, "
+            f'{lacks}; add steps (shortened ones count), train less, or pass on_end="stop", "hold" or "cycle"'
         )
 
     def step(self, epoch: Epoch, number: int, dealing: Dealing = _SIMPLE) -> Step:

@@ -275,9 +275,9 @@ class ArrivingBatches(Dealer):
         if self.batches.split.equal_rounds and min(by_rank) < most:
             rank = by_rank.index(min(by_rank))
             raise value_error(
-                f"every rank must compute {most} microbatches in update {step}, as a layer communicates in forward",
+                f"every rank must compute {most} microbatches in update {step}, as a layer communicates",
                 f"{reports[rank].rows} rows on rank {rank}",
-                "bring at least as many rows on every rank, or leave the update out on all of them",
+                "bring at least as many rows on every rank, or leave the update out on all",
             )
         if parts is None:
             rounds = max(1, needed)

@@ -235,8 +235,9 @@ class Streams:
         items = iter(()) if state["ended"] else iter(source)
         if items is source and number in self._spent and not resumes:
             raise RuntimeError(
-                f"shard {number}, a {type(source).__name__}, is its own iterator and was read, but a stream must "
-                "begin anew in each pass; pass an iterable whose __iter__() begins it, or one with load_state_dict()"
+                f"shard {number}, a {type(source).__name__}, is its own iterator and was read, but a stream must begin "
+                "anew in each pass and state; pass an iterable whose __iter__() begins it, or one with "
+                "load_state_dict()"
             )
         if resumes or state["ended"]:
             return Shard(items, self._layout, source, kept=state.get("rows"), used=state["used"])

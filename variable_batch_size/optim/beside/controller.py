@@ -183,10 +183,10 @@ class ControllerRunner(LoopStage):
             return
         self._same_estimates = [*(known for known in self._same_estimates if known == estimates), estimates]
         if len(self._same_estimates) == _REPEATED + 1 and self._backend.leads:
+            times = _REPEATED + 1
             warnings.warn(
-                f"The controller got the same gradient noise {_REPEATED + 1} times, because no update had two "
-                'microbatches; pass a smaller minibatch_size to the sampler, or noise="differenced" to the '
-                "optimizer",
+                f"The controller got the same gradient noise {times} times, because no update had two microbatches; "
+                'pass a smaller minibatch_size, noise="differenced" to the optimizer, or larger bounds to the trace',
                 UserWarning,
                 stacklevel=stacklevel_of_user(),
             )

@@ -75,8 +75,8 @@ class BackwardCheck:
         """Record the gradients that `optimizer.backward()` leaves."""
         if self._hooks and not self._compiled and not self._nothing_followed_accumulations():
             raise RuntimeError(
-                "within backward() something has changed the gradients, as a DistributedDataParallel does; pass it "
-                "to the optimizer as model=, or set model.require_backward_grad_sync = False"
+                "step() alone sums over the ranks, but within backward() something has changed the gradients, as a "
+                "DistributedDataParallel does; pass it as model=, or set model.require_backward_grad_sync = False"
             )
         self._ours = Gradients.of(self._parameters, norms=self._probes)
 
@@ -91,9 +91,10 @@ class BackwardCheck:
         """Raise RuntimeError if a gradient is not as it was before."""
         number = before.first_changed(now)
         if number is not None:
+            shape = tuple(self._parameters[number].shape)
             raise RuntimeError(
-                f"the gradient of parameter {number}, of shape {tuple(self._parameters[number].shape)}, was changed "
-                f"between two calls of step(), as by loss.backward() or clipping in the loop; {_REMEDY}"
+                f"only optimizer.backward() may change gradients between two calls of step(), but that of parameter "
+                f"{number}, of shape {shape}, was changed, as by loss.backward() or clipping in the loop; {_REMEDY}"
             )
 
     def check(self, fresh: Sequence[bool], *, needed: bool, accumulating: bool = False) -> None:
@@ -108,8 +109,8 @@ class BackwardCheck:
             self._check_unchanged(self._ours, self._now)
         elif self._of_another:
             raise RuntimeError(
-                "backward() of another optimizer of the sampler has added to these gradients; pass this optimizer to "
-                "it, others=[optimizer], or call zero_grad() of this one before its own backward()"
+                "a loss has its weight once, but backward() of another optimizer of the sampler has added to these "
+                "gradients; pass it others=[optimizer], or call zero_grad() of this one before its own backward()"
             )
         elif accumulating:
             self._check_accumulated_stays()

@@ -137,8 +137,8 @@ def _check_replicas(parameters: Sequence[Tensor], backend: Backend, agreement: A
         first, expected = known.setdefault(other, (rank, crc))
         if crc != expected:
             raise RuntimeError(
-                f"ranks {first} and {rank} hold the same part of sharded parameters with other values; begin with the "
-                "same seed on every rank, or load one state with broadcast_from_rank0=True"
+                f"ranks {first} and {rank} hold the same part of sharded parameters, but with other values; begin with "
+                "the same seed on every rank, or load one state with set_state_dict() and broadcast_from_rank0=True"
             )
 
 

@@ -73,9 +73,9 @@ class Owners(Stage, LoopStage):
             written |= versions_of([parameter]) != [version]
             if not _is_equal(parameter.detach(), value):
                 raise RuntimeError(
-                    f"{type(self._inner).__name__}.step() has changed parameter {name}, which is in none of its "
-                    "param_groups; register it there, and create the model anew or restore it: the first update was "
-                    "made"
+                    f"{type(self._inner).__name__}.step() has changed parameter {name}, but it is in none of its "
+                    "param_groups; register it, or wrap each optimizer by itself, and create or restore the model: "
+                    "the first update was made"
                 )
         self._updates += update.skipped is not True
         if self._updates and not (written and self._updates < _UPDATES):  # else the rate may have been 0

@@ -243,6 +243,6 @@ def check_stream_is_saved(optimizer: CustomOptimizer, parts: Iterable[object]) -
         return
     if not any(isinstance(part, Arrivals) and part._optimizer is optimizer for part in parts):
         raise RuntimeError(
-            "the checkpoint does not have the state of the streams, so that a run that resumes reads their rows "
-            "again; pass stream=updates to Checkpoint, with updates = vbs.updates(source, optimizer)"
+            "a run that resumes needs the state of the streams, or reads their rows again, but the checkpoint has "
+            "none; pass stream=updates to Checkpoint, with updates = vbs.updates(source, optimizer)"
         )

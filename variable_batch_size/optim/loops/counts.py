@@ -120,8 +120,9 @@ class Counts(Stage, LoopStage):
             _, known, totals = self._last
             if not any(isinstance(number, Tensor) for number in counted.values()) and counted != known:
                 raise RuntimeError(
-                    f"update {batch.step} had counted {known} on this rank, and now counts {counted}, but the other "
-                    "ranks have its totals; let the counts depend on the samples alone, or load a state on every rank"
+                    f"update {batch.step} was read again and counts {counted} on this rank, but the other ranks have "
+                    f"the totals with {known}; let the counts depend on the samples alone, or load a state on every "
+                    f"rank"
                 )
             return totals
         if compares or [*counted] != self._names:

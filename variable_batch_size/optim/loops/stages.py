@@ -53,8 +53,8 @@ def check_not_begun(wrapper: object, sampler: object) -> None:
     """
     if getattr(wrapper, "updates", 0) and getattr(wrapper, "sampler", sampler) is not sampler:
         raise RuntimeError(
-            f"the inner optimizer has made {wrapper.updates} updates with a wrapper and a sampler of its own; call "  # type: ignore[attr-defined]
-            "optimizer.continue_with(sampler) of that wrapper, or delete it to begin another training"
+            f"an inner optimizer has one wrapper, but another one has made {wrapper.updates} updates with another "  # type: ignore[attr-defined]
+            "sampler; call optimizer.continue_with(sampler) of that one, or delete it to begin another training"
         )
 
 

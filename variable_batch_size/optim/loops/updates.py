@@ -160,15 +160,18 @@ class Updates(Generic[T]):
             try:
                 received, microbatch = next(microbatches)
             except StopIteration:
+                total = len(batch.microbatches)
                 raise RuntimeError(
-                    f"the loader ended with {number} of the {len(batch.microbatches)} microbatches of update "
-                    f"{batch.step}; create it with batch_sampler=sampler, and filter or repeat samples in the dataset"
+                    f"the loader must yield the sampler's microbatches, but it ended with {number} of the {total} of "
+                    f"update {batch.step}; create it with batch_sampler=sampler, and filter or repeat samples in the "
+                    "dataset"
                 ) from None
             if training.iteration is not None and (lost := training.iteration.count_lost(received)):
                 found = f"{lost} of those that were read did not come" if lost > 0 else f"{-lost} came once more"
                 raise RuntimeError(
-                    f"before update {batch.step} the loader was not read as the sampler dealt it: {found}; create it "
-                    "with batch_sampler=sampler, and filter or repeat samples in the dataset"
+                    f"the loader must yield each microbatch of the optimizer's sampler once, but before update "
+                    f"{batch.step} {found}; create it with batch_sampler=sampler, and filter or repeat samples in the "
+                    "dataset"
                 )
             yield microbatch
 
@@ -193,14 +196,15 @@ def _check_reads_batches(loader: object, sampler: object) -> None:
         return
     if loader.batch_sampler is not None and isinstance(loader.sampler, CustomSampler):
         raise ValueError(
-            f"the loader was created with sampler=, and collects batch_size={loader.batch_size} microbatches of the "
-            "CustomSampler in one; pass it as batch_sampler=, and no batch_size, shuffle or drop_last"
+            f"a CustomSampler yields whole microbatches, but the loader has it as sampler=, and collects "
+            f"batch_size={loader.batch_size} of them; pass it as batch_sampler=, and no batch_size, shuffle or "
+            "drop_last"
         )
     reads = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     if reads is not sampler:
         raise ValueError(
-            f"the loader reads another {type(reads).__name__} than the optimizer's own sampler; create it with "
-            "batch_sampler=optimizer.sampler, and do not pass it to accelerator.prepare()"
+            f"the loader must read the optimizer's own sampler, but it reads another {type(reads).__name__}; create it "
+            "with batch_sampler=optimizer.sampler, and keep it out of accelerator.prepare() and the like"
         )
 
 

@@ -51,8 +51,8 @@ class Update(Generic[T]):
 def incomplete_update(update: int) -> RuntimeError:
     """Return the error of a loop that asks for the next update when this one is not made."""
     return RuntimeError(
-        f"update {update} is not complete, but the loop asks for the next one; call step() once for each microbatch, "
-        "or optimizer.discard_step() and begin a new loop; pass ahead= if a framework reads updates early"
+        f"update {update} is not complete, but the loop asks for the next one; call step() for each microbatch (with "
+        "gradient 0 for a nan loss), discard_step() and begin a new loop, or pass ahead= to read early"
     )
 
 

@@ -338,8 +338,8 @@ def _check_deferred_lr(inner: Optimizer, parameters: Sequence[Tensor], rules: Se
         )
     if small := {str(p.dtype) for p in parameters if is_narrow(p)}:
         raise TypeError(
-            f"on {device} a learning rate that depends on the noise needs parameters of 32 bits, but some are "
-            f"{' and '.join(sorted(small))}; keep them in float32, and use torch.autocast"
+            f"on {device} a learning rate that depends on the noise needs parameters of at least 32 bits, but some are "
+            f"{' and '.join(sorted(small))}; keep the parameters in float32, and use torch.autocast"
         )
     for rule in rules:
         if isinstance(rule, ConstantTimescale) and rule.needs_noise:

@@ -52,10 +52,10 @@ class Seeding(LoopStage):
         if training.batches.max_batch_size <= plan.minibatch_size and not plan.fixed_shape:
             return
         if training.is_made_without(member):
+            made = training.batch_of(member).step
             raise RuntimeError(
-                "reproducible=True: another optimizer of the sampler has made update "
-                f"{training.batch_of(member).step} before the backward() of this one; call optimizer.backward(loss) "
-                "of each before the step() of any"
+                "reproducible=True needs microbatches that meet the same weights, but another optimizer has made "
+                f"update {made}; call optimizer.backward() of each before any step(), or give each a sampler and loader"
             )
 
     def begin_microbatch(self, member: object, *, has_backward: bool) -> None:
@@ -64,9 +64,8 @@ class Seeding(LoopStage):
             self._check_weights(member)
         if not (self._training.is_handed_out_last(member) and _latest.training() is self._training):
             raise RuntimeError(
-                "reproducible=True seeds each microbatch before its forward pass, but step() was not called for the "
-                "one that was read last; loop over vbs.updates(loader, optimizer), and call step() for each "
-                "microbatch"
+                "reproducible=True seeds before each forward, but step() was called outside of vbs.updates, or after "
+                "a later microbatch was read, as by list(update), or one of another sampler; call step() after each"
             )
 
     def end_microbatch(self, *, ends_update: bool) -> None:

@@ -128,10 +128,10 @@ class BiasCorrection:
             return self._terms[index]
         counts = self._update_counts(parameters) | ({self._terms[index].updates} if index in self._terms else set())
         if len(counts) > 1:
+            made = " or ".join(map(str, sorted(counts)))
             raise ValueError(
-                f"the rule scales betas, but parameters of group {index} have made "
-                f"{' or '.join(map(str, sorted(counts)))} updates; put those that were added later, or often have no "
-                "gradient, into groups of their own"
+                f"a rule that scales betas needs the same number of updates in a group, but group {index} has {made}; "
+                "put parameters that were added later, or have no gradient in some updates, into their own groups"
             )
         self._checked.add(index)
         updates = counts.pop()

@@ -121,8 +121,8 @@ def _checked_factor(rule: Rule, name: str, value: Any, device: torch.device | No
             if name in _MAY_STAY_ON_DEVICE:
                 return value.detach().reshape(())
             raise TypeError(
-                f"{rule} returned a tensor for the factor {name}, which the host would have to read on "
-                f"{value.device.type}; let only lr, gradient and progress depend on the noise"
+                f"on {value.device.type} the factor {name} must not depend on the noise, which the host does not read, "
+                f"but {rule} returned a tensor; use the noise for lr, gradient and progress only"
             )
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, numbers.Real):

@@ -288,8 +288,9 @@ def _check_unchanged(groups: Sequence[Group], changes: Sequence[Group]) -> None:
     for group, change in zip(groups, changes, strict=True):
         if changed := [name for name, value in change.items() if group[name] is not value]:
             raise RuntimeError(
-                f"{' and '.join(changed)} changed inside the inner optimizer's step(), as by a scheduler in a hook; "
-                "call scheduler.step() after optimizer.step() has returned True"
+                f"hyperparameters stay constant within an update, but {' and '.join(changed)} changed in the inner "
+                "optimizer's step(), as by a scheduler in a hook; call scheduler.step() after optimizer.step() has "
+                "returned True"
             )
 
 

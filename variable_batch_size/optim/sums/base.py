@@ -203,8 +203,8 @@ class Sum(ABC):
         """Raise ValueError unless a loss of this factor suits this sum, too."""
         if factor != self._loss_factor(microbatch):
             raise ValueError(
-                "one optimizer of the loss has parameters in half precision, or sharded ones, and the other has not; "
-                "call backward() of the one in float32, with the other in others=, or keep all in float32"
+                "the optimizers of a loss must weigh it alike, but one has parameters in half precision, or sharded "
+                "ones; call backward() of the one in float32, with the other in others=, or keep all in float32"
             )
 
     def _before_backward(self, microbatch: Microbatch) -> None:
@@ -285,8 +285,8 @@ class Sum(ABC):
             self._drop_gradients()
         elif any(self._check.find_fresh()):
             raise RuntimeError(
-                "zero_grad() would drop accumulated microbatches, because a backward() has added to their gradients "
-                "since; pass inputs= to the backward() of the other loss; after an exception call discard_step()"
+                "zero_grad() keeps accumulated microbatches, but a backward() has added to them since; pass "
+                "inputs=list(model.parameters()) to that of the other loss, or after an exception call discard_step()"
             )
 
     # The step. -----------------------------------------------------------------------------------------------------

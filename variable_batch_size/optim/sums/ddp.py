@@ -85,9 +85,8 @@ class DDP(InBackward):
             )
         if several and self._narrow:
             raise RuntimeError(
-                "some parameters of the DistributedDataParallel have fewer than 32 bits, too few to add "
-                "microbatches; keep them in float32 with torch.autocast, or let each rank have one microbatch a step "
-                "(minibatch_size)"
+                "several microbatches need at least 32 bits, but some parameters of the DistributedDataParallel have "
+                "fewer; keep them in float32, with torch.autocast, or pass a minibatch_size for one microbatch a step"
             )
 
     def _loss_factor(self, microbatch: Microbatch) -> float:
@@ -103,13 +102,13 @@ class DDP(InBackward):
             )
         if self._of_forward != microbatch:
             raise RuntimeError(
-                "no forward pass of the DistributedDataParallel came after the step() before, so that it does not "
-                "sum; call it (not its .module), then optimizer.backward() and step(), once for each microbatch"
+                "a DistributedDataParallel cannot sum, because no forward of it came after the step() before; call it "
+                "(not its .module), then optimizer.backward() and step(), before the forward of the next microbatch"
             )
         if self.module.require_backward_grad_sync != microbatch.ends_step:
             raise RuntimeError(
-                "another optimizer, or the loop, has switched off the reduction of the DistributedDataParallel in "
-                "the last microbatch; train each parameter by one optimizer, and delete those before it"
+                "a DistributedDataParallel must sum in the last microbatch of a step, but another optimizer, or the "
+                "loop, has switched its reduction; train a parameter by one optimizer, and delete those before it"
             )
 
     def _after_backward(self, microbatch: Microbatch, factor: float) -> None:

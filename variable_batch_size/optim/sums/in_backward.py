@@ -39,8 +39,8 @@ class InBackward(Sum):
     def _prepare_backward(self, microbatch: Microbatch, scaler: GradScaler | None, options: Mapping[str, Any]) -> None:
         if options.get("create_graph"):
             raise RuntimeError(
-                "create_graph=True does not work with DistributedDataParallel or FSDP2, which change gradients in "
-                "place; omit it, or train the model without model=, after vbs.broadcast_parameters(model)"
+                "create_graph=True needs gradients that stay, but DistributedDataParallel or FSDP2 sums them in "
+                "backward(); omit it, or train the bare model, without model=, after vbs.broadcast_parameters(model)"
             )
 
     @contextmanager
@@ -58,8 +58,9 @@ class InBackward(Sum):
         """Return the factor that the loss of a microbatch has carried, and check that nothing else came."""
         if self._factor is None:
             raise RuntimeError(
-                f"with {self.wrapper} each loss needs its weight, but step() came without optimizer.backward(); call "
-                "optimizer.backward(loss) in the place of loss.backward(), with others= for several optimizers"
+                f"with {self.wrapper} each loss, also of a replay, needs its weight, but step() came without "
+                "optimizer.backward(); call optimizer.backward(loss), not loss.backward(), with others= for several "
+                "optimizers"
             )
         self._check.check(fresh, needed=needed)
         return self._factor

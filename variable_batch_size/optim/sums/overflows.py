@@ -27,8 +27,8 @@ class Scaled(NamedTuple):
         """Raise RuntimeError unless losses of this scale, and no others, come to `step()` by their scaler."""
         if self.found_inf is not None and (scale is None or self.grad_scale is None):
             raise RuntimeError(
-                "the loss was scaled in the loop, or scaler.unscale_() has changed the gradients; call "
-                "optimizer.backward(loss, scaler=scaler) and scaler.step(optimizer), and clip with max_grad_norm="
+                "step() needs gradients of optimizer.backward(loss, scaler=scaler), but the loss was scaled in the "
+                "loop, or unscale_() has changed them; call it and scaler.step(optimizer), and clip with max_grad_norm="
             )
         if scale is not None and self.found_inf is None:
             raise RuntimeError(

@@ -113,9 +113,9 @@ class Sharded(InBackward):
         last = microbatch is not None and microbatch.ends_step
         if not last and self._narrow is not None and microbatch is not None:
             raise RuntimeError(
-                f"FSDP2 adds the gradients of several microbatches in {self._narrow}, and they need 32 bits; keep the "
-                "parameters in float32, and pass MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype="
-                "torch.float32)"
+                f"several microbatches a step need at least 32 bits, but FSDP2 adds them in {self._narrow}; keep "
+                "parameters in float32, with MixedPrecisionPolicy(reduce_dtype=torch.float32), or a larger "
+                "minibatch_size"
             )
         # By default each backward() scatters its sum, and replicas are summed in the last one only. Otherwise whole
         # gradients stay on the rank until the last backward(), which sums them over all ranks. A GradScaler reads

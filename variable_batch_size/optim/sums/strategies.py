@@ -72,9 +72,10 @@ def backend_for(
         group = data_parallel_group(module)
         return detect(parameters, sampler.world, group)
     if sharded[0].device_mesh.size() < dist.get_world_size():
+        known, world = sharded[0].device_mesh.size(), dist.get_world_size()
         raise ValueError(
-            f"the mesh of the parameters has {sharded[0].device_mesh.size()} of {dist.get_world_size()} ranks, so "
-            'that it is not known which ranks share a batch; pass process_group=mesh["dp"].get_group()'
+            f"the parameters' mesh has {known} of {world} ranks, but with tensor parallelism alone it does not "
+            'say which share a batch; pass process_group=mesh["dp"].get_group(), of those with different samples'
         )
     return LocalBackend(job=DistributedBackend(), sent=numbers_for(parameters))
 
