@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import variable_batch_size as vbs
 from helpers.models import Gan
+from helpers.pages import DOCS
 from helpers.properties import examples
 from helpers.reference import SGD, SIZES, assert_equal, filled, training, twin
 from variable_batch_size.optim.checks.backward_check import WATCHED
@@ -102,13 +103,10 @@ def test_the_error_names_the_remedy(change, late):
     with pytest.raises(RuntimeError, match=REFUSED) as caught:
         wrong_loop(run, (AFTER_BACKWARD | BEFORE_BACKWARD)[change], after_backward=after, updates=60)
     assert run.optimizer.updates == (40 if late and not after else 0)
-    for remedy in (
-        "max_grad_norm=",
-        "register_step_pre_hook()",
-        "remove zero_grad() of the model and of the inner optimizer",
-        "pass inputs= to other backwards that run in a step",
-    ):
+    for remedy in ("max_grad_norm=", "leave zero_grad() to step()", "inputs= to other backwards", 'see "Mistakes"'):
         assert remedy in str(caught.value)
+    page = (DOCS / "loops.md").read_text().split("## Mistakes")[1].split("\n## ")[0]
+    assert all(remedy in page for remedy in ("register_step_pre_hook", "`step()` clears", "inputs=", "outside()"))
 
 
 def test_hooks_are_removed_after_some_updates():

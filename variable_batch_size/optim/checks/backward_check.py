@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from variable_batch_size._validation import in_documentation
 from variable_batch_size.optim.tensors.arithmetic import has_dtensor
 from variable_batch_size.optim.tensors.hooks import remove_all, remove_with, weakly
 from variable_batch_size.optim.tensors.parameters import Gradients, Parameters, versions_of
@@ -26,10 +27,8 @@ from variable_batch_size.optim.tensors.parameters import Gradients, Parameters, 
 WATCHED = 3  # updates of a run in which hooks count, of those with one microbatch and of those with several
 
 _REMEDY = (
-    "pass a DistributedDataParallel to the optimizer as model=, clip with max_grad_norm= (in optimizer_options= of a "
-    "trainer), change gradients in optimizer.register_step_pre_hook(), remove zero_grad() of the model and of the "
-    "inner optimizer, because optimizer.step() clears the gradients, pass inputs= to other backwards that run in a "
-    "step, and run those between two steps in optimizer.outside()"
+    "clip with max_grad_norm=, leave zero_grad() to step(), pass a DistributedDataParallel as model=, and inputs= to "
+    f"other backwards; {in_documentation('Mistakes')}"
 )
 
 
