@@ -234,7 +234,10 @@ class Rank:
         if self.case.logs:
             counted = self.case.counts and not self.case.divides
             weights = torch.tensor([tokens(row) if counted else 1.0 for row in rows], dtype=torch.float64)
-            self.optimizer.log(value=(torch.tensor(rows) * weights).sum() / weights.sum(), one=1)
+            divisor: Any = 1 if self.case.reduction == "sum" else len(rows)  # as of the loss
+            if self.case.divides:
+                divisor = self.optimizer.microbatch.batch_size
+            self.optimizer.log(value=(torch.tensor(rows) * weights).sum() / divisor, one=weights.sum() / divisor)
         if self.case.closure:
             return self.optimizer.step(lambda: self.gradients(rows, update), **self.count(rows))
         self.gradients(rows, update)

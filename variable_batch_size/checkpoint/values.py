@@ -6,6 +6,7 @@ Values that JSON has not are objects with the key "$", which names their type.
 from __future__ import annotations
 
 import base64
+import json
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
@@ -79,7 +80,10 @@ def _encode(value: Any, name: str, tensors: dict[str, Tensor], names: dict[objec
             return encoded
     for tag, list_kind in _LISTS.items():
         if kind is list_kind:
-            return {_TAG: tag, _OF: encode_items(value)}
+            items = encode_items(value)
+            if kind in (set, frozenset):  # whose order depends on hashes, which differ between processes
+                items.sort(key=json.dumps)
+            return {_TAG: tag, _OF: items}
     for tag, (scalar_kind, to_json, _) in _SCALARS.items():
         if kind is scalar_kind:
             return {_TAG: tag, _OF: to_json(value)}
