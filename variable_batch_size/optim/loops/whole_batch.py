@@ -116,9 +116,10 @@ def whole_batch(
     backend.mark_step()  # before the gradients go: autograd's thread may still hold them, as results of the graph
     del columns, gathered, whole, labels, gradients, padded, embedded
     for part, of_part in zip(parts, of_parts, strict=True):
-        total = part.encode_again(encode, of_part, own, sums=optimizer.reduction == "sum")
+        sums = optimizer.reduction == "sum"
+        total = part.encode_again(encode, of_part, own, sums=sums)
         optimizer.backward(total, scaler=scaler, others=others)
-        optimizer.log(loss=value)
+        optimizer.log(loss=value * part.microbatch.rows if sums else value)
         for one in optimizers:
             one.step() if scaler is None else scaler.step(one)
         if scaler is not None:
