@@ -53,6 +53,7 @@ ELSEWHERE = {
     "python benchmarks/evaluation_adam.py": "ten minutes; test_records.py reads its records",
     "python benchmarks/evaluation_gpt.py": "half an hour; test_judgement.py reads its records",
     "python benchmarks/evaluation_large.py": "two hours; test_records.py reads its records",
+    "python benchmarks/evaluation_windows.py": "half an hour; test_judgement.py reads its records",
     "sky jobs launch": "a cloud; test_clusters.py and test_torchft.py run the files' commands",
 }  # beginning of a command that no test runs as it is -> why
 

@@ -15,7 +15,12 @@ from helpers.pages import DOCS, ROOT, blocks, commands
 from variable_batch_size.lab.evaluation import load_task, read
 
 PAGE = DOCS / "evaluation.md"
-LINES = [line for page in (PAGE, DOCS / "evaluations.md") for line in commands(page) if line.startswith("vbs ")]
+LINES = [
+    line
+    for page in (PAGE, DOCS / "evaluations.md", DOCS / "spot_machines.md")
+    for line in commands(page)
+    if line.startswith("vbs ")
+]
 
 
 def small(words):

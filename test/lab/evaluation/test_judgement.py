@@ -334,13 +334,20 @@ def of_record(name):
     return judge(read(ROOT / "benchmarks" / name))
 
 
-@pytest.mark.parametrize(
-    "name", ["evaluation_adam.csv.gz", "evaluation_large.csv.gz", "evaluation_gpt.jsonl.gz", "late_switch.csv.gz"]
-)
+RECORDS = [
+    "evaluation_adam.csv.gz",
+    "evaluation_large.csv.gz",
+    "evaluation_gpt.jsonl.gz",
+    "evaluation_windows.jsonl.gz",
+]
+
+
+@pytest.mark.parametrize("name", [*RECORDS, "late_switch.csv.gz"])
 def test_the_pages_say_what_the_committed_evaluations_say(name):
     page = " ".join((DOCS / "evaluations.md").read_text().split())
     for judgement in of_record(name):
-        assert judgement.reference.answer == ("open" if "gpt" in name else "tuned")
+        is_open = "gpt" in name or ("windows" in name and "AdamW" not in judgement.task)
+        assert judgement.reference.answer == ("open" if is_open else "tuned")
         for trace in judgement.traces:
             assert describe_loss(judgement, trace) in page
             for said in verdict(judgement, trace):
@@ -374,6 +381,7 @@ SPOT = ("Bamboo", "SkyPilot")
             "| SGD and a batch that grows | `linear-momentum`",
             [("late_switch.csv.gz", "", "linear-momentum", ("ramp", "late"), 2, 0)],
         ),
+        ("| Muon, a perceptron | 8 times | `root`", [("evaluation_windows.jsonl.gz", "Muon", "root", ("spot",), 1, 0)]),
         ("| SGD, larger k | `adascale`", [("evaluation_large.csv.gz", "", "adascale", ("",), 1, 0)]),
         (
             "| AdamW or Muon, a perceptron | `root` or `power:0.6`; with AdamW also `invariant-adam`",
@@ -405,9 +413,36 @@ SPOT = ("Bamboo", "SkyPilot")
     ],
 )
 def test_the_advice_of_the_page_of_rules_is_what_the_records_claim(row, claims):
-    assert row in (DOCS / "rules.md").read_text()
+    assert row in (DOCS / "rules.md").read_text() + (DOCS / "spot_machines.md").read_text()
     for name, task, rule, traces, better, worse in claims:
         assert claimed(name, task, rule, traces) == (better, worse), (name, rule)
+
+
+def test_the_pages_say_what_the_windows_and_their_costs_were():
+    """Means at equal cost, in how many windows a rule was ahead, and how often it failed."""
+    page, advice = ((DOCS / name).read_text() for name in ("evaluations.md", "spot_machines.md"))
+    frame = read(ROOT / "benchmarks" / "evaluation_windows.jsonl.gz").trainings
+    frame["end"] = [curve["loss"][-1] for curve in frame["curve"]]
+
+    def ends(task, trace, rule):
+        own = frame["task"].str.contains(task) & frame["trace"].str.startswith(trace) & (frame["rule"] == rule)
+        return frame[own].set_index("seed")["end"].sort_index()
+
+    follows, stays = "batch that follows", "batch of the reference"
+    root, constant = (ends("AdamW", follows, rule) for rule in ("root", "constant"))
+    stayed = ends("AdamW", stays, "constant")
+    means = [f"{losses.mean():.3f}" for losses in (root, constant, stayed)]
+    assert (
+        "With `root` the loss is {}, with\n`constant` {}, and at the reference's batch size {};".format(*means) in page
+    )
+    assert ((root < stayed).sum(), (constant < stayed).sum()) == (12, 10)
+    assert f"by {(stayed - root).mean():.2f}, and in 10 of 12" in advice
+    spot = "spot machines, up to 8"
+    assert (ends("AdamW", spot, "root") < ends("AdamW", spot, "constant")).sum() == 12
+    assert (ends("fashion", spot, "adascale") < ends("fashion", spot, "constant")).sum() == 10
+    (cnn,) = [one for one in of_record("evaluation_windows.jsonl.gz") if "fashion" in one.task]
+    failed = {row.rule: row.failed for trace in cnn.traces if trace.name.startswith(spot) for row in trace.rows}
+    assert (failed["linear"], failed["root"]) == (8, 1)
 
 
 def test_the_linear_rule_without_a_warm_up_failed_as_the_page_says():
