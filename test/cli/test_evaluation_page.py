@@ -64,19 +64,21 @@ def test_the_commands_of_the_page(tmp_path, monkeypatch):
     (tmp_path / "benchmarks").mkdir()
     save("runs/a")
     for line in LINES:
-        if found := re.search(r"benchmarks/\w+\.csv\.gz", line):
+        if found := re.search(r"benchmarks/\w+\.(csv|jsonl)\.gz", line):
             shutil.copy(ROOT / found[0], found[0])
         status, out, err = run_main(*small(shlex.split(line)[1:]))
         assert status == 0, err
         outputs.append(out)
-    assert outputs[0].startswith("report: runs/small/report.html (95 of 95 trainings)")
-    assert all("lost beside the reference: " in out for out in (outputs[0], outputs[5]))
+    assert [out for out in outputs if out.startswith("report: runs/small/report.html (95 of 95 trainings)")]
+    told = [out for out in outputs if "lost beside the reference: " in out]
+    assert {"runs/small", "runs/warmup"} <= {out.split("/report.html")[0].removeprefix("report: ") for out in told}
     for name in (
         "large/report.html",
         "small/report.html",
         "small/report.csv",
         "ball/report-ball-Ball.png",
         "ends/report.csv",
+        "spot/report.csv",
         "machines/evaluation.jsonl",
     ):
         assert (tmp_path / "runs" / name).exists()
