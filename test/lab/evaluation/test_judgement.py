@@ -13,6 +13,7 @@ import pytest
 from helpers.evaluations import START, trainings
 from helpers.pages import DOCS, ROOT
 from variable_batch_size.lab.evaluation.failures import failure_limit
+from variable_batch_size.lab.evaluation.figures import COLORS
 from variable_batch_size.lab.evaluation.judgement import judge
 from variable_batch_size.lab.evaluation.records import REFERENCE, Evaluation, EvaluationPlan, read
 from variable_batch_size.lab.evaluation.wording import describe_loss, verdict
@@ -353,6 +354,16 @@ def test_the_pages_say_what_the_committed_evaluations_say(name):
             for said in verdict(judgement, trace):
                 if found := re.match(r"(.*): (better|worse) than constant by (.*?\))", said.text):
                     assert f"{found[1]} {found[3]}" in page or f"by {found[3]}" in page, said
+
+
+def test_the_picture_of_the_page_has_a_color_for_each_rule():
+    """It is the report's own: an earlier one had been reduced to few colors, and three rules shared one."""
+    (judgement,) = of_record("evaluation_large.csv.gz")
+    picture = (DOCS / "_static" / "evaluation.svg").read_text()
+    assert "_static/evaluation.svg" in (DOCS / "evaluation.md").read_text()
+    for rule, color in zip(judgement.rules, COLORS, strict=False):
+        assert rule in picture
+        assert picture.count(f"stroke: {color}") > len(judgement.traces)
 
 
 def test_the_referee_read_the_same_of_five_seeds():
