@@ -72,11 +72,11 @@ def test_a_message_is_found_with_its_placeholders(source, text):
 
 
 def test_messages_are_short():
-    """At most 260 characters, the numbers and names of a training left out: the cause, and what to type."""
+    """At most 210 characters, the numbers and names of a training left out: the cause, and what to type."""
     texts = {
         f"{path.relative_to(PACKAGE)}:{line}": text
         for path in sorted(PACKAGE.rglob("*.py"))
         for line, text in messages_in(path.read_text())
     }
     assert len(texts) > 600
-    assert {where: (len(text), text) for where, text in texts.items() if len(text) > 260} == {}
+    assert {where: (len(text), text) for where, text in texts.items() if len(text) > 210} == {}

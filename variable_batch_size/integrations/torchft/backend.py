@@ -188,9 +188,8 @@ class TorchftBackend(ElasticBackend):
         """
         if not self._met:
             raise RuntimeError(
-                "groups that come and go sum once an update, the gradients, in the quorum that vbs.updates has asked "
-                "for; loop over vbs.updates(loader, optimizer), with one optimizer for a sampler, and evaluate with "
-                "backend=vbs.backend.LocalBackend()"
+                "replica groups sum once an update, in the quorum of vbs.updates, but it was asked for none; loop over "
+                "vbs.updates(), with one optimizer a sampler, and evaluate with backend=vbs.backend.LocalBackend()"
             )
         self._met, self._groups.device = False, tensors[0].device
         facts = {**self.facts, _LENGTHS: [(str(tensor.dtype), tensor.numel()) for tensor in tensors]}
@@ -203,9 +202,8 @@ class TorchftBackend(ElasticBackend):
         counts = self._manager.should_commit()
         if differing:
             raise RuntimeError(
-                f"all replica groups must train alike, but this one differs from the others in {', '.join(differing)}; "
-                f"start it with the same script and arguments, and register what changes with the updates, such as a "
-                f"scheduler"
+                f"replica groups must train alike, but this one differs from the others in {', '.join(differing)}; "
+                f"start all with the same script and arguments, and register what changes, such as a scheduler"
             )
         if not counts:
             raise BrokenStepError("the groups of the quorum have not all taken the sum")
