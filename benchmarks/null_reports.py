@@ -10,7 +10,8 @@ and the tuned check, of which each report has one.
 
 Ways: what a user may do in one folder of 4 rules, 2 traces and 5 seeds, and look at all reports of it, each written by
 `judge`: a narrower command, of the rule and the trace that look best, or of fewer seeds; more seeds, twice; more rules;
-each rule as the baseline; four metrics; both; four tasks.
+each rule as the baseline; four metrics; both; four tasks; with 10 seeds a trace more, or a task more, in each of eight
+commands.
 
 Power: how many reports see a given rule that is better than the baseline by so many standard deviations. The tuned
 check: how often it gives each answer, where the truth is that twice the learning rate is better by so many standard
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import argparse
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
 import numpy as np
@@ -42,6 +43,7 @@ WHO = {"one": slice(1, 2), "others": slice(1, None), "baseline": slice(0, 1)}
 KINDS += [*(f"failures {rate}" for rate in (0.05, 0.1, 0.2)), *(f"{who} stuck" for who in WHO)]
 SEEDS = (3, 5, 8, 10)
 FACTORS = (0, 1, -1)  # what each factor loses, in parts of what is true
+COMMANDS = 8
 STUCK, BEHIND = 0.1, 10.0
 
 
@@ -73,9 +75,11 @@ def claiming(rng: np.random.Generator, kind: str, rules: int, traces: int, seeds
     return (found.differs != 0).any((-1, -2)) | (found.fails != 0).any(-1) | (answers == 1)
 
 
-def folder(rng: np.random.Generator, seeds: int, task: str = "simulated") -> pd.DataFrame:
-    """Return the trainings of 4 equal rules under 2 traces, and of the reference, with four metrics."""
-    kinds = [*product(("64", "spot"), ("constant", "linear", "root", "legw:16"))]
+def folder(
+    rng: np.random.Generator, seeds: int, task: str = "simulated", traces: Sequence[str] = ("64", "spot")
+) -> pd.DataFrame:
+    """Return the trainings of 4 equal rules under traces, and of the reference, with four metrics."""
+    kinds = [*product(traces, ("constant", "linear", "root", "legw:16"))]
     kinds += [("the reference", "constant", factor) for factor in (0.5, 1.0, 2.0)]
     frame = evaluations.trainings({kind: 0.5 + 0.01 * rng.standard_normal(seeds) for kind in kinds}, task=task)
     frame["key"] += task
@@ -124,6 +128,14 @@ def reports_of_more_rules(frame: pd.DataFrame) -> Iterator[list[Judgement]]:
         yield judge(Evaluation(there, tuple(plans[: number + 1])))
 
 
+def reports_of_more(frames: Sequence[pd.DataFrame]) -> Iterator[list[Judgement]]:
+    """Yield the reports of commands each of which adds trainings to a folder."""
+    plans = [plan(frame) for frame in frames]
+    for number in range(1, len(frames) + 1):
+        there = pd.concat(frames[:number], ignore_index=True).drop_duplicates("key")
+        yield judge(Evaluation(there, tuple(plans[:number])))
+
+
 def reports_of_baselines(frame: pd.DataFrame, metrics: tuple[str, ...] = ("loss",)) -> Iterator[list[Judgement]]:
     """Yield the reports with each rule as the baseline."""
     for metric, baseline in product(metrics, dict.fromkeys(frame["rule"])):
@@ -169,6 +181,14 @@ def way(name: str, number: int) -> bool:
         frames = [folder(rng, 5, f"task {task}") for task in range(4)]
         plans = tuple(plan(frame) for frame in frames)
         return says_something(judge(Evaluation(pd.concat(frames, ignore_index=True), plans)))
+    if name == "a trace more, eight times":
+        names = [f"trace {number}" for number in range(COMMANDS)]
+        whole = folder(rng, 10, traces=names)
+        frames = [whole[whole["trace"].isin([*names[: number + 1], "the reference"])] for number in range(COMMANDS)]
+        return any(map(says_something, reports_of_more(frames)))
+    if name == "a task more, eight times":
+        frames = [folder(rng, 10, f"task {number}") for number in range(COMMANDS)]
+        return any(map(says_something, reports_of_more(frames)))
     reports, seeds = BY_COMMAND[name]
     return any(says_something(judgements) for judgements in reports(folder(rng, seeds)))
 
@@ -194,7 +214,7 @@ def main(reports: int, folders: int) -> None:
         keep(NULLS, "mean of 9 sizes", float(np.mean([*shares.values()])), kind, f"{seeds} seeds")
         keep(NULLS, "most", shares[worst], kind, f"{seeds} seeds")
         print(worst)
-    for name in (*BY_COMMAND, "four tasks"):
+    for name in (*BY_COMMAND, "four tasks", "a trace more, eight times", "a task more, eight times"):
         keep(WAYS, "4 rules, 2 traces", float(np.mean([way(name, number) for number in range(folders)])), name, "")
     for better, seeds in product((1, 2, 3), SEEDS):
         rng = np.random.default_rng(better + 100 * seeds)

@@ -234,7 +234,7 @@ def test_a_baseline_or_a_metric_that_is_chosen_afterwards_claims_among_all_of_th
     assert judged(frame, plan).choices == judged(frame, for_root, baseline="root").choices == 1
 
 
-def test_seeds_that_are_added_later_claim_at_half_the_level():
+def test_seeds_that_are_added_later_claim_at_a_lower_level():
     frame = trainings(losses(20, constant=0.5, root=0.486))
     batches = [EvaluationPlan("", tuple(frame.loc[frame["seed"] < last, "key"])) for last in (5, 10, 15, 20)]
     alone = EvaluationPlan("", tuple(frame.loc[frame["seed"] >= 15, "key"]))
@@ -243,6 +243,20 @@ def test_seeds_that_are_added_later_claim_at_half_the_level():
     one_by_one = [EvaluationPlan("", tuple(frame.loc[frame["seed"] < last, "key"])) for last in (1, 2, 3, 4)]
     rest = EvaluationPlan("", tuple(frame.loc[(frame["seed"] < 4) | (frame["seed"] >= 15), "key"]))
     assert claims_of(frame, *one_by_one, rest)["root"] == "better"  # fewer than five could claim nothing
+
+
+def test_a_command_that_adds_trainings_is_another_look():
+    """Traces or tasks that are added until something is claimed would claim too easily; what was there stays."""
+    found = losses(constant=0.5, root=0.467)
+    frames = [trainings(found)]
+    for number in range(1, 5):
+        of_trace = {(f"trace {number}", *kind[1:]): values for kind, values in found.items() if kind[0] == RAMP}
+        frames.append(pd.concat([frames[-1], trainings(of_trace)], ignore_index=True))
+    plans = [EvaluationPlan(str(number), tuple(frame["key"])) for number, frame in enumerate(frames)]
+    last = [trace.name for trace in judged(frames[-1], plans[-1]).traces if answers(trace)["root"] == "better"]
+    assert len(last) == 5  # all in one command
+    assert [answers(trace)["root"] for trace in judged(frames[-1], *plans).traces] == ["open"] * 5
+    assert claims_of(frames[0], plans[0])["root"] == "better"
 
 
 def test_fewer_than_five_trainings_claim_nothing():

@@ -5,7 +5,6 @@ Everything is about the trainings at factor 1; the reference's at other factors 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
@@ -182,8 +181,9 @@ def judge(
     What was seen of a training belongs to all that is claimed of its seed: the last plan is judged by the seeds that it
     was the first to have, or else by the latest of its seeds, with all trainings of these seeds that any plan has.
 
-    The levels are shared by all tasks, halved for each time that five or more other seeds of the task were judged
-    before, and shared by all pairs of a baseline and a metric unless these are the plan's baseline and the loss.
+    The levels are shared by all tasks; a quarter of those before with each plan of five or more seeds that adds
+    trainings to the folder, up to the last one that added to what is judged; and shared by all pairs of a baseline and
+    a metric, unless these are the plan's baseline and the loss.
 
     Args:
         evaluation: what has ended, at least one training.
@@ -209,13 +209,14 @@ def judge(
         raise value_error(f"baseline must be {' or '.join(rules)}", repr(baseline), "choose a rule of the evaluation")
     default = BASELINE if BASELINE in rules or not rules else rules[0]
     tasks = [(str(name), of_task) for name, of_task in trainings.groupby(_task_names(trainings))]
-    judgements = []
+    judgements, looks = [], _numbers_of_looks(evaluation)
     for name, of_task in tasks:
         family = _family_of(of_task, evaluation)
         planned = family.baseline if family.baseline in rules else default
         chosen = baseline or planned
         choices = 1 if (metric, chosen) == ("loss", planned) else len(known) * max(1, len(rules))
-        shared = family._replace(parts=len(tasks) * choices * 2**family.earlier, choices=choices)
+        earlier = max([looks.get(key, 0) for key in family.keys], default=0)
+        shared = family._replace(parts=len(tasks) * choices * 4**earlier, choices=choices)
         judgements.append(_judge(name, of_task[of_task["key"].isin(family.keys)], metric, lower, chosen, shared))
     return judgements
 
@@ -224,15 +225,14 @@ class _Family(NamedTuple):
     """The trainings of a task that are judged together.
 
     `keys` are all of them, `left_out` the seeds of the last plan that are not theirs, `waiting` is the number of those
-    that have not ended, `baseline` that of the first plan, and `earlier` the number of those judged before. The levels
-    are shared by `parts` reports, or by `choices` of a baseline and a metric for each task and each look.
+    that have not ended, and `baseline` that of the first plan. The levels are shared by `parts` reports, or by
+    `choices` of a baseline and a metric for each task and each look.
     """
 
     keys: set[str]
     left_out: tuple[int, ...] = ()
     waiting: int = 0
     baseline: str | None = None
-    earlier: int = 0
     parts: int = 1
     choices: int = 1
 
@@ -251,9 +251,18 @@ def _family_of(trainings: pd.DataFrame, evaluation: Evaluation) -> _Family:
     judged = {seed for seed, number in first.items() if number == latest}
     planned = {key for found, plan in of_plans if found & judged for key in plan.keys}
     keys = {key for key in planned if seeds.get(key) in judged}
-    numbers = Counter(number for number in first.values() if number < latest)
-    earlier = sum(count >= SEEDS for count in numbers.values())
-    return _Family(keys, tuple(sorted(asked - judged)), len(planned - ended), of_plans[latest][1].baseline, earlier)
+    return _Family(keys, tuple(sorted(asked - judged)), len(planned - ended), of_plans[latest][1].baseline)
+
+
+def _numbers_of_looks(evaluation: Evaluation) -> dict[str, int]:
+    """Return by the key of a training how many reports of the folder were there before its plan: one for each plan."""
+    seeds = dict(zip(evaluation.trainings["key"], evaluation.trainings["seed"], strict=True))
+    looks, number = dict[str, int](), 0
+    for plan in evaluation.plans:
+        if new := set(plan.keys) - looks.keys():
+            looks |= dict.fromkeys(new, number)
+            number += len({seeds[key] for key in plan.keys if key in seeds}) >= SEEDS  # else nothing is claimed
+    return looks
 
 
 def metrics_of(trainings: pd.DataFrame) -> list[str]:
