@@ -212,12 +212,35 @@ def test_saves_of_the_loop_need_no_step(tmp_path):
     save_checkpoint(tmp_path, training().run(2), every=1)
 
 
-@pytest.mark.parametrize("ends", [{"epochs": 1}, {"max_updates": 3}])
-def test_a_training_that_has_ended_says_so_when_it_is_started_again(tmp_path, caplog, ends):
-    run = training(sampling=ends)
-    updates = run.sampler.plan.epoch(0).updates
-    save_checkpoint(tmp_path, run.run(min(updates, ends.get("max_updates", updates))))
-    restore_checkpoint(tmp_path, training(sampling=ends))
-    assert told(caplog)[-1].endswith("The training has ended; to train it anew, pass another folder.")
-    restore_checkpoint(tmp_path, training(sampling={"epochs": 3, "max_updates": 100}))
-    assert told(caplog)[-1].endswith("lost 0.")
+@pytest.mark.parametrize(
+    ("ends", "until"),
+    [({"epochs": 1}, {}), ({"max_updates": 3}, {}), ({}, {"until": 1}), ({}, {"until": 2, "by": "updates"})],
+)
+def test_a_training_that_has_ended_says_so_when_it_is_started_again(tmp_path, caplog, ends, until):
+    """By the loop, which knows where it ends; and not where something is left of it."""
+
+    def train(more=False):
+        run = training(sampling={} if more else ends)
+        end = {"until": 3} if more else until
+        with checkpoint(tmp_path, run) as saves:
+            saves.restore()
+            made = run.optimizer.updates
+            for _ in vbs.remaining_epochs(run.sampler, run.optimizer, **end):
+                for update in vbs.updates(run.sampler, run.optimizer):
+                    for indices in update:
+                        run.step(indices)
+            saves.save()
+        return run.optimizer.updates - made
+
+    assert train() > 0
+    ended = f"The training has ended after {training_updates(tmp_path)} updates; to train it anew, pass another folder."
+    assert ended not in told(caplog)
+    assert train() == 0
+    assert ended in told(caplog)
+    caplog.clear()
+    assert train(more=True) > 0
+    assert ended not in told(caplog)
+
+
+def training_updates(folder):
+    return updates(folder)[0]

@@ -335,9 +335,6 @@ class Checkpoint:
         line += f"stage {optimizer.stage}, " if optimizer.stage else ""
         line += f"update {updates}, epoch {optimizer.epoch}, {optimizer.samples} samples, lost {told}"
         line += f"; the next save deletes {', '.join(folder.left)}." if folder.left else "."
-        epochs = optimizer.sampler.training.epochs
-        if optimizer.done or (epochs is not None and optimizer.epoch >= epochs):
-            line += " The training has ended; to train it anew, pass another folder."
         own = contents.of_ranks
         line += f" In this world all ranks have what rank 0 had of {few_of(own)}." if own else ""
         log(line, rank=0, update=updates)

@@ -404,6 +404,7 @@ class CustomOptimizer(ObservedOptimizer):
             )
         self._load_inner(state_dict)
         self._updater.sum.reset()
+        self._last_batch = None
         go_on()
         rows = self.sampler.plan.minibatch_size if self._training.later is None else None  # that of a later sampler
         self._updater.load_state_dict(position or {}, rows)

@@ -10,6 +10,7 @@ from typing import Any, Generic, Literal, TypeVar, final, get_args, overload
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from variable_batch_size._log import log
 from variable_batch_size._validation import check_int, check_number, type_error, value_error
 from variable_batch_size.backend import ElasticBackend
 from variable_batch_size.data.batches import Batch, Position
@@ -320,7 +321,7 @@ def _yield_remaining(
 ) -> Iterator[int]:
     """Yield each epoch that is left, after setting it; see `remaining_epochs`."""
     first = optimizers[0]
-    epoch = -1
+    epoch, begun = -1, False
     resumes = sampler.batches.is_within_epoch(sampler.position)
     while not first.done:
         epoch = max(first.epoch, epoch + 1)  # the loop may have left the last one before its end
@@ -332,11 +333,16 @@ def _yield_remaining(
         else:
             reached = getattr(first, by) >= until and not (resumes or sampler.training.end_pending)
         if reached:
-            return
+            break
         resumes = False
         for optimizer in optimizers:
             optimizer.set_epoch(epoch)
+        begun = True
         yield epoch
+    restored = first.updates > 0 and first.last_batch is None
+    if restored and not begun and first.sampler is sampler and first.backend.world.rank == 0:
+        text = f"The training has ended after {first.updates} updates; to train it anew, pass another folder."
+        log(text, rank=0, update=first.updates)
 
 
 def _check_arguments(sampler: object, optimizers: object, until: object, by: object) -> None:
