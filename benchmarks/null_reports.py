@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -31,7 +32,7 @@ import pandas as pd
 from helpers import evaluations
 from results import record
 from variable_batch_size.lab.evaluation.judgement import Judgement, judge
-from variable_batch_size.lab.evaluation.records import Evaluation, EvaluationPlan
+from variable_batch_size.lab.evaluation.records import REFERENCE, Evaluation, EvaluationPlan
 from variable_batch_size.lab.evaluation.statistics import claims, judge_tuning
 
 NULLS = "reports of equal rules that claim anything"
@@ -44,6 +45,7 @@ KINDS += [*(f"failures {rate}" for rate in (0.05, 0.1, 0.2)), *(f"{who} stuck" f
 SEEDS = (3, 5, 8, 10)
 FACTORS = (0, 1, -1)  # what each factor loses, in parts of what is true
 COMMANDS = 8
+METRICS = ("loss", "accuracy", "error0", "error1")
 STUCK, BEHIND = 0.1, 10.0
 
 
@@ -80,7 +82,7 @@ def folder(
 ) -> pd.DataFrame:
     """Return the trainings of 4 equal rules under traces, and of the reference, with four metrics."""
     kinds = [*product(traces, ("constant", "linear", "root", "legw:16"))]
-    kinds += [("the reference", "constant", factor) for factor in (0.5, 1.0, 2.0)]
+    kinds += [(REFERENCE, "constant", factor) for factor in (0.5, 1.0, 2.0)]
     frame = evaluations.trainings({kind: 0.5 + 0.01 * rng.standard_normal(seeds) for kind in kinds}, task=task)
     frame["key"] += task
     for curve, values in zip(frame["curve"], rng.standard_normal((len(frame), 2)), strict=True):
@@ -88,10 +90,9 @@ def folder(
     return frame
 
 
-def plan(frame: pd.DataFrame, which: pd.Series | None = None) -> EvaluationPlan:
-    """Return what a command of these trainings wants, and always of the reference."""
-    wanted = frame if which is None else frame[which | (frame["trace"] == "the reference") & which.any()]
-    return EvaluationPlan("", tuple(wanted["key"]))
+def plan(frame: pd.DataFrame) -> EvaluationPlan:
+    """Return what a command of these trainings wants."""
+    return EvaluationPlan("", tuple(frame["key"]))
 
 
 def reports_of_one(frame: pd.DataFrame) -> Iterator[list[Judgement]]:
@@ -105,35 +106,42 @@ def reports_of_narrower(frame: pd.DataFrame) -> Iterator[list[Judgement]]:
     yield [wide]
     rows = [(abs(row.difference.value), trace.name, row.rule) for trace in wide.traces for row in trace.rows[1:]]
     _, trace, rule = max(rows)
-    seen = [plan(frame), plan(frame, (frame["trace"] == trace) & frame["rule"].isin(["constant", rule]))]
+    best = (frame["trace"] == trace) & frame["rule"].isin(["constant", rule])
+    seen = [plan(frame), plan(frame[best | (frame["trace"] == REFERENCE)])]
     for last in (4, 3, 2):
         yield judge(Evaluation(frame, tuple(seen)))
-        seen.append(plan(frame, frame["seed"] < last))
+        seen.append(plan(frame[frame["seed"] < last]))
+
+
+def reports_of_more(frames: Sequence[pd.DataFrame]) -> Iterator[list[Judgement]]:
+    """Yield the reports of commands each of which wants these trainings, of a folder that keeps them."""
+    plans = [plan(frame) for frame in frames]
+    for number in range(1, len(frames) + 1):
+        there = pd.concat(frames[:number], ignore_index=True).drop_duplicates("key")
+        yield judge(Evaluation(there, tuple(plans[:number])))
 
 
 def reports_of_more_seeds(frame: pd.DataFrame) -> Iterator[list[Judgement]]:
     """Yield the reports of 5, 10 and 15 seeds."""
-    plans = [plan(frame, frame["seed"] < last) for last in (5, 10, 15)]
-    for number in range(3):
-        there = frame[frame["key"].isin(plans[number].keys)]
-        yield judge(Evaluation(there, tuple(plans[: number + 1])))
+    return reports_of_more([frame[frame["seed"] < last] for last in (5, 10, 15)])
 
 
 def reports_of_more_rules(frame: pd.DataFrame) -> Iterator[list[Judgement]]:
     """Yield the reports of 2, 3 and 4 rules."""
     names = [*dict.fromkeys(frame["rule"])]
-    plans = [plan(frame, frame["rule"].isin(names[:number])) for number in (2, 3, 4)]
-    for number in range(3):
-        there = frame[frame["key"].isin(plans[number].keys)]
-        yield judge(Evaluation(there, tuple(plans[: number + 1])))
+    return reports_of_more([frame[frame["rule"].isin(names[:number])] for number in (2, 3, 4)])
 
 
-def reports_of_more(frames: Sequence[pd.DataFrame]) -> Iterator[list[Judgement]]:
-    """Yield the reports of commands each of which adds trainings to a folder."""
-    plans = [plan(frame) for frame in frames]
-    for number in range(1, len(frames) + 1):
-        there = pd.concat(frames[:number], ignore_index=True).drop_duplicates("key")
-        yield judge(Evaluation(there, tuple(plans[:number])))
+def reports_of_more_traces(frame: pd.DataFrame) -> Iterator[list[Judgement]]:
+    """Yield the reports of one trace and of each one more."""
+    names = [*frame["trace"].unique()]  # the reference comes last
+    commands = range(1, len(names))
+    return reports_of_more([frame[frame["trace"].isin([*names[:number], REFERENCE])] for number in commands])
+
+
+def reports_of_more_tasks(frame: pd.DataFrame) -> Iterator[list[Judgement]]:
+    """Yield the reports of one task and of each one more, with a command each."""
+    return reports_of_more([of_task for _, of_task in frame.groupby("task")])
 
 
 def reports_of_baselines(frame: pd.DataFrame, metrics: tuple[str, ...] = ("loss",)) -> Iterator[list[Judgement]]:
@@ -144,23 +152,34 @@ def reports_of_baselines(frame: pd.DataFrame, metrics: tuple[str, ...] = ("loss"
 
 def reports_of_metrics(frame: pd.DataFrame) -> Iterator[list[Judgement]]:
     """Yield the reports of four metrics."""
-    for metric in ("loss", "accuracy", "error0", "error1"):
+    for metric in METRICS:
         yield judge(Evaluation(frame, (plan(frame),)), metric, mode="min")
 
 
 def reports_of_both(frame: pd.DataFrame) -> Iterator[list[Judgement]]:
     """Yield the reports of four metrics with each rule as the baseline."""
-    yield from reports_of_baselines(frame, ("loss", "accuracy", "error0", "error1"))
+    yield from reports_of_baselines(frame, METRICS)
 
 
-BY_COMMAND: dict[str, tuple[Callable[[pd.DataFrame], Iterator[list[Judgement]]], int]] = {
-    "one command": (reports_of_one, 5),
-    "narrower commands": (reports_of_narrower, 5),
-    "5, 10 and 15 seeds": (reports_of_more_seeds, 15),
-    "2, 3 and 4 rules": (reports_of_more_rules, 5),
-    "each rule as the baseline": (reports_of_baselines, 5),
-    "four metrics": (reports_of_metrics, 5),
-    "each baseline and metric": (reports_of_both, 5),
+def tasks(rng: np.random.Generator, seeds: int, number: int) -> pd.DataFrame:
+    """Return the trainings of so many tasks."""
+    return pd.concat([folder(rng, seeds, f"task {task}") for task in range(number)], ignore_index=True)
+
+
+BY_COMMAND: dict[str, tuple[Callable[[pd.DataFrame], Iterator[list[Judgement]]], Callable[..., pd.DataFrame]]] = {
+    "one command": (reports_of_one, partial(folder, seeds=5)),
+    "narrower commands": (reports_of_narrower, partial(folder, seeds=5)),
+    "5, 10 and 15 seeds": (reports_of_more_seeds, partial(folder, seeds=15)),
+    "2, 3 and 4 rules": (reports_of_more_rules, partial(folder, seeds=5)),
+    "each rule as the baseline": (reports_of_baselines, partial(folder, seeds=5)),
+    "four metrics": (reports_of_metrics, partial(folder, seeds=5)),
+    "each baseline and metric": (reports_of_both, partial(folder, seeds=5)),
+    "four tasks": (reports_of_one, partial(tasks, seeds=5, number=4)),
+    "a trace more, eight times": (
+        reports_of_more_traces,
+        partial(folder, seeds=10, traces=[f"trace {number}" for number in range(COMMANDS)]),
+    ),
+    "a task more, eight times": (reports_of_more_tasks, partial(tasks, seeds=10, number=COMMANDS)),
 }
 
 
@@ -176,21 +195,9 @@ def says_something(judgements: list[Judgement]) -> bool:
 
 def way(name: str, number: int) -> bool:
     """Return whether one of the reports that a user looks at claims anything."""
+    reports, trainings_of = BY_COMMAND[name]
     rng = np.random.default_rng([zlib.crc32(name.encode()), number])
-    if name == "four tasks":
-        frames = [folder(rng, 5, f"task {task}") for task in range(4)]
-        plans = tuple(plan(frame) for frame in frames)
-        return says_something(judge(Evaluation(pd.concat(frames, ignore_index=True), plans)))
-    if name == "a trace more, eight times":
-        names = [f"trace {number}" for number in range(COMMANDS)]
-        whole = folder(rng, 10, traces=names)
-        frames = [whole[whole["trace"].isin([*names[: number + 1], "the reference"])] for number in range(COMMANDS)]
-        return any(map(says_something, reports_of_more(frames)))
-    if name == "a task more, eight times":
-        frames = [folder(rng, 10, f"task {number}") for number in range(COMMANDS)]
-        return any(map(says_something, reports_of_more(frames)))
-    reports, seeds = BY_COMMAND[name]
-    return any(says_something(judgements) for judgements in reports(folder(rng, seeds)))
+    return any(map(says_something, reports(trainings_of(rng))))
 
 
 def seeing(rng: np.random.Generator, better: float, rules: int, traces: int, seeds: int, reports: int) -> np.ndarray:
@@ -214,7 +221,7 @@ def main(reports: int, folders: int) -> None:
         keep(NULLS, "mean of 9 sizes", float(np.mean([*shares.values()])), kind, f"{seeds} seeds")
         keep(NULLS, "most", shares[worst], kind, f"{seeds} seeds")
         print(worst)
-    for name in (*BY_COMMAND, "four tasks", "a trace more, eight times", "a task more, eight times"):
+    for name in BY_COMMAND:
         keep(WAYS, "4 rules, 2 traces", float(np.mean([way(name, number) for number in range(folders)])), name, "")
     for better, seeds in product((1, 2, 3), SEEDS):
         rng = np.random.default_rng(better + 100 * seeds)
