@@ -44,22 +44,22 @@ FILES = (
     "skypilot-preemption-4-node-us-east-1f_v100_1.json",
 )
 HOURS, MOST, TIMES, WINDOWS = 3, 16, 8, 12
-WARMUP = 0.1  # of the samples, with SGD
 ALL = ("constant", "linear", "root")
+PERCEPTRON: dict[str, Any] = {
+    "samples": adam.SAMPLES,
+    "ref_batchsize": adam.REF_BATCHSIZE,
+    "minibatch_size": adam.MINIBATCH_SIZE,
+}
+CNN: dict[str, Any] = {
+    "samples": large.SAMPLES // 2,
+    "ref_batchsize": large.REF_BATCHSIZE,
+    "minibatch_size": large.MINIBATCH_SIZE,
+    "lr": large.LR,
+}
 TASKS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    adam.TASKS["AdamW"]: (
-        {"samples": adam.SAMPLES, "ref_batchsize": adam.REF_BATCHSIZE, "minibatch_size": adam.MINIBATCH_SIZE},
-        (*ALL, "adamscale", "invariant-adam"),
-    ),
-    adam.TASKS["Muon"]: (
-        {"samples": adam.SAMPLES, "ref_batchsize": adam.REF_BATCHSIZE, "minibatch_size": adam.MINIBATCH_SIZE},
-        (*ALL, "adamscale"),
-    ),
-    large.TASK: (
-        {"samples": large.SAMPLES // 2, "ref_batchsize": large.REF_BATCHSIZE, "minibatch_size": large.MINIBATCH_SIZE}
-        | {"lr": large.LR, "warmup": round(WARMUP * large.SAMPLES // 2)},
-        (*ALL, "adascale"),
-    ),
+    adam.TASKS["AdamW"]: (PERCEPTRON, (*ALL, "adamscale", "invariant-adam")),
+    adam.TASKS["Muon"]: (PERCEPTRON, (*ALL, "adamscale")),
+    large.TASK: (CNN, (*ALL, "adascale")),
 }
 
 
@@ -81,11 +81,13 @@ def drawn_of(log: CapacityTrace, rng: np.random.Generator) -> list[CapacityTrace
     return [changing[number] for number in rng.permutation(len(changing))]
 
 
-def experiments(seed: int, window: CapacityTrace, data_dir: str | None) -> Iterator[Experiment]:
+def experiments(seed: int, window: CapacityTrace, flags: argparse.Namespace) -> Iterator[Experiment]:
     """Yield what trains under a window."""
     for task, (facts, rules) in TASKS.items():
         samples, size = facts["samples"], facts["ref_batchsize"]
-        own = {**facts, "seeds": [seed], "between": samples // 4, "data_dir": data_dir}
+        own = {**facts, "seeds": [seed], "between": samples // 4, "data_dir": flags.data_dir}
+        if task == large.TASK:
+            own["warmup"] = int(flags.warmup * samples)
         arguments = {task: {"images": 2**14}}
         rate = samples / (SHARE * window.mean * window.end)  # the training takes this part of the window
         simple = Throughput.simple(rate)
@@ -112,7 +114,7 @@ def cells(flags: argparse.Namespace) -> list[Cell]:
     return [
         cell
         for seed, window in windows(flags)
-        for experiment in experiments(seed, window, flags.data_dir)
+        for experiment in experiments(seed, window, flags)
         for cell in experiment.cells()
     ]
 
