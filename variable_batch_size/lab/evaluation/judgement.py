@@ -216,7 +216,7 @@ def judge(
         chosen = baseline or planned
         choices = 1 if (metric, chosen) == ("loss", planned) else len(known) * max(1, len(rules))
         earlier = max([looks.get(key, 0) for key in family.keys], default=0)
-        shared = family._replace(parts=len(tasks) * choices * 4**earlier, choices=choices)
+        shared = family._replace(looks=len(tasks) * 4**earlier, choices=choices)
         judgements.append(_judge(name, of_task[of_task["key"].isin(family.keys)], metric, lower, chosen, shared))
     return judgements
 
@@ -225,15 +225,15 @@ class _Family(NamedTuple):
     """The trainings of a task that are judged together.
 
     `keys` are all of them, `left_out` the seeds of the last plan that are not theirs, `waiting` is the number of those
-    that have not ended, and `baseline` that of the first plan. The levels are shared by `parts` reports, or by
-    `choices` of a baseline and a metric for each task and each look.
+    that have not ended, and `baseline` that of the first plan. The levels are shared by `choices` of a baseline and a
+    metric in each of `looks`.
     """
 
     keys: set[str]
     left_out: tuple[int, ...] = ()
     waiting: int = 0
     baseline: str | None = None
-    parts: int = 1
+    looks: int = 1
     choices: int = 1
 
 
@@ -297,7 +297,7 @@ def _judge(
     family: _Family,
 ) -> Judgement:
     """Return what trainings of a task say."""
-    waiting, parts = family.waiting, family.parts
+    waiting, parts = family.waiting, family.looks * family.choices
     final = {name: [_final_value(curve, name) for curve in trainings["curve"]] for name in ("loss", metric)}
     trainings = trainings.assign(loss=final["loss"], value=final[metric], label=_labels(trainings))
     trainings["failed"] = find_failed(trainings)
@@ -308,8 +308,8 @@ def _judge(
     claimed = claims(table.values, table.failed, table.same, parts)
     traces = tuple(_judge_traces(table, claimed, trainings, waiting, parts))
     gains = [abs(row.difference.value) for trace in traces for row in trace.rows if row.answer == "better"]
-    looks = parts // family.choices if metric == "loss" else parts  # whatever the baseline
-    reference = _judge_reference(trainings[is_reference(trainings)], table.sign, looks)
+    of_reference = family.looks if metric == "loss" else parts  # its loss is the same whatever the baseline
+    reference = _judge_reference(trainings[is_reference(trainings)], table.sign, of_reference)
     if reference.answer == "tuned" and min(gains, default=np.inf) <= reference.most:
         reference = replace(reference, answer="open")  # another rate may bring as much as what is claimed
     return Judgement(
