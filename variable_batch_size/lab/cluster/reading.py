@@ -38,8 +38,6 @@ READERS: Final[Mapping[str, Reader]] = {
 }
 """The readers by the names of their formats; no two recognize the same file."""
 
-WITHOUT_UNIT: Final = frozenset({"csv", "bamboo-counts"})  # formats whose times are seconds, but may be hours in a file
-
 
 def read(
     path: str | os.PathLike[str],
@@ -92,7 +90,7 @@ def read(
             found = f"the format {reader.name} ({text.path})"
             raise value_error(f"{option} must be left out except for the format {formats}", found, f"remove {option}=")
     trace = CapacityTrace(*reader.read_checked(text, options))
-    if reader.name in WITHOUT_UNIT:
+    if reader.may_be_hours:
         _warn_of_hours(trace, text.path)
     return trace
 

@@ -28,6 +28,7 @@ class BambooCountsReader(Reader):
 
     name = "bamboo-counts"
     example = "21529,4"
+    may_be_hours = True
 
     def recognizes(self, text: Text) -> bool:
         """Return whether the first row is two numbers."""

@@ -149,12 +149,14 @@ class Reader(ABC):
         example: how a file begins, for the message about one that no reader recognizes.
         options: names of the keyword arguments of `cluster.read` that the format has, beside `format`.
         begins_at_first_row: whether its times are always those of a clock.
+        may_be_hours: whether its times have no unit of their own: seconds, unless somebody wrote hours.
     """
 
     name: ClassVar[str]
     example: ClassVar[str]
     options: ClassVar[frozenset[str]] = frozenset()
     begins_at_first_row: ClassVar[bool] = False
+    may_be_hours: ClassVar[bool] = False
 
     @abstractmethod
     def recognizes(self, text: Text) -> bool:

@@ -33,6 +33,7 @@ class OwnReader(Reader):
     name = "csv"
     example = "seconds,nodes"
     options = frozenset({"time_column", "nodes_column"})
+    may_be_hours = True
 
     def recognizes(self, text: Text) -> bool:
         """Return whether the header has the columns `seconds`, `time` or `timestamp`, and `nodes`."""
