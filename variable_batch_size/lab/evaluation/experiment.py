@@ -18,7 +18,7 @@ from variable_batch_size.lab.evaluation.end import SAMPLES, End
 from variable_batch_size.lab.evaluation.records import REFERENCE
 from variable_batch_size.lab.evaluation.simulated_time import SimulatedTime
 from variable_batch_size.lab.evaluation.start import Start
-from variable_batch_size.lab.evaluation.task import Defaults, Task, dataset_of, load_task
+from variable_batch_size.lab.evaluation.task import LEAST, Defaults, Task, dataset_of, load_task
 from variable_batch_size.lab.evaluation.timed_trace import (
     TimedTrace,
     TimedTraining,
@@ -101,11 +101,9 @@ class Experiment:
                 raise type_error(f"{name} must be a sequence", values, "pass a list")
             if not len(values):
                 raise value_error(f"{name} must have at least one item", "none", "pass one")
-        for name in ("samples", "ref_batchsize", "minibatch_size", "between"):
+        for name, least in LEAST.items():
             if getattr(self, name) is not None:
-                check_int(getattr(self, name), name, 1, MAX_INT)
-        if self.warmup is not None:
-            check_int(self.warmup, "warmup", 0, MAX_INT)
+                check_int(getattr(self, name), name, least, MAX_INT)
         for factor in (*self.lr_factors, 1.0 if self.lr is None else self.lr):
             check_positive(factor, "lr and each of lr_factors", "pass a learning rate, and factors on it")
         if REFERENCE in self.traces:

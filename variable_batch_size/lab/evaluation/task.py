@@ -30,6 +30,8 @@ FUNCTIONS = {
     "evaluate": ("model",),
     "optimizer": ("model", "lr"),
 }
+LEAST: Final[Mapping[str, int]] = {"samples": 1, "ref_batchsize": 1, "minibatch_size": 1, "between": 1, "warmup": 0}
+"""The least values of the whole numbers that a task, or an experiment, may say."""
 
 
 @runtime_checkable
@@ -100,8 +102,8 @@ class Defaults:
                 value = check_positive(value, label, "pass one, or leave it out")
             elif attribute == "schedule":
                 _check_takes(value, ("samples", "total"), label)
-            elif attribute != "version":
-                value = check_int(value, label, attribute != "warmup", MAX_INT)
+            elif attribute in LEAST:
+                value = check_int(value, label, LEAST[attribute], MAX_INT)
             given[attribute] = value
         return cls(**given)
 
