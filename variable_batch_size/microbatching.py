@@ -40,6 +40,11 @@ class Microbatch:
     number: int
     ends_step: bool
 
+    @property
+    def distinct(self) -> float:
+        """The part of its rows that count: samples / rows; 0 for a replay."""
+        return self.samples / self.rows
+
 
 @lru_cache(maxsize=1024)
 def partial_sizes(remainder: int, minibatch_size: int) -> tuple[int, ...]:

@@ -158,7 +158,7 @@ class VariableBatchMixin(Base):
             return [part.rows for part in parts], self._batch_size, [None] * len(parts)
         dtype = torch.float32 if self.args.device.type in WITHOUT_FLOAT64 else torch.float64
         counts = [count.to(self.args.device, dtype) for count in counts]
-        distinct = [count * (part.samples / part.rows) for count, part in zip(counts, parts, strict=True)]
+        distinct = [count * part.distinct for count, part in zip(counts, parts, strict=True)]
         total = self.accelerator.reduce(torch.stack(distinct).sum(), "sum").clamp(min=1)
         return counts, total, [count.clamp(min=1) for count in counts]
 

@@ -66,8 +66,8 @@ class StepMeans(Stage):
         weight = microbatch.samples / microbatch.batch_size if counted.count is None else self._counts.weight
         own = weight  # that of the value
         if self._of_sums or counted.divided:
-            distinct = microbatch.samples / microbatch.rows
-            own = distinct if counted.divided or counted.count is not None else distinct / microbatch.batch_size
+            sums = counted.divided or counted.count is not None
+            own = microbatch.distinct if sums else microbatch.distinct / microbatch.batch_size
         self._added += 1
         if self._current and not self._backend.reads(like):
             weight, own = self._on_device(weight, like), self._on_device(own, like)
@@ -253,12 +253,12 @@ class TokenCount(Stage):
 
     def add(self, counted: Counted, squares: MeasuredSquares, like: Tensor) -> None:
         """Add the count of a microbatch, if it has one."""
-        microbatch, count = counted.microbatch, counted.count
+        count = counted.count
         self.used = count is not None
         if count is None:
             return
         count = self._backend.number(count, like)
-        distinct = microbatch.samples / microbatch.rows
+        distinct = counted.microbatch.distinct
         self.weight = count * (self._backend.scalar(distinct, like) if isinstance(count, Tensor) else distinct)
         self._zero = self._backend.scalar(0.0, like) if self._zero is None else self._zero
         self._sum = (self._zero if self._sum is None else self._sum) + self.weight

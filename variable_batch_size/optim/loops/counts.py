@@ -145,7 +145,7 @@ class Counts(Stage, LoopStage):
             for name in sorted(counts):
                 number = self._checked_number(name, counts[name])
                 if isinstance(number, Tensor):
-                    share = self._backend.scalar(microbatch.samples / microbatch.rows, number)
+                    share = self._backend.scalar(microbatch.distinct, number)
                     counted[name] = number * share + counted.get(name, 0.0)
                 else:
                     counted[name] = number * microbatch.samples / microbatch.rows + counted.get(name, 0.0)

@@ -115,8 +115,8 @@ def whole_batch(
     value = value.detach()
     backend.mark_step()  # before the gradients go: autograd's thread may still hold them, as results of the graph
     del columns, gathered, whole, labels, gradients, padded, embedded
+    sums = optimizer.reduction == "sum"
     for part, of_part in zip(parts, of_parts, strict=True):
-        sums = optimizer.reduction == "sum"
         total = part.encode_again(encode, of_part, own, sums=sums)
         optimizer.backward(total, scaler=scaler, others=others)
         optimizer.log(loss=value * part.microbatch.rows if sums else value)
