@@ -278,7 +278,7 @@ def zero_grad_before_the_last_microbatch(place):
         run.optimizer.backward(loss)
 
 
-@raises(r"only optimizer\.backward\(\) may change gradients between .*, clip with max_grad_norm=")
+@raises(r"only optimizer\.backward\(\) may change gradients between .*; clip with max_grad_norm=")
 def clipped_in_the_loop(place):
     run = place.training(sizes=[50], minibatch_size=64)
     for loss in losses(run):
@@ -331,7 +331,7 @@ raises.add(
         lambda place: two(place, reduction="sum"),
     ),
     wrapper_that_the_optimizer_does_not_know=(
-        r"only backward\(\) may change .*; pass a DistributedDataParallel to",
+        r"only backward\(\) may change .*, pass a DistributedDataParallel as model=",
         lambda place: unknown(place, ours=False),
     ),
     wrapper_that_the_optimizer_does_not_know_and_backward=(
