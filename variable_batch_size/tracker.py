@@ -131,6 +131,11 @@ class EventsFile:
 
     It has no thread and no queue, which tensorboardX's SummaryWriter has: a process waits for such a thread for ever
     if the disk has ended it.
+
+    Args:
+        logdir: the folder.
+        purge_step: the update at which a resumed run begins: TensorBoard hides the events of earlier runs from it on.
+            None: nothing is hidden.
     """
 
     def __init__(self, logdir: Path, purge_step: int | None) -> None:
@@ -140,10 +145,11 @@ class EventsFile:
 
         self._event, self._scalar = Event, scalar
         self._logdir, self._update = logdir, purge_step or 0
-        self._full = False
-        self._flushed = -math.inf
-        self._writer = EventsWriter(str(logdir / "events"), f".{time.time_ns()}")  # two of a second are two files
-        if purge_step is not None:
+        self._disk_is_full = False
+        self._last_flush = -math.inf  # seconds of the monotonic clock
+        # The name of the file ends with nanoseconds, so that two runs that begin in one second have two files.
+        self._writer = EventsWriter(str(logdir / "events"), f".{time.time_ns()}")
+        if purge_step is not None:  # the event START tells TensorBoard to purge
             self._writer.write_event(Event(step=purge_step, session_log=SessionLog(status=SessionLog.START)))
         self._writer.write_event(Event(wall_time=time.time(), summary=custom_scalars(_LAYOUT)))
 
@@ -155,13 +161,13 @@ class EventsFile:
             if math.isfinite(value):
                 event.summary.MergeFrom(self._scalar(tag, value))
         self._write_unless_full(self._writer.write_event, event)
-        if time.monotonic() > self._flushed + FLUSH:
+        if time.monotonic() > self._last_flush + FLUSH:
             self.flush()
 
     def flush(self) -> None:
         """Write what is left to the disk."""
         self._write_unless_full(self._writer.flush)
-        self._flushed = time.monotonic()
+        self._last_flush = time.monotonic()
 
     def close(self) -> None:
         """Write what is left, and close the file."""
@@ -169,12 +175,12 @@ class EventsFile:
 
     def _write_unless_full(self, write: Callable[..., object], *arguments: object) -> None:
         """Call a function that writes; warn once if it cannot, and write no more."""
-        if self._full:
+        if self._disk_is_full:
             return
         try:
             write(*arguments)
         except OSError as error:
-            self._full = True
+            self._disk_is_full = True
             warnings.warn(
                 f"The events of TensorBoard in {self._logdir} end at about update {self._update}, because they could "
                 f"not be written ({error}); free disk space, and resume the training ({SCALARS} goes on)",

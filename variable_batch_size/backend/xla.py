@@ -120,12 +120,12 @@ class XlaBackend(Backend):
         return device
 
     def hyperparameter(self, value: Any) -> Any:
-        """Return a Python number that is not a constant of the graph: 0, 1 and -1 change by the last bit of a float32.
+        """Return a number that does not become a constant of the graph, which would compile again when it changes.
 
-        After `launch` nothing changes, because its environment makes every number data.
+        PyTorch/XLA makes constants of 0, 1 and -1 alone; they are replaced by the next float32 away from them.
         """
         if os.environ.get("XLA_NO_SPECIAL_SCALARS") == "1" or isinstance(value, Tensor):
-            return value
+            return value  # with this variable, which `launch` sets, no number becomes a constant
         return _REPLACEMENTS.get(value, value)
 
     def mark_step(self) -> None:

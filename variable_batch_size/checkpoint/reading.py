@@ -38,7 +38,7 @@ from variable_batch_size.checkpoint.tensor_file import DTYPES
 from variable_batch_size.checkpoint.values import decode
 from variable_batch_size.world import World
 
-MANY = 100  # ranks: from here on rank 0 reads the small files for all, instead of each rank all of them
+MANY_RANKS = 100  # from here on rank 0 reads the small files for all, instead of each rank all of them
 
 
 def read_contents(
@@ -107,31 +107,35 @@ def _like(name: str, likes: Mapping[str, DTensor]) -> DTensor | None:
 
 @final
 class _Wanted:
-    """A tensor, or the part of one that this rank has, while it is read.
+    """A tensor that is assembled from the files that have parts of it: all of it, or what this rank is to have.
 
     Args:
-        facts: what the JSON says of it.
-        like: see `read_contents`.
+        facts: its dtype, shape and stride, as the JSON of the checkpoint has them.
+        like: the sharded tensor in whose place it is loaded, of which this rank has a part. One of another shape does
+            not count: the tensor is read whole, and whoever loads it names the shapes.
+
+    Attributes:
+        part: the part of the tensor that is read.
     """
 
     def __init__(self, facts: Mapping[str, Any], like: DTensor | None) -> None:
         self._facts = facts
         self._like = like if like is not None and [*like.shape] == facts["shape"] else None
         self.part = Part.whole(facts["shape"]) if self._like is None else Part.on_rank(self._like)
-        self._missing = math.prod(self.part.shape)
-        self._read: Tensor | None = None
+        self._missing_elements = math.prod(self.part.shape)
+        self._assembled: Tensor | None = None
 
     def add(self, part: Part, tensor: Tensor) -> None:
         """Take a part of the tensor, which has an element in common with the one that is wanted."""
         if (common := part.overlap(self.part)) is None:
             return
-        self._missing -= math.prod(common.shape)
+        self._missing_elements -= math.prod(common.shape)
         if part == self.part:
-            self._read = tensor
+            self._assembled = tensor
             return
-        if self._read is None:
-            self._read = torch.empty(self.part.shape, dtype=tensor.dtype)
-        self._read[common.slices(self.part)] = tensor[common.slices(part)]
+        if self._assembled is None:
+            self._assembled = torch.empty(self.part.shape, dtype=tensor.dtype)
+        self._assembled[common.slices(self.part)] = tensor[common.slices(part)]
 
     def whole(self) -> Tensor:
         """Return the tensor, sharded if it is to be.
@@ -139,9 +143,9 @@ class _Wanted:
         Raises:
             ValueError: if a part of it is in no file.
         """
-        if self._missing:
+        if self._missing_elements:
             raise ValueError("a part of a tensor is in no file")
-        tensor = self._read
+        tensor = self._assembled
         if tensor is None:  # it has no elements
             tensor = torch.empty(self.part.shape, dtype=DTYPES[self._facts["dtype"]])
         if self._like is not None:
@@ -227,47 +231,61 @@ def read_first(
 ) -> tuple[str, Contents | None, dict[str, str]]:
     """Return the first of these checkpoints that is intact on all ranks, and what is wrong with earlier ones, by name.
 
-    Every rank calls it, in the `call` that an error names.
+    Without an intact one, the name is "" and the contents are None. Every rank calls it, in the `call` that an error
+    names.
 
     Raises:
         RuntimeError: on every rank, if ranks read different checkpoints.
     """
     damaged = dict[str, str]()
     for name in names:
-        texts = None
-        if agreement.world.size >= MANY:
-            texts = json.loads(agreement.run_on_rank_0(call, lambda: _texts_as_json(folder, name)))  # noqa: B023
-        outcome = list[Contents]()
-
-        def read() -> str:
-            try:
-                contents = read_contents(folder.storage, name, likes, texts=texts, world=agreement.world)  # noqa: B023
-            except DamagedError as error:
-                return f"{error.seal} {error}"
-            outcome.append(contents)  # noqa: B023
-            return f"{contents.seal} "
-
-        if reason := _common_reason(folder.storage.at(name), agreement.run_on_all(call, read)):
-            damaged[name] = reason
-        else:
-            return name, outcome[0], damaged
+        contents, damage = _read_together(folder, name, likes, agreement, call)
+        if not damage:
+            return name, contents, damaged
+        damaged[name] = damage
     return "", None, damaged
 
 
-def _common_reason(location: str, answers: Sequence[str]) -> str:
+def _read_together(
+    folder: Folder, name: str, likes: Mapping[str, DTensor], agreement: Agreement, call: str
+) -> tuple[Contents | None, str]:
+    """Return what this rank has read of a checkpoint, and the damage that one of the ranks has found, "" if none."""
+    small_files: list[str] | None = None
+    if agreement.world.size >= MANY_RANKS:
+        small_files = json.loads(agreement.run_on_rank_0(call, lambda: _texts_as_json(folder, name)))
+    contents: Contents | None = None
+
+    def read() -> str:
+        """Read on this rank; return "SEAL DAMAGE" for all ranks, with an empty DAMAGE if there is none."""
+        nonlocal contents
+        try:
+            contents = read_contents(folder.storage, name, likes, texts=small_files, world=agreement.world)
+        except DamagedError as error:
+            return f"{error.seal} {error}"
+        return f"{contents.seal} "
+
+    damage = _common_damage(folder.storage.at(name), agreement.run_on_all(call, read))
+    return contents, damage
+
+
+def _common_damage(location: str, answers: Sequence[str]) -> str:
     """Return the damage that one of the ranks has found; "" if all have read the same checkpoint.
 
+    Args:
+        location: of the checkpoint.
+        answers: "SEAL DAMAGE" of each rank.
+
     Raises:
-        RuntimeError: if they have not.
+        RuntimeError: if they have read different ones.
     """
-    seals, reasons = zip(*(text.split(" ", 1) for text in answers), strict=True)
+    seals, damages = zip(*(text.split(" ", 1) for text in answers), strict=True)
     for rank, seal in enumerate(seals):
         if seal != seals[0]:
             raise RuntimeError(
                 f"Checkpoint {location} on rank {rank} differs from the one on rank 0, or is damaged on one of them; "
                 f"pass a folder that all ranks share"
             )
-    return next(filter(None, reasons), "")  # a rank reads only what it has of sharded tensors
+    return next(filter(None, damages), "")  # a rank reads only what it has of sharded tensors
 
 
 def _texts_as_json(folder: Folder, name: str) -> str:

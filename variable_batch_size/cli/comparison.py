@@ -104,10 +104,16 @@ def collect_remarks(
 
 
 def _describe_devices(measured: FloatArray, simulated: int) -> str:
-    """Return on how many devices updates were measured, and how many a simulation has if those are more, in words."""
+    """Return in words the numbers of devices that were measured, and that of the simulation if it has more.
+
+    Args:
+        measured: a row for each measured update; column 0 is its number of devices.
+        simulated: the largest number of devices in the simulation.
+    """
     least, most = int(measured[:, 0].min()), int(measured[:, 0].max())
-    devices = f"{least} to {most} devices" if least < most else f"{most} device" + "s" * (most > 1)
-    return devices + f"; the simulation has up to {simulated}" * (simulated > most)
+    devices = "1 device" if most == 1 else f"{most} devices"
+    words = f"{least} to {devices}" if least < most else devices
+    return f"{words}; the simulation has up to {simulated}" if simulated > most else words
 
 
 def _as_json(table: pd.DataFrame) -> dict[str, object]:

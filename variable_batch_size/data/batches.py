@@ -320,17 +320,18 @@ class Batches:
         return {"version": VERSION, **position, **self.fingerprint(), **past, **growth}
 
     def resume(self, state: dict[str, Any], devices: int | None) -> Batches:
-        """Return the batches of a training that goes on at a saved position.
+        """Return the batches of a training that continues at a saved position.
 
         Args:
-            state: its state.
-            devices: number of devices, for which a controller decides again; None: only at the next question.
+            state: the saved state.
+            devices: the number of devices now; a controller whose answer depends on it decides again, from the next
+                step on. None: its decisions stay as they were saved.
 
         Raises:
-            ValueError: if there is no such position.
+            ValueError: if the trace and the dataset have no such position.
         """
         plan, decided = self.plan, self.decided
-        if decided is not None:
+        if decided is not None:  # the trace is what the controller had chosen when the state was saved
             decided = _resume(decided, state, devices, plan.dataset_size)
             plan = replace(plan, trace=decided.trace)
         plan = plan.resume(state)

@@ -273,26 +273,32 @@ class Training:
         epoch = check_int(epoch, "epoch", 0, remedy="count epochs from 0")
         self.check_phase("set_epoch()", Phase.BETWEEN_STEPS, Phase.INSIDE_STEP)
         self.go_on()
-        position, batches = self._committed.position, self._batches_before_choice
-        due = batches.next_update(position) if self.read_epoch >= position.epoch else position
-        ended = batches.done(position) and not batches.epoch(position).updates  # such an epoch is never over
-        if epoch < due.epoch and not (ended and epoch == position.epoch):
+        batches, before = self._batches_before_choice, self.position
+        self._check_not_over(epoch, batches)
+        batches.plan.epoch(epoch)  # raises if the trace ends before
+        self.batches, self._choice = batches, None  # this choice replaces an earlier one
+        if epoch > self._committed.position.epoch:
+            self._choose_epoch(epoch)
+        if not self._batches.epoch(self.position).updates:
+            self.read_epoch = min(self.read_epoch, self.position.epoch - 1)  # so that an empty epoch is read, too
+        skips_updates = before.step != self.position.step
+        if skips_updates and self.members:
+            self._warn_of_skipped(before, epoch)
+        if skips_updates or self.round:
+            self.restart()
+
+    def _check_not_over(self, epoch: int, batches: Batches) -> None:
+        """Raise RuntimeError if all updates of an epoch are committed."""
+        committed = self._committed.position
+        due = batches.next_update(committed) if self.read_epoch >= committed.epoch else committed
+        if epoch >= due.epoch:
+            return
+        is_empty = batches.done(committed) and not batches.epoch(committed).updates  # such an epoch is never over
+        if not (is_empty and epoch == committed.epoch):
             raise RuntimeError(
                 f"epoch {epoch} was chosen, but it is over and the next update is in epoch {due.epoch}; loop over "
                 "vbs.remaining_epochs(sampler, optimizer), and to go back load an earlier state, or create both again"
             )
-        batches.plan.epoch(epoch)  # raises if the trace ends before
-        before = self.position
-        self.batches, self._choice = batches, None
-        if epoch > position.epoch:
-            self._choose_epoch(epoch)
-        if not self._batches.epoch(self.position).updates:
-            self.read_epoch = min(self.read_epoch, self.position.epoch - 1)
-        moved = before.step != self.position.step
-        if moved and self.members:
-            self._warn_of_skipped(before, epoch)
-        if moved or self.round:
-            self.restart()
 
     @property
     def _batches_before_choice(self) -> Batches:

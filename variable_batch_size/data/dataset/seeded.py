@@ -58,7 +58,7 @@ class Seeded(Dataset[T], Generic[T]):
         return len(self.dataset)
 
     def __getitems__(self, indices: Sequence[int]) -> list[T]:
-        """Return the samples of a microbatch."""
+        """Return the samples of a microbatch, each with random numbers of seed, epoch and index alone."""
         if not isinstance(indices, Indices):
             requirement = "vbs.Seeded must be read by a loader with batch_sampler=CustomSampler(..., reproducible=True)"
             raise type_error(requirement, indices, "read another sampler's samples from the dataset within")
