@@ -221,12 +221,14 @@ def test_another_run_has_the_same_lengths():
 
 @pytest.mark.filterwarnings("default")
 def test_batch_sizes_in_samples_are_noticed():
-    with pytest.warns(UserWarning, match="batch sizes are in tokens, but 2 is less than a sample has, 40 on average"):
+    with pytest.warns(UserWarning, match="batch sizes are in tokens, but 2 is less than the 40 of one sample; .* by 40"):
         one = vbs.CustomSampler(9, 2, 1, 0, lengths=[40] * 9, max_tokens=80)
     one = vbs.CustomSampler(9, 80, 1, 0, lengths=[40] * 9, max_tokens=80)
     inner = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-    with pytest.warns(UserWarning, match="but 16 is less than a sample has, 40 on average"):
+    with pytest.warns(UserWarning, match="but 16 is less than the 40 of one sample"):
         vbs.LinearRuleOptimizer(inner, one, 16)
+    with pytest.warns(UserWarning, match="but 32 is less than the 39 of one sample; .* by 22"):  # a usual one is less
+        vbs.CustomSampler(3, 32, 1, 0, lengths=[5, 39, 22], max_tokens=80)
 
 
 def test_a_device_that_compiles_shapes_is_told_to_pad_to_one_length():

@@ -30,6 +30,8 @@ def test_options_are_known_by_their_names_and_win():
         Settings(TRACE, sampler_options={"sed": 1})
     with pytest.raises(ValueError, match="options must be arguments of CustomOptimizer, got nois; pass some"):
         Settings(TRACE, optimizer_options={"nois": "microbatches"})
+    with pytest.raises(TypeError, match=r"trace= is required, the global batch size; pass trace="):
+        Settings.taken_from({"rule": "linear"})
     sampler = dealt(shuffle=False, minibatch_size=4)
     assert next(iter(sampler)) == [0, 1, 2, 3]
     inner = torch.optim.SGD(network().parameters(), lr=0.1)

@@ -194,8 +194,10 @@ class Two(pl.LightningModule):
         optimizers = self.optimizers(use_pl_optimizer=self.order == "counted")
         schedulers = self.lr_schedulers()
         losses = [torch.nn.functional.cross_entropy(net(batch[0]), batch[1]) for net in (self.first, self.second)]
-        for optimizer, loss in zip(optimizers, losses, strict=True):
+        for name, optimizer, loss in zip(("first", "second"), optimizers, losses, strict=True):
             self.manual_backward(loss)
+            if self.order == "backwards first":
+                optimizer.log(**{name: loss})
             if self.order == "step first":
                 optimizer.step()
         for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
@@ -213,12 +215,21 @@ def test_two_optimizers(tmp_path, caplog):
     caplog.set_level("INFO", "variable_batch_size")
     run = fit(module, callbacks=[SaveAt(tmp_path, [28])], enable_checkpointing=True)
     assert run.global_step == 2 * UPDATES  # Lightning counts the steps of both
+    logged = [optimizer.logged[name] for name, optimizer in zip(("first", "second"), run.optimizers, strict=True)]
+    assert [run.callback_metrics[f"{name}_step"] for name in ("first", "second")] == pytest.approx(logged, rel=1e-6)
     assert sum("not checked" in line and "(manual optimization)" in line for line in caplog.messages) == 1
     for net, inner in (module.first, "sgd"), (module.second, "adamw"):
         by_hand = expected(TrainerCase(inner, schedule="step")).weights
         torch.testing.assert_close(weights(net), by_hand, rtol=0, atol=1e-12)
     fit(again, ckpt_path=tmp_path / "at-28.ckpt")
     assert torch.equal(weights(again), weights(module))
+
+
+def test_an_argument_that_neither_lightning_nor_torch_has_is_told():
+    for wrong in {"rules": "root"}, {"ref_batch_size": 32}, {"minibatch_size": 8}:
+        with pytest.raises(TypeError, match=rf"VariableBatchStrategy has no {next(iter(wrong))}; .* pass trace, rule, "):
+            strategy_for(**wrong)
+    strategy_for(find_unused_parameters=True, start_method="fork")
 
 
 class Sums(Module):

@@ -174,6 +174,11 @@ def train_with_trl(folder, name, rows, **columns):
     return trainer
 
 
+def test_the_mixin_comes_first():
+    with pytest.raises(TypeError, match=r"must come first; write class Later\(VariableBatchMixin, "):
+        type("Later", (hf.Trainer, VariableBatchMixin), {})
+
+
 def test_trainers_of_trl(tmp_path):
     texts = [row[: 2 + row[0] % (LENGTH - 2)] for row in Texts().tokens.tolist()[:80]]
     one, other = (train_with_trl(tmp_path, "SFT", rows, input_ids=texts) for rows in (4, 13))

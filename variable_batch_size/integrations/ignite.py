@@ -24,6 +24,11 @@ from variable_batch_size.optim.checks.consistency import broadcast_parameters
 from variable_batch_size.optim.loops.updates import Updates
 from variable_batch_size.optim.optimizer import CustomOptimizer
 
+_REMEDY = (
+    'let loss_fn return a mean over rows: class weights as (weight[y] * cross_entropy(y_pred, y, reduction="none"))'
+    ".mean(); for a mean over tokens write a step of your own, with variable_batch()"
+)
+
 require_version("pytorch-ignite", "0.5.2", "ignite")
 
 from ignite.engine import Engine, Events, State, _prepare_batch  # noqa: E402
@@ -66,7 +71,7 @@ def create_supervised_trainer(
     def step(_: Engine, batch: Any) -> Any:
         if check.takes(wrapped):
             loss_of: Any = lambda model, rows, _: forward(model, rows)[-1]  # noqa: E731
-            check(wrapped, loader, model, loss_of, reduction=wrapped.reduction, owner=loss_fn)
+            check(wrapped, loader, model, loss_of, reduction=wrapped.reduction, owner=loss_fn, remedy=_REMEDY)
         model.train()
         x, y, y_pred, loss = forward(model, batch)
         wrapped.backward(loss)

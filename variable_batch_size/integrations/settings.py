@@ -43,7 +43,9 @@ class Settings:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Settings:
-        """Return settings by their names, where None stands for the default."""
+        """Return settings by their names, where None stands for the default; raise TypeError without a trace."""
+        if given.get("trace") is None:
+            raise TypeError('trace= is required, the global batch size; pass trace="0:32 1000:64", for example')
         return cls(**{name: value for name, value in given.items() if value is not None})
 
     @classmethod

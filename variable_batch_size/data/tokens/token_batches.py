@@ -170,12 +170,13 @@ class TokenBatches(Batches):
         return bool(self.budget.counts.max() > 1)
 
     def check_reference(self, reference: int) -> None:
-        """Warn if a batch size is smaller than a usual sample, as one in samples is."""
-        mean = self.budget.total / self.dataset_size
-        if reference < mean and self.world.rank == 0:
+        """Warn if a batch size is smaller than the largest sample, as one in samples often is."""
+        longest = int(self.budget.counts.max())
+        if reference < longest and self.world.rank == 0:
+            mean = self.budget.total / self.dataset_size
             warnings.warn(
-                f"With lengths= batch sizes are in tokens, but {reference} is less than a sample has, {mean:.0f} on "
-                f"average; multiply batch sizes in samples by that, in the trace and ref_batchsize",
+                f"With lengths= batch sizes are in tokens, but {reference} is less than the {longest} of one sample; "
+                f"multiply batch sizes in samples by {mean:.0f}, the average, in the trace and ref_batchsize",
                 UserWarning,
                 stacklevel=stacklevel_of_user(),
             )

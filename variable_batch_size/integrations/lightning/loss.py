@@ -12,8 +12,9 @@ from variable_batch_size._validation import type_error
 
 MEAN_LOSS: Final = "update_loss"  # under which the mean over an update is logged
 REMEDY: Final = (
-    'pass optimizer_options={"reduction": "sum"} to the strategy, and return {"loss": the sum, "count": of how many it '
-    "is, such as tokens}; a loss that compares rows with one another cannot be cut into microbatches"
+    "for class weights return a mean over rows, (weight[y] * cross_entropy(logits, y, reduction='none')).mean(); for a "
+    'mean over tokens pass optimizer_options={"reduction": "sum"} to the strategy, and return {"loss": the sum, '
+    '"count": of how many tokens}; a loss that compares rows with one another cannot be cut into microbatches'
 )
 OF_TOKENS: Final = "return the mean over what lengths=, or counts=, counts of the rows"
 

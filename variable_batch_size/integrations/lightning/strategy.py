@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from inspect import signature
 from typing import Any, final
 
 import torch
@@ -22,6 +23,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, RandomSampler
 
@@ -58,6 +60,11 @@ class VariableBatch(ParallelStrategy):
         check_loss: bool = True,
         **options: Any,
     ) -> None:
+        if isinstance(self, DDPStrategy):  # which takes any name, for a DistributedDataParallel that may never be made
+            known = {*signature(DDPStrategy).parameters, *signature(DistributedDataParallel).parameters}
+            if unknown := ", ".join(sorted({*options} - known)):
+                names = "trace, rule, ref_batchsize, sampler_options, optimizer_options and check_loss"
+                raise TypeError(f"{type(self).__name__} has no {unknown}; beside arguments of DDPStrategy pass {names}")
         super().__init__(**options)
         self.settings = Settings(trace, rule, ref_batchsize, sampler_options or {}, optimizer_options or {}, check_loss)
         self._reset()
@@ -187,7 +194,7 @@ class VariableBatch(ParallelStrategy):
         """Log the means of an update of `size` samples and, as often as the Trainer says, with what it was made."""
         module, trainer = self._module, self._module.trainer
         means = {"on_step": True, "on_epoch": True, "batch_size": size, "sync_dist": self.world_size > 1}
-        module.log_dict(optimizer.logged, **means)
+        module.log_dict({name: mean for one in self._wrapped for name, mean in one.logged.items()}, **means)
         if trainer.loggers and trainer.log_every_n_steps and optimizer.updates % trainer.log_every_n_steps == 0:
             rates = {"lr_effective": optimizer.current_lr(), "lr_factor": optimizer.lr_factor()}
             facts = {f"vbs/{name}": float(fact) for name, fact in {**rates, **optimizer_facts(optimizer)}.items()}

@@ -67,7 +67,13 @@ SETTINGS = (
         (False,),
         "pass per_device_train_batch_size, the rows of a microbatch that fit",
     ),
-    Setting("max_steps", "> 0 with an AdaptiveTrace, and group_by_length", _needed_steps, lambda n: n > 0, "pass it"),
+    Setting(
+        "max_steps",
+        "> 0 with an AdaptiveTrace or group_by_length, whose epochs have no known length",
+        _needed_steps,
+        lambda steps: steps > 0,
+        "pass max_steps=, the number of updates",
+    ),
     _training_argument("include_num_input_tokens_seen", '"no"', ("no",), "log the samples"),
     _training_argument("fp16", "False, because its scaler is not supported here", (False,), "pass bf16=True"),
     Setting(

@@ -36,7 +36,10 @@ from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.testing.schedules import check_schedule
 
 POSITION = "variable_batch.pt"  # in a checkpoint
-REMEDY = "it is multiplied here by its number of labels or rows: return a mean over them, or pass check_loss=False"
+REMEDY = (
+    "return a mean over labels or rows, which is multiplied by their number before this comparison: class weights as "
+    '(weight[labels] * cross_entropy(logits, labels, reduction="none")).mean(); or pass check_loss=False'
+)
 
 if TYPE_CHECKING:
     from transformers import Trainer as Base
@@ -68,6 +71,13 @@ class VariableBatchMixin(Base):
     """
 
     variable_optimizer: CustomOptimizer
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Raise TypeError unless the mixin comes before the Trainer, whose methods it overrides."""
+        super().__init_subclass__(**options)
+        bases = [base for base in cls.__mro__ if base in (VariableBatchMixin, Trainer)]
+        if bases[0] is Trainer:
+            raise TypeError(f"VariableBatchMixin must come first; write class {cls.__name__}(VariableBatchMixin, ...)")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.settings = Settings.taken_from(kwargs)

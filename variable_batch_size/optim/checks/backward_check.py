@@ -124,7 +124,7 @@ class BackwardCheck:
         if needed and not any(fresh):
             raise RuntimeError(
                 "each step() must follow the backward() of one microbatch, but no gradient has changed since the last "
-                "step(); call loss.backward() first"
+                "step(); call loss.backward() first, and give the optimizer the parameters of the model that you train"
             )
 
     def _check_accumulated_stays(self) -> None:
