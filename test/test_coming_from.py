@@ -100,7 +100,7 @@ def test_accumulation_by_hand_is_the_same_while_microbatches_are_full():
 
 
 def test_accumulation_by_hand_weighs_samples_of_a_short_microbatch_four_times():
-    assert "one of 8, so a sample of the last one counts four times" in PAGE
+    assert "a sample of the last microbatch counts four times" in PAGE
     left, right = columns(BY_HAND)
     assert weights(left, 1000)[0] == {128: 992, 32: 8}
     assert weights(right, 1000)[0] == {128: 896, 104: 104}
@@ -116,7 +116,7 @@ def test_accumulation_by_hand_leaves_gradients_for_the_next_epoch():
 
 
 def test_a_mean_of_means_weighs_tokens_by_their_neighbors():
-    assert "a token of the second counts ten times as much" in PAGE
+    assert "token of the second text counts ten times as much" in PAGE
     model, texts = Weights(110), [torch.arange(100), torch.arange(100, 110)]
     for tokens in texts:
         (model(tokens).mean() / 2).backward()
