@@ -221,7 +221,9 @@ def test_another_run_has_the_same_lengths():
 
 @pytest.mark.filterwarnings("default")
 def test_batch_sizes_in_samples_are_noticed():
-    with pytest.warns(UserWarning, match="batch sizes are in tokens, but 2 is less than the 40 of one sample; .* by 40"):
+    with pytest.warns(
+        UserWarning, match="batch sizes are in tokens, but 2 is less than the 40 of one sample; .* by 40"
+    ):
         one = vbs.CustomSampler(9, 2, 1, 0, lengths=[40] * 9, max_tokens=80)
     one = vbs.CustomSampler(9, 80, 1, 0, lengths=[40] * 9, max_tokens=80)
     inner = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)

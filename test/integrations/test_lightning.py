@@ -216,7 +216,9 @@ def test_two_optimizers(tmp_path, caplog):
     run = fit(module, callbacks=[SaveAt(tmp_path, [28])], enable_checkpointing=True)
     assert run.global_step == 2 * UPDATES  # Lightning counts the steps of both
     logged = [optimizer.logged[name] for name, optimizer in zip(("first", "second"), run.optimizers, strict=True)]
-    assert [run.callback_metrics[f"{name}_step"] for name in ("first", "second")] == pytest.approx(logged, rel=1e-6)
+    assert [run.callback_metrics[f"{name}_step"] for name in ("first", "second")] == pytest.approx(
+        [*map(float, logged)], rel=1e-6
+    )
     assert sum("not checked" in line and "(manual optimization)" in line for line in caplog.messages) == 1
     for net, inner in (module.first, "sgd"), (module.second, "adamw"):
         by_hand = expected(TrainerCase(inner, schedule="step")).weights
@@ -227,7 +229,9 @@ def test_two_optimizers(tmp_path, caplog):
 
 def test_an_argument_that_neither_lightning_nor_torch_has_is_told():
     for wrong in {"rules": "root"}, {"ref_batch_size": 32}, {"minibatch_size": 8}:
-        with pytest.raises(TypeError, match=rf"VariableBatchStrategy has no {next(iter(wrong))}; .* pass trace, rule, "):
+        with pytest.raises(
+            TypeError, match=rf"VariableBatchStrategy has no {next(iter(wrong))}; .* pass trace, rule, "
+        ):
             strategy_for(**wrong)
     strategy_for(find_unused_parameters=True, start_method="fork")
 

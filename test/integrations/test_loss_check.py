@@ -172,7 +172,7 @@ RIGHT = {
 }
 
 
-def checked(make, collate, loss, minibatch=6, seed=0, data=None):
+def checked(make, collate, loss, minibatch=6, seed=0, data=None, action="always"):
     """Check the loss before the first update, and return the messages of warnings."""
     model, data = model_of(), data or Data(make)
     sampler = vbs.CustomSampler(data, 12, 1, 0, minibatch, seed=seed)
@@ -180,7 +180,7 @@ def checked(make, collate, loss, minibatch=6, seed=0, data=None):
     check, loader = LossCheck(), DataLoader(data, minibatch, collate_fn=collate)
     states = torch.get_rng_state(), np.random.get_state()[1].copy()
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+        warnings.simplefilter(action)
         assert check.takes(optimizer)
         assert not check.takes(optimizer)
         check(optimizer, loader, model, lambda model, batch, _: loss(model, batch), reduction="mean")
@@ -196,6 +196,15 @@ def test_a_wrong_loss_warns_whatever_the_data_are_like(name, minibatch):
     missed = [seed for seed in range(20) if not checked(*WRONG[name], minibatch, seed)]
     # Two rows may have one class, and the gradients of two halves one size: later updates look again.
     assert len(missed) <= (4 if minibatch == 1 else 1), missed
+
+
+def test_a_warning_that_is_an_error_reaches_the_user(caplog):
+    caplog.set_level(logging.INFO, "variable_batch_size")
+    (message,) = checked(sorted_classes, None, weighted)
+    with pytest.raises(UserWarning) as raised:
+        checked(sorted_classes, None, weighted, action="error")
+    assert str(raised.value) == message
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize("name", RIGHT)

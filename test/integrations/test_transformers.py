@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import datasets
@@ -210,6 +211,28 @@ def test_a_stream_is_read_in_order_and_resumes(tmp_path):
     whole = trained(tmp_path / "whole", case, data=Stream(), **options, save_strategy="steps", save_steps=7)
     again = trained(tmp_path, case, data=Stream(), **options, resume=str(tmp_path / "whole" / "checkpoint-7"))
     assert difference(again.model, weights(whole.model)) == 0
+
+
+class Shuffling(Stream):
+    """Draws its order, and noise for each row, from the generators of the process."""
+
+    def __iter__(self):
+        order = list(super().__iter__())
+        random.shuffle(order)
+        for row in order:
+            yield row | {"inputs": row["inputs"] + torch.rand(())}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_that_draws_resumes_and_draws_by_the_seed(tmp_path, workers):
+    options = {"max_steps": 12, "options": {"trace": [12] * 12}, "dataloader_num_workers": workers}
+    case = TrainerCase(dropout=0.3)
+    whole = trained(tmp_path / "whole", case, data=Shuffling(), **options, save_strategy="steps", save_steps=4)
+    again = trained(tmp_path, case, data=Shuffling(), **options, resume=str(tmp_path / "whole" / "checkpoint-8"))
+    assert difference(again.model, weights(whole.model)) == 0
+    case = TrainerCase()  # which alone does not depend on the seed
+    seeds = [trained(tmp_path, case, data=Shuffling(), **options, data_seed=seed).model for seed in (1, 2)]
+    assert difference(seeds[0], weights(seeds[1])) > 1e-3
 
 
 def test_the_loss_of_a_stream_is_not_checked_which_is_said(tmp_path, caplog):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict, deque
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import ConcatDataset, Subset
 
 from variable_batch_size.testing import check_loss
-from variable_batch_size.testing.undisturbed import KeptAttributes, undisturbed_evaluation
+from variable_batch_size.testing.undisturbed import KeptAttributes, kept_attributes, undisturbed_evaluation
 
 
 class Metric(nn.Module):
@@ -90,3 +92,67 @@ def test_what_has_not_changed_is_not_written():
     owner.calls = 5
     kept.restore()
     assert owner.calls == 0
+
+
+class Drawing(torch.utils.data.Dataset):
+    """Draws by a generator that its transforms refer to."""
+
+    def __init__(self, transforms):
+        self.transforms = transforms
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return [float(transform(index)) for transform in self.transforms]
+
+
+class Transform:
+    def __init__(self, numpy):
+        self.numpy = numpy
+
+    def __call__(self, _):
+        return self.numpy.random()
+
+
+REFERENCES = {
+    "attribute of an item": lambda numpy: Transform(numpy),
+    "bound method": lambda numpy: Transform(numpy).__call__,
+    "partial": lambda numpy: partial(lambda _, numpy: numpy.random(), numpy=numpy),
+    "closure": lambda numpy: lambda _: numpy.random(),
+    "a dict in a closure": lambda numpy: (lambda by_name: lambda _: by_name["numpy"].random())({"numpy": numpy}),
+}
+
+
+@pytest.mark.parametrize("reference", REFERENCES)
+@pytest.mark.parametrize(
+    "wrap", [lambda data: data, lambda data: Subset(data, [0, 1]), lambda data: ConcatDataset([Subset(data, [0])])]
+)
+def test_generators_are_as_before_wherever_a_dataset_has_them(reference, wrap):
+    numpy = np.random.default_rng(0)
+    data, before = wrap(Drawing([REFERENCES[reference](numpy)])), numpy.bit_generator.state
+    with kept_attributes(data):
+        assert data[0]
+        assert numpy.bit_generator.state != before
+    assert numpy.bit_generator.state == before
+    with kept_attributes(REFERENCES[reference](numpy)):  # as a collator
+        numpy.random()
+    assert numpy.bit_generator.state == before
+
+
+def test_a_cycle_of_references_ends():
+    one, other = Transform(None), Transform(None)
+    one.numpy, other.numpy = other, one
+    with kept_attributes(one):
+        pass
+
+
+def test_what_forwards_write_in_modules_of_a_loss_is_as_before():
+    centers, table = nn.BatchNorm1d(3), nn.Embedding(5, 3, max_norm=0.5)
+    before = [centers.running_mean.clone(), table.weight.detach().clone()]
+    with kept_attributes(nn.Sequential(centers)), undisturbed_evaluation(table):
+        centers(torch.randn(4, 3, generator=torch.Generator().manual_seed(0)))
+        table(torch.arange(5))
+        assert not torch.equal(table.weight, before[1])
+    assert torch.equal(centers.running_mean, before[0])
+    assert torch.equal(table.weight, before[1])

@@ -19,7 +19,7 @@ from variable_batch_size.data.streams.rows import has_tensor_rows, take_rows
 from variable_batch_size.data.tokens.token_batches import TokenBatches
 from variable_batch_size.integrations.loading import read_rows
 from variable_batch_size.optim.optimizer import CustomOptimizer
-from variable_batch_size.testing.loss import REMEDY, compare_parts, unlike_rows
+from variable_batch_size.testing.loss import REMEDY, Compared, compare_parts, unlike_rows
 from variable_batch_size.testing.undisturbed import kept_attributes
 
 CHECKED_UPDATES: Final = frozenset({0, 1, 10, 100, 1000})  # in the first ones a KL term may be 0
@@ -73,16 +73,17 @@ class LossCheck:
         options: Any = {"reduction": reduction, "tolerance": None, "remedy": remedy, "largest": self._largest}
         try:
             with kept_states(), kept_attributes(owner, loader.dataset, loader.collate_fn):
-                why = _compare(optimizer, loader, model, loss_of, **options)
+                compared = _compare(optimizer, loader, model, loss_of, **options)
         except Exception as error:  # of whatever is called; the training's own forward is to raise it
-            why = f"{type(error).__name__} in a forward of drawn rows ({str(error)[:80]})"
-        if why:
-            self.leave(optimizer, why)
+            compared = Compared(f"{type(error).__name__} in a forward of drawn rows ({str(error)[:80]})")
+        if compared.left_out:
+            self.leave(optimizer, compared.left_out)
+        compared.warn()
 
 
 def _compare(
     optimizer: CustomOptimizer, loader: DataLoader[Any], model: nn.Module, loss_of: LossOf, **options: Any
-) -> str:
+) -> Compared:
     """Compare rows that are read once: parts that are collated by themselves or, if the collator draws, cut."""
     numbers, counts = _drawn_rows(optimizer)
     number, seeds = len(numbers), count(seed_of("microbatch", optimizer.updates))
@@ -100,11 +101,12 @@ def _compare(
         seed_host(next(seeds))  # another one in each call, so that what draws is found
         return loss_of(model, take(part), float(counted[part].sum()))
 
-    why = "its batches have another number of rows"
+    compared = Compared("its batches have another number of rows")
     for take in takes:
-        if not (why := compare_parts(model, partial(loss, take), order, counts=counts, **options)):
+        compared = compare_parts(model, partial(loss, take), order, counts=counts, **options)
+        if not compared.left_out:
             break
-    return why
+    return compared
 
 
 def _drawn_rows(optimizer: CustomOptimizer) -> tuple[IntArray, IntArray | None]:

@@ -80,9 +80,22 @@ def check_loss(
 
     options: Any = {"reduction": reduction, "tolerance": tolerance, "remedy": remedy}
     order = unlike_rows(batch, number)
-    why = compare_parts(model, loss_of, order, counts=None if counts is None else weights, **options)
-    if why:
-        log(f"The loss was not checked: {why}.")
+    compared = compare_parts(model, loss_of, order, counts=None if counts is None else weights, **options)
+    if compared.left_out:
+        log(f"The loss was not checked: {compared.left_out}.")
+    compared.warn()
+
+
+class Compared(NamedTuple):
+    """What was found of a loss: why it was not compared, or that it is no mean; both are "" if all is well."""
+
+    left_out: str = ""
+    message: str = ""
+
+    def warn(self) -> None:
+        """Warn of what was found. Apart from the comparison, whose exceptions are those of forwards."""
+        if self.message:
+            warnings.warn(self.message, UserWarning, stacklevel=stacklevel_of_user())
 
 
 def compare_parts(
@@ -95,8 +108,8 @@ def compare_parts(
     tolerance: float | None,
     remedy: str,
     largest: FloatArray | None = None,
-) -> str:
-    """Warn as `check_loss`, and return why nothing was compared, or "".
+) -> Compared:
+    """Compare the loss of rows with those of parts of them, as `check_loss`.
 
     Args:
         model: see `check_loss`, as `reduction`, `tolerance` and `remedy`.
@@ -114,11 +127,11 @@ def compare_parts(
         again, expected, *of_parts = [_Derived.of(loss_of, model, part) for part in forwards[:5]]
     of_parts = of_parts[: len(parts)]
     if number < 2:
-        return "a single row cannot be cut"
+        return Compared("a single row cannot be cut")
     if not all(math.isfinite(one.value) for one in (expected, *of_parts)):
-        return "it is not finite"
+        return Compared("it is not finite")
     if again.value != expected.value:
-        return "two forwards of the same rows differ: it draws random numbers, or changes what it depends on"
+        return Compared("two forwards of the same rows differ: it draws random numbers, or changes what it depends on")
     shares = _weights_of_parts([weights[part].sum() for part in parts], reduction)
     by_parts = float(shares @ [one.value for one in of_parts])
     slopes = shares @ [one.slopes for one in of_parts]
@@ -127,18 +140,16 @@ def compare_parts(
     tolerances = expected.tolerances(model) if tolerance is None else tolerance
     largest = sizes if largest is None else np.maximum(largest, sizes, out=largest)
     explained = np.maximum(tolerances * sizes, _ROUNDING * largest)
-    if (differences > explained).any():  # False for nan: a part counts nothing
-        counted = "rows" if counts is None else "what the rows count"
-        of_gradients = (
-            f", with gradients that differ by {differences[1] / sizes[1]:.2g} of their size" if sizes[1] else ""
-        )
-        message = (
-            f"the loss of a microbatch must be a {reduction} over {counted}, but that of {number} rows is "
-            f"{expected.value:.6g} and the {reduction} of those of parts of them {by_parts:.6g}{of_gradients}: updates "
-            f"depend on how they are cut into microbatches; {remedy}"
-        )
-        warnings.warn(message, UserWarning, stacklevel=stacklevel_of_user())
-    return ""
+    if not (differences > explained).any():  # also for nan: a part counts nothing
+        return Compared()
+    counted = "rows" if counts is None else "what the rows count"
+    of_gradients = f", with gradients that differ by {differences[1] / sizes[1]:.2g} of their size" if sizes[1] else ""
+    message = (
+        f"the loss of a microbatch must be a {reduction} over {counted}, but that of {number} rows is "
+        f"{expected.value:.6g} and the {reduction} of those of parts of them {by_parts:.6g}{of_gradients}: updates "
+        f"depend on how they are cut into microbatches; {remedy}"
+    )
+    return Compared(message=message)
 
 
 class _Derived(NamedTuple):

@@ -12,6 +12,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from variable_batch_size._validation import type_error, value_error
+from variable_batch_size.backend.generators import HostStates, kept_states, seed_host
+from variable_batch_size.data.dataset.seeded import seed_of
 from variable_batch_size.data.streams.arriving import ArrivingBatches
 from variable_batch_size.integrations.loading import sampler_for, with_sampler
 from variable_batch_size.integrations.settings import Settings
@@ -82,14 +84,30 @@ class UnreadRows:
             batches, dataset = loader.batch_sampler, loader.dataset
             order = getattr(batches, "batch_sampler", batches).sampler
         workers = {"num_workers": loader.num_workers, "prefetch_factor": loader.prefetch_factor}
-        workers["generator"] = torch.Generator()  # otherwise each pass draws from that of dropout
         lists_of_rows: Any = DataLoader(dataset, loader.batch_size or 1, sampler=order, collate_fn=list, **workers)
         for number in count():
             if callable(set_epoch := getattr(dataset, "set_epoch", None)):
                 set_epoch(number)
             if order is not None:  # the same on all ranks
                 order.generator = torch.Generator().manual_seed(self._seed + number)
-            for rows in lists_of_rows:
+            for rows in self._read_pass(lists_of_rows, number):
                 if used < len(rows):
                     yield rows[used:]
                 used = max(0, used - len(rows))
+
+    def _read_pass(self, lists_of_rows: DataLoader[Any], number: int) -> Iterator[list[Any]]:
+        """Read a pass with random numbers of its own, of the seed and its number alone.
+
+        Those of the training are not drawn. All ranks, and a restored training, read the same rows.
+        """
+        with kept_states():
+            seed_host(seed_of("sample", self._seed, number))
+            iterator, own = iter(lists_of_rows), HostStates.present()
+        rows: list[Any] | None = []
+        while rows is not None:
+            with kept_states():
+                own.restore()
+                rows = next(iterator, None)
+                own = HostStates.present()
+            if rows is not None:
+                yield rows
