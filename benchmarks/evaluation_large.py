@@ -17,9 +17,9 @@ same batches, at the reference's learning rate, which rises over the first tenth
 prescribe it with `linear`.
 
 What is asked was written down before the trainings: each rule against `constant` by the loss, and how often it fails,
-in 8 seeds from 3000 on that nobody had looked at. These are not made yet; evaluation_large.csv.gz beside this file has
-those of an earlier version, without a warm-up (`--warmup 0`), which chose the learning rates of each rule on seeds of
-their own, from 1000 on.
+in 8 seeds from 3000 on that nobody had looked at. evaluation_warmup.jsonl.gz beside this file has them;
+evaluation_large.csv.gz has those of an earlier version, without a warm-up (`--warmup 0`), which chose the learning
+rates of each rule on seeds of their own, from 1000 on.
 
 Kill it at any time; the same command continues. `--time` trains a single one, and records the seconds.
 """
