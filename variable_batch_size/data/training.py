@@ -272,7 +272,7 @@ class Training:
         """
         epoch = check_int(epoch, "epoch", 0, remedy="count epochs from 0")
         self.check_phase("set_epoch()", Phase.BETWEEN_STEPS, Phase.INSIDE_STEP)
-        self.go_on()
+        self.finish_update()
         batches, before = self._batches_before_choice, self.position
         self._check_not_over(epoch, batches)
         batches.plan.epoch(epoch)  # raises if the trace ends before
@@ -461,7 +461,7 @@ class Training:
                 "a loader must read the sampler that its optimizer has now, but that has gone on with another one, by "
                 "continue_with(); create the loader with batch_sampler=optimizer.sampler"
             )
-        self.go_on()
+        self.finish_update()
         position = self.position
         if self.members and self.done and self.read_epoch >= position.epoch:
             raise RuntimeError(
@@ -505,7 +505,7 @@ class Training:
         self.note_work(member)
         report = self.members[member]
         if report.late is None and self.round == 0:
-            self.go_on()
+            self.finish_update()
         elif report.late is None and report.round == len(self.batch.microbatches):
             raise self._not_made_by_all()
 
@@ -614,7 +614,7 @@ class Training:
         if made and all(report.round == len(self.batch.microbatches) for report in self._reports):
             self._commit()
 
-    def go_on(self) -> None:
+    def finish_update(self) -> None:
         """Check that all have made the last update before the loop goes on; those that never worked are passed over.
 
         Raises:

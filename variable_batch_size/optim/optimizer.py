@@ -388,10 +388,10 @@ class CustomOptimizer(ObservedOptimizer):
         if self._training.running:
             self._training.check_phase("load_state_dict()")
         position = state_dict.get("vbs")
-        go_on: Callable[[], None] = self._training.restart
+        restore_place: Callable[[], None] = self._training.restart
         if position is not None:
             saved = position.get("sampler", {}) if isinstance(position, Mapping) else {}
-            go_on = self.sampler.prepare_state(saved, strict=strict)
+            restore_place = self.sampler.prepare_state(saved, strict=strict)
             check_entries(position, {"optimizer": (str,)})
             self._updater.check_state(position)
             self._followers.call("check_state", position)
@@ -405,7 +405,7 @@ class CustomOptimizer(ObservedOptimizer):
         self._load_inner(state_dict)
         self._updater.sum.reset()
         self._last_batch = None
-        go_on()
+        restore_place()
         rows = self.sampler.plan.minibatch_size if self._training.later is None else None  # that of a later sampler
         self._updater.load_state_dict(position or {}, rows)
         self._followers.call("load_state_dict", position or {})

@@ -59,7 +59,7 @@ class Arrivals(Generic[T]):
     def __iter__(self) -> Iterator[Update[T]]:
         """Yield an update for each batch that has rows on any rank; of streams, up to the end of the pass."""
         optimizer, source, training = self._optimizer, self._source, self._source.training
-        training.go_on()
+        training.finish_update()
         if optimizer.inside_step:
             raise incomplete_update(optimizer.updates)
         training.note_iteration()
@@ -74,7 +74,7 @@ class Arrivals(Generic[T]):
             batch = agreed.batch
             training.expect(batch)
             yield Update(self._hand_out(batch, self._microbatches(agreed)), batch)
-            training.go_on()
+            training.finish_update()
             if training.restarts != restarts:
                 raise stale_loop()
             if optimizer.updates == batch.step:

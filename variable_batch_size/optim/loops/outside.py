@@ -18,7 +18,7 @@ from variable_batch_size.data.training import Training
 def outside(training: Training) -> Iterator[None]:
     """Let nothing count, between two steps, and put the gradients back; see `CustomOptimizer.outside`."""
     training.check_phase("outside()", Phase.BETWEEN_STEPS)
-    training.go_on()
+    training.finish_update()
     members = list(training.members)
     if any(member._updater.sum.has_uncounted for member in members):
         raise RuntimeError(

@@ -15,7 +15,7 @@ from variable_batch_size.optim.wrapper import check_world
 def continue_with(training: Training, sampler: object) -> None:
     """Let the optimizers of a training go on with another sampler; see `CustomOptimizer`."""
     training.check_phase("continue_with()", Phase.BETWEEN_STEPS)
-    training.go_on()
+    training.finish_update()
     optimizers: list[ObservedOptimizer] = list(training.members)
     if any(optimizer._updater.sum.has_uncounted for optimizer in optimizers):
         raise RuntimeError(

@@ -90,7 +90,7 @@ class Updates(Generic[T]):
         microbatches = enumerate(self._loader)
         restarts = training.restarts
         for step in count(training.position.step):
-            training.go_on()
+            training.finish_update()
             waiting = step - training.position.step  # updates that were read, but not made
             if training.restarts != restarts:
                 if elastic:
