@@ -79,7 +79,7 @@ class Criterion(NamedTuple):
                 raise type_error(f"{name} must be a number or a tensor with one", value, "pass its value")
 
     def manifest_entries(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the manifest holds of reported values; of one that is not finite, None."""
+        """Return the entries of the manifest for reported values; one that is not finite becomes None."""
         values = {name: float(value.item() if isinstance(value, Tensor) else value) for name, value in metrics.items()}
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         return {_CRITERION: str(self), _METRICS: finite}
@@ -94,6 +94,7 @@ class Criterion(NamedTuple):
 
 
 def _is_real(value: object) -> bool:
+    """Return whether a value is a real number, or a tensor with one; a bool is none."""
     if isinstance(value, Tensor):
         return value.numel() == 1 and value.dtype != torch.bool and not value.is_complex()
     return isinstance(value, (int, float, np.number)) and not isinstance(value, (bool, np.complexfloating))

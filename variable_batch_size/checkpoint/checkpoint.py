@@ -32,9 +32,9 @@ from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.optim.tensors.hooks import uncompiled
 from variable_batch_size.preemption import EXIT_CODE, Interrupts, signal_notice
 
-_STOP = "stop"  # what a rank wishes after a signal
-_RESTORE, _EXIT = "Checkpoint.restore()", "the save after a signal"  # calls that all ranks make
-_folders = weakref.WeakKeyDictionary[CustomOptimizer, set[str]]()  # in which trainings of this process have been
+_STOP = "stop"  # the wish by which a rank with a signal asks that all ranks save and exit after the same update
+_RESTORE, _EXIT = "Checkpoint.restore()", "the save after a signal"  # names of collective calls, for messages
+_folders = weakref.WeakKeyDictionary[CustomOptimizer, set[str]]()  # where each optimizer has saved or restored
 UNCALLED_STEP: Final = (
     "Checkpoint.step() was never called, so that nothing was saved at the interval `every`; call it in the loop, after "
     "every optimizer.step()"
@@ -117,12 +117,14 @@ class Checkpoint:
         if not optimizer.inside_step:
             agreement.run_on_all("Checkpoint()", partial(self._parts.check_storable, updated=False))
         self._interrupts: Interrupts | None = None
-        alone = agreement.world.size == 1 or self._backend.threads  # which have rank 0's disk
+        in_one_process = agreement.world.size == 1 or self._backend.threads
         try:
             self._interrupts = Interrupts() if on_interrupt == "save" else None
             token = self._folder.id = agreement.run_on_rank_0("Checkpoint()", self._folder.lock)
-            shares = [] if alone else agreement.run_on_all("Checkpoint()", lambda: str(self._folder.is_shared(token)))
-            self._due = f"save {token}"  # what rank 0 wishes when the interval of time has passed
+            shares = list[str]()  # whether each rank shares the folder; in one process rank 0 writes alone
+            if not in_one_process:
+                shares = agreement.run_on_all("Checkpoint()", lambda: str(self._folder.is_shared(token)))
+            self._due = f"save {token}"  # the wish by which rank 0 asks for a save after an interval of time
             together = {*shares} == {str(True)}
             self._saver = Saver(self._backend, agreement, self._parts, self._folder, keep, together=together)
             self._last_update, self._saved_time = optimizer.updates, time.monotonic()
@@ -143,7 +145,7 @@ class Checkpoint:
 
     @property
     def best(self) -> str | None:
-        """That of the best intact checkpoint, as this rank reads the folder; None if none has a reported value.
+        """The path or URL of the best intact checkpoint, as this rank reads the folder; None without a reported value.
 
         Without `best=` it is the best by the criterion with which the newest of them was reported.
         """
@@ -315,28 +317,38 @@ class Checkpoint:
         return True
 
     def _lost(self, best: bool) -> dict[str, str]:
-        """See `Folder.lost`; rank 0 tells it. A store that refuses to list it must not fail a restore."""
+        """Return `Folder.lost` on rank 0, which warns of it, and {} elsewhere or if the folder cannot be listed."""
         with suppress(Exception):
             return {} if self._agreement.world.rank else self._folder.lost(best=best)
         return {}
 
     def _announce(self, name: str, contents: Contents, damaged: list[str], seconds: float) -> None:
-        """Log that a checkpoint was restored, and add it to the events."""
-        optimizer, facts, folder = self._optimizer, contents.facts, self._folder
-        updates, worlds = optimizer.updates, (len(contents.rng), self._agreement.world.size)
+        """Log that a checkpoint was restored, and add it to the events.
+
+        Args:
+            name: name of the checkpoint.
+            contents: what this rank has read of it.
+            damaged: names of the checkpoints that were skipped.
+            seconds: how long the restore took.
+        """
+        optimizer, folder, updates = self._optimizer, self._folder, self._optimizer.updates
+        saved_world, world = len(contents.rng), self._agreement.world.size
+        saved_size, size = contents.facts.get("batch_size", 0), self._parts.batch_size(updates)  # 0: not known
         lost = max(0, self._events.reached - updates)
-        # A killed run has told its updates once a minute.
-        told = f"{lost}" if self._events.ended else f"{lost} and those of the last minute before it was killed"
-        sizes = facts.get("batch_size", 0), self._parts.batch_size(updates)
+        is_decided = optimizer.sampler.batches.decided is not None and optimizer.sampler.training.later is None
         line = f"Checkpoint {name} restored: "
-        line += f"world {worlds[0]} -> {worlds[1]}, " if worlds[0] not in (0, worlds[1]) else ""
-        decided = optimizer.sampler.batches.decided is not None and optimizer.sampler.training.later is None
-        line += f"batch size {sizes[0]} -> {sizes[1]}, " if decided and all(sizes) and sizes[0] != sizes[1] else ""
-        line += f"stage {optimizer.stage}, " if optimizer.stage else ""
-        line += f"update {updates}, epoch {optimizer.epoch}, {optimizer.samples} samples, lost {told}"
+        if saved_world not in (0, world):
+            line += f"world {saved_world} -> {world}, "
+        if is_decided and saved_size and size and saved_size != size:
+            line += f"batch size {saved_size} -> {size}, "
+        if optimizer.stage:
+            line += f"stage {optimizer.stage}, "
+        line += f"update {updates}, epoch {optimizer.epoch}, {optimizer.samples} samples, lost {lost}"
+        if not self._events.ended:  # a run that is killed has written its progress once a minute
+            line += " and those of the last minute before it was killed"
         line += f"; the next save deletes {', '.join(folder.left)}." if folder.left else "."
-        own = contents.of_ranks
-        line += f" In this world all ranks have what rank 0 had of {few_of(own)}." if own else ""
+        if contents.of_ranks:
+            line += f" In this world all ranks have what rank 0 had of {few_of(contents.of_ranks)}."
         log(line, rank=0, update=updates)
         self._events.large_told = self._optimizer.skipped
         self._events.add("restore", updates, lost=lost, seconds=seconds, damaged=", ".join(damaged))
@@ -363,7 +375,10 @@ class Checkpoint:
         self._close_after(error)
 
     def _close_after(self, error: BaseException | None) -> None:
-        """Close, after an exception or, if `error` is None, at the end of the training."""
+        """Close the checkpoint, after an exception or, if `error` is None, at the end of the training.
+
+        After an exception it communicates with no other rank: perhaps only this one has it.
+        """
         try:
             if error is None:
                 self._saver.finish_pending("Checkpoint.close()")
@@ -375,27 +390,29 @@ class Checkpoint:
             if isinstance(error, (Exception, KeyboardInterrupt)) and self._folder.writer.writes:
                 self._log_what_to_resume_from()
         finally:
-            if self._folder.writer.writes:  # else the folder is that of another training
+            if self._folder.writer.writes:  # else another process writes to the folder now
                 self._events.add("end", self._optimizer.updates, error=type(error).__name__ if error else "")
             if not self._saver.thread.busy:  # else an interrupt ended the wait, and the thread still writes
                 self._release_folder()
 
     def _release_folder(self) -> None:
+        """Unlock the folder, and restore the handling of Ctrl-C."""
         self._folder.writer.release()
         if self._interrupts is not None:
             self._interrupts.end()
             self._interrupts = None
 
     def _log_what_to_resume_from(self) -> None:
-        """Say after an exception which checkpoint to resume from, once and if there were updates."""
+        """Log after an exception which checkpoint to resume from, once and if there were updates."""
         updates, best = self._optimizer.updates, self._folder.current if self._folder.branches else ""
         try:
             newest = self._folder.newest()
-        except Exception:  # a store that cannot be reached has another one; that of the training propagates
+        except Exception:  # a store that cannot be reached; the exception of the training is the one to propagate
             return
-        lost = updates - (self._first_update if best else update_of(newest) if newest else 0)
+        newest_update = update_of(newest) if newest else 0
+        lost = updates - (self._first_update if best else newest_update)  # best: nothing was saved since the restore
         if updates != self._first_update and lost >= 0:  # else the folder is that of another training
-            count = "1 update is lost" if lost == 1 else f"{lost} updates are lost" if lost else "no update is lost"
+            count = {0: "no update is lost", 1: "1 update is lost"}.get(lost, f"{lost} updates are lost")
             which, call = ("best", "restore(best=True)") if best else ("newest", "restore()")
             message = f"Checkpoint {best or newest} is the {which} one; {count}; {call} resumes from it."
             if not (best or newest):
@@ -405,7 +422,7 @@ class Checkpoint:
         self._first_update = updates
 
     def _save_and_exit(self, in_loop: bool) -> NoReturn:
-        """Save after a signal, log it when all ranks have done so, and raise SystemExit."""
+        """Save after a signal, log it on rank 0 when all ranks have saved, and raise SystemExit."""
         try:
             self._saver.finish_pending(_EXIT)
         except RuntimeError as error:  # of the previous save; this one may still succeed
@@ -431,7 +448,10 @@ class Checkpoint:
         _folders.setdefault(self._optimizer, set()).add(self._folder.storage.location)
 
     def _wish_to_meet(self) -> None:
-        """Ask for what all ranks are to do after the same update."""
+        """Ask the other ranks to save after the same update: for an exit after a signal, or as time has passed.
+
+        `Agreement.take_granted` tells each rank after which update it is done.
+        """
         if signal_notice():
             self._agreement.wish(_STOP)
         every = self._every.total_seconds() if isinstance(self._every, timedelta) else math.inf

@@ -16,18 +16,19 @@ _COMPARED = "lr", "weight_decay", "momentum", "betas"
 
 
 def check_parts(location: str, saved: Iterable[str], passed: Iterable[str], *, strict: bool) -> None:
-    """Check that a checkpoint has exactly these parts, but for the sampler: the optimizer has its state, too.
+    """Check that a checkpoint has the parts that were passed, apart from the sampler, whose state the optimizer has.
 
-    Unless `strict`, parts that are not in it begin anew, but for the model.
+    Each part in the checkpoint must be passed. If `strict`, each passed part must be in the checkpoint; otherwise only
+    the model must.
 
     Raises:
         ValueError: if a part is missing or was not passed.
     """
-    there, here = {*saved} - {SAMPLER}, {*passed} - {SAMPLER}
+    in_checkpoint, required = {*saved} - {SAMPLER}, {*passed} - {SAMPLER}
     if not strict:
-        here &= {"model", *there}
-    missing = [f"{name} is not in it" for name in sorted(here - there)]
-    unknown = [f"{name} is in it and was not passed" for name in sorted(there - here)]
+        required &= {"model", *in_checkpoint}
+    missing = [f"{name} is not in it" for name in sorted(required - in_checkpoint)]
+    unknown = [f"{name} is in it and was not passed" for name in sorted(in_checkpoint - required)]
     if missing or unknown:
         raise ValueError(
             f"Checkpoint {location} has other parts than this training: {' and '.join(missing + unknown)}; pass the "
@@ -36,10 +37,12 @@ def check_parts(location: str, saved: Iterable[str], passed: Iterable[str], *, s
 
 
 def check_outside(location: str, optimizer: str, saved: Mapping[int, Tensor], here: Mapping[int, Tensor]) -> None:
-    """Check that an optimizer in a checkpoint had these parameters, by number, that no module among the parts has.
+    """Check the shapes of the parameters of an optimizer that no module among the parts has, by their numbers in it.
+
+    `saved` are those in the checkpoint, `here` those of this training.
 
     Raises:
-        ValueError: if it had others, or of other shapes.
+        ValueError: if numbers or shapes differ.
     """
     if _shapes(saved) != _shapes(here):
         raise ValueError(
@@ -49,7 +52,9 @@ def check_outside(location: str, optimizer: str, saved: Mapping[int, Tensor], he
 
 
 def check_model(location: str, saved: Mapping[str, Any], here: Mapping[str, Any], *, warn: bool) -> None:
-    """Check that the model in a checkpoint has the tensors of a state dict, in the same shapes; `warn` of other dtypes.
+    """Check that the state dict of a model in a checkpoint, `saved`, has the names and shapes of this model's, `here`.
+
+    If `warn` is True, it warns of tensors with another dtype.
 
     Raises:
         ValueError: if a tensor is missing or has another shape or name.
@@ -74,6 +79,7 @@ def check_model(location: str, saved: Mapping[str, Any], here: Mapping[str, Any]
 
 
 def _shapes(state: Mapping[Any, Any]) -> dict[Any, tuple[int, ...]]:
+    """Return the shapes of the tensors in a state, by name; other entries are left out."""
     return {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
 
 
@@ -85,9 +91,10 @@ def hyperparameters(optimizer: Any) -> list[dict[str, Any]]:
 def warn_of_hyperparameters(
     location: str, optimizer: str, saved: Sequence[Mapping[str, Any]], here: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Warn if a script begins with other hyperparameters than the one that saved: those of the checkpoint count.
+    """Warn if this script has created its optimizer with other hyperparameters than the script that saved.
 
-    `saved` and `here` are those with which each script has created its `Checkpoint`, before any schedule goes on.
+    A restore sets those of the checkpoint, so that an edit of the script would have no effect. `saved` and `here` have
+    the hyperparameters of each group when the two scripts created their `Checkpoint`, before a schedule changes them.
     """
     differences = [
         f"{name} of group {number} was {group[name]} and is {other[name]}"
@@ -105,7 +112,7 @@ def warn_of_hyperparameters(
 
 
 def _differ(one: Any, other: Any) -> bool:
-    """Return whether hyperparameters are other ones; a number in a tensor may be rounded to float32."""
+    """Return whether two values of a hyperparameter differ by more than the rounding to float32 in a tensor."""
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         return any(map(_differ, one, other))
     if isinstance(one, (int, float)) and isinstance(other, (int, float)):
@@ -114,6 +121,7 @@ def _differ(one: Any, other: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
+    """Return a hyperparameter with numbers in the place of tensors, and lists in the place of tuples."""
     if isinstance(value, (list, tuple)):
         return [*map(_plain, value)]
     return value.item() if isinstance(value, Tensor) else value

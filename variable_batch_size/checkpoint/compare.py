@@ -44,24 +44,32 @@ class PerRank(NamedTuple):
 
 @final
 class Own(NamedTuple):
-    """What one rank says of that which ranks do not share: digests of tensors and of what else is in parts, by name."""
+    """The digests, by name, of what may differ between ranks, as one rank has it.
+
+    Attributes:
+        tensors: of tensors, with dtype and shape.
+        parts: of the JSON of each part, which has everything but the tensors.
+    """
 
     tensors: Mapping[str, str]
     parts: Mapping[str, str]
 
     @staticmethod
     def of_state(tensors: Mapping[str, Tensor], parts: Mapping[str, Json]) -> Own:
-        """Return what a rank says of these tensors, of the host or a GPU, and of these parts."""
+        """Return the digests of tensors, which are on the host or a GPU, and of the JSON of parts."""
         digests = byte_digests(tensors)
-        of_tensors = {name: f"{digests[name]} {tensor.dtype} {[*tensor.shape]}" for name, tensor in tensors.items()}
-        return Own(of_tensors, {name: digest(part) for name, part in parts.items()})
+        tensor_digests = {name: f"{digests[name]} {tensor.dtype} {[*tensor.shape]}" for name, tensor in tensors.items()}
+        return Own(tensor_digests, {name: digest(part) for name, part in parts.items()})
 
 
 def find_own(ranks: Sequence[Own]) -> PerRank:
-    """Return what is not the same on all ranks.
+    """Return the names of the tensors and parts whose digests are not the same on all ranks.
+
+    Args:
+        ranks: the digests of each rank.
 
     Raises:
-        RuntimeError: if a part is not on all of them.
+        RuntimeError: if a rank lacks a part that another one has.
     """
     for name in sorted({name for own in ranks for name in own.parts}):
         if without := [rank for rank, own in enumerate(ranks) if name not in own.parts]:
@@ -69,63 +77,79 @@ def find_own(ranks: Sequence[Own]) -> PerRank:
                 f"every rank must save the same parts, but rank {without[0]} has no {name}; pass it to Checkpoint on "
                 f"every rank"
             )
-    tensors, parts = (
-        frozenset(name for own in by_rank for name in own if len({other.get(name) for other in by_rank}) > 1)
-        for by_rank in zip(*ranks, strict=True)
-    )
-    return PerRank(tensors, parts)
+    return PerRank(_differing([own.tensors for own in ranks]), _differing([own.parts for own in ranks]))
+
+
+def _differing(ranks: Sequence[Mapping[str, str]]) -> frozenset[str]:
+    """Return the names under which not all ranks have the same digest; a rank without the name differs, too."""
+    names = {name for digests in ranks for name in digests}
+    return frozenset(name for name in names if len({digests.get(name) for digests in ranks}) > 1)
 
 
 def describe_shared(tensors: Mapping[str, Tensor], *, contents: bool) -> dict[str, Described]:
-    """Return what this rank has of each shared tensor; sharded ones without an element here are left out."""
-    here = {}
+    """Describe what this rank has of each shared tensor; sharded ones without an element on this rank are left out.
+
+    Args:
+        tensors: by name.
+        contents: whether to compute digests of the contents, which reads all of the memory.
+    """
+    on_rank = {}
     for name, tensor in tensors.items():
         if not isinstance(tensor, DTensor) or tensor.to_local().numel():
-            here[name] = tensor
-    digests = byte_digests(here) if contents else {}
+            on_rank[name] = tensor
+    digests = byte_digests(on_rank) if contents else {}
     described = dict[str, Described]()
-    for name, tensor in here.items():
+    for name, tensor in on_rank.items():
         is_whole, part = not isinstance(tensor, DTensor), Part.on_rank(tensor)
         described[name] = [is_whole, str(tensor.dtype), [*tensor.shape], part, digests.get(name)]
     return described
 
 
 def summarize(described: Mapping[str, Described], own: Own) -> dict[str, str]:
-    """Return digests that ranks which have the same key must share: of whole tensors, of parts, and of the rest."""
+    """Return three digests by key: two ranks that have the same key must have the same digest under it.
+
+    The keys are "whole" for whole tensors, `OWN` for what may differ between ranks, and for sharded tensors a digest of
+    the list of parts that this rank has: ranks with the same parts have this key, and must have the same contents.
+    """
     whole = [[name, *row] for name, row in described.items() if row[0]]
-    parts = [[name, *row] for name, row in described.items() if not row[0] and row[-1] is not None]
-    by_parts = {digest([row[:-1] for row in parts]): digest([row[-1] for row in parts])}
-    return {"whole": digest(whole), OWN: digest(own)} | by_parts
+    sharded = [[name, *row] for name, row in described.items() if not row[0] and row[-1] is not None]
+    which_parts, contents = digest([row[:-1] for row in sharded]), digest([row[-1] for row in sharded])
+    return {"whole": digest(whole), OWN: digest(own), which_parts: contents}
 
 
 def differing_keys(summaries: Sequence[Mapping[str, str]]) -> set[str]:
     """Return the keys of summaries whose digests differ between ranks."""
-    values = defaultdict[str, set[str]](set)
+    digests_by_key = defaultdict[str, set[str]](set)
     for summary in summaries:
         for key, value in summary.items():
-            values[key].add(value)
-    return {key for key, found in values.items() if len(found) > 1}
+            digests_by_key[key].add(value)
+    return {key for key, digests in digests_by_key.items() if len(digests) > 1}
 
 
 def add_sketches(described: Mapping[str, Described], tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
-    """Return what a rank has of each tensor, for `first_difference`, with norms and sums that tell rounding apart."""
+    """Return the descriptions of tensors with a sketch at their end, from which `first_difference` tells rounding."""
     return {name: [*row, _sketch(tensors[name])] for name, row in described.items()}
 
 
 def first_difference(ranks: Sequence[Mapping[str, list[Any]]]) -> tuple[str, int, bool]:
-    """Return the first tensor that is not the same on all ranks, a rank that has another one, and if by rounding only.
+    """Return the name of a tensor that is not the same on all ranks, a rank that differs, and whether only by rounding.
 
-    A tensor that differs by more than rounding comes first. The two are told apart by the norms and sums of some of
-    their elements, relative to the norm.
+    A tensor that differs by more than rounding takes precedence over one that differs by rounding only. The two are
+    told apart by the norms and sums of some of their elements, relative to the norm.
+
+    Args:
+        ranks: what `add_sketches` returned on each rank.
     """
     rounded: tuple[str, int, bool] | None = None
     for name in dict.fromkeys(name for rank in ranks for name in rank):
         is_whole = any(rank[name][0] for rank in ranks if name in rank)
-        firsts = dict[str, list[Any] | None]()
-        for number, row in enumerate(rank.get(name) for rank in ranks):
+        first_by_part = dict[str, list[Any] | None]()  # the row of the first rank that has this part; "": of whole ones
+        for number, rank in enumerate(ranks):
+            row = rank.get(name)
             whole = row[0] if row else is_whole
-            first = firsts.setdefault("" if whole else json.dumps(row and row[3]), row)
-            if (row or whole) and first != row:
+            part = "" if whole else json.dumps(row and row[3])
+            first = first_by_part.setdefault(part, row)
+            if (row or whole) and first != row:  # a rank may lack a sharded tensor: it has no element of it
                 if not (first and row and first[:4] == row[:4] and _are_close(first[-1], row[-1])):
                     return name, number, False
                 rounded = rounded or (name, number, True)
@@ -133,12 +157,12 @@ def first_difference(ranks: Sequence[Mapping[str, list[Any]]]) -> tuple[str, int
 
 
 def _sketch(tensor: Tensor) -> list[list[float]]:
-    """Return the norms and the sums of every eighth element, of eight kinds; none of numbers that are not real."""
+    """Return 8 norms and 8 sums, each of every eighth element from another begin; [] if it is not of floating point."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if not local.is_floating_point():
         return []
-    kinds = [local.detach().reshape(-1)[first::8].double() for first in range(8)]
-    return [[float(elements.norm()) for elements in kinds], [float(elements.sum()) for elements in kinds]]
+    subsets = [local.detach().reshape(-1)[first::8].double() for first in range(8)]
+    return [[float(elements.norm()) for elements in subsets], [float(elements.sum()) for elements in subsets]]
 
 
 def _are_close(first: list[list[float]], other: list[list[float]]) -> bool:
@@ -151,18 +175,21 @@ def _are_close(first: list[list[float]], other: list[list[float]]) -> bool:
 
 
 def byte_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return a digest of the bytes of each tensor, which are read once, where they are.
+    """Return a digest of the bytes of each tensor, by name; its device reads them once.
 
-    They are added up in `_COLUMNS` columns of integers of 8 bytes that wrap around, so that a value which moves to
-    another place changes a sum, too, unless by a multiple of so many; these sums, and what is left, are hashed.
+    The bytes are taken as integers of 8 bytes, in rows of `_COLUMNS`, and each column is added up, with overflow. A
+    value that moves to another place changes two sums, unless it moves by a multiple of `_COLUMNS`. These sums, and
+    what is left after the last whole row, are hashed.
     """
     by_device = defaultdict[torch.device, dict[str, list[Tensor]]](dict)
     for name, tensor in tensors.items():
         local = tensor.detach()
         local = local.to_local() if isinstance(local, DTensor) else local
         flat = local.resolve_conj().resolve_neg().contiguous().as_strided((local.numel(),), (1,))
-        flat = flat if flat.storage_offset() * flat.element_size() % 8 == 0 else flat.clone()
-        flat = flat if flat.dtype is torch.uint8 else flat.view(torch.uint8)
+        if flat.storage_offset() * flat.element_size() % 8:  # view(torch.int64) needs memory that is aligned
+            flat = flat.clone()
+        if flat.dtype is not torch.uint8:
+            flat = flat.view(torch.uint8)
         words = flat[: len(flat) // 8 * 8].view(torch.int64)
         rows = len(words) // _COLUMNS
         sums = words[: rows * _COLUMNS].view(rows, _COLUMNS).sum(0) if rows > 1 else words[: rows * _COLUMNS]
@@ -171,7 +198,7 @@ def byte_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     digests = dict[str, str]()
     for parts in by_device.values():
         joined = torch.cat([part for sums_of_tensor in parts.values() for part in sums_of_tensor])
-        host = joined.cpu().numpy()  # one wait for a device
+        host = joined.cpu().numpy()  # one copy, and so one wait, for each device
         for name, sums_of_tensor in parts.items():
             size = sum(map(len, sums_of_tensor))
             digests[name], host = hashlib.sha256(host[:size].tobytes()).hexdigest()[:16], host[size:]
@@ -179,5 +206,5 @@ def byte_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def digest(value: Any) -> str:
-    """Return the SHA-256 of a value that JSON has."""
+    """Return the SHA-256 of the JSON of a value."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()

@@ -46,7 +46,7 @@ class DamagedError(ValueError):
     Args:
         why: what is wrong.
         seal: see `seal_of`; "" if its small files cannot be read.
-        temporary: whether a disk does not say it now, and may do so later.
+        temporary: whether the disk failed to read, so that the checkpoint may turn out to be intact later.
     """
 
     def __init__(self, why: str, seal: str = "", *, temporary: bool = False) -> None:
@@ -91,9 +91,9 @@ class Contents(NamedTuple):
     Attributes:
         parts: state dicts by name.
         rng: states of the hosts' random numbers, by rank.
-        facts: what its JSON says of the training.
-        seal: checksum of its small files.
-        of_ranks: names of what each rank had of its own and is replaced by what rank 0 had.
+        facts: what the JSON of rank 0 says of the training.
+        seal: checksum of the JSON of all ranks.
+        of_ranks: names of what differed between the ranks that saved, and of which this rank has read rank 0's.
     """
 
     parts: dict[str, Any]
@@ -120,7 +120,12 @@ def read_texts(storage: Storage, name: str) -> list[str]:
 
 
 def read_manifests(storage: Storage, name: str, texts: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Return the JSON of each rank of a checkpoint; `texts`: if they were read before.
+    """Return the contents of the JSON of each rank of a checkpoint.
+
+    Args:
+        storage: the folder in which the checkpoint is.
+        name: its name.
+        texts: what `read_texts` returned, if it was called before.
 
     Raises:
         DamagedError: if one is missing or damaged, or that of another checkpoint.
@@ -137,25 +142,26 @@ def read_manifests(storage: Storage, name: str, texts: Sequence[str] | None = No
 
 
 def seal_of(ranks: Sequence[Mapping[str, Any]]) -> str:
-    """Return the checksum of all small files of a checkpoint, and so of all of it."""
+    """Return a checksum of a whole checkpoint: of the JSON of all ranks, which has the checksums of the tensors."""
     return hashlib.sha256("".join(manifest["seal"] for manifest in ranks).encode()).hexdigest()
 
 
 def facts_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the JSON of rank 0 says of the training, without the states and where they are."""
+    """Return what the JSON of rank 0 says of the training, without the states and the description of its files."""
     return {name: value for name, value in manifest.items() if name not in _STATES}
 
 
 def name_on(rank: int, name: str) -> str:
-    """Return the name in a checkpoint of a tensor that a rank has for itself."""
-    return f"/{rank}/{name}" if rank else name  # the name of a part has no "/"
+    """Return the name in a checkpoint of a tensor that differs between ranks, and of which each rank writes its own."""
+    return f"/{rank}/{name}" if rank else name  # no other name begins with "/"
 
 
 def describe_tensors(ranks: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return what the JSON of all ranks says of tensors, by their names in the checkpoint."""
     described: dict[str, dict[str, Any]] = dict(ranks[0]["tensors"])
     for rank, manifest in enumerate(ranks[1:], start=1):
-        described |= {name_on(rank, name): facts for name, facts in manifest.get("own", {}).get("tensors", {}).items()}
+        own_tensors = manifest.get("own", {}).get("tensors", {})
+        described |= {name_on(rank, name): facts for name, facts in own_tensors.items()}
     return described
 
 
@@ -171,14 +177,15 @@ def stream_tensors(
         storage: the folder in which it is.
         name: its name.
         ranks: the JSON of each rank.
-        wants: whether a tensor, or its part in a file, is to be read.
+        wants: called with the name of a tensor and the part of it in a file: whether to read that part.
 
     Raises:
         DamagedError: if a file is missing or damaged.
     """
     dtypes = {key: facts["dtype"] for key, facts in describe_tensors(ranks).items()}
     for rank, manifest in enumerate(ranks):
-        if not (file := manifest["file"]):
+        file = manifest["file"]
+        if not file:  # this rank has written no tensors
             continue
         with _as_damage(storage, name, f"tensors-{rank}.safetensors", seal_of(ranks)):
             chunks = file["chunks"]
@@ -205,7 +212,14 @@ def verify(storage: Storage, name: str) -> None:
 
 @contextmanager
 def _as_damage(storage: Storage, name: str, what: str, seal: str = "") -> Iterator[None]:
-    """Raise DamagedError in the place of errors that mean that files are damaged; `what`: the file that is read."""
+    """Turn errors that mean that a file is damaged into DamagedError.
+
+    Args:
+        storage: the folder in which the checkpoint is.
+        name: its name.
+        what: the file that is read, for the message.
+        seal: see `seal_of`, if it is known.
+    """
     try:
         yield
     except VersionError as error:

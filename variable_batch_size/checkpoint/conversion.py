@@ -65,14 +65,15 @@ def to_safetensors(checkpoint: str | os.PathLike[str], file: Path, *, best: bool
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             requirement = "a model in a file of safetensors must have only dense tensors in its state"
             raise value_error(requirement, f"{type(value).__name__} at {name}", "use vbs checkpoint to-torch")
-        shared = id(value) in seen  # tied tensors are written twice: a model loads each of its names
+        is_tied = id(value) in seen  # written once more: a model loads each of its names, and save_file shares nothing
         seen.add(id(value))
-        tensors[name] = value.clone() if shared else value.contiguous()
+        tensors[name] = value.clone() if is_tied else value.contiguous()
     with _replaced(file) as path:
         save_file(tensors, path, metadata={"format": "pt"})
 
 
 def _check_place(file: Path) -> None:
+    """Raise ValueError unless a file can be written at this path."""
     if not file.parent.is_dir():
         raise value_error("FILE must be in a folder that there is", file, "create the folder")
     if file.exists() and not file.is_file():
@@ -88,13 +89,13 @@ def _replaced(file: Path) -> Iterator[Path]:
     """
     try:
         with replacing_file(file) as path:
-            path.touch()
+            path.touch()  # so that it has the mode which open() gives to new files
             mode = (file if file.exists() else path).stat().st_mode
             yield path
             path.chmod(S_IMODE(mode))
             with path.open("rb") as stream:
                 os.fsync(stream.fileno())
-    except Exception as error:  # which class it has depends on the library
+    except Exception as error:  # its class depends on the library that writes
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         raise OSError(
             f"{file} could not be written ({reason}); free disk space, or pass another path (an earlier file is "
@@ -162,7 +163,7 @@ def _check_state_dicts(states: Any) -> None:
 
 
 def _as_of_torch(state: Any) -> Any:
-    """Return the state of an optimizer as torch has it; another one as it is."""
+    """Return the state of an optimizer with the keys and numbers that torch gives it; any other state unchanged."""
     if not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():
         return state
     return {key: value for key, value in with_numbers(state).items() if key in ("state", "param_groups")}

@@ -32,21 +32,28 @@ class Events:
     Attributes:
         reached: the last update in the file of the run before this one; 0 if there was none.
         ended: whether that run has told its end; otherwise it may have made more updates.
-        large_told: how many updates of the training were skipped because of `skip_grad_norm`, as far as was told.
+        large_told: how many updates that were skipped because of `skip_grad_norm` are in the file, or were skipped
+            before this object was created or a checkpoint was restored.
     """
 
     def __init__(self, folder: Storage, world: World) -> None:
         self._folder, self._world, self._lines = folder, world, list[str]()
         self._name = FILE if folder.on_disk else f"events-{time.time():.6f}.jsonl"
         earlier = list[dict[str, Any]]()
-        with suppress(Exception):  # of a store any: a training does not end for its events
+        with suppress(Exception):  # whatever a store raises: a training must not end because its events cannot be read
             earlier = [] if world.rank else read_events(folder)
         self.reached = earlier[-1]["update"] if earlier else 0
         self.ended = not earlier or earlier[-1]["event"] == "end"
         self._last, self._skipped, self.large_told = time.monotonic(), False, 0
 
     def add(self, event: str, update: int, **facts: float | str) -> None:
-        """Add an event; without a word, if that cannot be written."""
+        """Add an event to the file, on rank 0; if it cannot be written, nothing is said.
+
+        Args:
+            event: the kind of the event; see the docstring of this module.
+            update: number of updates that were made.
+            facts: further entries of the line.
+        """
         self._last = time.monotonic()
         if self._world.rank:
             return
@@ -56,22 +63,29 @@ class Events:
             if self._folder.on_disk:
                 with open(self._folder.at(self._name), "a", encoding="utf-8", newline="\n") as file:  # noqa: PTH123
                     file.write(self._lines.pop())
-            else:
+            else:  # an object cannot grow: all lines of this run are written again
                 self._folder.put("".join(self._lines), self._name)
 
     def commit(self, commit: Commit) -> None:
-        """Take whether an update was skipped; see `Observer`."""
+        """Note whether an update was skipped; see `Observer`."""
         self._skipped = not commit.updated
 
     def discard(self) -> None:
         """See `Observer`."""
 
     def note_update(self, update: int, large: int) -> None:
-        """Add that the last update was skipped, or, once a minute, that it was made; `large`: see `large_told`."""
-        skipped, more = self._skipped, large - self.large_told
+        """Add an event if the last update was skipped, and otherwise one `progress` a minute.
+
+        Args:
+            update: number of updates that were made.
+            large: how many updates of the training were skipped because of `skip_grad_norm`, as known now.
+        """
+        skipped, more_large = self._skipped, large - self.large_told
         self._skipped, self.large_told = False, large
-        if skipped or more > 0:
-            self.add("skip", update, **({"large": more} if more > 0 else {}))
+        if more_large > 0:
+            self.add("skip", update, large=more_large)
+        elif skipped:
+            self.add("skip", update)
         elif time.monotonic() - self._last >= _PROGRESS_SECONDS:
             self.add("progress", update)
 
@@ -82,16 +96,17 @@ def read_events(folder: Storage) -> list[dict[str, Any]]:
     with suppress(OSError):
         names = sorted(name for name in folder.names() if name.startswith("events") and name.endswith(".jsonl"))
         for line in (line for name in names for line in folder.read(name).decode(errors="replace").splitlines()):
-            with suppress(ValueError, RecursionError, TypeError, LookupError):
+            with suppress(ValueError, RecursionError, TypeError, LookupError):  # whatever a line holds that was cut off
                 event = json.loads(line)
-                numbers = [event[key] for key in ("time", "update", *["seconds"] * (event["event"] in _TIMED))]
-                if event["version"] == VERSION and isinstance(event["event"], str) and all(map(_is_number, numbers)):
+                keys = ["time", "update"]
+                if event["event"] in ("save", "restore"):
+                    keys.append("seconds")
+                are_numbers = all(_is_number(event[key]) for key in keys)
+                if event["version"] == VERSION and isinstance(event["event"], str) and are_numbers:
                     events.append(event)
     return events
 
 
-_TIMED = ("save", "restore")
-
-
 def _is_number(value: object) -> bool:
+    """Return whether a value is a number of plausible size; NaN is none."""
     return isinstance(value, (int, float)) and abs(value) < 1e12

@@ -48,11 +48,12 @@ class Folder:
         run: see `Writer`.
 
     Attributes:
-        id: random text of the writer, which all ranks of it have; "" where nothing is written.
-        goes_on: whether the training in memory has saved or restored here before this object was created.
-        current: the checkpoint that this process has restored or saved last, on the writer; "" before that.
-        branches: whether that was restored as the best one, and nothing was saved since then.
-        left: checkpoints that were newer than it, on the writer, which the next save deletes.
+        id: random text that all ranks of the writing training have; "" if this object does not write.
+        goes_on: whether the training in memory had saved or restored in this folder before this object was created.
+        current: name of the checkpoint that this process has restored or saved last, on the writer; "" before that.
+        branches: whether `current` was restored as the best one, and nothing was saved since then.
+        left: on the writer, names of the checkpoints that were newer than a best one that was restored; the next save
+            deletes them.
     """
 
     def __init__(self, location: str | os.PathLike[str], run: str | None = None) -> None:
@@ -61,9 +62,9 @@ class Folder:
         self.id, self.goes_on = "", False
         self.current, self.branches, self.left = "", False, list[str]()
         self._saves = 0
-        self._earlier = list[str]()  # checkpoints that were there when this process became the writer
-        self._intact = set[str]()  # names of checkpoints that are not read again to find out
-        self._reported = dict[str, dict[str, Any]]()  # on the writer, which alone changes it: see `reported`
+        self._earlier = list[str]()  # names of the checkpoints that existed when this process became the writer
+        self._intact = set[str]()  # names of the checkpoints that were found intact, and are not read again to find out
+        self._reported = dict[str, dict[str, Any]]()  # cache of `reported`, on the writer, which alone changes a JSON
 
     # Which checkpoints there are. -------------------------------------------------------------------------------------
 
@@ -74,14 +75,14 @@ class Folder:
     def _list_all(self) -> tuple[list[str], dict[str, set[str]]]:
         """Return the checkpoints, the newest first; and all other names in the folder with the files in them."""
         listed = self.storage.listed()
-        whole = [
-            name
-            for name, files in listed.items()
-            if (match := _NAME.fullmatch(name))
-            and (ranks := int(match[4])) <= len(files)  # first: a name may have any number
-            and files >= {f"rank-{rank}.json" for rank in range(ranks)}
-        ]
-        return sorted(whole, key=_order, reverse=True), {name: listed[name] for name in listed.keys() - whole}
+        complete = list[str]()
+        for name, files in listed.items():
+            match = _NAME.fullmatch(name)
+            ranks = int(match[4]) if match else 0
+            # The number is compared first: a name may claim more ranks than a set of names has room for.
+            if match and ranks <= len(files) and files >= {f"rank-{rank}.json" for rank in range(ranks)}:
+                complete.append(name)
+        return sorted(complete, key=_order, reverse=True), {name: listed[name] for name in listed.keys() - complete}
 
     def candidates(self, *, best: bool, criterion: Criterion | None = None) -> list[str]:
         """Return the checkpoints in the order in which to try them: the newest first, or the best, see `best_first`.
@@ -101,12 +102,16 @@ class Folder:
         return self.best_first(criterion) if best else names
 
     def incomplete(self) -> list[str]:
-        """Return what is no checkpoint, as files of ranks are missing; newest first."""
+        """Return the names of folders that are no checkpoints because the JSON of a rank is missing, newest first."""
         return sorted(filter(_NAME.fullmatch, self._list_all()[1]), key=_order, reverse=True)
 
     def lost(self, *, best: bool = False) -> dict[str, str]:
-        """Return the newest checkpoint that was saved, or the best ones, and what is missing, if they are not there."""
-        newest, bests = self.writer.last_saved()  # before the list, in which it is then, or a newer one
+        """Return the checkpoints that the writer has recorded and that are gone, by name, with what is missing.
+
+        Args:
+            best: whether to look for the best ones, and not for the newest one.
+        """
+        newest, bests = self.writer.last_saved()  # read before the list, which then has it or a newer one
         names, others = self._list_all()
         lost = [name for name in bests if name not in names]
         if best and lost:  # unless a training has meanwhile found a better one, and deleted it
@@ -120,9 +125,10 @@ class Folder:
         return self._first_intact(self.names)
 
     def _first_intact(self, listed: Callable[[], list[str]]) -> str | None:
-        """Return the first intact checkpoint of a list, or None.
+        """Return the first intact checkpoint that `listed` returns, or None.
 
-        It lists again after each one that is not: a training may have saved meanwhile, and deleted what was listed.
+        It calls `listed` again after each damaged one: a training may have saved meanwhile, and deleted what was
+        listed.
         """
         tried = set[str]()
         while names := [name for name in listed() if name not in tried]:
@@ -132,13 +138,20 @@ class Folder:
         return None
 
     def best_first(self, criterion: Criterion | None = None) -> list[str]:
-        """Return the checkpoints with a reported value, the best first, and of equal ones the oldest.
+        """Return the checkpoints with a reported value, the best first; the oldest one first if values are equal.
 
         Those with a damaged JSON precede them, because any of them may be the best.
+
+        Args:
+            criterion: what makes a checkpoint better. Default: as the newest checkpoint with a criterion has it.
         """
         reported = [(name, self.reported(name)) for name in self.names()]
-        criterion = criterion or next(filter(None, (Criterion.of_manifest(facts or {}) for _, facts in reported)), None)
-        return _best_first(criterion, reported) if criterion else [name for name, facts in reported if facts is None]
+        if criterion is None:
+            criteria = (Criterion.of_manifest(facts or {}) for _, facts in reported)
+            criterion = next(filter(None, criteria), None)
+        if criterion is None:
+            return [name for name, facts in reported if facts is None]
+        return _best_first(criterion, reported)
 
     def best(self, criterion: Criterion | None = None) -> str | None:
         """Return the first intact checkpoint of `best_first`, or None."""
@@ -147,10 +160,11 @@ class Folder:
     def is_better(self, facts: Mapping[str, Any], criterion: Criterion) -> bool:
         """Return whether reported values are better than those of every intact checkpoint."""
         best = self.best(criterion)
-        return criterion.score(facts) < (criterion.score(self.reported(best) or {}) if best else math.inf)
+        score_to_beat = criterion.score(self.reported(best) or {}) if best else math.inf  # the lower, the better
+        return criterion.score(facts) < score_to_beat
 
     def reported(self, name: str) -> dict[str, Any] | None:
-        """Return what was reported of a checkpoint; None if its JSON is damaged."""
+        """Return the criterion and the metrics in the JSON of a checkpoint; None if the JSON is damaged."""
         if name in self._reported:
             return self._reported[name]
         try:
@@ -167,11 +181,11 @@ class Folder:
         return facts
 
     def is_intact(self, name: str) -> bool:
-        """Return whether all bytes of a checkpoint are as they were written; they are read once."""
+        """Return whether all bytes of a checkpoint are as they were written; an intact one is read only once."""
         return self._check_intact(name) is True
 
     def _check_intact(self, name: str) -> bool | None:
-        """Return whether a checkpoint is intact; None if a disk does not say it now."""
+        """Return whether a checkpoint is intact; None if the disk cannot be read now."""
         if name not in self._intact:
             try:
                 verify(self.storage, name)
@@ -220,14 +234,18 @@ class Folder:
         return writable and self.writer.is_known(token)
 
     def mark_restored(self, name: str, *, best: bool) -> None:
-        """Record that the training goes on from an intact checkpoint, which it has restored."""
+        """Record that the training has restored an intact checkpoint, and continues from it."""
         self._intact.add(name)
         names = self.names() if best and self.writer.number else []
         self.left = names[: names.index(name)] if name in names else []
         self.current, self.branches, self._earlier = name, best, []
 
     def begin(self, update: int, ranks: int) -> str:
-        """Return the name of the next checkpoint, and delete what ranks that were killed have left.
+        """Return the name of the next checkpoint, and delete incomplete ones, which ranks that were killed have left.
+
+        Args:
+            update: number of updates that were made.
+            ranks: number of ranks that write.
 
         Raises:
             ValueError: if the folder had a checkpoint that the training has neither saved nor restored.
@@ -235,8 +253,8 @@ class Folder:
         """
         self.writer.check()
         names, others = self._list_all()
-        left = [name for name in self._earlier if name in names and (not self.goes_on or update_of(name) > update)]
-        if other := next(filter(self.is_intact, left), None):
+        not_ours = [name for name in self._earlier if name in names and (not self.goes_on or update_of(name) > update)]
+        if other := next(filter(self.is_intact, not_ours), None):
             raise ValueError(
                 f"Checkpoint {self.storage.at(other)} is not one of this training, which has made {update} updates, "
                 f"and saves would delete it; restore() it first; another folder begins another training"
@@ -249,7 +267,14 @@ class Folder:
     def write(
         self, name: str, rank: int, tensors: Mapping[str, Tensor], parts: Mapping[str, Part], facts: Mapping[str, Any]
     ) -> None:
-        """Write what a rank has of a checkpoint, which exists when all ranks have done so.
+        """Write the files of one rank; the checkpoint exists when all ranks that write have written theirs.
+
+        Args:
+            name: name of the checkpoint.
+            rank: number of this rank among those that write.
+            tensors: what it writes, by name, in host memory.
+            parts: the part of the whole tensor that each of them is.
+            facts: entries of its JSON.
 
         Raises:
             OSError: if it cannot be written.
@@ -257,7 +282,8 @@ class Folder:
         """
         file = None
         try:
-            self.storage.make(name)  # here alone, so that nothing else makes a folder again that another writer deletes
+            # No other code creates the folder: it would come back after another writer has deleted it.
+            self.storage.make(name)
             if tensors:
                 with self.storage.create(name, f"tensors-{rank}.safetensors") as stream:
                     file = tensor_file.write(stream, tensors, {key: part._asdict() for key, part in parts.items()})
@@ -265,7 +291,7 @@ class Folder:
             self._put_json(name, rank, {"name": name, "ranks": ranks, "writer": self.id, **facts, "file": file})
         except BaseException as error:
             with suppress(Exception):
-                if self.writer.is_known(self.id):  # else what has these names may be of another training
+                if self.writer.is_known(self.id):  # else files of these names may be those of another training
                     for written in (f"rank-{rank}.json", f"tensors-{rank}.safetensors"):
                         self.storage.remove(name, written)  # the next save deletes the rest
             if isinstance(error, FileExistsError):
@@ -276,13 +302,13 @@ class Folder:
             raise
 
     def mark_saved(self, name: str, reported: Mapping[str, Any]) -> None:
-        """Record that all ranks have written a checkpoint, and what was reported of it."""
+        """Record that all ranks have written a checkpoint, and the values that were reported with it."""
         self._intact.add(name)
         self._reported[name] = dict(reported)
         self.current, self.branches = name, False
 
     def mark_best(self, name: str, reported: Mapping[str, Any]) -> None:
-        """Add reported values to the JSON of a checkpoint, which holds all of them or none at any instant.
+        """Add reported values to the JSON of a checkpoint; a reader finds all of them or none.
 
         Raises:
             OSError: if it cannot be written; the checkpoint is unchanged.
@@ -290,25 +316,28 @@ class Folder:
         facts = parse_manifest(self.storage.read(name, MANIFEST).decode())
         self._put_json(name, 0, {**{key: facts[key] for key in facts if key != "seal"}, **reported})
         self._reported[name] = dict(reported)
-        if not self.writer.writes:  # another one may have deleted it meanwhile, of which a store keeps the new JSON
+        # Another writer may have deleted the checkpoint meanwhile, so that a store now has nothing but this JSON of it.
+        if not self.writer.writes:
             self._intact.discard(name)
             if not self.is_intact(name):
                 self.storage.remove(name, MANIFEST)
 
     def tidy(self, keep: int) -> None:
-        """Keep the newest `keep` intact updates, each in its newest intact save, and delete older checkpoints.
+        """Keep the newest intact checkpoints, of `keep` different updates, and delete older checkpoints.
 
-        Of each criterion that was reported, the best intact checkpoint is kept, too, and what may be better but cannot
-        be read now. A damaged one stays until `keep` newer updates, or a newer save of the same update, are intact, and
-        one of another version stays. What is kept is recorded first.
+        For each criterion by which values were reported, the best intact checkpoint is kept, too, and those that may be
+        better but cannot be read now. A damaged one stays until `keep` newer updates, or a newer save of the same
+        update, are intact. One of another version stays. The writer records what is kept before anything is deleted.
 
         Raises:
             RuntimeError: if another process has become the writer.
         """
         self.writer.check()
-        left, self.left = ([], self.left) if self.branches else (self.left, [])
+        to_delete = list[str]()
+        if not self.branches:  # a save was made since the restore of the best one
+            to_delete, self.left = self.left, []
         reported, kept_updates = list[tuple[str, dict[str, Any] | None]](), set[int]()
-        for name in (name for name in self.names() if name not in left):
+        for name in (name for name in self.names() if name not in to_delete):
             with suppress(VersionError):
                 reported.append((name, self.reported(name)))
         criteria = filter(None, {Criterion.of_manifest(facts or {}) for _, facts in reported})
@@ -320,48 +349,47 @@ class Folder:
                     best.add(name)
                 if intact:
                     break
-        old = [*left]
         for name, _ in reported:
             update = update_of(name)
             if update not in kept_updates and len(kept_updates) < keep:
                 if self.is_intact(name):
                     kept_updates.add(update)
             elif name not in best:
-                old.append(name)
+                to_delete.append(name)
         self.writer.renew(newest=self.current, best=" ".join(sorted(best)))
-        for name in old:
+        for name in to_delete:
             self.discard(name)
 
     def discard(self, name: str) -> None:
-        """Delete the files of a checkpoint, and its folder if nothing else is in it; what cannot be, stays.
+        """Delete the files of a checkpoint, as far as possible, and its folder if nothing else is in it.
 
-        If another writer has taken over, or the folder was deleted and begun again, nothing is this one's to delete.
+        If another writer has taken over, or the folder was deleted and created again, nothing is deleted.
         """
         if not self.writer.writes:
             return
         self._intact.discard(name)
         self._reported.pop(name, None)
         with suppress(*DAMAGE):
-            for file in sorted(self.storage.names(name)):  # that of rank 0 is first
+            for file in sorted(self.storage.names(name)):  # rank-0.json first, without which it is no checkpoint
                 if _FILE.fullmatch(file):
                     self.storage.remove(name, file)
             if self.storage.on_disk:
                 self.storage.remove(name)
 
     def _put_json(self, name: str, rank: int, facts: Mapping[str, Any]) -> None:
-        """Write the JSON of a rank, sealed; that of rank 0 only while this process is the writer."""
+        """Write the JSON of a rank with its checksum; rank 0 checks before that this process is still the writer."""
         if not rank:
             self.writer.check()
         self.storage.put(write_manifest(facts), name, f"rank-{rank}.json")
 
 
 def is_name(name: str) -> bool:
-    """Return whether a folder of this name is a checkpoint, or a part of one."""
+    """Return whether a folder of this name is a checkpoint, perhaps an incomplete one."""
     return _NAME.fullmatch(name) is not None
 
 
 def update_of(name: str) -> int:
-    """Return the update of a checkpoint."""
+    """Return the number of updates after which a checkpoint was saved, from its name."""
     return int(name.split("-")[1])
 
 
@@ -372,6 +400,11 @@ def _order(name: str) -> tuple[int, int]:
 
 
 def _best_first(criterion: Criterion, reported: Iterable[tuple[str, Mapping[str, Any] | None]]) -> list[str]:
-    """Return the checkpoints by the score of what was reported, None first; without those that have no score."""
-    ranks = [(-math.inf if facts is None else criterion.score(facts), _order(name), name) for name, facts in reported]
-    return [name for rank, _, name in sorted(ranks) if rank < math.inf]
+    """Return the names of the checkpoints, the best first, without those that have no score.
+
+    Args:
+        criterion: what makes a checkpoint better.
+        reported: names, and what was reported; None for a damaged JSON: it comes first, as it may be the best.
+    """
+    scored = [(-math.inf if facts is None else criterion.score(facts), _order(name), name) for name, facts in reported]
+    return [name for score, _, name in sorted(scored) if score < math.inf]

@@ -41,7 +41,7 @@ class Names:
         """Return the state of the model by the names of a checkpoint."""
         state = self.model.state_dict()
         named = OrderedDict((_clean_name(name), value) for name, value in state.items())
-        if metadata := getattr(state, "_metadata", None):  # versions of modules
+        if metadata := getattr(state, "_metadata", None):  # torch's private record of the version of each module
             named._metadata = OrderedDict((_clean_name(name), value) for name, value in metadata.items())  # type: ignore[attr-defined]
         return named
 
@@ -51,14 +51,18 @@ class Names:
         state = OrderedDict((name, saved[_clean_name(name)]) for name in present)
         if metadata := getattr(saved, "_metadata", None):
             named = {name: metadata.get(_clean_name(name)) for name in getattr(present, "_metadata", {})}
-            state._metadata = OrderedDict((name, of) for name, of in named.items() if of is not None)  # type: ignore[attr-defined]
+            state._metadata = OrderedDict((name, version) for name, version in named.items() if version is not None)  # type: ignore[attr-defined]
         self.model.load_state_dict(state)
 
     def named_parameters(self, optimizer: Any) -> list[tuple[str | int, Tensor]]:
-        """Return the parameters of an optimizer with their names, in the order of its groups."""
+        """Return the parameters of an optimizer with their names, in the order of its groups.
+
+        The name of a parameter that is not in the model is its number in the optimizer.
+        """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        first = {id(tensor): number for number, tensor in reversed([*enumerate(parameters)])}
-        return [(self._parameters.get(id(tensor), first[id(tensor)]), tensor) for tensor in parameters]
+        # Reversed, so that a parameter which is there twice has its first number.
+        numbers = {id(tensor): number for number, tensor in reversed([*enumerate(parameters)])}
+        return [(self._parameters.get(id(tensor), numbers[id(tensor)]), tensor) for tensor in parameters]
 
     def optimizer_state(self, optimizer: Any) -> State:
         """Return the state of an optimizer by the names of its parameters."""
@@ -70,14 +74,16 @@ class Names:
         for key, entry in state["state"].items():
             if isinstance(key, int):
                 named_state[names[key]] = {name: _as_parameter(value, named[key][1]) for name, value in entry.items()}
-            else:  # of the optimizer itself
+            else:  # an entry that is not of a parameter, but of the optimizer itself
                 named_state[key] = entry
         return {**state, "state": named_state, "param_groups": groups}
 
     def check_groups(self, saved: Mapping[str, Any], optimizer: Any) -> None:
-        """Check that an optimizer has the parameters of a state that `optimizer_state` returned.
+        """Check that an optimizer has the parameters of a saved state.
 
-        A state of torch has numbers.
+        Args:
+            saved: what `optimizer_state` returned, or a `state_dict()` of torch, which has numbers in place of names.
+            optimizer: the optimizer.
 
         Raises:
             ValueError: if it has others, or in another order.
@@ -86,7 +92,8 @@ class Names:
         begin = 0
         for number, group in enumerate(saved["param_groups"]):
             end = begin + len(group["params"])
-            present, begin, numbers = names[begin:end], end, [*range(begin, end)]
+            present, numbers = names[begin:end], [*range(begin, end)]
+            begin = end
             if group["params"] not in (present, numbers):
                 raise ValueError(
                     f"the optimizer must have the parameters that were saved, in the same order, but group {number} "
@@ -96,12 +103,13 @@ class Names:
 
 
 def with_numbers(state: Mapping[str, Any]) -> State:
-    """Return a state that `optimizer_state` returned with the numbers of parameters, as torch has it."""
+    """Return a state that `optimizer_state` returned, with numbers in place of names, as `load_state_dict` wants it."""
     names = [name for group in state["param_groups"] for name in group["params"]]
+    # Reversed, so that a parameter which is there twice has its first number.
     numbers = {name: number for number, name in reversed([*enumerate(names)])}
     return {
         **state,
-        "state": {numbers.get(name, name): of_parameter for name, of_parameter in state["state"].items()},
+        "state": {numbers.get(name, name): entry for name, entry in state["state"].items()},
         "param_groups": [
             {**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]
         ],
@@ -109,25 +117,28 @@ def with_numbers(state: Mapping[str, Any]) -> State:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return a model as it was before `torch.compile` and what sums its gradients."""
+    """Return the model within a compiled module, a DataParallel or a DistributedDataParallel."""
     while isinstance(model, _PARALLEL) or hasattr(model, "_orig_mod"):
         model = model.module if isinstance(model, _PARALLEL) else model._orig_mod  # type: ignore[assignment]
     return model
 
 
 def _clean_name(name: str) -> str:
+    """Return the name of a tensor without what wrappers of its modules have inserted."""
     return _INSERTED.sub("", name).removeprefix(".")
 
 
 def _in_words(names: Sequence[str | int]) -> str:
-    shown = ", ".join(f"parameter {name}" if isinstance(name, int) else name for name in names[:3])
-    return f"{shown or 'none'}{' ...' * (len(names) > 3)}"
+    """Return the first three names, for a message; a number is that of a parameter which is not in the model."""
+    shown = ", ".join(f"parameter {name}" if isinstance(name, int) else name for name in names[:3]) or "none"
+    return f"{shown} ..." if len(names) > 3 else shown
 
 
 def _as_parameter(value: Any, parameter: Tensor) -> Any:
-    """Return a tensor of an optimizer's state as it lies on the ranks: as its parameter does, if it is as large.
+    """Return a value of an optimizer's state; a sharded tensor of its parameter's shape with that one's placements.
 
-    torch 2.9 gives momentum other placements than it has, with weight decay and tensor parallelism within FSDP2.
+    With weight decay and tensor parallelism within FSDP2, torch 2.9 labels momentum with other placements than its
+    memory has.
     """
     if isinstance(value, DTensor) and isinstance(parameter, DTensor) and value.shape == parameter.shape:
         return placed_like(value.to_local(), parameter)

@@ -54,7 +54,7 @@ _TYPES: dict[str, tuple[type, str]] = {
     "model": (torch.nn.Module, "a torch.nn.Module"),
 }
 _OTHER: tuple[type, str] = (Stateful, "an object with state_dict() and load_state_dict()")
-_BEGUN = "begun"  # with these hyperparameters, before a schedule has changed them; unknown after the first update
+_BEGUN = "begun"  # key of the hyperparameters before a schedule has changed them; none are known after the first update
 
 
 @final
@@ -85,19 +85,21 @@ class Parts:
                 requirement = f"{name} must have its state on each rank, or in parameters that are sharded"
                 raise type_error(requirement, inner, "shard the model by fully_shard() in its place, or save by hand")
         self._names = Names(model)
-        self._optimizer, self._restoring = optimizer, ""  # the location of what is being restored
-        self._reloaded = set[object]()  # kinds of states that were checked
+        self._optimizer, self._restoring = optimizer, ""  # the location of the checkpoint that is being restored
+        self._reloaded = set[object]()  # kinds of optimizers' states that `check_reload` has tried
         optimizers = {name: part for name, part in self._by_name.items() if isinstance(part, OPTIMIZERS)}
+        # By optimizer: the hyperparameters with which this script has created it, and those with which the training has
+        # begun, perhaps in an earlier process.
         self._script = {name: [] if optimizer.updates else hyperparameters(part) for name, part in optimizers.items()}
-        self._begun = {**self._script}  # the same, or that of the run that was restored
+        self._begun = {**self._script}
         _check_scheduler(list(self._by_name.values()), optimizer)
 
     def state_dicts(self, *, in_loop: bool) -> dict[str, Any]:
         """Return the states by name.
 
         Args:
-            in_loop: whether the states of optimizers are to note, at the end of an epoch, that what the loop does there
-                is to come.
+            in_loop: whether the loop has yet to run its code for the end of the epoch, if the last update was the last
+                one of an epoch; the states of the optimizers record it.
 
         Raises:
             RuntimeError: if a restore has begun to change the parts, and was interrupted.
@@ -114,9 +116,9 @@ class Parts:
         return states
 
     def equal_on_ranks(self, tensors: Mapping[str, Tensor]) -> set[str]:
-        """Return the names of tensors that are equal on all ranks: what optimizers update, and what they keep for it.
+        """Return the names of tensors that are equal on all ranks: parameters of the optimizers, and their states.
 
-        Other parameters may differ, because the first update compares those of the optimizers only.
+        Other parameters may differ, because only those of the optimizers are compared at the first update.
         """
         optimizers = {name: part for name, part in self._by_name.items() if isinstance(part, CustomOptimizer)}
         updated = {
@@ -126,29 +128,30 @@ class Parts:
         return {name for name, tensor in tensors.items() if name.startswith(states) or identity(tensor) in updated}
 
     def names_to_compare(self, tensors: Mapping[str, Tensor]) -> tuple[set[str], set[str]]:
-        """Return the names of the tensors and parts that a rank may change alone at any time: all but what updates do.
+        """Return the names of the tensors, and of the parts, that every save has to compare between ranks.
 
-        They leave out averages, and frozen parameters of the model, which may be large.
+        A rank may change them alone at any time. Left out are optimizers and averages, which only updates change, and
+        the parameters of the model: those that are frozen may be large, and rarely change.
         """
         parts = self._by_name.items()
-        made = {name for name, part in parts if isinstance(part, (CustomOptimizer, WeightAverage))}
-        frozen = {identity(tensor) for tensor in self._names.model.parameters()}
-        changing = {
-            key
-            for key, tensor in tensors.items()
-            if (name := key.split("/")[0]) not in made and not (name == "model" and identity(tensor) in frozen)
-        }
-        return changing, self._by_name.keys() - made
+        changed_by_updates = {name for name, part in parts if isinstance(part, (CustomOptimizer, WeightAverage))}
+        parameters = {identity(tensor) for tensor in self._names.model.parameters()}
+        changing = set[str]()
+        for key, tensor in tensors.items():
+            name = key.split("/")[0]
+            is_parameter = name == "model" and identity(tensor) in parameters
+            if name not in changed_by_updates and not is_parameter:
+                changing.add(key)
+        return changing, self._by_name.keys() - changed_by_updates
 
     def check_storable(self, *, updated: bool) -> str:
         """Collect the states and drop them, so that what cannot be saved raises before there is anything to lose.
 
-        It returns "", as a call of all ranks has to.
-
-        A loader begins to iterate when it is asked for its state; before the first update it is left out.
+        It returns "", because `Agreement.run_on_all`, which calls it, exchanges texts.
 
         Args:
-            updated: whether an update has been made.
+            updated: whether an update has been made. Before, DataLoaders are left out, because a loader with a
+                `state_dict()` begins to iterate when it is asked for its state.
 
         Raises:
             TypeError: if a state holds a value that a checkpoint cannot hold, or an optimizer loads another state than
@@ -156,16 +159,15 @@ class Parts:
             RuntimeError: if a stream with a state feeds the optimizer, and is no part.
         """
         check_stream_is_saved(self._optimizer, self._by_name.values())
-        parts = self._by_name.items()
-        asked = {name: part for name, part in parts if updated or not isinstance(part, DataLoader)}
-        for name in asked:
-            encode(self._state_of(name), name, {}, {})
+        for name, part in self._by_name.items():
+            if updated or not isinstance(part, DataLoader):
+                encode(self._state_of(name), name, {}, {})
         self.check_reload()
         self._optimizer.backend.mark_step()
         return ""
 
     def check_reload(self) -> None:
-        """Raise TypeError if an optimizer loads another state than it has saved; see `reload`."""
+        """Raise TypeError if an optimizer would load another state than it has saved; see `reload.check_reload`."""
         for part in self._by_name.values():
             if isinstance(part, OPTIMIZERS):
                 check_reload(inner_of(part), self._reloaded)
@@ -182,18 +184,18 @@ class Parts:
         return {name: value for name, value in tensors.items() if isinstance(value, DTensor)}
 
     def describe_tensor(self, tensor: str) -> str:
-        """Return a tensor in words, by its name in a checkpoint: its place, and the class of the part that has it."""
+        """Return words for the tensor with this name in a checkpoint: its place, and the class of the part it is in."""
         name, _, place = tensor.partition("/")
         part = self._by_name.get(name)
         return f"{place} of the {name}{f' ({type(part).__name__})' if part is not None else ''}"
 
     @property
     def reads_epoch(self) -> bool:
-        """Whether the loop has begun to read the epoch of the position."""
+        """Whether the loop has begun to read samples of the epoch in which the sampler is."""
         return self._optimizer.sampler.training.reads_epoch
 
     def batch_size(self, step: int) -> int:
-        """Return the batch size of an update; 0 if it is not known."""
+        """Return the number of samples of the update `step`, counted from 0; 0 if it is not known."""
         if self._optimizer.sampler.batches.arriving:
             return 0
         with suppress(ValueError, IndexError):
@@ -205,23 +207,30 @@ class Parts:
         part = self._by_name[name]
         if name == "model":
             return self._names.model_state()
-        if isinstance(part, torch.optim.lr_scheduler.LRScheduler):  # which updates its attributes with a loaded state
+        if isinstance(part, torch.optim.lr_scheduler.LRScheduler):  # keeps the attributes that a loaded state lacks
             return {key: value for key, value in part.state_dict().items() if not isinstance(value, FunctionType)}
         if not isinstance(part, OPTIMIZERS):
             return part.state_dict()
-        outside = self._parameters_outside(part)
         state = {**self._names.optimizer_state(part), _BEGUN: self._begun[name]}
-        return state | ({"outside": outside} if outside else {})
+        outside = self._parameters_outside(part)
+        if outside:
+            state["outside"] = outside
+        return state
 
     def _parameters_outside(self, optimizer: Stateful) -> dict[int, Tensor]:
-        """Return the parameters of an optimizer that no module among the parts has, by their numbers."""
+        """Return the parameters of an optimizer that no module among the parts has, by their numbers in it."""
         modules = [part for part in self._by_name.values() if isinstance(part, torch.nn.Module)]
         within = {id(parameter) for module in modules for parameter in module.parameters()}
         named = self._names.named_parameters(optimizer)
-        return {name: tensor for name, tensor in named if isinstance(name, int) and id(tensor) not in within}
+        return {number: tensor for number, tensor in named if isinstance(number, int) and id(tensor) not in within}
 
     def load(self, contents: Contents, location: str, strict: bool) -> str:
-        """Restore all parts and the RNG states of this rank from a checkpoint, and return "", as `check_storable`.
+        """Restore all parts and the RNG states of this rank from a checkpoint; return "", as `check_storable` does.
+
+        Args:
+            contents: what this rank has read.
+            location: path or URL of the checkpoint, for messages.
+            strict: whether other samples are an error; see `Checkpoint.restore`.
 
         Raises:
             ValueError: if the checkpoint has other parts, another model or, if `strict`, other samples.
@@ -229,15 +238,15 @@ class Parts:
         world, saved = self._optimizer.agreement.world, contents.parts
         check_parts(location, saved, self._by_name, strict=strict)
         check_model(location, saved["model"], self._names.model_state(), warn=world.rank == 0)
-        there = {name: part for name, part in self._by_name.items() if name in saved}
-        for name, part in there.items():
+        saved_parts = {name: part for name, part in self._by_name.items() if name in saved}
+        for name, part in saved_parts.items():
             if isinstance(part, OPTIMIZERS):
                 self._names.check_groups(saved[name], part)
                 check_outside(location, name, saved[name].get("outside", {}), self._parameters_outside(part))
                 if world.rank == 0:
                     warn_of_hyperparameters(location, name, saved[name].get(_BEGUN, []), self._script[name])
         self._restoring = location
-        for name, part in there.items():  # the optimizer is first: it raises before it changes anything
+        for name, part in saved_parts.items():  # the optimizer is first: it raises before it changes anything
             if isinstance(part, OPTIMIZERS):
                 self._load_optimizer(name, part, saved, strict)
                 self._begun[name] = saved[name].get(_BEGUN, [])
@@ -248,13 +257,15 @@ class Parts:
             else:
                 part.load_state_dict(saved[name])
         for name, part in self._by_name.items():
-            if name not in there and (begin := getattr(part, "begin_anew", None)) is not None:
-                begin()
+            begin_anew = getattr(part, "begin_anew", None)
+            if name not in saved_parts and begin_anew is not None:
+                begin_anew()
         if len(contents.rng) == world.size:
             random, reads_epoch = RNGStates(contents.rng[world.rank]), contents.facts.get("reads_epoch", True)
             random.set()  # before an epoch is read: the loader draws its seed from these states
             sampler = self._optimizer.sampler
-            if reads_epoch or self._optimizer.updates:  # else also the saved run begins with new workers
+            # If the saved run had not yet read any epoch, it drew the seed of its first one later, as this run does.
+            if reads_epoch or self._optimizer.updates:
                 position = sampler.training.restored_position if reads_epoch else None
                 sampler.training.before_reading.wait_for(position, random)
         self._optimizer.backend.mark_step()
@@ -262,19 +273,29 @@ class Parts:
         return ""
 
     def _load_optimizer(self, name: str, part: Any, saved: Mapping[str, Any], strict: bool) -> None:
-        """Load the state of an optimizer, with its parameters that no module among the parts has."""
+        """Load the state of an optimizer, with its parameters that no module among the parts has.
+
+        Args:
+            name: name of the optimizer among the parts.
+            part: the optimizer.
+            saved: the states of all parts.
+            strict: see `load`.
+        """
         state, inner = with_numbers(saved[name]), inner_of(part)
-        part.load_state_dict(state, *((strict,) if isinstance(part, CustomOptimizer) else ()))
+        if isinstance(part, CustomOptimizer):
+            part.load_state_dict(state, strict)
+        else:
+            part.load_state_dict(state)
         for number, parameter in self._parameters_outside(part).items():
             parameter.detach().copy_(saved[name]["outside"][number])
         if keeps_dtypes(inner):
-            parameters = {**saved["model"], **saved[name].get("outside", {})}
+            saved_parameters = {**saved["model"], **saved[name].get("outside", {})}
             named = self._names.named_parameters(part)
-            restore_dtypes(inner, state, [parameters.get(key, parameter).dtype for key, parameter in named])
+            restore_dtypes(inner, state, [saved_parameters.get(key, parameter).dtype for key, parameter in named])
 
 
 def inner_of(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer of torch in a part that is one, or wraps one."""
+    """Return the optimizer of torch that a wrapper has, or the optimizer itself if it is not wrapped."""
     inner: torch.optim.Optimizer = getattr(optimizer, "inner", optimizer)
     return inner
 

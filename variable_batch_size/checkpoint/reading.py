@@ -38,7 +38,7 @@ from variable_batch_size.checkpoint.tensor_file import DTYPES
 from variable_batch_size.checkpoint.values import decode
 from variable_batch_size.world import World
 
-MANY_RANKS = 100  # from here on rank 0 reads the small files for all, instead of each rank all of them
+MANY_RANKS = 100  # in a world of this size or more, rank 0 reads the small files and sends them to all ranks
 
 
 def read_contents(
@@ -55,10 +55,11 @@ def read_contents(
     Args:
         storage: the folder in which it is.
         name: its name.
-        likes: sharded tensors, by the names of those that are to be sharded likewise, or by what these begin with
-            before a "/". Only the parts that this rank has are read.
-        texts: its small files, if they were read before.
-        world: the rank whose own state is read, if the checkpoint is of a world of this size; otherwise rank 0's.
+        likes: sharded tensors, by name in the checkpoint: a tensor with this name, or with one that continues it after
+            a "/", is returned sharded in the same way. Only the parts that this rank has are read.
+        texts: what `read_texts` returned, if it was called before.
+        world: this rank. If the checkpoint was saved in a world of the same size, this rank gets its own version of
+            what differed between ranks; otherwise it gets rank 0's.
         only: the part that is wanted. Default: all.
 
     Raises:
@@ -70,14 +71,15 @@ def read_contents(
     try:
         states = {key: state for key, state in first["state"].items() if only in ("", key)}
         owns = {rank: manifest["own"] for rank, manifest in enumerate(ranks) if "own" in manifest}
-        resumes, name_here = world is not None and world.size == len(first["random"]), dict[str, str]()
-        if resumes and world is not None and (own := owns.get(world.rank)):
-            name_here = {key: name_on(world.rank, key) for key in own["tensors"]}
+        same_size = world is not None and world.size == len(first["random"])
+        own_names = dict[str, str]()  # of the tensors of which each rank has its own: names in the files of this rank
+        if same_size and world is not None and (own := owns.get(world.rank)):
+            own_names = {key: name_on(world.rank, key) for key in own["tensors"]}
             states |= own["state"]
         described, wanted = describe_tensors(ranks), dict[str, _Wanted]()
-        for key in {**first["tensors"], **name_here}:
+        for key in {**first["tensors"], **own_names}:
             if only in ("", key.partition("/")[0]):
-                key_in_files = name_here.get(key, key)
+                key_in_files = own_names.get(key, key)
                 wanted[key_in_files] = _Wanted(described[key_in_files], _like(key_in_files, likes or {}))
 
         def wants(key: str, part: Part) -> object:
@@ -86,10 +88,13 @@ def read_contents(
         for key, part, tensor in stream_tensors(storage, name, ranks, wants):
             wanted[key].add(part, tensor)
         tensors = {key: tensor.whole() for key, tensor in wanted.items()}
-        parts = {key: decode(state, lambda key: tensors[name_here.get(key, key)]) for key, state in states.items()}
-        of_ranks = {key for own in owns.values() for kind in own.values() for key in kind if not resumes}
+        parts = {key: decode(state, lambda key: tensors[own_names.get(key, key)]) for key, state in states.items()}
+        replaced = set[str]()  # by what rank 0 had
+        if not same_size:
+            for own in owns.values():
+                replaced |= {*own["state"], *own["tensors"]}
         random = [str(text) for text in first["random"]]
-        return Contents(parts, random, facts_of(first), seal, sorted(of_ranks))
+        return Contents(parts, random, facts_of(first), seal, sorted(replaced))
     except DamagedError:
         raise
     except DAMAGE as error:  # another program can have written it with a valid checksum
@@ -99,7 +104,7 @@ def read_contents(
 
 
 def _like(name: str, likes: Mapping[str, DTensor]) -> DTensor | None:
-    """Return the sharded tensor of a name, or of the longest part of it before a "/": a state may be nested."""
+    """Return the sharded tensor under a name, or under the longest prefix of it before a "/", as states are nested."""
     while name and name not in likes:
         name = name.rpartition("/")[0]
     return likes.get(name)
@@ -107,12 +112,12 @@ def _like(name: str, likes: Mapping[str, DTensor]) -> DTensor | None:
 
 @final
 class _Wanted:
-    """A tensor that is assembled from the files that have parts of it: all of it, or what this rank is to have.
+    """A tensor that is assembled from the files that have parts of it: the whole tensor, or the part of this rank.
 
     Args:
         facts: its dtype, shape and stride, as the JSON of the checkpoint has them.
-        like: the sharded tensor in whose place it is loaded, of which this rank has a part. One of another shape does
-            not count: the tensor is read whole, and whoever loads it names the shapes.
+        like: the sharded tensor in whose place it is loaded; only the part on this rank is read. One of another shape
+            is ignored: the tensor is read whole, and the load raises an error that names both shapes.
 
     Attributes:
         part: the part of the tensor that is read.
@@ -126,7 +131,7 @@ class _Wanted:
         self._assembled: Tensor | None = None
 
     def add(self, part: Part, tensor: Tensor) -> None:
-        """Take a part of the tensor, which has an element in common with the one that is wanted."""
+        """Copy from a file's `part` of the tensor what it has in common with the part that is wanted."""
         if (common := part.overlap(self.part)) is None:
             return
         self._missing_elements -= math.prod(common.shape)
@@ -138,7 +143,7 @@ class _Wanted:
         self._assembled[common.slices(self.part)] = tensor[common.slices(part)]
 
     def whole(self) -> Tensor:
-        """Return the tensor, sharded if it is to be.
+        """Return the assembled tensor: a DTensor if `like` is one of its shape, otherwise with the saved strides.
 
         Raises:
             ValueError: if a part of it is in no file.
@@ -183,21 +188,22 @@ def read_checkpoint(path: str | os.PathLike[str], *, best: bool = False) -> dict
 
 
 def read_newest(path: str | os.PathLike[str], *, best: bool = False, only: str = "") -> Contents:
-    """Return what `read_checkpoint` returns; `only`: the part that is wanted."""
-    folder, names, is_one = open_folder(path, best=best)
-    if best and (is_one or not names):
+    """Return what `read_checkpoint` returns, as `Contents`; `only`: name of the one part that is read, "": all."""
+    folder, names, is_checkpoint = open_folder(path, best=best)
+    if best and (is_checkpoint or not names):
         requirement = "best=True needs the folder of a training with a reported value"
         raise value_error(requirement, path, 'pass best="min:loss" to its Checkpoint, and call report(loss=...)')
-    damaged = {} if is_one else folder.lost(best=best)
+    damaged = {} if is_checkpoint else folder.lost(best=best)
     while names := [name for name in names if name not in damaged]:
         try:
             contents = read_contents(folder.storage, names[0], only=only)
         except DamagedError as error:  # perhaps because a training has saved meanwhile, and deleted what was listed
             damaged[names[0]] = str(error)
-            names = [] if is_one else folder.candidates(best=best)
+            names = [] if is_checkpoint else folder.candidates(best=best)
             continue
-        there = {*folder.names(), *folder.lost(best=best)} if damaged else {}
-        skipped = [f"{folder.storage.at(name)} ({why})" for name, why in damaged.items() if name in there]
+        # Without those that the training has deleted meanwhile, as it should.
+        still_listed = {*folder.names(), *folder.lost(best=best)} if damaged else {}
+        skipped = [f"{folder.storage.at(name)} ({why})" for name, why in damaged.items() if name in still_listed]
         if skipped:
             message = f"Skipped damaged checkpoints: {', '.join(skipped)}; reading {folder.storage.at(names[0])}"
             warnings.warn(message, RuntimeWarning, stacklevel=stacklevel_of_user())
@@ -208,13 +214,16 @@ def read_newest(path: str | os.PathLike[str], *, best: bool = False, only: str =
 
 
 def open_folder(path: str | os.PathLike[str], *, best: bool = False) -> tuple[Folder, list[str], bool]:
-    """Return a folder, the names of its checkpoints in the order of `candidates`, and whether the path is one of them.
+    """Return a folder, the names of its checkpoints in the order of `candidates`, and whether the path is a checkpoint.
+
+    If it is a checkpoint, the folder is its parent, and its name is the only one.
 
     Raises:
         ValueError: if nothing is there.
     """
     folder = Folder(path)
-    if not (inside := folder.storage.names()):
+    inside = folder.storage.names()
+    if not inside:
         raise value_error("path must be the folder of a checkpoint or of a training", path, "nothing is there")
     names = folder.candidates(best=best)
     parent, _, name = folder.storage.location.rpartition("/")
@@ -269,14 +278,14 @@ def _read_together(
 
 
 def _common_damage(location: str, answers: Sequence[str]) -> str:
-    """Return the damage that one of the ranks has found; "" if all have read the same checkpoint.
+    """Return the damage that the first rank with any has found; "" if all ranks have read the same checkpoint.
 
     Args:
-        location: of the checkpoint.
-        answers: "SEAL DAMAGE" of each rank.
+        location: path or URL of the checkpoint.
+        answers: what `read` in `_read_together` returned on each rank.
 
     Raises:
-        RuntimeError: if they have read different ones.
+        RuntimeError: if ranks have read different checkpoints.
     """
     seals, damages = zip(*(text.split(" ", 1) for text in answers), strict=True)
     for rank, seal in enumerate(seals):
@@ -285,11 +294,11 @@ def _common_damage(location: str, answers: Sequence[str]) -> str:
                 f"Checkpoint {location} on rank {rank} differs from the one on rank 0, or is damaged on one of them; "
                 f"pass a folder that all ranks share"
             )
-    return next(filter(None, damages), "")  # a rank reads only what it has of sharded tensors
+    return next(filter(None, damages), "")  # not all ranks need to find it: each reads its parts of sharded tensors
 
 
 def _texts_as_json(folder: Folder, name: str) -> str:
-    """Return the small files of a checkpoint as JSON; no text if they are damaged, which each rank then finds."""
+    """Return the JSON of all ranks as one JSON list; [""] if one is damaged, so that each rank finds the damage."""
     try:
         return json.dumps(read_texts(folder.storage, name))
     except DamagedError:

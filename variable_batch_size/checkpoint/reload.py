@@ -20,46 +20,51 @@ from variable_batch_size.checkpoint.tensor_file import bytes_of
 
 
 def keeps_dtypes(inner: Optimizer) -> bool:
-    """Return whether `restore_dtypes` knows how this kind of optimizer loads a state: as torch does."""
+    """Return whether an optimizer loads a state as torch does, so that `restore_dtypes` can undo the casts."""
     return type(inner).load_state_dict is Optimizer.load_state_dict
 
 
 def restore_dtypes(inner: Optimizer, saved: Mapping[str, Any], dtypes: Sequence[torch.dtype]) -> None:
-    """Give the state that an optimizer has just loaded the saved dtypes and bits again.
+    """Replace tensors that an optimizer has cast while it loaded a state by the saved ones, to the last bit.
 
-    A tensor that had the dtype of its parameter has that of the parameter here, as torch wants it.
+    A tensor that was saved in the dtype of its parameter stays in the dtype that the parameter has now, as torch casts
+    it.
 
     Args:
-        inner: the optimizer.
-        saved: the state that it has loaded.
-        dtypes: those that its parameters had when it was saved, in the order of its groups.
+        inner: the optimizer, which has loaded the state.
+        saved: the state.
+        dtypes: the dtypes that its parameters had when it was saved, in the order of its groups.
     """
     keys = [key for group in saved["param_groups"] for key in group["params"]]
     parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
     for key, parameter, dtype in zip(keys, parameters, dtypes, strict=True):
         state = inner.state.get(parameter, {})
         for name, value in saved["state"].get(key, {}).items():
-            if name in state:  # else __setstate__() of its class has another one
+            if name in state:  # __setstate__() of the optimizer may have dropped or renamed an entry
                 state[name] = _as_saved(state[name], value, dtype)
 
 
 def _as_saved(loaded: Any, saved: Any, dtype: torch.dtype) -> Any:
-    """Return a loaded value as it was saved; `dtype` is that of the saved parameter."""
+    """Return a value of a loaded state as it was saved; `dtype`: the dtype of the saved parameter."""
     if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
         return loaded if saved.dtype in (loaded.dtype, dtype) else saved.to(loaded.device)
     if isinstance(saved, dict) and isinstance(loaded, dict):
         return type(saved)({key: _as_saved(loaded.get(key), value, dtype) for key, value in saved.items()})
     if type(saved) is type(loaded) and isinstance(saved, (list, tuple)):
         return type(saved)([_as_saved(*pair, dtype) for pair in zip(loaded, saved, strict=True)])
-    return saved if isinstance(saved, (str, set, frozenset)) else loaded  # torch makes the text of a generator of texts
+    # torch's load_state_dict() rebuilds each iterable from a generator; a text becomes "<generator object ...".
+    return saved if isinstance(saved, (str, set, frozenset)) else loaded
 
 
 def check_reload(inner: Optimizer, known: set[object]) -> None:
-    """Load the states of parameters into a copy of an optimizer that is not torch's, and compare them.
+    """Load states of parameters into a copy of an optimizer that is not torch's, and check that they come back equal.
 
-    Of each group it takes one state of each kind, by names, types and dtypes, that is not `known` yet.
+    In each group it tries one state of each kind, which `_kind` defines. It does not check what cannot be tried in this
+    way, such as an optimizer whose attributes cannot be copied.
 
-    What cannot be tried so, such as an optimizer whose attributes cannot be copied, is not checked.
+    Args:
+        inner: the optimizer.
+        known: the kinds that were tried before, to which this call adds its own.
 
     Raises:
         TypeError: if another state comes back.
@@ -69,12 +74,12 @@ def check_reload(inner: Optimizer, known: set[object]) -> None:
     for parameter, state, group in _samples(inner, known):
         try:
             clone = _clone(inner, {**group, "params": [parameter]})
-            one = {"state": {0: copy.deepcopy(state)}, "param_groups": [{**group, "params": [0]}]}
-            clone.load_state_dict(one)
+            state_dict = {"state": {0: copy.deepcopy(state)}, "param_groups": [{**group, "params": [0]}]}
+            clone.load_state_dict(state_dict)
             if keeps_dtypes(clone):
-                restore_dtypes(clone, one, [parameter.dtype])
+                restore_dtypes(clone, state_dict, [parameter.dtype])
             again = clone.state_dict()["state"][0]
-        except Exception:  # of a copy that lacks what this class needs
+        except Exception:  # the copy lacks something that this class needs
             continue
         if difference := _difference(state, again):
             raise TypeError(
@@ -84,48 +89,66 @@ def check_reload(inner: Optimizer, known: set[object]) -> None:
 
 
 def _samples(inner: Optimizer, known: set[object]) -> Iterator[tuple[Tensor, dict[str, Any], dict[str, Any]]]:
-    """Yield the parameters with a kind of state that is not known, that state, and the group."""
+    """Yield one parameter for each kind of state that is not `known`, with its state and its group, without parameters.
+
+    A kind becomes known when the generator continues: not if the caller has raised an error for it.
+    """
     saved = inner.state_dict()
     for index, (group, packed) in enumerate(zip(inner.param_groups, saved["param_groups"], strict=True)):
         for parameter, number in zip(group["params"], packed["params"], strict=True):
             state = saved["state"].get(number)
-            if state and (kind := (id(inner), index, parameter.dtype, _kind(state))) not in known:
+            if not state:
+                continue
+            kind = id(inner), index, parameter.dtype, _kind(state)
+            if kind not in known:
                 yield parameter, state, {**group, "params": []}
-                known.add(kind)  # unless it was refused
+                known.add(kind)
 
 
 def _kind(value: Any) -> object:
-    """Return the names, types and dtypes in a state."""
+    """Return the names, types, dtypes and layouts in a state, as one hashable value."""
     if isinstance(value, Tensor):
         return type(value), value.dtype, value.layout, value.dim(), value.is_conj(), value.is_neg()
     if isinstance(value, dict):
         return type(value), *((key, _kind(item)) for key, item in value.items())
     if isinstance(value, (list, tuple)):
         return type(value), *map(_kind, value)
-    return type(value), *({*map(type, value)} if isinstance(value, (set, frozenset)) else ())
+    if isinstance(value, (set, frozenset)):
+        return type(value), *{*map(type, value)}
+    return (type(value),)
 
 
 def _clone(inner: Optimizer, group: dict[str, Any]) -> Optimizer:
-    """Return an optimizer of the same class for one group, which shares nothing else that could be changed."""
+    """Return an optimizer of the same class with this one group, which shares only parameters with `inner`.
+
+    `__init__` is not called, because its arguments are not known: the attributes are copied.
+    """
     clone: Optimizer = object.__new__(type(inner))
-    shared = {id(tensor): tensor for each in inner.param_groups for tensor in each["params"]}
+    parameters = {id(tensor): tensor for each in inner.param_groups for tensor in each["params"]}
     left_out = "state", "param_groups", "step", "add_param_group"
-    own = {
+    attributes = {
         name: value
         for name, value in vars(inner).items()
         if name not in left_out and not name.startswith("_optimizer_")  # hooks
     }
-    clone.__dict__.update(copy.deepcopy(own, shared))
+    # The second argument is the memo of deepcopy: objects that are in it are not copied.
+    clone.__dict__.update(copy.deepcopy(attributes, parameters))
     clone.__setstate__({"state": defaultdict(dict), "param_groups": [group]})
     return clone
 
 
 def _difference(saved: Any, again: Any, where: str = "") -> str:
-    """Return in words how two states of a parameter differ; "" if they do not."""
+    """Return in words how two states of a parameter differ; "" if they do not.
+
+    Args:
+        saved: the state that was loaded, or a value within it.
+        again: the state after the load, or the value at the same place.
+        where: the keys that lead to the value, joined by "/".
+    """
     if isinstance(saved, Tensor) and isinstance(again, Tensor):
-        for found, expected in ((again.dtype, saved.dtype), (again.layout, saved.layout)):
-            if found != expected:
-                return f"{where} was {expected} and is {found}"
+        for actual, expected in ((again.dtype, saved.dtype), (again.layout, saved.layout)):
+            if actual != expected:
+                return f"{where} was {expected} and is {actual}"
         return "" if _bytes(saved) == _bytes(again) else f"{where} has other values"
     if isinstance(saved, dict) and type(saved) is type(again) and saved.keys() == again.keys():
         pairs = [(value, again[key], f"{where}/{key}".lstrip("/")) for key, value in saved.items()]
@@ -139,6 +162,7 @@ def _difference(saved: Any, again: Any, where: str = "") -> str:
 
 
 def _bytes(tensor: Tensor) -> bytes:
+    """Return the bytes of the elements of a tensor that are on this rank."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if local.layout is torch.sparse_coo:
         return b"".join(map(_bytes, (local._indices(), local._values())))

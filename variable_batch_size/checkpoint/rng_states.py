@@ -16,17 +16,17 @@ from variable_batch_size.backend.generators import HostStates
 
 def get_rng_states() -> str:
     """Return the states of the global RNGs of torch (CPU), NumPy and `random`."""
-    now = HostStates.present()
-    states = {"torch": now.torch.numpy().tobytes().hex(), "numpy": now.numpy, "python": now.python}
-    return json.dumps(states, default=np.ndarray.tolist)
+    present = HostStates.present()
+    states = {"torch": present.torch.numpy().tobytes().hex(), "numpy": present.numpy, "python": present.python}
+    return json.dumps(states, default=np.ndarray.tolist)  # NumPy's state contains an array
 
 
 def set_rng_states(text: str) -> None:
     """Restore the RNG states that `get_rng_states` returned."""
     states = json.loads(text)
-    version, numbers, gauss = states["python"]
-    of_torch = torch.frombuffer(bytearray.fromhex(states["torch"]), dtype=torch.uint8)
-    HostStates(of_torch, states["numpy"], (version, tuple(numbers), gauss)).restore()
+    version, numbers, gauss = states["python"]  # lists in JSON; `random.setstate` takes tuples only
+    torch_state = torch.frombuffer(bytearray.fromhex(states["torch"]), dtype=torch.uint8)
+    HostStates(torch_state, states["numpy"], (version, tuple(numbers), gauss)).restore()
 
 
 @final
@@ -37,9 +37,9 @@ class RNGStates:
         self._text = text
 
     def set(self) -> None:
-        """Set the RNGs to the states."""
+        """Set the RNGs of this process to the saved states."""
         set_rng_states(self._text)
 
     def keep(self) -> None:
-        """Take the states that the RNGs have now."""
+        """Replace the saved states by those that the RNGs of this process have now."""
         self._text = get_rng_states()

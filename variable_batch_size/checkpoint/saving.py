@@ -35,8 +35,9 @@ from variable_batch_size.checkpoint.values import Json, encode
 
 COMPARED_EVERY = 10  # saves, from one that compares the contents of what ranks share to the next
 _SAVE = "a save of the Checkpoint"
-_KNOWN = ("epoch", "step", "samples", "trace", "dataset_size", "seed", "shuffle", "drop_last")  # of the sampler's state
-_LONGEST_PAUSE = 5e-3  # seconds from one look for the end of a write to the next
+# Entries of the sampler's state that the JSON has at its top level, too.
+_POSITION = ("epoch", "step", "samples", "trace", "dataset_size", "seed", "shuffle", "drop_last")
+_LONGEST_PAUSE = 5e-3  # seconds between two looks whether a write has ended
 
 
 @final
@@ -45,13 +46,13 @@ class Saver:
 
     Args:
         backend, agreement: of the optimizer.
-        parts: what is saved.
-        folder: where to.
+        parts: the model, the optimizer and further objects, whose states are saved.
+        folder: where the checkpoints are written.
         keep: number of checkpoints to keep.
         together: whether all ranks write, because they share the folder; otherwise rank 0 writes alone.
 
     Attributes:
-        thread: which writes.
+        thread: the thread that writes the saves that do not `wait`.
     """
 
     def __init__(
@@ -61,12 +62,19 @@ class Saver:
         self._keep, self._together = keep, together
         self._copies, self.thread = Copies(backend), WriteThread()
         self._saves = 0
-        self._per_rank = compare.PerRank()  # what each rank has of its own
-        self._told = False  # whether it was told that ranks differ by rounding
-        self._unfinished: tuple[str, dict[str, Any]] | None = None  # what the thread writes or has written, as reported
+        self._per_rank = compare.PerRank()  # what has differed between ranks since the last full comparison
+        self._warned_of_rounding = False
+        # The name of the last save and the values reported with it, until all ranks know that it was written.
+        self._unfinished: tuple[str, dict[str, Any]] | None = None
 
     def save(self, updates: int, wait: bool, *, in_loop: bool, reported: dict[str, Any]) -> str:
-        """Save the state, and return the name of the checkpoint; `in_loop`: what follows an epoch is to come.
+        """Save the state, and return the name of the checkpoint.
+
+        Args:
+            updates: number of updates that were made.
+            wait: whether to return only when all ranks have written.
+            in_loop: see `Parts.state_dicts`.
+            reported: entries of the JSON for values that `report()` got; empty if there are none.
 
         Raises:
             RuntimeError: on every rank, if the state cannot be saved on one of them, or the ranks differ in what they
@@ -74,33 +82,36 @@ class Saver:
         """
         # Collect: every rank does, which also makes lazy devices compute pending tensors.
         world, collected = self._agreement.world, list[_Collected]()
-        anew = world.size > 1 and self._saves % COMPARED_EVERY == 0
+        in_full = world.size > 1 and self._saves % COMPARED_EVERY == 0
 
         def collect() -> str:
             failed: Exception | None = None
             try:
-                self.thread.wait()
+                self.thread.wait()  # for the previous save
             except Exception as error:  # raised after state_dict(), which may communicate with other ranks
                 failed = error
-            collected.append(state := self._collect(in_loop, anew))
+            state = self._collect(in_loop, in_full)
+            collected.append(state)
             if failed is not None:
                 raise failed
             return json.dumps([compare.summarize(state.described, state.own), state.others, get_rng_states()])
 
         answers = [json.loads(text) for text in self._run_on_all(_SAVE, collect)]
         (state,) = collected
-        confirmed = self._mark_saved()
+        confirmed = self._mark_saved()  # the previous save: no rank had an error of its thread
 
         # Compare, and so find what each rank writes.
-        self._compare(state, [summary for summary, *_ in answers], anew=anew, updates=updates)
+        self._compare(state, [summary for summary, *_ in answers], in_full=in_full, updates=updates)
         ranks, number, to_write = self._choose_what_to_write(state, others=answers[0][1])
         parts, copies = {key: Part.on_rank(tensor) for key, tensor in to_write.items()}, dict[str, Tensor]()
 
         # Copy: what the thread writes does not change with the training.
         def copy_and_begin() -> str:
-            local = {key: one.to_local() if isinstance(one, DTensor) else one for key, one in to_write.items()}
+            local = {
+                key: tensor.to_local() if isinstance(tensor, DTensor) else tensor for key, tensor in to_write.items()
+            }
             if wait:
-                copies.update({key: self._backend.host(one) for key, one in local.items()})
+                copies.update({key: self._backend.host(tensor) for key, tensor in local.items()})
             else:
                 copies.update(self._copies.copy_to_host(local))
             with self._named_errors(updates):
@@ -115,7 +126,7 @@ class Saver:
         def write() -> str:
             if number is not None:
                 with self._named_errors(updates):
-                    if confirmed:  # here, because the training does not wait for the thread
+                    if confirmed:  # deleted in this function, because the training does not wait for the thread
                         self._folder.tidy(self._keep)
                     self._folder.write(name, number, copies, parts, facts)
             return ""
@@ -136,7 +147,7 @@ class Saver:
             self._agreement.run_on_all(call, self._tidy)
 
     def _run_on_all(self, call: str, work: Callable[[], str]) -> list[str]:
-        """Return the results of `work` by rank; if one of the ranks raises, there is no save that could be finished."""
+        """Return the results of `work` by rank; if it raises on one of them, forget the save that was not finished."""
         try:
             return self._agreement.run_on_all(call, work)
         except RuntimeError:
@@ -144,7 +155,10 @@ class Saver:
             raise
 
     def _mark_saved(self) -> bool:
-        """Record that all ranks have written the last save; return whether rank 0 has to delete what is not kept."""
+        """Record that all ranks have written the last save; return whether this rank has to delete old checkpoints.
+
+        Rank 0 has to, once for each save.
+        """
         unfinished, self._unfinished = self._unfinished, None
         if unfinished is None or self._agreement.world.rank:
             return False
@@ -152,17 +166,22 @@ class Saver:
         return True
 
     def _tidy(self) -> str:
-        """Delete what is not kept after a save of all ranks; return ""."""
+        """Delete the checkpoints that are not kept, after all ranks have written the last save; return ""."""
         if self._mark_saved():
             self._folder.tidy(self._keep)
         return ""
 
     def mark_best(self, updates: int, reported: dict[str, Any], criterion: Criterion) -> str:
-        """Mark the checkpoint of this update as the best one, if it is and there is one; rank 0 calls it.
+        """Mark the checkpoint of this update as the best one, if its values are the best; rank 0 calls it.
+
+        Args:
+            updates: number of updates that were made.
+            reported: entries of the JSON for the reported values.
+            criterion: what makes a checkpoint better.
 
         Returns:
-            "" if the values are not better than those of every intact checkpoint, "marked", or "save" if the folder has
-            no checkpoint of this update from which the training comes.
+            "" if another intact checkpoint has values that are as good, "marked", or "save" if the values are the best,
+            but this training has no intact checkpoint of this update, so that one has to be saved.
 
         Raises:
             OSError: if it cannot be written.
@@ -180,7 +199,12 @@ class Saver:
     # The state of this rank, and what ranks share. --------------------------------------------------------------------
 
     def _collect(self, in_loop: bool, contents: bool) -> _Collected:
-        """Return the state of all parts as this rank has it; `contents`: with digests of what ranks share."""
+        """Return the state of all parts as this rank has it, and what is compared with other ranks.
+
+        Args:
+            in_loop: see `Parts.state_dicts`.
+            contents: whether to compute digests of all contents, and not only of what `Parts.names_to_compare` names.
+        """
         parts = self._parts.state_dicts(in_loop=in_loop)
         tensors = dict[str, Tensor]()
         state = {name: encode(part, name, tensors, {}) for name, part in parts.items()}
@@ -199,19 +223,23 @@ class Saver:
         shared = {name: tensors[name] for name in tensors if name in equal and tensors[name].device.type != "xla"}
         others = sum(tensor.nbytes for name, tensor in whole.items() if name not in shared)
         changing, changing_parts = self._parts.names_to_compare(tensors)
-        own = compare.Own.of_state(
-            {
-                name: self._backend.host(tensor) if tensor.device.type == "xla" else tensor
-                for name, tensor in whole.items()
-                if name not in equal and (contents or name in changing)
-            },
-            {name: part for name, part in state.items() if contents or name in changing_parts},
-        )
+        own_tensors = dict[str, Tensor]()
+        for name, tensor in whole.items():
+            if name not in equal and (contents or name in changing):
+                own_tensors[name] = self._backend.host(tensor) if tensor.device.type == "xla" else tensor
+        own_parts = {name: part for name, part in state.items() if contents or name in changing_parts}
+        own = compare.Own.of_state(own_tensors, own_parts)
         described = compare.describe_shared(shared, contents=contents)
         return _Collected(state, tensors, {*shared}, others, described, own, sampler)
 
-    def _compare(self, state: _Collected, summaries: list[dict[str, str]], *, anew: bool, updates: int) -> None:
-        """Compare what ranks share, and find what each has of its own; `anew`: all of it is compared by contents.
+    def _compare(self, state: _Collected, summaries: list[dict[str, str]], *, in_full: bool, updates: int) -> None:
+        """Check that ranks hold the same in what they share, and find the tensors and parts that differ between them.
+
+        Args:
+            state: what this rank has.
+            summaries: what `compare.summarize` returned on each rank.
+            in_full: whether the summaries have digests of all contents.
+            updates: number of updates that were made, for a line of the log.
 
         Raises:
             RuntimeError: on every rank, if they differ in what they share by more than rounding.
@@ -228,16 +256,16 @@ class Saver:
                     f"rank 0; write weights on every rank alike, and begin with vbs.broadcast_parameters(model) or one "
                     f"seed"
                 )
-            if not self._told and rank_0:
+            if not self._warned_of_rounding and rank_0:
                 warnings.warn(
                     f"ranks should hold the same parameters and states of optimizers, but {where} differs by rounding "
                     f"from that on rank 0, as on devices of different kinds; that of one rank is saved",
                     UserWarning,
                     stacklevel=stacklevel_of_user(),
                 )
-            self._told = True
+            self._warned_of_rounding = True
         before = self._per_rank
-        self._per_rank = compare.PerRank() if anew else before
+        self._per_rank = compare.PerRank() if in_full else before  # else what is not compared now may still differ
         if compare.OWN in differing:
             answers = self._agreement.gather(_SAVE, json.dumps(state.own))
             self._per_rank |= compare.find_own([compare.Own(*json.loads(text)) for text in answers])
@@ -257,18 +285,22 @@ class Saver:
                 )
 
     def _choose_what_to_write(self, state: _Collected, others: int) -> tuple[int, int | None, dict[str, Tensor]]:
-        """Return how many ranks write, the number of this one among them, if it does, and what it writes.
+        """Return how many ranks write, the number of this one among them, and the tensors that it writes.
 
-        `others` are the bytes that only rank 0 can write.
+        The number is None if this rank writes nothing.
+
+        Args:
+            state: what this rank has.
+            others: bytes of the tensors that only rank 0 can write.
         """
         rank, size = self._agreement.world.rank, self._agreement.world.size
         if not self._together:
-            return 1, None if rank else 0, {} if rank else state.tensors
+            return (1, 0, state.tensors) if rank == 0 else (1, None, {})
         whole = {name: tensor for name, tensor in state.tensors.items() if not isinstance(tensor, DTensor)}
         sharded = {name: tensor for name, tensor in state.tensors.items() if isinstance(tensor, DTensor)}
-        ranks = assign_writers({name: whole[name].nbytes for name in whole if name in state.shared}, size, others)
-        writers = [*range(size)] if sharded or any(self._per_rank) else sorted({0, *ranks.values()})
-        to_write = {name: tensor for name, tensor in whole.items() if ranks.get(name, 0) == rank}
+        writer_of = assign_writers({name: whole[name].nbytes for name in whole if name in state.shared}, size, others)
+        writers = [*range(size)] if sharded or any(self._per_rank) else sorted({0, *writer_of.values()})
+        to_write = {name: tensor for name, tensor in whole.items() if writer_of.get(name, 0) == rank}
         to_write |= {name: tensor for name, tensor in sharded.items() if is_writer(name, tensor)}
         to_write |= {name_on(rank, name): whole[name] for name in sorted(self._per_rank.tensors & whole.keys())}
         return len(writers), writers.index(rank) if rank in writers else None, to_write
@@ -276,27 +308,34 @@ class Saver:
     # What the JSON says. ----------------------------------------------------------------------------------------------
 
     def _facts(self, updates: int, state: _Collected, reported: dict[str, Any], random: list[str]) -> dict[str, Any]:
-        """Return what the JSON of rank 0 has besides its file."""
+        """Return the entries of the JSON of rank 0, without the description of its file.
+
+        Args:
+            updates: number of updates that were made.
+            state: what this rank has.
+            reported: entries for values that `report()` got.
+            random: states of the host RNGs of each rank, as texts.
+        """
         position = {"updates": updates, "world": len(random), "batch_size": self._parts.batch_size(updates - 1)}
-        position |= {key: state.sampler[key] for key in _KNOWN} | {"reads_epoch": self._parts.reads_epoch}
+        position |= {key: state.sampler[key] for key in _POSITION} | {"reads_epoch": self._parts.reads_epoch}
         tensors = {name: describe(tensor) for name, tensor in state.tensors.items()}
         return {**versions(), **position, **reported, "state": state.json, "random": random, "tensors": tensors}
 
     def _facts_of_rank(self, state: _Collected) -> dict[str, Any]:
-        """Return what the JSON of another rank has besides its file."""
-        if not any(self._per_rank):
+        """Return the entries of the JSON of a rank other than 0, without the description of its file."""
+        if not any(self._per_rank):  # a named tuple of two sets: both are empty
             return {}
         tensors = {name: describe(tensor) for name, tensor in state.tensors.items() if name in self._per_rank.tensors}
         return {"own": {"state": {name: state.json[name] for name in sorted(self._per_rank.parts)}, "tensors": tensors}}
 
     @contextmanager
     def _named_errors(self, updates: int) -> Iterator[None]:
-        """Name the checkpoint in an error of a disk or a store, and what to do."""
+        """Turn an error of a disk or a store into an OSError that names the checkpoint, and what to do."""
         try:
             yield
-        except (ValueError, RuntimeError):  # of this package
+        except (ValueError, RuntimeError):  # raised by this package, with its own message
             raise
-        except Exception as error:  # which class it has depends on the store
+        except Exception as error:  # its class depends on the store
             storage, writer = self._folder.storage, self._folder.writer
             if writer.number and not writer.writes:
                 writer.check()  # another process is the cause
@@ -313,12 +352,12 @@ class _Collected(NamedTuple):
     """The state of a training, as a rank has it.
 
     Attributes:
-        json: of each part.
-        tensors: by name.
-        shared: names of those that are equal on all ranks, or on those that have the same part.
-        others: bytes of the tensors that this rank has whole and alone.
-        described: of the shared ones.
-        own: of the others.
+        json: the JSON of each part, by its name.
+        tensors: all tensors by name.
+        shared: names of the tensors that must be equal on all ranks or, if sharded, on ranks that have the same part.
+        others: bytes of the tensors that are neither shared nor sharded.
+        described: what is compared of the shared tensors.
+        own: digests of what may differ between ranks.
         sampler: the state of the sampler.
     """
 
@@ -332,7 +371,10 @@ class _Collected(NamedTuple):
 
 
 def describe(tensor: Tensor) -> dict[str, Json]:
-    """Return what the JSON says of a tensor: dtype, shape and, if it is a permutation of contiguous memory, stride."""
+    """Return what the JSON says of a tensor: dtype and shape; also the stride if its dimensions lie permuted in memory.
+
+    Other strides, as of a slice, are not kept: the tensor is read as a contiguous one.
+    """
     facts: dict[str, Json] = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": [*tensor.shape]}
     if not isinstance(tensor, DTensor) and not tensor.is_contiguous():
         strides = tensor.stride()
@@ -343,23 +385,23 @@ def describe(tensor: Tensor) -> dict[str, Json]:
 
 
 def versions() -> dict[str, str]:
-    """Return what writes a checkpoint."""
+    """Return the versions of this library and of torch, which a checkpoint records."""
     return {"library": importlib.import_module("variable_batch_size").__version__, "torch": torch.__version__}
 
 
 def few_of(names: list[str]) -> str:
-    """Return names in words: not all of many."""
+    """Return the first three names, and the number of the others, in words."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} others" if len(names) > 3 else "")
 
 
 @final
 class WriteThread:
-    """One thread that does works in their order, and a wait for them that may be interrupted at any instant.
+    """One thread that runs functions in the order of `submit`, with a `wait` that may be interrupted at any instant.
 
-    The end of the process waits for them. An error that nobody has heard of is then a RuntimeWarning.
+    The process does not end before they have run. An error that `wait` has not raised is then a RuntimeWarning.
 
     Attributes:
-        busy: whether there was a work since the last `wait` that came to its end.
+        busy: whether a function was submitted since the last `wait` that was not interrupted.
     """
 
     def __init__(self) -> None:
@@ -369,11 +411,11 @@ class WriteThread:
         weakref.finalize(self, _warn_of, self._errors)
 
     def submit(self, work: Callable[[], object]) -> None:
-        """Let the thread do a work; an interrupt may prevent it."""
+        """Let the thread run `work`; an interrupt may prevent it."""
         if self._executor is None:
             executor = ThreadPoolExecutor(1, "checkpoint")
             try:
-                executor.submit(int)  # starts the thread, so that an interrupt meanwhile leaves no second one
+                executor.submit(int)  # a function that does nothing starts the thread; no second one if interrupted
             except BaseException:
                 executor.shutdown(wait=False)
                 raise
@@ -382,16 +424,17 @@ class WriteThread:
         self._executor.submit(_do, work, self._errors)
 
     def wait(self) -> str:
-        """Wait until all works are done, and return "".
+        """Wait until all submitted functions have run, and return "".
 
-        A wait for a lock of Python, and so for a `Future`, may leave it in any state if it is interrupted; a look does
-        not. The last work is one of its own, which needs no knowledge of those whose `submit` was interrupted.
+        It asks again and again whether they have: a wait for a `Future`, which has a lock, may leave the lock in any
+        state if it is interrupted. It submits a function that does nothing and asks for the end of that one, because it
+        cannot know all earlier ones: their `submit` may have been interrupted.
 
         Raises:
-            Exception: the one that a work raised; it is raised once.
+            Exception: the error of one of the functions; it is raised once.
         """
         if self.busy and self._executor is not None and self._pid == os.getpid():  # a forked process has no thread
-            last, pause = self._executor.submit(int), 1e-4
+            last, pause = self._executor.submit(int), 1e-4  # seconds
             while not last.done():
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)
@@ -401,7 +444,7 @@ class WriteThread:
         return ""
 
     def warn(self) -> None:
-        """Wait without other ranks, and warn of an error: another exception propagates."""
+        """Wait without other ranks, and warn of an error instead of raising it, while another exception propagates."""
         try:
             self.wait()
         except Exception as error:
@@ -409,6 +452,7 @@ class WriteThread:
 
 
 def _do(work: Callable[[], object], errors: list[Exception]) -> None:
+    """Call `work`, and add an error of it to `errors`."""
     try:
         work()
     except Exception as error:
@@ -416,13 +460,14 @@ def _do(work: Callable[[], object], errors: list[Exception]) -> None:
 
 
 def _warn_of(errors: list[Exception]) -> None:
+    """Warn of errors that were not raised; called at the end of a `WriteThread`."""
     for error in errors:
         warnings.warn(str(error), RuntimeWarning, stacklevel=2)
 
 
 @final
 class Copies:
-    """Copies of tensors in host memory, which is kept: allocating fresh pages takes longer than copying into them.
+    """Copies of tensors in host memory, reused by later copies: allocating pages takes longer than copying into them.
 
     A copy is valid until the next one is taken. A checkpoint is written from it while the training goes on.
     """
@@ -439,11 +484,11 @@ class Copies:
             # torch.empty_like(xla, device="cpu") returns memory that others overwrite, without an error.
             if not (tensor.is_cpu or tensor.is_cuda) or tensor.is_conj() or tensor.is_neg():
                 host = self._backend.host(tensor)
-                copies[name] = host.clone() if tensor.is_cpu else host
+                copies[name] = host.clone() if tensor.is_cpu else host  # host() may return memory of a CPU's tensor
                 continue
             buffer = earlier.get(name)
             if buffer is None or _layout(buffer) != _layout(tensor):
-                # Pinned, copies from the device are asynchronous.
+                # Copies from a GPU into pinned memory are asynchronous.
                 buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
             copies[name] = self._buffers[name] = buffer
         if self._buffers:
@@ -455,4 +500,5 @@ class Copies:
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what two tensors must have in common for one to be copied into the memory of the other."""
     return tensor.dtype, tensor.shape, tensor.stride()

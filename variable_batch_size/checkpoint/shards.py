@@ -1,8 +1,8 @@
 """Which rank writes which tensors of a checkpoint, and which part of one it has.
 
-Of a sharded tensor (a DTensor) each rank writes the part that it has; of ranks that have the same part, one. Otherwise
-ranks hold equal optimized parameters and equal states of optimizers, so any of them can write any of these tensors.
-Rank 0 writes all else that is equal: buffers, frozen parameters, further objects; see `rank_state` for what is not.
+Each rank writes the part that it has of a sharded tensor (a DTensor); if several ranks have the same part, one writes
+it. Parameters that are optimized and states of optimizers are equal on all ranks, so any rank can write any of these.
+Rank 0 writes all else that is equal: buffers, frozen parameters, further objects; see `compare` for what is not.
 All of it follows from names and shapes alone, which every rank has: none waits for another one to know what to write.
 """
 
@@ -48,8 +48,8 @@ class Part(NamedTuple):
     """The part of a tensor that a rank has.
 
     Attributes:
-        offset: its first place in the whole tensor, by dimension.
-        shape: its own.
+        offset: index of its first element in the whole tensor, for each dimension.
+        shape: the shape of the part.
     """
 
     offset: tuple[int, ...]
@@ -62,25 +62,30 @@ class Part(NamedTuple):
 
     @staticmethod
     def on_rank(tensor: Tensor) -> Part:
-        """Return which part of a tensor this rank has.
+        """Return which part of a tensor this rank has; of one that is not sharded, the whole.
 
-        A tensor is cut into chunks by one dimension of the mesh after the other; those in which FSDP2 shards what
-        tensor parallelism has cut (`_StridedShard`) come last. torch 2.9 computes another part for unequal chunks.
+        The dimensions of the mesh cut the tensor one after the other. Those with a `_StridedShard`, by which FSDP2
+        shards what tensor parallelism has already cut, come last. It is not left to torch, because torch 2.9 computes a
+        wrong part if the chunks are not equal.
 
         Raises:
-            ValueError: if its memory has another shape: it is sharded in a way that is not known.
+            ValueError: if the local tensor has another shape: the tensor is sharded in a way that is not known.
         """
         offset, shape = map(list, Part.whole(tensor.shape))
         if isinstance(tensor, DTensor):
             mesh = tensor.device_mesh
             coordinate = tensor.device_mesh.get_coordinate() or []
-            cuts = [(type(placement) is not Shard, dim) for dim, placement in enumerate(tensor.placements)]
-            for _, dim in sorted(cuts):
-                if (cut := getattr(tensor.placements[dim], "dim", None)) is not None:
-                    size = -(-shape[cut] // mesh.size(dim))
-                    begin = min(coordinate[dim] * size, shape[cut])
-                    offset[cut], shape[cut] = offset[cut] + begin, min(size, shape[cut] - begin)
-            if tuple(shape) != (actual := tuple(tensor.to_local().shape)):
+            # Sorted by False before True: the dimensions of the mesh with a plain Shard come first.
+            order = sorted((type(placement) is not Shard, dim) for dim, placement in enumerate(tensor.placements))
+            for _, mesh_dim in order:
+                cut_dim = getattr(tensor.placements[mesh_dim], "dim", None)  # of the tensor; None if it is not cut
+                if cut_dim is not None:
+                    size = -(-shape[cut_dim] // mesh.size(mesh_dim))  # rounded up, so that the last chunk is smaller
+                    begin = min(coordinate[mesh_dim] * size, shape[cut_dim])
+                    offset[cut_dim] += begin
+                    shape[cut_dim] = min(size, shape[cut_dim] - begin)
+            actual = tuple(tensor.to_local().shape)
+            if tuple(shape) != actual:
                 raise ValueError(
                     f"a checkpoint needs a part of shape {tuple(shape)} of a tensor of shape {tuple(tensor.shape)} "
                     f"with placements {tensor.placements}, but this rank has {actual}; shard it with fully_shard() and "
@@ -89,28 +94,31 @@ class Part(NamedTuple):
         return Part(tuple(offset), tuple(shape))
 
     def overlap(self, other: Part) -> Part | None:
-        """Return what two parts have in common."""
+        """Return the part of the whole tensor that is in both parts; None if they have no element in common."""
         ends = [min(a + length, b + other_length) for a, length, b, other_length in zip(*self, *other, strict=True)]
         begins = [max(pair) for pair in zip(self.offset, other.offset, strict=True)]
         shape = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
         return None if any(length <= 0 for length in shape) else Part(tuple(begins), shape)
 
     def slices(self, within: Part) -> tuple[slice, ...]:
-        """Return where this part is in the memory of another one."""
+        """Return the slices that cut this part out of the tensor of another part, `within`, which contains it."""
         firsts = [begin - other for begin, other in zip(self.offset, within.offset, strict=True)]
         return tuple(slice(first, first + length) for first, length in zip(firsts, self.shape, strict=True))
 
 
 def is_writer(name: str, tensor: DTensor) -> bool:
-    """Return whether this rank writes its part of a sharded tensor: one does of those that have the same part."""
+    """Return whether this rank writes its part of a sharded tensor: among the ranks that have the same part, one does.
+
+    A hash of the name chooses it, so that the tensors are spread over these ranks.
+    """
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     if coordinate is None or not bool((mesh.mesh == 0).any()) or not tensor.to_local().numel():
-        return False  # other meshes are replicas of that with rank 0
+        return False  # a mesh without rank 0 has replicas of what the mesh with rank 0 has
     replicas = [dim for dim, placement in enumerate(tensor.placements) if placement.is_replicate()]
     return all(coordinate[dim] == zlib.crc32(name.encode()) % mesh.size(dim) for dim in replicas)
 
 
 def placed_like(part: Tensor, like: DTensor) -> DTensor:
-    """Return a sharded tensor from the `part` on this rank, sharded as another one."""
-    where = like.device_mesh, like.placements
-    return DTensor.from_local(part.to(like.device), *where, shape=like.shape, stride=like.stride())
+    """Return a sharded tensor from the `part` on this rank, with the device mesh, placements and shape of `like`."""
+    placement = like.device_mesh, like.placements
+    return DTensor.from_local(part.to(like.device), *placement, shape=like.shape, stride=like.stride())

@@ -18,7 +18,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from variable_batch_size._validation import value_error
 
-# While reading any contents, which another program can have published with a valid checksum.
+# What reading a damaged file can raise: any of these, as another program can have written it with a valid checksum.
 DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, RuntimeError)
 _SEAL: Final = ', "seal": "'
 
@@ -77,11 +77,11 @@ class Storage:
         self.location = self._path if self.on_disk else self._fs.unstrip_protocol(self._path).rstrip("/")
 
     def at(self, *names: str) -> str:
-        """Return the location of something in the folder."""
+        """Return the path or URL of something in the folder."""
         return "/".join([self.location, *names])
 
     def make(self, *folder: str) -> None:
-        """Create the folder, or one within it, if it is one of a disk; a store has no empty ones."""
+        """Create the folder, or one within it, on a disk; a store needs none, because it has no empty folders."""
         if self.on_disk:
             os.makedirs(self._path_of(folder), exist_ok=True)  # noqa: PTH103
 
@@ -94,8 +94,8 @@ class Storage:
         return []
 
     def listed(self) -> dict[str, set[str]]:
-        """Return the names in the folder, with those in folders; of a store it is one request."""
-        if self.on_disk:  # `find` reads the facts of all files, and raises where one is deleted meanwhile
+        """Return the names in the folder, each with the names of the files within it; one request to a store."""
+        if self.on_disk:  # fsspec's `find` looks at every file, and raises if one is deleted meanwhile
             return {name: {*self.names(name)} for name in self.names()}
         by_name: dict[str, set[str]] = {}
         for path in self._fs.find(self._path):
@@ -109,7 +109,7 @@ class Storage:
         return contents
 
     def put(self, text: str, *names: str, create: bool = False) -> None:
-        """Write a small file; with `create` raise FileExistsError if there is one."""
+        """Write a small file, so that it is there whole or not at all; `create`: raise FileExistsError if it exists."""
         if not self.on_disk:
             self._fs.pipe_file(self._path_of(names), text.encode(), mode="create" if create else "overwrite")
         elif create:
@@ -120,7 +120,7 @@ class Storage:
             with self.create(*folder, f"{name}.new", replaces=True) as stream:
                 stream.write(text.encode())
             os.replace(self._path_of([*folder, f"{name}.new"]), self._path_of(names))  # noqa: PTH105
-            for path in {self._path_of(folder), self._path}:  # POSIX requires it for names of files
+            for path in {self._path_of(folder), self._path}:  # else a new name may be lost when the machine fails
                 descriptor = os.open(path, os.O_RDONLY)
                 try:
                     os.fsync(descriptor)
@@ -129,10 +129,14 @@ class Storage:
 
     @contextmanager
     def create(self, *names: str, replaces: bool = False) -> Iterator[IO[bytes]]:
-        """Write a file, which is flushed to the disk at the end of the block; a disk has none, unless it `replaces` it.
+        """Open a file to be written, and flush it to the disk, or publish it in the store, at the end of the block.
+
+        Args:
+            names: folder and name of the file.
+            replaces: whether the file may exist on a disk; an object of a store is replaced in any case.
 
         Raises:
-            FileExistsError: if there is one.
+            FileExistsError: if it exists on a disk, unless `replaces`.
         """
         path = self._path_of(names)
         if self.on_disk:
@@ -148,7 +152,7 @@ class Storage:
             with suppress(Exception):
                 stream.discard()
             raise
-        stream.close()  # which completes it
+        stream.close()  # which publishes the object
 
     @contextmanager
     def open(self, *names: str) -> Iterator[IO[bytes]]:
@@ -171,7 +175,7 @@ class Storage:
 
     def age(self, name: str) -> float:
         """Return the seconds since a file was written, by the clock of the disk or the store."""
-        probe = f".probe-{uuid4().hex}"
+        probe = f".probe-{uuid4().hex}"  # a file written now tells the time by that clock
         self.put("", probe, create=True)
         try:
             now, then = (self._fs.modified(self._path_of([file])) for file in (probe, name))

@@ -34,35 +34,44 @@ _NAMES: Final = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-_PAIRS: Final = {torch.complex64: "F32", torch.complex128: "F64"}  # as pairs of these; all others are written as bytes
+# Complex numbers are written as pairs of these, and dtypes in neither table as bytes: a last dimension is added.
+_PAIRS: Final = {torch.complex64: "F32", torch.complex128: "F64"}
 
 
 def write(file: IO[bytes], tensors: Mapping[str, Tensor], facts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Write tensors in host memory.
+    """Write tensors in host memory to a file, and return the description that `check` and `read` need.
 
     Args:
-        file: where to write, in order.
-        tensors: dense tensors.
-        facts: what else `chunks` are to say of each tensor.
+        file: written from its begin to its end, without a seek.
+        tensors: dense tensors by name.
+        facts: further entries of the description of each tensor, by its name.
 
     Returns:
-        The number of `bytes` of the file and of its `header`, the `sha256` of that, and the `chunks`: where each tensor
-        begins and ends, its SHA-256 and the facts.
+        The number of `bytes` of the file and of its `header`, the `sha256` of the header, and the `chunks`, by the name
+        of the tensor: its first byte and the one after its last byte in the file, its SHA-256, and its `facts`.
 
     Raises:
         OSError: if they cannot be written.
     """
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # which aligns all of them
+    # The largest elements come first, so that each tensor begins at a multiple of the size of its elements.
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     entries, chunks, begin = dict[str, Any](), dict[str, Any](), 0
     for name in order:
         tensor = tensors[name]
-        last = [] if tensor.dtype in _NAMES else [2 if tensor.dtype in _PAIRS else tensor.element_size()]
-        kind = _NAMES.get(tensor.dtype) or _PAIRS.get(tensor.dtype, "U8")
+        shape = [*tensor.shape]
+        if tensor.dtype in _NAMES:
+            dtype = _NAMES[tensor.dtype]
+        elif tensor.dtype in _PAIRS:
+            dtype = _PAIRS[tensor.dtype]
+            shape.append(2)
+        else:
+            dtype = "U8"
+            shape.append(tensor.element_size())
         end = begin + tensor.nbytes
-        entries[name] = {"dtype": kind, "shape": [*tensor.shape, *last], "data_offsets": [begin, end]}
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
         begin = end
     header = json.dumps(entries).encode()
-    header += b" " * (-len(header) % 8)
+    header += b" " * (-len(header) % 8)  # the tensors begin at a multiple of 8 bytes
     header = len(header).to_bytes(8, "little") + header
     file.write(header)
     for name in order:
@@ -76,10 +85,14 @@ def write(file: IO[bytes], tensors: Mapping[str, Tensor], facts: Mapping[str, Ma
 
 
 def check(file: IO[bytes], facts: Mapping[str, Any]) -> None:
-    """Check the size of a file, and its header; that its tensors are right shows when they are read.
+    """Check the size and the header of a file; `read` verifies each tensor.
+
+    Args:
+        file: the file.
+        facts: the description of the file that `write` returned.
 
     Raises:
-        ValueError: if they are not those that `write` returned.
+        ValueError: if the file has another size or header.
     """
     size = file.seek(0, 2)
     file.seek(0)
@@ -88,13 +101,18 @@ def check(file: IO[bytes], facts: Mapping[str, Any]) -> None:
 
 
 def read(file: IO[bytes], chunk: Mapping[str, Any], dtype: str) -> Tensor:
-    """Return a tensor, or a part of one.
+    """Read a tensor, or the part of it that the file has, and verify its checksum.
+
+    Args:
+        file: the file.
+        chunk: the entry of the tensor in the `chunks` that `write` returned, with the `shape` of what is in the file.
+        dtype: its name in torch, such as "float32".
 
     Raises:
-        ValueError: if the file has other bytes there.
+        ValueError: if the file has other bytes at this place.
     """
     tensor = torch.empty(chunk["shape"], dtype=DTYPES[dtype])
-    contents = bytes_of(tensor)
+    contents = bytes_of(tensor)  # the memory of the tensor, into which the file is read
     count = 0
     if len(contents) != chunk["end"] - chunk["begin"]:
         raise ValueError("a tensor has another size than its shape")

@@ -33,14 +33,14 @@ _SCALARS: Final[dict[str, tuple[type, Callable[[Any], Json], Callable[[Json], An
 
 
 def encode(value: Any, name: str, tensors: dict[str, Tensor], names: dict[object, str]) -> Json:
-    """Return a value as JSON, and add its tensors to `tensors`, each once, by names that follow from their places.
+    """Return a value as JSON, and add its tensors to `tensors`, each once, named after its place in the value.
 
     Args:
         value: tensors and plain Python values in containers: dict, list, tuple, set, frozenset, OrderedDict, Counter;
             None, bool, int, float, complex, str, bytes; torch's dtype, device and Size.
-        name: what names begin with.
-        tensors: by name.
-        names: of the tensors, by `identity`.
+        name: prefix of the names of the tensors, such as "model".
+        tensors: the tensors by name; those of `value` are added.
+        names: the names of the tensors by `identity`, so that one tensor at two places gets one name; also added to.
 
     Raises:
         TypeError: if there is a value of another type.
@@ -56,7 +56,7 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor], names: dict[object
 
 
 def _encode(value: Any, name: str, tensors: dict[str, Tensor], names: dict[object, str]) -> Json:
-    """Return a value as JSON, see `encode`; raise RecursionError if it is endless."""
+    """Return a value as JSON, see `encode`; raise RecursionError if it contains itself."""
     kind = type(value)
 
     def encode_items(values: Iterable[Any]) -> list[Json]:
@@ -110,14 +110,14 @@ def _encode_tensor(value: Tensor, name: str, tensors: dict[str, Tensor], names: 
 
 
 def decode(value: Json, tensor: Callable[[str], Tensor]) -> Any:
-    """Return the value that was encoded.
+    """Return the value of which `encode` returned the JSON.
 
     Args:
-        value: JSON of `encode`.
+        value: the JSON.
         tensor: returns a tensor by its name.
 
     Raises:
-        ValueError, LookupError, TypeError: if it is none.
+        ValueError, LookupError, TypeError: if `encode` returns no such JSON.
     """
     if isinstance(value, list):
         return [decode(item, tensor) for item in value]
@@ -125,29 +125,31 @@ def decode(value: Json, tensor: Callable[[str], Tensor]) -> Any:
         return value
     if _TAG not in value:
         return {key: decode(item, tensor) for key, item in value.items()}
-    kind, of = value[_TAG], value[_OF]
+    kind, contents = value[_TAG], value[_OF]
     if kind == "tensor":
-        return tensor(of)
+        return tensor(contents)
     if kind in _SCALARS:
-        return _SCALARS[kind][2](of)
-    items = decode(of, tensor)
+        _, _, from_json = _SCALARS[kind]
+        return from_json(contents)
+    items = decode(contents, tensor)
     if kind == "sparse_coo":
         indices, values, shape, coalesced = items
         return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=coalesced or None, check_invariants=True)
     if kind in _LISTS:
         return _LISTS[kind](items)
-    made: Any = _MAPS[kind]()
+    decoded: Any = _MAPS[kind]()
     for key, item in items:
-        made[key] = item
+        decoded[key] = item
     if "attributes" in value:
-        vars(made).update(decode(value["attributes"], tensor))
-    return made
+        vars(decoded).update(decode(value["attributes"], tensor))
+    return decoded
 
 
 def identity(tensor: Tensor) -> object:
-    """Return what is equal for tensors that are the same view of the same memory: a checkpoint has them once."""
+    """Return a key that two tensors share if they are the same view of the same memory, which a checkpoint has once."""
     if isinstance(tensor, DTensor):
-        return tensor.shape, tensor.placements, identity(tensor._local_tensor)  # which lives as long as the DTensor
+        # Not to_local(), which returns a new tensor each time: the id() of one could be that of another one later.
+        return tensor.shape, tensor.placements, identity(tensor._local_tensor)
     if tensor.layout is not torch.strided or tensor.device.type not in ("cpu", "cuda") or not tensor.numel():
         return id(tensor)
     view = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
@@ -155,13 +157,13 @@ def identity(tensor: Tensor) -> object:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor is strided or of coordinates, and of no subclass but parameters and buffers."""
+    """Return whether a checkpoint can hold a tensor: strided or sparse COO, with data, not quantized, no subclass."""
     has_layout = (tensor.layout is torch.strided and not tensor.is_nested) or tensor.layout is torch.sparse_coo
     return has_layout and not tensor.is_meta and not tensor.is_quantized and type(tensor.detach()) is Tensor
 
 
 def _free_name(name: str, taken: dict[str, Tensor]) -> str:
-    """Return a name that no tensor has yet: this one, or with a number after it."""
+    """Return a name that is not taken: this name, or it with the lowest free number appended."""
     number, free = 1, name
     while free in taken:  # keys of a dict can have the same text
         number += 1

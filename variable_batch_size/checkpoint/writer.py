@@ -19,11 +19,11 @@ from uuid import uuid4
 
 from variable_batch_size.checkpoint.storage import DAMAGE, Storage, seal_json, unseal_json
 
-SECONDS: Final = 600.0  # after it was written last, until when a folder is its writer's own
-RENEWAL: Final = 60.0  # seconds from one time that it is written to the next
+SECONDS: Final = 600.0  # from the last write of a writer's file until another job may take the folder over
+RENEWAL: Final = 60.0  # seconds between two writes of a writer's file
 
 _NAME = re.compile(r"\.writer-(\d{4,})")
-_open = weakref.WeakValueDictionary[str, "Writer"]()  # those of this process, by the folder, without links
+_open = weakref.WeakValueDictionary[str, "Writer"]()  # the writers of this process, by the real path of the folder
 
 
 @final
@@ -37,8 +37,8 @@ class Record(NamedTuple):
         token: random text.
         locked: whether the writer has locked a file of the disk, by which others see that it has ended.
         ended: whether it has closed the folder.
-        newest: the newest checkpoint of which all ranks knew that it was there; "" before the first one.
-        best: the best ones then, with spaces between them.
+        newest: name of the newest checkpoint that all ranks had written when the file was written last; "" for none.
+        best: names of the best ones at that time, with spaces between them.
     """
 
     run: str = ""
@@ -51,7 +51,7 @@ class Record(NamedTuple):
     best: str = ""
 
 
-_UNREADABLE = Record()  # on a disk: half written
+_UNREADABLE = Record()  # in the place of a file that is only half written, as a disk may have it
 
 
 @final
@@ -63,10 +63,10 @@ class Writer:
         run: name of the job. Default: `TORCHELASTIC_RUN_ID` or `SLURM_JOB_ID` of the environment.
 
     Attributes:
-        number: of this writer; 0: it does not write.
+        number: number of this writer; 0 if it does not write.
     """
 
-    _pid = 0  # until all is there that ends with an object: an interrupt can come in between
+    _pid = 0  # until __init__ has created everything that __del__ needs: an interrupt may end it before
 
     def __init__(self, storage: Storage, run: str | None) -> None:
         jobs = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")]
@@ -74,24 +74,28 @@ class Writer:
         self._storage = storage
         self._run = run or next((job for job in jobs if job not in ("", "none")), "")
         self.number, self._record = 0, _UNREADABLE
-        self._file: int | None = None  # descriptor of the locked one
-        self._ended, self._writing = threading.Event(), threading.Lock()  # of the thread that writes the file again
+        self._file: int | None = None  # descriptor of the locked file
+        self._ended, self._writing = threading.Event(), threading.Lock()  # for the thread that renews the file
         self._pid = os.getpid()  # a forked process does not write
 
     def acquire(self, highest: int) -> None:
-        """Become the writer, with a number above `highest`, which a checkpoint has.
+        """Become the writer.
+
+        Args:
+            highest: the highest number of a writer in the names of the checkpoints; the new number is above it.
 
         Raises:
             OSError: if another process writes there.
         """
         number, last = max(self._records().items(), default=(0, None))
-        of_process = _open.get(self._key)
-        of_process = of_process if of_process is not None and of_process._pid == os.getpid() else None
-        if of_process is not None:  # as when a notebook's cell runs again
-            of_process._stop()
+        earlier_writer = _open.get(self._key)  # of this process, as when a notebook's cell runs again
+        if earlier_writer is not None and earlier_writer._pid != os.getpid():  # of the process that was forked
+            earlier_writer = None
+        if earlier_writer is not None:
+            earlier_writer._stop()
         try:
             locked = self._lock_file(last)
-            if last is not None and (of_process is None or of_process._record.token != last.token):
+            if last is not None and (earlier_writer is None or earlier_writer._record.token != last.token):
                 self._check_free(last, number, locked)
             self.number, host = max(number, highest) + 1, socket.gethostname()
             newest, best = (last.newest, last.best) if last else ("", "")
@@ -124,7 +128,7 @@ class Writer:
         return False
 
     def last_saved(self) -> tuple[str, list[str]]:
-        """Return the newest checkpoint of which the last writer has recorded that it was there, or "", and the best."""
+        """Return the names of the newest checkpoint, or "", and of the best ones that the last writer has recorded."""
         last = max(self._records().items(), default=(0, self._record))[1]
         return last.newest, last.best.split()
 
@@ -155,7 +159,7 @@ class Writer:
 
     @property
     def writes(self) -> bool:
-        """Whether this process is the writer, as far as it can be seen."""
+        """Whether this process is the writer; if the folder cannot be reached, whether it was when it last could."""
         try:
             self.check()
         except RuntimeError:
@@ -171,14 +175,14 @@ class Writer:
             self._put(**changes)
 
     def release(self) -> None:
-        """Let other processes write, at once if the folder can be reached."""
+        """Let other processes write: at once if the folder can be reached, otherwise after `SECONDS`."""
         if self._pid == os.getpid():
             self.renew(ended=True)
         self._stop()
 
     def _stop(self) -> None:
-        """Write no longer: end the thread that renews, and unlock the file."""
-        if self._pid != os.getpid():  # in a forked process, the other thread may have held the lock for ever
+        """Stop to write: end the thread that renews the file, and unlock the folder."""
+        if self._pid != os.getpid():  # forked while the other thread held `_writing`, it would wait for ever
             return
         self._ended.set()
         with self._writing:
@@ -186,16 +190,21 @@ class Writer:
         if _open.get(self._key) is self:
             del _open[self._key]
         if self._file is not None:
-            file, self._file = self._file, None  # first, so that an interrupt leaves no number that another file gets
+            # Forgotten before it is closed: after an interrupt, nothing closes this descriptor once more, which may by
+            # then be the one of another file.
+            file, self._file = self._file, None
             os.close(file)
 
     __del__ = _stop
 
     def _lock_file(self, last: Record | None) -> bool:
-        """Lock a file of the disk, and return whether it is; in a store, and where a disk has no locks, it is not.
+        """Lock the file `.lock` of the folder, and return whether it is locked: a store and some disks have no locks.
 
-        Locks of POSIX, unlike those of `flock` and of libraries on it, end with the process although a child of it
-        lives on, and network file systems know them.
+        It is a POSIX lock, by `lockf`. Unlike one by `flock`, it ends with the process even if a child of the process
+        continues to run, and network file systems support it.
+
+        Args:
+            last: the record of the last writer, for the message.
 
         Raises:
             OSError: if another process of this host has locked it.
@@ -213,22 +222,29 @@ class Writer:
             file, self._file = self._file, None
             os.close(file)
             other = last or _UNREADABLE
-            is_here = other.host in ("", socket.gethostname())  # one on another host may have ended without a word
-            if isinstance(error, (BlockingIOError, PermissionError)) and is_here:
+            # The lock of a process on another host may outlive it, so that the age of its file decides.
+            on_this_host = other.host in ("", socket.gethostname())
+            if isinstance(error, (BlockingIOError, PermissionError)) and on_this_host:
                 raise OSError(self._refusal(other)) from None
             return False
         return True
 
     def _check_free(self, last: Record, number: int, locked: bool) -> None:
-        """Raise OSError if the last writer may still live: it has not ended, no lock tells, and it was renewed."""
+        """Raise OSError if the last writer may still run and is of another job.
+
+        Args:
+            last: its record.
+            number: its number.
+            locked: whether this process has locked the folder, so that no running process has.
+        """
         if last.ended or (locked and last.locked) or (self._run and last.run == self._run):
             return
-        left = SECONDS - self._storage.age(_file_name(number))
-        if left > 0:
-            raise OSError(self._refusal(last, f", wait for {left:.0f} s if it has ended"))
+        remaining = SECONDS - self._storage.age(_file_name(number))
+        if remaining > 0:
+            raise OSError(self._refusal(last, f", wait for {remaining:.0f} s if it has ended"))
 
     def _refusal(self, other: Record, wait: str = "") -> str:
-        """Return the error of a folder that another process writes to; `wait`: what may help, in words."""
+        """Return the message for a folder that another process writes to; `wait`: a further remedy, in words."""
         job, take_over = f' of the job "{other.run}"' if other.run else "", ""
         if other.run and other.run != self._run:
             take_over = f', pass run="{other.run}" to take over from an earlier process of that job'
@@ -238,6 +254,7 @@ class Writer:
         )
 
     def _numbers(self) -> list[int]:
+        """Return the numbers of all writers that have a file."""
         return [int(match[1]) for name in self._storage.names() if (match := _NAME.fullmatch(name))]
 
     def _records(self) -> dict[int, Record]:
@@ -263,10 +280,11 @@ class Writer:
 def _keep_alive(writer: weakref.ref[Writer], ended: threading.Event) -> None:
     """Renew the file of a writer at intervals, until it has ended."""
     while not ended.wait(RENEWAL):
-        if (alive := writer()) is None:
+        alive = writer()
+        if alive is None:
             return
         alive.renew()
-        del alive
+        del alive  # else this thread would keep the writer alive while it waits
 
 
 def _file_name(number: int) -> str:
