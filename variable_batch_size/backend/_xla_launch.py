@@ -57,11 +57,13 @@ def run_child(work: Callable[..., int], args: Sequence[Any], environment: Mappin
     with preemption.forwarding_to(forward) if preemption else _on_sigterm(forward), _stop_on_exit(child):
         with environment_with(environment):
             _start_child(child)
-        if forwarded or (preemption and preemption.requested):  # before the child had a pid
+        if forwarded or (preemption and preemption.requested):  # a signal came before the child had a pid
             child.terminate()
         _join_interruptibly(child)
     code = child.exitcode or 0
-    _exit_as(-signal.SIGTERM if forwarded and code == -forwarded else code)  # the child had installed no handlers yet
+    if forwarded and code == -forwarded:  # the signal ended the child before it had installed its handlers
+        code = -signal.SIGTERM
+    _exit_as(code)
 
 
 def run_by(launcher: Callable[..., object], work: Callable[..., object], args: Sequence[Any]) -> None:
@@ -131,7 +133,13 @@ def run_threads(jobs: Sequence[Callable[[], object]]) -> None:
 class Rendezvous:
     """Barrier on the host for the ranks of one process, without a timeout.
 
-    A rank that has returned cannot be waited for: the others raise.
+    If a rank has returned, the others raise an error instead of waiting for it.
+
+    Args:
+        size: number of ranks.
+
+    Attributes:
+        left: whether a rank has returned.
     """
 
     def __init__(self, size: int) -> None:
@@ -161,9 +169,9 @@ class Rendezvous:
 
 
 def _join_interruptibly(worker: threading.Thread | BaseProcess) -> None:
-    """Wait for a thread or a process, and wake up meanwhile, because Python runs signal handlers only then.
+    """Wait for a thread or a process, and wake up every second, because Python runs signal handlers only then.
 
-    A signal wakes the main thread only if this thread receives it, and after it has begun to wait.
+    A signal does not wake the main thread if another thread receives it, or before the main thread waits.
     """
     while worker.is_alive():
         worker.join(_WAKE_SECONDS)
@@ -209,7 +217,7 @@ def _stop_on_exit(child: BaseProcess) -> Iterator[None]:
 
 
 def _exit_as(code: int) -> None:
-    """Raise the exception that stands for a child's exit code; return if it is 0."""
+    """Raise the exception that corresponds to a child's exit code; return if it is 0."""
     if code == FAILED:
         raise RuntimeError(
             "the launched ranks did not finish: an exception ended one; see its traceback above (stderr)"
@@ -226,7 +234,7 @@ def _exit_as(code: int) -> None:
 
 
 def _child_main(signals: Sequence[signal.Signals], work: Callable[..., int], *args: Any) -> None:
-    """Run the work in the child, see the module, and exit with its code."""
+    """Run the work in the child process, as the module describes it, and exit with its code."""
     _terminate_with_parent()
     threading.excepthook = _exit_after_thread
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -272,6 +280,7 @@ def _print_failure(error: BaseException | None) -> int:
 
 
 def _exit_immediately(code: int) -> NoReturn:
+    """End this process without a shutdown of the interpreter, which would wait for threads."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

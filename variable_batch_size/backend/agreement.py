@@ -33,12 +33,12 @@ from variable_batch_size.backend.departure import LEFT, AskedOnce, has_ended, id
 _MAX_SHARE = 0.005  # largest share of an update's time to spend on looks into the store
 _MAX_INTERVAL = 0.5  # seconds between two looks, unless one update takes longer
 _MAX_PAUSE = 0.05  # seconds between two looks of a rank that waits
-_SECONDS_TO_LOOK = 1.0  # after which a rank that waits looks whether the processes of the others live
-_KEPT = 64  # texts that stay; hosts of devices that execute later may be some updates apart
+_SECONDS_TO_LOOK = 1.0  # interval at which a rank that waits looks whether the processes of the others live
+_KEPT = 64  # published texts that stay, as hosts may be some updates apart where devices execute later
 
 _BASE = "variable_batch_size"
-_WAITS, _PASSED = "waits", "passed"  # keys: a call in which a rank waits; an error
-_REQUESTED, _LAST = "requested", "last"  # keys of a meeting, beside the ranks
+_WAITS, _PASSED = "waits", "passed"  # keys: a call in which a rank waits; the error of a rank that has passed it by
+_REQUESTED, _LAST = "requested", "last"  # keys of a meeting: that a rank wants it; the update after which it is held
 
 
 @final
@@ -63,29 +63,36 @@ class Agreement:
 
     def __init__(self, backend: Backend) -> None:
         self._backend, self.world = backend, backend.world
-        self._gathered, self._restores = 0, 0  # calls so far
+        self._gathered, self._restores = 0, 0  # number of calls of `gather` and of `forget` so far
         self._wishes: set[str] = set()  # of this rank, for the next meeting
-        self._granted: set[str] = set()  # of all ranks, at the last meetings
+        self._granted: set[str] = set()  # wishes of all ranks at the meetings so far, until `take_granted`
         self._restart_counts()
         if self.world.size > 1:
             store = backend.store()
             self._patience = store.timeout.total_seconds()  # type: ignore[attr-defined]
             # The only collective: a launcher may keep a store in which earlier ranks have left keys, so that the name
             # must be new; and it does not wait for a rank that was killed.
-            identity_here = json.dumps([uuid4().hex, identity()])
-            identities = [json.loads(text) for text in backend._gather_bytes(identity_here.encode())]
+            token_and_identity = json.dumps([uuid4().hex, identity()])
+            identities = [json.loads(text) for text in backend._gather_bytes(token_and_identity.encode())]
             self._store = AskedOnce(dist.PrefixStore(f"{_BASE}/{identities[0][0]}", store))
-            self._processes = [process for _, process in identities]  # by rank
+            self._processes = [process for _, process in identities]  # identity of each rank's process, by rank
             self.leave = register_leave(self, self.world, self._store, in_memory=isinstance(store, dist.HashStore))
-            look = WeakMethod(self._look_while_waiting)
-            backend.while_waiting = lambda: (alive := look()) and alive()
+            look_of = WeakMethod(self._look_while_waiting)  # weak, so that the backend does not keep this object alive
+
+            def look() -> None:
+                look_while_waiting = look_of()
+                if look_while_waiting is not None:
+                    look_while_waiting()
+
+            backend.while_waiting = look
 
     def _restart_counts(self) -> None:
-        """Forget updates and meetings: they are counted from here on."""
-        self._updates = 0  # made from here on
+        """Forget updates and meetings, and count them from 0 again."""
+        self._updates = 0
         self._meetings, self._met_at = 0, 0  # meetings so far, and the update after which the last one was held
-        self._reserved = 1  # a rank that has written nothing has reserved one update after the previous meeting
+        self._reserved = 1  # the update up to which this rank continues without a look; at first one after a meeting
         self._next: int | None = None  # update after which all ranks meet, once it is agreed
+        # Update and time of the last look for a request, and the mean seconds that a look takes.
         self._looked_at, self._looked_time, self._look_seconds = 0, time.perf_counter(), 0.0
 
     # Calls that every rank makes, in the same order. --------------------------------------------------------------
@@ -94,8 +101,8 @@ class Agreement:
         """Return the messages of all ranks, by rank.
 
         Args:
-            call: the call that every rank has to make, in words for an error.
-            message: of any length.
+            call: name of the call that every rank has to make, for an error.
+            message: a text of any length.
             patience: seconds to wait for the others. Default: the timeout of the store.
 
         Raises:
@@ -106,41 +113,42 @@ class Agreement:
         self._gathered += 1
         number = self._gathered
         keys = {rank: f"{number}/{rank}" for rank in range(self.world.size)}
-        all_of_them = f"{number}/all"
+        key_of_all = f"{number}/all"  # of the list of all messages, which rank 0 writes
         with _absence_if_store_ends(call):
             self._store.set(keys[self.world.rank], json.dumps([call, message]))
             if self.world.rank == 0:
                 self._wait_for_keys(call, keys, patience=patience)
                 texts = [text.decode() for text in self._store.multi_get([*keys.values()])]
-                self._store.set(all_of_them, f"[{','.join(texts)}]")
-                for key in (*keys.values(), f"{number - 1}/all"):  # which all ranks have read: they are here
+                self._store.set(key_of_all, f"[{','.join(texts)}]")
+                # All ranks have read the list of the call before: they have come to this one.
+                for key in (*keys.values(), f"{number - 1}/all"):
                     self._store.delete_key(key)
             else:
-                self._wait_for_keys(call, keys, ready=all_of_them, patience=patience)
-            calls = json.loads(self._store.get(all_of_them))
-        first, _ = calls[0]
+                self._wait_for_keys(call, keys, ready=key_of_all, patience=patience)
+            calls = json.loads(self._store.get(key_of_all))
+        call_of_rank_0, _ = calls[0]
         for rank, (call, _) in enumerate(calls):
-            if call != first:
+            if call != call_of_rank_0:
                 raise RuntimeError(
-                    f"all ranks must make the same calls in the same order, but rank 0 is in {first} and rank {rank} "
-                    f"in {call}; call both on every rank, after the same updates"
+                    f"all ranks must make the same calls in the same order, but rank 0 is in {call_of_rank_0} and "
+                    f"rank {rank} in {call}; call both on every rank, after the same updates"
                 )
         return [text for _, text in calls]
 
     def forget(self) -> None:
-        """Count updates from here on: every rank restores a state, and they may have made unequal many."""
+        """Count updates from 0 again, as every rank restores a state: until then they may have made unequally many."""
         self._restores += 1
         self._restart_counts()
 
     def run_on_all(self, call: str, work: Callable[[], str]) -> list[str]:
-        """Return the results of `work` by rank.
+        """Call `work` on this rank, exchange results with the ranks that do so, too, and return them by rank.
 
         Raises:
             RuntimeError: on every rank, with the same text, if `work` failed on one of them.
         """
         failure = None
         try:
-            message = "+" + work()
+            message = "+" + work()  # "+" and a result, or "-" and an error
         except Exception as error:
             failure = error
             message = f"-{error}"
@@ -161,7 +169,7 @@ class Agreement:
     # What one rank publishes, and no other rank waits for before it needs it. --------------------------------------
 
     def publish(self, name: str, number: int, text: str) -> None:
-        """Publish a text to all ranks, on one of them; those of earlier numbers are deleted later."""
+        """Publish a text, which other ranks get by `wait_for`; the one of `_KEPT` numbers before is deleted."""
         if self.world.size > 1:
             self._store.set(f"{name}/{number}", text)
             self._store.delete_key(f"{name}/{number - _KEPT}")
@@ -180,12 +188,22 @@ class Agreement:
     # Meetings after updates. --------------------------------------------------------------------------------------
 
     def wish(self, word: str) -> None:
-        """Ask for something that all ranks do after the same update; a word that was asked for counts once."""
-        if word not in self._granted:
-            (self._wishes if self.world.size > 1 else self._granted).add(word)
+        """Ask for something that all ranks are to do after the same update, by a word such as "stop".
+
+        Further wishes with the same word have no effect until `take_granted` has returned True for it.
+        """
+        if word in self._granted:
+            return
+        if self.world.size > 1:
+            self._wishes.add(word)
+        else:
+            self._granted.add(word)
 
     def take_granted(self, word: str) -> bool:
-        """Return whether the ranks have met since a rank has asked for this; once, and the same on every rank."""
+        """Return whether the ranks have met since one of them wished for this word; True only once for a wish.
+
+        The result is the same on every rank after the same update.
+        """
         granted = word in self._granted
         self._granted.discard(word)
         return granted
@@ -196,14 +214,14 @@ class Agreement:
             return
         self._updates += 1
         if self._next is None and (self._wishes or self._updates >= self._reserved):
-            # If the process with the store has ended, it has made the last update, or the next sum of gradients fails.
+            # If the process with the store has ended, either the training is over, or the next sum of gradients fails.
             with suppress(dist.DistNetworkError):
                 self._look_for_request()
         if self._next is not None and self._updates >= self._next:
             self._meet_ranks()
 
     def _look_for_request(self) -> None:
-        """Ask for a meeting if there are wishes, or reserve updates; agree on the next one if a rank has asked."""
+        """Request a meeting if this rank has wishes, otherwise reserve updates; if one is requested, agree on when."""
         began = time.perf_counter()
         self._check_no_call_passed(self._updates)
         if self._wishes:
@@ -216,15 +234,15 @@ class Agreement:
         if self._store.check([self._meeting_key(_REQUESTED)]):
             self._reserve_until(self._updates)  # this rank makes no further update before it knows the next meeting
             last = max(map(self._reserved_by, range(self.world.size)))
-            # Ranks may find different ones: the first counts.
+            # Ranks may find different ones: the first one that is written counts.
             self._next = int(self._store.compare_set(self._meeting_key(_LAST), "", str(last)))
         self._looked_at, self._looked_time = self._updates, time.perf_counter()
-        self._look_seconds += (self._looked_time - began - self._look_seconds) / 4
+        self._look_seconds += (self._looked_time - began - self._look_seconds) / 4  # a moving average
 
     def _meet_ranks(self) -> None:
         """Exchange wishes with all ranks, after the update of the meeting."""
         message = json.dumps(sorted(self._wishes))
-        keys = [self._meeting_key(name) for name in (_REQUESTED, _LAST, *range(self.world.size))]
+        keys = [self._meeting_key(name) for name in (_REQUESTED, _LAST, *range(self.world.size))]  # of this meeting
         self._meetings, self._met_at, self._reserved = self._meetings + 1, self._updates, self._updates + 1
         self._wishes, self._next = set(), None
         wishes = self.gather("optimizer.step()", message)
@@ -234,13 +252,16 @@ class Agreement:
         self._granted.update(*map(json.loads, wishes))
 
     def _meeting_key(self, name: object) -> str:
+        """Return the key in the store of something of the next meeting: a rank's reservation, or another name."""
         return f"{self._restores} restores, {self._meetings} meetings/{name}"
 
     def _reserve_until(self, update: int) -> None:
+        """Tell the other ranks that this one makes its updates up to this one without a look for a request."""
         self._reserved = update
         self._store.set(self._meeting_key(self.world.rank), str(update))
 
     def _reserved_by(self, rank: int) -> int:
+        """Return the last update that a rank has reserved: if it has written none, the one after the last meeting."""
         key = self._meeting_key(rank)
         return int(self._store.get(key)) if self._store.check([key]) else self._met_at + 1
 
@@ -258,25 +279,33 @@ class Agreement:
     def _wait_for_keys(
         self, call: str, keys: Mapping[int, str], ready: str = "", patience: float | None = None
     ) -> None:
-        """Wait for the keys of ranks, or for `ready` in their place, which rank 0 writes when it has seen these.
+        """Wait until the keys of ranks, or the key `ready`, are in the store.
 
-        Raise AbsentRankError if a rank has ended or does not come. The other arguments are those of `gather`.
+        Args:
+            call, patience: see `gather`.
+            keys: the key that each rank writes, by rank.
+            ready: the key that rank 0 writes when it has seen `keys`; "" to wait for these themselves.
+
+        Raises:
+            AbsentRankError: if a rank has ended or does not come.
         """
-        wanted = [ready] if ready else [*keys.values()]
+        awaited = [ready] if ready else [*keys.values()]
+        writers = [*keys.items(), (0, ready)] if ready else [*keys.items()]
         began = time.monotonic()
-        pause = 0.0
+        pause = 0.0  # seconds
         patience = self._patience if patience is None else patience
-        looks = began + _SECONDS_TO_LOOK
-        while not self._store.check(wanted):
+        next_look = began + _SECONDS_TO_LOOK
+        while not self._store.check(awaited):
             waited = time.monotonic() - began
             ended = self._backend.rank_has_ended or self._store.check([LEFT])
-            if time.monotonic() > looks:
-                looks += _SECONDS_TO_LOOK
-                ended = ended or any(starmap(self._has_left, [*keys.items(), *[(0, ready)] * bool(ready)]))
+            if time.monotonic() > next_look:
+                next_look += _SECONDS_TO_LOOK
+                ended = ended or any(starmap(self._has_left, writers))
                 self._store.set(_WAITS, json.dumps([self._gathered, self._updates, self.world.rank, call]))
             if (ended or waited > _SECONDS_TO_LOOK) and self._store.check([_PASSED]):
                 raise AbsentRankError(self._store.get(_PASSED).decode())
-            if (ended or waited > patience) and not self._store.check(wanted):  # who has ended may have come before
+            # Checked once more: a rank that has ended may have written its key before.
+            if (ended or waited > patience) and not self._store.check(awaited):
                 late = {rank: key for rank, key in keys.items() if not self._store.check([key])} or {0: ready}
                 gone = [rank for rank, key in late.items() if self._has_left(rank, key)]  # others come a little later
                 absent = [str(rank) for rank in gone or late]
@@ -286,18 +315,20 @@ class Agreement:
                     f"every rank must come to {call}, but {who} not, {why}; see the output of all ranks, and make the "
                     f"same calls on every rank after the same updates"
                 )
-            time.sleep(pause)  # and not in the store, whose connection the threads of this process share
+            # Not `store.wait`: it would block the store's connection, which the threads of this process share.
+            time.sleep(pause)
             pause = min(waited / 8 + 1e-5, _MAX_PAUSE)
 
     def _look_while_waiting(self) -> None:
-        """Look for a rank that waits in a call, while this one waits for it in the sum of the next update."""
+        """Raise an error if another rank waits in a call, while this one waits for it in the sum of the next update."""
         with suppress(dist.DistNetworkError):
             self._check_no_call_passed(self._updates + 1)
 
     def _check_no_call_passed(self, made: int) -> None:
-        """Raise AbsentRankError, on all ranks that wait, if this one has passed a call by, in which another one waits.
+        """Raise AbsentRankError if another rank waits in a call that this one has left out; that rank raises it, too.
 
-        It has made `made` updates, or waits in the sum of the last of them.
+        Args:
+            made: number of updates that this rank has made, with the one whose sum it waits for.
         """
         if not self._store.check([_WAITS]):
             return
@@ -310,7 +341,7 @@ class Agreement:
             raise AbsentRankError(self._store.compare_set(_PASSED, "", sentence).decode())
 
     def _has_left(self, rank: int, key: str) -> bool:
-        """Return whether a rank has left or was killed, if its key is not there."""
+        """Return whether a rank has left or was killed before it has written its key."""
         gone = self._store.check([f"{LEFT}/{rank}"]) or has_ended(self._processes[rank])
         return gone and not self._store.check([key])
 

@@ -17,7 +17,7 @@ from variable_batch_size.backend.numbers_as_inputs import NumbersAsInputs
 from variable_batch_size.backend.sent_numbers import SentNumbers
 from variable_batch_size.world import World
 
-_servers: list[dist.Store] = []  # until this process ends: other ranks may read later than this one
+_servers: list[dist.Store] = []  # stores of this process, kept until it ends: other ranks may read later than this one
 
 
 class Backend(ABC):
@@ -34,7 +34,8 @@ class Backend(ABC):
         world: this rank, and the number of ranks.
         threads: whether ranks may be threads of one process, which have the disk of rank 0.
         elastic: whether the world may change between two updates, see `ElasticBackend`.
-        while_waiting: called every second while the host waits in a sum, if the backend can; what it raises ends that.
+        while_waiting: called every second while the host waits in a sum, if the backend can; an error in it ends the
+            wait.
     """
 
     threads: ClassVar[bool] = False
@@ -55,7 +56,7 @@ class Backend(ABC):
         """
 
     def _gather_bytes(self, message: bytes) -> list[bytes]:
-        """Return the messages of all ranks, by rank, before they have a store; `Agreement.gather` does it with one."""
+        """Return the messages of all ranks, by rank, through two sums; with a store, `Agreement.gather` does it."""
         world = self.world
         lengths = torch.zeros(world.size, dtype=torch.int64)
         lengths[world.rank] = len(message)
@@ -70,7 +71,7 @@ class Backend(ABC):
         if self.world.size == 1:
             return dist.HashStore()
         hosts = self._gather_bytes(socket.gethostname().encode())
-        host = hosts[0].decode() if len(set(hosts)) > 1 else "localhost"
+        host = hosts[0].decode() if len(set(hosts)) > 1 else "localhost"  # of rank 0, which has the server
         server = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if self.world.rank == 0 else None
         port = int(self._gather_bytes(b"%d" % (server.port if server else 0))[0])
         if server is not None:
@@ -79,7 +80,7 @@ class Backend(ABC):
 
     @property
     def job(self) -> Backend:
-        """The backend of all ranks that agree on when to stop, to save and what comes next; as a rule this one."""
+        """The backend of all ranks that agree on when to stop and save, and on batch sizes; usually this backend."""
         return self
 
     @property
@@ -101,17 +102,17 @@ class Backend(ABC):
 
     @property
     def static_graph(self) -> bool:
-        """Whether every update must issue the same operations, whatever its numbers are, which are tensors there."""
+        """Whether every update must issue the same operations, as the device compiles graphs; numbers are tensors."""
         return self._sent is not None
 
     @property
     def device(self) -> torch.device:
-        """A device on which the ranks can communicate, for numbers that are on none."""
+        """A device whose tensors the ranks can sum, for numbers that are on no device yet."""
         return torch.device("cpu")
 
     @final
     def reads(self, tensor: Tensor) -> bool:
-        """Return whether the host may read a tensor at once: it is on the CPU, and in no graph."""
+        """Return whether the host can read a tensor without a wait: it is on the CPU, and no graph computes it."""
         return self._sent is None and tensor.device.type == "cpu"
 
     def scalars(self, values: Sequence[float], like: Tensor, place: str = "") -> Sequence[Any]:
@@ -167,8 +168,8 @@ class Backend(ABC):
         if not isinstance(value, Tensor):
             return self.scalar(value, like, place)
         value = value.detach().reshape(())
-        on_host = value.device.type == "cpu" != like.device.type
-        if on_host or self.reads(like):
+        is_moved = value.device.type == "cpu" and like.device.type != "cpu"
+        if is_moved or self.reads(like):
             return self.scalar(value.item(), like, place)
         return value.to(like.device, torch.float64 if like.dtype == torch.float64 else torch.float32)
 
@@ -177,9 +178,9 @@ class Backend(ABC):
         return value
 
     def numbers_as_inputs(self, inner: Optimizer, *, unread: bool = False) -> AbstractContextManager[object]:
-        """Return a context for steps of `inner`, in which its numbers are data of the graph, each for itself.
+        """Return a context for steps of `inner`, in which each number is an input of the graph, and no constant.
 
-        `unread`: those that are on the device already stay there, see `NumbersAsInputs`.
+        `unread`: whether numbers that are on the device already stay there, see `NumbersAsInputs`.
         """
         if self._sent is None:
             return nullcontext()

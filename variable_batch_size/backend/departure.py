@@ -16,16 +16,16 @@ import torch.distributed as dist
 
 from variable_batch_size.world import World
 
-LEFT, _EXITED = "left", "exited"  # keys: how many ranks have done so; and left/RANK, of each that has left
-_SECONDS_AT_EXIT = 3.0
+# Keys of the store: how many ranks have left, and are in their exit handlers. Each that has left also has a left/RANK.
+LEFT, _EXITED = "left", "exited"
+_SECONDS_AT_EXIT = 3.0  # that rank 0 waits for the others
 
 
 @final
 class AskedOnce:
-    """A store that is not asked again when its process has ended: at each try torch prints a stack of its own.
+    """A store whose methods raise DistNetworkError at once when its process was found to have ended.
 
-    Raises:
-        DistNetworkError: then, in each method.
+    Otherwise torch would print a stack for each attempt to connect.
     """
 
     def __init__(self, store: dist.Store) -> None:
@@ -44,8 +44,8 @@ class AskedOnce:
         return call
 
 
-_open_parties: WeakSet[Any] = WeakSet()  # agreements with another store than one in memory, which ends with all ranks
-_last_joined: list[tuple[AskedOnce, World, int]] = []  # store, ranks and process of the last one
+_open_parties: WeakSet[Any] = WeakSet()  # agreements of this process, but for those with a store in memory
+_last_joined: list[tuple[AskedOnce, World, int]] = []  # of the last one: store, world, and id of this process
 
 
 def register_leave(party: Any, world: World, store: AskedOnce, *, in_memory: bool) -> finalize[Any, Any]:
@@ -59,7 +59,7 @@ def register_leave(party: Any, world: World, store: AskedOnce, *, in_memory: boo
     """
     leave = finalize(party, _tell_leaving, store, world.rank, os.getpid())  # a second call does nothing
     if not in_memory:
-        if not _last_joined or _last_joined[0][2] != os.getpid():  # a fork has no finalizers of multiprocessing yet
+        if not _last_joined or _last_joined[0][2] != os.getpid():  # the first one of this process, also of a fork
             atexit.register(_leave_all)  # registered late, so that it runs before the handlers of imported modules
             Finalize(None, _leave_all, exitpriority=1)  # processes that multiprocessing forks skip atexit
         _last_joined[:] = [(store, world, os.getpid())]
@@ -68,14 +68,18 @@ def register_leave(party: Any, world: World, store: AskedOnce, *, in_memory: boo
 
 
 def _tell_leaving(store: AskedOnce, rank: int, pid: int) -> None:
+    """Record in the store that a rank has left, unless this is a fork of its process `pid`."""
     with suppress(RuntimeError):  # the process with the store has ended
-        if os.getpid() == pid:  # and this is not a fork of it
+        if os.getpid() == pid:
             store.set(f"{LEFT}/{rank}", "")
             store.add(LEFT, 1)
 
 
 def _leave_all() -> None:
-    """Leave; rank 0, whose process holds the store as a rule, waits for a moment until the others exit, too."""
+    """Leave all agreements at the exit of this process; rank 0 waits at most 3 s until the others exit, too.
+
+    Its process usually holds the store, which ends with it.
+    """
     ends = time.monotonic() + _SECONDS_AT_EXIT
     parties = list(_open_parties)
     for party in parties:
@@ -93,7 +97,7 @@ def _leave_all() -> None:
 
 
 def identity() -> str:
-    """Return what identifies this process: machine, process id and start; "" on other systems."""
+    """Return what identifies this process: machine, process id and start time; "" where there is no /proc."""
     try:
         return f"{_machine_identity()} {os.getpid()} {_state_and_start(os.getpid())[1]}"
     except OSError:
@@ -112,7 +116,7 @@ def has_ended(process: str) -> bool:
         state, began = _state_and_start(int(pid))
     except OSError:
         return True
-    return state in "ZX" or began != start  # it waits for its parent to take its exit code; or another one has its id
+    return state in "ZX" or began != start  # Z, X: zombie, dead; with another start, another process has the id now
 
 
 def _machine_identity() -> str:
@@ -121,6 +125,7 @@ def _machine_identity() -> str:
 
 
 def _state_and_start(pid: int) -> tuple[str, str]:
-    """Return the state of a process and when it began, as proc(5) has them; raise OSError without one."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # from the third field of proc(5) on
-    return fields[0], fields[19]
+    """Return the state of a process and when it began, as proc(5) has them; raise OSError if there is none."""
+    # The second field, the name in parentheses, may contain spaces: `fields` begin with the third one.
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], fields[19]  # fields 3 and 22 of proc(5)

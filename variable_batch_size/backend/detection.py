@@ -16,7 +16,7 @@ from variable_batch_size.backend.sent_numbers import SentNumbers
 from variable_batch_size.backend.xla import XlaBackend
 from variable_batch_size.world import World
 
-_COMPILING = {"tpu"}  # types of devices that torch.distributed connects, and that compile graphs by their numbers
+_COMPILING = {"tpu"}  # devices that torch.distributed connects, and that compile graphs with numbers as constants
 
 
 def detect(
@@ -26,8 +26,8 @@ def detect(
 
     Args:
         parameters: parameters of the model.
-        world: the world that a sampler deals for, if it is known.
-        process_group: ranks that share a batch, if not all of a job do.
+        world: the world for which a sampler chooses the samples, if it is known.
+        process_group: the ranks that share a batch, if these are not all ranks of the job.
 
     Returns:
         `XlaBackend` if any parameter is on an XLA device; otherwise `DistributedBackend` if a default process group is
@@ -51,7 +51,7 @@ def detect(
 
 
 def numbers_for(parameters: Iterable[Tensor]) -> SentNumbers | None:
-    """Return how numbers reach the device of parameters, if it compiles graphs and torch.distributed connects it."""
+    """Return how numbers are sent to the device of these parameters; None if it takes Python numbers in operations."""
     kinds = {parameter.device.type for parameter in parameters} & _COMPILING
     return SentNumbers(kinds.pop()) if kinds else None
 
@@ -73,7 +73,7 @@ def current_world() -> World:
 
 
 def resolve_world(rank: int | None, num_replicas: int | None) -> World:
-    """Return the world that a user passes, with rank and size; by default that of the current thread."""
+    """Return the world of a user's `rank` and `num_replicas`; by default the world of the current thread."""
     if rank is None and num_replicas is None:
         return current_world()
     if rank is None or num_replicas is None:

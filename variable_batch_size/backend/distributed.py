@@ -23,8 +23,9 @@ class DistributedBackend(Backend):
 
     Args:
         group: process group to which this process belongs. Default: the default process group.
-        job: whether hosts agree over the default process group, although `group` sums.
-        sent: how numbers reach a device that compiles graphs.
+        job: whether the ranks of the default process group agree on when to stop and save, although only those of
+            `group` sum gradients.
+        sent: how numbers are sent to a device that compiles graphs; None for other devices.
 
     Raises:
         ValueError: if no process group is initialized, or this process does not belong to `group`.
@@ -63,7 +64,7 @@ class DistributedBackend(Backend):
 
     @property
     def job(self) -> Backend:
-        """All ranks of the default process group, if that was asked for."""
+        """The backend of all ranks of the default process group, if the argument `job` was True; otherwise this one."""
         return DistributedBackend() if self._of_job else self
 
     @property
@@ -78,12 +79,15 @@ class DistributedBackend(Backend):
         return group
 
     def _wait_for_sum(self, work: Any, flat: Tensor) -> None:
-        """Wait for a sum; where the host waits, on the CPU, look every second why a rank does not come."""
+        """Wait for the sum of `flat`; on the CPU, where the host waits, call `while_waiting` every second.
+
+        `work` is what the asynchronous all-reduce returned.
+        """
         while flat.device.type == "cpu":
-            with suppress(RuntimeError):  # the time is over, or the sum has failed
+            with suppress(RuntimeError):  # the second is over, or the sum has failed
                 work.wait(timedelta(seconds=1))
                 return
-            self.while_waiting()  # also if it has failed: a rank that has ended has said why before
+            self.while_waiting()  # also if the sum has failed: its error says better why, if a rank has ended
             if work.is_completed():
                 break
-        work.wait()
+        work.wait()  # raises the error of a sum that has failed

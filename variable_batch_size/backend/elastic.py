@@ -12,23 +12,23 @@ from variable_batch_size.world import World
 
 @final
 class BrokenStepError(RuntimeError):
-    """A sum over the ranks does not count: the step is made again."""
+    """Raised if a sum over the ranks is not valid, so that the step has to be repeated."""
 
 
 class ElasticBackend(Backend):
-    """Ranks that come and go: `vbs.updates` asks for the world of each update, and a sum that breaks is made again.
+    """Ranks that come and go: `vbs.updates` asks for the world of each update, and a sum that breaks is repeated.
 
-    An update has one sum, `all_reduce_sum`, which raises `BrokenStepError` unless it counts. No store outlives a change
-    of the ranks, so that what they agree on travels in the sums.
+    An update has one sum, `all_reduce_sum`, which raises `BrokenStepError` unless all ranks have got it. No store
+    outlives a change of the ranks, so that what they agree on is sent with the sums.
 
     Args:
-        job: the ranks that come and go together. Default: this rank alone. Such ranks sum by themselves what they have
-            of the gradients, so that each of them sums its part over those that have the same one elsewhere.
+        job: the ranks that come and go together, as a group. Default: this rank alone. If a group shards the gradients,
+            each rank of it sums its part over the ranks of other groups that have the same part.
 
     Attributes:
         facts: what all ranks of the next sum must have in common, by name.
-        posted: a text, which the next sum carries from rank 0 to all, of other jobs to the first rank.
-        received: the text that the last sum has carried.
+        posted: a text that the next sum brings to all ranks, if this rank is of the first group.
+        received: the text that the last sum has brought.
     """
 
     elastic: ClassVar[bool] = True
@@ -41,7 +41,7 @@ class ElasticBackend(Backend):
 
     @property
     def job(self) -> Backend:
-        """The ranks that come and go together."""
+        """The backend of the ranks that come and go together with this one."""
         return self._job
 
     @property
@@ -51,10 +51,13 @@ class ElasticBackend(Backend):
 
     @abstractmethod
     def meet(self, updates: int) -> bool:
-        """Find the `world` of the update that follows this number of them; return whether a state was loaded.
+        """Find the `world` of the next update, and return whether this rank has got a state from another one.
 
-        It may be called again before the sum of that update, without effect.
+        Calls after the first one and before the sum of that update have no effect.
+
+        Args:
+            updates: number of updates that this rank has made.
         """
 
     def part(self, updates: int) -> None:
-        """Leave after the last update, when every other rank has made it."""
+        """Leave after the last update, number `updates`, when every other rank has made it."""

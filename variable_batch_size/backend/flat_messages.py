@@ -18,14 +18,19 @@ class FlatMessages:
         self._buffers: dict[tuple[torch.device, torch.dtype, int], Tensor] = {}
 
     def reduce_flat(self, tensors: Sequence[Tensor], reduce: Callable[[Tensor], object]) -> None:
-        """Call `reduce` for a flat message of each dtype and device, and copy what it leaves there into the tensors."""
+        """Join the tensors of each dtype and device to one, call `reduce` on it, and copy the result into the tensors.
+
+        Args:
+            tensors: changed in place.
+            reduce: changes a flat tensor in place, as an all-reduce does.
+        """
 
         def key(tensor: Tensor) -> str:
             return f"{tensor.device} {tensor.dtype}"
 
         for _, same_key in groupby(sorted(tensors, key=key), key=key):
             parts = list(same_key)
-            flat = self._buffer_of_length(parts[0], sum(part.numel() for part in parts))  # (sum of numels,)
+            flat = self._buffer_of_length(parts[0], sum(part.numel() for part in parts))  # (elements of all,)
             torch.cat([part.detach().reshape(-1) for part in parts], out=flat)
             reduce(flat)
             views = torch.split(flat, [part.numel() for part in parts])
@@ -35,6 +40,6 @@ class FlatMessages:
         """Return the buffer of this length, and drop those of other lengths with the device and dtype of `like`."""
         key = (like.device, like.dtype, length)
         if key not in self._buffers:
-            self._buffers = {known: buffer for known, buffer in self._buffers.items() if known[:2] != key[:2]}
+            self._buffers = {other: buffer for other, buffer in self._buffers.items() if other[:2] != key[:2]}
             self._buffers[key] = torch.empty(length, dtype=like.dtype, device=like.device)
         return self._buffers[key]

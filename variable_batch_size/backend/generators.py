@@ -43,7 +43,7 @@ class HostStates(NamedTuple):
         return cls(torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate(), cuda)
 
     def restore(self) -> None:
-        """Let the generators go on from these states."""
+        """Set the generators to these states."""
         torch.set_rng_state(self.torch)
         np.random.set_state(self.numpy)
         random.setstate(self.python)
@@ -53,7 +53,7 @@ class HostStates(NamedTuple):
 
 @contextmanager
 def kept_states() -> Iterator[None]:
-    """Let the generators of this process go on afterwards as if the block had drawn nothing."""
+    """Restore the states of the generators of this process after the block, as if it had drawn nothing."""
     states = HostStates.present()
     try:
         yield

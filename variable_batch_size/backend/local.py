@@ -20,8 +20,8 @@ class LocalBackend(Backend):
     World(rank=0, size=1)
 
     Args:
-        job: how all ranks of a job agree, if it has several, which all compute the same samples.
-        sent: how numbers reach a device that compiles graphs.
+        job: the backend by which all ranks of a job agree, if it has several ranks that compute the same samples.
+        sent: how numbers are sent to a device that compiles graphs; None for other devices.
     """
 
     def __init__(self, job: Backend | None = None, sent: SentNumbers | None = None) -> None:

@@ -31,8 +31,12 @@ class NumbersAsInputs(TorchFunctionMode):
     These are the numbers in sums, products and quotients, and in `addcmul`, `addcdiv` and `lerp`: all that change from
     one step to the next in the optimizers of torch, except in their `foreach` implementations.
 
-    `unread`: a number of the device that a step reads by `item()`, as the count of the updates, stays a tensor. An
-    optimizer whose counts are on the device then computes with them there, such as 1 - beta^t.
+    Args:
+        inner: the optimizer.
+        send: returns a number as a tensor on the device and in the dtype for the tensor that is its second argument.
+        device_type: type of the device whose numbers are replaced, such as "xla".
+        unread: whether `item()` of a tensor on the device returns the tensor itself, so that an optimizer whose count
+            of updates is on the device computes with it on the device, such as 1 - beta^t.
     """
 
     def __init__(
@@ -42,9 +46,10 @@ class NumbersAsInputs(TorchFunctionMode):
         self._unread = unread
         self._binary = _BINARY | _POWERS if unread else _BINARY
         self._inner, self._send, self._device_type = inner, send, device_type
-        self._owners: dict[int, tuple[int, int]] = {}  # id of a tensor -> group and parameter to which it belongs
-        self._owner = (0, 0)  # of the last tensor that belongs to one
-        self._position = 0  # how many numbers were used for that parameter
+        # id of a tensor (parameter, gradient or state) -> numbers of the group and of the parameter it belongs to
+        self._owners: dict[int, tuple[int, int]] = {}
+        self._owner = (0, 0)  # group and parameter for which the step computes now
+        self._position = 0  # how many numbers were used for that parameter so far
         self._sent: dict[tuple[int, int, torch.dtype], tuple[float, Tensor]] = {}  # by group, position and dtype
 
     def __enter__(self) -> NumbersAsInputs:
@@ -61,28 +66,29 @@ class NumbersAsInputs(TorchFunctionMode):
         return self
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch, with tensors instead of numbers."""
+        """Call a function of torch, which torch passes in this context, with tensors instead of numbers."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if self._unread and name == "item" and self._compiles(args[0]):
             return args[0]
         if len(args) in (2, 3) and self._compiles(args[0]):
-            plain = name.strip("_")
-            if plain in self._binary and len(args) == 2 and not kwargs:
+            plain_name = name.strip("_")
+            if plain_name in self._binary and len(args) == 2 and not kwargs:
                 args = args[0], self._as_input(args[1], args)
-            elif (increment := self._added_term(plain, args, kwargs)) is not None:
+            elif (increment := self._added_term(plain_name, args, kwargs)) is not None:
                 name = "add_" if name.endswith("_") else "add"
                 args = (args[0], increment)
                 kwargs = {}
                 func = getattr(Tensor, name)
-            if name in _IN_PLACE:
+            if name in _IN_PLACE:  # faster to trace, see the module
                 return args[0].copy_(getattr(Tensor, name.rstrip("_"))(*args, **kwargs))
         return func(*args, **kwargs)
 
     def _added_term(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what a function adds to the first one of `args`; None if it is none that uses a number for that.
+        """Return the term that a function adds to its first argument, computed with its number as an input.
 
-        The result is the same up to rounding. PyTorch/XLA traces sums and products faster than these functions.
+        None if it is another function, or gets no number. The result is the same up to rounding. PyTorch/XLA traces
+        sums and products faster than these functions.
         """
         start, other, *third = args
         if name == "lerp" and third and not kwargs and not isinstance(third[0], Tensor):
@@ -96,10 +102,15 @@ class NumbersAsInputs(TorchFunctionMode):
         return None
 
     def _compiles(self, tensor: Any) -> bool:
+        """Return whether a value is a floating-point tensor on the device."""
         return isinstance(tensor, Tensor) and tensor.device.type == self._device_type and tensor.is_floating_point()
 
     def _as_input(self, value: Any, args: tuple[Any, ...]) -> Any:
-        """Return a number as a tensor that fits the first one of `args`; anything else as it is."""
+        """Return a number as a tensor for the first one of `args`; anything else as it is.
+
+        The tensor belongs to a group, a dtype, and a place: how many numbers the step has used before for the parameter
+        to which one of `args` belongs. A step uses equally many for each parameter of a group, in the same order.
+        """
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             return value
         owner = next((self._owners[id(arg)] for arg in args if id(arg) in self._owners), self._owner)

@@ -8,7 +8,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-_KEPT = 64  # numbers on the device, because an update may use them again
+_KEPT = 64  # numbers that stay on the device, because a later update may use them again
 
 Send = Callable[[Sequence[Any], torch.dtype, torch.device], "list[Tensor]"]
 
@@ -29,10 +29,17 @@ class SentNumbers:
 
     def __init__(self, device_type: str, send: Send = copy_to_device) -> None:
         self.device_type, self._send = device_type, send
-        self._sent: dict[tuple[str, int, torch.dtype, Any], Tensor] = {}  # by place and number
+        self._sent: dict[tuple[str, int, torch.dtype, Any], Tensor] = {}  # by place, index in it, dtype and number
 
     def tensors(self, values: Sequence[Any], dtype: torch.dtype, device: torch.device, place: str) -> Sequence[Tensor]:
-        """Return numbers, or tuples of them, as tensors; those that were sent to the same place are not sent again."""
+        """Return numbers, or tuples of them, as tensors; those that were sent to the same place are not sent again.
+
+        Args:
+            values: the numbers, or tuples.
+            dtype: of the tensors.
+            device: where they are sent.
+            place: name of the place in the graphs that uses them; "" to send them in any case.
+        """
         if not place:
             return self._send(values, dtype, device)
         # One tensor for equal numbers at two places would be another graph than two tensors.
@@ -40,7 +47,7 @@ class SentNumbers:
         missing = [key for key in keys if key not in self._sent]
         new = dict(zip(missing, self._send([key[-1] for key in missing], dtype, device), strict=True))
         sent = {key: new[key] if key in new else self._sent.pop(key) for key in keys}
-        self._sent |= sent
+        self._sent |= sent  # popped and added again, so that those used last are at the end
         while len(self._sent) > _KEPT:
-            del self._sent[next(iter(self._sent))]  # the one that was not used for the longest time
+            del self._sent[next(iter(self._sent))]  # the first one: it was not used for the longest time
         return list(sent.values())

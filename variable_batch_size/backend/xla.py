@@ -108,7 +108,7 @@ class XlaBackend(Backend):
 
     @property
     def rank_has_ended(self) -> bool:
-        """Whether a replica has returned, of those that are threads of one process."""
+        """Whether a replica has returned, if the replicas are threads of this process; otherwise False."""
         return _rendezvous is not None and _rendezvous.left
 
     # The device. --------------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ class XlaBackend(Backend):
     def hyperparameter(self, value: Any) -> Any:
         """Return a number that does not become a constant of the graph, which would compile again when it changes.
 
-        PyTorch/XLA makes constants of 0, 1 and -1 alone; they are replaced by the next float32 away from them.
+        PyTorch/XLA makes constants of 0, 1 and -1 alone; they are replaced by neighbors, see `_REPLACEMENTS`.
         """
         if os.environ.get("XLA_NO_SPECIAL_SCALARS") == "1" or isinstance(value, Tensor):
             return value  # with this variable, which `launch` sets, no number becomes a constant
@@ -209,11 +209,13 @@ def _send_numbers(values: Sequence[Any], dtype: torch.dtype, device: torch.devic
 
 
 def _import_torch_xla(module: str = "torch_xla") -> Any:
+    """Return torch_xla or a module within it; raise ModuleNotFoundError if it is not installed."""
     _require_torch_xla()
     return importlib.import_module(module)
 
 
 def _require_torch_xla() -> None:
+    """Raise ModuleNotFoundError if torch_xla is not installed."""
     if importlib.util.find_spec("torch_xla") is None:
         raise ModuleNotFoundError(
             "XLA devices need PyTorch/XLA, but torch_xla is not installed; run: pip install 'variable_batch_size[xla]'",
@@ -241,7 +243,8 @@ def _cpu_environment(cores: int) -> dict[str, str]:
 
 
 def _without_ordinal(fn: Callable[..., object], ordinal: int, *args: Any) -> None:
-    fn(*args)  # torch_xla.launch passes the ordinal first
+    """Call `fn(*args)`: torch_xla.launch passes the ordinal of the process before the arguments of the user."""
+    fn(*args)
 
 
 def _run_replicas(fn: Callable[..., object], args: Sequence[Any]) -> int:
