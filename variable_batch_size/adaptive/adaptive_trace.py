@@ -75,7 +75,7 @@ class AdaptiveTrace:
 
     @property
     def _limits(self) -> tuple[int, int]:
-        """The least and the largest multiple within the bounds."""
+        """The least and the largest multiple of `multiple_of` within the bounds."""
         low, high = self.bounds or (1, MAX_INT)
         return -(-low // self.multiple_of) * self.multiple_of, high // self.multiple_of * self.multiple_of
 
@@ -85,7 +85,7 @@ class AdaptiveTrace:
         return needs_noise(self.controller)
 
     def next(self, input: ControlInput) -> int:
-        """Return the answer of the controller as a batch size: a multiple, within the bounds.
+        """Ask the controller, and return its answer as a batch size: a multiple of `multiple_of`, within the bounds.
 
         Raises:
             TypeError, ValueError: if the answer is not an integer in [1, 2**53].
@@ -93,14 +93,15 @@ class AdaptiveTrace:
         try:
             answer = self.controller(input)
         except (AttributeError, ValueError) as error:
-            if (explained := _explain_error(error, self.controller, input)) is None:
+            explained = _explain_error(error, self.controller, input)
+            if explained is None:
                 raise
             raise explained from error
         return round_to_allowed(self, check_int(answer, "the batch size of the controller", 1, MAX_INT))
 
 
 def round_to_allowed(trace: AdaptiveTrace, size: int) -> int:
-    """Return the nearest batch size that a trace may have: a multiple, within the bounds."""
+    """Return the batch size nearest to `size` that a trace may have: a multiple of `multiple_of`, within the bounds."""
     (low, high), multiple = trace._limits, trace.multiple_of
     return min(max((size + multiple // 2) // multiple * multiple, low), high)
 
@@ -111,7 +112,7 @@ def largest_size(trace: AdaptiveTrace) -> int:
 
 
 def limit_to_dataset(trace: AdaptiveTrace, dataset_size: int) -> AdaptiveTrace:
-    """Return a trace with batch sizes that the dataset has; raise ValueError if the upper bound exceeds it."""
+    """Return a trace whose batch sizes are at most the dataset's size; raise ValueError if its upper bound is not."""
     if trace.bounds is None:
         for value, name in (trace.multiple_of, "multiple_of"), (trace.start or 1, "start"):
             if value > dataset_size:
@@ -125,7 +126,13 @@ def limit_to_dataset(trace: AdaptiveTrace, dataset_size: int) -> AdaptiveTrace:
 
 
 def _explain_error(error: AttributeError | ValueError, controller: object, input: ControlInput) -> Exception | None:
-    """Return an error that says which unknown input a controller has not expected; None if it was something else."""
+    """Return an error that says which input the controller has used although it is unknown; None for other errors.
+
+    Args:
+        error: what the controller has raised.
+        controller: the controller.
+        input: what it got.
+    """
     name = describe_controller(controller)
     if isinstance(error, AttributeError):
         unknown = [part for part in ("noise", "throughput") if getattr(input, part) is None]

@@ -24,9 +24,9 @@ class ControlInput:
     """What a controller may use to choose the batch size of the next updates.
 
     Attributes:
-        devices: number of devices that compute them, >= 1.
-        batch_size: the batch size that was chosen last, in samples, which they have if the controller returns it; None
-            if none was. The end of an epoch, which shortens an update, does not change it.
+        devices: number of devices that compute these updates, >= 1.
+        batch_size: the batch size that was chosen last, in samples; a controller returns it to keep it. None if none
+            was chosen. It does not become smaller when the end of an epoch shortens an update.
         minibatch_size: maximum number of rows of a microbatch; None if it is not known.
         updates: number of updates so far.
         samples: number of samples of all updates so far.
@@ -91,13 +91,13 @@ def describe_controller(controller: object) -> str:
     """
     if not isinstance(controller, FunctionType):
         return without_addresses(repr(controller))
-    around = inspect.getclosurevars(controller).nonlocals
-    values = (f"{name}={describe_controller(value)}" for name, value in around.items() if value is not controller)
+    enclosed = inspect.getclosurevars(controller).nonlocals  # a recursive function has itself among them
+    values = (f"{name}={describe_controller(value)}" for name, value in enclosed.items() if value is not controller)
     return f"{controller.__qualname__}({', '.join(values)})"
 
 
 def as_samples(value: float, rounded: Callable[[float], int] = round) -> int:
-    """Return a number that is not nan as a batch size in [1, 2**53].
+    """Return a number other than nan as a batch size in [1, 2**53], rounded by `rounded`.
 
     >>> from math import ceil, inf
     >>> as_samples(0.2), as_samples(99.5, ceil), as_samples(inf) == 2**53

@@ -73,7 +73,7 @@ class DecidedTrace:
 
     @classmethod
     def begin(cls, adaptive: AdaptiveTrace, devices: int, minibatch_size: int, *, fixed_shape: bool) -> DecidedTrace:
-        """Return what is decided at the beginning of a training."""
+        """Return the decisions at the beginning of a training: `start`, if there is one, and the controller's first."""
         input = ControlInput(devices, None, minibatch_size, fixed_shape=fixed_shape)
         decisions = first_decisions(adaptive, with_noise(adaptive, input))
         return cls(adaptive, _join_runs((), decisions, 0), decisions)
@@ -82,12 +82,12 @@ class DecidedTrace:
     def resume(
         cls, adaptive: AdaptiveTrace, state: dict[str, Any], devices: int | None, updates: int, step: int
     ) -> DecidedTrace:
-        """Return what is decided in a training that continues from a `state_dict`.
+        """Return the decisions of a training that continues from a `state_dict`.
 
         Args:
-            adaptive: has the controller.
+            adaptive: the trace with the controller.
             state: the `state_dict`.
-            devices: number of devices; None: that of each question.
+            devices: number of devices; None: the number that each question has.
             updates: number of updates so far.
             step: the first step whose batch size may change.
         """
@@ -95,13 +95,13 @@ class DecidedTrace:
         saved = tuple(map(Decision.from_plain, state["decisions"]))
         decisions = decide_again(adaptive, saved, devices, step, changed=changed)
         trace = _join_runs([(first, size) for first, size in state["runs"]], decisions, step)
-        known = ({**question, "devices": devices or question["devices"]} for question in state["questions"])
-        unanswered = tuple(Measurements(question["updates"], partial(dict, question)) for question in known)
+        questions = ({**question, "devices": devices or question["devices"]} for question in state["questions"])
+        unanswered = tuple(Measurements(question["updates"], partial(dict, question)) for question in questions)
         return cls(adaptive, trace, decisions, unanswered, asked=updates)
 
     @classmethod
     def after_constant(cls, adaptive: AdaptiveTrace, updates: int) -> DecidedTrace:
-        """Return what is decided in a training with the size `start` so far; raise ValueError if there is none."""
+        """Return the decisions of a training that had the constant size `start`; raise ValueError without `start`."""
         if adaptive.start is None:
             requirement = "a training with a fixed trace can continue with a controller if its batch size is start"
             raise value_error(requirement, "start=None", "pass the batch size that it had")
@@ -110,11 +110,14 @@ class DecidedTrace:
 
     @property
     def known_until(self) -> int | None:
-        """The first step whose batch size is not known yet; None if all are."""
+        """The first step whose batch size is not known yet; None if the controller is not asked any more."""
         every, delay = self.adaptive.every, self.adaptive.delay
         if self.unanswered:
             return self.unanswered[0].updates + delay
-        return None if every is None else (self.asked // every + 1) * every + delay
+        if every is None:
+            return None
+        next_question = (self.asked // every + 1) * every  # in updates
+        return next_question + delay
 
     def so_far(self, updates: int) -> BatchTrace:
         """Return the batch sizes of the first `updates` steps.
@@ -129,7 +132,7 @@ class DecidedTrace:
         return BatchTrace(first_step[made], size[made], updates)
 
     def ask(self, known: Measurements) -> DecidedTrace:
-        """Return what is decided, with a further question."""
+        """Return this object with a further question, whose measurements are `known`."""
         return replace(self, unanswered=(*self.unanswered, known), asked=known.updates)
 
     def decide(self, minibatch_size: int, throughput: Throughput | None, *, fixed_shape: bool) -> Decision:
@@ -144,17 +147,23 @@ class DecidedTrace:
         return decide(self.adaptive, self.decisions, with_noise(self.adaptive, input))
 
     def adopt(self, decision: Decision, updates: int) -> DecidedTrace:
-        """Return what is decided when, after this number of updates, the answer to the oldest question is known."""
+        """Return this object with the answer to the oldest question.
+
+        Args:
+            decision: the answer.
+            updates: number of updates so far.
+        """
         last = self.decisions[-1]
         trace = self.trace
-        earlier = tuple(other for other in self.decisions if other.begins < decision.begins)  # the newest one counts
+        # A decision that begins at the same step or later was made before, and is replaced.
+        earlier = tuple(other for other in self.decisions if other.begins < decision.begins)
         decisions = in_effect((*earlier, decision), updates)
         if decision.batch_size != last.batch_size or decision.begins <= last.begins:
             trace = _join_runs(self._runs, decisions, updates)
         return replace(self, trace=trace, decisions=decisions, unanswered=self.unanswered[1:])
 
     def skip_to(self, updates: int) -> DecidedTrace:
-        """Return what is decided in a training that skips to this number of updates."""
+        """Return the decisions of a training that skips to this number of updates; open questions are dropped."""
         return replace(self, decisions=in_effect(self.decisions, updates), unanswered=(), asked=updates)
 
     def state_dict(self) -> dict[str, Any]:
@@ -169,18 +178,19 @@ class DecidedTrace:
         }
 
     def copy(self) -> DecidedTrace:
-        """Return what is decided, with measurements that wait for no device and can be pickled."""
-        known = tuple(Measurements(question.updates, partial(dict, question.read())) for question in self.unanswered)
-        return replace(self, unanswered=known)
+        """Return a copy whose measurements were read, so that they wait for no device and can be pickled."""
+        read = tuple(Measurements(question.updates, partial(dict, question.read())) for question in self.unanswered)
+        return replace(self, unanswered=read)
 
     @property
     def _runs(self) -> list[tuple[int, int]]:
+        """The first step and the batch size of each run of equal batch sizes."""
         first_step, size = self.trace.runs
         return list(zip(first_step.tolist(), size.tolist(), strict=True))
 
 
 def prepare(adaptive: AdaptiveTrace, dataset_size: int) -> AdaptiveTrace:
-    """Return a trace with batch sizes that the dataset has, if it can be that of a training.
+    """Check that a trace can be used in a training, and return it with batch sizes of at most the dataset's size.
 
     Raises:
         ModuleNotFoundError: if the controller needs the time of an update, and scipy is not installed.
@@ -194,13 +204,13 @@ def prepare(adaptive: AdaptiveTrace, dataset_size: int) -> AdaptiveTrace:
 
 
 def describe(adaptive: AdaptiveTrace) -> str:
-    """Return what decides, and when, in words that are the same on all ranks."""
+    """Return which controller decides, and when, in words that are the same on all ranks."""
     decides, asked = _describe_parts(adaptive)
     return f"{decides}, start={adaptive.start}, {asked}"
 
 
 def warn_if_changed(adaptive: AdaptiveTrace, state: dict[str, Any]) -> None:
-    """Warn if another controller decides than in the training whose state this is, or at other updates."""
+    """Warn if another controller, or one that is asked at other updates, decides than in the training of `state`."""
     before = (state["decides"], state["asked"])
     now = _describe_parts(adaptive)
     if before != now:
@@ -210,7 +220,7 @@ def warn_if_changed(adaptive: AdaptiveTrace, state: dict[str, Any]) -> None:
 
 
 def decision_scalars(decision: Decision) -> dict[str, float]:
-    """Return a decision and what it was made from, by name."""
+    """Return the numbers of a decision and of its input, by the names under which they are logged."""
     input = decision.input
     scalars: dict[str, float] = {"batch_size": decision.batch_size, "begins": decision.begins}
     if input is None:
@@ -227,14 +237,21 @@ def decision_scalars(decision: Decision) -> dict[str, float]:
 
 
 def _describe_parts(adaptive: AdaptiveTrace) -> tuple[str, str]:
-    """Return what decides, and when it is asked, as texts that are the same on all ranks."""
+    """Return which controller decides, and when it is asked, as two texts that are the same on all ranks."""
     limits = f"bounds={adaptive.bounds}, multiple_of={adaptive.multiple_of}"
     return f"{describe_controller(adaptive.controller)}, {limits}", f"every={adaptive.every}, delay={adaptive.delay}"
 
 
 def _join_runs(runs: Sequence[tuple[int, int]], decisions: Decisions, updates: int) -> BatchTrace:
-    """Return the batch sizes of `runs`, (first step, size), in ascending order, and of decisions from `updates` on."""
-    later = {max(decision.begins, updates): decision.batch_size for decision in decisions}  # the last one counts
+    """Return the trace with the batch sizes of `runs` until decisions change them, at the earliest at step `updates`.
+
+    Args:
+        runs: first step and batch size of each run of equal sizes, in ascending order.
+        decisions: the decision in effect, and pending ones.
+        updates: number of updates so far.
+    """
+    # Of decisions that begin at the same step the last one counts.
+    later = {max(decision.begins, updates): decision.batch_size for decision in decisions}
     rows = [*(run for run in runs if run[0] < min(later)), *sorted(later.items())]
     first_step, size = np.array(rows, np.int64).T  # (runs,), (runs,)
     return BatchTrace(first_step, size, None)

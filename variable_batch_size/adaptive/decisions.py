@@ -12,6 +12,7 @@ from variable_batch_size.adaptive.throughput import Throughput
 from variable_batch_size.rules.base import Noise
 
 UNKNOWN = Noise(math.nan, math.nan)  # before the first estimate
+# Fields of a ControlInput: plain numbers, and those that have a class of their own and may be None.
 _NUMBERS = ("devices", "batch_size", "minibatch_size", "updates", "samples", "progress", "fixed_shape")
 _VALUES = {"noise": Noise, "throughput": Throughput}
 
@@ -24,7 +25,7 @@ class Decision:
     Attributes:
         begins: the first update that has it.
         batch_size: samples of an update.
-        input: from what it was chosen; None for the batch size that a training starts with.
+        input: what the controller got; None if `start` gives the batch size, and no controller was asked.
     """
 
     begins: int
@@ -41,12 +42,13 @@ class Decision:
 
     @classmethod
     def from_plain(cls, plain: list[Any]) -> Decision:
-        """Return the decision whose `to_plain` this is."""
-        begins, batch_size, numbers = plain
-        if numbers is None:
+        """Return the decision of which `to_plain` returned `plain`."""
+        begins, batch_size, fields = plain
+        if fields is None:
             return cls(begins, batch_size)
-        values = {name: kind(*numbers[name]) for name, kind in _VALUES.items() if name in numbers}
-        return cls(begins, batch_size, ControlInput(**{n: numbers[n] for n in _NUMBERS if n in numbers}, **values))
+        numbers = {name: fields[name] for name in _NUMBERS if name in fields}
+        values = {name: kind(*fields[name]) for name, kind in _VALUES.items() if name in fields}
+        return cls(begins, batch_size, ControlInput(**numbers, **values))
 
 
 Decisions: TypeAlias = tuple[Decision, ...]  # the one in effect, then those that begin later
@@ -71,12 +73,12 @@ def first_decisions(trace: AdaptiveTrace, input: ControlInput) -> Decisions:
 
 
 def decide(trace: AdaptiveTrace, decisions: Decisions, input: ControlInput) -> Decision:
-    """Return the controller's next decision.
+    """Ask the controller, and return its decision.
 
     Args:
-        trace: has the controller.
+        trace: the trace with the controller.
         decisions: the decision in effect, and pending ones.
-        input: what the controller gets, but for its `batch_size`: that of the last decision.
+        input: what the controller gets; its `batch_size` is replaced by the batch size of the last decision.
     """
     asked = replace(input, batch_size=decisions[-1].batch_size)
     return Decision(input.updates + trace.delay, trace.next(asked), asked)
@@ -87,20 +89,21 @@ def decide_again(
 ) -> Decisions:
     """Return the decisions of a training that restarts on another number of devices, or with another controller.
 
-    A controller that gives its old answers on these devices does not read them, and its decisions stay. Another one
-    gets, as `batch_size`, the one in effect until then.
+    The controller is asked with the inputs of the old decisions on the new number of devices. As long as it gives its
+    old answers, the decisions stay. From the first other answer on, each decision is made again, with the batch size of
+    the decision before it as `batch_size`.
 
     Args:
-        trace: has the controller.
+        trace: the trace with the controller.
         decisions: those of the training that stopped.
-        devices: number of devices; None: that of each decision.
+        devices: number of devices; None: the number that each decision was made for.
         step: the first step whose batch size may change.
-        changed: whether another controller, or another one of its limits, decides from now on.
+        changed: whether the controller, or the limits of its answers, are others than in the training that stopped.
     """
     decided: list[Decision] = []
     for decision in in_effect(decisions, step):
         asked = None if decision.input is None else with_noise(trace, decision.input)
-        if asked is None:
+        if asked is None:  # `start`, which no controller has chosen
             allowed = round_to_allowed(trace, decision.batch_size)
             decision = decision if allowed == decision.batch_size else Decision(step, allowed)
         elif changed or devices not in (None, asked.devices):
@@ -116,5 +119,5 @@ def decide_again(
 
 
 def with_noise(trace: AdaptiveTrace, input: ControlInput) -> ControlInput:
-    """Return an input that has a noise if the controller reads it: without an estimate, if none was measured."""
+    """Return the input; if the controller reads the noise and none was measured, with a noise of nan."""
     return replace(input, noise=UNKNOWN) if trace.needs_noise and input.noise is None else input

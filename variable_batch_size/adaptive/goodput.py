@@ -13,7 +13,7 @@ from variable_batch_size.adaptive.base import ControlInput
 from variable_batch_size.adaptive.noise_scale import keep_batch_size, required_noise
 from variable_batch_size.rules.adascale import adascale_gain
 
-CANDIDATES = 50  # of the geometric grid: as many as Pollux's implementation, AdaptDL, tries
+CANDIDATES = 50  # sizes of the geometric grid: as many as Pollux's implementation, AdaptDL, tries
 
 
 @final
@@ -72,8 +72,7 @@ class Goodput:
         """
         noise = required_noise(self, input)
         model = input.throughput
-        present = input.batch_size
-        sigma2, mu2 = max(noise.sigma2, 0.0), max(noise.mu2, 0.0)  # of nan it is nan
+        sigma2, mu2 = max(noise.sigma2, 0.0), max(noise.mu2, 0.0)  # nan stays nan: 0.0 is not larger
         largest = max(sigma2, mu2)
         has_noise = math.isfinite(sigma2) and math.isfinite(mu2) and largest > 0
         if model is None or not has_noise:
@@ -81,26 +80,28 @@ class Goodput:
             return self._limit(self._explored_size(present_size) if has_noise else present_size)
 
         sizes = self.candidates(input)
-        gains = adascale_gain(sigma2 / largest, mu2 / largest, sizes, 1)  # of their ratio; no division overflows
-        cut = {"spread": False, "fixed_shape": input.fixed_shape}  # without spread: so is the noise measured
+        # The gain depends on the ratio of the two only; divided by the larger one, no number overflows.
+        gains = adascale_gain(sigma2 / largest, mu2 / largest, sizes, 1)  # (sizes,), relative to one sample
+        cut = {"spread": False, "fixed_shape": input.fixed_shape}  # a training that measures noise does not spread
         seconds = model.of_sizes(sizes, input.devices, input.minibatch_size, **cut)
-        costs = seconds / gains  # (sizes,): of the progress of an update of one sample
-        best = int(np.argmin(costs))  # the first one: of equal ones the smallest
-        keeps = (sizes == present) & (costs <= (1 + self.threshold) * costs[best])  # (sizes,)
+        costs = seconds / gains  # (sizes,), seconds for the progress of an update of one sample
+        best = int(np.argmin(costs))  # the first one: the smallest size of those with equal costs
+        keeps = (sizes == input.batch_size) & (costs <= (1 + self.threshold) * costs[best])  # (sizes,), at most one
         return int(sizes[keeps.argmax() if keeps.any() else best])
 
     def _limit(self, size: int) -> int:
+        """Return the size within the bounds that is nearest to `size`."""
         return min(max(size, self.bounds[0]), self.bounds[1])
 
     def _explored_size(self, present: int) -> int:
-        """Return a batch size whose updates take another time."""
+        """Return another batch size, for updates whose time tells more about the throughput."""
         return 2 * present if present < self.bounds[1] else self.bounds[1] // 2
 
     def candidates(self, input: ControlInput) -> IntArray:
         """Return the batch sizes that are compared, in ascending order, (sizes,)."""
         low, high = self.bounds
         grid = {round(low * (high / low) ** (row / (CANDIDATES - 1))) for row in range(CANDIDATES)} | {low, high}
-        full = {-(-size // unit) * unit for size in grid for unit in _units(input)}
+        full = {-(-size // unit) * unit for size in grid for unit in _units(input)}  # rounded up to multiples
         present = low if input.batch_size is None else input.batch_size
         return np.array(sorted(size for size in grid | full | {present} if low <= size <= high))
 

@@ -12,7 +12,7 @@ from variable_batch_size.rules.base import Noise
 
 
 def required_noise(controller: Controller, input: ControlInput) -> Noise:
-    """Return the noise of the input; ValueError if it is not measured."""
+    """Return the noise of the input; raise ValueError if it is not measured."""
     if input.noise is None:
         remedy = "measure it, or pass noise=NoiseCurve.from_csv(...) to simulate"
         raise value_error(f"{controller} needs the gradient noise", "noise=None", remedy)
@@ -20,13 +20,16 @@ def required_noise(controller: Controller, input: ControlInput) -> Noise:
 
 
 def finite_noise_scale(controller: Controller, input: ControlInput) -> float | None:
-    """Return sigma^2 / mu^2, in samples; None while mu^2 has no estimate > 0; ValueError if it is not measured."""
+    """Return the noise scale sigma^2 / mu^2, in samples; None while there is no estimate of mu^2 > 0.
+
+    Raise ValueError if the noise is not measured.
+    """
     scale = float(required_noise(controller, input).noise_scale)
     return scale if math.isfinite(scale) else None
 
 
 def keep_batch_size(controller: Controller, input: ControlInput) -> int:
-    """Return the batch size that was chosen last; ValueError if there is none."""
+    """Return the batch size that was chosen last; raise ValueError if there is none."""
     if input.batch_size is None:
         requirement = f"{controller} needs a batch size to keep while it knows too little to choose one"
         raise value_error(requirement, "batch_size=None", "pass start=")
@@ -112,7 +115,7 @@ class NormTest:
         object.__setattr__(self, "eta", check_positive(self.eta, "eta", "pass a ratio such as 0.5"))
 
     def __call__(self, input: ControlInput, /) -> int:
-        """Return the larger one of the batch size and that of the test.
+        """Return the present batch size, or the one at which the norm test holds if that is larger.
 
         Raises:
             ValueError: if the noise is not measured, or the noise scale not known and there is no batch size to keep.

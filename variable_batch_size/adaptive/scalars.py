@@ -13,7 +13,7 @@ from variable_batch_size._validation import FloatArray, value_error
 
 SIZES = ("vbs/world_size", "vbs/global_batch_size", "vbs/num_microbatches")
 RATES = ("vbs/updates_per_second", "vbs/samples_per_second")
-MIXED = 0.1  # relative: so far the mean batch size behind a rate may be from the batch size of its row
+MIXED = 0.1  # how much the mean batch size of the updates behind a rate may differ from that of the row, relative
 
 
 def read_columns(path: str | os.PathLike[str], names: Sequence[str], remedy: str) -> FloatArray:
@@ -61,14 +61,14 @@ def updates_in(path: str | os.PathLike[str], minibatch_size: int | None = None) 
     columns = read_columns(path, (*SIZES, *RATES), "pass the scalars.csv of a training with tracker=vbs.Tracker(...)")
     usable = (np.isfinite(columns) & (columns > 0)).all(axis=0)  # (rows,)
     world, size, microbatches, rate, sample_rate = columns[:, usable]
-    steady = np.abs(sample_rate / rate / size - 1) <= MIXED
+    steady = np.abs(sample_rate / rate / size - 1) <= MIXED  # (usable rows,): the batch size has not changed
     if not steady.any():
         requirement = f"{path} must have a row with the seconds of updates of one batch size"
         found = f"none in {columns.shape[1]} rows"
         raise value_error(requirement, found, "train for longer, or pass a smaller log_steps=")
-    of_rows = [world[steady], size[steady], microbatches[steady]]
-    kinds, kind = np.unique(of_rows, axis=1, return_inverse=True)  # (3, kinds)
-    seconds = [np.median(1 / rate[steady][kind.ravel() == number]) for number in range(kinds.shape[1])]
+    steady_rows = [world[steady], size[steady], microbatches[steady]]
+    kinds, kind_of_row = np.unique(steady_rows, axis=1, return_inverse=True)  # (3, kinds), and an index for each row
+    seconds = [np.median(1 / rate[steady][kind_of_row.ravel() == kind]) for kind in range(kinds.shape[1])]
     world, size, microbatches = kinds
     rows = np.ceil(size / microbatches) if minibatch_size is None else np.full(len(size), minibatch_size)
     return np.stack([world, rows, np.ceil(microbatches / world), seconds], axis=1)

@@ -19,16 +19,23 @@ NUMBER = r"[0-9]{1,16}(?:\.[0-9]{1,16})?"
 
 @final
 class Argument(NamedTuple):
-    """What follows the name of a controller and a colon: its name in messages, its form, and what it makes."""
+    """What follows the name of a controller and a colon.
+
+    Attributes:
+        name: what messages call it.
+        pattern: regular expression of it, with one group for each argument of `make`.
+        make: returns the controller, given the texts of the groups.
+    """
 
     name: str
-    pattern: str  # with one group for each argument of `make`
+    pattern: str
     make: Callable[..., Controller]
 
 
 def _to_int(text: str) -> int:
+    """Return the number that a text of the form INTEGER means."""
     number = parse_count(text)
-    assert number is not None  # of the form INTEGER
+    assert number is not None  # because of the form
     return number
 
 

@@ -22,7 +22,7 @@ from variable_batch_size._validation import (
 from variable_batch_size.adaptive.scalars import updates_in
 from variable_batch_size.microbatching import count_microbatches
 
-LEAST_SECONDS = 1e-15  # of a microbatch of one row: 2**53 updates, the most that are counted, take some seconds
+LEAST_SECONDS = 1e-15  # of a microbatch of one row, so that 2**53 updates, the most that are counted, take seconds
 
 
 @final
@@ -122,20 +122,20 @@ class Throughput:
         spread: bool = True,
         fixed_shape: bool = False,
     ) -> FloatArray:
-        """Return the `seconds` of updates of these batch sizes, which may have any shape."""
+        """Return the seconds of updates of these batch sizes, an array of any shape; for the others see `seconds`."""
         if fixed_shape:
             if minibatch_size is None:
                 raise value_error("a fixed shape needs a minibatch_size", None, "pass the rows of a microbatch")
             rounds = -(-count_microbatches(batch_sizes, minibatch_size, fixed_shape=True) // devices)
             return self.of_rounds(rounds * minibatch_size, minibatch_size, rounds, devices)
-        largest = int(batch_sizes.max())
-        most = largest if minibatch_size is None else min(minibatch_size, largest)
-        multiple_of = min(devices, largest) if spread or minibatch_size is None else 1
-        microbatches = count_microbatches(batch_sizes, most, fixed_shape=False, multiple_of=multiple_of)
-        smallest, larger = np.divmod(batch_sizes, microbatches)
+        largest_batch = int(batch_sizes.max())
+        most_rows = largest_batch if minibatch_size is None else min(minibatch_size, largest_batch)
+        multiple_of = min(devices, largest_batch) if spread or minibatch_size is None else 1
+        microbatches = count_microbatches(batch_sizes, most_rows, fixed_shape=False, multiple_of=multiple_of)
+        rows, larger = np.divmod(batch_sizes, microbatches)  # `larger` of the microbatches have one row more
         rounds = -(-microbatches // devices)
-        busiest = rounds * smallest + -(-larger // devices)  # the smaller microbatches are dealt first
-        return self.of_rounds(busiest, smallest + (larger > 0), rounds, devices)
+        busiest = rounds * rows + -(-larger // devices)  # devices get the smaller microbatches first
+        return self.of_rounds(busiest, rows + (larger > 0), rounds, devices)
 
     def of_rounds(
         self, busiest: npt.ArrayLike, rows: npt.ArrayLike, rounds: npt.ArrayLike, devices: npt.ArrayLike
@@ -179,8 +179,9 @@ class Throughput:
         """
         updates = measured_updates(measured)
         fitted = _fit_parameters(updates)
-        computation = updates.rounds * (fitted[0] + fitted[1] * updates.rows)  # (updates,), seconds
-        if (computation < 1e-6 * updates.seconds).all():  # where it is 0, least squares are that close
+        accum_base, accum_row, *_ = fitted
+        computation = updates.rounds * (accum_base + accum_row * updates.rows)  # (updates,), seconds
+        if (computation < 1e-6 * updates.seconds).all():  # least squares come this close to 0 if it is 0
             requirement = "the measurements must show how long a microbatch takes"
             raise value_error(requirement, "seconds that are all communication", "measure updates on one device, too")
         return cls(*fitted.tolist())
@@ -221,12 +222,12 @@ def _seconds(
 ) -> FloatArray:
     """Return the seconds of updates by the equations of `Throughput`, whose parameters are in its order, (5,)."""
     accum_base, accum_row, net_base, net_device, overlap = parameters
-    before = accum_base * (rounds - 1) + accum_row * (busiest - rows)
+    before_last = accum_base * (rounds - 1) + accum_row * (busiest - rows)  # all microbatches but the last one
     accum = accum_base + accum_row * rows
     net = np.where(devices > 1, net_base + net_device * np.maximum(devices - 2, 0), 0.0)
-    longest = np.maximum(np.maximum(accum, net), np.finfo(np.float64).tiny)  # out of the root: no power overflows
+    longest = np.maximum(np.maximum(accum, net), np.finfo(np.float64).tiny)  # factored out, so that no power overflows
     last = longest * ((accum / longest) ** overlap + (net / longest) ** overlap) ** (1 / overlap)
-    seconds: FloatArray = before + last
+    seconds: FloatArray = before_last + last
     return seconds
 
 
@@ -241,7 +242,7 @@ class Measured(NamedTuple):
 
 
 def measured_updates(values: npt.ArrayLike) -> Measured:
-    """Return the columns of (updates, 4); raise if a value is not finite and > 0, or a count is not whole."""
+    """Return the columns of an array (updates, 4); raise if a value is not finite and > 0, or a count is not whole."""
     requirement, remedy = "the measurements must have the shape (updates, 4)", "pass devices, rows, rounds and seconds"
     try:
         table = np.asarray(values, np.float64)
@@ -264,25 +265,29 @@ def _fit_parameters(updates: Measured) -> FloatArray:
     """Return the parameters with the least squares of the relative errors, in the order of `Throughput`, (5,)."""
     devices, rows, rounds, seconds = updates
     several = devices > 1
-    numbers, above_one = len(np.unique(devices)), len(np.unique(devices[several]))
+    worlds, worlds_above_one = len(np.unique(devices)), len(np.unique(devices[several]))  # different numbers of devices
+    # Which parameters the measurements determine; the others keep their lowest value.
+    fits_net_base = worlds_above_one > 0 and (worlds > worlds_above_one or len(np.unique(rounds)) > 1)
     is_fitted = np.array(
         [
-            len(np.unique(rows)) > 1,
-            True,
-            above_one > 0 and (numbers > above_one or len(np.unique(rounds)) > 1),  # once an update, not once a round
-            numbers > 1 and above_one > 1,
-            numbers > 1 and len(np.unique(rows[several])) > 1,  # of computation that varies
+            len(np.unique(rows)) > 1,  # accum_base
+            True,  # accum_row
+            fits_net_base,  # it counts once an update, and computation once a round
+            worlds > 1 and worlds_above_one > 1,  # net_device
+            worlds > 1 and len(np.unique(rows[several])) > 1,  # overlap: it shows where computation varies
         ]
     )
     halves = (np.median(part) / 2 for part in (seconds / rounds, seconds / rounds / rows, seconds, seconds / devices))
     start, lowest, highest = np.array([*halves, 2.0]), np.array([0.0, 0, 0, 0, 1]), np.array([np.inf] * 4 + [10.0])
 
     def parameters(free: FloatArray) -> FloatArray:
+        """Return all parameters, (5,), from those that are fitted."""
         values = lowest.copy()
         values[is_fitted] = free
         return values
 
     def errors(free: FloatArray) -> FloatArray:
+        """Return the relative errors of the seconds, (updates,)."""
         return _seconds(parameters(free), rounds * rows, rows, rounds, devices) / seconds - 1
 
     bounds = (lowest[is_fitted], highest[is_fitted])

@@ -19,7 +19,7 @@ from variable_batch_size.trace.csv_file import Every, read_csv, write_csv
 from variable_batch_size.trace.runs import TraceEndError, end_of_run, merge_equal_runs, round_runs, run_at
 from variable_batch_size.trace.schedule import Dataset, Unit, is_schedule, parse_schedule, ramp_steps
 
-_SHOWN = 6  # runs of equal batch sizes, in the text of a trace
+_SHOWN = 6  # how many runs of equal batch sizes the text of a trace shows
 
 OnEnd: TypeAlias = Literal["error", "stop", "hold", "cycle"]
 
@@ -65,7 +65,7 @@ class BatchTrace:
         (BatchTrace("0:32 10:64", then held), BatchTrace("0:8 2:4", 3 steps, on_end="cycle"))
         """
         runs = [f"{step}:{size}" for step, size in zip(self._first_step[:_SHOWN], self._size, strict=False)]
-        more = " ..." * (len(self._size) > _SHOWN)
+        more = " ..." if len(self._size) > _SHOWN else ""
         end = f'{self.steps} steps, on_end="{self.on_end}"' if self.steps else "then held"
         return f'{type(self).__name__}("{" ".join(runs)}{more}", {end})'
 
@@ -119,7 +119,7 @@ class BatchTrace:
             ValueError: if a batch size is not in [1, 2**53], or if there is none.
         """
         array = _integer_array(sizes)
-        if array is None or not ((array >= 1) & (array <= MAX_INT)).all():
+        if array is None or not ((array >= 1) & (array <= MAX_INT)).all():  # checked one by one, for the message
             named = ((size, f"trace step {step} (sizes[{step}]): batch_size") for step, size in enumerate(sizes))
             array = np.array([check_int(size, name, 1, MAX_INT) for size, name in named])  # (steps,)
         if not len(array):
@@ -428,20 +428,30 @@ class BatchTrace:
         return self.steps
 
     def _fold(self, position: int, end: int | None, unit: str) -> tuple[int, int]:
-        """Return how many cycles end at or before `position`, a step or a sample, and the position in its cycle."""
+        """Return how many cycles of the trace end at or before a position, and the position within its cycle.
+
+        Args:
+            position: a step or a sample, counted from 0.
+            end: number of steps, or of samples, of the trace; None for an infinite trace.
+            unit: "step" or "sample", for the error message.
+
+        Raises:
+            TraceEndError: if the position is beyond the end, and `on_end` is "error" or "stop".
+        """
         if end is None or position < end or self.on_end == "hold":
             return 0, position
         if self.on_end == "cycle":
             return divmod(position, end)
         requirement = f"{unit} must be < {end}, because {self._name} has {self.steps} steps"
-        remedy = "use a longer trace, or on_end=" + '"stop", ' * (self.on_end == "error") + '"hold" or "cycle"'
+        stop = '"stop", ' if self.on_end == "error" else ""
+        remedy = f'use a longer trace, or on_end={stop}"hold" or "cycle"'
         raise TraceEndError(f"{requirement} ({self.total_samples} samples), got {position}; {remedy}")
 
 
 def _integer_array(sizes: Any) -> npt.NDArray[np.integer] | None:
-    """Return an array, a tensor or a Series of integers as an array of one dimension, None if it is something else.
+    """Return an array, a tensor or a Series of integers as an array, (steps,); None for anything else.
 
-    32.0 is an integer: pandas has floats in a column where one was missing.
+    32.0 counts as an integer: pandas stores a column with a missing value as floats.
     """
     if not hasattr(sizes, "__array__") or np.ma.is_masked(sizes):
         return None

@@ -17,8 +17,8 @@ from variable_batch_size._files import written
 from variable_batch_size._validation import MAX_INT, IntArray, check_int, value_error
 from variable_batch_size.trace.schedule import EXAMPLE
 
-SIZE_COLUMNS = ("batchsize", "batch_size")  # a file has one of them; the first is written
-_INTEGER = re.compile(r"([+-]?[0-9]{1,25})([.]0?)?")  # 1.000 may be 1 or 1000
+SIZE_COLUMNS = ("batchsize", "batch_size")  # a file has one of them; `write_csv` writes the first one
+_INTEGER = re.compile(r"([+-]?[0-9]{1,25})([.]0?)?")  # 32, 32. and 32.0; not 1.000, which may be 1 or 1000
 Every: TypeAlias = Literal["step", "change"]
 _ORDER = "let the first row be step 0, and sort the others by increasing steps"
 
@@ -45,16 +45,16 @@ def read_csv(path: str, renumber: bool = False, every: Every = "step") -> tuple[
     if renumber:
         step_column = None
     rows: list[tuple[int, list[str]]] = []
-    read = partial(_read_rows, rows, header, step_column, size_column, path, every)
+    read_row_by_row = partial(_read_rows, rows, header, step_column, size_column, path, every)
     try:
         rows.extend(lines)
-    except ValueError:  # no valid CSV; an earlier row may be wrong, too
-        read()
+    except ValueError:  # no valid CSV; if an earlier row is wrong, too, the error names that row
+        read_row_by_row()
         raise
     sizes = None if every == "change" else _read_columns(rows, step_column, size_column, len(header))
     if sizes is not None:
         return np.arange(len(sizes)), sizes
-    steps, sizes = np.array(read(), np.int64).reshape(-1, 2).T  # (rows,) each
+    steps, sizes = np.array(read_row_by_row(), np.int64).reshape(-1, 2).T  # (rows,) each
     if not len(sizes):
         raise value_error(f"trace {path} must have at least one step", f"only the header ({where})", "add rows")
     return steps, sizes
@@ -82,16 +82,16 @@ def _read_bytes(path: str) -> bytes:
     try:
         data.decode()
     except UnicodeDecodeError as error:
-        where = f"{path}:{1 + data.count(10, 0, error.start)}"
+        where = f"{path}:{1 + data.count(10, 0, error.start)}"  # 10 is the byte of a line feed
         found = f"byte {data[error.start]:#04x}"
         raise value_error(f"trace ({where}) must be UTF-8 text", found, "save it as CSV in UTF-8") from None
     return data
 
 
 def _read_lines(data: bytes, path: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the line number in the file and the stripped cells of every line that has any.
+    """Yield the line number in the file and the stripped cells of every line that is not empty.
 
-    The header comes in lower case, and with underscores for spaces.
+    The first one is the header, in lower case and with underscores for spaces.
     """
     text = io.StringIO(data.decode(), newline=None)
     delimiter = separator_of(next((line for line in text if line.strip()), ""))
@@ -109,7 +109,7 @@ def _read_lines(data: bytes, path: str) -> Iterator[tuple[int, list[str]]]:
 
 
 def separator_of(header: str) -> str:
-    """Return what separates the cells of a header: a comma, otherwise `;` or a tab if it has one."""
+    """Return the character that separates the cells of a header: the first of a comma, `;` and a tab that it has."""
     return next((character for character in ",;\t" if character in header), ",")
 
 
@@ -129,17 +129,21 @@ def _find_column(header: list[str], names: tuple[str, ...], where: str) -> int:
 
 
 def _describe_header(header: list[str]) -> str:
+    """Return the header for an error message."""
     return f"{','.join(header)!r:.60}" if header else "an empty file"
 
 
 def _read_columns(
     rows: list[tuple[int, list[str]]], step_column: int | None, size_column: int, cells: int
 ) -> IntArray | None:
-    """Return the batch sizes of a valid file; None if a row has to be looked at."""
+    """Return the batch sizes of all rows at once, (rows,); None if the rows must be read one by one.
+
+    That is so for wrong rows, and for numbers such as 32.0.
+    """
     if not rows or any(len(row) != cells for _, row in rows):
         return None
     column = [row[size_column] for _, row in rows]
-    digits = "".join(column)
+    digits = "".join(column)  # one test for all cells
     if not (digits.isascii() and digits.isdecimal()):
         return None
     if step_column is not None and [row[step_column] for _, row in rows] != [*map(str, range(len(rows)))]:
@@ -159,9 +163,12 @@ def _read_rows(
     path: str,
     every: Every,
 ) -> list[tuple[int, int]]:
-    """Return step and batch size of each row; warn if each step has a row, and they are numbered from 0 again."""
+    """Return step and batch size of each row; raise ValueError at the first wrong row.
+
+    Warn if each step has a row, and they are numbered from 0 again in a later row.
+    """
     rows: list[tuple[int, int]] = []
-    begun = 0  # row at which the numbering of the steps has begun
+    begun = 0  # number of the row at which the numbering of the steps has last begun
     for line, cells in lines:
         try:
             if len(cells) != len(header):
@@ -184,6 +191,7 @@ def _read_rows(
 
 
 def _warn_of_restart(row: int, where: str) -> None:
+    """Warn that the steps of a file begin again at 0."""
     warnings.warn(
         f"The column step begins again at 0 in row {row} ({where}), for example with each epoch; all rows are taken in "
         f"their order, as with renumber=True",
@@ -193,7 +201,14 @@ def _warn_of_restart(row: int, where: str) -> None:
 
 
 def _check_step(cell: str, size: str, rows: list[tuple[int, int]], begun: int) -> None:
-    """Raise ValueError unless the step in a cell follows those of `rows`, which are numbered from 0 from `begun` on."""
+    """Raise ValueError unless the step in a cell is the next one.
+
+    Args:
+        cell: the cell with the step.
+        size: the cell with the batch size, for the message.
+        rows: step and batch size of the rows before it.
+        begun: number of the row in which step 0 is.
+    """
     step = _parse_integer(cell)
     expected = len(rows) - begun
     if step == expected:
@@ -202,7 +217,7 @@ def _check_step(cell: str, size: str, rows: list[tuple[int, int]], begun: int) -
     remedy = "fix the column, or ignore it with renumber=True in BatchTrace.from_csv"
     if isinstance(step, int) and step > expected > 0:
         remedy += '; if a row is where the batch size changes, pass every="change" instead'
-        if 0 < expected < 3:  # not a row that is missing far from the first
+        if 0 < expected < 3:  # the steps jump in one of the first rows: probably a file of changes
             points = [*rows[begun:], (step, f"{_parse_integer(size)!s:.20}")]
             remedy += f', or the schedule "{" ".join(f"{number}:{size}" for number, size in points)} ..."'
     raise value_error(requirement, f"{step!r:.60}", remedy)

@@ -20,7 +20,7 @@ class Runs(NamedTuple):
 
     first_step: IntArray  # (runs,), as all below
     size: IntArray  # samples per step
-    length: IntArray  # in steps; an infinite last run has 1
+    length: IntArray  # in steps; the last run of an infinite trace has 1
     offset: IntArray  # samples before the run
 
 
@@ -32,7 +32,7 @@ def merge_equal_runs(first_step: IntArray, size: IntArray, steps: int | None) ->
         size: batch sizes (samples), (runs,).
         steps: number of steps; None for an infinite trace.
     """
-    differs = np.diff(size, prepend=0) != 0  # (runs before the merge,)
+    differs = np.diff(size, prepend=0) != 0  # (runs before the merge,); the first is True, as sizes are > 0
     first_step, size = first_step[differs], size[differs]
     length = np.diff(first_step, append=steps or int(first_step[-1]) + 1)
     end = np.cumsum(size * length)  # (runs,), samples up to the end of the run
@@ -41,7 +41,7 @@ def merge_equal_runs(first_step: IntArray, size: IntArray, steps: int | None) ->
 
 def run_at(starts: IntArray, position: int) -> int:
     """Return the index of the last run that starts at or before `position`, which may exceed int64."""
-    return bisect_right(starts, position) - 1  # an eighth of the time of searchsorted, for a few runs
+    return bisect_right(starts, position) - 1  # takes an eighth of the time of searchsorted if there are few runs
 
 
 def end_of_run(starts: IntArray, length: IntArray, step: int) -> int:

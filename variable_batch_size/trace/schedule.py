@@ -25,20 +25,20 @@ def first_steps(thresholds: list[tuple[int, int]]) -> list[tuple[int, int]]:
         thresholds: samples and batch size (samples), by increasing samples from 0.
     """
     runs: list[tuple[int, int]] = []
-    step = samples = 0  # where the last run ends, as far as it is known
+    step = samples = 0  # the first step of the next run, and the samples of all steps before it
     for threshold, size in thresholds:
         if threshold > samples:
-            _, previous = runs[-1]
-            steps = -(-(threshold - samples) // previous)
-            step, samples = step + steps, samples + steps * previous
-        if runs and runs[-1][0] == step:
+            _, previous_size = runs[-1]
+            steps = -(-(threshold - samples) // previous_size)  # rounded up: the last one may exceed the threshold
+            step, samples = step + steps, samples + steps * previous_size
+        if runs and runs[-1][0] == step:  # the run before has no step
             runs.pop()
         runs.append((step, size))
     return runs
 
 
 class Dataset(NamedTuple):
-    """What an epoch is made of, see `CustomSampler`."""
+    """The number of samples of a dataset, and whether the incomplete update at the end of an epoch is dropped."""
 
     size: int
     drop_last: bool = False
@@ -58,14 +58,16 @@ def first_steps_of_epochs(epochs: list[tuple[int, int]], dataset: Dataset) -> li
     [(0, 128), (480, 640)]
     """
     runs, step = [(0, epochs[0][1])], 0
-    for (begin, size), (end, following) in pairwise(epochs):
+    for (begin, size), (end, next_size) in pairwise(epochs):
         step += (end - begin) * dataset.steps(size)
-        if dataset.drop_last and following <= (rest := dataset.size % size):
+        # With drop_last, the samples that the last epoch of a size drops must not suffice for a step of the next size.
+        rest = dataset.size % size
+        if dataset.drop_last and next_size <= rest:
             least = f"{rest}, what epoch {end - 1} drops"
             requirement = f"with drop_last=True the batch size from epoch {end} on must be > {least}"
-            raise value_error(requirement, f"{following}, which would begin in it", "omit drop_last")
-        runs.append((step, following))
-    dataset.steps(runs[-1][1])  # raises if there is none
+            raise value_error(requirement, f"{next_size}, which would begin in it", "omit drop_last")
+        runs.append((step, next_size))
+    dataset.steps(runs[-1][1])  # raises an error if an epoch has no step of the last size
     return runs
 
 
@@ -151,7 +153,7 @@ def parse_schedule(
 
 
 def _divisor_of(unit: Unit, sequence_length: int | None) -> int:
-    """Return what thresholds are divided by: the tokens of a sample for unit="tokens", otherwise 1."""
+    """Return the number by which thresholds are divided: the tokens of a sample if they are tokens, otherwise 1."""
     check_choice(unit, "unit", get_args(Unit))
     if unit == "tokens":
         remedy = "pass the number of tokens in a sample"
@@ -190,6 +192,6 @@ def parse_count(text: str) -> int | None:
     """
     if not _ONE_SIZE.fullmatch(text):
         return None
-    factor = 1000 ** max(0, " KMBT".find(text[-1].upper()))
-    number = Fraction(text.rstrip("kKmMbBtT")) * factor  # exact: in float64, 2.01K would be 2009
+    factor = 1000 ** max(0, " KMBT".find(text[-1].upper()))  # find() returns -1 for a digit
+    number = Fraction(text.rstrip("kKmMbBtT")) * factor  # exact: in float64, 2.01K would not be 2010
     return number.numerator if number.denominator == 1 else None
