@@ -32,7 +32,7 @@ class _Sum(NamedTuple):
     """The number of some samples, and the sum of a value over them. Immutable: addition creates new tensors."""
 
     samples: int = 0
-    parts: tuple[Any, ...] = ()  # 0-D tensors whose sum is meant: one of float64, or two of float32
+    parts: tuple[Any, ...] = ()  # 0-D tensors that add up to the sum: one of float64, or two of float32
 
 
 @final
@@ -75,11 +75,11 @@ class Accumulator:
 
     def __init__(self, source: CustomOptimizer | EvaluationSampler, *, backend: Backend | None = None) -> None:
         self._source = _source_of(source, backend)
-        self._epoch: int | None = None  # that of `set_epoch`
-        self._stage = 0  # that of the training then
+        self._epoch: int | None = None  # the argument of the last `set_epoch`
+        self._stage = 0  # stage of the training at that call
         self._restored: dict[str, tuple[int, float]] = {}  # name -> samples and sum over all ranks, from a checkpoint
-        self._committed: dict[str, _Sum] = {}  # of this rank since then, up to the last commit
-        self._pending: dict[str, _Sum] = {}  # the same, with the values that do not count yet
+        self._committed: dict[str, _Sum] = {}  # sums of this rank since the restore, up to the last commit
+        self._pending: dict[str, _Sum] = {}  # the same with the values since that commit, which do not count yet
         if isinstance(source, CustomOptimizer):
             source.register(self)
 
@@ -117,7 +117,7 @@ class Accumulator:
         if self._source.starts_over():
             self.reset()
         for name, samples in self._source.weigh(means.keys()).items():
-            value, rows = means.get(name, 1.0), self._source.rows if name in means else 1
+            value, rows = means.get(name, 1.0), self._source.rows if name in means else 1  # 1.0: to count samples
             self._pending[name] = self._add_weighted(self._pending.get(name, _Sum()), value, samples, rows)
         if self._source.end_add():
             self._committed = dict(self._pending)
@@ -170,7 +170,14 @@ class Accumulator:
         self._source.discard()
 
     def _add_weighted(self, old: _Sum, mean: Tensor | float, samples: int, rows: int) -> _Sum:
-        """Return a sum with one more value of a microbatch of so many samples, a mean or the sum over `rows`."""
+        """Return a sum with one more value of a microbatch.
+
+        Args:
+            old: the sum without it; not changed.
+            mean: the mean of the value over the rows of the microbatch, or its sum over them.
+            samples: number of distinct samples in the microbatch.
+            rows: 1 if `mean` is a mean; otherwise the number of rows over which it is a sum.
+        """
         number = old.samples + samples
         value = mean.reshape(()) if isinstance(mean, Tensor) else torch.tensor(float(mean), dtype=torch.float64)
         if value.device.type not in WITHOUT_FLOAT64:
@@ -185,8 +192,8 @@ class Accumulator:
     def _sums_over_ranks(self) -> dict[str, tuple[int, float]]:
         """Return name -> number of samples and sum of the value, over all ranks, with those of the checkpoint."""
         committed = dict(sorted(self._committed.items()))
-        of_rank = [(name, sums.samples, self._to_float(sums.parts)) for name, sums in committed.items()]
-        message = json.dumps([self._source.count_missing(), of_rank])
+        own_sums = [(name, sums.samples, self._to_float(sums.parts)) for name, sums in committed.items()]
+        message = json.dumps([self._source.count_missing(), own_sums])
         by_rank = [json.loads(text) for text in self._source.agreement.gather("Accumulator.read()", message)]
         for rank, (missing, _) in enumerate(by_rank):
             if missing:
@@ -204,11 +211,12 @@ class Accumulator:
         return sums
 
     def _to_float(self, parts: Sequence[Tensor]) -> float:
+        """Return the number that the tensors add up to; waits for the device."""
         return sum((self._source.backend.host(part).double().item() for part in parts), 0.0)
 
 
 def _source_of(source: object, backend: Backend | None) -> Source:
-    """Return what tells to which microbatch a value belongs; raise an error if `source` is neither."""
+    """Return the object that tells to which microbatch a value belongs, for an optimizer or an evaluation's sampler."""
     if isinstance(source, EvaluationSampler):
         return EvaluationSource(source, backend)
     if not isinstance(source, CustomOptimizer):
@@ -225,6 +233,7 @@ def _source_of(source: object, backend: Backend | None) -> Source:
 
 
 def _check_mean(name: str, mean: Tensor | float) -> None:
+    """Raise TypeError or ValueError unless a name and its value may be passed to `Accumulator.add`."""
     if name == SAMPLES:
         raise ValueError(
             f"the name {SAMPLES!r} is reserved for the number of samples, which is counted by itself; choose another "
@@ -234,7 +243,7 @@ def _check_mean(name: str, mean: Tensor | float) -> None:
 
 
 def compensated_add(high: Tensor, low: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return high + low + value as such a pair again, with twice the digits of one number.
+    """Return high + low + value as a pair (high, low) again: two numbers whose sum has twice the digits of one.
 
     Source: Knuth, The Art of Computer Programming, volume 2, section 4.2.2, theorem B.
     """

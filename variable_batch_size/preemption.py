@@ -137,7 +137,10 @@ class Preemption:
         signal.set_wakeup_fd(self._previous_wakeup_fd)
 
     def _read_wakeup_socket(self) -> None:
-        """Handle each signal when it arrives, in a thread, until the context ends."""
+        """Handle each signal when it arrives, in a thread, until the context ends.
+
+        The interpreter writes the number of a signal as one byte. It is passed on to an earlier wakeup file descriptor.
+        """
         while (received := self._reader.recv(1)) not in (_STOP, b""):
             if self._previous_wakeup_fd != -1:
                 with suppress(OSError):
@@ -148,7 +151,7 @@ class Preemption:
     def _record_first(self, signum: int, frame: FrameType | None = None) -> tuple[signal.Signals, float]:
         """Record the first signal, and return it with its time.
 
-        Also the signal handler, in case other code has called `signal.set_wakeup_fd`.
+        It is also the signal handler, so that a signal is recorded even if other code has replaced the wakeup socket.
         """
         self._first = self._first or (signal.Signals(signum), time.monotonic())
         return self._first
@@ -156,7 +159,7 @@ class Preemption:
     def _handle_signal(self, signum: signal.Signals) -> None:
         """Log the first signal, forward each, and end the process at a second one."""
         _, first_time = self._record_first(signum)
-        if not self._announced:  # here and not in `_record_first`: the main thread may wait in a collective
+        if not self._announced:  # not in `_record_first`, which waits for the main thread: it may be in a collective
             self._announced = True
             log(f"{signum.name}: Checkpoint.step() saves after this update, and exits.")
         if self._forward is not None:
@@ -167,9 +170,9 @@ class Preemption:
 
 @final
 class Interrupts:
-    """Handles Ctrl-C as another signal that asks a training to save and exit, until `end()`.
+    """Handles Ctrl-C as a further signal that asks a training to save and exit, until `end()`.
 
-    Within a `Preemption` that handles it, until the end of that.
+    Within a `Preemption`, which then handles it, until the end of the `Preemption`.
 
     Raises:
         RuntimeError: if this is not the main thread.
@@ -187,15 +190,15 @@ class Interrupts:
         if Interrupts._last is not None:  # as when a notebook's cell runs again
             Interrupts._last.end()
         Interrupts._last = self
-        self._own = Preemption((signal.SIGINT,)) if _active is None else None
-        if self._own is not None:
-            self._own.__enter__()
+        self._preemption = Preemption((signal.SIGINT,)) if _active is None else None  # None: the user has entered one
+        if self._preemption is not None:
+            self._preemption.__enter__()
         elif _active is not None:
             _active._add_signal(signal.SIGINT)
 
     def end(self) -> None:
-        """Let Ctrl-C do again what it did before."""
-        preemption, self._own = self._own, None
+        """Give Ctrl-C back to its earlier handler."""
+        preemption, self._preemption = self._preemption, None
         if preemption is not None:
             preemption.__exit__(None, None, None)
         if Interrupts._last is self:
@@ -216,6 +219,7 @@ def signal_notice() -> str:
 
 
 def _exit_on_signal_from_parent() -> None:
+    """Wait for signals that are blocked in this process, and exit at the first one that its parent has sent."""
     while signal.sigwaitinfo(_SIGNALS).si_pid != os.getppid():
         pass
     os._exit(0)  # as torch's own handler does in a worker of a DataLoader

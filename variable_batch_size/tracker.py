@@ -22,10 +22,10 @@ from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size._validation import check_int, type_error
 
 SCALARS = "scalars.csv"
-DELAY = 2  # updates; after that many, any device has computed a number and reading it does not wait
-FLUSH = 30.0  # seconds; so old may be what TensorBoard shows
+DELAY = 2  # updates after which any device has computed a number, so that reading it does not wait
+FLUSH = 30.0  # seconds between two writes of TensorBoard's events to the disk
 
-_IN_BAR = {"loss": "loss", "vbs/global_batch_size": "B", "vbs/lr_effective": "lr"}  # tag -> name
+_IN_BAR = {"loss": "loss", "vbs/global_batch_size": "B", "vbs/lr_effective": "lr"}  # tag -> name in the progress bar
 
 # The charts of the tab "Custom scalars" of TensorBoard.
 _LAYOUT = {
@@ -50,10 +50,10 @@ class ScalarsFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: TextIO | None = None
-        self._start = 0  # of the last row in the file
+        self._start = 0  # position in the file at which its last row begins
         self._last: dict[str, str] = {}  # the last row
         self._columns, rows = read_scalars(path)
-        self._continued = bool(rows)  # whether later rows of an earlier run may be left
+        self._continued = bool(rows)  # whether the file may have rows of an earlier run that this one makes again
         self._write_anew(rows)
 
     def add(self, update: int, scalars: Mapping[str, float]) -> None:
@@ -82,7 +82,7 @@ class ScalarsFile:
             self._file.close()
 
     def _write_anew(self, rows: Sequence[dict[str, str]]) -> None:
-        """Replace the file by one with these rows, and go on behind them."""
+        """Replace the file by one with these rows, and append later rows to it."""
         temporary = self._path.with_suffix(f".{os.getpid()}.part")
         file = temporary.open("w", newline="", encoding="utf-8")
         if self._file is not None:
@@ -95,6 +95,7 @@ class ScalarsFile:
         temporary.replace(self._path)
 
     def _append(self, row: dict[str, str]) -> None:
+        """Add a row at the end of the file."""
         assert self._file is not None
         self._start, self._last = self._file.tell(), row
         csv.DictWriter(self._file, self._columns, lineterminator="\n").writerow(row)
@@ -102,12 +103,15 @@ class ScalarsFile:
 
 
 def read_scalars(path: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """Return the columns and the rows of a `ScalarsFile`, without a truncated last row; of a missing file, none."""
+    """Return the columns and the rows of a `ScalarsFile`; a truncated last row is left out, a missing file has no rows.
+
+    A row has only the cells that are not empty. Raise ValueError if the file is none of a Tracker.
+    """
     if not path.exists():
         return ["update"], []
     text = path.read_text(encoding="utf-8", errors="replace")
     complete = text[: text.rfind("\n") + 1]  # a killed process may leave a part of a row
-    found = "text that is no CSV"
+    found = "text that is no CSV"  # what the error says
     try:
         header, *rows = csv.reader(io.StringIO(complete), strict=True) if complete else [["update"]]
         found = f"the columns {', '.join(header)}"
@@ -116,7 +120,7 @@ def read_scalars(path: Path) -> tuple[list[str], list[dict[str, str]]]:
                 found = f"the row {','.join(row)!r:.80}, its number {number}"
                 if len(row) != len(header) or not row[0].isascii() or not row[0].isdecimal():
                     raise ValueError
-                list(map(float, filter(None, row[1:])))
+                list(map(float, filter(None, row[1:])))  # raises ValueError if a cell is no number
             return header, [{tag: cell for tag, cell in zip(header, row, strict=True) if cell} for row in rows]
     except (ValueError, csv.Error):
         pass
@@ -165,12 +169,12 @@ class EventsFile:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is left to the disk."""
+        """Write the events that are in memory to the disk."""
         self._write_unless_full(self._writer.flush)
         self._last_flush = time.monotonic()
 
     def close(self) -> None:
-        """Write what is left, and close the file."""
+        """Write the events that are in memory, and close the file."""
         self._write_unless_full(self._writer.close)
 
     def _write_unless_full(self, write: Callable[..., object], *arguments: object) -> None:
@@ -267,8 +271,12 @@ class Tracker:
 
     def write_pending(self, update: int) -> None:
         """Write the scalars of `log_later` that are `DELAY` updates old."""
-        while self._pending and not update - DELAY < self._pending[0][0] <= update:
-            self.log(self._pending[0][0], self._pending.popleft()[1]())
+        while self._pending:
+            oldest, read = self._pending[0]
+            if update - DELAY < oldest <= update:  # not old enough; a later one was made before a restore
+                return
+            self._pending.popleft()
+            self.log(oldest, read())
 
     def show(self, epoch: int, samples: int, total: int, seconds_left: float | None = None) -> None:
         """Draw the progress bar of an epoch, with the loss, the batch size and the learning rate of the last row.
@@ -285,9 +293,10 @@ class Tracker:
             self._close_bar()
             self._epoch = epoch
             self._bar = tqdm(total=total, desc=f"epoch {epoch}", unit=" samples", unit_scale=True, disable=None)
-        left = [] if seconds_left is None else [f"left={tqdm.format_interval(seconds_left)}"]
         shown = [f"{name}={self._latest[tag]:.4g}" for tag, name in _IN_BAR.items() if tag in self._latest]
-        self._bar.set_postfix_str(", ".join(shown + left), refresh=False)
+        if seconds_left is not None:
+            shown.append(f"left={tqdm.format_interval(seconds_left)}")
+        self._bar.set_postfix_str(", ".join(shown), refresh=False)
         self._bar.update(samples - self._bar.n)
 
     def flush(self) -> None:
@@ -318,6 +327,7 @@ class Tracker:
         self.close()
 
     def _close_bar(self) -> None:
+        """Remove the progress bar, if there is one."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -349,5 +359,6 @@ def _checked_number(tag: str, value: Any) -> float:
 
 
 def _close_files_of(events: EventsFile, table: ScalarsFile) -> None:
+    """Close both files; a function, because the finalizer of a Tracker must not refer to the Tracker."""
     events.close()
     table.close()

@@ -110,19 +110,20 @@ def check_gradient(
     trained = model if trained is None else trained
     reference = copy.deepcopy(model)
     required = _required_weights(counts, number)
-    chosen = np.flatnonzero(required).tolist()
-    groups = _rows_of_parts(parts, number) if parts else [[row] for row in chosen]
+    counted_rows = np.flatnonzero(required).tolist()
+    groups = _rows_of_parts(parts, number) if parts else [[row] for row in counted_rows]
     with _without_dropout(reference, trained):
-        reached, cleared = update_gradients.gradients_of_step(step, trained)
-        gradient = _random_sums(reached, 4 * number)
+        step_gradients, cleared = update_gradients.gradients_of_step(step, trained)
+        gradient = _random_sums(step_gradients, 4 * number)  # (sums,)
         by_row = np.zeros((number, len(gradient)))
-        for row in chosen:
+        for row in counted_rows:
             reference.zero_grad()
             loss_fn(reference, rows.take_rows(batch, np.array([row]))).backward()  # type: ignore[no-untyped-call]
-            of_row = update_gradients.gradients_of_model(reference, lambda name, _: name in reached)
-            by_row[row] = _random_sums(of_row, 4 * number)
+            row_gradients = update_gradients.gradients_of_model(reference, lambda name, _: name in step_gradients)
+            by_row[row] = _random_sums(row_gradients, 4 * number)
     dtypes = {parameter.dtype for parameter in trained.parameters() if parameter.is_floating_point()}
     resolution = 3 * max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.5
+    # A weight of 1 means that the rows of a group weigh what they have to.
     by_group, error, residual = _fit_weights(np.stack([required[group] @ by_row[group] for group in groups]), gradient)
     if error >= max(1e-3, resolution / 5) and residual <= resolution:
         remedy = "pass parts=, such as the rows of each rank, other rows, or a larger model"
@@ -131,10 +132,12 @@ def check_gradient(
     tolerance = max(resolution, 5 * error)
     for group, weight in zip(groups, by_group, strict=True):
         weights[group] = np.where(required[group] > 0, weight, np.nan)
-    weights /= (factor := float(np.nansum(np.abs(weights) * required)) or 1.0)
-    known = np.argsort(weights)[: np.isfinite(weights).sum()]  # nan is last
-    exact = cleared and residual <= resolution and bool((np.abs(weights[known] - 1) <= tolerance).all())
-    alike = np.split(known, np.flatnonzero(np.diff(weights[known]) > min(10 * tolerance, 0.5)) + 1)
+    factor = float(np.nansum(np.abs(weights) * required)) or 1.0
+    weights /= factor
+    ascending = np.argsort(weights)[: np.isfinite(weights).sum()]  # rows by their weights; nan is last, and left out
+    exact = cleared and residual <= resolution and bool((np.abs(weights[ascending] - 1) <= tolerance).all())
+    # Without parts, the report shows groups of rows of nearly the same weight, unless there are many groups.
+    alike = np.split(ascending, np.flatnonzero(np.diff(weights[ascending]) > min(10 * tolerance, 0.5)) + 1)
     few = sorted(map(np.sort, alike), key=min) if len(alike) <= 12 else []
     shown = parts or {_describe_rows(numbers): numbers.tolist() for numbers in few}
     by_part = {name: float(np.nanmean(weights[list(part)])) for name, part in shown.items()}
@@ -158,14 +161,23 @@ def _rows_of_parts(parts: Mapping[str, Sequence[int]], number: int) -> list[list
         groups = []
     times = Counter(row for group in groups for row in group)
     for row in sorted({*range(number), *times}):
-        if times[row] != (0 <= row < number):
+        if times[row] != (1 if 0 <= row < number else 0):
             remedy = 'pass all rows by name, such as {"rank 0": range(16), "rank 1": range(16, 26)}'
             raise value_error(f"parts must have each of {number} rows once", f"row {row} {times[row]} times", remedy)
     return groups
 
 
 def _fit_weights(columns: FloatArray, gradient: FloatArray) -> tuple[FloatArray, float, float]:
-    """Return the weights of columns, (groups, sums), by least squares, their standard error and the residual."""
+    """Return the weights with which gradients of groups of rows add up to a gradient, by least squares.
+
+    Args:
+        columns: the gradients of the groups, (groups, sums).
+        gradient: the gradient that they explain, (sums,).
+
+    Returns:
+        The weights, (groups,), their standard error (infinite if they are not unique), and the norm of what they do not
+        explain, relative to the norm of `gradient`.
+    """
     if not (np.isfinite(columns).all() and np.isfinite(gradient).all()):
         raise value_error("all gradients must be finite", "some that are not", "check the loss, and the scale of it")
     weights, _, rank, singular = np.linalg.lstsq(columns.T, gradient, rcond=1e-12)
@@ -176,7 +188,10 @@ def _fit_weights(columns: FloatArray, gradient: FloatArray) -> tuple[FloatArray,
 
 
 def _random_sums(gradients: Mapping[str, FloatArray], least: int) -> FloatArray:
-    """Return coordinates with random signs or, of a large model, sums of them: 4099 or `least`."""
+    """Return the elements of a gradient, with random signs, added up to at most 4099 or `least` sums.
+
+    The signs are the same at each call, so that the sums of two gradients add up as the gradients do.
+    """
     flat = np.concatenate([gradients[name] for name in sorted(gradients)])
     signs = np.random.default_rng(0).choice([-1.0, 1.0], len(flat))
     return np.asarray(np.bincount(np.arange(len(flat)) % max(4099, least), flat * signs), np.float64)
@@ -184,7 +199,8 @@ def _random_sums(gradients: Mapping[str, FloatArray], least: int) -> FloatArray:
 
 @contextmanager
 def _without_dropout(*models: nn.Module) -> Iterator[None]:
-    kinds = (_DropoutNd, nn.MultiheadAttention, nn.RNNBase)  # whose rate is p, or dropout
+    """Set the dropout rates of the models to 0 within a block."""
+    kinds = (_DropoutNd, nn.MultiheadAttention, nn.RNNBase)  # layers with a rate named `p` or `dropout`
     layers = [layer for model in models for layer in model.modules() if isinstance(layer, kinds)]
     rates = [(layer, name, vars(layer)[name]) for layer in layers for name in ("p", "dropout") if name in vars(layer)]
     try:
@@ -197,5 +213,6 @@ def _without_dropout(*models: nn.Module) -> Iterator[None]:
 
 
 def _describe_rows(numbers: IntArray) -> str:
+    """Return ascending numbers of rows in words, such as "rows 0 to 5, 7"."""
     runs = np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
     return "rows " + ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)

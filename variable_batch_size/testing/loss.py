@@ -19,13 +19,14 @@ from variable_batch_size._validation import FloatArray, IntArray, in_documentati
 from variable_batch_size.data.streams import rows
 from variable_batch_size.testing.undisturbed import undisturbed_evaluation
 
-# Relative differences that rounding explains: of losses, and of gradients, which autocast rounds within.
-_TOLERANCES: Final = {torch.float64: (1e-6, 1e-4), torch.float32: (1e-4, 1e-2)}  # of models that round to float32
-_NARROW: Final = (1e-2, 2e-2)
-_ON_DEVICES: Final = (2e-3, 2e-2)  # TF32, other kernels for other numbers of rows
-_ROUNDING: Final = np.array([1e-6, 1e-5])  # of the largest so far: that of what is trained until nearly 0
-_DIRECTIONS: Final = 8
-_SCALE: Final = 2.0**12  # of what is differentiated: gradients of float16 may be too small for it
+# Relative differences that rounding explains, of losses and of gradients; autocast rounds more within a backward pass.
+# Models in float64 may use float32 within.
+_TOLERANCES: Final = {torch.float64: (1e-6, 1e-4), torch.float32: (1e-4, 1e-2)}
+_NARROW: Final = (1e-2, 2e-2)  # of all other dtypes
+_ON_DEVICES: Final = (2e-3, 2e-2)  # at least, off the CPU: TF32, and other kernels for other numbers of rows
+_ROUNDING: Final = np.array([1e-6, 1e-5])  # relative to the largest loss and gradient so far, if both are nearly 0 now
+_DIRECTIONS: Final = 8  # random directions in which gradients are compared
+_SCALE: Final = 2.0**12  # by which losses are multiplied: gradients may be too small for float16
 REMEDY: Final = (
     'return the sum of what it averages, such as tokens, pass reduction="sum" to the optimizer and how many they are '
     f"to step(count=), {in_documentation('Means over tokens')}; a loss that compares rows with one another cannot be "
@@ -87,13 +88,21 @@ def check_loss(
 
 
 class Compared(NamedTuple):
-    """What was found of a loss: why it was not compared, or that it is no mean; both are "" if all is well."""
+    """The result of a comparison; both texts are "" if the loss is a mean.
+
+    Attributes:
+        left_out: why nothing was compared.
+        message: the warning about a loss that is no mean.
+    """
 
     left_out: str = ""
     message: str = ""
 
     def warn(self) -> None:
-        """Warn of what was found. Apart from the comparison, whose exceptions are those of forwards."""
+        """Warn if there is a message.
+
+        It is a call of its own, because an error from the comparison is caught: a warning that is an error is not.
+        """
         if self.message:
             warnings.warn(self.message, UserWarning, stacklevel=stacklevel_of_user())
 
@@ -114,33 +123,36 @@ def compare_parts(
     Args:
         model: see `check_loss`, as `reduction`, `tolerance` and `remedy`.
         loss_of: returns the loss of some rows, given the model and their numbers, (rows,).
-        order: of the rows, which are cut into parts, (rows,).
+        order: the numbers of the rows in the order in which they are cut into parts, (rows,).
         counts: what each row counts, (rows,); None if all count alike.
-        largest: the largest loss and norm of a gradient so far, (2,), which are updated.
+        largest: the largest loss and norm of a gradient so far, (2,); changed in place.
     """
     number = len(order)
     weights = np.ones(number) if counts is None else counts
     whole, parts = np.arange(number), [part for part in np.split(order, [number // 6 or 1, number // 2]) if len(part)]
-    forwards = [whole, whole, *(parts if number > 1 else []), whole, whole]
-    model = model.module if isinstance(model, DistributedDataParallel) else model  # which would wait for a backward()
-    with undisturbed_evaluation(model):  # five, as on ranks with more rows
-        again, expected, *of_parts = [_Derived.of(loss_of, model, part) for part in forwards[:5]]
-    of_parts = of_parts[: len(parts)]
+    # Five forward passes with any number of rows: they may communicate with ranks that have more.
+    forwards = [whole, whole, *(parts if number > 1 else []), whole, whole][:5]
+    # A forward pass of a DistributedDataParallel itself would wait for a backward().
+    model = model.module if isinstance(model, DistributedDataParallel) else model
+    with undisturbed_evaluation(model):
+        again, expected, *part_losses = [_Derived.of(loss_of, model, part) for part in forwards]
+    part_losses = part_losses[: len(parts)]
     if number < 2:
         return Compared("a single row cannot be cut")
-    if not all(math.isfinite(one.value) for one in (expected, *of_parts)):
+    if not all(math.isfinite(loss.value) for loss in (expected, *part_losses)):
         return Compared("it is not finite")
     if again.value != expected.value:
         return Compared("two forwards of the same rows differ: it draws random numbers, or changes what it depends on")
     shares = _weights_of_parts([weights[part].sum() for part in parts], reduction)
-    by_parts = float(shares @ [one.value for one in of_parts])
-    slopes = shares @ [one.slopes for one in of_parts]
+    by_parts = float(shares @ [loss.value for loss in part_losses])
+    slopes = shares @ [loss.slopes for loss in part_losses]
+    # The differences, sizes and tolerances are those of the loss and of its gradient, (2,) each.
     differences = np.array([abs(by_parts - expected.value), np.linalg.norm(slopes - expected.slopes)])
-    sizes = np.max([(abs(one.value), one.norm) for one in (expected, *of_parts)], axis=0)
+    sizes = np.max([(abs(loss.value), loss.norm) for loss in (expected, *part_losses)], axis=0)
     tolerances = expected.tolerances(model) if tolerance is None else tolerance
     largest = sizes if largest is None else np.maximum(largest, sizes, out=largest)
     explained = np.maximum(tolerances * sizes, _ROUNDING * largest)
-    if not (differences > explained).any():  # also for nan: a part counts nothing
+    if not (differences > explained).any():  # nan, as of a part that counts nothing, is not larger
         return Compared()
     counted = "rows" if counts is None else "what the rows count"
     of_gradients = f", with gradients that differ by {differences[1] / sizes[1]:.2g} of their size" if sizes[1] else ""
@@ -153,16 +165,16 @@ def compare_parts(
 
 
 class _Derived(NamedTuple):
-    """A loss, and what its gradient is in some directions."""
+    """A loss, and the products of its gradient with some directions."""
 
     value: float
     dtype: torch.dtype
-    slopes: FloatArray  # (directions,); nan if it has no gradient that torch.autograd.grad can give
-    norm: float
+    slopes: FloatArray  # (directions,); nan if torch.autograd.grad can give no gradient
+    norm: float  # of the gradient
 
     @classmethod
     def of(cls, loss_of: Callable[[nn.Module, IntArray], Tensor], model: nn.Module, part: IntArray) -> _Derived:
-        """Return the loss of some rows; under FSDP2, whose gradients are summed over ranks, without slopes."""
+        """Return the loss of the rows of a part; under FSDP2, which sums gradients over ranks, slopes are nan."""
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         has_gradient = trained != [] and not any(isinstance(parameter, DTensor) for parameter in trained)
         with torch.set_grad_enabled(has_gradient):
@@ -185,7 +197,10 @@ class _Derived(NamedTuple):
 
 @torch.no_grad()
 def _project(gradients: Sequence[Tensor]) -> tuple[FloatArray, float]:
-    """Return products of a gradient with random directions, the same in each call, (directions,), and its norm."""
+    """Return products of a gradient with random directions, (directions,), and its norm.
+
+    The directions are the same in each call. Each has only a share of the elements, so that all are drawn at once.
+    """
     slopes, square = np.zeros(_DIRECTIONS), 0.0
     for number, gradient in enumerate(gradients):
         dense = gradient.to_dense() if gradient.is_sparse else gradient
@@ -194,29 +209,36 @@ def _project(gradients: Sequence[Tensor]) -> tuple[FloatArray, float]:
         drawn = torch.randn(
             len(flat), generator=torch.Generator(flat.device).manual_seed(number), dtype=flat.dtype, device=flat.device
         )
-        products = (drawn * flat).tensor_split(_DIRECTIONS)  # each a direction of its own
+        products = (drawn * flat).tensor_split(_DIRECTIONS)  # one tensor for each direction
         slopes += torch.stack([part.sum() for part in products]).double().cpu().numpy()
         square += float(flat.square().sum())
     return slopes, math.sqrt(square)
 
 
 def unlike_rows(batch: Any, number: int) -> IntArray:
-    """Return the rows in the order of how often they have the most frequent integer, such as padding, (rows,).
+    """Return the numbers of the rows in an order in which parts of them differ as much as possible, (rows,).
 
-    If lengths decide what rows count, parts of long and of short ones differ most. Rows that have it equally often, or
-    batches without such a field, are in the order of an integer for each row, such as its class.
+    Rows are sorted by how often they have the most frequent integer of the batch, such as padding: if lengths decide
+    what rows count, parts of long and of short rows differ most. Rows that have it equally often are sorted by a field
+    with one integer for each row, such as its class.
     """
     if rows.is_list_of_rows(batch):
         return np.arange(number)
     fields = [leaf for leaf in rows.leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == number]
-    whole = [leaf.flatten(1 if leaf.dim() > 1 else 0).cpu().long() for leaf in fields if _is_integer(leaf)]
-    padded = [(one == one.flatten().mode().values).sum(1).numpy() for one in whole if one.dim() > 1 and one.numel()]
-    classes = [one.numpy() for one in whole if one.dim() == 1]
+    integers = [leaf.flatten(1 if leaf.dim() > 1 else 0).cpu().long() for leaf in fields if _is_integer(leaf)]
+    padded, classes = list[Any](), list[Any]()  # candidates for the two keys, (rows,) each
+    for field in integers:
+        if field.dim() == 1:
+            classes.append(field.numpy())
+        elif field.numel():
+            padded.append((field == field.flatten().mode().values).sum(1).numpy())
     alike = np.zeros(number)
+    # The field that varies most is the key; lexsort takes the first key last.
     return np.lexsort((max(classes, key=np.std, default=alike), max(padded, key=np.std, default=alike)))
 
 
 def _is_integer(tensor: Tensor) -> bool:
+    """Return whether a tensor has integers or bools."""
     return not (tensor.is_floating_point() or tensor.is_complex())
 
 

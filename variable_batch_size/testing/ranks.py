@@ -16,7 +16,7 @@ from variable_batch_size.world import World
 
 Result = TypeVar("Result")
 
-_TIMEOUT = 60.0  # seconds that a rank waits for the others
+_TIMEOUT = 60.0  # seconds that a rank waits for the others at most
 
 
 @final
@@ -37,9 +37,10 @@ class ThreadBackend(Backend):
         return self._rendezvous.store
 
     def _gather_bytes(self, message: bytes) -> list[bytes]:
-        counted = self.collectives
+        """Return the messages of all ranks, by rank; its sums are not counted in `collectives`."""
+        collectives = self.collectives
         messages = super()._gather_bytes(message)
-        self.collectives = counted
+        self.collectives = collectives
         return messages
 
     @property
@@ -70,7 +71,7 @@ class _Rendezvous:
         self._inputs: list[Sequence[Tensor]] = [()] * size  # by rank
 
     def sum_over_ranks(self, rank: int, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return new tensors: the sums over all ranks."""
+        """Return the sums of the tensors over all ranks, in the order of the ranks, as new tensors."""
         self._inputs[rank] = tensors
         self.barrier.wait()
         _check_same(self._inputs)
@@ -81,12 +82,12 @@ class _Rendezvous:
 
 def _check_same(inputs: Sequence[Sequence[Tensor]]) -> None:
     """Raise RuntimeError unless all ranks sum tensors of the same shapes and dtypes; `inputs`: by rank."""
-    described = [[(tuple(tensor.shape), tensor.dtype) for tensor in of_rank] for of_rank in inputs]
-    for rank, of_rank in enumerate(described):
-        if of_rank != described[0]:
+    described = [[(tuple(tensor.shape), tensor.dtype) for tensor in tensors] for tensors in inputs]
+    for rank, shapes_and_dtypes in enumerate(described):
+        if shapes_and_dtypes != described[0]:
             raise RuntimeError(
                 f"all ranks must sum tensors of the same shapes and dtypes, but rank 0 has {described[0]} and rank "
-                f"{rank} {of_rank}; train the same parameters on all ranks"
+                f"{rank} {shapes_and_dtypes}; train the same parameters on all ranks"
             )
 
 
@@ -111,6 +112,7 @@ def run_ranks(train: Callable[[Backend], Result], size: int) -> list[Result]:
             results[rank] = train(ThreadBackend(World(rank, size), rendezvous))
         except BaseException as error:
             if not isinstance(error.__cause__ or error, threading.BrokenBarrierError):
+                # The first error in the list is raised: one of a rank that only missed another rank comes last.
                 errors.insert(len(errors) if isinstance(error, AbsentRankError) else 0, error)
                 rendezvous.barrier.abort()
                 return

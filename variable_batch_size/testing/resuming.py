@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -71,6 +71,8 @@ def assert_resumes_identically(
 
 
 class _State(NamedTuple):
+    """The state dicts that one part of a training passes to the next one."""
+
     model: dict[str, Any]
     optimizer: dict[str, Any]
 
@@ -78,7 +80,14 @@ class _State(NamedTuple):
 def _train(
     built: Built, loss_fn: Callable[[torch.nn.Module, list[int]], Tensor], end: int, state: _State | None
 ) -> _State:
-    """Train until `end` updates are committed, over as many epochs as needed, and return a copy of the state."""
+    """Train on one rank until `end` updates are made, over as many epochs as needed, and return a copy of the state.
+
+    Args:
+        built: new objects, as `build` of `assert_resumes_identically` returns them.
+        loss_fn: see there.
+        end: number of updates.
+        state: the state from which to continue; None at the beginning.
+    """
     model, sampler, optimizer = built
     if state is not None:
         model.load_state_dict(copy.deepcopy(state.model))
@@ -106,7 +115,11 @@ def _named_tensors(state: Any, name: str = "") -> list[tuple[str, Tensor]]:
         return [(name, torch.as_tensor(state))]
     if isinstance(state, _State):
         state = state._asdict()
-    items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, (list, tuple)) else ()
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(state, dict):
+        items = state.items()
+    elif isinstance(state, (list, tuple)):
+        items = enumerate(state)
     return [pair for key, value in items for pair in _named_tensors(value, f"{name}[{key!r}]" if name else str(key))]
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size.data.sampler import CustomSampler
 
-_LENGTHS = "T_max", "total_steps", "num_training_steps", "decay_steps", "cycle_size"
-_FEW = 8  # batches of an epoch: any number may be a multiple of fewer by chance
+_LENGTHS = "T_max", "total_steps", "num_training_steps", "decay_steps", "cycle_size"  # names of lengths of schedules
+_FEW = 8  # batches an epoch, up to which nothing is said: many lengths are a multiple of so few by chance
 
 
 def check_schedule(schedule: Any, sampler: CustomSampler, batches: int, updates: float | None = None) -> None:
@@ -56,10 +56,12 @@ def check_schedule(schedule: Any, sampler: CustomSampler, batches: int, updates:
 
 
 def _lengths_in(schedule: Any) -> Iterator[tuple[str, int]]:
-    """Yield the names and values of what says after how many steps a schedule ends."""
+    """Yield the names and values of the attributes that say after how many steps a schedule ends."""
     yield from ((name, value) for name in _LENGTHS if isinstance(value := getattr(schedule, name, None), int))
-    parts = getattr(schedule, "_schedulers", ())  # of SequentialLR and ChainedScheduler, which have no public names
-    before = sum(getattr(schedule, "_milestones", ())[-1:])
-    yield from ((name, before + steps) for part in parts[-1 if before else 0 :] for name, steps in _lengths_in(part))
+    # Private attributes of SequentialLR and ChainedScheduler, which have no public ones.
+    parts, milestones = getattr(schedule, "_schedulers", ()), getattr(schedule, "_milestones", ())
+    before = milestones[-1] if milestones else 0  # steps before the last part of a SequentialLR, which ends it
+    parts = parts[-1:] if before else parts
+    yield from ((name, before + steps) for part in parts for name, steps in _lengths_in(part))
     for function in getattr(schedule, "lr_lambdas", ()):  # a functools.partial, as in transformers
         yield from ((name, value) for name, value in getattr(function, "keywords", {}).items() if name in _LENGTHS)

@@ -18,10 +18,10 @@ from variable_batch_size.backend.generators import kept_states
 from variable_batch_size.optim.tensors.buffers import KeptBuffers
 from variable_batch_size.optim.tensors.parameters import versions_of
 
-_LARGEST: Final = 2**20  # numbers of a tensor, or items of a list, that are kept: those of metrics, not of data
-_MOST_NAMES: Final = 1000  # of a dict or list whose values are looked into
-_DEPTH: Final = 9  # references that are followed to a generator, as through wrappers of datasets
-_MOST_OBJECTS: Final = 10_000  # that are as deep
+_LARGEST: Final = 2**20  # most elements of a tensor or container that is copied: enough for metrics, not for data
+_MOST_NAMES: Final = 1000  # most items of a dict or list whose values are searched
+_DEPTH: Final = 9  # most references that are followed to a generator, as through wrappers of datasets
+_MOST_OBJECTS: Final = 10_000  # most objects that are searched at one depth
 
 
 @contextmanager
@@ -35,41 +35,44 @@ def undisturbed_evaluation(model: nn.Module) -> Iterator[None]:
             model.eval()
             yield
     finally:
-        for module, mode in modes:  # those of scripted modules are no attributes
+        for module, mode in modes:  # scripted modules do not keep it in __dict__, so that kept_attributes misses it
             module.training = mode
 
 
 @contextmanager
 def kept_attributes(*owners: object) -> Iterator[None]:
     """Restore, after a block, the attributes of objects, see `KeptAttributes`, and the buffers of modules."""
-    attributes, buffers = KeptAttributes(*owners), [KeptBuffers(one) for one in owners if isinstance(one, nn.Module)]
+    attributes = KeptAttributes(*owners)
+    buffers = [KeptBuffers(owner) for owner in owners if isinstance(owner, nn.Module)]
     try:
         yield
     finally:
         attributes.restore()
-        for kept in buffers:
-            kept.restore()
+        for kept_buffers in buffers:
+            kept_buffers.restore()
 
 
 @final
 class KeptAttributes:
-    """The attributes that objects have now: values, lists, dicts and sets of these, and tensors.
+    """A copy of the attributes that objects have now: which values, the contents of lists, dicts and sets, and tensors.
 
-    A module stands for all its modules, with the weights that its forwards scale (`max_norm` of embeddings). What these
-    values refer to further, such as objects of other classes, is looked into for random generators alone.
+    For a module it has those of all its submodules, and the weights that a forward pass scales (`max_norm` of
+    embeddings). Other objects that attributes refer to are not copied, but the states of random generators in them are.
     """
 
     def __init__(self, *owners: object) -> None:
         generators = _generators_within(owners)
-        owners = tuple(part for one in owners for part in (one.modules() if isinstance(one, nn.Module) else [one]))
-        containers: dict[int, Any] = {}
+        parts = list[Any]()
         for owner in owners:
-            _collect_containers(getattr(owner, "__dict__", None), containers)
+            parts.extend(owner.modules() if isinstance(owner, nn.Module) else [owner])
+        containers: dict[int, Any] = {}
+        for part in parts:
+            _collect_containers(getattr(part, "__dict__", None), containers)
         self._containers = [(container, _content_of(container)) for container in containers.values()]
-        values = {id(value): value for owner in owners for value in getattr(owner, "__dict__", {}).values()}.values()
+        values = {id(value): value for part in parts for value in getattr(part, "__dict__", {}).values()}.values()
         tensors = [value for value in values if isinstance(value, Tensor) and value.numel() <= _LARGEST]
-        tensors += [one.weight for one in owners if getattr(one, "max_norm", None) and hasattr(one, "weight")]
-        tensors = [tensor for tensor in tensors if not tensor.is_inference()]  # which has no version
+        tensors += [part.weight for part in parts if getattr(part, "max_norm", None) and hasattr(part, "weight")]
+        tensors = [tensor for tensor in tensors if not tensor.is_inference()]  # an inference tensor has no version
         self._tensors = [(tensor, versions_of([tensor]), tensor.detach().clone()) for tensor in tensors]
         self._set_states = [partial(set_state, state()) for state, set_state in generators]
 
@@ -79,7 +82,10 @@ class KeptAttributes:
         for container, content in self._containers:
             if not _is_same(_content_of(container), content):
                 container.clear()
-                (container.extend if isinstance(container, (list, deque)) else container.update)(content)
+                if isinstance(container, (list, deque)):
+                    container.extend(content)
+                else:
+                    container.update(content)
         for tensor, version, value in self._tensors:
             if versions_of([tensor]) != version:
                 tensor.copy_(value)
@@ -88,20 +94,20 @@ class KeptAttributes:
 
 
 def _collect_containers(value: Any, containers: dict[int, Any]) -> None:
-    """Add a list, dict or set to `containers`, by identity, with those that are values of dicts; not those of data."""
+    """Add a list, dict or set to `containers`, by its id, and those that are values of a dict; leave out large ones."""
     if isinstance(value, (list, deque, dict, set)) and len(value) <= _LARGEST and id(value) not in containers:
         containers[id(value)] = value
         if isinstance(value, dict) and len(value) <= _MOST_NAMES:
             for name, item in value.items():
-                if name != "_parameters":  # FSDP2 replaces them, and knows which are there
+                if name != "_parameters":  # FSDP2 replaces these in a forward pass, and tracks which are in the dict
                     _collect_containers(item, containers)
 
 
-_State = tuple[Callable[[], Any], Callable[[Any], Any]]  # what gets the state of a generator, and what sets it
+_State = tuple[Callable[[], Any], Callable[[Any], Any]]  # functions that get and set the state of a random generator
 
 
 def _state_of(value: Any) -> _State | None:
-    """Return how to get and to set the state of a random generator; None for other values."""
+    """Return functions that get and set the state of a random generator; None if the value is none."""
     if isinstance(value, np.random.Generator):
         bits: Any = value.bit_generator
         return (lambda: bits.state), (lambda state: setattr(bits, "state", state))
@@ -112,30 +118,35 @@ def _state_of(value: Any) -> _State | None:
 
 def _generators_within(owners: Sequence[object]) -> list[_State]:
     """Return the random generators that objects refer to, by attributes, items, arguments of partials and closures."""
-    found, seen, level = list[_State](), dict[int, Any](), list(owners)  # which keeps what has an id
-    for _ in range(_DEPTH):
-        level = [one for one in {id(one): one for one in level}.values() if id(one) not in seen][:_MOST_OBJECTS]
-        seen |= {id(one): one for one in level}
-        found += [state for state in map(_state_of, level) if state is not None]
-        level = [inner for one in level for inner in _referred_by(one)]
-    return found
+    generators, level = list[_State](), list(owners)
+    seen = dict[int, Any]()  # by id; it keeps the objects, so that no other object gets the same id
+    for _ in range(_DEPTH):  # breadth first: `level` has the objects at one depth
+        level = [value for value in {id(value): value for value in level}.values() if id(value) not in seen]
+        level = level[:_MOST_OBJECTS]
+        seen |= {id(value): value for value in level}
+        generators += [state for state in map(_state_of, level) if state is not None]
+        level = [inner for value in level for inner in _referred_by(value)]
+    return generators
 
 
 def _referred_by(value: Any) -> list[Any]:
-    """Return what a value refers to, unless it is data or a class."""
+    """Return the objects to which a value refers directly; none for data, classes and modules."""
     if isinstance(value, (Tensor, np.ndarray, str, bytes, type, ModuleType)):
         return []
     if isinstance(value, Mapping):
         return [*value.values()] if len(value) <= _MOST_NAMES else []
     if isinstance(value, (list, tuple, set, deque)):
         return [*value] if len(value) <= _MOST_NAMES else []
-    cells = [cell.cell_contents for cell in getattr(value, "__closure__", None) or () if cell != CellType()]
-    of_call = [getattr(value, "__self__", None), getattr(value, "args", None), getattr(value, "keywords", None)]
+    enclosed = [cell.cell_contents for cell in getattr(value, "__closure__", None) or () if cell != CellType()]
+    bound = list[Any]()  # the object of a method, and the arguments of a functools.partial
+    if callable(value):
+        bound = [getattr(value, "__self__", None), getattr(value, "args", None), getattr(value, "keywords", None)]
     attributes = getattr(value, "__dict__", {}).values()
-    return [*attributes, *(of_call if callable(value) else []), *cells]
+    return [*attributes, *bound, *enclosed]
 
 
 def _content_of(container: Any) -> dict[Any, Any] | list[Any]:
+    """Return a shallow copy of a container: a dict, or a list of its items."""
     return dict(container) if isinstance(container, Mapping) else list(container)
 
 
