@@ -152,21 +152,27 @@ class VariableBatchEngine(Engine):
         return tree_map(lambda *parts: self._mean_leaf(weights, parts), first, *others)
 
     def _mean_leaf(self, weights: Sequence[float], outputs: Sequence[Any]) -> Any:
-        """Return the output of an update from those of its microbatches with their weights, which are 0 for replays."""
+        """Return the output of an update, from the outputs of its microbatches.
+
+        Args:
+            weights: the share of the update's samples that each microbatch of this rank has; 0 for replays.
+            outputs: an output of each microbatch: numbers or 0-D tensors are averaged, rows are put together.
+        """
         first, weighted = outputs[0], [pair for pair in zip(weights, outputs, strict=True) if pair[0]]
-        if isinstance(first, Tensor) and first.dim():  # a metric of Ignite leaves an empty list out
-            return torch.cat([output for _, output in weighted]) if weighted else []
+        if isinstance(first, Tensor) and first.dim():
+            return torch.cat([output for _, output in weighted]) if weighted else []  # metrics of Ignite ignore a []
         if not isinstance(first, (Tensor, Real)):
             return outputs[-1]
         mean = torch.as_tensor(sum(weight * output for weight, output in weighted), dtype=torch.float64)
-        self.optimizer.backend.all_reduce_sum([mean := mean.to(self.optimizer.backend.device)])
+        mean = mean.to(self.optimizer.backend.device)
+        self.optimizer.backend.all_reduce_sum([mean])  # the shares of all ranks add up to 1
         return mean.to(first.device, torch.result_type(first, 1.0)) if isinstance(first, Tensor) else mean.item()
 
     def _begin_run(self) -> None:
         """Set the counters of Ignite, which takes all epochs to be as long as the first one, to the position."""
         state, optimizer = self.state, self.optimizer
         if optimizer.sampler.training.end_pending:  # restored at the end of an epoch, whose handlers are not run again
-            deque(state.dataloader, maxlen=0)
+            deque(state.dataloader, maxlen=0)  # reads the rest of the epoch, which has no update
         state.iteration, state.epoch, state.epoch_length = optimizer.updates, optimizer.epoch, None
 
     def _start_epoch(self) -> None:

@@ -17,11 +17,12 @@ from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.integrations.settings import Settings
 
 T = TypeVar("T")
+# Arguments of a DataLoader that its batch sampler replaces.
 _REPLACED_ARGUMENTS = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
 
 
 def sampler_for(loader: DataLoader[Any], settings: Settings, **defaults: Any) -> CustomSampler:
-    """Return a sampler that shuffles and drops as `loader`, whose batch is the largest microbatch.
+    """Return a sampler for the dataset of `loader`, with its order, its `drop_last`, and its batch as the microbatch.
 
     `defaults` are arguments that the trainer determines, such as `rank`; `sampler_options` win over all.
 
@@ -53,7 +54,7 @@ def _check_is_indexed(dataset: Any) -> None:
 def _plain_batch_sampler(loader: DataLoader[Any]) -> BatchSampler:
     """Return the batch sampler of a loader; raise ValueError unless it cuts the order of samples as torch's does."""
     batches: Any = loader.batch_sampler
-    batches = getattr(batches, "batch_sampler", batches)  # below Accelerate's, which deals batches to the ranks
+    batches = getattr(batches, "batch_sampler", batches)  # not Accelerate's, which distributes batches over ranks
     if not isinstance(batches, BatchSampler) or type(batches).__iter__.__qualname__ != "BatchSampler.__iter__":
         remedy = (
             "create it as DataLoader(dataset, batch_size=32, shuffle=True), for example; what chooses batches, such as "
@@ -67,7 +68,8 @@ def _plain_batch_sampler(loader: DataLoader[Any]) -> BatchSampler:
 def _check_reads_each_sample_once(sampler: Any) -> None:
     """Raise TypeError if a sampler chooses samples, so that an epoch is not the whole dataset."""
     whole = getattr(sampler, "replacement", True) is False and len(sampler) == len(sampler.data_source)
-    if not whole and type(sampler) not in (SequentialSampler, DistributedSampler):  # whose shares are dealt here anyway
+    # A DistributedSampler has only the share of a rank, but all ranks together have the whole dataset.
+    if not whole and type(sampler) not in (SequentialSampler, DistributedSampler):
         requirement = "the loader must read each sample once an epoch, in order or with shuffle=True"
         remedy = "leave out sampler=, and put a choice of samples into the dataset, as torch.utils.data.Subset does"
         raise type_error(requirement, sampler, remedy)
@@ -79,7 +81,7 @@ def read_rows(dataset: Any, numbers: list[int]) -> Any:
 
 
 def with_sampler(loader: DataLoader[T], sampler: CustomSampler) -> DataLoader[T]:
-    """Return a loader of the same class and settings whose microbatches are those that `sampler` deals.
+    """Return a loader of the same class and settings that reads the microbatches which `sampler` chooses.
 
     Without a `generator` it gets one of its own, seeded in each iteration by the sampler's seed, epoch and update:
     otherwise it would draw the seed of its workers from torch's generator, so that dropout would differ after a resume.
@@ -90,6 +92,7 @@ def with_sampler(loader: DataLoader[T], sampler: CustomSampler) -> DataLoader[T]
     if len(dataset) != (size := sampler.batches.dataset_size):
         remedy = "pass the loader of the training, or begin another one"
         raise value_error(f"a training continues with its {size} samples", len(dataset), remedy)
+    # A subclass may take **options for its base: the arguments of all constructors are copied from the attributes.
     constructors = [base for base in loader_class.__mro__ if "__init__" in vars(base)]
     parameters = {name for base in constructors for name in inspect.signature(base).parameters}
     settings = {name: getattr(loader, name) for name in parameters - _REPLACED_ARGUMENTS if hasattr(loader, name)}

@@ -28,22 +28,22 @@ LossOf = Callable[[Any, Any, float], Tensor]  # of the model, a batch, and what 
 
 @final
 class LossCheck:
-    """Warns in some updates of a loss that depends on how a batch is cut; what is not checked is said, by a line.
+    """Warns in some updates of a loss that depends on how a batch is cut; a line of the log says what is not checked.
 
     All ranks draw the same rows of the dataset by the sampler's seed, other ones in each of these updates, and the same
     random numbers, so that forwards may communicate.
 
     Args:
         enabled: whether to check anything.
-        first: the update from which others are counted.
+        first: the update from which `CHECKED_UPDATES` are counted.
     """
 
     def __init__(self, enabled: bool = True, first: int = 0) -> None:
         self._due = {first + update for update in CHECKED_UPDATES} if enabled else set[int]()
-        self._largest = np.zeros(2)
+        self._largest = np.zeros(2)  # see `compare_parts`
 
     def takes(self, optimizer: CustomOptimizer) -> bool:
-        """Return whether the loss is to be checked before this update, once."""
+        """Return whether the loss is to be checked before the next update; True at most once for each update."""
         due = optimizer.updates in self._due
         self._due.discard(optimizer.updates)
         return due
@@ -66,15 +66,21 @@ class LossCheck:
         remedy: str = REMEDY,
         owner: object = None,
     ) -> None:
-        """Warn if the loss of rows of the loader's dataset is not the mean, or the sum, of those of parts.
+        """Warn if the loss of rows of the loader's dataset is not the mean, or the sum, of the losses of parts of them.
 
-        `owner` has other attributes that forwards change, and that are put back, as those of a trainer.
+        Args:
+            optimizer: the optimizer of the training.
+            loader: has the dataset, and the function that collates rows.
+            model: the model.
+            loss_of: returns the loss, given the model, a batch, and what its rows count.
+            reduction, remedy: see `vbs.testing.check_loss`.
+            owner: an object whose attributes forward passes change, such as a trainer; they are restored.
         """
         options: Any = {"reduction": reduction, "tolerance": None, "remedy": remedy, "largest": self._largest}
         try:
             with kept_states(), kept_attributes(owner, loader.dataset, loader.collate_fn):
                 compared = _compare(optimizer, loader, model, loss_of, **options)
-        except Exception as error:  # of whatever is called; the training's own forward is to raise it
+        except Exception as error:  # of the user's code; the forward pass of the training raises it where it matters
             compared = Compared(f"{type(error).__name__} in a forward of drawn rows ({str(error)[:80]})")
         if compared.left_out:
             self.leave(optimizer, compared.left_out)
@@ -84,25 +90,31 @@ class LossCheck:
 def _compare(
     optimizer: CustomOptimizer, loader: DataLoader[Any], model: nn.Module, loss_of: LossOf, **options: Any
 ) -> Compared:
-    """Compare rows that are read once: parts that are collated by themselves or, if the collator draws, cut."""
+    """Compare the loss of rows of the dataset with the losses of parts of them, see `compare_parts`.
+
+    The rows are read once. Parts are collated by themselves or, if that cannot be compared, as where the collator draws
+    random numbers, cut from the collated batch.
+    """
     numbers, counts = _drawn_rows(optimizer)
     number, seeds = len(numbers), count(seed_of("microbatch", optimizer.updates))
     seed_host(next(seeds))
     read = read_rows(loader.dataset, numbers.tolist())
     batch = loader.collate_fn(read)
     order, counted = unlike_rows(batch, number), np.ones(number) if counts is None else counts
-    takes = list[Callable[[IntArray], Any]]()
+    take_functions = list[Callable[[IntArray], Any]]()  # two ways to get the batch of some rows, the better one first
     if isinstance(read, list) and len(read) == number:
-        takes.append(lambda part: loader.collate_fn([read[row] for row in part]))
-    if has_tensor_rows(batch, number) and not (takes and not has_tensor_rows(takes[0](order[1:]), number - 1)):
-        takes.append(partial(take_rows, batch))  # not along time
+        take_functions.append(lambda part: loader.collate_fn([read[row] for row in part]))
+    # If fewer rows do not make a shorter batch, the first dimension is not that of rows, but time, for example.
+    has_rows = has_tensor_rows(batch, number)
+    if has_rows and (not take_functions or has_tensor_rows(take_functions[0](order[1:]), number - 1)):
+        take_functions.append(partial(take_rows, batch))
 
     def loss(take: Callable[[IntArray], Any], model: nn.Module, part: IntArray) -> Tensor:
-        seed_host(next(seeds))  # another one in each call, so that what draws is found
+        seed_host(next(seeds))  # another seed in each call, so that a loss that draws random numbers is found
         return loss_of(model, take(part), float(counted[part].sum()))
 
     compared = Compared("its batches have another number of rows")
-    for take in takes:
+    for take in take_functions:
         compared = compare_parts(model, partial(loss, take), order, counts=counts, **options)
         if not compared.left_out:
             break
@@ -110,9 +122,10 @@ def _compare(
 
 
 def _drawn_rows(optimizer: CustomOptimizer) -> tuple[IntArray, IntArray | None]:
-    """Return indices of the dataset, as many as a microbatch has, (rows,), and what each counts unless all 1."""
+    """Return indices of the dataset, as many as a microbatch has, (rows,), and what each row counts, or None for 1."""
     sampler: Any = optimizer.sampler
-    if isinstance(batches := sampler.batches, TokenBatches):  # more rows may not fit
+    batches = sampler.batches
+    if isinstance(batches, TokenBatches):  # its budget knows rows that fit into a microbatch
         numbers = np.array(batches.budget.unlike())
         return numbers, batches.budget.counts[numbers]
     size = batches.dataset_size

@@ -41,7 +41,7 @@ class RunCheckpoint:
         self._every, self._optimizer = check_int(every, "every", 1), optimizer
         self._parts: dict[str, Any] = {"model": model, "optimizer": optimizer, **parts}
         self._last_update = optimizer.updates
-        self._latest: Checkpoint | None = None  # open, because the training goes on
+        self._latest: Checkpoint | None = None  # the last one restored or saved; open as long as the training runs
 
     def restore(self) -> bool:
         """Restore the checkpoint that was reported last in this run, and return whether there is one.
@@ -83,6 +83,8 @@ class RunCheckpoint:
         self._save(metrics, in_loop=False)
 
     def _save(self, metrics: dict[str, float | Tensor], *, in_loop: bool) -> None:
+        """Save and report; `in_loop`: whether the loop has yet to run its code for the end of an epoch."""
+
         def write(run: ray.train.Checkpoint, name: str) -> ray.train.Checkpoint:
             new = ray.train.Checkpoint(f"{run.path}/{name}", run.filesystem)
             before, self._latest = self._latest, self._open(new)
@@ -96,7 +98,7 @@ class RunCheckpoint:
         ray.train.report(
             {"update": optimizer.updates, "samples": optimizer.samples, **numbers},
             checkpoint=ray.train.Checkpoint(storage.experiment_fs_path, storage.storage_filesystem),
-            checkpoint_upload_fn=write,  # which Ray calls on all workers, with the name that they have agreed on
+            checkpoint_upload_fn=write,  # Ray calls it on all workers, with the name that they have agreed on
         )
         self._last_update = optimizer.updates
 

@@ -42,11 +42,11 @@ class Settings:
         _check_option_names(self.optimizer_options, CustomOptimizer)
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Settings:
-        """Return settings by their names, where None stands for the default; raise TypeError without a trace."""
-        if given.get("trace") is None:
+    def of(cls, values: Mapping[str, Any]) -> Settings:
+        """Return settings from values by name, where None means the default; raise TypeError without a trace."""
+        if values.get("trace") is None:
             raise TypeError('trace= is required, the global batch size; pass trace="0:32 1000:64", for example')
-        return cls(**{name: value for name, value in given.items() if value is not None})
+        return cls(**{name: value for name, value in values.items() if value is not None})
 
     @classmethod
     def taken_from(cls, options: dict[str, Any]) -> Settings:
@@ -54,11 +54,15 @@ class Settings:
         return cls.of({field.name: options.pop(field.name, None) for field in fields(cls)})
 
     def wrap_optimizer(self, inner: Optimizer, sampler: Dealer, **defaults: Any) -> CustomOptimizer:
-        """Return the optimizer around `inner`, for which every rank computes equally many microbatches of a step.
+        """Return the optimizer around `inner`, and let every rank compute equally many microbatches of each step.
 
-        Trainers and losses may then communicate in each of them. A rank that has fewer replays one with weight 0.
-        `defaults` are arguments that the trainer determines, such as `max_grad_norm`; `optimizer_options` win over
-        them.
+        Trainers and losses may then communicate in each microbatch. A rank that has fewer repeats one with weight 0.
+
+        Args:
+            inner: the optimizer of torch.
+            sampler: the sampler of the training.
+            **defaults: arguments that the trainer determines, such as `max_grad_norm`; `optimizer_options` win over
+                them.
         """
         options = {"rule": self.rule, **defaults, **self.optimizer_options}
         optimizer = CustomOptimizer(inner, sampler, self.ref_batchsize, **options)

@@ -10,7 +10,15 @@ from variable_batch_size._validation import in_documentation, value_error
 
 @final
 class Setting(NamedTuple):
-    """A setting by the name that users write: what must be true of its value, how to read it, and what else to do."""
+    """A setting of a trainer that is supported only with some values.
+
+    Attributes:
+        name: as users write it.
+        supported: the values that are supported, in words.
+        value: returns the present value, given the trainer.
+        allowed: the supported values, or a function that returns whether a value is supported.
+        remedy: what to do instead.
+    """
 
     name: str
     supported: str
@@ -23,5 +31,6 @@ def check_settings(settings: Iterable[Setting], trainer: Any, page: str) -> None
     """Raise ValueError if a setting of a trainer is not supported, which names the page with the title `page`."""
     for name, supported, value, allowed, remedy in settings:
         present = value(trainer)
-        if not (allowed(present) if callable(allowed) else present in allowed):
+        is_allowed = allowed(present) if callable(allowed) else present in allowed
+        if not is_allowed:
             raise value_error(f"{name} must be {supported}", present, f"{remedy} ({in_documentation(page)})")

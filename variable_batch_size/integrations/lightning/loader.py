@@ -29,7 +29,7 @@ class StrategyLoader:
 
     def __init__(self, loader: DataLoader[Any], wrapped: list[CustomOptimizer], trainer: Trainer, ahead: int) -> None:
         self.rows, self._wrapped, self._lightning = loader, wrapped, trainer
-        self._ahead = ahead  # epochs that Lightning has counted more
+        self._ahead = ahead  # how many epochs more than the optimizer Lightning has counted, see VariableBatch._reset
         self.worker_init_fn = loader.worker_init_fn  # which `seed_everything(workers=True)` sets
 
     def __iter__(self) -> Iterator[list[Any]]:

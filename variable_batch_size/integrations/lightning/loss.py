@@ -23,12 +23,17 @@ class Output(NamedTuple):
     """What `training_step` has returned: a loss, or a dict with "loss", and perhaps "count" and "log"."""
 
     loss: Tensor
-    count: Any  # what the loss, a sum, counts
-    logged: Mapping[str, Any]  # what `optimizer.log` takes
+    count: Any  # of how many tokens, for example, the loss is a sum; None for rows
+    logged: Mapping[str, Any]  # values by name, for `optimizer.log`
 
     @staticmethod
     def of(returned: Any, rows: int | None = None) -> Output:
-        """Return what `training_step` has returned; where its loss is a sum over `rows`, sums are logged."""
+        """Return an Output from what `training_step` has returned.
+
+        Args:
+            returned: a loss, or a dict.
+            rows: number of rows if the loss is a sum over them, so that `optimizer.log` takes sums; None for a mean.
+        """
         entries = returned if isinstance(returned, Mapping) else {"loss": returned}
         loss, count = entries.get("loss"), entries.get("count")
         if not isinstance(loss, Tensor):

@@ -44,7 +44,7 @@ from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.rules import Rule
 from variable_batch_size.testing.schedules import check_schedule
 
-_VERSION = 1  # of what a checkpoint has under "vbs"
+_VERSION = 1  # of the entry "vbs" in a checkpoint
 
 
 class VariableBatch(ParallelStrategy):
@@ -70,15 +70,17 @@ class VariableBatch(ParallelStrategy):
         self._reset()
 
     def _reset(self) -> None:
+        """Forget an earlier training, at the beginning of a `fit`."""
         self.optimizers: list[Optimizer] = []
-        self._wrapped: list[CustomOptimizer] = []  # what is around them
-        self._saved: dict[str, Any] = {}  # what a checkpoint has under "vbs"
-        self._sampled = True  # whether Lightning samples for ranks, in loaders of evaluations
-        self._ahead = 0  # epochs that Lightning has counted more: it takes one that max_steps has ended for a whole one
-        self._update: list[Any] = []  # the microbatches of the update under way, as they were read
-        self._microbatch: Microbatch | None = None  # the one under way, and its rows on the device
+        self._wrapped: list[CustomOptimizer] = []  # the wrappers of the optimizers, in their order
+        self._saved: dict[str, Any] = {}  # the entry "vbs" of the checkpoint from which `fit` continues
+        self._sampled = True  # Lightning's `use_distributed_sampler`, while it is off for the training's loader
+        # How many epochs more than the optimizer Lightning has counted: one that max_steps has ended counts as whole.
+        self._ahead = 0
+        self._update: list[Any] = []  # the microbatches of the present update, as they were read
+        self._microbatch: Microbatch | None = None  # the present microbatch, and its rows on the device
         self._rows: Any = None
-        self._count: Any = None  # what it counts, if `training_step` says so
+        self._count: Any = None  # the "count" that `training_step` has returned for it
         self._loss_check = LossCheck(self.settings.check_loss)
 
     @property
@@ -93,6 +95,7 @@ class VariableBatch(ParallelStrategy):
 
     @property
     def _interrupted(self) -> bool:
+        """Whether an exception has ended the training."""
         return self.lightning_module is not None and self._module.trainer.state.status == TrainerStatus.INTERRUPTED
 
     def connect(self, model: LightningModule) -> None:
@@ -135,7 +138,7 @@ class VariableBatch(ParallelStrategy):
             self._wrap_optimizers(loader, trainer)
         first = self._wrapped[0]
         sampler: Any = first.sampler
-        dealt = with_sampler(loader, sampler)
+        microbatch_loader = with_sampler(loader, sampler)
         if self.optimizers[0] is not first:  # in a new training, and after Lightning's learning rate finder
             self.optimizers = [*self._wrapped]
             for optimizer, position in zip(self._wrapped, self._saved.get("optimizers") or self._start, strict=True):
@@ -143,7 +146,7 @@ class VariableBatch(ParallelStrategy):
             self._ahead = max(0, trainer.current_epoch - first.epoch)
             if trainer.fit_loop.max_epochs not in (None, -1):
                 trainer.fit_loop.max_epochs += self._ahead
-        return StrategyLoader(dealt, self._wrapped, trainer, self._ahead)
+        return StrategyLoader(microbatch_loader, self._wrapped, trainer, self._ahead)
 
     def _wrap_optimizers(self, loader: Any, trainer: Trainer) -> None:
         """Wrap the optimizers around one sampler, keep their first positions, and check schedules by updates."""
@@ -157,7 +160,8 @@ class VariableBatch(ParallelStrategy):
 
     def _wrap_optimizer(self, inner: Optimizer, sampler: CustomSampler) -> CustomOptimizer:
         """Return the wrapper of an optimizer, which clips as the Trainer says, and calls the hooks before a step."""
-        clipping = {"max_grad_norm": float(clip)} if (clip := self._module.trainer.gradient_clip_val) else {}
+        clip = self._module.trainer.gradient_clip_val
+        clipping = {"max_grad_norm": float(clip)} if clip else {}
         optimizer = self.settings.wrap_optimizer(inner, sampler, model=_gradient_reducer(self.model), **clipping)
         optimizer.optimizer = inner  # type: ignore[attr-defined]  # LearningRateMonitor takes the name from there
         optimizer.register_step_pre_hook(partial(self._call_step_hooks, optimizer))
@@ -222,7 +226,7 @@ class VariableBatch(ParallelStrategy):
         """Warn if the loss of a microbatch is not the mean, or the sum, of those of its rows; all ranks call it."""
 
         def loss_of(module: LightningModule, batch: Any, _: float) -> Tensor:
-            vars(module)["log"] = lambda *_, **__: None  # until the check ends
+            vars(module)["log"] = lambda *_, **__: None  # the check restores attributes of the module
             with self.precision_plugin.train_step_context():
                 return Output.of(module.training_step(self._on_device(batch), *others, **options)).loss
 
@@ -231,6 +235,7 @@ class VariableBatch(ParallelStrategy):
         self._loss_check(optimizer, loader.rows, self._module, loss_of, reduction=optimizer.reduction, remedy=remedy)
 
     def _on_device(self, rows: Any) -> Any:
+        """Return the rows of a microbatch on the device."""
         return super().batch_to_device(rows)
 
     def _manual_training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -16,13 +16,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 
 def label_counter(trainer: Any) -> Callable[[Any], Tensor | None]:
-    """Return a function of a microbatch that returns how many of its labels count, 0-D; None for a mean over rows.
+    """Return a function of a microbatch that returns the number of labels over which its loss is a mean, 0-D.
 
-    They count where Trainer counts them, and for all language models, also those whose class, as that of many with
-    images, does not take the number of labels.
+    It returns None if the loss is a mean over rows. Labels are counted where Trainer counts them, and for all language
+    models, also for those whose class says that it does not take the number of labels, as many with images do.
     """
     model = trainer.accelerator.unwrap_model(trainer.model)
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # of peft
+    if hasattr(model, "get_base_model"):  # of peft
+        model = model.get_base_model()
     shifted = predicts_next_label(model)
     refuses = getattr(type(model), "accepts_loss_kwargs", None) is False and "accepts_loss_kwargs" not in vars(model)
     if trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None or (shifted and refuses):
@@ -31,9 +32,9 @@ def label_counter(trainer: Any) -> Callable[[Any], Tensor | None]:
 
 
 def predicts_next_label(model: Any) -> bool:
-    """Return whether nothing predicts the first label of a row.
+    """Return whether each position predicts the next label, so that no position predicts the first label of a row.
 
-    Trainer goes by `loss_type`, which GPT-2, for example, does not have: there the class, or one above it, decides.
+    Trainer decides by the model's `loss_type`. If it has none, as GPT-2, its class or a base class of it decides.
     """
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return False
@@ -43,10 +44,16 @@ def predicts_next_label(model: Any) -> bool:
 
 
 def count_labels(microbatch: Any, *, shifted: bool) -> Tensor | None:
-    """Return how many labels count in a microbatch, 0-D; None if it has no labels, or those of object detection."""
+    """Return how many labels of a microbatch are not ignored, 0-D.
+
+    None if it has no labels, or others than a tensor, as for object detection. `shifted`: whether the first label of
+    each row is predicted by no position.
+    """
     try:
-        is_shifted = "shift_labels" in microbatch
-        labels = microbatch["shift_labels"] if is_shifted else microbatch["labels"][..., int(shifted) :]
+        if "shift_labels" in microbatch:  # shifted already
+            labels = microbatch["shift_labels"]
+        else:
+            labels = microbatch["labels"][..., int(shifted) :]
         return labels.ne(-100).sum()  # type: ignore[no-any-return]
     except (AttributeError, KeyError, TypeError):
         return None

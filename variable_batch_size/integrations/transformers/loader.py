@@ -22,17 +22,30 @@ from variable_batch_size.optim.loops.updates import updates
 
 @final
 class TrainerLoader:
-    """The loader of a trainer, whose epochs end where the dataset does; the class below says how rows are read."""
+    """The loader of a trainer: each iteration is an epoch, and each item an update, as a list of microbatches.
+
+    Args:
+        trainer: the `VariableBatchTrainer`.
+        loader: the loader that Trainer would use.
+
+    Attributes:
+        sampler: chooses the samples of each microbatch.
+        loader: reads these microbatches; the loader of Trainer itself if rows arrive in a stream.
+    """
 
     def __init__(self, trainer: Any, loader: Any) -> None:
-        loader = getattr(loader, "base_dataloader", loader)  # below Accelerate's, which deals batches to the ranks
+        loader = getattr(loader, "base_dataloader", loader)  # not Accelerate's, which distributes batches over ranks
         self.trainer, self._inside_epoch, args = trainer, False, trainer.args
         self._seed = args.seed if args.data_seed is None else args.data_seed
         self.sampler: Any = self._new_sampler(loader, trainer.settings, args)
         self.loader: Any = loader if self.sampler.batches.arriving else with_sampler(loader, self.sampler)
 
     def _new_sampler(self, loader: Any, settings: Settings, args: Any) -> Any:
-        """Return what deals the samples, up to the end that the arguments say; all ranks read all rows of a stream."""
+        """Return the sampler of the training, which ends where the training arguments say.
+
+        Rows of a stream, and those that Trainer groups by length, have no index: each rank reads all of them, in the
+        order of Trainer, and `ArrivingBatches` cuts them into updates.
+        """
         world = {"num_replicas": args.world_size, "rank": args.process_index}
         dataset = self.trainer.train_dataset
         if isinstance(dataset, IterableDataset) or args.train_sampling_strategy == "group_by_length":
@@ -61,8 +74,8 @@ class TrainerLoader:
 
     def __iter__(self) -> Iterator[list[Any]]:
         optimizer = self.trainer.variable_optimizer
-        if self._inside_epoch:  # a callback has left it, whose other samples come now
-            optimizer.discard_step()  # for which ranks wait for one another ten seconds only
+        if self._inside_epoch:  # a callback has ended the epoch early: its other samples come now
+            optimizer.discard_step()  # called on all ranks; it waits at most ten seconds for the others
         self._inside_epoch = True
         arriving = self.sampler.batches.arriving
         yield from map(list, updates(self.sampler if arriving else self.loader, optimizer))
@@ -72,15 +85,15 @@ class TrainerLoader:
 
 @final
 class UnreadRows:
-    """The rows of a trainer's stream, pass after pass, without those with which was trained; it never ends."""
+    """The rows of a trainer's stream, in lists, pass after pass without an end, but for those already trained on."""
 
     def __init__(self, trainer: Any, loader: Any, seed: int) -> None:
         self._trainer, self._loader, self._seed = trainer, loader, seed
 
     def __iter__(self) -> Iterator[list[Any]]:
-        used = self._trainer.variable_optimizer.samples
+        to_skip = self._trainer.variable_optimizer.samples
         loader, dataset, order = self._loader, self._trainer.train_dataset, None
-        if not isinstance(dataset, IterableDataset):
+        if not isinstance(dataset, IterableDataset):  # group_by_length, whose sampler gives the order
             batches, dataset = loader.batch_sampler, loader.dataset
             order = getattr(batches, "batch_sampler", batches).sampler
         workers = {"num_workers": loader.num_workers, "prefetch_factor": loader.prefetch_factor}
@@ -91,23 +104,23 @@ class UnreadRows:
             if order is not None:  # the same on all ranks
                 order.generator = torch.Generator().manual_seed(self._seed + number)
             for rows in self._read_pass(lists_of_rows, number):
-                if used < len(rows):
-                    yield rows[used:]
-                used = max(0, used - len(rows))
+                if to_skip < len(rows):
+                    yield rows[to_skip:]
+                to_skip = max(0, to_skip - len(rows))
 
     def _read_pass(self, lists_of_rows: DataLoader[Any], number: int) -> Iterator[list[Any]]:
-        """Read a pass with random numbers of its own, of the seed and its number alone.
+        """Yield the lists of rows of pass `number`, read with random numbers that depend on it and the seed alone.
 
-        Those of the training are not drawn. All ranks, and a restored training, read the same rows.
+        So all ranks, and a restored training, read the same rows. The training's own random numbers are not drawn.
         """
         with kept_states():
             seed_host(seed_of("sample", self._seed, number))
-            iterator, own = iter(lists_of_rows), HostStates.present()
+            iterator, states_of_pass = iter(lists_of_rows), HostStates.present()
         rows: list[Any] | None = []
         while rows is not None:
             with kept_states():
-                own.restore()
+                states_of_pass.restore()
                 rows = next(iterator, None)
-                own = HostStates.present()
+                states_of_pass = HostStates.present()
             if rows is not None:
                 yield rows

@@ -17,6 +17,7 @@ def _distributed_type(accelerator: Any) -> str:
 
 
 def _ranks_of_model(trainer: Any) -> Any:
+    """Return the number of ranks that share one model, by tensor, context and sequence parallelism."""
     return trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size()
 
 

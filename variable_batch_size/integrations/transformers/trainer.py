@@ -35,7 +35,7 @@ from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.testing.schedules import check_schedule
 
-POSITION = "variable_batch.pt"  # in a checkpoint
+POSITION = "variable_batch.pt"  # file in a checkpoint of Trainer
 REMEDY = (
     "return a mean over labels or rows, which is multiplied by their number before this comparison: class weights as "
     '(weight[labels] * cross_entropy(logits, labels, reduction="none")).mean(); or pass check_loss=False'
@@ -101,14 +101,18 @@ class VariableBatchMixin(Base):
         return TrainerLoader(self, super().get_train_dataloader())
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        """Return the numbers of epochs and updates of the training; no two epochs are alike."""
+        """Return the numbers of epochs and updates of the training, of which Trainer asks for seven.
+
+        Trainer multiplies epochs by updates of an epoch, but epochs have unequal numbers of updates here.
+        """
         if not isinstance(dataloader, TrainerLoader):
             remedy = "override it in a class below: class Mine(VariableBatchMixin, TrainerWithALoader)"
             raise type_error("the loader must be that of VariableBatchMixin", dataloader, remedy)
         sum_in_float32(self.accelerator)
         self._loader, sampler, epochs, updates = dataloader, dataloader.sampler, maxsize, args.max_steps
         self._epochs = epochs
-        if not sampler.batches.arriving and sampler.batches.decided is None:  # whose epochs nobody knows
+        if not sampler.batches.arriving and sampler.batches.decided is None:  # otherwise the epochs are not known
+            # From the epoch `last` on, the last `alike` epochs have equally many updates.
             *_, (last, alike) = sampler.plan.epoch_runs(None)
             self._epochs, updates = last.number + alike, last.first_step + alike * last.updates
             epochs = updates  # the loader ends the training; a callback may have ended some epochs before
@@ -148,21 +152,32 @@ class VariableBatchMixin(Base):
             self._loss_check.leave(optimizer, "rows of a stream, or of group_by_length, have no index")
         elif self._loss_check.takes(optimizer):
             self._check_loss()
-        of_this_rank = {"average_tokens_across_devices": False}
-        counts, total, told_counts = self._label_counts(inputs, parts)
-        for microbatch, part, count, told in zip(inputs, parts, counts, told_counts, strict=True):
-            factor = count * part.batch_size / (total * part.rows)  # the optimizer weighs by rows
+        own_tokens = {"average_tokens_across_devices": False}  # Trainer would multiply the loss by the number of ranks
+        counts, total, model_counts = self._label_counts(inputs, parts)
+        for microbatch, part, count, model_count in zip(inputs, parts, counts, model_counts, strict=True):
+            # The optimizer weighs a microbatch by its share of the rows; this turns it into its share of the labels.
+            factor = count * part.batch_size / (total * part.rows)
             backward = {"backward": lambda loss, factor=factor, **_: optimizer.backward(scale_loss(loss, factor))}
-            with patch_attributes(self.accelerator, **backward), patch_attributes(self.args, **of_this_rank):
-                part_loss = super().training_step(model, microbatch, told)
+            with patch_attributes(self.accelerator, **backward), patch_attributes(self.args, **own_tokens):
+                part_loss = super().training_step(model, microbatch, model_count)
             optimizer.step()
-            part_loss = part_loss if part.samples else torch.zeros_like(part_loss)  # of a replay, whatever it is
+            # A replay has no samples, and counts as 0 even if its loss is not finite.
+            part_loss = part_loss if part.samples else torch.zeros_like(part_loss)
             loss = loss + scale_loss(part_loss, factor * part.samples / part.batch_size)
-        self.accelerator.sync_gradients = False  # Trainer's own optimizer.step(), which follows, does nothing then
-        return loss * self.args.world_size
+        self.accelerator.sync_gradients = False  # so that Trainer's own optimizer.step(), which follows, does nothing
+        return loss * self.args.world_size  # Trainer logs the mean over the ranks
 
     def _label_counts(self, update: list[Any], parts: Sequence[Microbatch]) -> tuple[list[Any], Any, list[Any]]:
-        """Return what each microbatch is a mean over, labels or rows, the total of all ranks, and what models get."""
+        """Return the numbers by which the microbatches of an update are weighed.
+
+        Args:
+            update: the microbatches.
+            parts: their descriptions.
+
+        Returns:
+            For each microbatch the number of labels, or of rows, over which its loss is a mean; the total of these over
+            all ranks; and for each microbatch the number of labels that the model gets, None for a mean over rows.
+        """
         counts: list[Any] = [self._count_labels(microbatch) for microbatch in update]
         if any(count is None for count in counts):
             return [part.rows for part in parts], self._batch_size, [None] * len(parts)
@@ -173,14 +188,14 @@ class VariableBatchMixin(Base):
         return counts, total, [count.clamp(min=1) for count in counts]
 
     def _check_loss(self) -> None:
-        """Warn if the loss of rows, times their labels or rows, is no sum of those of parts."""
+        """Warn if the loss of rows, times the number of their labels or rows, is not the sum over parts of them."""
 
-        def summed_loss(model: Any, batch: Any, counted: float) -> Any:
-            self.__dict__["log"] = lambda *_, **__: None  # until the check ends
+        def summed_loss(model: Any, batch: Any, row_weight: float) -> Any:
+            self.__dict__["log"] = lambda *_, **__: None  # restored after the check, as an attribute of `owner`
             batch = send_to_device(batch, self.args.device)
-            count = self._count_labels(batch)
-            loss = self.compute_loss(model, batch, num_items_in_batch=count)
-            return loss * (counted if count is None else count)
+            labels = self._count_labels(batch)
+            loss = self.compute_loss(model, batch, num_items_in_batch=labels)
+            return loss * (row_weight if labels is None else labels)
 
         options: Any = {"reduction": "sum", "remedy": REMEDY, "owner": self}
         with patch_attributes(self.args, average_tokens_across_devices=False):
@@ -191,13 +206,13 @@ class VariableBatchMixin(Base):
         return sum(map(super().floating_point_ops, inputs if isinstance(inputs, list) else [inputs]))
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Log also what an update was made with: batch size, samples so far, the learning rate as it was scale_loss."""
+        """Log also the batch size of the update, the samples so far, and the learning rate as the rule scaled it."""
         if "learning_rate" in logs and self._batch_size:
             optimizer = self.variable_optimizer
             logs |= {"learning_rate": optimizer.current_lr(), "batch_size": self._batch_size}
             logs |= optimizer_facts(optimizer)
             logs["grad_norm"] = float(logs["grad_norm"])
-            if not math.isfinite(logs.get("noise_scale", 0.0)):  # which is no JSON
+            if not math.isfinite(logs.get("noise_scale", 0.0)):  # JSON, in which Trainer saves its logs, has no nan
                 del logs["noise_scale"]
         if "train_samples_per_second" in logs:
             samples = self.variable_optimizer.samples - self._samples_before
@@ -210,7 +225,7 @@ class VariableBatchTrainer(VariableBatchMixin, Trainer):
 
 
 class Follower(TrainerCallback):
-    """What a trainer does at events; it comes first, so that others read the right `state.epoch`."""
+    """The callback of a trainer, which comes first, so that other callbacks read the right `state.epoch`."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -228,7 +243,7 @@ class Follower(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Correct the epoch, by the samples that were used: Trainer takes all epochs to be equally long."""
         sampler = self._trainer.variable_optimizer.sampler
-        if sampler.batches.arriving:  # which has none
+        if sampler.batches.arriving:  # a stream has no epochs
             state.epoch = state.global_step / args.max_steps
         else:
             epoch = sampler.batches.epoch(sampler.position)
@@ -257,13 +272,13 @@ def sum_in_float32(accelerator: Any) -> None:
 
 
 def scale_loss(loss: Tensor, factor: Tensor | float) -> Tensor:
-    """Return a loss times a factor; 0 for the mean of no labels, which is not a number."""
+    """Return a loss times a factor; 0 if the factor is a tensor of 0, although the mean of no labels is nan."""
     return torch.where(factor > 0, loss * factor, 0) if isinstance(factor, Tensor) else loss * factor
 
 
 @contextmanager
 def patch_attributes(owner: Any, **values: Any) -> Iterator[None]:
-    """Give an object other attributes within a block."""
+    """Set attributes of an object within a block, and restore or delete them afterwards."""
     before = {name: vars(owner)[name] for name in values if name in vars(owner)}
     vars(owner).update(values)
     try:
