@@ -10,8 +10,8 @@ from variable_batch_size.lab.cluster.capacity_trace import CapacityTrace
 
 SECONDS = "pass a positive number of seconds"
 
-_MAX_CHANGES = 10**8  # expected; they take about 12 GB
-_CYCLES_AT_ONCE = 2**16  # of all stretches together
+_MAX_CHANGES = 10**8  # most changes that are expected; they take about 12 GB
+_CYCLES_AT_ONCE = 2**16  # cycles of up and down that are drawn at once, of all stretches together
 
 
 def synthetic(
@@ -64,7 +64,7 @@ def synthetic(
     end = check_positive(duration, "duration", SECONDS)
     every = None if bulk_every is None else check_positive(bulk_every, "bulk_every", SECONDS)
     fraction = _check_bulk_fraction(bulk_fraction, every)
-    bulks = 0.0 if every is None else end / every  # expected
+    bulks = 0.0 if every is None else end / every  # expected number of bulk preemptions
     expected = bulks + count * (1 + 2 * end / (up + down) + fraction * bulks)
     if expected > _MAX_CHANGES:
         requirement = f"nodes, mean_up, mean_down, bulk_every and duration must make at most {_MAX_CHANGES:,} changes"
@@ -73,11 +73,11 @@ def synthetic(
     rng = np.random.Generator(np.random.PCG64(check_int(seed, "seed")))
     at_start = _up_at_start(rng, count, up, down, every, fraction)  # (nodes,)
     times = np.sort(rng.uniform(0, end, rng.poisson(bulks)))  # (bulks,)
-    hits = _choose_cells(rng, count * len(times), fraction)  # (hits,), as below, node by node
-    node, bulk = np.divmod(hits, max(1, len(times)))
+    hits = _choose_cells(rng, count * len(times), fraction)  # (hits,), cells of a table with a row for each node
+    node, bulk = np.divmod(hits, max(1, len(times)))  # (hits,) each
 
     # A hit leaves a node down, whatever it was before, and being down has no memory: each hit begins a new stretch.
-    first = node.searchsorted(np.arange(count))  # (nodes,): where the stretch that begins at 0 comes before its hits
+    first = node.searchsorted(np.arange(count))  # (nodes,): index of the first hit; the stretch from 0 comes before it
     starts = np.insert(times[bulk], first, 0.0)  # (stretches,), as below
     begins_up = np.insert(np.zeros(len(node), bool), first, at_start)
     stops = np.append(starts[1:], 0.0)

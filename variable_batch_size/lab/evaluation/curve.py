@@ -22,20 +22,20 @@ class Curve:
     Args:
         time: the simulated time; None if it is not known.
         minibatch_size: maximum number of rows of a microbatch.
-        before: updates before the training, of the checkpoint that it goes on from.
+        before: number of updates of the checkpoint from which the training starts; 0 without one.
     """
 
     def __init__(self, time: SimulatedTime | None, minibatch_size: int, before: int = 0) -> None:
         self._time, self._minibatch_size, self._before = time, minibatch_size, before
-        self._microbatches: list[tuple[float, int]] = []  # losses and samples of the update under way
+        self._microbatches: list[tuple[float, int]] = []  # mean loss and samples of each since the last update
         self.rows: list[dict[str, Any]] = []
         self.since: list[tuple[int, float, float]] = []  # samples, lr and loss of each update since the last row
         self.seconds = 0.0  # simulated
         self.untrained: float | None = None  # loss of the evaluation of the untrained model
         self.first: float | None = None  # training loss of the first update
-        self.last: float | None = None  # and of the last one
+        self.last: float | None = None  # training loss of the last update
         self.diverged = False
-        self.wall_seconds = 0.0  # over all sittings
+        self.wall_seconds = 0.0  # of all processes that have trained this cell, one after the other
 
     @property
     def samples(self) -> int:
@@ -49,9 +49,9 @@ class Curve:
 
     @property
     def limit(self) -> float:
-        """The loss above which the training has diverged, in the larger of the scales of training and evaluation."""
+        """The loss above which the training has diverged: a multiple of the first loss of training or evaluation."""
         first = max((loss for loss in (self.untrained, self.first) if loss is not None), default=0.0)
-        return FACTOR * first if first > 0 else math.inf  # one that may be negative has no multiple
+        return FACTOR * first if first > 0 else math.inf  # a multiple says nothing of a loss that may be negative
 
     def add_microbatch(self, loss: float, samples: int) -> bool:
         """Add the mean loss of a microbatch; return False if the training ends, because it is not finite.
@@ -77,7 +77,14 @@ class Curve:
             self.seconds = self._time.update_end(self.seconds, updates - self._before, batch, self._minibatch_size)
 
     def add_evaluation(self, updates: int, samples: int, progress: float, metrics: Mapping[str, float]) -> None:
-        """Add a row, with None for a metric that is not finite; a loss that is not ends the training, without a row.
+        """Add a row, with None for a metric that is not finite.
+
+        If the loss is not finite, there is no row, and the training has diverged.
+
+        Args:
+            updates, samples: totals so far.
+            progress: progress so far, in updates at `ref_batchsize`.
+            metrics: what the task's evaluation has returned.
 
         Raises:
             TypeError: if the metrics are not a mapping with a loss.
@@ -89,18 +96,18 @@ class Curve:
             raise value_error("evaluate() must return a finite loss of the untrained model", values["loss"], remedy)
         if self.untrained is None:
             self.untrained = values["loss"]
-        means: tuple[float | None, ...] = (None,) * 5
+        means: tuple[float | None, ...] = (None,) * 5  # the last five of COLUMNS
         if self.since:
             sizes, rates, losses = zip(*self.since, strict=True)
             loss = sum(size * loss for size, loss in zip(sizes, losses, strict=True)) / sum(sizes)
             means = sum(sizes) / len(sizes), sum(rates) / len(rates), loss, min(sizes), max(sizes)
-            self.diverged |= not loss <= self.limit
+            self.diverged |= not loss <= self.limit  # not `loss > limit`, which is False for nan
         self.diverged |= not values["loss"] <= self.limit
         if math.isfinite(values["loss"]):
             seconds = None if self._time is None else self.seconds
             row = dict(zip(COLUMNS, (updates, samples, progress, seconds, self.cost, *means), strict=True)) | values
-            known = {name: value for name, value in row.items() if value is not None and math.isfinite(value)}
-            self.rows.append(dict.fromkeys(row) | known)
+            finite = {name: value for name, value in row.items() if value is not None and math.isfinite(value)}
+            self.rows.append(dict.fromkeys(row) | finite)  # None for all others
             self.since = []
 
     def columns(self) -> dict[str, list[Any] | None]:

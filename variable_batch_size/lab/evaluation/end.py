@@ -11,7 +11,7 @@ from variable_batch_size.lab.evaluation.curve import Curve
 
 By: TypeAlias = Literal["samples", "progress", "seconds", "cost"]
 
-MOST = 8  # times the samples of the experiment, after which a training ends before it has reached another end
+MOST = 8  # a training with another end than samples ends at the latest after this multiple of the experiment's samples
 FORMS = '"samples", "progress", "progress:UPDATES", "seconds:SECONDS" or "cost:PRICE"'
 
 
@@ -40,8 +40,8 @@ class End:
         if not isinstance(text, str):
             raise type_error(f"an end must be {FORMS}", text, "pass one of these")
         by, colon, number = text.partition(":")
-        with_number = {"samples": (False,), "progress": (False, True)}.get(by, (True,))
-        if by not in get_args(By) or bool(colon) not in with_number:
+        may_have_number = {"samples": (False,), "progress": (False, True)}.get(by, (True,))
+        if by not in get_args(By) or bool(colon) not in may_have_number:
             raise value_error(f"an end must be {FORMS}", f"{text!r:.60}", "pass one of these")
         try:
             amount = check_positive(float(number), f"the number of the end {by}", "pass one") if colon else None
@@ -62,14 +62,17 @@ class End:
         return samples if self.by == "samples" else MOST * samples
 
     def share(self, curve: Curve, progress: float) -> float:
-        """Return how much of the amount a training has had, which begins with 0 and ends with 1, or a little above."""
+        """Return which share of the amount a training has had so far: 0 at its begin, 1 or a little more at its end.
+
+        0 if there is no amount; nan if the cost is not known. `progress` is in updates at the reference batch size.
+        """
         if self.amount is None:
             return 0.0
         value = {"progress": progress, "seconds": curve.seconds, "cost": curve.cost}[self.by]
         return math.nan if value is None else value / self.amount
 
     def is_reached(self, curve: Curve, progress: float) -> bool:
-        """Return whether a training is over by an amount; with equal samples its sampler ends it."""
+        """Return whether a training has had the amount; False for an end in samples, with which the sampler ends."""
         return self.by != "samples" and reached(self.share(curve, progress))
 
     def name_trace(self, trace: str) -> str:
@@ -90,5 +93,5 @@ SAMPLES = End()
 
 
 def reached(share: float) -> bool:
-    """Return whether a share is that of the end, or of more, up to what rounding takes away from a sum."""
+    """Return whether a share of the end is 1 or more, but for the rounding of sums."""
     return share >= 1 - 1e-9

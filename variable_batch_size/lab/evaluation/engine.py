@@ -32,7 +32,7 @@ from variable_batch_size.lab.evaluation.training import SAVE_EVERY, train
 EngineName: TypeAlias = Literal["joblib", "ray"]
 Line: TypeAlias = dict[str, Any]
 Lines: TypeAlias = Iterator[Line]
-PATIENCE = 10.0  # seconds, for a connection and for the end of canceled tasks
+PATIENCE = 10.0  # seconds to wait for a connection, and for the end of canceled tasks
 START = "start it there (ray start --head), or leave the address out to use this machine"
 
 
@@ -141,6 +141,7 @@ def cells_without_line(cells: Iterable[Cell], folder: Path) -> dict[str, Cell]:
 
 
 def _facts_of_task(cell: Cell) -> dict[str, Any]:
+    """Return what identifies the source and the dataset of a cell's task."""
     return task_facts(cell.task, json.dumps(dict(cell.task_arguments)), cell.data_dir)
 
 
@@ -149,21 +150,23 @@ def _checkpoint_folder(folder: Path, key: str) -> Path:
 
 
 def _train_cell(cell: Cell, folder: Path, threads: int, save_every: timedelta | int, driver: int | None = None) -> Line:
-    """Train a cell, with checkpoints where the folder is, which it is not on each machine of Ray; return its line."""
+    """Train a cell, and return its line; without checkpoints if the folder is not on this machine, as with Ray."""
     return train(cell, _checkpoint_folder(folder, cell.key) if folder.is_dir() else None, threads, save_every, driver)
 
 
 def _killed_line(cell: Cell) -> Line:
+    """Return the line of a training whose process was killed twice."""
     facts: Line = {"status": "killed", "untrained": None, "wall_seconds": None, "curve": {}}
     return {"key": cell.key, "cell": cell.as_json(), **facts, "environment": environment()}
 
 
 def _check_tasks(cells: Iterable[Cell], lines: Iterable[Line]) -> None:
     """Raise ValueError if the dataset of a task has changed since one of its trainings; warn if its source has."""
-    tasks = {(cell.task, str(cell.task_arguments), cell.task_version): cell for cell in cells}
+    tasks = {(cell.task, str(cell.task_arguments), cell.task_version): cell for cell in cells}  # one cell of each task
     for line in lines:
-        kind = (line["cell"]["task"], str(line["cell"]["task_arguments"]), line["cell"]["task_version"])
-        if (cell := tasks.get(kind)) is None or line["status"] == "killed":
+        task = (line["cell"]["task"], str(line["cell"]["task_arguments"]), line["cell"]["task_version"])
+        cell = tasks.get(task)
+        if cell is None or line["status"] == "killed":
             continue
         for name, value in _facts_of_task(cell).items():
             before = line["environment"].get(name)
@@ -174,17 +177,17 @@ def _check_tasks(cells: Iterable[Cell], lines: Iterable[Line]) -> None:
                 found = f"the source of the task {cell.task} has changed since the training {line['key']}"
                 message = f"{found}; if trainings differ by that, {remedy}"
                 warnings.warn(message, UserWarning, stacklevel=stacklevel_of_user())
-                del tasks[kind]
+                del tasks[task]  # warned once for each task
                 break
             requirement = f"the dataset of the task {cell.task} must be that of its training {line['key']}"
             raise value_error(requirement, f"{name} {value} instead of {before}", remedy)
 
 
 def _run_here(cells: Sequence[Cell], options: Mapping[str, Any], jobs: int) -> Iterator[Line]:
-    """Train in this process, or in so many of joblib, and yield the lines in the order of completion.
+    """Train in this process, or in `jobs` processes of joblib, and yield the lines in the order of completion.
 
-    The death of a process ends all of joblib's, without telling which cell it trained. Those under way are then trained
-    one at a time, so that a second death tells.
+    When a process is killed, joblib ends all of them, and does not tell which cell the killed one trained. The cells
+    that were being trained are then repeated one at a time, so that it is known which cell kills a process again.
     """
     waiting = iter(cells)
     if min(jobs, len(cells)) <= 1:
@@ -193,8 +196,8 @@ def _run_here(cells: Sequence[Cell], options: Mapping[str, Any], jobs: int) -> I
     joblib = import_extra("joblib", "evaluation")
     died = import_extra("joblib.externals.loky.process_executor", "evaluation").TerminatedWorkerError
     in_turn = {"batch_size": 1, "pre_dispatch": "n_jobs", "return_as": "generator_unordered"}
-    under_way: dict[str, Cell] = {}
-    alone = list[Cell]()
+    under_way: dict[str, Cell] = {}  # cells that are being trained, by their keys
+    alone = list[Cell]()  # cells to repeat one at a time
 
     def hand_out(some_cells: Iterable[Cell]) -> Iterator[Any]:
         for cell in some_cells:

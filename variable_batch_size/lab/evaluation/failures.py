@@ -13,15 +13,16 @@ from variable_batch_size.lab.evaluation.records import REFERENCE
 if TYPE_CHECKING:
     import pandas as pd
 
-LEARNED = 10  # standard deviations of the reference between it and the untrained model, without which no loss fails
+LEARNED = 10  # the reference must be this many of its standard deviations below the untrained model; else no loss fails
 
 
 def is_reference(trainings: pd.DataFrame) -> pd.Series[bool]:
     """Return which trainings of a task are the reference's: the constant rule at its batch size, under any name."""
-    sizes = trainings["curve"].map(constant_batchsize)
-    alike = (trainings["rule"] == "constant") & (sizes == trainings["ref_batchsize"]) & (trainings["end"] == "samples")
     named = trainings["trace"] == REFERENCE
-    return named if named.any() else alike
+    if named.any():
+        return named
+    sizes = trainings["curve"].map(constant_batchsize)
+    return (trainings["rule"] == "constant") & (sizes == trainings["ref_batchsize"]) & (trainings["end"] == "samples")
 
 
 def reference_trainings(trainings: pd.DataFrame) -> pd.DataFrame:
@@ -30,8 +31,12 @@ def reference_trainings(trainings: pd.DataFrame) -> pd.DataFrame:
 
 
 def constant_batchsize(curve: Mapping[str, Sequence[Any]]) -> float:
-    """Return the batch size of a training, but for updates that end an epoch or the training; nan if it changes."""
-    sizes = curve.get("batch_size", [])[1:]
+    """Return the batch size of a training if it is constant, nan if it changes.
+
+    Updates at the end of an epoch or of the training may be smaller: the mean between two evaluations may be 2 % less,
+    and at the end any number.
+    """
+    sizes = curve.get("batch_size", [])[1:]  # means since the evaluation before; the first one is of no update
     most = curve.get("batch_most", curve.get("batch_size", []))[1:]
     constant = len(set(most)) == 1 and all(size >= 0.98 * most[0] for size in sizes[:-1] or sizes)
     return float(most[0]) if constant else np.nan
@@ -53,7 +58,7 @@ def failure_limit(trainings: pd.DataFrame) -> float:
         return np.inf
     untrained, reference = float(trainings["untrained"].median()), float(np.median(losses))
     limit = (untrained + reference) / 2
-    below = losses[losses <= limit]
+    below = losses[losses <= limit]  # without trainings of the reference that failed themselves
     deviation = float(below.std(ddof=1)) if len(below) > 1 else 0.0
     return limit if untrained - reference > LEARNED * deviation else np.inf
 
@@ -65,12 +70,18 @@ def find_failed(trainings: pd.DataFrame) -> pd.Series[bool]:
         trainings: those of a task, with a column `loss`, the final one.
     """
     ends = zip(trainings["end"], trainings["curve"], strict=True)
-    short = np.array([not _reached_its_end(end, curve) for end, curve in ends], bool)
+    is_short = np.array([not _reached_its_end(end, curve) for end, curve in ends], bool)
+    has_learned_little = trainings["loss"] > failure_limit(trainings)
     finished = trainings["status"] == "finished"
-    return (trainings["status"] == "diverged") | finished & ((trainings["loss"] > failure_limit(trainings)) | short)
+    return (trainings["status"] == "diverged") | finished & (has_learned_little | is_short)
 
 
 def _reached_its_end(text: str, curve: dict[str, list[float]]) -> bool:
-    """Return whether a training has had the amount of its end; True of one without an amount, as with equal samples."""
+    """Return whether a training has reached the amount of its end, such as of seconds; True for an end in samples.
+
+    Args:
+        text: the end, as a cell has it.
+        curve: the columns of the training's curve.
+    """
     end = End.parse(text)
     return end.amount is None or reached((curve.get(end.by) or [0.0])[-1] / end.amount)

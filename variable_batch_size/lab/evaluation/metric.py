@@ -10,6 +10,7 @@ from variable_batch_size._validation import check_choice, value_error
 Mode: TypeAlias = Literal["min", "max"]
 ASK = 'say so by mode="min" or mode="max"'
 
+# Words within the name of a metric, or (WHOLE) whole parts of it, that tell whether less or more is better.
 ALWAYS_LESS = ("loss", "error")
 LESS = ("perplexity", "entropy", "distance", "deviance", "divergence")
 LESS_WHOLE = {"err", "mse", "rmse", "mae", "mape", "nll", "ppl", "bpc", "bpb", "wer", "cer", "fid", "ece", "brier"}

@@ -40,7 +40,7 @@ class ModelTime:
             object.__setattr__(self, "price", check_number(self.price, "price", "pass the price of a device-hour"))
 
     def update_end(self, seconds: float, updates: int, batch_size: int, minibatch_size: int) -> float:
-        """Return when update number `updates` ends, in seconds; the one before it ended at `seconds`."""
+        """Return when update number `updates` (from 1) ends, in seconds; the one before it ended at `seconds`."""
         return seconds + self.throughput.seconds(batch_size, self.devices, minibatch_size)
 
     def cost(self, seconds: float) -> float | None:
@@ -75,9 +75,9 @@ class RunTime:
 
     def update_end(self, seconds: float, updates: int, batch_size: int, minibatch_size: int) -> float:
         """Return when an update ends, see `ModelTime`."""
-        row = min(int(self.updates.searchsorted(updates)), len(self.updates) - 1)
+        row = min(int(self.updates.searchsorted(updates)), len(self.updates) - 1)  # the interval of this update
         before = int(self.updates[row - 1]) if row else 0
-        share = (updates - before) / (int(self.updates[row]) - before)
+        share = (updates - before) / (int(self.updates[row]) - before)  # the updates of an interval are equally long
         return float(self.begin[row] + share * (self.end[row] - self.begin[row]))
 
     def cost(self, seconds: float) -> float | None:

@@ -1,7 +1,7 @@
 """Tests and intervals for few seeds, over arrays with any leading axes: one report, or thousands of simulated ones.
 
-A value that is nan is left out. Less is better. How many reports of rules that are all alike claim anything is
-measured by `benchmarks/null_reports.py`.
+A value that is nan is left out. Less is better. `benchmarks/null_reports.py` measures how many reports claim something
+although all rules are equal.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from variable_batch_size._validation import FloatArray, IntArray
 
 BoolArray: TypeAlias = "np.ndarray[Any, np.dtype[np.bool_]]"
 CONFIDENCE = 0.95  # of every interval that a report shows
-DIFFERENCES, FAILURES, TUNING = 0.027, 0.01, 0.01  # which reports of equal rules may claim something of each kind
-POWER = 0.8
-SEEDS = 5  # of each of two rules, at least, that a claim of their difference needs
+# The shares of reports of equal rules that may wrongly claim a difference of means, one of failures, bad tuning.
+DIFFERENCES, FAILURES, TUNING = 0.027, 0.01, 0.01
+POWER = 0.8  # probability with which a test sees `detectable_difference`
+SEEDS = 5  # least number of seeds of each of two rules for a claim that they differ
 
 
 class ConfidenceInterval(NamedTuple):
@@ -30,7 +31,7 @@ class ConfidenceInterval(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Differences of means, with their standard errors and degrees of freedom, see `compare`, (...)."""
+    """Differences of means, with their standard errors and degrees of freedom, all (...); see `compare`."""
 
     value: FloatArray
     error: FloatArray
@@ -38,7 +39,7 @@ class Comparison(NamedTuple):
 
     @property
     def p(self) -> FloatArray:
-        """Probability of so large a difference, (...), if the means are equal; nan where a sample has no two values."""
+        """Probability of a difference as large as this if the means are equal, (...); nan for samples of one value."""
         with np.errstate(divide="ignore", invalid="ignore"):
             p_values: FloatArray = 2 * _scipy_stats().t.sf(np.abs(self.value / self.error), self.freedom)
         return p_values
@@ -89,14 +90,15 @@ def claims(values: FloatArray, failed: BoolArray, same: BoolArray | bool = False
     """
     difference = compare(values, values[..., :1, :], smallest_step(values)[..., None])
     trained, failures = (failed | ~np.isnan(values)).sum(-1), failed.sum(-1)  # (..., traces, rules)
-    counts = np.stack(np.broadcast_arrays(failures, trained, failures[..., :1], trained[..., :1]), -1)
-    tested = (counts[..., 1] > 0) & (counts[..., 3] > 0) & ~np.broadcast_to(same, trained.shape)
-    tested[..., 0] = False  # the baseline
+    counts = np.stack(np.broadcast_arrays(failures, trained, failures[..., :1], trained[..., :1]), -1)  # as in `fisher`
+    failures, trained, base_failures, base_trained = np.moveaxis(counts, -1, 0)
+    tested = (trained > 0) & (base_trained > 0) & ~np.broadcast_to(same, trained.shape)
+    tested[..., 0] = False  # the baseline is not compared with itself
     p = np.where(tested, np.nan_to_num(difference.p, nan=1.0), np.nan)
     decided = holm(_merge_last_axes(p), DIFFERENCES / parts).reshape(p.shape)
     differs = np.where(decided, np.sign(np.nan_to_num(difference.value)), 0).astype(int)
-    differs[differs * _compare_rates(counts) < 0] = 0
-    differs[np.minimum(counts[..., 1] - counts[..., 0], counts[..., 3] - counts[..., 2]) < SEEDS] = 0
+    differs[differs * _compare_rates(counts) < 0] = 0  # a better mean with more failures, or the other way round
+    differs[np.minimum(trained - failures, base_trained - base_failures) < SEEDS] = 0
     pooled = np.where(tested[..., None], counts, 0).sum(-3)
     fails = np.where(holm(fisher(pooled), FAILURES / parts), _compare_rates(pooled), 0)
     return Claims(difference, tested, differs, pooled, fails)
@@ -183,17 +185,24 @@ def smallest_step(values: FloatArray) -> FloatArray:
     """Return the smallest step between two values, (..., rules, seeds), at least the rounding of a float32, (...)."""
     values = np.sort(_merge_last_axes(values), axis=-1)
     steps = np.diff(values, axis=-1)
-    least = np.where(steps > 0, steps, np.inf).min(-1, initial=np.inf)
+    smallest = np.where(steps > 0, steps, np.inf).min(-1, initial=np.inf)  # infinite if all values are equal
     rounding: FloatArray = 1e-6 * np.where(np.isnan(values), 0.0, np.abs(values)).max(-1, initial=0.0)
-    return np.where(np.isfinite(least), np.maximum(least, rounding), rounding)
+    return np.where(np.isfinite(smallest), np.maximum(smallest, rounding), rounding)
 
 
 def holm(p: FloatArray, level: float) -> BoolArray:
-    """Return which hypotheses Holm's method rejects, (..., tests); nan is no test."""
-    order = np.argsort(p, axis=-1)  # nan last
-    left = (~np.isnan(p)).sum(-1, keepdims=True) - np.arange(p.shape[-1])
+    """Return which hypotheses Holm's method rejects, (..., tests).
+
+    From the smallest p on, each is compared with the level divided by the number of tests that are not rejected yet.
+
+    Args:
+        p: p of each test, (..., tests); nan where there is none.
+        level: probability that any hypothesis is rejected if all are true.
+    """
+    order = np.argsort(p, axis=-1)  # nan comes last
+    remaining = (~np.isnan(p)).sum(-1, keepdims=True) - np.arange(p.shape[-1])
     with np.errstate(invalid="ignore"):
-        small = np.take_along_axis(p, order, -1) <= level / np.maximum(left, 1)
+        small = np.take_along_axis(p, order, -1) <= level / np.maximum(remaining, 1)
     rejected = np.zeros(p.shape, bool)
     np.put_along_axis(rejected, order, np.logical_and.accumulate(small, axis=-1), -1)
     return rejected
@@ -203,7 +212,7 @@ def fisher(counts: IntArray) -> FloatArray:
     """Return p of Fisher's exact test of two rates, (...); nan without a training.
 
     Args:
-        counts: failed and trained of each, (..., 4).
+        counts: failed and trained of the first, failed and trained of the second, (..., 4).
     """
     kinds, places = np.unique(counts.reshape(-1, 4), axis=0, return_inverse=True)
     return np.array([_fisher_p(*kind) for kind in kinds.tolist()])[places.ravel()].reshape(counts.shape[:-1])
@@ -212,8 +221,8 @@ def fisher(counts: IntArray) -> FloatArray:
 def detectable_difference(variance: float, other_variance: float, seeds: FloatArray, level: float) -> FloatArray:
     """Return the difference that Welch's test at `level` sees with a probability of 80 %, for numbers of seeds.
 
-    By the noncentral t distribution. Welch's degrees of freedom, of which estimated variances leave fewer, are lowered
-    by 2 / seeds: in simulations of 5 to 20 seeds 79 to 85 % see it.
+    It is computed by the noncentral t distribution. Because variances are estimated, Welch's degrees of freedom are
+    reduced by a share of 2 / seeds: with this, 79 to 85 % of simulations of 5 to 20 seeds see the difference.
 
     >>> detectable_difference(1.0, 1.0, np.array([5.0, 10.0]), 0.03).round(2).tolist()
     [2.56, 1.47]

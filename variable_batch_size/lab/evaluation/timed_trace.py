@@ -81,18 +81,18 @@ class TraceOptions:
 
 
 class TimedTraining(NamedTuple):
-    """What batch sizes depend on beside their trace; `before` are updates and samples of the start."""
+    """What batch sizes depend on beside their trace."""
 
     dataset_size: int
-    samples: int
+    samples: int  # of the whole training
     ref_batchsize: int | None
     minibatch_size: int
     end: End = SAMPLES
-    before: tuple[int, int] = (0, 0)
+    before: tuple[int, int] = (0, 0)  # updates and samples of the checkpoint from which it starts
 
     @property
     def rest(self) -> int:
-        """The samples that are left."""
+        """The samples that follow the checkpoint from which the training starts."""
         return self.samples - self.before[1]
 
 
@@ -104,7 +104,7 @@ class TimedTrace:
     Attributes:
         trace: the batch sizes, or the controller that chooses them.
         time: the simulated time; None if no model of it is known.
-        remark: what a user should know of it, if there is something.
+        remark: a note for the user, such as that the batch size is constant; None without one.
         end: when the training ends.
     """
 
@@ -118,7 +118,7 @@ class TimedTrace:
         """First 16 hexadecimal digits of the SHA-256 of batch sizes and time.
 
         Raises:
-            ValueError: if the name of a controller may be that of another one, too: trainings go by it.
+            ValueError: if the repr of a controller has an address in memory: it names the trainings.
         """
         if isinstance(self.trace, AdaptiveTrace):
             sizes = describe(self.trace)
@@ -165,7 +165,7 @@ def timed_trace(
 
 
 def _parse_policy_text(text: str, training: TimedTraining, options: TraceOptions) -> TraceSource:
-    """Return what the text of a policy, or of a policy under a capacity trace, stands for; other texts as they are."""
+    """Return the trace that a text "POLICY" or "POLICY@LOG" names; any other text unchanged."""
     policy, at, log = text.partition("@")
     if at:
         if options.under is None:
@@ -180,7 +180,7 @@ def _parse_policy_text(text: str, training: TimedTraining, options: TraceOptions
 
 
 def _remark_if_constant(trace: BatchTrace, training: TimedTraining) -> str | None:
-    """Return what a user should know of a batch size that does not change within the training; None if it does."""
+    """Return a note for the user if the batch size does not change within the training; None if it does."""
     starts, sizes = trace.runs
     if len(starts) > 1 and trace.offset(int(starts[1])) < training.end.max_samples(training.rest):
         return None
@@ -189,7 +189,7 @@ def _remark_if_constant(trace: BatchTrace, training: TimedTraining) -> str | Non
 
 
 def _batch_trace(source: Any, training: TimedTraining, options: TraceOptions) -> BatchTrace:
-    """Return the batch trace that a source is or names, which ends as the options and the end of the training say."""
+    """Return the batch trace of a source, with the `on_end` that the options and the end of the training ask for."""
     if isinstance(source, str) and not (source[:1].isdigit() or Path(source).is_file()):
         requirement = f"a trace must be a number, a schedule, a CSV file, {FORMS}, or POLICY@LOG"
         raise value_error(requirement, f"{source!r:.60}", "pass one of these; a file must exist")
@@ -198,23 +198,24 @@ def _batch_trace(source: Any, training: TimedTraining, options: TraceOptions) ->
         return trace
     on_end = options.on_end or trace.on_end
     if on_end == "error" and training.end.by != "samples":
-        on_end = "stop"  # how long it must last is not known before
+        on_end = "stop"  # it is not known before how many steps the training has
     return trace.with_on_end(on_end)
 
 
 def _after_checkpoint(trace: BatchTrace, training: TimedTraining) -> BatchTrace:
-    """Return a trace that begins after the updates of a checkpoint, whose sizes, which are over, are written as 1."""
+    """Return a trace that is shifted by the updates of the checkpoint; these steps, which are over, have the size 1."""
     before = training.before[0]
     if not before:
         return trace
-    if trace.steps is not None and trace.on_end == "error":  # the sampler does not know yet what is over
+    if trace.steps is not None and trace.on_end == "error":  # checked now: the sampler would count the steps of size 1
         if trace.total_samples < training.rest:
             requirement = f"the trace must last for the {training.rest:,} samples that follow the checkpoint"
             remedy = 'pass a longer trace, or on_end="stop", "hold" or "cycle"'
             raise value_error(requirement, f"{trace.total_samples:,}", remedy)
         trace = trace.with_on_end("hold")
-    if trace.steps is not None and trace.on_end == "cycle":  # without the past
-        most = trace.step_at(training.rest) + 2 + training.rest // training.dataset_size  # epochs end with less
+    if trace.steps is not None and trace.on_end == "cycle":  # written out, as the shifted trace would cycle otherwise
+        # The last update of each epoch may have fewer samples, so that there may be one step more for each epoch.
+        most = trace.step_at(training.rest) + 2 + training.rest // training.dataset_size
         trace = BatchTrace.from_sizes(trace.batch_sizes(np.arange(most)), on_end="hold")
     starts, sizes = trace.runs
     steps = None if trace.steps is None else before + trace.steps
@@ -229,7 +230,9 @@ def _check_end(timed: TimedTrace) -> None:
     remedy = "pass --samples-per-second, and --price for a cost; from Python time=ModelTime(...)"
     if time is None:
         raise value_error(f"the end {end} needs the time of an update", "none", remedy)
-    last = 3600.0 if not isinstance(time, RunTime) else float(time.end[-1]) if len(time.end) else 0.0
+    last = 3600.0  # seconds: any time, to see whether a cost is known; or when a simulated run ends
+    if isinstance(time, RunTime):
+        last = float(time.end[-1]) if len(time.end) else 0.0
     if end.by == "cost" and last and not time.cost(last):
         raise value_error(f"the end {end} needs a price", "none", remedy)
     if isinstance(time, RunTime):
@@ -267,7 +270,7 @@ def _simulate_timed(source: UnderCapacity, training: TimedTraining, options: Tra
         **arguments,
     )
     _check_simulated_run(run, training)
-    # Epochs end elsewhere after a checkpoint, so that the updates of the simulation may be a few too few.
+    # After a checkpoint, epochs end at other updates than in the simulation, which may have a few updates too few.
     on_end: OnEnd = "hold" if training.before[0] else "stop"
     return TimedTrace(run.trace.with_on_end(on_end), RunTime.from_run(run), None, training.end)
 

@@ -32,11 +32,17 @@ from variable_batch_size.lab.evaluation.provenance import environment
 from variable_batch_size.lab.evaluation.start import Start
 from variable_batch_size.lab.evaluation.task import Defaults, Task, dataset_of, load_task
 
-SAVE_EVERY = timedelta(seconds=30)
+SAVE_EVERY = timedelta(seconds=30)  # between two checkpoints of a training
 
 
 class TrainingParts(NamedTuple):
-    """The objects of a training: the schedule of the task, and what steps it, which is itself if it goes by time."""
+    """The objects of a training.
+
+    Attributes:
+        schedule: the schedule of the learning rate; None without one.
+        scheduler: the object whose `step()` is called after each update; `schedule` itself if it goes by another end
+            than samples.
+    """
 
     task: Task
     model: nn.Module
@@ -47,7 +53,12 @@ class TrainingParts(NamedTuple):
 
 
 def create_parts(cell: Cell, curve: Curve) -> TrainingParts:
-    """Create the objects of a training in the state of its start; `curve` tells the schedule the time."""
+    """Create the objects of a training, in the state from which it starts.
+
+    Args:
+        cell: what is trained.
+        curve: its curve, from which a schedule by seconds or cost reads them.
+    """
     task = load_task(cell.task, cell.task_arguments, cell.data_dir)
     dataset: Any = dataset_of(task)
     order = {"seed": cell.seed} if cell.start is None else cell.start.order
@@ -80,31 +91,35 @@ def create_parts(cell: Cell, curve: Curve) -> TrainingParts:
 def _create_schedules(
     cell: Cell, task: Task, optimizer: CustomOptimizer, curve: Curve
 ) -> tuple[LambdaLR | None, ProgressScheduler | LambdaLR | None]:
-    """Return the schedule of the task, by samples or by the share of another end, and what steps it; or None twice."""
-    of_task, size, end = Defaults.read(task, cell.task).schedule, cell.ref_batchsize, cell.timed.end
-    if of_task is None and not cell.warmup:
+    """Return the `schedule` and `scheduler` of `TrainingParts`; None twice without a schedule and a warm-up.
+
+    A training that ends with samples follows the schedule by its samples. One with another end, such as seconds,
+    follows it by the share of this end that it has reached.
+    """
+    task_schedule, size, end = Defaults.read(task, cell.task).schedule, cell.ref_batchsize, cell.timed.end
+    if task_schedule is None and not cell.warmup:
         return None, None
 
-    def function(samples: int, total: int) -> float:
-        reached = min(1.0, (samples + (size or 0)) / cell.warmup) if cell.warmup else 1.0
-        return reached * (1.0 if of_task is None else of_task(samples, total))
+    def lr_factor(samples: int, total: int) -> float:
+        warmup = min(1.0, (samples + (size or 0)) / cell.warmup) if cell.warmup else 1.0
+        return warmup * (1.0 if task_schedule is None else task_schedule(samples, total))
 
     if end.by != "samples":
 
-        def factor(step: int) -> float:
+        def lr_factor_by_share(step: int) -> float:
             share = end.share(curve, optimizer.progress) if step else 0.0
-            return function(round(min(share, 1.0) * cell.samples), cell.samples)
+            return lr_factor(round(min(share, 1.0) * cell.samples), cell.samples)
 
-        schedule = LambdaLR(optimizer, factor)
+        schedule = LambdaLR(optimizer, lr_factor_by_share)
         return schedule, schedule
     if size is None:
         raise ValueError(f"the schedule of the task {cell.task} needs a ref_batchsize, but there is none; pass one")
-    schedule = LambdaLR(optimizer, lambda step: function(step * size, cell.samples))
+    schedule = LambdaLR(optimizer, lambda step: lr_factor(step * size, cell.samples))
     return schedule, ProgressScheduler(schedule, optimizer, by="samples")
 
 
 class _Unused:
-    """A part of a checkpoint that the trainings which go on from it do not have."""
+    """A part of a checkpoint that the training which starts from it does not have; its state is ignored."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing."""
@@ -115,7 +130,10 @@ class _Unused:
 
 
 def _restore_start(parts: TrainingParts, start: Start, lr_factor: float) -> None:
-    """Restore a copy of the state of the start into the objects of a training, with another lr."""
+    """Restore the checkpoint from which a training starts into its objects, and multiply the learning rates.
+
+    It restores a copy, because a `Checkpoint` locks its folder and writes into it.
+    """
     others: dict[str, Any] = {name: _Unused() for name in start.others}
     if parts.scheduler is not None:
         others["scheduler"] = parts.scheduler
@@ -183,6 +201,7 @@ def train(
 
 
 def _train(cell: Cell, checkpoints: Path | None, save_every: timedelta | int, driver: int | None) -> dict[str, Any]:
+    """Train a cell, and return its line, see `train`."""
     began = time.perf_counter()
     seed_all(cell.seed)
     curve = Curve(cell.timed.time, cell.minibatch_size, 0 if cell.start is None else cell.start.updates)
@@ -194,7 +213,7 @@ def _train(cell: Cell, checkpoints: Path | None, save_every: timedelta | int, dr
         if checkpoints is not None and any(checkpoints.glob("update-*")):
             checkpoint = stack.enter_context(Checkpoint(checkpoints, keep=1, every=save_every, **saved))
             checkpoint.restore()
-        before = curve.wall_seconds
+        before = curve.wall_seconds  # of earlier processes
         if not curve.rows:
             evaluate(parts, curve)
         for updated in () if _is_over(cell, parts, curve) else train_updates(parts, curve, cell):
@@ -208,7 +227,7 @@ def _train(cell: Cell, checkpoints: Path | None, save_every: timedelta | int, dr
                 checkpoint.step()
             elif checkpoints is not None and _is_due(save_every, optimizer.updates, time.perf_counter() - began):
                 checkpoint = stack.enter_context(Checkpoint(checkpoints, keep=1, every=save_every, **saved))
-                checkpoint.save(wait=False)  # the first one: short trainings need no folder
+                checkpoint.save(wait=False)  # the first one, created late: short trainings need no folder
             if driver is not None and os.getppid() != driver:
                 raise SystemExit("the evaluation has ended before its training")
             if _is_over(cell, parts, curve):
@@ -219,6 +238,7 @@ def _train(cell: Cell, checkpoints: Path | None, save_every: timedelta | int, dr
 
 
 def _is_over(cell: Cell, parts: TrainingParts, curve: Curve) -> bool:
+    """Return whether a training has diverged, or has reached an end other than its samples."""
     return curve.diverged or cell.timed.end.is_reached(curve, parts.optimizer.progress)
 
 
@@ -236,11 +256,12 @@ def _line(cell: Cell, parts: TrainingParts, curve: Curve, wall_seconds: float) -
 
 
 def _is_due(every: timedelta | int, updates: int, seconds: float) -> bool:
+    """Return whether the first checkpoint is due after this number of updates, or this time."""
     return seconds >= every.total_seconds() if isinstance(every, timedelta) else updates % every == 0
 
 
 def _training_facts(parts: TrainingParts, cell: Cell) -> dict[str, Any]:
-    """Return what is told of a training with its environment: threads, the optimizer, and its noise averages."""
+    """Return what a line records beside the environment: threads, the optimizer, and its noise averages."""
     inner = parts.optimizer.inner
     options = {name: value for name, value in inner.defaults.items() if value is not None and name != "lr"}
     facts: dict[str, Any] = {"threads": torch.get_num_threads()}
@@ -251,7 +272,7 @@ def _training_facts(parts: TrainingParts, cell: Cell) -> dict[str, Any]:
 
 
 def seed_all(*seeds: int) -> None:
-    """Seed the random numbers of torch, NumPy and `random`: several seeds make another one."""
+    """Seed the random numbers of torch, NumPy and `random`; several seeds are combined to one."""
     seed = seeds[0] if len(seeds) == 1 else int(np.random.SeedSequence(seeds).generate_state(1)[0])
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)

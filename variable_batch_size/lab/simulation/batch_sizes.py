@@ -32,16 +32,17 @@ class ControllerSizes:
 
     @property
     def end(self) -> float:
-        """No end."""
+        """Infinity: a controller has no last update."""
         return math.inf
 
     def advance(self, pending: Decisions, input_of: InputOf, restarted: bool) -> Decisions:
-        """Call the controller if a decision is due, and drop the decisions that are over.
+        """Call the controller if a decision is due, and return the decisions without those that are over.
 
         Args:
-            pending: those before the update before; a checkpoint has them.
+            pending: what this method returned before the last update, or before the one that a checkpoint has; () at
+                the beginning.
             input_of: returns the input of the controller, from the batch size that was chosen last.
-            restarted: whether it is the first update after a start of the training.
+            restarted: whether it is the first update after a start or a restart of the training.
         """
         if not pending:
             return first_decisions(self.trace, input_of(self.trace.start))
@@ -55,8 +56,9 @@ class ControllerSizes:
     def next_change(self, pending: Decisions, updates: int) -> float:
         """Return the first update after number `updates` before which `advance` has to be called again."""
         every = self.trace.every
-        asked = math.inf if every is None else (updates // every + 1) * every
-        return min([asked, *(decision.begins for decision in pending[1:2])])
+        next_question = math.inf if every is None else (updates // every + 1) * every
+        next_begin = pending[1].begins if len(pending) > 1 else math.inf
+        return min(next_question, next_begin)
 
 
 @final
@@ -68,12 +70,12 @@ class TraceSizes:
 
     @property
     def end(self) -> float:
-        """The end of a trace with `on_end="stop"`."""
-        ends = self.trace.on_end == "stop" and self.trace.steps is not None
-        return float(len(self.trace)) if ends else math.inf
+        """Number of steps of a trace with `on_end="stop"`; infinity for others."""
+        stops = self.trace.on_end == "stop" and self.trace.steps is not None
+        return float(len(self.trace)) if stops else math.inf
 
     def advance(self, pending: Decisions, input_of: InputOf, restarted: bool) -> Decisions:
-        """Return the batch size of the step."""
+        """Return the batch size of the next step, as the only decision; see `ControllerSizes.advance`."""
         input = input_of(None)
         return (Decision(input.updates, self.trace.batch_size(input.updates)),)
 

@@ -112,10 +112,12 @@ def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 class _Saved(NamedTuple):
-    complete: float  # time from which the checkpoint can be restored
+    """A checkpoint of the simulated training."""
+
+    complete: float  # time from which it can be restored
     position: SimulatedPosition
-    intervals: int  # their number when it was begun, as below
-    runs: int
+    intervals: int  # number of intervals of the engine when the checkpoint was begun
+    runs: int  # number of its runs at that time
 
 
 @final
@@ -133,8 +135,8 @@ class Engine:
         present: the nodes that are there.
         staying: those of them that will not leave within the notice.
         kills: whether nodes that leave kill the training.
-        sizes: the batch sizes.
-        model: seconds and progress of an update.
+        sizes: give the batch size of each update.
+        model: gives the seconds and the progress of an update.
         overheads: what interruptions cost.
     """
 
@@ -154,9 +156,9 @@ class Engine:
 
     def __post_init__(self) -> None:
         self._position = SimulatedPosition(0, 0, 0.0, 0, ())
-        self._saved = _Saved(0.0, self._position, 0, 0)
-        self._writing: _Saved | None = None
-        self._cause: Cause = "start"
+        self._saved = _Saved(0.0, self._position, 0, 0)  # the last complete checkpoint
+        self._writing: _Saved | None = None  # the one that is being written while the training continues
+        self._cause: Cause = "start"  # of the next restart
 
     def run(self) -> None:
         """Simulate the training, up to its goal or the end of the simulation."""
@@ -175,11 +177,13 @@ class Engine:
 
     @property
     def _done(self) -> bool:
+        """Whether the goal, the end of the trace or the end of the simulation is reached."""
         unit, value = self.goal
         reached = getattr(self._position, unit) >= value or self._position.updates >= self.sizes.end
         return reached or self.now >= self.end
 
     def _snap(self, time: float) -> float:
+        """Return the time of the event that a time is equal to up to rounding; otherwise the time."""
         return snap(self.present.snap(self.staying.snap(time)), [self.end])
 
     def _spend_time(self, state: State, until: float, nodes: int = 0, batch_size: int = 0) -> None:
@@ -214,7 +218,7 @@ class Engine:
             may_grow = reached(now, restarted + overheads.grow_every)
             if staying < nodes or (staying > nodes and may_grow):
                 return self._stop(nodes, kill)
-            if notice <= now:  # the nodes are there again
+            if notice <= now:  # the nodes that were to leave have been replaced
                 notice = self.staying.time_below(nodes, now)
             due = math.inf if overheads.save_every is None else last_save + overheads.save_every
             due = max(due, self._writing.complete) if self._writing else due
@@ -233,7 +237,13 @@ class Engine:
         """Make equal updates up to the first one that ends at `wanted` or later.
 
         Returns:
-            False if `limit` comes before the end of the first one: its nodes leave, or the simulation ends.
+            False if `limit` comes before the end of the first one, so that no update is made.
+
+        Args:
+            nodes: number of nodes that compute.
+            wanted: time of the next event to which the training reacts between two updates.
+            limit: time at which its nodes leave, or the simulation ends.
+            restarted: whether it is the first update after a restart.
         """
         before = self._position
         begin = self.now
@@ -261,14 +271,20 @@ class Engine:
         return True
 
     def _control_input(self, devices: int, chosen: int | None) -> ControlInput:
-        """Return what a controller is told, whose last choice is the batch size `chosen`."""
-        done, model = self._position, self.model
-        noise = model.noise_at(done.progress, done.updates, chosen)
-        counts = done.updates, done.samples, done.progress
+        """Return the input of a controller that has chosen the batch size `chosen` last; None if it has chosen none."""
+        position, model = self._position, self.model
+        noise = model.noise_at(position.progress, position.updates, chosen)
+        counts = position.updates, position.samples, position.progress
         return ControlInput(devices, chosen, model.minibatch_size, *counts, noise, model.throughput, model.fixed_shape)
 
     def _save(self, nodes: int, kill: float, blocking: bool) -> bool:
-        """Write a checkpoint; return False if the training waits for it and is killed before it is complete."""
+        """Write a checkpoint; return False if the training waits for it, and does not get to its end.
+
+        Args:
+            nodes: number of nodes that compute.
+            kill: time at which some of them leave.
+            blocking: whether the training waits until the checkpoint is complete.
+        """
         complete = self._snap(self.now + self.overheads.save)
         saved = _Saved(complete, self._position, len(self.intervals), len(self.runs))
         if not blocking:

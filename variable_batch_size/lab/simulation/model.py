@@ -59,7 +59,7 @@ class EqualUpdates:
         return full * of_full + tails * of_tail + lasts * of_last
 
     def updates(self, updates: int) -> int:
-        """Return the number of the first `updates` updates, which is a goal of a training as samples are."""
+        """Return `updates`; `Engine` reads the total of its goal by name, and a goal may be in updates."""
         return updates
 
     def samples(self, updates: int) -> int:
@@ -75,7 +75,7 @@ class EqualUpdates:
         return full * of_full + tails * of_tail + lasts * of_last
 
     def used(self, updates: int) -> int:
-        """Return how many samples of the epoch that is current after `updates` updates are used by then."""
+        """Return how many samples of the present epoch are used after `updates` updates."""
         return 0 if self._dataset_size is None else (self._used + self.samples(updates)) % self._dataset_size
 
     def count_ended(self, begin: float, end: float) -> int:
@@ -84,11 +84,11 @@ class EqualUpdates:
         return bisect_right(range(1, limit), end, key=lambda n: begin + self.seconds(n))
 
     def first_with(self, total: Callable[[int], float], value: float, most: int) -> int:
-        """Return the least number of updates n >= 1 with total(n) >= value; `most` if that is less."""
+        """Return the least number of updates n >= 1 for which total(n) >= value, but at most `most`."""
         return most if total(most) < value else bisect_left(range(1, most), value, key=total) + 1
 
     def _counts(self, updates: int) -> tuple[int, int, int]:
-        """Return how many of the first `updates` have the full size, end the current epoch, and end later ones."""
+        """Return how many of the first `updates` have the full size, how many end the current epoch, and later ones."""
         if updates < self._first:
             return updates, 0, 0
         lasts = int(updates - self._first) // self._epoch

@@ -10,11 +10,13 @@ from typing import final
 
 from variable_batch_size.lab.cluster.capacity_trace import CapacityTrace
 
-ROUNDING = 1e-12  # relative to a time or a progress: sums of floats differ from the true ones by less
+ROUNDING = 1e-12  # relative: sums of times or of progress have smaller rounding errors
 
 
 def snap(time: float, events: Sequence[float]) -> float:
-    """Return the event, of times in ascending order, that a time is equal to up to rounding; otherwise the time.
+    """Return the event that is equal to `time` up to rounding; `time` itself if there is none.
+
+    `events` are times in ascending order.
 
     >>> snap(0.1 + 0.2, [0.1, 0.3]), snap(0.2, [0.1, 0.3])
     (0.3, 0.2)
@@ -41,13 +43,14 @@ class Nodes:
         rows = [row for row, number in enumerate(nodes) if row == 0 or number != nodes[row - 1]]
         self._times = [times[row] for row in rows] + [math.inf]
         self._nodes = [nodes[row] for row in rows]
-        # The next row with fewer nodes, by a stack of the rows that have not found theirs, whose nodes ascend.
+        # For each row the next row with fewer nodes. `stack` has the rows for which none was found yet: they have
+        # ascending numbers of nodes.
         self._lower = [len(rows)] * len(rows)
-        higher: list[int] = []
+        stack: list[int] = []
         for row, number in enumerate(self._nodes):
-            while higher and self._nodes[higher[-1]] > number:
-                self._lower[higher.pop()] = row
-            higher.append(row)
+            while stack and self._nodes[stack[-1]] > number:
+                self._lower[stack.pop()] = row
+            stack.append(row)
 
     def at(self, time: float) -> int:
         """Return the number of nodes at a time."""
@@ -70,13 +73,16 @@ class Nodes:
     def time_other_than(self, nodes: int, time: float) -> float:
         """Return the first time, from `time` on, with another number of nodes; infinity if there is none."""
         row = self._row(time)
-        return max(time, self._times[row + (self._nodes[row] == nodes)])
+        if self._nodes[row] == nodes:
+            row += 1  # neighbors have different numbers
+        return max(time, self._times[row])
 
     def snap(self, time: float) -> float:
         """Return the time of the change that a time is equal to up to rounding; otherwise the time."""
         return snap(time, self._times)
 
     def _row(self, time: float) -> int:
+        """Return the index of the row in which a time is; the last one for infinity."""
         return min(bisect_right(self._times, time), len(self._nodes)) - 1
 
 
@@ -88,19 +94,20 @@ def present_nodes(capacity: CapacityTrace) -> Nodes:
 def staying_nodes(capacity: CapacityTrace, notice: float) -> Nodes:
     """Return the nodes that stay for at least `notice` seconds: at t, the minimum from t to t + notice."""
     begins, nodes = capacity.seconds.tolist(), capacity.nodes.tolist()
-    # A row is known `notice` seconds before it begins. The minimum of the rows that are known and not over is that of
-    # a sliding window: rows with ascending numbers of nodes, of which the first one is the minimum.
-    known = [snap(max(0.0, begin - notice), begins) for begin in begins]
-    times = sorted({*begins, *known})
+    # A row is announced `notice` seconds before it begins. The result is the minimum over the rows that are announced
+    # and not over, by the method of a sliding window: it keeps rows with ascending numbers of nodes, so that the first
+    # one is the minimum; a row that a later one with as few nodes follows cannot be the minimum any more.
+    announced = [snap(max(0.0, begin - notice), begins) for begin in begins]
+    times = sorted({*begins, *announced})
     window: deque[int] = deque()
-    entered, least = 0, []
+    next_row, minima = 0, []
     for time in times:
-        while entered < len(known) and known[entered] <= time:
-            while window and nodes[window[-1]] >= nodes[entered]:
+        while next_row < len(announced) and announced[next_row] <= time:
+            while window and nodes[window[-1]] >= nodes[next_row]:
                 window.pop()
-            window.append(entered)
-            entered += 1
-        while window[0] + 1 < len(begins) and begins[window[0] + 1] <= time:
+            window.append(next_row)
+            next_row += 1
+        while window[0] + 1 < len(begins) and begins[window[0] + 1] <= time:  # the first row is over
             window.popleft()
-        least.append(nodes[window[0]])
-    return Nodes(times, least)
+        minima.append(nodes[window[0]])
+    return Nodes(times, minima)
