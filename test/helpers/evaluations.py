@@ -61,6 +61,7 @@ def _training(
         "task": "simulated",
         "task_version": "",
         "trace": trace,
+        "trace_fingerprint": trace,
         "end": "samples",
         "rule": rule,
         "lr": 0.1 * factor,

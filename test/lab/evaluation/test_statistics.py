@@ -94,6 +94,18 @@ def test_reports_of_equal_rules_seldom_claim_anything(rules, traces, seeds, fail
     assert wrong.mean() < 0.04 + 3 * np.sqrt(0.04 * 0.96 / 1000)
 
 
+@pytest.mark.parametrize(("ends", "seeds", "failing"), [(2, 8, 0.3), (4, 8, 0.3), (4, 5, 0.3), (4, 8, 0.1)])
+def test_failures_that_a_seed_has_under_every_trace_are_one(ends, seeds, failing):
+    """As of runs that fail before their traces, or their ends, differ: counted for each, 40 of 100 reports claimed."""
+    rng = np.random.default_rng(0)
+    failed = np.repeat(rng.random((1000, 1, 4, seeds)) < failing, ends, axis=1)
+    values = np.where(failed, np.nan, rng.standard_normal(failed.shape))
+    found = claims(values, failed)
+    wrong = (found.differs != 0).any((-1, -2)) | (found.fails != 0).any(-1)
+    assert wrong.mean() < 0.04 + 3 * np.sqrt(0.04 * 0.96 / 1000)
+    assert found.failures[..., 1].max() == ends * seeds
+
+
 @settings(max_examples=30)
 @given(st.integers(0, 2**32 - 1), st.floats(-5, 5), st.floats(0.1, 10))
 def test_claims_do_not_depend_on_the_unit_of_the_metric(seed, shift, scale):

@@ -26,7 +26,7 @@ from variable_batch_size._validation import check_choice, check_int, check_inter
 from variable_batch_size.lab.evaluation.cell import Cell
 from variable_batch_size.lab.evaluation.experiment import Experiment, check_cells
 from variable_batch_size.lab.evaluation.provenance import environment, task_facts
-from variable_batch_size.lab.evaluation.records import Evaluation, Journal, read
+from variable_batch_size.lab.evaluation.records import Evaluation, Journal, check_traces, read
 from variable_batch_size.lab.evaluation.training import SAVE_EVERY, train
 
 EngineName: TypeAlias = Literal["joblib", "ray"]
@@ -96,6 +96,7 @@ def run(
         lines = {line["key"]: line for line in journal.lines if "key" in line}
         left = {key: cell for key, cell in left.items() if key not in lines}  # another driver may just have ended
         _check_tasks(planned.values(), lines.values())
+        check_traces([*(line["cell"] for line in lines.values()), *(cell.as_json() for cell in planned.values())])
         journal.append_plan(command, planned, baseline)
         _remove_checkpoints(place, lines)
         groups = _group_by_training(left.values())

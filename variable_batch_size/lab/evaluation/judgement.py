@@ -19,7 +19,7 @@ from variable_batch_size.lab.evaluation.failures import (
     reference_trainings,
 )
 from variable_batch_size.lab.evaluation.metric import Mode, lower_is_better
-from variable_batch_size.lab.evaluation.records import REFERENCE, Evaluation
+from variable_batch_size.lab.evaluation.records import REFERENCE, Evaluation, check_traces
 from variable_batch_size.lab.evaluation.statistics import (
     DIFFERENCES,
     SEEDS,
@@ -217,7 +217,9 @@ def judge(
         choices = 1 if (metric, chosen) == ("loss", planned) else len(known) * max(1, len(rules))
         earlier = max([looks.get(key, 0) for key in family.keys], default=0)
         shared = family._replace(looks=len(tasks) * 4**earlier, choices=choices)
-        judgements.append(_judge(name, of_task[of_task["key"].isin(family.keys)], metric, lower, chosen, shared))
+        judged = of_task[of_task["key"].isin(family.keys)]
+        check_traces(row["environment"] | row for row in judged.to_dict("records"))
+        judgements.append(_judge(name, judged, metric, lower, chosen, shared))
     return judgements
 
 

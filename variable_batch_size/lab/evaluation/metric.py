@@ -32,6 +32,8 @@ def lower_is_better(metric: str, mode: Mode | None = None, remedy: str = ASK) ->
     """
     if mode is not None:
         check_choice(mode, "mode", get_args(Mode))
+        if metric == "loss" and mode == "max":
+            raise value_error("mode must be 'min' for the loss", repr(mode), "omit it, or choose a metric")
         return mode == "min"
     less, more = _directions(metric)
     if less == more:

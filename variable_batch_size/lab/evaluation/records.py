@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 FORMAT: Final = 2
 NAME: Final = "evaluation.jsonl"
 REFERENCE: Final = "the reference"  # name of the trace of the constant batch size `ref_batchsize`
+_CONDITIONS = ("trace_fingerprint", "minibatch_size", "max_grad_norm", "task_arguments")
 _FACTS = ("minibatch_size", "max_grad_norm", "between", "task_arguments")  # of a cell, told with the environment
 
 
@@ -59,6 +60,26 @@ class Evaluation:
 
     trainings: pd.DataFrame
     plans: tuple[EvaluationPlan, ...]
+
+
+def check_traces(cells: Iterable[Mapping[str, Any]]) -> None:
+    """Raise ValueError if a name of a trace stands for runs in other conditions, which no report could tell apart.
+
+    Args:
+        cells: what determines each run, as `Cell.as_json` returns it.
+    """
+    conditions_of_name = dict[tuple[Any, ...], list[str]]()
+    for cell in cells:
+        apart = "task", "task_version", "trace", "seed", "samples", "ref_batchsize"  # which reports show apart
+        name = (*map(cell.get, apart), cell.get("end", "samples"), cell.get("start"), cell.get("warmup", 0))
+        name += (float(f"{cell['lr'] / cell['lr_factor']:.9g}"),)
+        conditions = [str(cell.get(fact)) for fact in _CONDITIONS]
+        if conditions_of_name.setdefault(name, conditions) != conditions:
+            raise value_error(
+                "a folder must have one trace, with one minibatch_size and one task, for each name of a trace",
+                f"several for {cell['trace']!r} and seed {cell['seed']}",
+                "pass another --name, or another --folder",
+            )
 
 
 def read(place: str | os.PathLike[str]) -> Evaluation:
@@ -210,11 +231,18 @@ def _trainings_frame(rows: Sequence[tuple[int, Mapping[str, Any]]]) -> pd.DataFr
 
     kinds: dict[str, Any] = {
         **dict.fromkeys(("key", "task", "task_version", "trace", "end", "rule", "start", "status"), str),
+        "trace_fingerprint": str,
         **dict.fromkeys(("plan", "seed", "samples"), int),
         **dict.fromkeys(("lr", "lr_factor", "ref_batchsize", "warmup", "wall_seconds", "untrained"), float),
         **dict.fromkeys(("curve", "environment"), object),
     }
-    before = {"task_version": "", "end": "samples", "start": "", "warmup": 0}  # where earlier versions have none
+    before = {
+        "task_version": "",
+        "end": "samples",
+        "start": "",
+        "warmup": 0,
+        "trace_fingerprint": "",
+    }  # where earlier versions have none
     records = []
     for plan, row in rows:
         cell = {**before, **row["cell"]}

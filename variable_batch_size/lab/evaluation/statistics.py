@@ -76,10 +76,10 @@ class Claims(NamedTuple):
 def claims(values: FloatArray, failed: BoolArray, same: BoolArray | bool = False, parts: int = 1) -> Claims:
     """Return what may be claimed of the rules of a task, so that at most 5 % of reports of equal rules are wrong.
 
-    Means are compared by Welch's t test, corrected by Holm's method (1979) over rules and traces, at 2.7 %; failures by
-    Fisher's exact test over all traces of a rule, corrected over rules, at 1 %. The tuned check has the rest. A rule
-    that failed more often than the baseline is not claimed to be better, nor one that failed less often to be worse,
-    and of fewer than five trainings of each that did not fail nothing is.
+    Means are compared by Welch's t test, corrected by Holm's method (1979) over rules and traces, at 2.7 %; the seeds
+    that failed under any trace by Fisher's exact test, corrected over rules, at 1 %. The tuned check has the rest. A
+    rule that failed more often than the baseline is not claimed to be better, nor one that failed less often to be
+    worse, and of fewer than five trainings of each that did not fail nothing is.
 
     Args:
         values: metric, less is better, (..., traces, rules, seeds), of the baseline first; nan where a training failed
@@ -100,8 +100,22 @@ def claims(values: FloatArray, failed: BoolArray, same: BoolArray | bool = False
     differs[differs * _compare_rates(counts) < 0] = 0  # a better mean with more failures, or the other way round
     differs[np.minimum(trained - failures, base_trained - base_failures) < SEEDS] = 0
     pooled = np.where(tested[..., None], counts, 0).sum(-3)
-    fails = np.where(holm(fisher(pooled), FAILURES / parts), _compare_rates(pooled), 0)
+    by_seed = _count_failing_seeds(failed, failed | ~np.isnan(values), tested)
+    fails = np.where(holm(fisher(by_seed), FAILURES / parts), _compare_rates(by_seed), 0)
     return Claims(difference, tested, differs, pooled, fails)
+
+
+def _count_failing_seeds(failed: BoolArray, trained: BoolArray, tested: BoolArray) -> IntArray:
+    """Return as in `fisher` how many seeds failed under any tested trace, of the rule and of the baseline, (..., 4).
+
+    The runs of a seed are no independent ones: they may share their beginning, and fail together.
+    """
+    counts = []
+    for of_rules in (slice(None), slice(1)):  # the rules, then the baseline
+        for happened in (failed, trained):
+            under_any_trace = (happened[..., of_rules, :] & tested[..., None]).any(-3)  # (..., rules, seeds)
+            counts.append(under_any_trace.sum(-1))
+    return np.stack(counts, -1)
 
 
 def judge_tuning(values: FloatArray, failed: BoolArray, parts: int = 1) -> tuple[FloatArray, IntArray]:
@@ -109,7 +123,8 @@ def judge_tuning(values: FloatArray, failed: BoolArray, parts: int = 1) -> tuple
 
     A gain is positive if the factor is better, and has an interval of Welch; the intervals of all factors hold together
     at 99 %. There is none for a factor that failed more often than factor 1. The answer is 1, "not tuned", if the
-    interval of a factor lies above 0; -1, "tuned", if no factor has a better mean; and 0 otherwise.
+    interval of a factor with five trainings beside five lies above 0; -1, "tuned", if no factor has a better mean of
+    the trainings that did not fail; and 0 otherwise.
 
     Args:
         values: metric, less is better, (..., factors, seeds), of factor 1 first; nan where a training failed.
@@ -126,7 +141,10 @@ def judge_tuning(values: FloatArray, failed: BoolArray, parts: int = 1) -> tuple
     half[failures * trained[..., :1] > failures[..., :1] * trained] = np.nan
     value = np.where(np.isnan(half), np.nan, gain.value)
     gains = np.stack([value, value - half, value + half], -1)[..., 1:, :]
-    answers = np.where((gains[..., 1] > 0).any(-1), 1, np.where((gains[..., 0] > 0).any(-1), 0, -1))
+    numbers = trained - failures
+    enough = np.minimum(numbers[..., 1:], numbers[..., :1]) >= SEEDS
+    claimed, better = (gains[..., 1] > 0) & enough, gain.value[..., 1:] > 0
+    answers = np.where(claimed.any(-1), 1, np.where(better.any(-1), 0, -1))
     return gains, answers
 
 
