@@ -22,9 +22,9 @@ from variable_batch_size.world import World
 
 @final
 class Position(NamedTuple):
-    """The next update: its epoch, and its step in the trace. Positions are ordered.
+    """The next update: its epoch, and its step in the trace, which counts on over epochs. Positions are ordered.
 
-    After the last update of an epoch it is the end of that epoch, until the next one begins.
+    After the last update of an epoch the position is the end of that epoch, until the next epoch begins.
     """
 
     epoch: int
@@ -36,7 +36,7 @@ class Position(NamedTuple):
 
 @final
 class Place(NamedTuple):
-    """How far a training is: the next update, and the samples of those that were made, over all ranks."""
+    """How far a training is: the next update, and the samples of all updates that were made, over all ranks."""
 
     position: Position
     samples: int
@@ -48,10 +48,11 @@ class Batch(NamedTuple):
 
     Attributes:
         step: number of the update.
-        batch_size: its samples, over all ranks.
-        start: position of the first one in the order of the epoch.
-        num_microbatches: of all ranks, without replays.
-        microbatches: those of this rank, replays first.
+        batch_size: number of its samples, over all ranks.
+        start: position of its first sample in the order of the epoch.
+        num_microbatches: number of its microbatches, over all ranks, without replays.
+        microbatches: this rank's microbatches, replays first. A replay repeats a microbatch with weight 0, so that
+            this rank computes as often as the others.
         totals: what all ranks have counted for the terms of the loss, by name; None without `updates(counts=)`.
     """
 
@@ -68,10 +69,11 @@ class Split(NamedTuple):
     """How optimizers need steps to be split.
 
     Attributes:
-        spread: whether a step may be split further, so that no rank is idle: none depends on the split.
+        spread: whether a step may be split into more microbatches than memory needs, so that no rank is idle; it may
+            if no optimizer's result depends on the split.
         padded: whether every rank computes equally many microbatches, by replays.
         equal_rounds: whether every rank computes equally many without replays, see `CustomSampler`.
-        unequal: how ranks share a step that are not equal; None if they are.
+        unequal: how ranks of unequal speed share a step; None if all are equally fast.
     """
 
     spread: bool = True
@@ -84,20 +86,21 @@ _EVEN = Split()
 
 
 class Dealt(Protocol):
-    """Microbatches of one rank in consecutive steps, as `Deal`."""
+    """The microbatches of one rank in consecutive steps; `Deal` and `TokenDeal` are such."""
 
     @property
     def first_step(self) -> int:
-        """The first of these steps."""
+        """The number of the first of these steps."""
 
     @property
     def ends(self) -> IntArray:
-        """The number of microbatches at the end of each step, (steps,)."""
+        """The number of microbatches that the rank has computed at the end of each step, (steps,)."""
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        """Return the number of microbatches in all of these steps."""
 
     def rows(self, begin: int, end: int, order: Callable[[IntArray], IntArray]) -> list[list[int]]:
-        """Return the samples of microbatches, by the order of the epoch."""
+        """Return the samples of microbatches `begin .. end - 1`; `order` maps positions in the epoch to samples."""
 
 
 @dataclass(frozen=True)
@@ -107,10 +110,10 @@ class Batches:
     Attributes:
         plan: epochs and steps, independent of the world.
         world: this rank, and the number of ranks.
-        seed: of the shuffle.
-        shuffle: whether the order of an epoch is a permutation, or that of the dataset.
+        seed: seed of the shuffle.
+        shuffle: whether an epoch permutes the samples, or takes them in the order of the dataset.
         split: how steps become microbatches.
-        decided: what a controller has decided, whose batch sizes the plan has; None for a fixed trace.
+        decided: the decisions of a controller, which has chosen the batch sizes of the plan; None for a fixed trace.
         reproducible: whether updates are the same to the last bit in any world.
     """
 
@@ -129,8 +132,9 @@ class Batches:
         """How steps are split into microbatches and rounds."""
         spread = self.split.spread and not self.plan.fixed_shape and not self.reproducible
         equal = self.split.padded or self.split.equal_rounds
-        # A round takes as long as a microbatch on the slowest rank: whole ones in equal rounds do not go by speed.
-        return Dealing(self.world.size if spread else 1, equal, self.split.unequal if spread or not equal else None)
+        # Without `spread` ranks take whole microbatches. In equal rounds each takes one a round then, at any speed.
+        unequal = self.split.unequal if spread or not equal else None
+        return Dealing(multiple_of=self.world.size if spread else 1, padded=equal, unequal=unequal)
 
     def order(self, epoch: int) -> Callable[[IntArray], IntArray]:
         """Return the map from positions in an epoch's order to indices in the dataset, for arrays of any shape."""
@@ -147,7 +151,7 @@ class Batches:
         return False
 
     def check_reference(self, reference: int) -> None:
-        """Warn if a reference batch size is in another unit than the batches."""
+        """Warn if a reference batch size seems to be in another unit than the batches; only tokens can differ."""
 
     # Positions. ------------------------------------------------------------------------------------------------------
 
@@ -162,7 +166,10 @@ class Batches:
         return self.plan.epoch(position.epoch)
 
     def ends_epoch(self, position: Position) -> bool:
-        """Return whether a position is the end of its epoch, which a plan that has grown may not know any more."""
+        """Return whether a position is the end of its epoch.
+
+        A plan that was resumed or has grown forgets earlier epochs; a position in one of them can only be its end.
+        """
         return position.epoch < self.plan.first_epoch or position.step == self.epoch(position).end_step
 
     def is_within_epoch(self, position: Position) -> bool:
@@ -170,22 +177,23 @@ class Batches:
         return not self.ends_epoch(position) and position.step > self.epoch(position).first_step
 
     def next_update(self, position: Position) -> Position:
-        """Return the first update of the next epoch for the end of an epoch, and any other position as it is."""
+        """Return the first update of the next epoch if a position is the end of an epoch; otherwise the position."""
         return Position(position.epoch + 1, position.step) if self.ends_epoch(position) else position
 
     def place_after(self, place: Place, batch: Batch) -> Place:
         """Return the place of a training that has made its next update."""
-        due = self.next_update(place.position)
-        return Place(Position(due.epoch, due.step + 1), place.samples + batch.batch_size)
+        made = self.next_update(place.position)
+        return Place(Position(made.epoch, made.step + 1), place.samples + batch.batch_size)
 
     def enter_epoch(self, position: Position, epoch: int) -> Position:
-        """Return where a training goes on in an epoch: where it is, or at the start of a later one."""
+        """Return where a training continues in an epoch: at its position, or at the start of a later epoch."""
         return position if epoch == position.epoch else Position(epoch, self.plan.epoch(epoch).first_step)
 
     def done(self, position: Position) -> bool:
         """Return whether the training has ended: by `max_updates` or `max_samples` of the plan, or with its trace."""
-        known = position.epoch >= self.plan.first_epoch
-        return known and self.ends_epoch(position) and self.plan.ends_with(self.epoch(position))
+        if position.epoch < self.plan.first_epoch:  # an epoch that the plan has forgotten, because others follow
+            return False
+        return self.ends_epoch(position) and self.plan.ends_with(self.epoch(position))
 
     def step(self, position: Position) -> Step:
         """Return the update at a position: its samples and how they are cut."""
@@ -195,11 +203,11 @@ class Batches:
         """Return the update at a position as this rank computes it."""
         step = self.step(position)
         world = self.world
-        microbatches = tuple(step.microbatch(number, world) for number in range(step.rounds(world)))
+        microbatches = tuple(step.microbatch(round_index, world) for round_index in range(step.rounds(world)))
         return Batch(step.number, step.batch_size, step.start, step.num_microbatches, microbatches)
 
     def deal(self, number: int, first_step: int, end_step: int) -> Dealt:
-        """Return this rank's microbatches in some of the next steps of an epoch, up to `end_step`."""
+        """Return this rank's microbatches in some of the next steps of epoch `number`, before `end_step`."""
         return self.plan.deal(self.plan.epoch(number), first_step, self.world, self.dealing, end_step)
 
     def count(self, position: Position) -> int:
@@ -207,7 +215,7 @@ class Batches:
         return self.plan.count(self.epoch(position), position.step, self.world, self.dealing)
 
     def samples_before(self, position: Position) -> int:
-        """Return the samples of all updates before a position, over all ranks."""
+        """Return the number of samples of all updates before a position, over all ranks."""
         return self.plan.samples_before(self.epoch(position), position.step)
 
     # Another cut, another world. -------------------------------------------------------------------------------------
@@ -217,10 +225,10 @@ class Batches:
 
         Args:
             split: how optimizers need steps to be split.
-            fixed_shape: whether every microbatch has `minibatch_size` rows; None: as it is.
+            fixed_shape: whether every microbatch has `minibatch_size` rows; None leaves that unchanged.
 
         Raises:
-            ValueError: if the trace is constant, and equal rounds are not possible.
+            ValueError: if the trace is constant, and equal rounds are needed but not possible.
         """
         changed = replace(self, split=split)
         if fixed_shape is not None and fixed_shape != self.plan.fixed_shape:
@@ -230,10 +238,10 @@ class Batches:
         return changed.with_checked_rounds()
 
     def in_world(self, world: World, position: Position) -> Batches:
-        """Return the batches for another world; before the first step a controller decides for it.
+        """Return the batches for another world; before the first step a controller decides again, for that world.
 
         Raises:
-            ValueError: if equal rounds are not possible in it.
+            ValueError: if equal rounds are needed, but not possible in that world.
         """
         changed = replace(self, world=world)
         if self.decided is not None and position.step == 0:
@@ -241,7 +249,7 @@ class Batches:
         return changed.with_checked_rounds()
 
     def with_checked_rounds(self) -> Batches:
-        """Return these batches; raise ValueError if the trace is constant, and has no equal rounds that are needed."""
+        """Return these batches; raise ValueError if equal rounds are needed that a constant trace does not have."""
         if self.split.equal_rounds and self.decided is None and not self.arriving:
             check_constant(self.plan, self.world, self.dealing)
         return self
@@ -249,14 +257,16 @@ class Batches:
     # Batch sizes that a controller decides. --------------------------------------------------------------------------
 
     def decide_first(self, adaptive: AdaptiveTrace) -> Batches:
-        """Return the batches with what a controller decides before the first step."""
+        """Return the batches with the sizes that a controller decides before the first step."""
         rows, fixed = self.plan.minibatch_size, self.plan.fixed_shape
-        return self.grow(DecidedTrace.begin(adaptive, self.world.size, rows, fixed_shape=fixed), self.first_position)
+        decided = DecidedTrace.begin(adaptive, self.world.size, rows, fixed_shape=fixed)
+        return self.grow(decided, self.first_position)
 
     def grow(self, decided: DecidedTrace, position: Position) -> Batches:
-        """Return the batches with what was decided since; what lies before the position is the same."""
-        if self.decided is not None and decided.trace is self.decided.trace:
+        """Return the batches with later decisions of a controller; updates before `position` stay as they were."""
+        if self.decided is not None and decided.trace is self.decided.trace:  # no batch size was added
             return replace(self, decided=decided)
+        # The plan begins at the position, as if it were resumed there: earlier epochs need not be planned again.
         state = {**self.position_state(position), "fixed_shape": self.plan.fixed_shape}
         return replace(self, decided=decided, plan=replace(self.plan, trace=decided.trace).resume(state))
 
@@ -274,14 +284,15 @@ class Batches:
     # A position that is saved, in any world. -------------------------------------------------------------------------
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what the samplers of all ranks have in common, besides the cut into microbatches."""
+        """Return what must be equal on all ranks and in a saved run, by name, besides the cut into microbatches."""
         plan = self.plan
         order = {"seed": self.seed, "shuffle": self.shuffle, "drop_last": plan.drop_last}
-        bits = ""
+        needed_for_equal_bits = ""
         if self.reproducible:
-            threads = importlib.import_module("torch").get_num_threads()  # a plan needs no torch
-            bits = f"minibatch_size={plan.minibatch_size}, torch.set_num_threads({threads})"
-        return {"dataset_size": plan.dataset_size, **order, "trace": plan.trace.fingerprint, "reproducible": bits}
+            threads = importlib.import_module("torch").get_num_threads()  # a plan works without torch installed
+            needed_for_equal_bits = f"minibatch_size={plan.minibatch_size}, torch.set_num_threads({threads})"
+        common = {"dataset_size": plan.dataset_size, **order, "trace": plan.trace.fingerprint}
+        return {**common, "reproducible": needed_for_equal_bits}
 
     def past_before(self, step: int) -> str:
         """Return the fingerprint of the batch sizes before a step."""
@@ -292,26 +303,27 @@ class Batches:
         step = check_int(state["step"], "step")
         if self.decided is None:
             return self.past_before(step)
-        if "growth" in state:  # which brings its own
+        if "growth" in state:  # the decisions of the saved run, which replace those of this one: nothing to compare
             return str(state["past"])
-        return replace(self.plan, trace=DecidedTrace.after_constant(self.decided.adaptive, step).trace).past(step)
+        trace = DecidedTrace.after_constant(self.decided.adaptive, step).trace
+        return replace(self.plan, trace=trace).past(step)
 
     def position_state(self, position: Position) -> dict[str, Any]:
-        """Return a position with the past of its epoch, as plain numbers, valid in every world."""
+        """Return a position and what its epoch has used before it, as plain numbers, valid in every world."""
         epoch = self.epoch(position)
-        used = self.plan.samples_before(epoch, position.step) - epoch.samples_before
-        past = {"first_step": epoch.first_step, "samples_before": epoch.samples_before, "epoch_samples": used}
+        used_samples = self.plan.samples_before(epoch, position.step) - epoch.samples_before
+        past = {"first_step": epoch.first_step, "samples_before": epoch.samples_before, "epoch_samples": used_samples}
         return {**position._asdict(), **past, "ended": self.ends_epoch(position) and epoch.complete}
 
     def state_dict(self, place: Place, *, end_pending: bool) -> dict[str, Any]:
-        """Return a place, what must be the same for it to mean the same samples, and the cut.
+        """Return the state of a training: how far it is, and what determines its samples and their cut.
 
-        All are plain numbers and strings, without rank, world or prefetched items. The past of the trace must be the
-        same; its future may change.
+        All values are plain numbers and strings, without rank, world or prefetched items. Of the trace, the batch sizes
+        before the position must be the same when the state is restored; later ones may change.
 
         Args:
-            place: the place.
-            end_pending: whether what the loop does at the end of the epoch is to come.
+            place: how far the training is.
+            end_pending: whether the epoch has ended, but the loop has not yet done what it does at its end.
         """
         plan = self.plan
         past = {"past": self.past_before(place.position.step), "fixed_shape": plan.fixed_shape}
@@ -324,8 +336,8 @@ class Batches:
 
         Args:
             state: the saved state.
-            devices: the number of devices now; a controller whose answer depends on it decides again, from the next
-                step on. None: its decisions stay as they were saved.
+            devices: the number of devices of this run; a controller whose answer depends on it decides again, from the
+                next step on. None keeps its decisions as they were saved.
 
         Raises:
             ValueError: if the trace and the dataset have no such position.
@@ -352,14 +364,26 @@ def position_of(state: dict[str, Any]) -> Position:
 
 
 def _resume(decided: DecidedTrace, state: dict[str, Any], devices: int | None, dataset_size: int) -> DecidedTrace:
-    """Return what a controller has decided in a saved run; of a fixed trace, its last batch size goes on."""
+    """Return the decisions of a controller at a saved position.
+
+    They are those of the saved run. If that had a fixed trace instead of a controller, the updates so far count as ones
+    of a constant size.
+
+    Args:
+        decided: the decisions of the controller of this run, before the state.
+        state: the saved state.
+        devices: as for `Batches.resume`.
+        dataset_size: samples of an epoch.
+    """
     updates = check_int(state["step"], "step")
-    if "growth" not in state:  # that of a fixed trace
+    if "growth" not in state:  # the state was saved with a fixed trace
         return DecidedTrace.after_constant(decided.adaptive, updates)
-    # With drop_last, the size of the next step has ended an epoch before its last samples: it stays.
-    by_size = bool(state["ended"]) and check_int(state["epoch_samples"], "epoch_samples") < dataset_size
+    # With drop_last, an epoch may have ended early because the next step was too large for its rest. The size of that
+    # step was used then, and must not be decided again.
+    ended_early = bool(state["ended"]) and check_int(state["epoch_samples"], "epoch_samples") < dataset_size
+    first_open_step = updates + 1 if ended_early else updates
     try:
-        return DecidedTrace.resume(decided.adaptive, state["growth"], devices, updates, updates + by_size)
+        return DecidedTrace.resume(decided.adaptive, state["growth"], devices, updates, first_open_step)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ValueError(
             f"a state of version {VERSION} must hold growth as it was saved, but its decisions cannot be read "

@@ -1,4 +1,4 @@
-"""What feeds optimizers, a sampler or batches that arrive: the face of its batches and of its training."""
+"""The base class of what feeds optimizers, a sampler or batches that arrive: it joins batches and a training."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from variable_batch_size.world import World
 
 
 class Dealer:
-    """What optimizers need of what feeds them.
+    """The interface through which optimizers are fed: which microbatches each rank gets, and how far the training is.
 
     Args:
         batches: what is dealt; an optimizer that attaches says how it is split.
         epochs: number of epochs that will be trained, if known.
         cut_is_known: whether the user has said whether shapes are fixed.
-        facts: further facts that all ranks must have in common, by name.
-        content: returns a text that is the same for equal rows, empty if nothing can be compared.
+        facts: further arguments of the user that must be equal on all ranks, by name; `Consistency` compares them.
+        content: function that returns a text that is the same for equal rows, empty if nothing can be compared.
 
     Attributes:
-        training: the place of the training.
-        facts: what all ranks must have in common besides the batches, by name.
+        training: how far the training is, and which optimizers take part.
+        facts: as the argument.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class Dealer:
         return "" if self._content is None else self._content()
 
     def __copy__(self) -> Any:
-        return copy.deepcopy(self)  # what is read of one must not move the other
+        return copy.deepcopy(self)  # a shallow copy would share the training, so that one moved the other
 
     def __repr__(self) -> str:
-        """Return what is dealt, for which rank, and how far the training is."""
+        """Return, as text, what is dealt, for which rank, and how far the training is."""
         rank = f"rank {self.rank} of {self.num_replicas}, at {self.position}"
         if self.batches.arriving:
             return f"{type(self).__name__}({rank})"
@@ -115,10 +115,11 @@ class Dealer:
         Args:
             member: the optimizer, if it is not attached yet.
             spread: whether steps may be split further, so that no rank is idle.
-            compiles_shapes: whether the device of its parameters does, so that shapes are fixed by default.
+            compiles_shapes: whether the device of its parameters compiles each shape, so that shapes are fixed by
+                default.
             elastic: whether the world may change between two steps.
-            equal_rounds: whether it needs them, see `CustomSampler`.
-            padded: whether it needs them by replays.
+            equal_rounds: whether every rank must compute equally many microbatches, without replays.
+            padded: whether every rank must compute equally many microbatches, where replays may fill up.
 
         Raises:
             ValueError: if the trace is constant, and `equal_rounds` are not possible; or if ranks have unequal speeds,
@@ -142,7 +143,7 @@ class Dealer:
 
     @property
     def due(self) -> Position:
-        """Where the next iteration begins: after an epoch has ended at the next one, unless its end is pending."""
+        """Where the next iteration begins: the next update, or an epoch's end that the loop has not handled yet."""
         return self.training.due
 
     @property
@@ -176,7 +177,7 @@ class Dealer:
         return self.batches.batch(self.batches.next_update(self.position))
 
     def advance(self) -> None:
-        """Commit the next update, in a loop that has no optimizer of this library; one with an optimizer does it."""
+        """Commit the next update, in a loop without an optimizer of this library, which would do that by itself."""
         self.training.advance()
 
     def set_epoch(self, epoch: int) -> None:
@@ -196,13 +197,13 @@ class Dealer:
     def state_dict(self) -> dict[str, Any]:
         """Return the committed position and what determines its samples: plain numbers, without rank or world."""
         training = self.training
-        if training.later is not None:  # it is that of a later sampler
+        if training.later is not None:  # a state of a later sampler was loaded, and waits for that sampler
             return dict(training.later)
         state = self.batches.state_dict(training.place, end_pending=training.end_pending)
         return {**state, ROWS: self.content(), **training.earlier.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Move to a saved position, unless that of an optimizer already defines the position.
+        """Move to a saved position, unless an optimizer already defines the position.
 
         The past of the trace must be that of the saved run; its future may change, with a UserWarning.
 
@@ -210,21 +211,24 @@ class Dealer:
             ValueError: if the state was saved with another dataset size, seed or past of the trace, unless `strict` is
                 False; or if there is no such position.
         """
-        if self.training.owned:
+        if self.training.owned:  # the optimizer's state moves the training; a loop must still begin anew
             self.training.restarts += 1
             return
         check_position(state_dict)
-        if self.training.check_stage(state_dict) and self.training.members:  # whose state says what comes
+        is_of_later_sampler = self.training.check_stage(state_dict)
+        if is_of_later_sampler and self.training.members:  # the state of the optimizer announces that sampler
             return
         if strict:
             self.check_samples(state_dict)
         self.adopt_state(state_dict, self.resume(state_dict), owned=False)
 
     def prepare_state(self, state: dict[str, Any], *, strict: bool) -> Callable[[], None]:
-        """Check the state that an optimizer loads; return what goes on there, or waits for a later sampler.
+        """Check the state that an optimizer loads, without changes; return the function that then moves the training.
+
+        It continues at the saved position, or waits for the later sampler that the state is of.
 
         Raises:
-            ValueError: as `load_state_dict`; nothing has changed then.
+            ValueError: as `load_state_dict`.
         """
         check_position(state)
         if self.training.check_stage(state):
@@ -234,7 +238,7 @@ class Dealer:
         return partial(self.adopt_state, state, self.resume(state), owned=True)
 
     def adopt_state(self, state: dict[str, Any], batches: Batches, *, owned: bool) -> None:
-        """Go on at a saved position; `owned`: an optimizer counts from there."""
+        """Continue at a saved position; `owned`: an optimizer has loaded it, and counts from there."""
         self.training.load(state, batches, owned=owned)
 
     def check_samples(self, state: dict[str, Any]) -> None:
@@ -245,9 +249,11 @@ class Dealer:
         """
         batches = self.batches
         fingerprint = batches.fingerprint()
-        trace = fingerprint.pop("trace")
-        if state[ROWS] and (rows := self.content()):
-            fingerprint[ROWS] = rows
+        trace = fingerprint.pop("trace")  # of the trace only the past must be the same
+        if state[ROWS]:
+            rows = self.content()
+            if rows:
+                fingerprint[ROWS] = rows
         check_same_samples(state, fingerprint, batches.past_of_state(state))
         if batches.decided is None and trace != state["trace"] and self.world.rank == 0:
             warnings.warn(
@@ -257,7 +263,7 @@ class Dealer:
             )
 
     def resume(self, state: dict[str, Any]) -> Batches:
-        """Return the batches of a training that goes on at a saved position.
+        """Return the batches of a training that continues at a saved position.
 
         Raises:
             ValueError: if there is no such position, or the trace ends before the training does.

@@ -19,7 +19,7 @@ INDICES_PER_CHUNK = 8192  # large enough for NumPy to be fast, small enough for 
 
 @final
 class Iteration:
-    """Yields the microbatches of this rank from where the training is when it is first read.
+    """Yields the microbatches of this rank, from the position that the training has at the first read.
 
     It does not move the training: prefetched microbatches do not count. Errors are raised at the first read and not by
     `iter()`: loaders call `iter()` more often than they read, and the device loader of torch_xla, which does so in a
@@ -30,7 +30,8 @@ class Iteration:
         self._training, self._reads = training, Reads(training.due, training.restarts, 0)
         self._rows: Iterator[list[int]] | None = None
         self._deal: Dealt | None = None
-        self._number, self._step = 0, self._reads.start.step  # microbatches of the deal that were read; the next step
+        self._read_of_deal = 0  # number of microbatches of the deal that were read
+        self._step = self._reads.start.step  # the step after the deal
 
     def __iter__(self) -> Iteration:
         return self
@@ -47,32 +48,37 @@ class Iteration:
         return row
 
     def _yield_rows(self, number: int, batches: Batches) -> Iterator[list[int]]:
-        """Yield the indices of each microbatch to the end of an epoch."""
+        """Yield the indices of each microbatch to the end of epoch `number`."""
         order, plan = batches.order(number), batches.plan
+        chunk = max(1, INDICES_PER_CHUNK // plan.minibatch_size)  # microbatches
         for deal in self._deals(number):
-            for begin in range(0, len(deal), chunk := max(1, INDICES_PER_CHUNK // plan.minibatch_size)):
+            for begin in range(0, len(deal), chunk):
                 for row in deal.rows(begin, min(len(deal), begin + chunk), order):
-                    self._number += 1
+                    self._read_of_deal += 1
                     yield Indices(row, batches.seed, number) if batches.reproducible else row
         self._reads.exhausted = True
 
     def _deals(self, number: int) -> Iterator[Dealt]:
-        """Yield the deals of an epoch, as far as a controller has decided them."""
+        """Yield the microbatches of thousands of steps at once, to the end of epoch `number`.
+
+        Where a controller decides batch sizes, wait until it has decided the next one.
+        """
         while (batches := self._wait_for_next_step(number)) is not None:
             plan, world, dealing, end_step = batches.plan, batches.world, batches.dealing, batches.known_until
             epoch = plan.epoch(number)
             if self._step == epoch.end_step:
                 return
-            if batches.split.equal_rounds and (self._deal is None or batches.decided is not None):  # else all were
+            # The first check covers the whole epoch, unless a controller adds steps to it.
+            if batches.split.equal_rounds and (self._deal is None or batches.decided is not None):
                 check_equal_rounds(plan, epoch, self._step, world, dealing, end_step)
             deal = batches.deal(number, self._step, end_step)
-            self._deal, self._number, self._step = deal, 0, self._step + len(deal.ends)
+            self._deal, self._read_of_deal, self._step = deal, 0, self._step + len(deal.ends)
             yield deal
 
     def _wait_for_next_step(self, number: int) -> Batches | None:
         """Return the batches once a controller has decided the next step; None if nobody reads it any more."""
         training, reads = self._training, self._reads
-        ahead = reads.number - reads.stepped + 1
+        ahead = reads.number - reads.stepped + 1  # microbatches that are read and not trained on, with the next one
 
         def is_replaced() -> bool:
             return reads.restarts != training.restarts or training.iteration is not reads
@@ -87,14 +93,14 @@ class Iteration:
     def state_dict(self) -> dict[str, Any]:
         """Return which microbatch comes next: the epoch, the step, and its round in the step."""
         step, round_index = self._step, 0
-        if self._deal is not None and self._number < len(self._deal):
-            index = int(np.searchsorted(self._deal.ends, self._number, side="right"))
+        if self._deal is not None and self._read_of_deal < len(self._deal):
+            index = int(np.searchsorted(self._deal.ends, self._read_of_deal, side="right"))  # of the step in the deal
             step = self._deal.first_step + index
-            round_index = self._number - (int(self._deal.ends[index - 1]) if index else 0)
+            round_index = self._read_of_deal - (int(self._deal.ends[index - 1]) if index else 0)
         return {"epoch": self._reads.start.epoch, "step": step, "round": round_index}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume at a saved position, that of the next update, in any world.
+        """Check that a loader was saved where the training is; the first read then continues there, in any world.
 
         Raises:
             RuntimeError: if the loader was saved at another update than the optimizer, or within one.
@@ -102,9 +108,14 @@ class Iteration:
         training = self._training
         batches, due = training.batches, training.due
         position = Position(state_dict["epoch"], state_dict["step"])
-        # A loader that was saved after the last update of an epoch may not have met its end.
-        same = position == due or (position == (due.epoch - 1, due.step) and position.epoch < batches.plan.first_epoch)
-        same = same or (batches.plan.first_epoch <= position.epoch and batches.next_update(position) == due)
+        # A loader that was saved after the last update of an epoch may not have met its end: its position is that end,
+        # and the training's is the first update of the next epoch.
+        if position == due:
+            same = True
+        elif position.epoch < batches.plan.first_epoch:  # the plan has forgotten that epoch
+            same = position == (due.epoch - 1, due.step)
+        else:
+            same = batches.next_update(position) == due
         if state_dict["round"] or not same:
             within = f", before its microbatch {state_dict['round']}" if state_dict["round"] else ""
             raise RuntimeError(

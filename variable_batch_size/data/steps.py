@@ -17,7 +17,7 @@ class Phase(Enum):
 
     BETWEEN_STEPS = auto()
     INSIDE_STEP = auto()  # some microbatches are accumulated, others are to come
-    OUTSIDE = auto()  # forwards and backwards between two steps are none of the training
+    OUTSIDE = auto()  # between two steps, in a block whose forwards and backwards do not belong to the training
     PARTLY_MADE = auto()  # some of several optimizers have made the update, others are to make it
     INTERRUPTED = auto()  # an exception has left step(): what is accumulated is unknown, the weights have not changed
     HALF_UPDATED = auto()  # an exception has come after an inner optimizer's step had begun: the weights are unknown
@@ -41,7 +41,15 @@ _IN_WORDS = {
 
 
 def wrong_phase(call: str, phase: Phase, step: int, *, running: bool, inside: bool) -> RuntimeError:
-    """Return the error of a call in a phase in which it may not be made; `inside`: within an intact step it may."""
+    """Return the error of a call in a phase in which it is not allowed.
+
+    Args:
+        call: the name of the call, for the message.
+        phase: where in a step the training is.
+        step: number of the update.
+        running: whether `optimizer.step()` has not returned yet.
+        inside: whether the call is allowed within a step, as long as no exception has interrupted it.
+    """
     if running:
         return RuntimeError(
             f"{call} must be called when optimizer.step() has returned, but it was called within it, as by a hook "
@@ -53,16 +61,16 @@ def wrong_phase(call: str, phase: Phase, step: int, *, running: bool, inside: bo
 
 @dataclass
 class Reads:
-    """What a training counts of an iteration over the microbatches of its sampler.
+    """The counts of one iteration over the microbatches of a sampler.
 
     Attributes:
         start: the position of its first microbatch.
-        restarts: those of the training when it began.
-        thread: the one that reads.
-        number: microbatches that were read.
-        stepped: those that have reached `step()`.
+        restarts: `Training.restarts` when the iteration began; if that has grown, the iteration is outdated.
+        thread: the thread that reads.
+        number: number of microbatches that were read.
+        stepped: number of microbatches that have reached `step()`.
         exhausted: whether a read has met the end.
-        serial: whether each is read when its turn comes, because nothing prefetches; None before the first one came.
+        serial: whether each microbatch is read when its turn comes, because nothing prefetches; None before the first.
     """
 
     start: Position
@@ -74,21 +82,27 @@ class Reads:
     serial: bool | None = None
 
     def find_serial(self) -> bool:
-        """Find out at the first call in an iteration whether it is serial: one was read, in the thread of the loop."""
+        """Return whether the iteration is serial, which the first call finds out.
+
+        It is if only one microbatch was read by then, in the thread of the loop.
+        """
         if self.serial is None:
             self.serial = self.number == 1 and self.thread == threading.get_ident()
         return self.serial
 
     def count_lost(self, received: int) -> int:
-        """Return how many microbatches were lost between sampler and loop, by one that comes after `received` others.
+        """Return how many microbatches that were read have not reached the loop, when it receives the next one.
 
-        It is negative if one came once more. Of a loader that prefetches nothing is known.
+        The result is negative if a microbatch came twice, and 0 with a loader that prefetches, which nobody can judge.
+
+        Args:
+            received: number of microbatches that the loop has received before this one.
         """
         return self.number - received - 1 if self.find_serial() else 0
 
 
 def too_many_steps(read: int, number: int) -> RuntimeError:
-    """Return the error of call `number` of `step()`, of a sampler that has yielded only `read` microbatches."""
+    """Return the error of call `number` of `step()`, when the sampler has yielded only `read` microbatches."""
     return RuntimeError(
         f"this is step() {number}, but the optimizer's sampler has yielded {read} microbatches; pass it as "
         "batch_sampler= to the loader (in Ignite: VariableBatchEngine), and optimizer.inner to get_state_dict()"
@@ -100,10 +114,10 @@ class Due(NamedTuple):
     """The update that an optimizer is to make.
 
     Attributes:
-        batch: its samples.
-        updates: those before it.
-        samples: those of the updates before it.
-        epoch: its epoch.
+        batch: the samples of the update, and its microbatches.
+        updates: number of updates before it.
+        samples: number of samples of the updates before it.
+        epoch: the epoch of the update.
     """
 
     batch: Batch
@@ -114,12 +128,12 @@ class Due(NamedTuple):
 
 @final
 class Earlier(NamedTuple):
-    """What the earlier samplers of a training have dealt.
+    """What a training has done with earlier samplers, before `optimizer.continue_with(sampler)`.
 
     Attributes:
-        stage: how many they are.
-        updates: the updates that were made with them.
-        samples: the samples of these.
+        stage: number of earlier samplers.
+        updates: number of updates that were made with them.
+        samples: number of samples of these updates.
     """
 
     stage: int = 0
@@ -127,10 +141,10 @@ class Earlier(NamedTuple):
     samples: int = 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return them, as entries of the state of a sampler."""
+        """Return the three numbers as entries of the state of a sampler."""
         return {"stage": self.stage, "earlier_updates": self.updates, "earlier_samples": self.samples}
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Earlier:
-        """Return what the state of a sampler says."""
+        """Return the three numbers from the state of a sampler."""
         return cls(*(int(state[name]) for name in ("stage", "earlier_updates", "earlier_samples")))

@@ -1,7 +1,8 @@
-"""Where a training is: the one place of a sampler, and the checks that a loop passes the microbatch which is due.
+"""How far a training is, and the checks that a loop passes to `step()` the microbatch that is due.
 
-A sampler has one `Training`, which alone writes the place, the round, the phase and what a loop has announced. Its
-optimizers report each microbatch; when all of them have made the update, it is committed, at one moment.
+A sampler has one `Training`, which alone writes the position, the round, the phase and the update that a loop over
+`vbs.updates` has handed out. Its optimizers report each microbatch to it; when all of them have made the update, the
+update is committed: the position moves, at one moment.
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ class Member(Protocol):
     """An optimizer that reports the microbatches of a sampler."""
 
     def note_commit(self, batch: Batch) -> None:
-        """Tell all who count with it that an update is committed, which this optimizer has made."""
+        """Tell everything that counts with this optimizer that an update which it has made is committed."""
 
     def follow_up(self, batch: Batch, *, first: bool) -> None:
-        """Do what may fail after a commit, which stays; `first`: what one of several optimizers does, too."""
+        """Do what follows a commit and may raise; the update stays committed.
+
+        `first`: do also what only one of several optimizers has to do.
+        """
 
     def note_discard(self) -> None:
-        """Forget what was accumulated: the step starts over, or elsewhere."""
+        """Forget what was accumulated: the step starts over, or the training has moved."""
 
     def note_iteration(self) -> None:
         """Handle the first read of an iteration."""
@@ -49,10 +53,11 @@ class _Report:
     """What one optimizer has reported.
 
     Attributes:
-        round: microbatches of its update that it has counted.
+        round: number of microbatches of its update that it has counted.
         works: whether it has ever called `backward()` or `step()`, since the last state was loaded.
-        late: the update that others have made before it worked for the first time, which it may still make.
-        passed: whether the training has gone on without it.
+        late: an update that the others have made before this optimizer worked for the first time, and that it may
+            still make; None if there is none.
+        passed: whether the others have continued after such an update without it, so that it must not work any more.
     """
 
     round = 0
@@ -62,7 +67,10 @@ class _Report:
 
 
 class _Choice(NamedTuple):
-    """Where `set_epoch` lets a training go on, and what a controller had decided before it, without what is skipped."""
+    """The position to which `set_epoch` has moved a training, and the decisions of a controller before that call.
+
+    They come back if another call replaces the choice, because the skip has changed the decisions.
+    """
 
     position: Position
     decided: DecidedTrace | None
@@ -70,29 +78,33 @@ class _Choice(NamedTuple):
 
 @final
 class Training:
-    """The place of a training, along the batches of a sampler.
+    """The position of a training in the batches of a sampler, and the optimizers that take part.
 
-    The optimizers of an update are those that have worked, by `backward()` or `step()`; one that never does is ignored.
-    Each counts all microbatches of every update, in turn or one after another. One joins by being created, and leaves
-    by being deleted.
+    Only optimizers that have called `backward()` or `step()` take part; the others are ignored. Each of them counts all
+    microbatches of every update: the optimizers may take turns at each microbatch, or one after the other may make the
+    whole update. An optimizer joins by being created, and leaves by being deleted.
 
     Args:
-        batches: what is dealt.
+        batches: the batches that are dealt to this rank.
         epochs: number of epochs that will be trained, if known.
         cut_is_known: whether the user has said whether shapes are fixed.
 
     Attributes:
-        earlier: what earlier samplers have dealt, before the one that has this training.
-        later: the state of a later sampler that was loaded, and waits for `continue_with`.
-        left: whether the optimizers go on with another sampler.
+        earlier: the counts of earlier samplers, which the optimizers had before the sampler of this training.
+        later: the state of a later sampler that was loaded, and waits for `continue_with`; None if there is none.
+        left: whether the optimizers have continued with another sampler.
         phase: where in the step the training is.
         running: whether a `step()` is under way.
-        restarts: how often it has moved otherwise than by commits, so that a loop over the loader must begin again.
-        iteration: the iteration that was read last.
+        restarts: how often the training has moved otherwise than by commits; a loop over the loader that was begun
+            before must begin again.
+        iteration: the iteration over the sampler that was read last.
         expected: the update whose microbatches a loop over `vbs.updates` has handed out last; None in a plain loop.
-        handed_out: how many of them.
-        read_epoch: the last epoch that a loop has begun to read.
-        owned: whether an optimizer has counted a microbatch or loaded a state: it has the place from then on.
+        handed_out: number of its microbatches that were handed out.
+        read_epoch: the last epoch that a loop has begun to read. At the end of an epoch it tells whether the loop has
+            read that epoch, or a state was restored there, so that the loop still has to do what it does at the end.
+        owned: whether an optimizer has counted a microbatch or loaded a state. From then on a state of the sampler
+            alone does not move the training.
+        elastic: whether the world may change between two steps.
         unrestored: whether the sampler was restored, but not the optimizers that it had.
         before_reading: the random states of a checkpoint that wait for the next read.
     """
@@ -115,19 +127,20 @@ class Training:
 
     def _restart_outside(self) -> None:
         """Begin without optimizers, and without loaders that wait."""
-        self.changed = threading.Condition()  # the batches have
+        self.changed = threading.Condition()  # notified when the batches have changed
         self.trainer: int | None = None  # the thread of the last update
         self.members: WeakKeyDictionary[Any, _Report] = WeakKeyDictionary()  # the optimizers
         self._feeding: Reads | None = None  # the iteration from which the last microbatch came
-        self._planned: tuple[Batches, Position, Batch] | None = None  # each is needed several times
+        self._planned: tuple[Batches, Position, Batch] | None = None  # the last planned batch, and what it is of
 
-    def __getstate__(self) -> dict[str, Any]:  # of a copy, which no optimizer feeds from
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes of a copy, which has no optimizers and no iterations."""
         batches = self._batches
         if batches.decided is not None:
             batches = replace(batches, decided=batches.decided.copy())
-        kept = ["epochs", "earlier", "later", "left", "_committed", "_choice", "restarts", "read_epoch", "owned"]
-        kept += ["elastic", "unrestored", "_cut_is_known", "before_reading"]
-        return {**{name: getattr(self, name) for name in kept}, "_batches": batches}
+        names = ["epochs", "earlier", "later", "left", "_committed", "_choice", "restarts", "read_epoch", "owned"]
+        names += ["elastic", "unrestored", "_cut_is_known", "before_reading"]
+        return {**{name: getattr(self, name) for name in names}, "_batches": batches}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, phase=Phase.BETWEEN_STEPS, running=False)
@@ -143,24 +156,31 @@ class Training:
 
     @batches.setter
     def batches(self, batches: Batches) -> None:
-        with self.changed:
+        with self.changed:  # loaders may wait for it in `wait_for`
             self._batches = batches
             self.changed.notify_all()
 
     def grow(self, decided: DecidedTrace) -> None:
-        """Plan with what a controller has decided since; what lies before the position is the same."""
+        """Plan with later decisions of a controller; updates before the position stay as they were."""
         self.batches = self._batches.grow(decided, self.position)
 
     def attach(self, member: Member | None, *, compiles_shapes: bool, elastic: bool, split: Split) -> None:
         """Deal for an optimizer that will report every microbatch; see `Dealer.attach`."""
         batches, choice = self._batches_before_choice, self._choice
-        known, self._choice = batches.split, None
-        # Where each of several optimizers has a DistributedDataParallel, its first forward after a sum is a collective.
+        before, self._choice = batches.split, None
+        # With batches that arrive each rank has its own number of rows. If several optimizers each have a
+        # DistributedDataParallel, the first forward of each after a sum is a collective, which needs equal rounds.
         padded = split.padded or (batches.arriving and len(self.members) > 0)
-        split = Split(known.spread and split.spread, known.padded or padded, known.equal_rounds or split.equal_rounds)
+        # The split has to suit this optimizer and those that were attached before.
+        split = Split(
+            spread=before.spread and split.spread,
+            padded=before.padded or padded,
+            equal_rounds=before.equal_rounds or split.equal_rounds,
+            unequal=before.unequal,
+        )
         fixed = True if compiles_shapes and not self._cut_is_known else None
-        self.batches = batches.with_split(split._replace(unequal=known.unequal), fixed_shape=fixed)
-        if choice is not None:  # in other batches
+        self.batches = batches.with_split(split, fixed_shape=fixed)
+        if choice is not None:  # repeat the choice of set_epoch, along the new batches
             self._choose_epoch(choice.position.epoch)
         self._cut_is_known, self.elastic = True, self.elastic or elastic
         if member is not None:
@@ -170,7 +190,7 @@ class Training:
         self.restarts += 1  # microbatches that were read before are not for this optimizer
 
     def continue_with(self, other: Training) -> None:
-        """Go on at the beginning of what another training deals, which no optimizer has begun."""
+        """Continue with the batches of another training, from their beginning; no optimizer has begun that training."""
         self.earlier = Earlier(self.earlier.stage + 1, self.updates, self.samples)
         self._choice, self._committed = None, other.place
         self.batches, self.epochs, self.read_epoch = other.batches, other.epochs, other.read_epoch
@@ -178,9 +198,12 @@ class Training:
         self.restart()
 
     def enter_world(self, world: World, *, loaded: bool) -> bool:
-        """Deal for a world from the next step on; return whether it is another one.
+        """Deal for a world from the next step on; return whether anything has changed.
 
-        `loaded`: a state has come, in which a controller may have decided the first step for a world of one.
+        Args:
+            world: this rank, and the number of ranks.
+            loaded: whether a state was loaded. In one of step 0 a controller may have decided for a world of one rank,
+                so that it decides again.
         """
         if world == self._batches.world and not (loaded and self.position.step == 0):
             return False
@@ -197,17 +220,17 @@ class Training:
 
     @property
     def stage(self) -> int:
-        """How many samplers came before that of the position, which a restored state may have ahead of this one."""
+        """How many samplers came before the one of the position, which is a later one than this if `later` is set."""
         return self.earlier.stage if self.later is None else Earlier.of(self.later).stage
 
     @property
     def updates(self) -> int:
-        """The updates so far, of all samplers."""
+        """The number of updates so far, of all samplers."""
         return self.earlier.updates + self.position.step
 
     @property
     def samples(self) -> int:
-        """The samples that were trained on so far, of all samplers."""
+        """The number of samples that were trained on so far, of all samplers."""
         return self.earlier.samples + self._committed.samples
 
     @property
@@ -217,8 +240,8 @@ class Training:
 
     @property
     def round(self) -> int:
-        """How many microbatches of the step the optimizer has counted that is ahead of the others, on this rank."""
-        if len(self.members) == 1:  # it is asked several times a microbatch; values() would guard against removals
+        """How many microbatches of the step this rank has counted, by the optimizer that is ahead of the others."""
+        if len(self.members) == 1:  # each microbatch asks several times, and values() of weak keys is slow
             (report,) = self.members.data.values()  # type: ignore[attr-defined]
             return report.round if report.late is None else 0
         return max((report.round for report in self.members.values() if report.late is None), default=0)
@@ -234,16 +257,17 @@ class Training:
 
     @property
     def due(self) -> Position:
-        """Where the next iteration begins: at the end of an epoch that no loop has begun to read, or the next update.
+        """Where the next iteration begins: at the next update, or at an epoch's end that no loop has begun to read.
 
-        The end of an epoch that was saved within the loop comes once more, so that the loop does what it does there.
+        A state that was saved within the loop, after the last update of an epoch, is at such an end: the loop reads
+        nothing there, and does once more what it does at the end of an epoch.
         """
         position = self.position
         return self._batches.next_update(position) if self.read_epoch >= position.epoch else position
 
     @property
     def end_pending(self) -> bool:
-        """Whether the epoch of the position has ended, but what the loop does at its end is to come."""
+        """Whether the epoch of the position has ended, but the loop has not yet done what it does at its end."""
         batches, position = self._batches, self.position
         if self.read_epoch >= position.epoch or position.epoch < batches.plan.first_epoch:
             return False
@@ -252,7 +276,7 @@ class Training:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next update; of one whose end is pending, that one."""
+        """The epoch of the next update; while the end of an epoch is pending, that epoch."""
         position = self.position
         return position.epoch if self.end_pending else self._batches.next_update(position).epoch
 
@@ -302,12 +326,12 @@ class Training:
 
     @property
     def _batches_before_choice(self) -> Batches:
-        """The batches, in the present world and cut, without what `set_epoch` lets a controller skip."""
+        """The batches with the decisions that a controller had made before `set_epoch` skipped updates."""
         decided = None if self._choice is None else self._choice.decided
         return self._batches if decided is None else self._batches.grow(decided, self._committed.position)
 
     def _choose_epoch(self, epoch: int) -> None:
-        """Go on in a later epoch."""
+        """Move to the first step of a later epoch, until the next commit or another choice; see `_Choice`."""
         batches, position = self._batches, self._committed.position
         chosen = batches.enter_epoch(batches.next_update(position), epoch)
         self._choice = _Choice(chosen, batches.decided)
@@ -315,9 +339,10 @@ class Training:
             self.batches = batches.grow(batches.decided.skip_to(chosen.step), position)
 
     def _warn_of_skipped(self, before: Position, epoch: int) -> None:
-        """Warn of the updates that a later position leaves out."""
+        """Warn of the updates between a position and the present one, which `set_epoch` has left out."""
         batches, position = self._batches, self.position
-        if (skipped := position.step - before.step) > 0:
+        skipped = position.step - before.step
+        if skipped > 0:
             samples = batches.samples_before(position) - batches.samples_before(before)
             warnings.warn(
                 f"set_epoch({epoch}) skips {skipped} updates and {samples} samples, which are not trained on; call it "
@@ -327,7 +352,7 @@ class Training:
             )
 
     def load(self, state: dict[str, Any], batches: Batches, *, owned: bool) -> None:
-        """Go on at a saved position; `owned`: an optimizer counts from there."""
+        """Continue at a saved position; `owned`: an optimizer has loaded it, and counts from there."""
         place = Place(position_of(state), check_int(state["samples"], "samples"))
         self.batches, self._committed, self._choice = batches, place, None
         self.read_epoch = place.position.epoch
@@ -347,10 +372,13 @@ class Training:
         return saved > self.earlier.stage
 
     def wait_for_sampler(self, state: dict[str, Any]) -> None:
-        """Have ended, at the place of a state of a later sampler, which the optimizer goes on with."""
+        """End the training of this sampler: a state is of a later sampler, with which the optimizer will continue.
+
+        All updates of the saved run count as ones of earlier samplers, until `continue_with` names the later one.
+        """
         before = Earlier.of(state)
-        made = before.updates + state["step"], before.samples + state["samples"]
-        self.later, self.earlier = state, Earlier(self.earlier.stage, *made)
+        updates, samples = before.updates + state["step"], before.samples + state["samples"]
+        self.later, self.earlier = state, Earlier(self.earlier.stage, updates, samples)
         self._committed, self._choice = Place(self._batches.first_position, 0), None
         self.owned, self.unrestored = True, False
         self.restart(anew=True)
@@ -361,7 +389,7 @@ class Training:
             update=self.updates,
         )
 
-    # What comes. -----------------------------------------------------------------------------------------------------
+    # The next update and microbatch. ---------------------------------------------------------------------------------
 
     @property
     def batch(self) -> Batch:
@@ -383,10 +411,11 @@ class Training:
         return self.members[member].late or self._due()
 
     def _due(self) -> Due:
+        """Return the next update of the training."""
         return Due(self.batch, self.updates, self.samples, self.epoch)
 
     def batch_of(self, member: object) -> Batch:
-        """Return the batch of that update, as each microbatch asks for it."""
+        """Return the batch of `due_of(member)`, without its counts, which is faster: each microbatch asks for it."""
         late = self.members[member].late
         return self.batch if late is None else late.batch
 
@@ -404,9 +433,9 @@ class Training:
         return self._planned[2]
 
     def microbatch(self, member: object, ahead: int = 0) -> Microbatch:
-        """Return the next microbatch that an optimizer counts, or one that is `ahead` rounds later in the same step."""
-        position, begins = self.position, self.round == 0 and self.members[member].late is None
-        if begins and self._batches.ends_epoch(position) and self.read_epoch <= position.epoch:
+        """Return the next microbatch that an optimizer counts, or the one that comes `ahead` rounds after it."""
+        position, begins_update = self.position, self.round == 0 and self.members[member].late is None
+        if begins_update and self._batches.ends_epoch(position) and self.read_epoch <= position.epoch:
             raise RuntimeError(
                 f"a microbatch must be of an epoch that has begun, but all updates of epoch {position.epoch} are "
                 f"committed; read the loader first"
@@ -414,11 +443,12 @@ class Training:
         microbatches, number = self.batch_of(member).microbatches, self.round_of(member) + ahead
         if number < len(microbatches):
             return microbatches[number]
-        following = self._batches.place_after(self.place, self.batch)  # others are still to make this update
+        # This optimizer has counted the whole update, but others are still to make it: look into the following one.
+        following = self._batches.place_after(self.place, self.batch)
         return self._planned_batch(following.position).microbatches[0]
 
     def upcoming(self, member: object) -> Microbatch | None:
-        """Return what the next `step()` counts; None if it is not known, or `step()` must not be called."""
+        """Return the microbatch that the next `step()` counts; None if it is unknown, or `step()` is not allowed."""
         if self.phase in (Phase.INTERRUPTED, Phase.HALF_UPDATED, Phase.OUTSIDE):
             return None
         try:
@@ -438,14 +468,14 @@ class Training:
         return self.phase is Phase.PARTLY_MADE and report.round < len(self.batch.microbatches)
 
     def _not_handed_out(self, number: int) -> RuntimeError:
-        """Return the error of a microbatch that `vbs.updates` has not yielded: it has yielded `number` of them."""
+        """Return the error of a microbatch that `vbs.updates` has not yielded; `number`: how many it has yielded."""
         return RuntimeError(
             f"step() needs a microbatch, but update {self.position.step} has yielded {number or 'none'} yet; call it "
             "once for each of an update of vbs.updates(loader, optimizer), and read optimizer.batch before the last"
         )
 
     def expect(self, batch: Batch, handed_out: int = 0) -> None:
-        """Note the update whose microbatches a loop over `vbs.updates` hands out, and how many of them it has."""
+        """Note the update whose microbatches a loop over `vbs.updates` hands out, and how many it has handed out."""
         self.expected, self.handed_out = batch, handed_out
 
     # Reading. --------------------------------------------------------------------------------------------------------
@@ -470,7 +500,7 @@ class Training:
             )
         due = self.due
         self._batches.epoch(due)  # raises, at each read, if the trace ends before the epoch does
-        self.expected = None  # by a loop that was left
+        self.expected = None  # a loop over `vbs.updates` that was left may have set it
         self.before_reading.set_waiting(due)
         self.note_iteration()
         self.read_epoch = due.epoch
@@ -483,7 +513,7 @@ class Training:
 
     @property
     def reads_epoch(self) -> bool:
-        """Whether a loop has begun to read the epoch of the position, or had when that was saved."""
+        """Whether a loop has begun to read the epoch of the position, in this run or before that was saved."""
         return self.before_reading.waits_at(self.position) or self.read_epoch == self.position.epoch
 
     # What a loop calls. ----------------------------------------------------------------------------------------------
@@ -497,7 +527,12 @@ class Training:
         raise wrong_phase(call, phase, self.position.step, running=self.running, inside=Phase.INSIDE_STEP in allowed)
 
     def begin_step(self, member: object) -> None:
-        """Check that the `step()` of an optimizer may be called now; otherwise the microbatch in hand is lost."""
+        """Check that the `step()` of an optimizer may be called now.
+
+        Raises:
+            RuntimeError: if not. After an exception in an earlier step the loader must be iterated anew, because this
+                loop has read a microbatch that is not counted.
+        """
         if self.phase in (Phase.INTERRUPTED, Phase.HALF_UPDATED):
             self.restarts += 1
         if self.phase in (Phase.INTERRUPTED, Phase.HALF_UPDATED, Phase.OUTSIDE):
@@ -520,7 +555,11 @@ class Training:
         report.works = True
 
     def receive_microbatch(self, member: object) -> Microbatch:
-        """Count a microbatch of an optimizer as received, and return it; an exception that follows leaves its mark."""
+        """Return the microbatch that the `step()` of an optimizer counts, after the checks that it is due.
+
+        The phase says that the step was interrupted until `end_step` says otherwise, so that an exception in between
+        is remembered.
+        """
         if self.unrestored:
             raise RuntimeError(
                 f"sampler and optimizer must be at the same update, but only the sampler was restored, to "
@@ -528,19 +567,24 @@ class Training:
             )
         report = self.members[member]
         late = report.late is not None
+        # Once another optimizer has made the update, its weights have changed, and discard_step() cannot repair it.
         self.phase = Phase.HALF_UPDATED if late or self.phase is Phase.PARTLY_MADE else Phase.INTERRUPTED
         step = self.position.step if report.late is None else report.late.batch.step
         expected, number = self.expected, report.round
         if expected is not None and (step, number) >= (expected.step, self.handed_out):
             raise self._not_handed_out(self.handed_out if expected.step == step else 0)
-        if number == self.round and not (late or self._batches.arriving):
+        if number == self.round and not (late or self._batches.arriving):  # the first optimizer that reports it
             self._count_read_microbatch()
         microbatch = self.microbatch(member)
         self.owned = True
         return microbatch
 
     def _count_read_microbatch(self) -> None:
-        """Check that a microbatch can be one that was read, and the next one as far as that is known."""
+        """Count a microbatch of the iteration that was read last; check that it was read, and that none was lost.
+
+        Raises:
+            RuntimeError: if the iteration is outdated, has not yielded so many, or has yielded more that were lost.
+        """
         iteration, step = self.iteration, self.position.step
         if iteration is None:
             raise too_many_steps(0, 1)
@@ -554,7 +598,8 @@ class Training:
         if self.expected is None:
             if iteration is not self._feeding:
                 self._check_feeds(iteration)
-            if lost := iteration.count_lost(iteration.stepped):
+            lost = iteration.count_lost(iteration.stepped)
+            if lost:
                 found = f"{lost} of those that were read did not reach step() before step {step} continued"
                 if lost < 0:
                     found = f"step() was called {-lost} times more than microbatches were read"
@@ -567,7 +612,7 @@ class Training:
         iteration.stepped += 1
 
     def _check_feeds(self, iteration: Reads) -> None:
-        """Raise RuntimeError unless an iteration that was begun goes on with the microbatch that is due."""
+        """Raise RuntimeError unless an iteration whose first microbatch comes now begins at the update that is due."""
         due = self._batches.next_update(self.position)
         if self.round:
             raise RuntimeError(
@@ -583,16 +628,16 @@ class Training:
             )
 
     def begin_update(self) -> None:
-        """Note that the inner optimizer's step begins: from here on only a state repairs what an exception leaves."""
+        """Note that the inner optimizer's step begins: from now on only a restored state repairs an exception."""
         self.phase = Phase.HALF_UPDATED
 
     def end_step(self, member: object, *, ends_update: bool) -> None:
-        """Count a microbatch that an optimizer has accumulated; `ends_update`: it has made its update with it."""
+        """Count a microbatch that an optimizer has accumulated; `ends_update`: the optimizer has made its update."""
         report = self.members[member]
         report.round += 1
         if report.late is not None:
             self.phase = Phase.PARTLY_MADE
-            if ends_update:
+            if ends_update:  # the update is committed already; the others were told then
                 batch, report.late, report.round = report.late.batch, None, 0
                 self._tell([member], batch, leads=False)
             return
@@ -601,24 +646,27 @@ class Training:
 
     @property
     def _is_made_by_some(self) -> bool:
+        """Whether at least one optimizer has made the update under way."""
         return self.round > 0 and any(report.round == len(self.batch.microbatches) for report in self._reports)
 
     @property
     def _reports(self) -> list[_Report]:
-        """The reports of optimizers about the update under way."""
+        """The reports of the optimizers that take part in the update under way."""
         return [report for report in self.members.values() if report.works and report.late is None]
 
     def settle(self) -> None:
-        """Commit an update that all optimizers have made, of which one may have been deleted."""
+        """Commit the update if all optimizers have made it: the last one that had not may have been deleted."""
         made = self.phase is Phase.PARTLY_MADE and self.round > 0
         if made and all(report.round == len(self.batch.microbatches) for report in self._reports):
             self._commit()
 
     def finish_update(self) -> None:
-        """Check that all have made the last update before the loop goes on; those that never worked are passed over.
+        """Check that all optimizers have made the last update, before the loop continues.
+
+        Optimizers that have never worked do not count; the training continues without them.
 
         Raises:
-            RuntimeError: if one has not.
+            RuntimeError: if an optimizer that works has not made it.
         """
         self.settle()
         if self._is_made_by_some or any(report.late and report.works for report in self.members.values()):
@@ -628,25 +676,27 @@ class Training:
             report.late = None
 
     def _not_made_by_all(self) -> RuntimeError:
+        """Return the error of an update that some of the optimizers have not made."""
         return RuntimeError(
             _OF_ALL.format("one has not made the last update")
             + "; delete one that is not used any more, and after an exception between two of them restore a state"
         )
 
     def _commit(self) -> None:
-        """Commit the update, at one moment, and tell all who follow."""
-        self.phase = Phase.HALF_UPDATED  # until all who follow know of it
-        batch, made, late = self.batch, [], self._due()
-        for member, report in list(self.members.items()):  # in an order that is the same on all ranks
-            made += [member] * (report.round > 0)
-            report.late = None if report.works or report.passed else late
+        """Commit the update: move the position, at one moment, and tell the optimizers that have made it."""
+        self.phase = Phase.HALF_UPDATED  # until the optimizers know of it
+        batch, update, makers = self.batch, self._due(), []
+        for member, report in list(self.members.items()):  # in the order of creation, the same on all ranks
+            if report.round > 0:
+                makers.append(member)
+            report.late = None if report.works or report.passed else update
             report.round = 0
         self._committed, self._choice = self._batches.place_after(self.place, batch), None
         self.trainer = threading.get_ident()
-        self._tell(made, batch)
+        self._tell(makers, batch)
 
     def _tell(self, members: Sequence[Any], batch: Batch, *, leads: bool = True) -> None:
-        """Tell optimizers that an update is committed; `leads`: the first one does what one of them does."""
+        """Tell optimizers that an update is committed; `leads`: the first one does what only one has to do."""
         for member in members:
             member.note_commit(batch)
         self.phase = Phase.BETWEEN_STEPS
@@ -660,7 +710,10 @@ class Training:
         self.read_epoch = max(self.read_epoch, self.position.epoch)
 
     def restart(self, *, anew: bool = False) -> None:
-        """Return to the first microbatch of a step, which must come from a new iteration; `anew`: by a state."""
+        """Return to the first microbatch of a step, which must come from a new iteration over the loader.
+
+        `anew`: a state was loaded, so that optimizers count as ones that have never worked.
+        """
         self.phase, self.running, self.expected = Phase.BETWEEN_STEPS, False, None
         self.restarts += 1
         for member in list(self.members):
@@ -669,12 +722,12 @@ class Training:
             if anew:
                 self.members[member] = _Report()
             elif report.late is not None:
-                report.late, report.passed = None, True
+                report.late, report.passed = None, True  # the update that it could still make is over
             member.note_discard()
 
 
 def check_can_attach(batches: Batches, *, compiles_shapes: bool, elastic: bool) -> None:
-    """Raise ValueError if batches cannot be dealt for an optimizer with such a device, or such a world."""
+    """Raise ValueError if batches cannot be dealt for an optimizer; the arguments are as for `Dealer.attach`."""
     if batches.arriving and elastic:
         found = "an elastic backend"
         raise value_error("batches that arrive need ranks that stay", found, "pass a vbs.CustomSampler")

@@ -1,4 +1,8 @@
-"""Which microbatches a rank computes: `Step` describes one update, `Deal` thousands at once, as NumPy arrays."""
+"""Which microbatches a rank computes: `Step` describes one update, `Deal` thousands at once, as NumPy arrays.
+
+The microbatches of an update are dealt to ranks in turns, like cards: in each round every rank gets the next one. A
+replay is a microbatch that a rank repeats with weight 0, so that it takes part in as many rounds as the others.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +19,13 @@ from variable_batch_size.world import World
 
 
 class Share(NamedTuple):
-    """The part of one rank in a step, or in each of several: numbers, or (steps,).
+    """The part of one rank in a step, as numbers; or in each of several steps, as arrays, (steps,).
 
     Attributes:
-        start: position of its first sample in the step; without samples, of the one that it replays.
-        samples: its samples, which are consecutive.
-        microbatches: number of near-equal microbatches into which they are cut.
-        replays: replays before these.
+        start: position in the step of the rank's first sample; if it has none, of the sample that it replays.
+        samples: number of the rank's samples, which are consecutive.
+        microbatches: number of near-equal microbatches into which these samples are cut.
+        replays: number of replays before these microbatches.
     """
 
     start: Any
@@ -31,7 +35,7 @@ class Share(NamedTuple):
 
 
 class UnequalRanks(Protocol):
-    """How ranks share a step that are not equal, as `BySpeed`."""
+    """How ranks of unequal speed share a step; `BySpeed` is the implementation."""
 
     @property
     def speeds(self) -> tuple[int, ...]:
@@ -39,7 +43,7 @@ class UnequalRanks(Protocol):
 
     @property
     def slowest(self) -> int:
-        """A rank whose share is least."""
+        """A rank whose share is smallest."""
 
     def share(self, rank: int, batch_sizes: Any, minibatch_size: int, *, padded: bool) -> Share:
         """Return the share of a rank in steps of these sizes."""
@@ -51,18 +55,18 @@ class UnequalRanks(Protocol):
         """Return how many of the microbatches of a step, or of each of several, a rank takes."""
 
     def number_in_step(self, rank: int, index: Any) -> Any:
-        """Return the number in the step of a rank's microbatch, or of each of several."""
+        """Return which microbatch of the step is the rank's microbatch `index`; both count from 0, or are arrays."""
 
 
 class Dealing(NamedTuple):
-    """What the split of steps into microbatches, and of these into rounds, depends on besides the plan.
+    """How steps are split into microbatches, and these into rounds, as far as the plan does not say it.
 
     Attributes:
-        multiple_of: the number of a step's microbatches is a multiple of it, if there are as many samples.
-        padded: whether every rank computes equally many microbatches in a step: replays come first on those that have
-            one fewer.
-        unequal: how ranks share a step that are not equal: its samples; or whole microbatches, if `multiple_of` is 1,
-            which must not be padded. None if they are equal.
+        multiple_of: the number of a step's microbatches is a multiple of this number, if the step has as many samples.
+        padded: whether every rank computes equally many microbatches in a step: ranks that have one fewer begin with a
+            replay.
+        unequal: how ranks of unequal speed share a step; None if all are equally fast. They share its samples; but
+            whole microbatches if `multiple_of` is 1, where `padded` must be False.
     """
 
     multiple_of: int = 1
@@ -75,7 +79,7 @@ class Dealing(NamedTuple):
         return self.unequal is not None and self.multiple_of > 1
 
     def share(self, batch_sizes: Any, minibatch_size: int, world: World) -> Share:
-        """Return the share of a rank in a step, or in each of several, if `shares_samples`."""
+        """Return the share of a rank in a step, or in each of several; call it only if `shares_samples`."""
         assert self.unequal is not None
         return self.unequal.share(world.rank, batch_sizes, minibatch_size, padded=self.padded)
 
@@ -83,10 +87,10 @@ class Dealing(NamedTuple):
         """Return how many of the microbatches of a step, or of each of several, are dealt to a rank."""
         if self.unequal is not None:
             return self.unequal.count_dealt(world.rank, microbatches)
-        return -(-(microbatches - world.rank) // world.size)
+        return -(-(microbatches - world.rank) // world.size)  # rounded up: the numbers rank, rank + size, ...
 
     def number_in_step(self, index: Any, world: World) -> Any:
-        """Return the number in the step of a rank's microbatch `index`, or of each of several."""
+        """Return which microbatch of the step is the rank's microbatch `index`; both count from 0, or are arrays."""
         if self.unequal is not None:
             return self.unequal.number_in_step(world.rank, index)
         return world.rank + index * world.size
@@ -97,8 +101,8 @@ class Dealing(NamedTuple):
         >>> [Dealing(padded=True).replays(5, World(rank, 4)) for rank in range(4)]
         [0, 1, 1, 1]
         """
-        last = (microbatches - 1) % world.size  # the rank of the last microbatch
-        return (world.rank > last) * self.padded
+        last_rank = (microbatches - 1) % world.size  # the rank that gets the last microbatch
+        return (world.rank > last_rank) * self.padded  # 0 or 1, also of arrays
 
 
 @final
@@ -106,15 +110,19 @@ class Dealing(NamedTuple):
 class Deal:
     """The microbatches of one rank in consecutive steps.
 
-    If ranks get shares of samples, those of the rank are like a step of its own, in a world of one.
+    If ranks share samples, the share of the rank counts as a step, in a world of one rank.
 
     Attributes:
         first_step: number of the first of these steps.
-        ends: number of microbatches that this rank has computed at the end of each step.
+        ends: number of microbatches that this rank has computed at the end of each step, since the first one.
         counts: number of microbatches of each step over all ranks.
         starts: position of the first sample of each step in the order of the epoch.
-        sizes: samples of each step.
+        sizes: number of samples of each step.
         replays: number of replays before the rank's own microbatches in each step.
+        world: this rank, and the number of ranks.
+        minibatch_size: maximum number of rows of a microbatch.
+        fixed_shape: whether every microbatch has exactly that many rows.
+        dealing: how steps are split.
     """
 
     first_step: int
@@ -132,61 +140,89 @@ class Deal:
         return int(self.ends[-1])
 
     def locate(self, begin: int, end: int) -> tuple[IntArray, IntArray]:
-        """Return the step (as an index into this deal) and the round of microbatches `begin .. end - 1` of the deal.
+        """Return the step and the round in it of microbatches `begin .. end - 1` of this deal.
 
         Returns:
-            Two arrays, (microbatches,).
+            Two arrays, (microbatches,): indices of steps in this deal, and rounds.
         """
-        number = np.arange(begin, end)  # (microbatches,)
-        index = np.searchsorted(self.ends, number, side="right")  # (microbatches,)
-        return index, number - np.where(index > 0, self.ends[index - 1], 0)
+        microbatch = np.arange(begin, end)  # (microbatches,)
+        step = np.searchsorted(self.ends, microbatch, side="right")  # (microbatches,)
+        return step, microbatch - np.where(step > 0, self.ends[step - 1], 0)
 
-    def microbatches(self, index: IntArray, round_index: IntArray) -> tuple[IntArray, IntArray]:
-        """Return the first position and the number of distinct samples of microbatches.
+    def microbatches(self, step: IntArray, round_index: IntArray) -> tuple[IntArray, IntArray]:
+        """Return the position of the first sample, and the number of distinct samples, of each microbatch.
 
-        A replay has those of the microbatch that it repeats.
+        A replay has the samples of the microbatch that it repeats.
 
         Args:
-            index: step of each microbatch, as an index into this deal, (microbatches,).
+            step: step of each microbatch, as an index into this deal, (microbatches,).
             round_index: round of each microbatch, (microbatches,).
 
         Returns:
             Two arrays, (microbatches,).
         """
-        counts = self.counts[index]  # (microbatches,)
-        number = self.dealing.number_in_step(round_index - self.replays[index], self.world) % counts  # (microbatches,)
-        start, size = self._deal_fixed(index, number) if self.fixed_shape else self._deal_balanced(index, number)
-        return self.starts[index] + start, size
+        # A replay has a negative number, or one beyond the last microbatch: modulo makes it one of the step.
+        number = self.dealing.number_in_step(round_index - self.replays[step], self.world)  # (microbatches,)
+        microbatch = number % self.counts[step]  # (microbatches,)
+        start, size = self._cut_fixed(step, microbatch) if self.fixed_shape else self._cut_balanced(step, microbatch)
+        return self.starts[step] + start, size
 
-    def _deal_balanced(self, index: IntArray, number: IntArray) -> tuple[IntArray, IntArray]:
-        """Return the first sample in the step and the size of microbatches that differ by at most one sample."""
-        small, larger = np.divmod(self.sizes[index], self.counts[index])  # (microbatches,) each
-        after = np.maximum(number - (self.counts[index] - larger), 0)  # larger microbatches before this one
-        return number * small + after, small + (number >= self.counts[index] - larger)
+    def _cut_balanced(self, step: IntArray, microbatch: IntArray) -> tuple[IntArray, IntArray]:
+        """Return where in its step each microbatch begins, and its size; sizes of a step differ by at most one sample.
 
-    def _deal_fixed(self, index: IntArray, number: IntArray) -> tuple[IntArray, IntArray]:
-        """Return the first sample in the step and the size of microbatches; partial ones come first."""
-        in_partial = self.sizes[index] % self.minibatch_size
+        Args:
+            step: step of each microbatch, as an index into this deal, (microbatches,).
+            microbatch: its number in the step, over all ranks, (microbatches,).
+
+        Returns:
+            Two arrays, (microbatches,).
+        """
+        small, num_larger = np.divmod(self.sizes[step], self.counts[step])  # (microbatches,) each
+        first_larger = self.counts[step] - num_larger  # (microbatches,): the larger ones come last
+        larger_before = np.maximum(microbatch - first_larger, 0)  # (microbatches,)
+        return microbatch * small + larger_before, small + (microbatch >= first_larger)
+
+    def _cut_fixed(self, step: IntArray, microbatch: IntArray) -> tuple[IntArray, IntArray]:
+        """Return where in its step each microbatch begins, and its distinct samples; the shape is fixed.
+
+        What is left of the step beyond full microbatches is split into partial ones, which come first.
+
+        Args:
+            step: as for `_cut_balanced`.
+            microbatch: as for `_cut_balanced`.
+
+        Returns:
+            Two arrays, (microbatches,).
+        """
+        in_partial = self.sizes[step] % self.minibatch_size  # (microbatches,): samples of the step in partial ones
         remainders, split_of = np.unique(in_partial, return_inverse=True)  # (splits,), (microbatches,)
         splits = [partial_sizes(int(remainder), self.minibatch_size) for remainder in remainders]
         lengths = np.array([len(split) for split in splits], dtype=np.int64)  # (splits,)
         # All splits one after another, each with an end mark, so that every lookup below stays inside its own split.
         sizes = np.array([size for split in splits for size in (*split, 0)], dtype=np.int64)  # (entries,)
-        before = np.concatenate(([0], np.cumsum(sizes)[:-1]))  # (entries,)
-        row = (np.cumsum(lengths + 1) - lengths - 1)[split_of]  # (microbatches,): first entry of the split
-        entry = row + np.minimum(number, lengths[split_of])  # (microbatches,)
-        full = np.maximum(number - lengths[split_of], 0)  # (microbatches,): full microbatches before this one
-        size = np.where(number < lengths[split_of], sizes[entry], self.minibatch_size)  # (microbatches,)
-        return before[entry] - before[row] + full * self.minibatch_size, size
+        before = np.concatenate(([0], np.cumsum(sizes)[:-1]))  # (entries,): samples of all entries before
+        first_entry = (np.cumsum(lengths + 1) - lengths - 1)[split_of]  # (microbatches,): of the split
+        entry = first_entry + np.minimum(microbatch, lengths[split_of])  # (microbatches,)
+        full_before = np.maximum(microbatch - lengths[split_of], 0)  # (microbatches,): full ones before this one
+        size = np.where(microbatch < lengths[split_of], sizes[entry], self.minibatch_size)  # (microbatches,)
+        return before[entry] - before[first_entry] + full_before * self.minibatch_size, size
 
     def rows(self, begin: int, end: int, order: Callable[[IntArray], IntArray]) -> list[list[int]]:
-        """Return the samples of microbatches `begin .. end - 1` of the deal, by the order of the epoch."""
+        """Return the samples of microbatches `begin .. end - 1` of this deal.
+
+        Args:
+            begin: first microbatch.
+            end: microbatch after the last one.
+            order: map from positions in the order of the epoch to indices in the dataset.
+        """
         start, size = self.microbatches(*self.locate(begin, end))  # (microbatches,) both
         rows: list[list[int]] = order(self.positions(start, size)).tolist()  # (microbatches, minibatch_size)
-        return rows if self.fixed_shape else [row[:n] for row, n in zip(rows, size.tolist(), strict=True)]
+        if self.fixed_shape:
+            return rows
+        return [row[:length] for row, length in zip(rows, size.tolist(), strict=True)]  # without the padding
 
     def positions(self, start: IntArray, size: IntArray) -> IntArray:
-        """Return the rows of microbatches as positions in the order of the epoch.
+        """Return the position in the order of the epoch of each row of each microbatch.
 
         With a fixed shape each sample of a partial microbatch of d samples is repeated minibatch_size / d times;
         otherwise the columns from `size` on are padding.
@@ -207,7 +243,10 @@ class Deal:
 @final
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One update: `batch_size` samples from position `start` of the epoch's order, and their cut into microbatches."""
+    """One update: `batch_size` samples from position `start` of the epoch's order, and their cut into microbatches.
+
+    `number` is its step in the trace; `cut` is over all ranks, and unused if ranks share samples, see `Dealing`.
+    """
 
     number: int
     batch_size: int
@@ -226,7 +265,7 @@ class Step:
         return self.cut.microbatches
 
     def rounds(self, world: World) -> int:
-        """Return how many microbatches this rank computes: its share, or one replay if it has none; see `Dealing`."""
+        """Return how many microbatches a rank computes: its own and replays, at least one; see `Dealing`."""
         if self.dealing.shares_samples:
             share, _ = self._share_and_cut(world)
             return int(share.microbatches + share.replays)
@@ -239,7 +278,7 @@ class Step:
         return int(self.dealing.replays(self.cut.microbatches, world))
 
     def microbatch(self, round_index: int, world: World) -> Microbatch:
-        """Return this rank's microbatch of a round; replays come first."""
+        """Return a rank's microbatch of a round; replays come first."""
         if self.dealing.shares_samples:
             share, sizes = self._share_and_cut(world)
             first = self.start + share.start
@@ -248,6 +287,7 @@ class Step:
         else:
             first, sizes, count = self.start, self.cut, self.cut.microbatches
             number = int(self.dealing.number_in_step(round_index - self._count_replays(world), world))
+        # A replay has a number that is negative, or too large: it repeats the microbatch that modulo gives.
         start, size = sizes.locate(number % sizes.microbatches)
         return Microbatch(
             step=self.number,
@@ -262,7 +302,10 @@ class Step:
 
 @lru_cache(maxsize=1024)  # a loop asks for each microbatch
 def _share_and_cut(dealing: Dealing, batch_size: int, minibatch_size: int, world: World) -> tuple[Share, Cut]:
-    """Return the share of a rank in a step, and its cut; that of one sample, which it replays, if it has none."""
+    """Return the share of a rank in a step, and its cut into microbatches.
+
+    A rank without samples has the cut of a single sample, which it replays.
+    """
     rank_share = Share(*map(int, dealing.share(batch_size, minibatch_size, world)))
     samples, count = max(1, rank_share.samples), max(1, rank_share.microbatches)
     return rank_share, cut(samples, minibatch_size, fixed_shape=False, multiple_of=count)

@@ -14,7 +14,7 @@ from variable_batch_size.world import World
 def next_equal(
     batch_size: int, minibatch_size: int, world_size: int, *, fixed_shape: bool, multiple_of: int = 1
 ) -> int:
-    """Return the smallest batch size from `batch_size` on with which a step has equal rounds.
+    """Return the smallest batch size >= `batch_size` with which a step has equal rounds.
 
     >>> next_equal(33, 32, 4, fixed_shape=False), next_equal(3, 32, 4, fixed_shape=False, multiple_of=4)
     (97, 4)
@@ -23,22 +23,24 @@ def next_equal(
         batch_size: samples of a step.
         minibatch_size: maximum number of rows of a microbatch.
         world_size: number of ranks.
-        fixed_shape: as for `cut`.
-        multiple_of: as for `cut`, 1 or `world_size`.
+        fixed_shape: whether every microbatch has exactly `minibatch_size` rows.
+        multiple_of: `Dealing.multiple_of`, 1 or `world_size`.
     """
     if fixed_shape:
-        full, rest = divmod(batch_size, minibatch_size)
+        full, remainder = divmod(batch_size, minibatch_size)
+        # Number of partial microbatches that a remainder of 0, 1, ... samples takes.
         partial = count_microbatches(np.arange(minibatch_size), minibatch_size, fixed_shape=True)  # (remainders,)
-        while True:  # at most until the full microbatches alone are a multiple
-            equal = np.flatnonzero((full + partial[rest:]) % world_size == 0)
+        while True:  # at most until the full microbatches alone are a multiple of the ranks
+            equal = np.flatnonzero((full + partial[remainder:]) % world_size == 0)
             if len(equal):
-                return full * minibatch_size + rest + int(equal[0])
+                return full * minibatch_size + remainder + int(equal[0])
             full = full + 1
-            rest = 0
-    necessary = -(-batch_size // minibatch_size)
-    microbatches = -(-necessary // world_size) * world_size
-    fewest = microbatches if multiple_of > 1 else (microbatches - 1) * minibatch_size + 1  # samples with so many
-    return max(batch_size, fewest)
+            remainder = 0
+    necessary = -(-batch_size // minibatch_size)  # rounded up
+    microbatches = -(-necessary // world_size) * world_size  # rounded up to a multiple of the ranks
+    # With `multiple_of` a step gets this number if it has a sample for each; without, only if fewer do not hold it.
+    fewest_samples = microbatches if multiple_of > 1 else (microbatches - 1) * minibatch_size + 1
+    return max(batch_size, fewest_samples)
 
 
 def check_equal_rounds(
@@ -47,18 +49,21 @@ def check_equal_rounds(
     """Check that the steps of `epoch` from `first_step` on, up to its end or `end_step`, have equal rounds.
 
     Raises:
-        ValueError: if one has not; it names the first one.
+        ValueError: if a step has not; the message names the first such step.
     """
+    # Rounds are equal if no rank needs a replay to fill them up. If any does, the one with the smallest share does.
     padded = dealing._replace(padded=True)
-    least = world.size - 1 if dealing.unequal is None else dealing.unequal.slowest  # whose share is least
-    for deal in plan.deals(epoch, first_step, World(least, world.size), padded, end_step):
-        unequal = np.flatnonzero(deal.replays)
-        if len(unequal):
-            raise _unequal_rounds_of_step(plan, epoch, deal.first_step + int(unequal[0]), world, dealing)
+    least_rank = world.size - 1 if dealing.unequal is None else dealing.unequal.slowest
+    for deal in plan.deals(epoch, first_step, World(least_rank, world.size), padded, end_step):
+        with_replay = np.flatnonzero(deal.replays)  # steps, as indices into the deal
+        if len(with_replay):
+            raise _unequal_rounds_of_step(plan, epoch, deal.first_step + int(with_replay[0]), world, dealing)
 
 
 def check_constant(plan: Plan, world: World, dealing: Dealing) -> None:
-    """Check the rounds of a constant trace: wherever a training begins, all of its epochs are alike.
+    """Check that the steps of a constant trace have equal rounds; do nothing for any other trace.
+
+    All epochs of a constant trace are alike, wherever a training begins, so that the first one tells of all.
 
     Raises:
         ValueError: as `check_equal_rounds`.
@@ -69,9 +74,9 @@ def check_constant(plan: Plan, world: World, dealing: Dealing) -> None:
 
 
 def _unequal_rounds_of_step(plan: Plan, epoch: Epoch, number: int, world: World, dealing: Dealing) -> ValueError:
-    """Return the error of a step without equal rounds."""
+    """Return the error of step `number`, which has no equal rounds."""
     step = plan.step(epoch, number, dealing)
-    count = f"{step.num_microbatches} microbatch{'es' * (step.num_microbatches > 1)}"
+    count = f"{step.num_microbatches} {'microbatches' if step.num_microbatches > 1 else 'microbatch'}"
     size, rows, remedy = step.batch_size, plan.minibatch_size, _remedy_for_step(plan, epoch, step, world, dealing)
     return ValueError(
         f"equal_rounds=True needs as many microbatches on every rank, and no replay, but step {number} has a batch "
@@ -80,18 +85,22 @@ def _unequal_rounds_of_step(plan: Plan, epoch: Epoch, number: int, world: World,
 
 
 def _remedy_for_step(plan: Plan, epoch: Epoch, step: Step, world: World, dealing: Dealing) -> str:
-    """Return, in words for the error, what gives a step equal rounds."""
-    if step.batch_size < plan.trace.batch_size(step.number):  # no batch size of the trace would change it
+    """Return the part of the error that tells the user how to give a step equal rounds."""
+    if step.batch_size < plan.trace.batch_size(step.number):  # it was shortened: the trace's batch size is not used
         if step.start + step.batch_size == plan.dataset_size:
             return f"pass drop_last=True, because the step is the rest of epoch {epoch.number}"
         return f"change max_samples={plan.max_samples}, which shortens the step"
     if dealing.unequal is not None:
         return "choose a larger batch size or minibatch_size, or speeds that differ less"
-    enough, measured = (
-        next_equal(step.batch_size, plan.minibatch_size, world.size, fixed_shape=plan.fixed_shape, multiple_of=number)
-        for number in (dealing.multiple_of, 1)
+    # An optimizer that measures the gradient noise attaches later, perhaps; then steps must not be split further than
+    # memory needs, as with multiple_of=1, and the batch size has to be larger.
+    enough, enough_with_noise = (
+        next_equal(step.batch_size, plan.minibatch_size, world.size, fixed_shape=plan.fixed_shape, multiple_of=multiple)
+        for multiple in (dealing.multiple_of, 1)
     )
     if enough > plan.dataset_size:
         return f"pass a smaller minibatch_size, because {enough}, the next one without replays, exceeds the dataset"
-    noise = f" ({measured} if the noise is measured)" if enough < measured <= plan.dataset_size else ""
+    noise = ""
+    if enough < enough_with_noise <= plan.dataset_size:
+        noise = f" ({enough_with_noise} if the noise is measured)"
     return f"choose a batch size of {enough}, the next one without replays{noise}"

@@ -10,19 +10,20 @@ from variable_batch_size._validation import IntArray, value_error
 
 
 def first_fit_decreasing(lengths: IntArray, capacity: int) -> list[IntArray]:
-    """Return the rows of microbatches whose lengths sum to at most `capacity`: first-fit decreasing (Johnson 1973).
+    """Return the rows of each microbatch, packed so that their lengths sum to at most `capacity`.
 
-    There are at most 11/9 of the least number that is possible, and one more.
+    The method is first-fit decreasing (Johnson 1973): the longest row first, each into the first microbatch with room.
+    It makes at most 11/9 of the smallest number of microbatches that is possible, and one more.
 
     Args:
         lengths: length of each row, (rows,).
-        capacity: the largest sum.
+        capacity: the largest sum of lengths in a microbatch.
 
     >>> [rows.tolist() for rows in first_fit_decreasing(np.array([3, 6, 4, 5, 2]), 10)]
     [[1, 2], [0, 3, 4]]
 
     Raises:
-        ValueError: if a row is longer.
+        ValueError: if a row is longer than `capacity`.
     """
     if len(lengths) and lengths.max() > capacity:
         raise value_error(
@@ -30,23 +31,26 @@ def first_fit_decreasing(lengths: IntArray, capacity: int) -> list[IntArray]:
             f"{lengths.max()} in row {lengths.argmax()}",
             "shorten the rows, or pass a larger max_tokens",
         )
-    free, packed = np.full(len(lengths), capacity), list[list[int]]()  # (rows,): room in each microbatch
+    packed = list[list[int]]()
+    room = np.full(len(lengths), capacity)  # (rows,): in each microbatch, of which there are at most as many as rows
     sizes = lengths.tolist()
     for row in np.argsort(-lengths, kind="stable").tolist():
-        into = int((free[: len(packed) + 1] >= sizes[row]).argmax())  # the first one with room, or a new one
-        if into == len(packed):
+        target = int((room[: len(packed) + 1] >= sizes[row]).argmax())  # the first with room: the last one is empty
+        if target == len(packed):
             packed.append([])
-        packed[into].append(row)
-        free[into] -= sizes[row]
+        packed[target].append(row)
+        room[target] -= sizes[row]
     return [np.array(sorted(rows)) for rows in packed]
 
 
 def padded_groups(lengths: IntArray, capacity: int) -> list[IntArray]:
-    """Return the rows of microbatches in which number of rows x longest row is at most `capacity`: the longest first.
+    """Return the rows of microbatches that hold at most `capacity` tokens when rows are padded to the longest one.
+
+    Rows of similar length come together: the longest ones form the first microbatch.
 
     Args:
         lengths: length of each row, at most `capacity`, (rows,).
-        capacity: the largest product.
+        capacity: the largest product of the number of rows and the length of the longest one.
 
     >>> [rows.tolist() for rows in padded_groups(np.array([3, 6, 4, 5, 2]), 10)]
     [[1], [2, 3], [0, 4]]
@@ -61,13 +65,13 @@ def padded_groups(lengths: IntArray, capacity: int) -> list[IntArray]:
 
 
 def spread_evenly(lengths: IntArray, number: int) -> list[IntArray]:
-    """Return the rows of this number of parts of similar size: the longest row first, each into the emptiest part.
+    """Return the rows of `number` parts of similar size: the longest row first, each into the emptiest part.
 
     Args:
-        lengths: of the rows, (rows,).
-        number: of parts, at most as many as rows.
+        lengths: length of each row, (rows,).
+        number: number of parts, at most as many as rows.
     """
-    heap = [(0, part) for part in range(number)]
+    heap = [(0, part) for part in range(number)]  # the sum of the lengths of each part; the smallest comes first
     parts: list[list[int]] = [[] for _ in range(number)]
     for row in np.argsort(-lengths, kind="stable").tolist():
         total, part = heapq.heappop(heap)
@@ -77,8 +81,11 @@ def spread_evenly(lengths: IntArray, number: int) -> list[IntArray]:
 
 
 def padded_evenly(lengths: IntArray, capacity: int, number: int) -> list[IntArray]:
-    """Return at most this number of padded groups, by the smallest capacity, up to this one, that needs no more."""
-    low, high = int(lengths.max()), capacity
+    """Return at most `number` padded groups, by the smallest capacity up to `capacity` with which so few suffice.
+
+    A smaller capacity makes the groups more equal. With `capacity` itself, `number` groups must suffice.
+    """
+    low, high = int(lengths.max()), capacity  # bisection: `high` suffices, what is below `low` does not
     while low < high:
         middle = (low + high) // 2
         if len(padded_groups(lengths, middle)) <= number:

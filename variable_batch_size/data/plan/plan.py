@@ -30,17 +30,19 @@ STEPS_PER_DEAL = 4096  # large enough for NumPy to be fast, small enough for the
 class Epoch:
     """A pass through the dataset, or the part of it before the training ends.
 
-    Steps `first_step .. end_step - 1` of the trace, which use `samples` samples of the dataset.
+    It consists of the steps `first_step .. end_step - 1` of the trace.
 
     Attributes:
         number: number of the epoch, from 0.
         first_step: its first step in the trace.
         end_step: the step after its last one.
-        samples: samples of all its steps.
-        trace_offset: samples of the trace before `first_step`.
-        samples_before: samples of all earlier epochs.
-        complete: whether it ends with the dataset, and not where the training ends.
-        known_from: the first step whose samples are known: after an update that an earlier end had shortened.
+        samples: number of samples of the dataset that all its steps use.
+        trace_offset: sum of the batch sizes of the trace before `first_step`. It exceeds `samples_before` where steps
+            were shortened.
+        samples_before: number of samples of all earlier epochs.
+        complete: whether the epoch ends with the dataset, and not where the training ends.
+        known_from: the first step whose samples are known. After a resume it may lie within the epoch: an update that
+            an end of the training had shortened does not fit the trace, so that steps before it cannot be planned.
     """
 
     number: int
@@ -121,11 +123,11 @@ class Plan:
         return self._past.fingerprint(step)
 
     def resume(self, state: dict[str, Any]) -> Plan:
-        """Return the plan of a run that resumes: the saved cut of steps, and the epochs from the saved one on.
+        """Return the plan of a run that resumes at a saved position: it begins with the epoch of that position.
 
-        What lies before the saved step is taken from the state, because the rest of the trace may be another one: the
-        first step of the epoch, its samples, those of earlier ones, and whether it has used the dataset. An epoch that
-        another end of the training has cut continues.
+        The state, and not the trace, tells what lies before the saved step, because the trace may be another one after
+        it: the first step of the epoch, how many samples this and earlier epochs have used, and whether the epoch has
+        ended with the dataset. If the saved run ended within the epoch, by `max_updates` or so, the epoch continues.
 
         Raises:
             ValueError: if the trace ends before the step; or inside the epoch, and has `on_end="error"`.
@@ -136,8 +138,9 @@ class Plan:
         complete = bool(state["ended"])
         offset = self._endless_trace.offset(first_step)
         known_from = first_step
-        # An earlier end of the training may have shortened the last update: the trace then has samples before the step
-        # that were not used, and the epoch goes on as if they lay before it. An update has at least one sample.
+        # If the saved run had an end, that may have shortened the last update. Then the batch sizes of the trace before
+        # the step sum to more than the samples used. The epoch continues as if the excess lay before it. An update
+        # has at least one sample: fewer samples than updates have another reason.
         unused = self._endless_trace.offset(step) - offset - samples
         if unused and not complete and samples >= step - first_step:
             offset += unused
@@ -154,7 +157,7 @@ class Plan:
             ValueError: if the number is negative, the epoch lies before that of `begin`, or the trace ends inside the
                 epoch and has `on_end="error"`.
         """
-        if self._latest and self._latest[0].number == number:  # as nearly always
+        if self._latest and self._latest[0].number == number:  # nearly always: callers stay in an epoch
             return self._latest[0]
         if number < 0:
             raise ValueError(f"an epoch must be an integer >= 0, got {number}; count epochs from 0")
@@ -166,25 +169,30 @@ class Plan:
         return self._walk_to_epoch(number, through=None if self.ends else number)
 
     def _walk_to_epoch(self, number: int, through: int | None) -> Epoch:
-        """Return the steps of epoch `number`; `through`: as for `_next_epoch`."""
-        last = self._latest[0] if self._latest else None  # another thread may replace it
-        if last is None or last.number > number:
-            last = self.begin or self._next_epoch(0, 0, 0, through=through)
-        while last.number < number:
-            if self.ends_with(last):
-                offset = self._endless_trace.offset(last.end_step)
-                before = last.samples_before + last.samples
-                last = Epoch(number, last.end_step, last.end_step, 0, offset, before, complete=False)
-            else:
-                alike = self._count_alike(last, number - last.number)
-                first_step = last.first_step + alike * last.updates
-                before = last.samples_before + alike * last.samples
-                last = self._next_epoch(last.number + alike, first_step, before, through=through)
-        self._latest[:] = [last]
-        return last
+        """Return epoch `number`, from the epoch that was asked for last, or from the first one; store it as the last.
+
+        Args:
+            number: number of the epoch.
+            through: as for `_next_epoch`.
+        """
+        epoch = self._latest[0] if self._latest else None  # read once: a loader's thread may replace it
+        if epoch is None or epoch.number > number:
+            epoch = self.begin or self._next_epoch(0, 0, 0, through=through)
+        while epoch.number < number:
+            if self.ends_with(epoch):
+                offset = self._endless_trace.offset(epoch.end_step)
+                before = epoch.samples_before + epoch.samples
+                epoch = Epoch(number, epoch.end_step, epoch.end_step, 0, offset, before, complete=False)
+            else:  # skip all epochs that are alike at once
+                alike = self._count_alike(epoch, number - epoch.number)
+                first_step = epoch.first_step + alike * epoch.updates
+                before = epoch.samples_before + alike * epoch.samples
+                epoch = self._next_epoch(epoch.number + alike, first_step, before, through=through)
+        self._latest[:] = [epoch]
+        return epoch
 
     def epoch_runs(self, epochs: int | None) -> Iterator[tuple[Epoch, int]]:
-        """Yield the first of each run of epochs with equal numbers of steps and samples, and how many there are.
+        """Yield each run of epochs with equal numbers of steps and samples: its first epoch, and how many it has.
 
         Args:
             epochs: number of epochs, >= 1; None: until the training ends, which it has to do by itself.
@@ -192,7 +200,7 @@ class Plan:
         number = self.first_epoch
         while number != epochs:
             epoch = self.epoch(number)
-            most = (epochs or number + 2**53) - number
+            most = epochs - number if epochs else 2**53  # without a number of epochs, any that no training reaches
             alike = 1 if self.ends_with(epoch) else self._count_alike(epoch, most)
             yield epoch, alike
             number += alike
@@ -226,7 +234,7 @@ class Plan:
         return self._end_step is not None or self.max_samples is not None
 
     def fraction(self, epoch: Epoch, step: int, epochs: int | None) -> float:
-        """Return which part of the training lies before a step, in [0, 1]; 0 if its end is not known.
+        """Return which fraction of the training lies before a step, in [0, 1]; 0 if its end is not known.
 
         Args:
             epoch: the epoch of the step.
@@ -244,27 +252,30 @@ class Plan:
         return min(1.0, max(parts))
 
     def epochs_before(self, epoch: Epoch, step: int) -> float:
-        """Return how many epochs lie before a step of an epoch, with the part of the samples of that one."""
+        """Return how many epochs lie before a step, with the fraction of its own epoch, in samples."""
         used = self.samples_before(epoch, step) - epoch.samples_before
         return epoch.number + used / self.whole_samples(epoch)
 
     def updates_in(self, epochs: float) -> int:
-        """Return how many updates a number of epochs > 0 has; of a fraction, those until it is reached, in samples."""
+        """Return how many updates a number of epochs > 0 has; it may be a fraction, which is reached in samples."""
         epoch = self.epoch(math.ceil(epochs) - 1)
         steps = range(epoch.first_step, epoch.end_step)
-        wanted = round(epochs, 9)
+        wanted = round(epochs, 9)  # a product such as 0.1 * 3 exceeds 0.3, which would cost one more update
         return epoch.first_step + bisect_left(steps, wanted, key=lambda step: self.epochs_before(epoch, step))
 
     def ends_whatever_follows(self, epoch: Epoch) -> bool:
-        """Return whether an epoch ends before its `end_step`, whatever the batch size of that step is."""
+        """Return whether an epoch is known to end before `end_step`, without the batch size of that step.
+
+        With `drop_last` that size may decide it: the step belongs to the epoch if the rest of the dataset suffices.
+        """
         return epoch.samples == self.dataset_size or self.ends_with(epoch)
 
     def whole_samples(self, epoch: Epoch) -> int:
-        """Return the samples of an epoch, as if the training did not end in it."""
+        """Return the number of samples that an epoch would have if the training did not end in it."""
         return epoch.samples if epoch.complete else self._whole_epoch(epoch.trace_offset)[1]
 
     def _ends_at(self, step: int, samples: int) -> bool:
-        """Return whether the training has ended before a step, with these samples of all earlier ones."""
+        """Return whether the training has ended before a step; `samples`: number of samples of all earlier steps."""
         too_many_steps = self._end_step is not None and step >= self._end_step
         return too_many_steps or (self.max_samples is not None and samples >= self.max_samples)
 
@@ -276,18 +287,19 @@ class Plan:
 
     def _count_alike(self, epoch: Epoch, most: int) -> int:
         """Return how many epochs from `epoch` on, at most `most`, have the same numbers of steps and samples."""
-        if epoch is self.begin:  # which another trace, or another end, may have made
+        if epoch is self.begin:  # a run with another trace, or another end, may have made it: later ones may differ
             return 1
-        steps, alike = epoch.updates, [most]
-        changes = self.trace.constant_until(epoch.first_step)
+        steps, limits = epoch.updates, [most]
+        changes = self.trace.constant_until(epoch.first_step)  # the step with another batch size
         if changes is not None:
-            known = -(-self.dataset_size // self.trace.batch_size(epoch.first_step))  # steps that define an epoch
-            alike.append((changes - epoch.first_step - known) // steps + 1)
+            # The steps whose sizes define an epoch: with drop_last one more than it has.
+            defining = -(-self.dataset_size // self.trace.batch_size(epoch.first_step))
+            limits.append((changes - epoch.first_step - defining) // steps + 1)
         if self._end_step is not None:
-            alike.append((self._end_step - epoch.first_step) // steps)
+            limits.append((self._end_step - epoch.first_step) // steps)
         if self.max_samples is not None:
-            alike.append((self.max_samples - epoch.samples_before) // epoch.samples)
-        return max(1, min(alike))
+            limits.append((self.max_samples - epoch.samples_before) // epoch.samples)
+        return max(1, min(limits))
 
     def _next_epoch(
         self, number: int, first_step: int, samples_before: int, offset: int | None = None, *, through: int | None
@@ -295,11 +307,12 @@ class Plan:
         """Return the epoch from `first_step` on.
 
         Args:
-            number: its number.
+            number: number of the epoch.
             first_step: its first step.
-            samples_before: samples of earlier epochs.
-            offset: samples of the trace before it, if an update was shortened in it.
-            through: the last epoch, if it is known, that the trace has to cover unless the training ends before.
+            samples_before: number of samples of earlier epochs.
+            offset: its `Epoch.trace_offset`. Default: the sum of the batch sizes before `first_step`; it is larger if
+                an update of this epoch was shortened.
+            through: the last epoch of the training, if it is known, for the error about a trace that is too short.
 
         Raises:
             ValueError: if the trace ends inside the epoch and has `on_end="error"`.
@@ -326,10 +339,10 @@ class Plan:
         return Epoch(number, first_step, end_step, samples, offset, samples_before, complete)
 
     def _whole_epoch(self, offset: int) -> tuple[int, int]:
-        """Return the step after the last one of an epoch, and its samples, as if the training did not end in it.
+        """Return the end step and the number of samples that an epoch would have if the training did not end in it.
 
         Args:
-            offset: samples of the trace before the epoch.
+            offset: `Epoch.trace_offset` of the epoch.
         """
         trace = self._endless_trace
         end_sample = offset + self.dataset_size
@@ -339,6 +352,7 @@ class Plan:
         return end_step, min(self.dataset_size, trace.offset(end_step) - offset)
 
     def _check_trace_reaches(self, step: int) -> None:
+        """Raise ValueError if the trace ends before a step that a saved run has reached."""
         trace = self.trace
         if trace.steps is not None and trace.on_end in ("error", "stop") and step > trace.steps:
             raise ValueError(
@@ -347,15 +361,24 @@ class Plan:
             )
 
     def _too_short(self, number: int, first_step: int, before: int, offset: int, through: int | None) -> ValueError:
-        """Return the error about a trace that ends inside an epoch: how much is missing up to the end."""
-        in_epoch = self.trace.total_samples - offset
-        samples, missing = [], []
+        """Return the error about a trace that ends inside an epoch: it names how much is missing up to the end.
+
+        Args:
+            number: number of the epoch.
+            first_step: its first step.
+            before: number of samples of earlier epochs.
+            offset: its `Epoch.trace_offset`.
+            through: the last epoch of the training, if it is known.
+        """
+        in_epoch = self.trace.total_samples - offset  # samples of the epoch for which the trace has steps
+        missing_samples, missing = [], []  # (number, before what), of which the smallest is named; phrases
         if self.max_samples is not None:
-            samples.append((self.max_samples - before - in_epoch, f"max_samples={self.max_samples}"))
+            missing_samples.append((self.max_samples - before - in_epoch, f"max_samples={self.max_samples}"))
         if through is not None:
-            samples.append(((through - number + 1) * self.dataset_size - in_epoch, f"the end of epoch {through}"))
-        if samples:
-            missing.append("{} samples before {}".format(*min(samples)))
+            up_to_end = (through - number + 1) * self.dataset_size
+            missing_samples.append((up_to_end - in_epoch, f"the end of epoch {through}"))
+        if missing_samples:
+            missing.append("{} samples before {}".format(*min(missing_samples)))
         if self.max_updates is not None:
             missing.append(f"{self.max_updates - len(self.trace)} updates before max_updates={self.max_updates}")
         steps, begin, lacks = len(self.trace), first_step, " and ".join(missing)
@@ -365,15 +388,15 @@ class Plan:
         )
 
     def step(self, epoch: Epoch, number: int, dealing: Dealing = _SIMPLE) -> Step:
-        """Return update `number` of the trace, which lies in `epoch`, split as by `cut`."""
-        m, fixed = self.minibatch_size, self.fixed_shape
+        """Return update `number` of the trace, which lies in `epoch`, with its cut into microbatches."""
+        rows, fixed = self.minibatch_size, self.fixed_shape
         start = self._endless_trace.offset(number) - epoch.trace_offset
         batch_size = min(self.trace.batch_size(number), epoch.samples - start)
-        sizes = cut(batch_size, m, fixed_shape=fixed, multiple_of=dealing.multiple_of)
-        return Step(number, batch_size, start, m, sizes, fixed, dealing)
+        sizes = cut(batch_size, rows, fixed_shape=fixed, multiple_of=dealing.multiple_of)
+        return Step(number, batch_size, start, rows, sizes, fixed, dealing)
 
     def samples_before(self, epoch: Epoch, number: int) -> int:
-        """Return the samples of all updates before step `number` of `epoch`, over all epochs and ranks."""
+        """Return the number of samples of all updates before step `number` of `epoch`, over all epochs and ranks."""
         return epoch.samples_before + min(epoch.samples, self._endless_trace.offset(number) - epoch.trace_offset)
 
     def deal(
@@ -385,15 +408,15 @@ class Plan:
         ends = np.minimum(start + np.cumsum(self.trace.batch_sizes(steps)), epoch.samples)
         starts = np.concatenate(([start], ends[:-1]))
         sizes = ends - starts
-        if dealing.shares_samples:
-            part = dealing.share(sizes, self.minibatch_size, world)
-            rounds = part.microbatches + part.replays
+        if dealing.shares_samples:  # the share of the rank counts as a step, in a world of one rank
+            share = dealing.share(sizes, self.minibatch_size, world)
+            rounds = share.microbatches + share.replays
             world = World()
             dealing = _SIMPLE
-            starts = starts + part.start
-            sizes = np.maximum(1, part.samples)
-            counts = np.maximum(1, part.microbatches)
-            replays = part.replays
+            starts = starts + share.start
+            sizes = np.maximum(1, share.samples)  # without samples, the one that the rank replays
+            counts = np.maximum(1, share.microbatches)
+            replays = share.replays
         else:
             counts = self.microbatches(sizes, dealing.multiple_of)
             replays = dealing.replays(counts, world)
@@ -405,12 +428,12 @@ class Plan:
     def deals(
         self, epoch: Epoch, first_step: int, world: World, dealing: Dealing, end_step: int = MAX_INT
     ) -> Iterator[Deal]:
-        """Yield a rank's microbatches from `first_step` to the end of `epoch`, or to `end_step`."""
+        """Yield a rank's microbatches from `first_step` to the end of `epoch` or to `end_step`, many steps at once."""
         for step in range(first_step, min(end_step, epoch.end_step), STEPS_PER_DEAL):
             yield self.deal(epoch, step, world, dealing, end_step)
 
     def microbatches(self, batch_sizes: IntArray, multiple_of: int) -> IntArray:
-        """Return the number of microbatches of steps of these sizes, (steps,), as `cut` makes them."""
+        """Return the number of microbatches into which each step of these sizes is cut, (steps,)."""
         return count_microbatches(
             batch_sizes, self.minibatch_size, fixed_shape=self.fixed_shape, multiple_of=multiple_of
         )

@@ -22,14 +22,14 @@ from variable_batch_size._validation import IntArray, check_positive, type_error
 from variable_batch_size.data.plan.deal import Share
 from variable_batch_size.microbatching import count_microbatches
 
-PERIOD = 2**18  # units before the turns repeat, at most, unless there are more than PERIOD / RESOLUTION ranks
+PERIOD = 2**18  # largest number of units before the turns repeat, unless that is less than RESOLUTION for each rank
 RESOLUTION = 2**10
 
 Speeds = tuple[int, ...]  # of each rank, without a common divisor
 
 
 def by_speed(speeds: object, world_size: int) -> BySpeed | None:
-    """Return how ranks of these speeds take their shares; None if all are equal.
+    """Return how ranks of these speeds take their shares; None if all speeds are equal.
 
     The speeds become the smallest whole numbers in the same ratio, which are rounded if their sum is large.
 
@@ -46,15 +46,16 @@ def by_speed(speeds: object, world_size: int) -> BySpeed | None:
     if len(speeds) != world_size:
         raise value_error(f"speeds must have a number for each of {world_size} ranks", f"{len(speeds)} numbers", remedy)
     exact = [Fraction(check_positive(speed, f"speeds[{rank}]", remedy)) for rank, speed in enumerate(speeds)]
-    common = math.lcm(*(speed.denominator for speed in exact))
-    whole = _reduce_ratio([int(speed * common) for speed in exact])
-    most = max(PERIOD, RESOLUTION * world_size)
-    if (total := sum(whole)) > most:
+    common_denominator = math.lcm(*(speed.denominator for speed in exact))
+    whole = _reduce_ratio([int(speed * common_denominator) for speed in exact])
+    most, total = max(PERIOD, RESOLUTION * world_size), sum(whole)
+    if total > most:
         whole = _reduce_ratio([max(1, round(Fraction(speed * most, total))) for speed in whole])
     return None if len(set(whole)) == 1 else BySpeed(whole)
 
 
 def _reduce_ratio(numbers: Collection[int]) -> Speeds:
+    """Return the smallest whole numbers in the same ratio."""
     divisor = math.gcd(*numbers)
     return tuple(number // divisor for number in numbers)
 
@@ -64,18 +65,18 @@ def _reduce_ratio(numbers: Collection[int]) -> Speeds:
 class Turns:
     """The turns of one rank. Methods take and return a number, or an array of any shape."""
 
-    own_units: IntArray  # (speed,): the rank's units in a period
-    counts: IntArray  # (period,): units of the rank before each unit of a period
-    lower: IntArray  # (period,): units of lower ranks before each unit of a period
-    lower_speeds: int
+    own_units: IntArray  # (speed,): which units of a period are the rank's
+    counts: IntArray  # (period,): number of the rank's units before each unit of a period
+    lower: IntArray  # (period,): number of units of lower ranks before each unit of a period
+    lower_speeds: int  # sum of the speeds of lower ranks, which is the number of their units in a period
 
     def count(self, units: Any) -> Any:
-        """Return how many of the first units are the rank's."""
+        """Return how many of the first `units` units are the rank's."""
         periods, rest = np.divmod(units, len(self.counts))
         return periods * len(self.own_units) + self.counts[rest]
 
     def count_of_lower(self, units: Any) -> Any:
-        """Return how many of the first units are those of lower ranks."""
+        """Return how many of the first `units` units belong to lower ranks."""
         periods, rest = np.divmod(units, len(self.counts))
         return periods * self.lower_speeds + self.lower[rest]
 
@@ -89,38 +90,39 @@ class Turns:
 def owners(speeds: Speeds) -> IntArray:
     """Return the rank that takes each unit of a period, (period,).
 
-    Rank r finishes its unit k = 0, 1, ... at (k + 1) / speed_r, and units are in the order of these times; of equal
-    ones that of the lower rank comes first.
+    Rank r finishes its unit k = 0, 1, ... at time (k + 1) / speed_r, and units are in the order of these times; at
+    equal times the lower rank comes first.
 
     >>> owners((3, 2)).tolist()
     [0, 1, 0, 0, 1]
     """
     ranks = np.repeat(np.arange(len(speeds)), speeds)  # (period,), as below
-    index = np.concatenate([np.arange(1, speed + 1) for speed in speeds])
-    return ranks[np.argsort(index / np.array(speeds)[ranks], kind="stable")]
+    units = np.concatenate([np.arange(1, speed + 1) for speed in speeds])  # k + 1
+    return ranks[np.argsort(units / np.array(speeds)[ranks], kind="stable")]
 
 
 @lru_cache(maxsize=16)
 def turns(speeds: Speeds, rank: int) -> Turns:
     """Return the turns of a rank."""
     owner = owners(speeds)  # (period,)
+    # Exclusive cumulative sums: how many units before each one belong to the rank, and to lower ones.
     counts, lower = (np.concatenate(([0], np.cumsum(owned)[:-1])) for owned in (owner == rank, owner < rank))
     return Turns(np.flatnonzero(owner == rank), counts, lower, sum(speeds[:rank]))
 
 
 def share(speeds: Speeds, rank: int, batch_sizes: Any, minibatch_size: int, *, padded: bool) -> Share:
-    """Return the share of a rank in steps of these sizes: ceil(n_r / m) microbatches of its n_r samples.
+    """Return the share of a rank in steps of these sizes: its n_r samples in ceil(n_r / m) microbatches.
 
-    `padded`: in ceil(max_r n_r / m) rounds on every rank; a rank with fewer samples begins with replays.
+    With `padded` every rank computes ceil(max_r n_r / m) rounds, and a rank with fewer samples begins with replays.
 
     >>> tuple(map(int, share((3, 1), 1, 100, 32, padded=True)))
     (75, 25, 3, 0)
     """
-    of_rank = turns(speeds, rank)
-    samples = of_rank.count(batch_sizes)
-    start = np.minimum(of_rank.count_of_lower(batch_sizes), batch_sizes - 1)
+    rank_turns = turns(speeds, rank)
+    samples = rank_turns.count(batch_sizes)
+    start = np.minimum(rank_turns.count_of_lower(batch_sizes), batch_sizes - 1)  # the shares lie in the order of ranks
     most = turns(speeds, speeds.index(max(speeds))).count(batch_sizes)  # samples of the fastest rank
-    rounds = -(-most // minibatch_size) if padded else 1
+    rounds = -(-most // minibatch_size) if padded else 1  # rounded up
     microbatches = count_microbatches(samples, minibatch_size, fixed_shape=False, multiple_of=rounds)
     return Share(start, samples, microbatches, np.maximum(rounds - microbatches, 0))
 
@@ -134,10 +136,10 @@ def count_of_all(speeds: Speeds, batch_size: int, minibatch_size: int, *, padded
 
 
 class BySpeed(NamedTuple):
-    """Ranks that take their shares by speed, see `Dealing`.
+    """Ranks that take their shares by speed, see `Dealing` and `UnequalRanks`.
 
     Attributes:
-        speeds: of each rank.
+        speeds: the relative speed of each rank.
     """
 
     speeds: Speeds
@@ -151,14 +153,14 @@ class BySpeed(NamedTuple):
         return count_of_all(self.speeds, batch_size, minibatch_size, padded=padded)
 
     def count_dealt(self, rank: int, microbatches: Any) -> Any:
-        """Return how many of the microbatches of a step a rank takes."""
+        """Return how many of the microbatches of a step, or of each of several, a rank takes."""
         return turns(self.speeds, rank).count(microbatches)
 
     def number_in_step(self, rank: int, index: Any) -> Any:
-        """Return the number in the step of a rank's microbatch."""
+        """Return which microbatch of the step is the rank's microbatch `index`; both count from 0, or are arrays."""
         return turns(self.speeds, rank).number(index)
 
     @property
     def slowest(self) -> int:
-        """The last one of the ranks whose share is least."""
+        """The last one of the slowest ranks: no rank has a smaller share."""
         return max(rank for rank, speed in enumerate(self.speeds) if speed == min(self.speeds))

@@ -119,15 +119,21 @@ def order(n: int, seed: int, epoch: int, shuffle: bool = True) -> Permutation | 
 
 @final
 class _Feistel:
-    """The rounds in the docstring of the module; three `words` per round give its m, c and m'."""
+    """The Feistel network that the docstring of the module describes.
+
+    Args:
+        n: number of samples.
+        words: random words, three for each round: its m, c and m'.
+    """
 
     def __init__(self, n: int, words: NDArray[np.uint64]) -> None:
         width, word = (32, np.uint32) if n <= 2**28 else (64, np.uint64)
         keys: NDArray[Any] = (words >> np.uint64(64 - width)).astype(word).reshape(-1, 3)
-        keys[:, [0, 2]] |= word(1)
+        keys[:, [0, 2]] |= word(1)  # m and m' are odd
         self.keys = [tuple(key) for key in keys]
         self.columns = _columns(n)
-        sizes = -(-n // self.columns), self.columns
+        sizes = -(-n // self.columns), self.columns  # rows and columns of the grid
+        # Of each side its size, the bits that it takes, and the bits that a word has beyond these.
         self.sides = [(word(size), word(bits := (size - 1).bit_length()), word(width - bits)) for size in sizes]
         self.n = n
         self.word = word
@@ -137,17 +143,18 @@ class _Feistel:
         """Return the samples at positions, both int64, (positions,)."""
         samples: NDArray[Any] = self.encrypt(positions.astype(self.word))
         outside = np.flatnonzero(samples >= self.word(self.n))
-        while outside.size:
-            samples[outside] = walked = self.encrypt(samples[outside])
-            outside = outside[walked >= self.word(self.n)]
+        while outside.size:  # cycle walking: cells beyond the samples are encrypted again
+            encrypted = self.encrypt(samples[outside])
+            samples[outside] = encrypted
+            outside = outside[encrypted >= self.word(self.n)]
         return cast(IntArray, samples.astype(np.int64))
 
     def encrypt(self, cells: NDArray[Any]) -> NDArray[Any]:
-        """Apply all rounds, a bijection of the rows * columns cells of the grid; words, (positions,)."""
+        """Return the cells after all rounds, a bijection of the rows * columns cells of the grid; words, (cells,)."""
         columns = self.word(self.columns)
         row = cells // columns
         column = cells - row * columns
-        hashed, shifted = np.empty_like(cells), np.empty_like(cells)
+        hashed, shifted = np.empty_like(cells), np.empty_like(cells)  # every operation below is in place, for speed
         for i, (m, c, m_) in enumerate(self.keys):
             moved, other = (row, column) if i % 2 == 0 else (column, row)
             size, size_bits, rest_bits = self.sides[i % 2]
@@ -171,16 +178,19 @@ class _Feistel:
 def _columns(n: int) -> int:
     """Return the width of a grid of at least n cells with few extra: the best of 512 even numbers from sqrt(n) on.
 
-    None is larger than 1.5 sqrt(n). Even, because a rotation by one is an odd permutation of an even number of cells,
-    and an even permutation of an odd number.
+    None is larger than 1.5 sqrt(n). The width is even so that odd permutations are possible: to rotate an even number
+    of cells by one is an odd permutation, but an even one if the number of cells is odd.
     """
-    least = math.isqrt(n - 1) + 2 & -2
+    least = math.isqrt(n - 1) + 2 & -2  # the square root, rounded up to an even number
     candidates = np.arange(least, least + min(least // 2, 1024), 2, dtype=np.int64)
-    return int(candidates[np.argmin(-n % candidates)])
+    return int(candidates[np.argmin(-n % candidates)])  # -n % columns cells lie beyond the samples
 
 
 def _words(n: int, seed: int, epoch: int, count: int) -> NDArray[np.uint64]:
-    """Return `count` distinct pseudo-random words, (count,), of (n, seed, epoch); the epoch is read in 64-bit limbs."""
+    """Return `count` distinct pseudo-random words, (count,), which (n, seed, epoch) determine.
+
+    The epoch may be any integer; it is read in limbs of 64 bits.
+    """
     limbs = [epoch >> shift & 2**64 - 1 for shift in range(0, max(epoch.bit_length(), 1), 64)]
     state = np.zeros(1, np.uint64)
     for limb in (n, seed, *limbs):

@@ -1,4 +1,4 @@
-"""What a saved position holds, the version that it is of, and the past of the trace that must be the same."""
+"""What a saved position holds and in which version, and how the past of the trace is compared."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from variable_batch_size._validation import value_error
 
 VERSION = 2  # 1: without rows, and what earlier samplers have dealt
 ROWS: Final = "rows of the dataset"
-REGARDLESS = "pass strict=False to resume regardless"  # the remedy that callers without a `strict` replace
+REGARDLESS = "pass strict=False to resume regardless"  # callers without `strict` replace this text in errors
 
 Kinds = Mapping[str, tuple[type, ...]]
 
@@ -37,7 +37,7 @@ NUMBER = (float, int)
 
 
 def check_position(state: Mapping[str, Any]) -> None:
-    """Check that a state is of the version that this release reads, and has a position.
+    """Check that a state is of the version that this release reads, and holds a possible position.
 
     Raises:
         ValueError: if not.
@@ -48,9 +48,11 @@ def check_position(state: Mapping[str, Any]) -> None:
         remedy = "load it with the release of variable_batch_size that has saved it"
         raise value_error(f"a state must be of version {VERSION}", f"one of version {version}", remedy)
     check_entries(state, POSITION)
-    begun, ahead = state["samples_before"] + state["epoch_samples"], state["step"] - state["first_step"]
-    nominal = "lengths or counts" in state  # steps end with samples, not where the trace says
-    if ahead < 0 or state["epoch_samples"] > state["dataset_size"] or (state["samples"] > begun and not nominal):
+    dealt = state["samples_before"] + state["epoch_samples"]  # trained on or skipped by set_epoch
+    updates_of_epoch = state["step"] - state["first_step"]
+    # With `lengths=` steps end at the ends of samples, so that more tokens may be trained on than the trace says.
+    too_many_samples = state["samples"] > dealt and "lengths or counts" not in state
+    if updates_of_epoch < 0 or state["epoch_samples"] > state["dataset_size"] or too_many_samples:
         found = ", ".join(f"{name} {state[name]}" for name, kinds in POSITION.items() if kinds == (int,))
         raise value_error("the numbers of a state must agree with one another", found, "restore one as it was saved")
     if "growth" in state:
@@ -63,8 +65,8 @@ def check_same_samples(state: Mapping[str, Any], here: Mapping[str, Any], past: 
 
     Args:
         state: the state.
-        here: what determines the order of the samples here, by name.
-        past: the fingerprint of the batch sizes that the trace has here before the position.
+        here: what determines the order of the samples in this run, by name.
+        past: the fingerprint of the batch sizes that this run's trace has before the position.
 
     Raises:
         ValueError: if not, naming each difference.
@@ -75,7 +77,8 @@ def check_same_samples(state: Mapping[str, Any], here: Mapping[str, Any], past: 
             f"a state can be restored to the last bit only as it was saved, but {different[0]}; pass and set the same, "
             f"or {REGARDLESS}"
         )
-    if [text.startswith(ROWS) for text in different] == [True] and past == state["past"]:
+    only_rows_differ = len(different) == 1 and different[0].startswith(ROWS)
+    if only_rows_differ and past == state["past"]:
         raise ValueError(
             f"a state can be restored only with the rows it was saved with, but {ROWS} are others; pass the same "
             f"dataset, split with a seeded generator, or {REGARDLESS}"
@@ -90,12 +93,12 @@ def check_same_samples(state: Mapping[str, Any], here: Mapping[str, Any], past: 
 
 
 def check_entries(state: Mapping[str, Any], kinds: Kinds, where: str = "") -> None:
-    """Check that a state has entries of these types, before anything of it is used.
+    """Check that a state has entries of these types, before any of them is used.
 
     Args:
         state: the state, or a part of it.
-        kinds: the types by name.
-        where: the name of the part, with a full stop.
+        kinds: the allowed types of each entry, by name.
+        where: prefix of the names in the error: the name of the part, and a full stop.
 
     Raises:
         ValueError: if one is missing or damaged.
@@ -117,7 +120,7 @@ def check_items(values: Sequence[Any], allowed: tuple[type, ...], name: str) -> 
 
 
 def _is_one_of(value: Any, allowed: tuple[type, ...]) -> bool:
-    """Return whether a value has one of these types; a bool is no int, and an int fits 64 bits, unsigned."""
+    """Return whether a value has one of these types; a bool is no int, and an int must fit into 64 bits, unsigned."""
     if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
         return False
     return not isinstance(value, int) or 0 <= value < 2**64
@@ -148,4 +151,4 @@ class Past:
         return self._hash.hexdigest()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Past, (self._trace,)
+        return Past, (self._trace,)  # a hash object cannot be pickled or copied

@@ -30,27 +30,27 @@ _ARRIVES = "batches that arrive"  # in the place of the trace, in a state
 
 @final
 class Report(NamedTuple):
-    """What all ranks hear of the rows of one."""
+    """What one rank tells all ranks of its rows in an update, before any of them computes."""
 
-    step: int
-    size: int  # of the batch, by the trace; 0 without one
+    step: int  # number of the update
+    size: int  # batch size of the trace; 0 without a trace
     shards: list[list[Any]]  # of each that is read: number, available count, whether it has ended, key of its last item
-    rows: int  # that count, of this rank
-    samples: int  # what they count
-    necessary: int  # number of microbatches that they take at least
+    rows: int  # number of this rank's rows, without rows that count 0
+    samples: int  # what these rows count
+    necessary: int  # smallest number of microbatches that hold these rows
     can_repeat: bool  # whether the rank has a microbatch that it can repeat
-    total: int  # number of rows that were read, also of those that count nothing, or are for other ranks
-    digest: str  # of these, before the first update that this process makes; "" if it cannot be told
+    total: int  # number of rows that were read, also of those that count 0, or are for other ranks
+    digest: str  # of these rows, before the first update that this process makes; "" if there is none
 
 
 @final
 class Brought(NamedTuple):
-    """The rows of this rank in an update; `ArrivingBatches` cuts them."""
+    """The rows of this rank in an update, before the ranks have agreed and `ArrivingBatches.arrange` cuts them."""
 
-    given: list[int]  # by the shards
-    item: Any
-    chosen: IntArray  # (rows,): those that count, of this rank
-    counts: IntArray  # (rows,)
+    given: list[int]  # what each shard gives to the update, over all ranks
+    item: Any  # what was read
+    chosen: IntArray  # (rows,): which rows of the item count, and are for this rank
+    counts: IntArray  # (rows,): what each chosen row counts
     packed: list[IntArray] | None  # the rows of each microbatch, as indices into `chosen`; None if they follow in order
     report: Report
 
@@ -59,9 +59,9 @@ class Brought(NamedTuple):
 class Agreed(NamedTuple):
     """An update that the ranks have agreed on, until it is made."""
 
-    item: Any
+    item: Any  # what this rank has read
     batch: Batch
-    parts: list[IntArray]  # the rows of each microbatch of this rank
+    parts: list[IntArray]  # the rows of each microbatch of this rank, as indices into the item, without replays
     reports: Sequence[Report]  # of all ranks
     replay: tuple[Any, ...] | None = None  # the microbatch that this rank repeats, once it is known
 
@@ -101,7 +101,7 @@ class _Unplanned(Batches):
         return {**super().state_dict(place, end_pending=end_pending), "epoch_samples": place.samples}
 
     def resume(self, state: dict[str, Any], devices: int | None) -> Batches:
-        """Return the batches of a training that counts on."""
+        """Return the batches of a training that continues at a saved position; only the cut is in the state."""
         return replace(self, plan=replace(self.plan, fixed_shape=bool(state["fixed_shape"])))
 
 
@@ -185,20 +185,27 @@ class ArrivingBatches(Dealer):
         if isinstance(trace, AdaptiveTrace):
             raise type_error("trace must be a batch trace", trace, "pass one; a controller needs a vbs.CustomSampler")
         _check_streams(streams, trace, shared=shared)
-        self._max_tokens, self._lengths, self.layout = max_tokens, lengths or counts, Layout(counts, key, collate_fn)
+        self._max_tokens, self._lengths = max_tokens, lengths or counts
+        self.layout = Layout(counts, key, collate_fn)
         self._trace = None if trace is None else BatchTrace.of(trace)
         self.last: Any = None  # a microbatch of an update that was made, in a tuple, which this rank can repeat
         self.agreed: Agreed | None = None  # the update that the ranks have agreed on
+        # One epoch without an end. Of this plan only `minibatch_size` and `fixed_shape` describe the batches.
         plan = Plan(BatchTrace.constant(1), MAX_INT, limit, fixed_shape=bool(fixed_shape), begin=_ENDLESS)
-        named = {"max_tokens": max_tokens, "shared": shared, "counts=": counts is not None, "key=": key is not None}
-        named["streams="] = 0 if streams is None else len(streams)
-        facts = {**named, "trace=": None if self._trace is None else self._trace.fingerprint}
+        facts = {
+            "max_tokens": max_tokens,
+            "shared": shared,
+            "counts=": counts is not None,
+            "key=": key is not None,
+            "streams=": 0 if streams is None else len(streams),
+            "trace=": None if self._trace is None else self._trace.fingerprint,
+        }
         stops = self._trace is not None and self._trace.on_end == "stop"
-        ends = self._trace.steps if self._trace is not None and stops else None
-        batches = _Unplanned(plan, resolve_world(rank, num_replicas), shuffle=False, updates=ends)
+        last_update = self._trace.steps if self._trace is not None and stops else None
+        batches = _Unplanned(plan, resolve_world(rank, num_replicas), shuffle=False, updates=last_update)
         super().__init__(batches, epochs=None, cut_is_known=fixed_shape is not None, facts=facts)
         self.streams = None if streams is None else Streams(streams, self.world, self.layout)
-        self._items: Shard | None = None  # of batches that arrive
+        self._items: Shard | None = None  # the iterator of a loop without streams
         self.whole = shared if self.streams is None else self.streams.whole  # whether each rank has the rows of all
 
     @property
@@ -213,14 +220,14 @@ class ArrivingBatches(Dealer):
         return self._trace
 
     def adopt_state(self, state: dict[str, Any], batches: Batches, *, owned: bool) -> None:
-        """Go on at a saved position, as `Dealer.adopt_state`; another update is due then."""
+        """Continue at a saved position, as `Dealer.adopt_state`; what the ranks had agreed on is not due any more."""
         self.agreed = None
         super().adopt_state(state, batches, owned=owned)
 
     # What this rank reads, and what all compute. ---------------------------------------------------------------------
 
     def begin(self, batches: Iterable[Any]) -> None:
-        """Read batches, or go on with an iterator, or with the streams."""
+        """Begin a loop over `batches`, or continue with it if it is the last loop's iterator, or with the streams."""
         if self.streams is None:
             items = iter(batches)
             if self._items is None or self._items.items is not items:
@@ -234,20 +241,22 @@ class ArrivingBatches(Dealer):
             found = "a device that compiles shapes"
             raise value_error("max_tokens= makes microbatches of any shape", found, "pass minibatch_size=")
         step, size, given = self.position.step, 0, [1]
-        if self._items is not None:
+        if self._items is not None:  # without streams: an update takes one item
             shards = [[0, self._items.read_until(1, step), self._items.ended, self._items.key]]
             items = self._items.take(1, step)
         else:
             assert self.streams is not None
-            with suppress(TraceEndError):  # unless the streams have ended, too
+            # A trace that has ended (size 0) is an error only if the streams have rows; so ask for one of these.
+            with suppress(TraceEndError):
                 size = self.trace.batch_size(step)
-            if not any(given := self.streams.shares(max(1, size))):
+            given = self.streams.shares(max(1, size))
+            if not any(given):
                 return None
             items, shards = self.streams.read(given, step)
         item, plan, rank, ranks = self.layout.join(items), self.plan, self.world.rank, self.world.size
         counts = self.layout.counts_of(item)
         chosen = np.flatnonzero(counts)  # (rows,)
-        if self.whole:
+        if self.whole:  # each rank has read the rows of all: take this rank's part
             chosen = chosen[len(chosen) * rank // ranks : len(chosen) * (rank + 1) // ranks]
         necessary = int(count_microbatches(np.array(len(chosen)), plan.minibatch_size, fixed_shape=plan.fixed_shape))
         packed = None
@@ -255,23 +264,41 @@ class ArrivingBatches(Dealer):
             lengths = self._lengths(item) if self._lengths is not None and len(counts) else counts
             packed = first_fit_decreasing(checked_numbers("lengths", lengths, len(counts))[chosen], self._max_tokens)
             necessary = len(packed)
-        text = digest(item) if self.last is None and ranks > 1 and len(counts) else ""
-        numbers = len(chosen), int(counts[chosen].sum()), necessary, self.last is not None or len(chosen) > 0
-        report = Report(step, size, shards, *numbers, len(counts), text)
+        report = Report(
+            step=step,
+            size=size,
+            shards=shards,
+            rows=len(chosen),
+            samples=int(counts[chosen].sum()),
+            necessary=necessary,
+            can_repeat=self.last is not None or len(chosen) > 0,
+            total=len(counts),
+            digest=digest(item) if self.last is None and ranks > 1 and len(counts) else "",
+        )
         return Brought(given, item, chosen, counts[chosen], packed, report)
 
     def pass_over(self) -> None:
-        """Leave out the items that were read last: no rank has rows."""
+        """Leave out the items that were read last, because no rank has rows in them."""
         assert self._items is not None
         self._items.drop()
 
     def arrange(self, brought: Brought, reports: Sequence[Report]) -> Agreed:
-        """Return the next update, with the rows of each microbatch of this rank; `reports`: of all ranks."""
+        """Return the next update, with the rows of each microbatch of this rank.
+
+        Args:
+            brought: the rows of this rank.
+            reports: the reports of all ranks.
+
+        Raises:
+            ValueError: if a layer needs equal rounds, and a rank has too few rows for them.
+        """
         _, item, chosen, counts, parts, (step, *_) = brought
         plan, equal, most = self.plan, self.dealing.padded, max(report.necessary for report in reports)
-        fills = equal and not (plan.fixed_shape or parts is not None)  # as many as the rank that needs most
-        by_rank = [min(report.rows, most) if fills else report.necessary for report in reports]
-        needed, most = by_rank[self.world.rank], max(by_rank)
+        # Where all ranks compute equally many microbatches, one with fewer rows cuts them into smaller microbatches, as
+        # many as the rank that needs most, if it has so many rows. A fixed shape and packing allow no smaller ones.
+        splits_further = equal and not plan.fixed_shape and parts is None
+        by_rank = [min(report.rows, most) if splits_further else report.necessary for report in reports]
+        own_microbatches, most = by_rank[self.world.rank], max(by_rank)
         if self.batches.split.equal_rounds and min(by_rank) < most:
             rank = by_rank.index(min(by_rank))
             raise value_error(
@@ -280,14 +307,15 @@ class ArrivingBatches(Dealer):
                 "bring at least as many rows on every rank, or leave the update out on all",
             )
         if parts is None:
-            rounds = max(1, needed)
+            rounds = max(1, own_microbatches)
             parts = rows_in_order(len(chosen), plan.minibatch_size, fixed_shape=plan.fixed_shape, rounds=rounds)
         total = sum(report.samples for report in reports)
-        sizes = [(0, 1)] * (max(most if equal else 1, needed) - needed)  # replays
+        rounds = most if equal else max(1, own_microbatches)
+        sizes = [(0, 1)] * (rounds - own_microbatches)  # samples and rows of each microbatch: replays come first
         sizes += [(int(counts[np.unique(part)].sum()), int(counts[part].sum())) for part in parts]
         microbatches = (
-            Microbatch(step, total, *size, start=number, number=number, ends_step=number == len(sizes) - 1)
-            for number, size in enumerate(sizes)
+            Microbatch(step, total, samples, rows, start=number, number=number, ends_step=number == len(sizes) - 1)
+            for number, (samples, rows) in enumerate(sizes)
         )
         batch = Batch(step, total, 0, sum(by_rank), tuple(microbatches))
         return Agreed(item, batch, [chosen[part] for part in parts], reports)

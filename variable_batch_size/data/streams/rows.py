@@ -19,19 +19,20 @@ Measure = Callable[[Any], "Sequence[int] | IntArray | Tensor"]
 
 
 def _is_leaf(batch: object) -> bool:
-    """Return whether the items of an object are rows; those of a tuple, a dict or a list with a tensor are fields.
+    """Return whether a batch is one field, whose items are rows, and not a structure of several fields.
 
-    A TensorDict, which is a dict, has a batch size and is indexed by rows.
+    A tuple, a dict, and a list with a tensor are structures, whose items are fields. A TensorDict is a dict, too, but
+    has a batch size and is indexed by rows.
     """
-    if isinstance(batch, list):  # a loader makes a list of the fields of tuples
+    if isinstance(batch, list):  # a DataLoader turns samples that are tuples into a list of fields
         return not any(isinstance(item, (Tensor, np.ndarray)) for item in _flat_items(batch))
     if isinstance(batch, tuple) and batch and all(isinstance(item, str) for item in batch):
-        return True  # as a loader collates strings
+        return True  # a DataLoader collates strings into a tuple, whose items are rows
     return hasattr(batch, "batch_size") or not isinstance(batch, (tuple, Mapping))
 
 
 def _flat_items(batch: object) -> Iterator[object]:
-    """Yield what is in a list, and in those within it."""
+    """Yield the items of a list, and those of the lists in it; or the object itself, if it is no list."""
     if isinstance(batch, list):
         for item in batch:
             yield from _flat_items(item)
@@ -40,27 +41,35 @@ def _flat_items(batch: object) -> Iterator[object]:
 
 
 def _map_leaves(function: Callable[..., Any], *batches: Any) -> Any:
-    """Return a batch of the same structure, with what a function returns for each field of all batches."""
+    """Return a batch of the same structure, with the result of `function(*fields)` in the place of each field.
+
+    Args:
+        function: function of one field of each of the batches.
+        *batches: batches of the same structure.
+    """
     first = batches[0]
     if _is_leaf(first):
         return function(*batches)
     if isinstance(first, Mapping):
         if any(batch.keys() != first.keys() for batch in batches):
-            raise ValueError(f"{sorted({name for batch in batches for name in batch})} in some")
+            names = sorted({name for batch in batches for name in batch})
+            raise ValueError(f"{names} in some")  # `join_rows` completes the sentence
         fields = {name: _map_leaves(function, *(batch[name] for batch in batches)) for name in first}
         if not isinstance(first, MutableMapping):
             return type(first)(fields)  # type: ignore[call-arg]
-        made = copy.copy(first)  # such as a defaultdict
-        made.update(fields)
-        return made
+        mapped = copy.copy(first)  # the constructor of a defaultdict, for example, takes no fields
+        mapped.update(fields)
+        return mapped
     values = [_map_leaves(function, *parts) for parts in zip(*batches, strict=True)]
-    return type(first)(*values) if hasattr(first, "_fields") else type(first)(values)
+    is_named_tuple = hasattr(first, "_fields")
+    return type(first)(*values) if is_named_tuple else type(first)(values)
 
 
 def leaves(batch: Any) -> list[Any]:
     """Return the fields of a batch, without the tuples and dicts that they are in."""
-    _map_leaves((found := list[Any]()).append, batch)
-    return found
+    fields = list[Any]()
+    _map_leaves(fields.append, batch)
+    return fields
 
 
 def count_rows(batch: Any) -> int:
@@ -89,7 +98,7 @@ def count_rows(batch: Any) -> int:
 
 
 def is_list_of_rows(batch: Any) -> bool:
-    """Return whether a batch is a list whose items are rows, to be collated, and not one of fields."""
+    """Return whether a batch is a list of rows, which are to be collated, and not a list of fields."""
     return isinstance(batch, list) and _is_leaf(batch)
 
 
@@ -102,7 +111,7 @@ def join_rows(batches: Sequence[Any]) -> Any:
     """Return the rows of several batches, one after another.
 
     Raises:
-        ValueError: if their fields differ, or the sizes of these besides the rows.
+        ValueError: if the batches have different fields, or fields of different shapes besides the number of rows.
     """
 
     def join(*parts: Any) -> Any:
@@ -118,7 +127,12 @@ def join_rows(batches: Sequence[Any]) -> Any:
 
 
 def take_rows(batch: Any, index: IntArray) -> Any:
-    """Return these rows of a batch, (rows,): without a copy of tensors and arrays if they are consecutive."""
+    """Return some rows of a batch; if they are consecutive, tensors and arrays are not copied.
+
+    Args:
+        batch: a batch.
+        index: the rows, (rows,).
+    """
     if len(index) and index[-1] - index[0] == len(index) - 1 and (np.diff(index) == 1).all():
         return _map_leaves(lambda leaf: leaf[int(index[0]) : int(index[-1]) + 1], batch)
 
@@ -133,20 +147,20 @@ def take_rows(batch: Any, index: IntArray) -> Any:
 
 
 def digest(value: Any) -> str:
-    """Return a digest of rows or of a state, by which equal ones are found; "" if it cannot be told, as on a device."""
+    """Return a text that is the same for equal rows or states; "" if there is none, as for tensors on a GPU."""
 
-    def plain(tensor: Tensor) -> Any:
+    def plain(tensor: Tensor) -> Any:  # a pickled tensor would depend on its storage, and not only on its values
         return str(tensor.dtype), tensor.shape, tensor.detach().ravel().view(torch.uint8).numpy().tobytes()
 
     try:
         return hashlib.sha256(pickle.dumps(tree_map_only(Tensor, plain, value))).hexdigest()[:16]
-    except Exception:  # of whatever the user's rows are
+    except Exception:  # rows may be any objects of the user, whose pickling may raise anything
         return ""
 
 
 @final
 class Layout:
-    """How items have rows, by the arguments of `ArrivingBatches`."""
+    """How the rows of an item are counted, selected, joined and collated, by the arguments of `ArrivingBatches`."""
 
     def __init__(
         self, counts: Measure | None, key: Callable[[Any], str | int] | None, collate: Callable[[list[Any]], Any] | None
@@ -166,30 +180,39 @@ class Layout:
         return checked_numbers("counts", self._counts(item), number)
 
     def key_of(self, item: Any) -> str | int | None:
-        """Return what names an item; None without `key`."""
+        """Return the name that the user's function `key` gives to an item; None without `key`."""
         key = None if self._key is None or item is None else self._key(item)
         if not isinstance(key, (str, int, type(None))):
             raise type_error("key= must return a str or an int", key, "return the number of the rollout, or its name")
         return key
 
     def select(self, item: Any, index: IntArray) -> Any:
-        """Return some rows of an item, (rows,)."""
+        """Return some rows of an item; `index`: which, (rows,)."""
         return take_rows(item, index) if self._collate is None else [item[number] for number in index.tolist()]
 
     def join(self, items: Sequence[Any]) -> Any:
-        """Return the rows of several items; None for none."""
+        """Return one item with the rows of several items; None for no item."""
         if len(items) < 2:
             return items[0] if items else None
         return join_rows(items) if self._collate is None else [row for item in items for row in item]
 
     def microbatch(self, item: Any, index: IntArray | None = None) -> Any:
-        """Return these rows of an item, or all, as a microbatch."""
+        """Return some rows of an item as a microbatch; `index`: which, (rows,), or None for all."""
         item = item if index is None else self.select(item, index)
         return item if self._collate is None else self._collate(item)
 
 
 def checked_numbers(name: str, returned: Any, number: int) -> IntArray:
-    """Return what a user's function has returned for each row, (rows,)."""
+    """Return the numbers that a user's function has returned for each row, as an array, (rows,).
+
+    Args:
+        name: the name of the function, for the error.
+        returned: what it has returned.
+        number: number of rows.
+
+    Raises:
+        ValueError: if these are not integers >= 0, one for each row.
+    """
     values = np.asarray(returned.cpu() if isinstance(returned, Tensor) else returned)
     if values.shape != (number,) or values.dtype.kind not in "iub" or (values < 0).any():
         found = f"{values.dtype} of shape {values.shape}" if values.shape != (number,) else f"{values.min()}"

@@ -1,4 +1,7 @@
-"""What is read: the items of an iterator, and the shards of streams, whose rows are the same in every world."""
+"""How items of iterators are read, and shards of streams, whose rows are the same for any number of ranks.
+
+"Used" rows are those of updates that were made. What a shard has read beyond them is "left" for the next update.
+"""
 
 from __future__ import annotations
 
@@ -28,28 +31,35 @@ _BEGIN: dict[str, Any] = {"ended": False, "used": 0}  # the state of a shard tha
 
 @final
 class _Read(NamedTuple):
-    """What was read of a shard, as one value: an interrupt finds the old one or the new one."""
+    """What was read of a shard, as one value: an interrupt leaves the old value or the new one, and no mixture."""
 
-    items: list[Any]  # without those whose rows are all used
-    counts: list[IntArray]  # what each row of an item counts, (rows,), for each of the first items
+    items: list[Any]  # items that were read, without those whose rows are all used
+    counts: list[IntArray]  # what each row of an item counts, (rows,) each; the last items may not be counted yet
     before: int  # number of rows before those of `items`
-    update: int  # for which rows were taken last
-    first: int  # of these, among the rows of `items`
-    end: int
+    update: int  # the update for which rows were taken last
+    first: int  # the first row that was taken for it, among the rows of `items`
+    end: int  # the row after the last one that was taken for it
 
 
 @final
 class Shard:
-    """The rows of an iterator that were read, and how many of them are used, which follows from the updates made.
+    """The rows of an iterator that were read, and how many of them are used.
+
+    Nobody reports that an update is made: rows that were taken for an update are used once a later update asks.
 
     Args:
-        items: an iterator over items, of any number of rows; `asked` counts how many it was asked for.
+        items: an iterator over items, of any number of rows.
         layout: how these have rows.
         source: the iterable of which the iterator was made.
-        by_item: whether an item is what is counted and taken, whatever its rows.
-        kept: rows that come before those of `items`.
+        by_item: whether an item is counted and taken as a whole, as one row.
+        kept: an item with rows that come before those of `items`, from a restored state.
         used: number of rows that are used, before `kept` and `items`.
-        skipped: number of rows that are used, the first of `items`.
+        skipped: number of rows that are used, the first ones of `items`.
+
+    Attributes:
+        ended: whether the iterator has ended.
+        asked: how many items the iterator was asked for.
+        key: the name of the item that was read last, see `Layout.key_of`.
     """
 
     def __init__(
@@ -66,10 +76,11 @@ class Shard:
         self.items, self._layout, self._by_item = items, layout, by_item
         self.ended, self.asked = False, 0
         self._failed = False  # whether the last read has raised
-        self.key: str | int | None = None  # of the item that was read last
-        self._read = _Read([] if kept is None else [kept], [], used, -1, skipped, skipped)
-        self._compares = isinstance(source, DataLoader) and source.num_workers > 1
-        self._digest = ""  # of the first item, if several workers read them
+        self.key: str | int | None = None
+        restored_items = [] if kept is None else [kept]
+        self._read = _Read(restored_items, [], before=used, update=-1, first=skipped, end=skipped)
+        self._compares = isinstance(source, DataLoader) and source.num_workers > 1  # until two items were compared
+        self._digest = ""  # of the first item, if several workers read items
 
     def read_until(self, size: int, update: int) -> int:
         """Read until the rows that are left for an update count `size`, or all are read; return what they count."""
@@ -77,24 +88,27 @@ class Shard:
         while available < size and not self.ended:
             items, counts = self._read.items, self._read.counts
             try:
-                items.extend(islice(self.items, 1))  # at one instant: an interrupt leaves no item that is nowhere
+                # One call reads and stores: between next() and append() an interrupt would lose the item.
+                items.extend(islice(self.items, 1))
             except Exception:
                 self._failed = True
                 raise
             self.asked += 1
-            self._failed &= len(items) == len(counts)
+            found_end = len(items) == len(counts)  # nothing was added
+            self._failed = self._failed and found_end
             if self._failed:
                 raise RuntimeError(
                     "a stream must go on after an exception, but it has ended at once, as a generator does that has "
                     "raised; load the state of the last checkpoint, or loop over a new iterator"
                 )
-            self.ended = len(items) == len(counts)
+            self.ended = found_end
             added = 0 if self.ended else int(self._count_next().sum())
-            available = available + added if available else int(self.left(update).sum())  # without rows that are used
+            # The first rows of the first items may be used, after a restore; then only `left` knows what counts.
+            available = available + added if available else int(self.left(update).sum())
         return available
 
     def left(self, update: int) -> IntArray:
-        """Return what each row counts that is left for an update, (rows,); forget the rows of updates before it."""
+        """Return the counts of the rows that are left for an update, (rows,); forget the rows of earlier updates."""
         while len(self._read.counts) < len(self._read.items):
             self._count_next()
         items, counts, before, taken_for, first, end = self._read
@@ -106,34 +120,42 @@ class Shard:
         return np.concatenate([np.zeros(0, np.int64), *counts])[begin:]
 
     def take(self, size: int, update: int) -> list[Any]:
-        """Return the first rows that count at least `size`, as few as possible, until the update is made; as items."""
+        """Take the first rows that count at least `size`, as few as possible, for an update; return them as items.
+
+        Another call for the same update takes the same rows again.
+        """
         counts = self.left(update)
-        number = min(len(counts), int(np.searchsorted(np.cumsum(counts), size)) + 1) if size > 0 else 0
+        number = 0
+        if size > 0:
+            number = min(len(counts), int(np.searchsorted(np.cumsum(counts), size)) + 1)
         self._read = self._read._replace(end=self._read.first + number)
         return self._first_left(number)
 
     def drop(self) -> None:
-        """Take the rows that were taken last as used: no rank has any."""
-        self._read = self._read._replace(update=-1)
+        """Make the rows that were taken last used, although their update was not made: no rank has rows in them."""
+        self._read = self._read._replace(update=-1)  # any update comes later
 
     def unused(self, update: int) -> list[Any]:
         """Return the rows that are read and left for an update, as items."""
         return self._first_left(len(self.left(update)))
 
     def used(self, update: int) -> int:
-        """Return how many rows are used by the updates before one."""
+        """Return how many rows are used by the updates before `update`."""
         self.left(update)
         return self._read.before + self._read.first
 
     def _count_next(self) -> IntArray:
-        """Count the first item that is not counted yet; warn if it is the second one, and equal to the first."""
+        """Return and store the counts of the first item that is not counted yet, (rows,).
+
+        Warn if it is the second item of a loader with several workers, and equal to the first one.
+        """
         item = self._read.items[len(self._read.counts)]
         counts = np.ones(1, np.int64) if self._by_item else self._layout.counts_of(item)
         self.key = self._layout.key_of(item)
         if self._compares:
-            first, self._digest = self._digest, digest(item)
-            self._compares = not first
-            if first and first == self._digest:
+            first_digest, self._digest = self._digest, digest(item)
+            self._compares = not first_digest
+            if first_digest and first_digest == self._digest:
                 warn(
                     "The workers of the loader begin with the same rows, so that each row is used once by every "
                     "worker; let each read its own part of the stream, by torch.utils.data.get_worker_info()"
@@ -142,8 +164,8 @@ class Shard:
         return counts
 
     def _first_left(self, number: int) -> list[Any]:
-        """Return the first rows that are left, as items."""
-        items, begin = [], -self._read.first
+        """Return the first `number` rows that are left, as items, of which the first and the last may be cut."""
+        items, begin = [], -self._read.first  # number of the item's first row, among the rows that are left
         for item, counts in zip(self._read.items, self._read.counts, strict=True):
             low, high = max(0, -begin), min(len(counts), number - begin)
             if low < high:
@@ -154,15 +176,19 @@ class Shard:
 
 @final
 class Streams:
-    """A pass over the shards, of which each rank reads its own; if they are fewer than ranks, each rank reads all.
+    """A pass over the shards: each rank reads its own ones, or all if there are fewer shards than ranks.
 
     Args:
         sources: the shards, the same on all ranks.
         world: this rank, and the number of ranks.
         layout: how their items have rows.
         passes: number of passes that have ended.
-        restored: states with which shards are opened.
-        spent: shards of which this process has read rows in another pass, or before a restore.
+        restored: the states with which shards begin, by number.
+        spent: numbers of shards of which this process has read rows in another pass, or before a restore.
+
+    Attributes:
+        passes: as the argument.
+        whole: whether each rank reads all shards.
     """
 
     def __init__(
@@ -176,20 +202,27 @@ class Streams:
     ) -> None:
         self._sources, self._world, self._layout, self.passes = list(sources), world, layout, passes
         self.whole = len(self._sources) < world.size
+        # The numbers of the shards that this rank reads.
         self._own = range(len(self._sources)) if self.whole else range(world.rank, len(self._sources), world.size)
         self._restored, self._spent = restored or {}, {*spent}
-        self._shards: dict[int, Shard] = {}  # that are opened
-        self._left: dict[int, int] = {}  # what is left at most of shards of which all ranks know that they have ended
-        self._saved: dict[int, tuple[str, int]] = {}  # digest of the last state of a source, and what was asked then
+        self._shards: dict[int, Shard] = {}  # those that were opened
+        self._left: dict[int, int] = {}  # what is left at most of each shard whose end all ranks know
+        self._saved: dict[int, tuple[str, int]] = {}  # digest of a source's last state, and `Shard.asked` at that time
 
     def shares(self, size: int) -> list[int]:
-        """Return what each shard gives to an update, as far as all ranks know; nothing if the pass has ended."""
+        """Return what each shard is to give to an update, from what all ranks know; zeros if the pass has ended."""
         return shares(size, [self._left.get(number, size) for number in range(len(self._sources))])
 
     def read(self, given: Sequence[int], update: int) -> tuple[list[Any], list[list[Any]]]:
-        """Return what the shards of this rank give to an update, as items, and what all ranks are told of each shard.
+        """Read and take what the shards of this rank give to an update.
 
-        That is its number, what its rows that are read count, whether it has ended, and the key of its last item.
+        Args:
+            given: what each shard is to give.
+            update: number of the update.
+
+        Returns:
+            The rows, as items; and a report for each shard that is read: its number, what its rows that are left count,
+            whether it has ended, and the key of its last item.
         """
         items, reports = list[Any](), []
         for number in self._own:
@@ -201,7 +234,7 @@ class Streams:
         return items, reports
 
     def suffices(self, given: Sequence[int], reports: Sequence[Sequence[Any]]) -> bool:
-        """Return whether the shards of all ranks have what they are to give; note which have ended."""
+        """Return whether all shards have what they are to give, by the reports of all ranks; note which have ended."""
         self._left.update({number: available for number, available, ended, _ in reports if ended})
         return all(available >= given[number] for number, available, *_ in reports)
 
@@ -211,7 +244,8 @@ class Streams:
         Raises:
             ValueError: if the state is not one of as many shards.
         """
-        passes, restored, spent = self.passes + 1, {}, {*self._spent, *(n for n, s in self._shards.items() if s.asked)}
+        passes, restored = self.passes + 1, {}
+        spent = self._spent | {number for number, shard in self._shards.items() if shard.asked}
         if state is not None:
             if not isinstance(state, dict) or state.get("version") != _VERSION:
                 remedy = "restore one as saved; resume an earlier one with the version that saved it"
@@ -223,10 +257,11 @@ class Streams:
         return Streams(self._sources, self._world, self._layout, passes, restored, spent)
 
     def _open(self, number: int) -> Shard:
-        """Begin to read a shard, or go on with it where it was saved."""
+        """Return a shard from its beginning, or from where it was saved."""
         source, state = self._sources[number], self._restored.get(number, _BEGIN)
         for owner in (source, getattr(source, "dataset", None)):
-            if callable(set_epoch := getattr(owner, "set_epoch", None)):
+            set_epoch = getattr(owner, "set_epoch", None)
+            if callable(set_epoch):
                 set_epoch(self.passes)
         resumes = "own" in state and hasattr(source, "load_state_dict")
         if resumes:
@@ -247,19 +282,25 @@ class Streams:
         """Return the state of each shard that this rank has to save, as text.
 
         Raises:
-            RuntimeError: if a state stands still, although more was read than between two snapshots of its source.
-            TypeError: if a state or rows could not be read again.
+            RuntimeError: if the state of a source does not change, although more was read than between two snapshots.
+            TypeError: if a state or rows have a type that could not be loaded again.
         """
         numbers = self._own if not self.whole or self._world.rank == 0 else []
         return {number: as_text(self._state_of(number, update)) for number in numbers}
 
     def _state_of(self, number: int, update: int) -> dict[str, Any]:
+        """Return the state of a shard before an update.
+
+        It has "ended" and "used"; "own", the state of the source, if that has one; and then, or at the end, "rows", the
+        rows that were read and are left. Without "own" a restored shard reads anew, and skips the rows that are used.
+        """
         restored, source = self._restored.get(number, _BEGIN), self._sources[number]
-        if (shard := self._shards.get(number)) is None:
+        shard = self._shards.get(number)
+        if shard is None:
             return restored
         unused = shard.unused(update)
         state: dict[str, Any] = {"ended": shard.ended, "used": shard.used(update)}
-        if not shard.asked and "own" in restored:  # what an iterator has not begun may have another state
+        if not shard.asked and "own" in restored:  # before its first item an iterator may report another state
             state["own"] = restored["own"]
         elif shard.asked and not shard.ended and callable(getattr(source, "state_dict", None)):
             state["own"] = source.state_dict()
@@ -269,12 +310,15 @@ class Streams:
         return state
 
     def _check_moves(self, number: int, shard: Shard, own: Any) -> None:
-        """Raise RuntimeError if the state of a source stands still; warn if its snapshots may be so far apart."""
+        """Raise RuntimeError if the state of a source has not changed since it was last saved, although it should.
+
+        Only warn if the source does not say how many items lie between two of its snapshots.
+        """
         source = self._sources[number]
-        text, (last, asked) = _digest_of_place(source, own), self._saved.get(number, ("", 0))
+        current, (last, asked) = _digest_of_place(source, own), self._saved.get(number, ("", 0))
         interval = getattr(source, "snapshot_every_n_steps", None)
-        if text != last or not text:
-            self._saved[number] = text, shard.asked
+        if current != last or not current:
+            self._saved[number] = current, shard.asked
         elif shard.asked - asked > (interval or 1):
             sentence = (
                 f"the state of a stream must move with its rows, but {shard.asked - asked} items of shard {number}, a "
@@ -286,31 +330,40 @@ class Streams:
             warn(sentence[0].upper() + sentence[1:])
 
     def state_dict(self, texts: Mapping[int, str]) -> dict[str, Any]:
-        """Return the state of all shards, given that of each."""
+        """Return the state of the pass; `texts`: the states of all shards, as `states` of all ranks returns them."""
         return {"version": _VERSION, "passes": self.passes, "shards": [text for _, text in sorted(texts.items())]}
 
 
 def _digest_of_place(source: Any, own: Any) -> str:
-    """Return a digest of the state of a source; of a loader, which counts what it yields, that of its dataset."""
+    """Return a digest of the state of a source, without what moves even if the source stands still.
 
-    def inside(state: Any) -> list[Any]:
-        pairs = state.items() if isinstance(state, Mapping) else ()
-        names = "dataset_state", "dataset_iter_state"
-        parts = ([value] if name in names and value is not None else inside(value) for name, value in pairs)
-        return [value for part in parts for value in part]
+    The state of a StatefulDataLoader counts what it yields; only the states of its dataset, if there are any, tell
+    whether that moves.
+    """
 
-    return digest((inside(own) if isinstance(getattr(source, "dataset", None), IterableDataset) else []) or own)
+    def states_of_dataset(state: Any) -> list[Any]:
+        found = []
+        for name, value in state.items() if isinstance(state, Mapping) else ():
+            if name in ("dataset_state", "dataset_iter_state") and value is not None:
+                found.append(value)
+            else:
+                found += states_of_dataset(value)
+        return found
+
+    is_loader = isinstance(getattr(source, "dataset", None), IterableDataset)
+    return digest((states_of_dataset(own) if is_loader else []) or own)
 
 
 def warn(sentence: str) -> None:
-    """Warn at the line of the user."""
+    """Warn with the line of the user's code that has called the library."""
     warnings.warn(sentence, UserWarning, stacklevel=stacklevel_of_user())
 
 
 def as_text(value: Any) -> str:
-    """Return rows or a state as text; raise TypeError if it could not be read again, which executes nothing."""
+    """Return rows or a state as text; raise TypeError if `from_text`, which executes no code, could not load it."""
     compact = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), value)  # shares no memory with larger ones
-    torch.save(compact, file := io.BytesIO())
+    file = io.BytesIO()
+    torch.save(compact, file)
     text = base64.b64encode(file.getvalue()).decode()
     try:
         from_text(text)
@@ -323,8 +376,8 @@ def as_text(value: Any) -> str:
 
 
 def from_text(text: str, device: torch.device | None = None) -> Any:
-    """Return the value of `as_text`; tensors of an accelerator come to `device`, by default to the CPU."""
-    place: Any = "cpu"
-    if device is not None and device.type != "cpu":
-        place = {f"{device.type}:{number}": str(device) for number in range(torch.accelerator.device_count())}
-    return torch.load(io.BytesIO(base64.b64decode(text)), place, weights_only=True)
+    """Return the value that `as_text` has made a text; tensors of an accelerator come to `device`, or to the CPU."""
+    map_location: Any = "cpu"
+    if device is not None and device.type != "cpu":  # from any accelerator of the rank that has sent the text
+        map_location = {f"{device.type}:{number}": str(device) for number in range(torch.accelerator.device_count())}
+    return torch.load(io.BytesIO(base64.b64decode(text)), map_location, weights_only=True)

@@ -28,9 +28,9 @@ class Budget:
     """How many tokens a microbatch may hold.
 
     Attributes:
-        lengths: of each sample of the dataset, (samples,), integers as the user has them, which may be in a file.
-        counts: what of it counts in the loss, (samples,).
-        max_tokens: the most that a microbatch holds.
+        lengths: number of tokens of each sample of the dataset, (samples,); the user's array, perhaps memory-mapped.
+        counts: how many of these tokens count in the loss, (samples,).
+        max_tokens: the largest number of tokens that a microbatch holds.
         pad: whether each row is as long as the longest one of its microbatch.
     """
 
@@ -41,18 +41,18 @@ class Budget:
 
     @property
     def total(self) -> int:
-        """What the whole dataset counts."""
+        """The number of tokens of the whole dataset that count."""
         return int(self.counts.sum())
 
     def count(self, samples: Sequence[int] | IntArray) -> int:
-        """Return what samples count."""
+        """Return how many tokens of some samples count; `samples`: indices in the dataset."""
         return int(self.counts[samples].sum())
 
     def limit(self, adaptive: AdaptiveTrace) -> AdaptiveTrace:
-        """Return a trace whose controller chooses sizes that leave each update of an epoch a sample, whatever follows.
+        """Return a trace whose controller only chooses batch sizes large enough for every update to have a sample.
 
         Raises:
-            ValueError: if its start or its lower bound is smaller.
+            ValueError: if the trace's start or lower bound is smaller than that.
         """
         least = min(2 * int(self.counts.max()), self.total)
         if adaptive.bounds is None and adaptive.start is None:
@@ -65,28 +65,32 @@ class Budget:
 
     @cached_property
     def digest(self) -> str:
-        """Return a text that is the same for equal lengths and counts."""
-        found = hashlib.sha256()
+        """A text that is the same for equal lengths and counts."""
+        digest = hashlib.sha256()
         for numbers in (self.lengths, self.counts):
             for begin in range(0, len(numbers), _CHUNK):
-                found.update(numbers[begin : begin + _CHUNK].astype("<i8").tobytes())
-        return found.hexdigest()[:16]
+                digest.update(numbers[begin : begin + _CHUNK].astype("<i8").tobytes())
+        return digest.hexdigest()[:16]
 
     def unlike(self) -> list[int]:
-        """Return a short and a long sample that fit into a microbatch together, also padded; one if none do."""
+        """Return a short and a long sample that fit into a microbatch together, also padded; only sample 0 if none do.
+
+        A check of the loss runs them together and apart.
+        """
         fitting = np.flatnonzero(self.lengths <= self.max_tokens // 2)
         lengths = self.lengths[fitting]
         return [int(fitting[lengths.argmin()]), int(fitting[lengths.argmax()])] if len(fitting) > 1 else [0]
 
     def cut(self, samples: IntArray, ranks: int) -> list[IntArray]:
-        """Return the samples of each microbatch of a step, (rows,) each: those that count 0, then the largest first.
+        """Return the samples of each microbatch of a step, (rows,) each.
 
-        As few rounds of as many microbatches as ranks as packing needs, and in them microbatches of similar size, so
-        that no rank waits long. Within a microbatch samples keep their order.
+        Packing determines the number of rounds, in which every rank gets a microbatch. Their microbatches are made
+        similar in size, so that no rank waits long. Microbatches whose samples all count 0 come first, then the largest
+        ones. Within a microbatch samples keep their order.
 
         Args:
-            samples: of the step, (samples,).
-            ranks: number of ranks that share a round; 1 for a cut that does not depend on them.
+            samples: the samples of the step, (samples,).
+            ranks: number of ranks that share a round; 1 for a cut that does not depend on the number of ranks.
         """
         lengths = self.lengths[samples].astype(np.int64)
         packed = (padded_groups if self.pad else first_fit_decreasing)(lengths, self.max_tokens)
@@ -95,7 +99,7 @@ class Budget:
             parts = padded_evenly(lengths, self.max_tokens, number)
         else:
             parts = spread_evenly(lengths, number)
-            if max(int(lengths[rows].sum()) for rows in parts) > self.max_tokens:
+            if max(int(lengths[rows].sum()) for rows in parts) > self.max_tokens:  # which packing has avoided
                 parts = packed
         counts = self.counts[samples]
         parts = sorted(parts, key=lambda rows: (counts[rows].any(), -int(lengths[rows].sum()), int(rows[0])))
@@ -103,11 +107,17 @@ class Budget:
 
 
 def checked(name: str, values: Any, size: int, least: int) -> IntArray:
-    """Return the numbers of a user, one a sample, as an array; a memory-mapped one stays as it is.
+    """Return the numbers that a user has passed, one for each sample, as an array; a memory-mapped one is not copied.
+
+    Args:
+        name: the name of the argument, for the error.
+        values: what the user has passed.
+        size: number of samples.
+        least: the smallest number that is allowed.
 
     Raises:
         TypeError: if they are no integers.
-        ValueError: if they are as many as no sample, or one is too small.
+        ValueError: if there is not one number for each sample, or one is too small.
     """
     if hasattr(values, "detach"):
         values = values.detach().cpu()
@@ -124,10 +134,17 @@ def checked(name: str, values: Any, size: int, least: int) -> IntArray:
 
 
 def budget_of(lengths: Any, max_tokens: Any, counts: Any, size: int, *, pad: bool) -> Budget:
-    """Return the budget of a sampler, as its user has described it.
+    """Return the budget that the arguments of a `CustomSampler` describe.
+
+    Args:
+        lengths: as for `CustomSampler`.
+        max_tokens: as for `CustomSampler`.
+        counts: as for `CustomSampler`.
+        size: number of samples of the dataset.
+        pad: as for `Budget`.
 
     Raises:
-        TypeError, ValueError: if an argument is none of those that `CustomSampler` describes.
+        TypeError, ValueError: if an argument is not as `CustomSampler` describes it.
     """
     limit = as_int(max_tokens)
     if limit is None or limit < 1:
@@ -135,7 +152,8 @@ def budget_of(lengths: Any, max_tokens: Any, counts: Any, size: int, *, pad: boo
         raise value_error(requirement, repr(max_tokens), "pass what fits into memory")
     lengths = checked("lengths", lengths, size, 1)
     counts = lengths if counts is None else checked("counts", counts, size, 0)
-    if (longest := int(lengths.max())) > limit:
+    longest = int(lengths.max())
+    if longest > limit:
         index = int(lengths.argmax())
         requirement = f"every sample must have at most max_tokens={limit} tokens"
         raise value_error(requirement, f"{longest} in sample {index}", "shorten the sample, or raise max_tokens")

@@ -24,19 +24,19 @@ from variable_batch_size.data.tokens.budget import Budget
 from variable_batch_size.microbatching import Microbatch
 
 _CHUNK = 2**17  # samples that are ordered at once
-_KEPT = 64  # steps whose cut is kept, because loader and training both ask for it
-_STEPS = 8  # that are dealt at once
-_EPOCHS = 2  # whose order is kept, because a loader may read the next one
+_MAX_STORED_CUTS = 64  # steps whose cut is stored, because loader and training both ask for it
+_STEPS_PER_DEAL = 8
+_MAX_STORED_EPOCHS = 2  # epochs whose order is stored: a loader may read the next one while the last one is trained
 
 
 def boundaries(ends: IntArray, targets: IntArray) -> IntArray:
-    """Return how many samples lie before each boundary between steps: the numbers whose ends are nearest to targets.
+    """Return how many samples lie before the end of each step: as many as bring their sum nearest to a target.
 
-    Each step has a sample: a boundary lies behind the one before it, and leaves one to each that follows.
+    Each step has at least one sample: a boundary lies behind the one before it, and leaves a sample to each later step.
 
     Args:
-        ends: tokens of the first i + 1 samples, increasing, (samples,).
-        targets: cumulative batch sizes, increasing, (boundaries,); at most as many as samples.
+        ends: number of tokens of the first i + 1 samples, increasing, (samples,).
+        targets: sums of the batch sizes of the first steps, increasing, (boundaries,); at most as many as samples.
 
     Returns:
         (boundaries,).
@@ -44,24 +44,26 @@ def boundaries(ends: IntArray, targets: IntArray) -> IntArray:
     >>> boundaries(np.array([3, 5, 9, 10]), np.array([4, 10]))
     array([1, 4])
     """
-    after = np.searchsorted(ends, targets)  # (boundaries,): samples that end before a target
-    behind = ends[np.minimum(after, len(ends) - 1)]
-    before = np.where(after > 0, ends[np.maximum(after, 1) - 1], 0)
-    number = after + ((behind - targets < targets - before) & (after < len(ends)))
+    number = np.searchsorted(ends, targets)  # (boundaries,): of samples that end before a target
+    end_after = ends[np.minimum(number, len(ends) - 1)]  # (boundaries,): where the next sample ends
+    end_before = np.where(number > 0, ends[np.maximum(number, 1) - 1], 0)  # (boundaries,)
+    next_is_nearer = end_after - targets < targets - end_before
+    number = number + (next_is_nearer & (number < len(ends)))
     index = np.arange(len(targets))
+    # At least one more sample than before the last boundary: without the index the numbers must not decrease.
     number = np.maximum.accumulate(np.maximum(number, 1) - index) + index
-    return np.minimum(number, len(ends) - (len(targets) - 1 - index))
+    return np.minimum(number, len(ends) - (len(targets) - 1 - index))  # and one for each step that follows
 
 
 @final
 @dataclass(frozen=True)
 class TokenDeal:
-    """The microbatches of one rank in consecutive steps, as a `Deal`.
+    """The microbatches of one rank in consecutive steps; it has the methods of a `Deal`.
 
     Attributes:
         first_step: number of the first of these steps.
         ends: number of microbatches that this rank has computed at the end of each step, (steps,).
-        samples: those of each microbatch, (rows,) each.
+        samples: the samples of each microbatch, (rows,) each.
     """
 
     first_step: int
@@ -72,19 +74,19 @@ class TokenDeal:
         return len(self.samples)
 
     def rows(self, begin: int, end: int, order: object) -> list[list[int]]:
-        """Return the samples of microbatches."""
+        """Return the samples of microbatches `begin .. end - 1`; they are in the order of the epoch already."""
         return [samples.tolist() for samples in self.samples[begin:end]]
 
 
 class _Ordered(NamedTuple):
-    """An epoch in its order.
+    """The samples of an epoch in its order, and where its steps begin.
 
     Attributes:
-        number: of the epoch.
-        first_step: of the epoch.
-        samples: the samples in their order, (samples,).
-        starts: of each step, and the end of the last one, in samples, (steps + 1,).
-        offsets: what these count before, (steps + 1,).
+        number: number of the epoch.
+        first_step: first step of the epoch.
+        samples: indices of the samples in the dataset, in the order of the epoch, (samples,).
+        starts: number of samples before each step, and before the end of the last one, (steps + 1,).
+        offsets: what these samples count, (steps + 1,).
     """
 
     number: int
@@ -114,23 +116,24 @@ class TokenBatches(Batches):
     _cuts: dict[tuple[int, int], list[IntArray]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def _ordered(self, number: int) -> _Ordered:
-        """Return an epoch in its order."""
-        for known in self._epochs:
-            if known.number == number:
-                return known
+        """Return the samples of epoch `number` in its order, and where its steps begin."""
+        for stored in self._epochs:
+            if stored.number == number:
+                return stored
         epoch = self.plan.epoch(number)
         if number not in self._orders:
             self._orders[number] = self._in_order(number)
-            while len(self._orders) > _EPOCHS:
+            while len(self._orders) > _MAX_STORED_EPOCHS:
                 del self._orders[next(iter(self._orders))]
         samples = self._orders[number]
         ends = np.empty(len(samples), np.int64)  # what the first i + 1 samples count
         for begin in range(0, len(samples), _CHUNK):
             counts = self.budget.counts[samples[begin : begin + _CHUNK]]
             ends[begin : begin + _CHUNK] = np.cumsum(counts, dtype=np.int64) + (ends[begin - 1] if begin else 0)
-        counted = None
+        counted = None  # (counted,): positions of the samples that count; None if all do
         if (ends[1:] == ends[:-1]).any() or not ends[0]:
-            counted = np.flatnonzero(np.diff(ends, prepend=0))  # (counted,): what counts 0 stays with the one before
+            # A sample that counts 0 belongs to the step of the sample before it, so that no step counts 0.
+            counted = np.flatnonzero(np.diff(ends, prepend=0))
             ends = ends[counted]
         if len(ends) < epoch.updates:
             raise value_error(
@@ -140,19 +143,22 @@ class TokenBatches(Batches):
             )
         nominal = [self.plan.samples_before(epoch, step) for step in range(epoch.first_step + 1, epoch.end_step + 1)]
         targets = np.array(nominal, dtype=np.int64) - epoch.samples_before
-        behind = boundaries(ends, targets) if len(targets) else targets
-        found = _Ordered(
+        counted_before = boundaries(ends, targets) if len(targets) else targets  # (steps,): before each step's end
+        samples_before = counted_before
+        if counted is not None:  # a step ends before the first sample that counts in the next one
+            samples_before = np.append(counted, len(samples))[counted_before]
+        ordered = _Ordered(
             number,
             epoch.first_step,
             samples,
-            np.concatenate(([0], behind if counted is None else np.append(counted, len(samples))[behind])),
-            np.concatenate(([0], ends[behind - 1])),
+            starts=np.concatenate(([0], samples_before)),
+            offsets=np.concatenate(([0], ends[counted_before - 1])),
         )
-        self._epochs[:] = [*self._epochs[1 - _EPOCHS :], found]
-        return found
+        self._epochs[:] = [*self._epochs[1 - _MAX_STORED_EPOCHS :], ordered]
+        return ordered
 
     def _in_order(self, number: int) -> NDArray[Any]:
-        """Return the samples in the order of an epoch, in 4 bytes each if that is possible."""
+        """Return the samples in the order of epoch `number`, (samples,), in 4 bytes each if that is possible."""
         size, order = len(self.budget.lengths), self.order(number)
         samples = np.empty(size, np.uint32 if size <= 2**32 else np.int64)
         for begin in range(0, size, _CHUNK):
@@ -161,12 +167,12 @@ class TokenBatches(Batches):
 
     @property
     def dataset_size(self) -> int:
-        """The number of samples in the dataset; that of the plan is in tokens."""
+        """The number of samples in the dataset; `plan.dataset_size` is its number of tokens."""
         return len(self.budget.lengths)
 
     @property
     def in_tokens(self) -> bool:
-        """Whether batch sizes count more than one for a sample."""
+        """Whether batch sizes are in tokens: some sample counts more than one."""
         return bool(self.budget.counts.max() > 1)
 
     def check_reference(self, reference: int) -> None:
@@ -186,7 +192,7 @@ class TokenBatches(Batches):
         return order(len(self.budget.lengths), self.seed, epoch, shuffle=self.shuffle)
 
     def parts(self, number: int, step: int) -> list[IntArray]:
-        """Return the samples of each microbatch of a step, over all ranks."""
+        """Return the samples of each microbatch of a step of epoch `number`, over all ranks, (rows,) each."""
         ordered = self._ordered(number)
         key = number, step
         if key not in self._cuts:
@@ -195,7 +201,7 @@ class TokenBatches(Batches):
             spreads = self.split.spread and not self.reproducible
             cut = self.budget.cut(ordered.samples[begin:end].astype(np.int64), self.world.size if spreads else 1)
             self._cuts[key] = cut
-            while len(self._cuts) > _KEPT:
+            while len(self._cuts) > _MAX_STORED_CUTS:
                 del self._cuts[next(iter(self._cuts))]
         return self._cuts[key]
 
@@ -203,12 +209,18 @@ class TokenBatches(Batches):
         """Return the samples of a microbatch of this rank, (rows,)."""
         return self.parts(epoch, microbatch.step)[microbatch.number]
 
-    def _own(self, parts: int) -> list[tuple[int, bool]]:
-        """Return the numbers of this rank's microbatches of a step, and whether each is a replay: these come first."""
+    def _numbers_of_rank(self, parts: int) -> list[tuple[int, bool]]:
+        """Return the number of each of this rank's microbatches of a step, and whether it is a replay.
+
+        Replays come first.
+
+        Args:
+            parts: number of microbatches of the step, over all ranks.
+        """
         rank, ranks = self.world.rank, self.world.size
-        own = [(number, False) for number in range(rank, parts, ranks)]
-        rounds = -(-parts // ranks) if self.split.padded else max(1, len(own))
-        return [(rank % parts, True)] * (rounds - len(own)) + own
+        numbers = [(number, False) for number in range(rank, parts, ranks)]
+        rounds = -(-parts // ranks) if self.split.padded else max(1, len(numbers))  # rounded up
+        return [(rank % parts, True)] * (rounds - len(numbers)) + numbers
 
     def batch(self, position: Position) -> Batch:
         """Return the update at a position as this rank computes it, in tokens."""
@@ -216,9 +228,9 @@ class TokenBatches(Batches):
         parts = self.parts(*position)
         index = position.step - ordered.first_step
         begin, end = ordered.offsets[index : index + 2].tolist()
-        own = self._own(len(parts))
+        numbers = self._numbers_of_rank(len(parts))
         microbatches = []
-        for turn, (number, is_replay) in enumerate(own):
+        for round_index, (number, is_replay) in enumerate(numbers):
             counted = self.budget.count(parts[number])
             microbatches.append(
                 Microbatch(
@@ -228,28 +240,33 @@ class TokenBatches(Batches):
                     rows=max(1, counted),
                     start=begin,
                     number=number,
-                    ends_step=turn == len(own) - 1,
+                    ends_step=round_index == len(numbers) - 1,
                 )
             )
-        groups = sum(bool(self.budget.counts[rows].any()) for rows in parts)
-        return Batch(position.step, end - begin, begin, groups, tuple(microbatches))
+        num_counted = sum(bool(self.budget.counts[rows].any()) for rows in parts)  # microbatches that count
+        return Batch(position.step, end - begin, begin, num_counted, tuple(microbatches))
 
     def deal(self, number: int, first_step: int, end_step: int) -> TokenDeal:
-        """Return this rank's microbatches in the next steps of an epoch, up to `end_step`."""
-        end = min(end_step, self.plan.epoch(number).end_step, first_step + _STEPS)
-        steps = []
+        """Return this rank's microbatches in some of the next steps of epoch `number`, before `end_step`."""
+        end = min(end_step, self.plan.epoch(number).end_step, first_step + _STEPS_PER_DEAL)
+        rounds, samples = [], []  # number of microbatches of each step; samples of each microbatch
         for step in range(first_step, end):
             parts = self.parts(number, step)
-            steps.append([parts[own] for own, _ in self._own(len(parts))])
-        return TokenDeal(first_step, np.cumsum([len(rows) for rows in steps]), [one for rows in steps for one in rows])
+            microbatches = [parts[index] for index, _ in self._numbers_of_rank(len(parts))]
+            rounds.append(len(microbatches))
+            samples += microbatches
+        return TokenDeal(first_step, np.cumsum(rounds), samples)
 
     def count(self, position: Position) -> int:
-        """Return how many microbatches this rank computes from a position to the end of its epoch: all are cut."""
+        """Return how many microbatches this rank computes from a position to the end of its epoch.
+
+        It takes long: every step has to be cut.
+        """
         steps = range(position.step, self.epoch(position).end_step)
-        return sum(len(self._own(len(self.parts(position.epoch, step)))) for step in steps)
+        return sum(len(self._numbers_of_rank(len(self.parts(position.epoch, step)))) for step in steps)
 
     def with_checked_rounds(self) -> Batches:
-        """Return these batches; raise ValueError if they cannot be as an optimizer needs them."""
+        """Return these batches; raise ValueError if an optimizer needs a split that microbatches of tokens lack."""
         refused = {
             "fixed_shape=True, as on a device that compiles shapes": self.plan.fixed_shape,
             "equal_rounds=True, as for a layer that communicates in forward": self.split.equal_rounds,
@@ -262,31 +279,32 @@ class TokenBatches(Batches):
         return self
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what the samplers of all ranks have in common, besides the cut into microbatches."""
+        """Return what must be equal on all ranks and in a saved run, by name, besides the cut into microbatches."""
         return {**super().fingerprint(), "lengths or counts": self.budget.digest}
 
     # A position that is saved. ---------------------------------------------------------------------------------------
 
-    def _taken(self, position: Position) -> int:
+    def _count_taken(self, position: Position) -> int:
         """Return how many samples of its epoch lie before a position."""
         index = position.step - self.epoch(position).first_step
         return int(self._ordered(position.epoch).starts[index]) if index else 0
 
     def position_state(self, position: Position) -> dict[str, Any]:
-        """Return a position with the past of its epoch, and with the samples that it has taken."""
-        return {**super().position_state(position), "taken": self._taken(position)}
+        """Return a position and what its epoch has used before it, in tokens and in samples ("taken")."""
+        return {**super().position_state(position), "taken": self._count_taken(position)}
 
     def resume(self, state: dict[str, Any], devices: int | None) -> Batches:
-        """Return the batches of a training that goes on at a saved position.
+        """Return the batches of a training that continues at a saved position.
 
         Raises:
-            ValueError: if there is no such position, or the steps that follow need samples that it has taken.
+            ValueError: if there is no such position, or the steps that follow need samples that the epoch has used.
         """
         batches = super().resume(state, devices)
         taken = state.get("taken")  # None in a state of rows, which strict=False has let in
         if taken is None or state["ended"] or not isinstance(batches, TokenBatches):
             return batches
-        if batches._taken(position_of(state)) != taken:
+        # A trace that has changed may move the boundary at the position: later steps need samples, too.
+        if batches._count_taken(position_of(state)) != taken:
             requirement = "the rest of an epoch must have a sample for each of its updates"
             remedy = "pass a trace whose next batch sizes are at least twice the longest sample"
             raise value_error(requirement, f"fewer after the {taken} that were trained on", remedy)
