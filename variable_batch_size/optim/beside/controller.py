@@ -32,11 +32,11 @@ _REPEATED = 3  # questions without a new estimate of the noise, after which the 
 
 
 class _Asked(NamedTuple):
-    """The oldest question that was not answered after the last update, as one value."""
+    """The question that is to be answered next, as one value: an interrupt leaves the old one or the new one."""
 
     question: Measurements | None = None
-    number: int = 0
-    answer: str | None = None  # on rank 0
+    number: int = 0  # of the question; ranks exchange the answer by it
+    answer: str | None = None  # on rank 0, once the controller has answered
 
 
 @final
@@ -66,7 +66,7 @@ class ControllerRunner(LoopStage):
             return
         updates = self._training.position.step
         self._time_update(batch)
-        if not self._begun:  # what was decided at the beginning, or at a restart
+        if not self._begun:  # the first update of this run: log the decision that came before it
             self._begun = True
             self._log_decision(decision_scalars(decided.decisions[0]), updates)
         if is_due(decided.adaptive, updates) and decided.asked != updates:
@@ -77,13 +77,13 @@ class ControllerRunner(LoopStage):
             if updates < decided.unanswered[0].updates + ADOPTED_AFTER:
                 break
             decided = self._adopt(decided, updates, agreement)
-            if isinstance(self._backend, ElasticBackend):  # where an update carries one answer
+            if isinstance(self._backend, ElasticBackend):  # the sum of an update carries one answer only
                 break
         if decided is not before:
             self._training.grow(decided)
 
     def _time_update(self, step: Batch) -> None:
-        """Let the stopwatch, if there is one, take the time of an update of so many rows and rounds."""
+        """Let the stopwatch, if there is one, take the time of an update."""
         if self._stopwatch is not None:
             plan, ranks = self._training.batches.plan, self._backend.world.size
             rows = plan.minibatch_size if plan.fixed_shape else -(-step.batch_size // step.num_microbatches)
@@ -98,7 +98,7 @@ class ControllerRunner(LoopStage):
             backend.posted = self._answer_of_controller(decided)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was measured, if anything is."""
+        """Return the times that the stopwatch has measured; an empty dict without one."""
         return {} if self._stopwatch is None else {"stopwatch": self._stopwatch.state_dict()}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -113,7 +113,7 @@ class ControllerRunner(LoopStage):
             self._stopwatch.load_state_dict(state["stopwatch"])
 
     def _measure_later(self) -> Callable[[], dict[str, Any]]:
-        """Return a function that returns what is known now; calling it later avoids a wait for a device."""
+        """Return a function that returns the measurements as of now; calling it later avoids a wait for a device."""
         place, updater = self._training.place, self._updater
         known = {"devices": self._backend.world.size, "updates": place.position.step, "samples": place.samples}
         known_later = updater.progress.reader()
@@ -151,9 +151,9 @@ class ControllerRunner(LoopStage):
             return json.dumps({"error": f"{type(error).__name__}: {error}"[:500]})
 
     def _adopt(self, decided: DecidedTrace, updates: int, agreement: Agreement) -> DecidedTrace:
-        """Return what is decided with rank 0's answer to the oldest question."""
+        """Return the decisions with rank 0's answer to the oldest question; the other ranks wait for it."""
         asked = self._asked
-        if isinstance(self._backend, ElasticBackend):  # whose sum has brought it to the first rank of each job
+        if isinstance(self._backend, ElasticBackend):  # its sum has brought the answer to the first rank of each job
             answer = self._backend.received if agreement.world.rank == 0 else None
             asked = self._asked = _Asked(None, asked.number + 1, answer)
             if answer is not None:

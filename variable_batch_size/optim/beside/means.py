@@ -64,19 +64,19 @@ class StepMeans(Stage):
         """Add the values of a microbatch with its weight, a float or 0-D; a replay has weight 0."""
         microbatch = counted.microbatch
         weight = microbatch.samples / microbatch.batch_size if counted.count is None else self._counts.weight
-        own = weight  # that of the value
+        value_weight = weight  # the factor on the value, while `weight` measures how much of the step has values
         if self._of_sums or counted.divided:
-            sums = counted.divided or counted.count is not None
-            own = microbatch.distinct if sums else microbatch.distinct / microbatch.batch_size
+            is_part_of_total = counted.divided or counted.count is not None
+            value_weight = microbatch.distinct if is_part_of_total else microbatch.distinct / microbatch.batch_size
         self._added += 1
         if self._current and not self._backend.reads(like):
-            weight, own = self._on_device(weight, like), self._on_device(own, like)
+            weight, value_weight = self._on_device(weight, like), self._on_device(value_weight, like)
         for name, value in self._current.items():
             self._microbatches[name] = self._microbatches.get(name, 0) + 1
             if name not in self._zeros:
                 self._zeros[name] = tuple(self._backend.scalars([0.0, 0.0], like))
             total, weights = self._sums.get(name, self._zeros[name])
-            self._sums[name] = total + self._weigh(value, own, like), weights + weight
+            self._sums[name] = total + self._weigh(value, value_weight, like), weights + weight
         self._current = {}
 
     def part(self, like: Sequence[Tensor]) -> list[Tensor]:
@@ -109,13 +109,14 @@ class StepMeans(Stage):
         """
         self.names = self.names if self.names is not None else self._names_of_step
         self._last = None
-        if not (message := update.message[self.name]):
+        message = update.message[self.name]
+        if not message:
             return
         sums, weights = message[0].view(2, -1)
-        part = weights if update.count is None else weights / update.count
-        whole = (part - 1).abs() < _WHOLE
+        shares = weights if update.count is None else weights / update.count  # (names,): of the step, with values
+        whole = (shares - 1).abs() < _WHOLE
         if self._backend.reads(message[0]):
-            for name, share, complete in zip(self.names, part.tolist(), whole.tolist(), strict=True):
+            for name, share, complete in zip(self.names, shares.tolist(), whole.tolist(), strict=True):
                 if not complete and share > 0:
                     raise RuntimeError(
                         f"log() must be called for every microbatch of a step on every rank, but {name!r} has values "
@@ -168,7 +169,7 @@ class StepMeans(Stage):
         return torch.as_tensor(self._backend.number(number, like), dtype=torch.float32, device=like.device)
 
     def _check_value(self, name: str, value: object) -> None:
-        """Raise an error unless a value can be logged by a name, once a microbatch, and one of the first update."""
+        """Raise an error unless a value can be logged, and its name has no value yet and was in the first update."""
         if name in ("", "update") or name.startswith("vbs/"):
             requirement = 'a name must not be empty, "update" or begin with "vbs/", which the optimizer uses'
             raise value_error(requirement, repr(name), "choose another name")

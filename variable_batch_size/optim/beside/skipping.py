@@ -33,10 +33,10 @@ _SELECTABLE = (SGD, Adam, AdamW, NAdam, Adamax, Adagrad, Adadelta, RMSprop, Muon
 
 
 class _Books(NamedTuple):
-    """What the host knows, as one value: an interrupt finds the old one or the new one."""
+    """What the host knows of skipped updates, as one value: an interrupt leaves the old one or the new one."""
 
-    skipped: int = 0
-    in_a_row: int = 0
+    skipped: int = 0  # number of skipped updates
+    in_a_row: int = 0  # number of these since the last update that was made
     skips: bool | Tensor | None = None  # whether the update under way is skipped, 0-D on a device; None: not decided
     on_device: Tensor | None = None  # what the device has counted: skipped, in a row, and the longest row so far, (3,)
 
@@ -97,17 +97,21 @@ class LargeGradients(Stage):
         update.skip(self._is_too_large(update.norm, limit, first=first))
 
     def _is_too_large(self, norm: Tensor, limit: float, *, first: bool) -> bool | Tensor:
-        """Return whether an update is skipped, alike on all ranks: 0-D on a device that compiles graphs.
+        """Return whether an update is skipped, the same on all ranks; 0-D on a device that compiles graphs.
 
-        A norm that is not a number is too large.
+        Args:
+            norm: |G|, 0-D; if it is not a number, it is too large.
+            limit: the largest norm with which an update is made.
+            first: whether the update is the first one of the training.
         """
         if self.skips_on_device:
             numbers = [limit, float(not (first or self._begins_state()))]
-            largest, may = self._backend.scalars(numbers, norm, "skip_grad_norm")
-            skips: bool | Tensor = ~(norm <= largest) & may.bool()
+            largest, may_skip = self._backend.scalars(numbers, norm, "skip_grad_norm")
+            skips: bool | Tensor = ~(norm <= largest) & may_skip.bool()  # not `norm > largest`, which nan is not
         else:
             number = self._backend.host(norm).item()
-            skips = self._decision_of_rank_0(not ((first and math.isfinite(number)) or number <= limit))
+            is_made = number <= limit or (first and math.isfinite(number))
+            skips = self._decision_of_rank_0(not is_made)
         self._books = self._books._replace(skips=skips)
         return skips
 
@@ -128,7 +132,7 @@ class LargeGradients(Stage):
         if isinstance(books.skips, Tensor):
             self._commit_on_device(books, books.skips)
         elif books.skips is not None:
-            self._books = _Books(books.skipped + books.skips, (books.in_a_row + 1) * books.skips)
+            self._books = _Books(books.skipped + books.skips, books.in_a_row + 1 if books.skips else 0)
             self._warn_if_many(self._books.in_a_row)
 
     def _commit_on_device(self, books: _Books, skips: Tensor) -> None:
@@ -141,8 +145,9 @@ class LargeGradients(Stage):
         row = row * skip + skip
         counts = torch.stack([total + skip, row, torch.maximum(longest, row)])
         self._books = books._replace(skips=None, on_device=counts)
-        if (due := self._late.read(counts)) is not None:
-            self._read_counts(due)
+        earlier_counts = self._late.read(counts)
+        if earlier_counts is not None:
+            self._read_counts(earlier_counts)
 
     def _read_counts(self, counts: Tensor) -> None:
         """Take over what the device has counted, (3,), and warn of a long row."""
@@ -151,6 +156,7 @@ class LargeGradients(Stage):
         self._warn_if_many(longest)
 
     def _warn_if_many(self, in_a_row: int) -> None:
+        """Warn once if so many updates in a row were skipped that something must be wrong."""
         if in_a_row < _IN_A_ROW or self._warned:
             return
         self._warned = True

@@ -36,19 +36,24 @@ _REMEDY = (
 class BackwardCheck:
     """Checks that only `backward()` changes the gradients between two calls of `step()`.
 
-    `sums`: whether `step()` sums over several ranks, so that nothing else may.
+    Args:
+        parameters: the parameters whose gradients are checked.
+        sums: whether `step()` sums gradients over several ranks, so that nothing else may.
     """
 
     def __init__(self, parameters: Parameters, *, sums: bool) -> None:
         self._parameters, self._sums = parameters, sums
-        self._ours: Gradients | None = None  # as the last `optimizer.backward()` left them, if it came later
-        self._counted: dict[int, tuple[Tensor, int]] = {}  # those with hooks and their versions, when last accumulated
-        self._changed = self._compiled = False  # whether a hook has seen a change; whether compiled autograd ran one
+        # The gradients as the last `optimizer.backward()` left them; None if none has come since the last `step()`.
+        self._ours: Gradients | None = None
+        # By number of a parameter with a hook: its gradient, and the version of that, after the last accumulation.
+        self._counted: dict[int, tuple[Tensor, int]] = {}
+        self._changed = self._compiled = False  # whether a hook has seen a change; whether compiled autograd ran a hook
         self._hooks: list[RemovableHandle] = []
-        self._hooked: list[int] = []  # the parameters that have one
-        self._left = {False: WATCHED, True: WATCHED}  # updates to watch, by whether they have several microbatches
-        self._probed = {False: WATCHED, True: WATCHED} if has_dtensor(self._parameters) else {}  # in which norms are
-        self._probes = False
+        self._hooked: list[int] = []  # numbers of the parameters that have a hook
+        # How many updates are still to be watched by hooks, by whether they have several microbatches; and by norms.
+        self._to_watch = {False: WATCHED, True: WATCHED}
+        self._to_probe = {False: WATCHED, True: WATCHED} if has_dtensor(self._parameters) else {}
+        self._probes = False  # whether norms are compared in the update under way
         remove_with(self, self._hooks)
         self.forget()
 
@@ -60,13 +65,17 @@ class BackwardCheck:
     def find_fresh(self) -> list[bool]:
         """Return, for each parameter, whether its gradient is new or has changed since the last `step()`."""
         self._now = Gradients.of(self._parameters, norms=self._probes)
-        pairs = zip(*self._now[:2], *self._seen[:2], strict=True)
-        return [new is not None and (new is not seen or now != known) for new, now, seen, known in pairs]
+        # `_seen` are the gradients after the last `step()`; [:2] are the tensors and their versions.
+        columns = zip(*self._now[:2], *self._seen[:2], strict=True)
+        return [
+            gradient is not None and (gradient is not old_gradient or version != old_version)
+            for gradient, version, old_gradient, old_version in columns
+        ]
 
     def before_backward(self) -> None:
         """Check that the gradients are as `step()`, or the last `optimizer.backward()`, has left them."""
-        if not self._sums:
-            self._left = {False: 0, True: 0}  # without hooks
+        if not self._sums:  # this comparison suffices: no DistributedDataParallel can sum within `backward()`
+            self._to_watch = {False: 0, True: 0}
             self._remove_hooks()
         self._check_unchanged(self._ours or self._seen, Gradients.of(self._parameters, norms=self._probes))
 
@@ -113,8 +122,8 @@ class BackwardCheck:
             )
         elif accumulating:
             self._check_accumulated_stays()
-        if self._compiled:  # there the versions count something else
-            self._left = {False: 0, True: 0}
+        if self._compiled:  # compiled autograd may raise versions in another way
+            self._to_watch = {False: 0, True: 0}
             self._remove_hooks()
         if self._hooks and self._ours is None and (self._changed or not self._nothing_followed_accumulations()):
             raise RuntimeError(
@@ -146,17 +155,22 @@ class BackwardCheck:
         self._restart_counts()
 
     def forget(self) -> None:
-        """Release the gradients, until the next `remember`: a static graph would compute those that are replaced."""
+        """Release the gradients, until the next `remember`.
+
+        As long as something refers to a gradient that is replaced, a static graph would compute it as a result.
+        """
         number = len(self._parameters)
         self._now = self._seen = Gradients.none(number)
         self._ours, self._counted, self._of_another = None, {}, False
 
     def begin(self, *, several: bool) -> None:
         """Decide whether hooks watch the next update, which has several microbatches on this rank or one."""
-        self._probes = self._probed.get(several, 0) > 0
-        self._probed |= {several: self._probed[several] - 1} if self._probes else {}
-        watched = self._left[several] > 0
-        self._left[several] -= watched
+        self._probes = self._to_probe.get(several, 0) > 0
+        if self._probes:
+            self._to_probe[several] -= 1
+        watched = self._to_watch[several] > 0
+        if watched:
+            self._to_watch[several] -= 1
         if watched and not self._hooks:
             for index, parameter in enumerate(self._parameters):
                 if parameter.requires_grad and parameter.is_leaf:
@@ -174,24 +188,30 @@ class BackwardCheck:
 
     def _restart_counts(self) -> None:
         """Count the accumulations of autograd from the gradients of the last `step()` on."""
-        known, self._changed = self._seen, False
-        self._counted = {
-            i: (gradient, known.versions[i]) for i in self._hooked if (gradient := known.tensors[i]) is not None
-        }
+        self._changed = False
+        self._counted = {}
+        for number in self._hooked:
+            gradient = self._seen.tensors[number]
+            if gradient is not None:
+                self._counted[number] = gradient, self._seen.versions[number]
 
     def _count(self, index: int, parameter: Tensor) -> None:
         """Count one accumulation of autograd in the gradient of a parameter."""
-        if (gradient := parameter.grad) is None:
+        gradient = parameter.grad
+        if gradient is None:
             return
         if torch.compiler.is_compiling():
             self._compiled = True
             return
-        known, version = self._counted.get(index, (None, 0))
-        (now,) = versions_of([gradient])
-        self._changed |= known is gradient and now != version + 1
-        self._counted[index] = gradient, now
+        last_gradient, last_version = self._counted.get(index, (None, 0))
+        (version,) = versions_of([gradient])
+        self._changed |= last_gradient is gradient and version != last_version + 1
+        self._counted[index] = gradient, version
 
     def _nothing_followed_accumulations(self) -> bool:
-        """Return whether autograd has changed each gradient last; those that were set by hand are not counted."""
+        """Return whether the last change of each gradient was an accumulation of autograd.
+
+        Gradients that were set by hand do not count.
+        """
         pairs = ((self._parameters[index].grad, *counted) for index, counted in self._counted.items())
         return all(now is None or (now is seen and versions_of([now]) == [version]) for now, seen, version in pairs)

@@ -1,4 +1,4 @@
-"""Does forward write buffers? Each microbatch then changes them, on each rank by itself: the world would matter."""
+"""Checks whether forward writes buffers, which then depend on the microbatches, and on the number of ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from variable_batch_size.optim.tensors.parameters import versions_of
 
 
 class _Kept(NamedTuple):
-    """A buffer as it was before a forward; without a `value` on a device whose graph a copy would change."""
+    """A buffer as it was before a forward; `value` is a copy, None on a device whose graph a copy would change."""
 
     owner: Module
     name: str
@@ -31,7 +31,7 @@ class _Kept(NamedTuple):
 
     @property
     def is_written(self) -> bool:
-        """Whether it has other values of the same shape: a cache that grows has not."""
+        """Whether forward has changed its values; one of another shape is a cache that grows, and does not count."""
         now = self.owner._buffers.get(self.name)
         if now is None or now.shape != self.tensor.shape:
             return False
@@ -41,14 +41,14 @@ class _Kept(NamedTuple):
 
 @final
 class Buffers(LoopStage):
-    """Looks, in the second microbatch, for buffers that forward writes; what it fills once, as a cache, is none.
+    """Looks for buffers that forward writes, in the second microbatch: the first one may fill a cache.
 
     Batch normalization, and what else torch keeps as running statistics, has a check of its own.
 
     Args:
-        module: the model; nothing is known without one.
+        module: the model; without one nothing is checked.
         backend: how ranks communicate.
-        training: the training, of which some forwards are none.
+        training: the training; forwards within `outside()` do not belong to it.
         reproducible: whether updates must be the same to the last bit in any world.
     """
 
@@ -60,7 +60,7 @@ class Buffers(LoopStage):
         call_before_forward(self._module, self._keep)
 
     def _keep(self) -> None:
-        """Keep the buffers before the first forward of the second microbatch."""
+        """Store the buffers before the first forward of the second microbatch."""
         if self._module is None or self._microbatches != 1 or self._before is not None:
             return
         if self._training.phase is Phase.OUTSIDE or not any(part.training for part in self._module.modules()):
@@ -74,7 +74,7 @@ class Buffers(LoopStage):
         ]
 
     def begin_microbatch(self, member: object, *, has_backward: bool) -> None:
-        """Raise ValueError, or warn, if a buffer was written since."""
+        """Raise ValueError, or warn, if a buffer was written since `_keep`."""
         self._microbatches += 1
         before, self._before = self._before, None
         for buffer in before or []:
@@ -83,6 +83,7 @@ class Buffers(LoopStage):
                 return
 
     def _tell(self, name: str) -> None:
+        """Raise ValueError, or warn, that forward writes a buffer."""
         remedy = 'change it once an update, in a hook, see "Buffers that forward writes" in losses.md'
         if self._reproducible:
             raise value_error("reproducible=True needs buffers that forward leaves alone", f"writes to {name}", remedy)

@@ -1,4 +1,7 @@
-"""What all ranks must have in common: check it before the first update, and broadcast the parameters."""
+"""Compares before the first update what must be equal on all ranks, and broadcasts the parameters.
+
+A "fact" is a value that must be equal on all ranks; facts are in dicts, by the names that errors use.
+"""
 
 from __future__ import annotations
 
@@ -77,15 +80,21 @@ def broadcast_tensors(tensors: Sequence[Tensor], backend: Backend) -> None:
 
 
 def compare_ranks(updater: Updater, sampler: Dealer, inner: Optimizer, backend: Backend, agreement: Agreement) -> None:
-    """Compare the ranks before the first update; they also agree on the parameters that have gradients."""
-    content = sampler.content()  # now, also for a state that is saved later: rows may depend on an epoch
+    """Compare the ranks before the first update; they also agree on the parameters that have gradients.
+
+    Raises:
+        RuntimeError: on every rank, if they differ.
+    """
+    # Read rows now, also for a state that is saved later and compares them: rows may depend on the epoch.
+    content = sampler.content()
     if agreement.world.size > 1:
-        of_update = update_facts(updater, inner, backend)  # before the sampler's, which noise has changed
+        # The first fact that differs is named. If the rules differ, so does the cut of the sampler: name the rules.
+        of_update = update_facts(updater, inner, backend)
         place = sampler.training.place
         position = {**sampler.batches.position_state(place.position), "samples": place.samples}
         facts = {**position, **of_update, **sampler_facts(sampler)}
         check_same_facts(FIRST_UPDATE, facts, agreement)
-        if all(agreement.gather(FIRST_UPDATE, content)):  # else rows are random on some rank
+        if all(agreement.gather(FIRST_UPDATE, content)):  # a rank whose rows are random has "": nothing to compare
             check_same_facts(FIRST_UPDATE, {ROWS: content}, agreement)
         _check_replicas(updater.parameters, backend, agreement)
     if agreement.world.size > 1 or not backend.alone:
@@ -106,9 +115,13 @@ def name_difference(error: RanksDifferError, agreement: Agreement) -> None:
 def check_same_facts(
     call: str, facts: Mapping[str, Any], agreement: Agreement, usual: str = "pass the same value on every rank"
 ) -> None:
-    """Raise RuntimeError on every rank if a value that JSON represents differs; every rank has to call it.
+    """Raise RuntimeError on every rank if a fact differs between ranks; every rank has to call it.
 
-    `call` says in which call the ranks compare them, in words for the error; `usual` is the remedy of most facts.
+    Args:
+        call: the call in which the ranks compare them, for the error of a rank that waits.
+        facts: values that JSON represents, by name.
+        agreement: how the ranks compare them.
+        usual: the remedy for facts without one of their own.
     """
     text = json.dumps(facts, default=str)
     if len(set(agreement.gather(call, hashlib.sha256(text.encode()).hexdigest()))) == 1:
@@ -126,15 +139,15 @@ def check_same_facts(
 
 
 def _check_replicas(parameters: Sequence[Tensor], backend: Backend, agreement: Agreement) -> None:
-    """Raise RuntimeError on every rank if two of them hold the same part of sharded parameters with other values."""
+    """Raise RuntimeError on every rank if two ranks hold the same part of sharded parameters with different values."""
     sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
     if not sharded:
         return
     part = json.dumps([shard_coordinates(parameter) for parameter in sharded])
-    known: dict[str, tuple[int, int]] = {}  # part -> the first rank that has it, and its checksum
+    holders: dict[str, tuple[int, int]] = {}  # part -> the first rank that has it, and its checksum
     by_rank = agreement.gather(FIRST_UPDATE, json.dumps([part, checksum(local_parts(sharded), backend)]))
     for rank, (other, crc) in enumerate(map(json.loads, by_rank)):
-        first, expected = known.setdefault(other, (rank, crc))
+        first, expected = holders.setdefault(other, (rank, crc))
         if crc != expected:
             raise RuntimeError(
                 f"ranks {first} and {rank} hold the same part of sharded parameters, but with other values; begin with "
@@ -162,10 +175,10 @@ def checksum(parameters: Iterable[Tensor], backend: Backend) -> int:
 
 
 def sampler_facts(sampler: Dealer) -> dict[str, Any]:
-    """Return what samplers must have in common, by name."""
+    """Return the facts of a sampler, by name, in the order in which a difference is named."""
     plan, decided, split = sampler.plan, sampler.batches.decided, sampler.batches.split
     return {
-        # Before the trace, which it writes.
+        # Before the trace, which a controller chooses.
         "controller with its arguments": None if decided is None else describe(decided.adaptive),
         **sampler.batches.fingerprint(),
         "minibatch_size": plan.minibatch_size,
@@ -180,7 +193,7 @@ def sampler_facts(sampler: Dealer) -> dict[str, Any]:
 
 
 def update_facts(updater: Updater, inner: Optimizer, backend: Backend) -> dict[str, Any]:
-    """Return what optimizers must have in common, by name."""
+    """Return the facts of an optimizer, by name: the settings of updates, and a checksum of the parameters."""
     whole = (parameter for parameter in updater.parameters if not isinstance(parameter, DTensor))
     return {**_facts_of_update(updater, inner, backend), "parameters": checksum(whole, backend)}
 
@@ -202,7 +215,10 @@ def _facts_of_update(updater: Updater, inner: Optimizer, backend: Backend) -> di
 
 
 def common_facts(updater: Updater, sampler: Dealer, inner: Optimizer, backend: Backend) -> dict[str, Any]:
-    """Return what the jobs of an update must have in common, by name: the values of the parameters at the first one."""
+    """Return the facts that jobs of an elastic backend compare at each update, by name.
+
+    The values of the parameters are compared at the first update only.
+    """
     values = {} if sampler.position.step else {"parameters": checksum(local_parts(updater.parameters), backend)}
     of_update = _facts_of_update(updater, inner, backend)
     return {**of_update, **sampler_facts(sampler), ROWS: sampler.content(), **values}
@@ -222,12 +238,18 @@ def _hyperparameters(inner: Optimizer, backend: Backend) -> dict[str, Any]:
 
 
 def _excerpts_of_difference(first: str, other: str) -> tuple[str, str]:
-    """Return two texts; of long ones, `_SHOWN` characters around their first difference."""
-    same = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))
-    begin = max(0, same - _SHOWN // 2)
-    begin = begin if max(len(first), len(other)) > _SHOWN else 0
-    excerpts = [("..." if begin else "") + text[begin : begin + _SHOWN] for text in (first, other)]
-    return excerpts[0] + "..." * (len(first) > begin + _SHOWN), excerpts[1] + "..." * (len(other) > begin + _SHOWN)
+    """Return two texts, shortened to `_SHOWN` characters around their first difference if one of them is longer."""
+    is_long = max(len(first), len(other)) > _SHOWN
+    differing = (number for number, (a, b) in enumerate(zip(first, other, strict=False)) if a != b)
+    num_equal = next(differing, min(len(first), len(other)))  # characters at the beginning
+    begin = max(0, num_equal - _SHOWN // 2) if is_long else 0
+
+    def excerpt(text: str) -> str:
+        before = "..." if begin else ""
+        after = "..." if len(text) > begin + _SHOWN else ""
+        return before + text[begin : begin + _SHOWN] + after
+
+    return excerpt(first), excerpt(other)
 
 
 def _as_summable(tensor: Tensor) -> Tensor:

@@ -79,17 +79,20 @@ def check_model_known(model: torch.nn.Module, sampler: Dealer) -> None:
 
 
 def _remedies_in_words(sampler: Dealer, smallest: _Smallest) -> str:
-    """Return what makes the smallest microbatch larger, in words for the warning."""
+    """Return the part of the warning that tells the user how to make the smallest microbatch larger."""
     plan = sampler.plan
     epoch = sampler.batches.epoch(sampler.position)
     last = plan.step(epoch, epoch.end_step - 1)
-    rest = smallest.batch_size == last.batch_size < plan.trace.batch_size(last.number)
-    tail = ["drop_last=True, because the step is the rest of an epoch"] if rest else []
+    is_rest = smallest.batch_size == last.batch_size < plan.trace.batch_size(last.number)
+    remedies = ["drop_last=True, because the step is the rest of an epoch"] if is_rest else []
     if plan.fixed_shape:
-        whole = f"a trace of multiples of {plan.minibatch_size} (BatchTrace.round_to)"
-        return ", ".join([*tail, whole, "fixed_shape=False where nothing is compiled, and GroupNorm"])
-    larger = "a larger minibatch_size" if smallest.batch_size > 1 else "a trace without such steps"
-    return ", ".join([*tail, f"{larger}, and GroupNorm"])
+        remedies.append(f"a trace of multiples of {plan.minibatch_size} (BatchTrace.round_to)")
+        remedies.append("fixed_shape=False where nothing is compiled, and GroupNorm")
+    elif smallest.batch_size > 1:
+        remedies.append("a larger minibatch_size, and GroupNorm")
+    else:
+        remedies.append("a trace without such steps, and GroupNorm")
+    return ", ".join(remedies)
 
 
 def remember_model(model: torch.nn.Module) -> None:
@@ -109,12 +112,20 @@ def check_remembered_models(parameters: Sequence[Tensor], sampler: Dealer) -> No
 def cut_options(
     model: torch.nn.Module | None, parameters: Sequence[Tensor], *, measured: bool, alone: bool
 ) -> dict[str, bool]:
-    """Return how steps have to be cut for a training, see `CustomSampler.attach`."""
+    """Return how steps have to be cut for a training, as arguments of `Dealer.attach`.
+
+    Args:
+        model: the model, if it is known.
+        parameters: the parameters of the optimizer, by which models that were broadcast are found.
+        measured: whether gradients of microbatches are compared, as for the noise.
+        alone: whether there is a single rank.
+    """
     parts = _known_modules(model, parameters)
-    together = any(isinstance(part, SyncBatchNorm) and part.training for part in parts)  # all ranks, by a collective
+    # SyncBatchNorm has a collective in its forward, which all ranks must call equally often.
+    communicates = any(isinstance(part, SyncBatchNorm) and part.training for part in parts)
     return {
         "spread": alone or not (measured or any(map(_depends_on_cut, parts))),
-        "equal_rounds": together and not alone,
+        "equal_rounds": communicates and not alone,
     }
 
 

@@ -1,7 +1,7 @@
-"""Does the inner optimizer train parameters that are in none of its groups? The first update shows it.
+"""Checks, in the first update, whether the inner optimizer trains parameters that are in none of its groups.
 
-An optimizer that registers some parameters and steps the others by another one within leaves those without a sum over
-the ranks, a limit of their norm, a scaled learning rate, and cleared gradients.
+An optimizer may have another one inside, and not register the parameters of that one. Their gradients would not be
+summed over the ranks, not be clipped and not be cleared, and their learning rate would not be scaled.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from variable_batch_size.optim.tensors.arithmetic import local_parts
 from variable_batch_size.optim.tensors.hooks import bare
 from variable_batch_size.optim.tensors.parameters import versions_of
 
-_UPDATES = 5  # that are looked at, if one writes parameters and leaves their values
+_UPDATES = 5  # number of updates that are checked, if parameters are written but keep their values
 
 
 class _Seen(NamedTuple):
@@ -50,16 +50,16 @@ class Owners(Stage, LoopStage):
         self._seen: list[_Seen] = []
 
     def begin_backward(self, member: object, loss: Tensor, *, divided: bool) -> None:
-        """Keep the leaves of the first loss, of a training without a model."""
+        """Find the parameters in the graph of the first loss, if the model is not known."""
         if self._named is None and not self._done:
             self._named = [(f"of shape {tuple(leaf.shape)}", leaf) for leaf in _leaves(loss)]
 
     def begin_step(self, update: UpdateUnderWay) -> None:
-        """Keep the values of those that have a gradient, and are in no group."""
+        """Copy the parameters that have a gradient, and are in no group."""
         if self._done:
             return
-        known = {*map(id, update.parameters)}
-        others = [pair for pair in self._named or [] if id(pair[1]) not in known and pair[1].grad is not None]
+        in_groups = {*map(id, update.parameters)}
+        others = [pair for pair in self._named or [] if id(pair[1]) not in in_groups and pair[1].grad is not None]
         versions = versions_of([parameter for _, parameter in others])
         self._seen = [
             _Seen(name, parameter, version, parameter.detach().clone())
@@ -67,7 +67,7 @@ class Owners(Stage, LoopStage):
         ]
 
     def end(self, update: UpdateUnderWay) -> None:
-        """Raise RuntimeError if one of them has changed."""
+        """Raise RuntimeError if one of the copied parameters has changed."""
         seen, self._seen, written = self._seen, [], False
         for name, parameter, version, value in seen:
             written |= versions_of([parameter]) != [version]
@@ -77,8 +77,11 @@ class Owners(Stage, LoopStage):
                     "param_groups; register it, or wrap each optimizer by itself, and create or restore the model: "
                     "the first update was made"
                 )
-        self._updates += update.skipped is not True
-        if self._updates and not (written and self._updates < _UPDATES):  # else the rate may have been 0
+        if update.skipped is not True:
+            self._updates += 1
+        # A parameter that was written and kept its value may have a learning rate of 0, as in a warm-up: look again.
+        looks_again = written and self._updates < _UPDATES
+        if self._updates and not looks_again:
             self._done, self._named = True, None
 
 
@@ -90,12 +93,13 @@ def _is_equal(now: Tensor, before: Tensor) -> bool:
 
 def _leaves(loss: Tensor) -> Iterator[Tensor]:
     """Yield the parameters that the graph of a loss reaches, each once."""
-    known, nodes = set[Any](), [loss.grad_fn]
+    visited, nodes = set[Any](), [loss.grad_fn]
     while nodes:
         node: Any = nodes.pop()
-        if node is None or node in known:
+        if node is None or node in visited:
             continue
-        known.add(node)
-        if (leaf := getattr(node, "variable", None)) is not None:
+        visited.add(node)
+        leaf = getattr(node, "variable", None)  # only the node that accumulates into a parameter has it
+        if leaf is not None:
             yield leaf
         nodes += [following for following, _ in node.next_functions]

@@ -1,4 +1,4 @@
-"""Do all ranks make the same update? One number in the message of the gradients says so.
+"""Checks that all ranks make the same update, by two numbers that are summed together with the gradients.
 
 A rank sends x and x^2, where x < M is a checksum of the facts of its update. W ranks have the same x if and only if
 W sum x^2 = (sum x)^2, by Cauchy's and Schwarz's inequality. M is the largest for which float32 holds each of the sums.
@@ -30,8 +30,8 @@ class RanksDifferError(RuntimeError):
     """The facts of an update differ between ranks.
 
     Attributes:
-        updates: the facts of the updates among which the one is in which they differ, on this rank.
-        made: whether the weights have changed since.
+        updates: the facts, on this rank, of the updates in which the ranks differ.
+        made: whether these updates were made, so that the weights have changed since.
     """
 
     def __init__(self, updates: Iterable[Facts], *, made: bool) -> None:
@@ -83,7 +83,10 @@ class SameUpdates(Stage):
         self._facts["parameters that require gradients"] = trained
 
     def part(self, like: Sequence[Tensor]) -> list[Tensor]:
-        """Return [x, x^2] of the update, (2,), which the ranks sum in place; nothing if it has a sum of its own."""
+        """Return [x, x^2] of the update, (2,), which the ranks sum in place.
+
+        Return nothing if not all ranks of the job sum the message: `reduce` then sums the numbers by itself.
+        """
         x = zlib.crc32(repr(self._facts).encode()) % self._modulus
         example = torch.empty((), dtype=scalar_dtype(like), device=like[0].device)
         (self._number,) = self._backend.vectors([(x, x * x)], example, "")
@@ -103,6 +106,7 @@ class SameUpdates(Stage):
             self._compare(sums)
 
     def _compare(self, sums: Tensor) -> None:
+        """Compare the ranks if the host reads the sums, (2,), at once; otherwise store them for later."""
         update = _Sums(self._facts, sums)
         if self._backend.reads(sums):
             if self._differs(update):
@@ -133,6 +137,7 @@ class SameUpdates(Stage):
             raise RanksDifferError(differing, made=True)
 
     def _differs(self, update: _Sums) -> bool:
+        """Return whether the ranks differ in an update; reads its sums from the device."""
         total, squares = update.sums.cpu().tolist()  # without a step marker, which would cut the graph
         return bool(self._ranks * squares != total**2)
 
@@ -152,5 +157,5 @@ def _as_floats(value: Any) -> float | tuple[float, ...] | None:
     numbers: tuple[Any, ...] = value if isinstance(value, tuple) else (value,)
     if any(number.__class__ not in _NUMBERS for number in numbers):
         return None
-    floats = tuple([number + 0.0 for number in numbers])  # also of -0.0
+    floats = tuple([number + 0.0 for number in numbers])  # + 0.0 also makes -0.0 equal to 0.0 in its text
     return floats if numbers is value else floats[0]

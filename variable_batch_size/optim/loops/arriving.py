@@ -43,14 +43,14 @@ class Arrivals(Generic[T]):
             raise type_error("batches must be iterable", batches, "pass this rank's part of each batch, in their order")
         self._batches: Any = batches
         self._optimizer, self._source, self._counts = optimizer, source, counts
-        self._last_microbatch: Any = None  # of those that were handed out
+        self._last_microbatch: Any = None  # the one that was handed out last
 
     @property
     def passes(self) -> int:
         """The number of passes over the streams that have ended.
 
         Raises:
-            AttributeError: of batches that arrive.
+            AttributeError: if there are no streams.
         """
         if self._source.streams is None:
             raise AttributeError("batches that arrive have no passes; pass streams= and trace= to ArrivingBatches")
@@ -66,7 +66,9 @@ class Arrivals(Generic[T]):
         source.begin(self._batches)
         restarts = training.restarts
         while not training.done:
-            if source.agreed is None:  # else its step was discarded, perhaps on this rank alone
+            # An update that the ranks have agreed on, but whose step was discarded, perhaps on this rank alone, comes
+            # again without another exchange.
+            if source.agreed is None:
                 source.agreed = self._agree()
                 if source.agreed is None:
                     return
@@ -80,27 +82,27 @@ class Arrivals(Generic[T]):
             if optimizer.updates == batch.step:
                 raise incomplete_update(optimizer.updates)
             source.agreed = None
-            if optimizer._updated:  # else what it could repeat is not finite
+            if optimizer._updated:  # a microbatch of a skipped update may give gradients that are not finite
                 source.last = (self._last_microbatch,)
 
-    # What the ranks bring. -------------------------------------------------------------------------------------------
+    # The rows that the ranks bring. ----------------------------------------------------------------------------------
 
     def _agree(self) -> Agreed | None:
-        """Return the next update with rows on any rank; None if nothing more comes on all ranks."""
+        """Return the next update that has rows on any rank; None if the batches, or the pass, have ended on all."""
         source, streams = self._source, self._source.streams
         while True:
             brought = source.read()
             if brought is None:
                 source.streams = streams and streams.next_pass()
                 return None
-            reports = [Report(*said) for said in self._gather_by_rank(brought.report)]
+            reports = [Report(*fields) for fields in self._gather_by_rank(brought.report)]
             self._check(reports)
             shards = [shard for report in reports for shard in report.shards]
             if streams is not None and not streams.suffices(brought.given, shards):
-                continue  # the others give more
+                continue  # a shard has ended, so that the other ones have to give more
             if any(report.samples for report in reports):
                 if streams is not None and not brought.report.size:
-                    source.trace.batch_size(brought.report.step)  # raises on all ranks
+                    source.trace.batch_size(brought.report.step)  # the trace has ended: raises on all ranks
                 return source.arrange(brought, reports)
             if not any(available for _, available, *_ in shards):
                 return None
@@ -110,16 +112,19 @@ class Arrivals(Generic[T]):
         """Return the message of each rank; if tensor parallelism gives several one rank, they must say the same."""
         world, by_rank = self._source.world, dict[int, Any]()
         for text in self._optimizer.agreement.gather(_CALL, json.dumps([world.rank, message])):
-            rank, said = json.loads(text)
-            if by_rank.setdefault(rank, said) != said:
+            rank, received = json.loads(text)
+            if by_rank.setdefault(rank, received) != received:
                 raise RuntimeError(
                     f"ranks that compute parts of the same samples must bring the same rows, but of rank {rank} one "
-                    f"brings {by_rank[rank]} and another {said}; read the same batches on them"
+                    f"brings {by_rank[rank]} and another {received}; read the same batches on them"
                 )
         return [by_rank[rank] for rank in range(world.size)]
 
     def _check(self, reports: Sequence[Report]) -> None:
-        """Raise an error on every rank if what they share differs; the first time, warn if two have the same rows."""
+        """Raise an error on every rank if something differs that must be equal; warn if two ranks have the same rows.
+
+        The reports have digests of rows, by which that is seen, before the first update only.
+        """
         source = self._source
         if len(steps := {report.step for report in reports}) > 1:
             raise RuntimeError(
@@ -129,7 +134,7 @@ class Arrivals(Generic[T]):
         _check_equal("have the same trace", "batch sizes", [report.size for report in reports], "pass one trace")
         keys = [[key for *_, key in report.shards] for report in reports]
         if source.streams is None:
-            keys = [of_rank for of_rank in keys if of_rank != [None]]  # without those that have no rows
+            keys = [keys_of_rank for keys_of_rank in keys if keys_of_rank != [None]]  # without ranks without rows
         if source.whole or source.streams is None:
             _check_equal("read the same items", "keys", keys, "let all ranks read them in one order")
         if source.whole:
@@ -140,16 +145,18 @@ class Arrivals(Generic[T]):
             return
         digests = [report.digest for report in reports]
         for rank, text in enumerate(digests):
-            if text and (first := digests.index(text)) < rank and source.world.rank == 0:
+            first = digests.index(text)
+            if text and first < rank and source.world.rank == 0:
                 warn(
                     f"Ranks {first} and {rank} begin with the same rows, so that each row is used once by both; let "
                     f"each read its own part, by rank and num_replicas of the ArrivingBatches, or pass shared=True"
                 )
 
     def _complete(self, agreed: Agreed) -> Agreed:
-        """Return the update that is due with what this rank repeats, and the totals.
+        """Return the update that is due with the microbatch that this rank repeats, and with the totals of its counts.
 
-        The other ranks wait for each of them, also if an error comes here, after which the loop begins again.
+        Both need all ranks. Each is stored in `source.agreed` at once, so that a loop that begins again after an error
+        on this rank does not wait for the others once more.
         """
         source, agreement = self._source, self._optimizer.agreement
         if agreed.replay is None:
@@ -162,23 +169,27 @@ class Arrivals(Generic[T]):
         return agreed
 
     def _find_replay(self, agreed: Agreed) -> tuple[Any, ...]:
-        """Return a microbatch that this rank repeats; where one has none, the first one that has rows sends a row."""
-        source, layout, (item, batch, parts, reports, _), sent = self._source, self._source.layout, agreed, [""]
+        """Return the microbatch that this rank repeats, in a tuple; an empty one if it repeats none.
+
+        If a rank has no microbatch to repeat, the first rank that has rows sends one row to all.
+        """
+        source, layout, sent = self._source, self._source.layout, [""]
+        item, batch, parts, reports, _ = agreed
         if not all(report.can_repeat for report in reports):
             sends = source.world.rank == next(rank for rank, report in enumerate(reports) if report.rows)
             row = (lambda: as_text(layout.select(item, parts[0][:1]))) if sends else str
             sent = self._optimizer.agreement.run_on_all(_ROW, row)
-        if len(parts) == len(batch.microbatches):  # it repeats none
+        if len(parts) == len(batch.microbatches):  # all microbatches have rows of this rank
             return ()
         if source.last is not None:
             return (source.last[0],)
         if parts:
             return (layout.microbatch(item, parts[0]),)
         device = self._optimizer.param_groups[0]["params"][0].device
-        return (layout.microbatch(from_text(max(sent, key=len), device)),)
+        return (layout.microbatch(from_text(max(sent, key=len), device)),)  # all ranks but one have sent ""
 
     def _microbatches(self, agreed: Agreed) -> Iterator[Any]:
-        """Make the microbatches of an update, replays first."""
+        """Yield the microbatches of an update, replays first."""
         yield from (agreed.replay or ()) * (len(agreed.batch.microbatches) - len(agreed.parts))
         for part in agreed.parts:
             yield self._source.layout.microbatch(agreed.item, part)
@@ -204,8 +215,8 @@ class Arrivals(Generic[T]):
         Every rank has to call it, after the same update.
 
         Raises:
-            RuntimeError: without streams, or in the middle of a step; on every rank if a shard has a state that stands
-                still, or that cannot be saved; or if another rank does not call it.
+            RuntimeError: without streams, or in the middle of a step; on every rank if the state of a shard does not
+                move with its rows, or cannot be saved; or if another rank does not call it.
         """
         streams, training = self._source.streams, self._source.training
         if streams is None:
@@ -216,10 +227,11 @@ class Arrivals(Generic[T]):
         training.check_phase(_STATE, Phase.BETWEEN_STEPS)
         update = self._optimizer.updates
         texts = self._optimizer.agreement.run_on_all(_STATE, lambda: json.dumps([*streams.states(update).items()]))
-        return streams.state_dict({number: text for of_rank in texts for number, text in json.loads(of_rank)})
+        # Each text is a list of pairs: the number of a shard, and its state.
+        return streams.state_dict({number: state for text in texts for number, state in json.loads(text)})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where the streams were saved, from the next iteration on, on any number of ranks.
+        """Continue where the streams were saved, from the next iteration on, on any number of ranks.
 
         Raises:
             ValueError: if the state is not one of as many streams.
@@ -231,13 +243,13 @@ class Arrivals(Generic[T]):
 
 
 def _check_equal(requirement: str, what: str, by_rank: Sequence[Any], remedy: str) -> None:
-    """Raise ValueError, on every rank, unless what the ranks have said is equal."""
-    if any(said != by_rank[0] for said in by_rank):
+    """Raise ValueError, on every rank, unless the values of all ranks are equal; `what`: names them in the error."""
+    if any(value != by_rank[0] for value in by_rank):
         raise value_error(f"all ranks must {requirement}", f"{what} {', '.join(map(str, by_rank))}", remedy)
 
 
 def check_stream_is_saved(optimizer: CustomOptimizer, parts: Iterable[object]) -> None:
-    """Raise RuntimeError if streams feed an optimizer, but are none of the parts that are saved."""
+    """Raise RuntimeError if streams feed an optimizer, but their state is not among the parts of a checkpoint."""
     source = optimizer.sampler
     if not isinstance(source, ArrivingBatches) or source.streams is None:
         return

@@ -28,7 +28,13 @@ _REMEDY = 'return a dict such as {"tokens": (labels != -100).sum(), "rows": len(
 
 
 def check_counts(count: object, backend: Backend, *, measures: bool) -> None:
-    """Raise TypeError or ValueError unless the updates of an optimizer can be counted; `measures`: its microbatches."""
+    """Raise TypeError or ValueError unless `updates(counts=)` is possible.
+
+    Args:
+        count: what the user has passed as `counts=`.
+        backend: the backend of the optimizer.
+        measures: whether the optimizer measures the gradients of microbatches, as for the noise.
+    """
     if not callable(count):
         raise type_error("counts must be a function of a microbatch", count, f"pass one, which must {_REMEDY}")
     if measures:
@@ -63,11 +69,11 @@ class Counts(Stage, LoopStage):
 
     def __init__(self, training: Training, ranks: Ranks, example: Tensor, *, whole: bool) -> None:
         self._training, self._backend, self._ranks, self._whole = training, ranks.backend, ranks, whole
-        self._like = example  # a parameter
+        self._parameter = example
         self.load_state_dict({})
 
     def begin_backward(self, member: object, loss: Tensor, *, divided: bool) -> None:
-        """Raise ValueError unless the losses of this update have to be divided, or not, as one is."""
+        """Raise ValueError unless a loss is `divided` by totals if, and only if, its update has totals."""
         has_totals = self._training.batch_of(member).totals is not None
         if divided and not has_totals:
             raise ValueError(
@@ -78,7 +84,7 @@ class Counts(Stage, LoopStage):
             raise ValueError(NOT_DIVIDED.format("backward() came without divided=True"))
 
     def reduce(self, update: UpdateUnderWay) -> None:
-        """Skip an update of which the host knows that all totals are 0."""
+        """Skip an update if all of its totals are 0, which are inf here, and the host knows that."""
         totals = () if update.batch.totals is None else update.batch.totals.values()
         numbers = [total for total in totals if not isinstance(total, Tensor)]
         if totals and len(numbers) == len(totals) and all(total == math.inf for total in numbers):
@@ -86,8 +92,9 @@ class Counts(Stage, LoopStage):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Agree on the names again, and sum again: every rank loads a state."""
-        self._names: list[str] = []  # on which the ranks have agreed
-        self._last: tuple[Batch, dict[str, Any], Totals] | None = None  # what this rank has counted, and the totals
+        self._names: list[str] = []  # of the counts; the ranks have agreed on them
+        # The last update: its batch, what this rank has counted in it, and the totals.
+        self._last: tuple[Batch, dict[str, Any], Totals] | None = None
 
     @torch.no_grad()
     def sum_counts(
@@ -103,12 +110,13 @@ class Counts(Stage, LoopStage):
         """Return the totals of an update over all ranks, by name; every rank has to call it.
 
         Args:
-            count: returns what a microbatch counts.
-            microbatches: those of this rank.
+            count: function that returns what a microbatch counts, by name.
+            microbatches: the microbatches of this rank, as the loader has yielded them.
             batch: the update.
-            agreement: by which ranks compare the names.
+            agreement: how ranks compare the names.
             compares: whether they do so in any case, and not only if the names of this rank have changed.
-            may_repeat: whether a rank may read an update again that it has discarded alone: the totals stay.
+            may_repeat: whether one rank alone may discard an update and read it again. It then gets the same totals,
+                because the other ranks do not take part in another sum.
 
         Raises:
             TypeError, ValueError: if `count` returns anything but finite numbers >= 0 by name.
@@ -117,12 +125,12 @@ class Counts(Stage, LoopStage):
         """
         counted = self._count_microbatches(count, microbatches, batch)
         if may_repeat and self._last is not None and self._last[0] == batch:
-            _, known, totals = self._last
-            if not any(isinstance(number, Tensor) for number in counted.values()) and counted != known:
+            _, counted_before, totals = self._last
+            if not any(isinstance(number, Tensor) for number in counted.values()) and counted != counted_before:
                 raise RuntimeError(
                     f"update {batch.step} was read again and counts {counted} on this rank, but the other ranks have "
-                    f"the totals with {known}; let the counts depend on the samples alone, or load a state on every "
-                    f"rank"
+                    f"the totals with {counted_before}; let the counts depend on the samples alone, or load a state on "
+                    f"every rank"
                 )
             return totals
         if compares or [*counted] != self._names:
@@ -135,8 +143,8 @@ class Counts(Stage, LoopStage):
     def _count_microbatches(self, count: Count, microbatches: Iterable[Any], batch: Batch) -> dict[str, Any]:
         """Return what this rank counts, by name in alphabetical order: floats, or 0-D tensors on a device."""
         counted = dict[str, Any]()
-        for read, microbatch in zip(microbatches, batch.microbatches, strict=True):
-            counts = _checked_counts(count(read))
+        for loaded, microbatch in zip(microbatches, batch.microbatches, strict=True):
+            counts = _checked_counts(count(loaded))
             if counted and counted.keys() != counts.keys():
                 requirement = "counts= must return the same names for every microbatch"
                 raise value_error(
@@ -188,12 +196,13 @@ class Counts(Stage, LoopStage):
             message = torch.tensor([*counted.values()], dtype=torch.float64)  # (names,)
             self._ranks.all_reduce([message])
             return ByName({name: total or math.inf for name, total in zip(counted, message.tolist(), strict=True)})
+        # Floats go to the device together; what is a tensor there already takes the place of a 0 among them.
         floats = [0.0 if isinstance(number, Tensor) else number for number in counted.values()]
         (sent,) = self._backend.vectors([floats], example, "counts")
         pairs = zip(counted.values(), sent.unbind(), strict=True)
         numbers = [number if isinstance(number, Tensor) else from_host for number, from_host in pairs]
         message = torch.stack(numbers)  # (names,)
-        self._backend.mark_step()  # what ranks compute in different graphs
+        self._backend.mark_step()  # ends the graph, which may differ between ranks
         self._ranks.all_reduce([message])
         totals = torch.where(message > 0, message, math.inf)
         self._backend.mark_step()
@@ -201,8 +210,8 @@ class Counts(Stage, LoopStage):
 
     @property
     def _example(self) -> Tensor:
-        """A tensor of the device of the parameters, in the dtype of a sum there, which is not read."""
-        (part,) = local_parts([self._like])
+        """An empty tensor, 0-D, whose device (that of the parameters) and dtype (that of sums there) are used."""
+        (part,) = local_parts([self._parameter])
         return part.new_empty((), dtype=scalar_dtype([part]))
 
 

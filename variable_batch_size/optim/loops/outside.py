@@ -1,4 +1,4 @@
-"""Forwards and backwards that are none of a training: a probe, a penalty that is logged, an estimate of a Hessian."""
+"""Forwards and backwards that do not belong to a training: a probe, a logged penalty, an estimate of a Hessian."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from variable_batch_size.data.training import Training
 
 @contextmanager
 def outside(training: Training) -> Iterator[None]:
-    """Let nothing count, between two steps, and put the gradients back; see `CustomOptimizer.outside`."""
+    """Let no forward and backward in the block count, and restore the gradients; see `CustomOptimizer.outside`."""
     training.check_phase("outside()", Phase.BETWEEN_STEPS)
     training.finish_update()
     members = list(training.members)
@@ -25,17 +25,19 @@ def outside(training: Training) -> Iterator[None]:
             "outside() must be entered between two steps, but a backward() has come that no step() has counted; enter "
             "it after step(), or call optimizer.zero_grad() first"
         )
-    kept: dict[Tensor, Tensor | None] = {}
+    gradients: dict[Tensor, Tensor | None] = {}  # by parameter: its `.grad` before the block
     with ExitStack() as stack:
-        if training.batches.reproducible:  # whose microbatches are seeded when they are handed out
+        if training.batches.reproducible:  # random numbers of the block must not change the ones that follow
             stack.enter_context(kept_states())
-        for member in members:  # parameters of a model may be in no sum
+        for member in members:
             module = member._abilities.module
-            if isinstance(module, DistributedDataParallel):  # which would send its buffers
+            # The forward of a DistributedDataParallel would send its buffers, where other ranks may call none.
+            if isinstance(module, DistributedDataParallel):
                 stack.callback(setattr, module, "require_forward_param_sync", module.require_forward_param_sync)
                 module.require_forward_param_sync = False
+            # A model may have parameters that the optimizer does not train; their gradients are restored, too.
             for parameter in chain(member._abilities.parameters_of_model, member._updater.parameters):
-                kept.setdefault(parameter, parameter.grad)
+                gradients.setdefault(parameter, parameter.grad)
                 parameter.grad = None
         training.phase = Phase.OUTSIDE
         try:
@@ -44,5 +46,5 @@ def outside(training: Training) -> Iterator[None]:
             training.phase = Phase.BETWEEN_STEPS
             for member in members:
                 member._updater.sum.clear()
-            for parameter, gradient in kept.items():
+            for parameter, gradient in gradients.items():
                 parameter.grad = gradient

@@ -1,4 +1,4 @@
-"""A replay changes nothing: the statistics of the model and the random numbers are as they were before its forward."""
+"""Undoes what a replay changes: afterwards buffers of the model and random numbers are as before its forward."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from variable_batch_size.optim.tensors.hooks import bare
 class Replays:
     """Undoes what the forward and backward of a replay change besides gradients.
 
-    Nothing can be undone in one graph for all ranks, with a replay or without.
+    It does nothing on a device where all ranks must run the same graph, because only some of them have a replay.
+
+    Attributes:
+        module: the model whose buffers are restored; None if nothing is undone.
     """
 
     def __init__(self, module: Module | None, backend: Backend) -> None:
-        self.module = None if backend.static_graph or backend.alone else bare(module)  # whose buffers stay
+        self.module = None if backend.static_graph or backend.alone else bare(module)
         self._before: tuple[KeptBuffers, list[Tensor]] | None = None  # buffers, and random numbers
 
     def save_state(self, microbatch: Microbatch | None) -> None:
@@ -43,9 +46,10 @@ class Replays:
             torch.cuda.set_rng_state(state, device)
 
     def drop_state(self) -> None:
-        """Forget what was saved: the step starts over, or elsewhere."""
+        """Forget what was saved: the step starts over, or the training has moved."""
         self._before = None
 
     def _cuda_devices(self) -> list[torch.device]:
+        """Return the CUDA devices of the parameters."""
         parameters = [] if self.module is None else self.module.parameters()
         return list(dict.fromkeys(parameter.device for parameter in parameters if parameter.is_cuda))

@@ -1,4 +1,4 @@
-"""Another sampler for a training that goes on: a second stage, with other samples, lengths, or another trace."""
+"""Continues a training with another sampler: a second stage, with other samples, lengths, or another trace."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from variable_batch_size.optim.wrapper import check_world
 
 
 def continue_with(training: Training, sampler: object) -> None:
-    """Let the optimizers of a training go on with another sampler; see `CustomOptimizer`."""
+    """Let the optimizers of a training continue with another sampler; see `CustomOptimizer.continue_with`."""
     training.check_phase("continue_with()", Phase.BETWEEN_STEPS)
     training.finish_update()
     optimizers: list[ObservedOptimizer] = list(training.members)
@@ -23,11 +23,12 @@ def continue_with(training: Training, sampler: object) -> None:
             "call it after step()"
         )
     before = optimizers[0].sampler
-    later = training.later
+    later = training.later  # a restored state that waits for its sampler
     if later is not None and later["stage"] > training.earlier.stage + 1:
-        later = None  # it waits for another one
+        later = None  # it is the state of a sampler after this one
     if not isinstance(sampler, CustomSampler) or not isinstance(before, CustomSampler):
         raise type_error("continue_with() needs a CustomSampler after a CustomSampler", sampler, "create one")
+    # All checks come before the first change, so that an error leaves the training as it was.
     _check_fresh(sampler.training)
     for optimizer in optimizers:
         _check_suits(sampler, optimizer)
@@ -36,20 +37,21 @@ def continue_with(training: Training, sampler: object) -> None:
     for optimizer in optimizers:
         sampler.attach(None, **optimizer._cut)
     resumed = None if later is None else sampler.resume(later)  # raises if there is no such position
-    before.training = copy.copy(training)
+    before.training = copy.copy(training)  # the sampler that is left keeps a copy, which does not move any more
     before.training.left = True
     training.continue_with(sampler.training)
     sampler.training = training
     if later is not None and resumed is not None:
         sampler.adopt_state(later, resumed, owned=True)
     for optimizer in optimizers:
-        optimizer._sampler, optimizer._updater.agreed = sampler, False
+        optimizer._sampler = sampler
+        optimizer._updater.agreed = False  # the ranks compare their settings again at the next update
 
 
 def check_not_begun(wrapper: object, sampler: object) -> None:
     """Raise RuntimeError if an inner optimizer, whose wrapper this is, has made updates with another sampler.
 
-    What follows that wrapper, schedules, averages and a tracker, would stand still.
+    Schedules, averages and a tracker follow that other wrapper, and would not see the updates of a new one.
     """
     if getattr(wrapper, "updates", 0) and getattr(wrapper, "sampler", sampler) is not sampler:
         raise RuntimeError(
@@ -59,14 +61,14 @@ def check_not_begun(wrapper: object, sampler: object) -> None:
 
 
 def _check_fresh(training: Training) -> None:
-    """Raise ValueError if a sampler was used."""
+    """Raise ValueError if a sampler was used before, or has an optimizer."""
     if training.members or training.owned or training.left or training.updates:
         found = "one that another optimizer reads" if training.members else "one that was used"
         raise value_error("continue_with() needs a sampler of its own", found, "create another CustomSampler")
 
 
 def _check_suits(sampler: CustomSampler, optimizer: ObservedOptimizer) -> None:
-    """Raise ValueError unless an optimizer, as it was created, can go on with a sampler."""
+    """Raise ValueError unless an optimizer, as it was created, can continue with a sampler."""
     backend = optimizer.backend
     check_world(sampler, backend)
     check_can_attach(sampler.batches, compiles_shapes=backend.static_graph, elastic=backend.elastic)

@@ -52,7 +52,7 @@ class Updates(Generic[T]):
             remedy = "omit counts=, and pass means over the tokens of a microbatch"
             raise value_error("batches in tokens have one denominator", "counts= beside lengths=", remedy)
         self._counts = counts
-        self._epoch: int | None = None  # that of the iteration under way
+        self._epoch: int | None = None  # the epoch of the iteration under way
 
     def __len__(self) -> int:
         """Return the number of updates of the epoch: of an iteration under way, or of one that begins now.
@@ -65,15 +65,19 @@ class Updates(Generic[T]):
     def __iter__(self) -> Iterator[Update[T]]:
         """Set the epoch of the next update, and yield the updates that are left of it."""
         try:
-            while (yield from self._yield_updates(self._begin_epoch())):
-                pass
+            world_has_changed = True
+            while world_has_changed:  # then the rest of the epoch is read again
+                world_has_changed = yield from self._yield_updates(self._begin_epoch())
         finally:
             self._epoch = None
 
     def _begin_epoch(self) -> int:
-        """Set the epoch of the next update, whose ranks are known then, and return it."""
+        """Set the epoch of the next update, and return it.
+
+        Where the world may change, the ranks meet first: what they bring, a world or a state, may move the epoch.
+        """
         optimizer = self._optimizer
-        optimizer._followers.call("discard")  # of a loop that was left
+        optimizer._followers.call("discard")  # drops what a loop that was left has accumulated
         while True:
             self._epoch = optimizer.epoch
             optimizer.set_epoch(self._epoch)
@@ -84,14 +88,15 @@ class Updates(Generic[T]):
         """Yield the updates of an epoch; return whether the world has changed, so that the rest is read again."""
         optimizer, loader = self._optimizer, self._loader
         training, elastic = optimizer.sampler.training, optimizer.backend.elastic
+        # `_iterator` is private: it tells whether persistent workers have been started. To start them draws a random
+        # number, which the saved run had drawn before its checkpoint.
         if isinstance(loader, DataLoader) and loader.persistent_workers and loader._iterator is None:
-            # What starting the workers of a loader draws, the saved run had drawn before.
             training.before_reading.wait_with_present(training.due)
         microbatches = enumerate(self._loader)
         restarts = training.restarts
         for step in count(training.position.step):
             training.finish_update()
-            waiting = step - training.position.step  # updates that were read, but not made
+            waiting = step - training.position.step  # number of updates that were read, but not made
             if training.restarts != restarts:
                 if elastic:
                     return True
@@ -111,8 +116,10 @@ class Updates(Generic[T]):
             update = self._hand_out(read, batch, restarts)
             if training.batches.reproducible:
                 update = self._seed_microbatches(update, batch)
-            yield Update(iter(list(update)) if self._ahead else update, batch)
-        for _ in microbatches:  # lets the loader end as in a loop
+            if self._ahead:  # the loader must be read in its order, whenever the framework trains on the update
+                update = iter(list(update))
+            yield Update(update, batch)
+        for _ in microbatches:  # reads to the end of the loader, so that its workers end as in a plain loop
             raise RuntimeError(
                 f"the loader must yield the microbatches of the optimizer's sampler, but it yields more than epoch "
                 f"{number} has; create it with batch_sampler=sampler, and filter or repeat samples in the dataset"
@@ -122,7 +129,7 @@ class Updates(Generic[T]):
         return False
 
     def _with_totals(self, counts: Count, read: list[T], batch: Batch, *, compares: bool) -> tuple[Batch, Iterator[T]]:
-        """Return an update with the totals of all ranks, and its microbatches."""
+        """Return an update with the totals of its counts over all ranks, and an iterator over its microbatches."""
         optimizer = self._optimizer
         options = {"compares": compares, "may_repeat": True}
         totals = optimizer._abilities.totals.sum_counts(counts, read, batch, optimizer.agreement, **options)
@@ -132,7 +139,8 @@ class Updates(Generic[T]):
         """Yield the microbatches of an update that is reproducible, with random numbers that are seeded for each."""
         seeding = self._optimizer._abilities.seeding
         assert seeding is not None
-        for microbatch, loaded in zip(batch.microbatches, update, strict=True):  # read with the user's numbers
+        # The loader is read in between, with the random numbers of the user.
+        for microbatch, loaded in zip(batch.microbatches, update, strict=True):
             number = seeding.seed(microbatch)
             try:
                 yield loaded
@@ -155,7 +163,12 @@ class Updates(Generic[T]):
             yield microbatch
 
     def _read_microbatches(self, microbatches: Iterator[tuple[int, T]], batch: Batch) -> Iterator[T]:
-        """Read the microbatches of an update, of all that the loader yields, with their numbers."""
+        """Yield the microbatches of an update from the loader; check that none of it is missing or comes twice.
+
+        Args:
+            microbatches: what the loader yields in this epoch, with its number since the loop began.
+            batch: the update.
+        """
         training = self._optimizer.sampler.training
         for number in range(len(batch.microbatches)):
             try:
@@ -167,7 +180,8 @@ class Updates(Generic[T]):
                     f"update {batch.step}; create it with batch_sampler=sampler, and filter or repeat samples in the "
                     "dataset"
                 ) from None
-            if training.iteration is not None and (lost := training.iteration.count_lost(received)):
+            lost = 0 if training.iteration is None else training.iteration.count_lost(received)
+            if lost:
                 found = f"{lost} of those that were read did not come" if lost > 0 else f"{-lost} came once more"
                 raise RuntimeError(
                     f"the loader must yield each microbatch of the optimizer's sampler once, but before update "
@@ -178,21 +192,24 @@ class Updates(Generic[T]):
 
 
 def _meet_world(optimizer: CustomOptimizer) -> bool:
-    """Find the world of the next update; return whether it is another one, or a state was loaded."""
+    """Find the world of the next update; return whether it has changed, or a state was loaded.
+
+    Only the world of an elastic backend can change.
+    """
     backend, training = optimizer.backend, optimizer.sampler.training
     if not isinstance(backend, ElasticBackend):
         return False
     loaded = backend.meet(training.updates)
     moved = training.enter_world(backend.world, loaded=loaded)
-    backend.posted = ""
+    backend.posted = ""  # a text that the next sum carries to all ranks, if a follower has one
     optimizer._followers.call("post", backend)
     backend.facts = common_facts(optimizer._updater, optimizer.sampler, optimizer.inner, backend)
     return loaded or moved
 
 
 def _check_reads_batches(loader: object, sampler: object) -> None:
-    """Raise ValueError if a loader can be identified that does not read the sampler."""
-    loader = getattr(loader, "_loader", loader)  # of an MpDeviceLoader
+    """Raise ValueError if a loader does not read the sampler, as far as its type lets it be seen."""
+    loader = getattr(loader, "_loader", loader)  # private: the loader within an MpDeviceLoader of torch_xla
     if not isinstance(loader, DataLoader):
         return
     if loader.batch_sampler is not None and isinstance(loader.sampler, CustomSampler):
@@ -324,8 +341,8 @@ def _yield_remaining(
     epoch, begun = -1, False
     resumes = sampler.batches.is_within_epoch(sampler.position)
     while not first.done:
-        epoch = max(first.epoch, epoch + 1)  # the loop may have left the last one before its end
-        # What a restore has left of an epoch to the loop comes first; the number of the epoch includes it.
+        epoch = max(first.epoch, epoch + 1)  # the loop may have left the last epoch before its end
+        # A restored run first finishes the epoch under way, even if `until` is reached: it is checked between epochs.
         if isinstance(until, ProgressScheduler):
             reached = until.done and not sampler.training.end_pending
         elif by == "epochs":

@@ -74,8 +74,8 @@ def whole_batch(
         RuntimeError: if the update was read before.
     """
     optimizers = optimizer, *others
-    for one in optimizers:
-        _check_suits(one)
+    for checked in optimizers:
+        _check_suits(checked)
     read = list(update)
     batch, backend = optimizer.batch, optimizer.backend
     if batch.totals is not None:
@@ -87,45 +87,52 @@ def whole_batch(
         )
     parts = [_Part(loaded, microbatch, optimizer) for loaded, microbatch in zip(read, batch.microbatches, strict=True)]
     versions = [_versions(part.loaded) for part in parts]
-    with torch.no_grad():
+    with torch.no_grad():  # pass 1
         embedded = [part.encode_first(encode) for part in parts]
-        given = [_Columns.of({} if targets is None else targets(part.loaded), "targets", part) for part in parts]
-    after = None if backend.threads else HostStates.present()
+        labels = [_Columns.of({} if targets is None else targets(part.loaded), "targets", part) for part in parts]
+    random_states_after = None if backend.threads else HostStates.present()
     if versions != [_versions(part.loaded) for part in parts]:
         raise RuntimeError(
             "encode() and targets() must leave the rows of a microbatch as they are, because they are encoded twice, "
             "but changed them in place; write x = x / 255, for example, and not x.div_(255)"
         )
-    for part in reversed(parts):
+    for part in reversed(parts):  # the first one has saved the buffers as they were before the update
         part.undo()
-    torch.clear_autocast_cache()  # of weights that pass 1 has cast without a graph
+    torch.clear_autocast_cache()  # autocast has stored weights that pass 1 has cast, which have no graph
     places = [_places(part.microbatch, batch).to(embedded[0].tensors[0].device) for part in parts]
-    columns = [[*one.tensors, *other.tensors] for one, other in zip(embedded, given, strict=True)]
+    columns = [[*of_part.tensors, *label.tensors] for of_part, label in zip(embedded, labels, strict=True)]
     gathered = _gather(columns, places, batch, backend)
-    whole, labels = gathered[: len(embedded[0].tensors)], gathered[len(embedded[0].tensors) :]
+    num_embeddings = len(embedded[0].tensors)
+    whole, whole_labels = gathered[:num_embeddings], gathered[num_embeddings:]
     seed = seed_of("microbatch", optimizer.updates, -1)  # the loss draws the same on all ranks
     with nullcontext() if backend.threads else kept_states():
         if not backend.threads:
             seed_host(seed)
         backend.seed(seed)
-        value = _evaluate(loss, *embedded[0].named(whole), given[0].named(labels)[1])
-        gradients, own = _differentiate(value, whole, optimizers, scaler)
-    padded = [None if one is None else torch.cat([one, torch.zeros_like(one[:1])]) for one in gradients]  # (B + 1, ...)
-    of_parts = [[None if one is None else one.index_select(0, place) for one in padded] for place in places]
+        value = _evaluate(loss, *embedded[0].named(whole), labels[0].named(whole_labels)[1])
+        gradients, parameters_of_loss = _differentiate(value, whole, optimizers, scaler)
+    # (B + 1, ...): a row that does not count has place B, whose gradient is 0.
+    padded = [None if column is None else torch.cat([column, torch.zeros_like(column[:1])]) for column in gradients]
+    gradients_of_parts = [
+        [None if column is None else column.index_select(0, place) for column in padded] for place in places
+    ]
     value = value.detach()
     backend.mark_step()  # before the gradients go: autograd's thread may still hold them, as results of the graph
-    del columns, gathered, whole, labels, gradients, padded, embedded
+    del columns, gathered, whole, whole_labels, gradients, padded, embedded  # pass 2 needs the memory
     sums = optimizer.reduction == "sum"
-    for part, of_part in zip(parts, of_parts, strict=True):
-        total = part.encode_again(encode, of_part, own, sums=sums)
+    for part, gradients_of_part in zip(parts, gradients_of_parts, strict=True):  # pass 2
+        total = part.encode_again(encode, gradients_of_part, parameters_of_loss, sums=sums)
         optimizer.backward(total, scaler=scaler, others=others)
         optimizer.log(loss=value * part.microbatch.rows if sums else value)
-        for one in optimizers:
-            one.step() if scaler is None else scaler.step(one)
+        for stepped in optimizers:
+            if scaler is None:
+                stepped.step()
+            else:
+                scaler.step(stepped)
         if scaler is not None:
             scaler.update()
-    if after is not None:
-        after.restore()
+    if random_states_after is not None:  # pass 2 has gone back to the random numbers of pass 1
+        random_states_after.restore()
     return value
 
 
@@ -155,15 +162,19 @@ class _Columns(NamedTuple):
     names: list[str] | None
 
     @classmethod
-    def of(cls, found: object, what: str, part: _Part) -> _Columns:
-        """Check what `encode` or `targets` has returned."""
+    def of(cls, returned: object, what: str, part: _Part) -> _Columns:
+        """Return the columns that a function has returned, after a check; `what`: "encode" or "targets"."""
         requirement = f"{what} must return tensors with a row for each of the {part.microbatch.rows} of its microbatch"
-        names = [*found] if isinstance(found, Mapping) else None
-        values = [*found.values()] if isinstance(found, Mapping) else [found] if isinstance(found, Tensor) else found
+        names = [*returned] if isinstance(returned, Mapping) else None
+        values: Any = returned
+        if isinstance(returned, Mapping):
+            values = [*returned.values()]
+        elif isinstance(returned, Tensor):
+            values = [returned]
         if what == "targets" and names is None:
-            raise type_error("targets must return a dict of tensors", found, "name them as the loss does")
+            raise type_error("targets must return a dict of tensors", returned, "name them as the loss does")
         if not isinstance(values, (list, tuple)) or not all(isinstance(value, Tensor) for value in values):
-            raise type_error(requirement, found, "return a tensor, a tuple or a dict of these")
+            raise type_error(requirement, returned, "return a tensor, a tuple or a dict of these")
         for value in values:
             if value.ndim == 0 or len(value) != part.microbatch.rows:
                 raise value_error(requirement, f"one of shape {tuple(value.shape)}", "return one row for each")
@@ -171,16 +182,16 @@ class _Columns(NamedTuple):
 
     def detached(self) -> _Columns:
         """Return the tensors without their graphs."""
-        return _Columns([one.detach() for one in self.tensors], self.names)
+        return _Columns([tensor.detach() for tensor in self.tensors], self.names)
 
     def named(self, columns: Sequence[Tensor]) -> tuple[Sequence[Tensor], Mapping[str, Tensor]]:
-        """Return what is passed by position, and what by name."""
+        """Return the columns as arguments of the loss: a sequence by position, and a mapping by name."""
         return (columns, {}) if self.names is None else ((), dict(zip(self.names, columns, strict=True)))
 
 
 @final
 class _Part:
-    """A microbatch in the two passes."""
+    """A microbatch in the two passes: `loaded` is what the loader has yielded, `microbatch` its plan."""
 
     def __init__(self, loaded: Any, microbatch: Microbatch, optimizer: CustomOptimizer) -> None:
         self.loaded, self.microbatch, self._backend = loaded, microbatch, optimizer.backend
@@ -195,11 +206,11 @@ class _Part:
             self._buffers = KeptBuffers(self._module)
         if not self._backend.threads:
             self._states = HostStates.present()
-        self._backend.seed(self._seed)  # of a device whose generator is not one of the host
+        self._backend.seed(self._seed)  # the generator of a device, if it is none of those in `HostStates`
         columns = _Columns.of(encode(self.loaded), "encode", self).detached()  # encode may enable gradients
         if self._buffers is not None:
             self._buffers.drop_unwritten()
-        if not (self.microbatch.samples or self._backend.static_graph):
+        if not (self.microbatch.samples or self._backend.static_graph):  # a replay
             self.undo()
             if self._states is not None:
                 self._states.restore()
@@ -223,7 +234,7 @@ class _Part:
 
         Args:
             encode: as for `whole_batch`.
-            gradients: those of the rows of each column.
+            gradients: the gradient of L by the rows of each column, (rows, ...); None for a column without one.
             own: the parameters of the loss itself, with their gradients, of which each microbatch brings n_j / B.
             sums: whether `backward()` takes a loss for the sum over the rows of a microbatch, and not for the mean.
         """
@@ -244,6 +255,7 @@ class _Part:
         samples, rows = self.microbatch.samples, self.microbatch.rows if sums else 1
         products = [(parameter * gradient).sum() * rows for parameter, gradient in own]
         if terms:
+            # `optimizer.backward` multiplies a mean by n_j / B; the gradients of the rows are parts of a sum already.
             factor = rows * self.microbatch.batch_size / samples if samples else 0.0
             products.append(torch.stack(terms).sum() * self._backend.scalar(factor, terms[0], "whole batch"))
         return torch.stack(products).sum()
@@ -257,7 +269,7 @@ def _versions(loaded: Any) -> list[int]:
 def _places(microbatch: Microbatch, batch: Batch) -> Tensor:
     """Return where the rows of a microbatch are in the batch, (rows,); B for rows that are repeated or do not count."""
     samples, rows = microbatch.samples, microbatch.rows
-    sample = np.arange(rows) * samples // rows  # (rows,)
+    sample = np.arange(rows) * samples // rows  # (rows,): the sample in each row, as `Deal.positions` repeats them
     repeated = np.diff(sample, prepend=-1) == 0  # (rows,)
     counts = ~repeated & (samples > 0)
     return torch.from_numpy(np.where(counts, microbatch.start - batch.start + sample, batch.batch_size))
@@ -266,7 +278,14 @@ def _places(microbatch: Microbatch, batch: Batch) -> Tensor:
 def _gather(
     parts: Sequence[Sequence[Tensor]], places: Sequence[Tensor], batch: Batch, backend: Backend
 ) -> list[Tensor]:
-    """Return the columns of all rows of the batch, (B, ...) each; floats in at least float32."""
+    """Return the columns of all rows of the batch, (B, ...) each; floats in at least float32.
+
+    Args:
+        parts: the columns of each microbatch of this rank, (rows, ...) each.
+        places: of the rows of each microbatch in the batch, (rows,); B for a row that does not count.
+        batch: the update.
+        backend: how the ranks communicate.
+    """
     place, whole = torch.cat([*places]), []
     for column in zip(*parts, strict=True):
         rows = torch.cat([*column]).to(place.device)
@@ -310,21 +329,22 @@ def _evaluate(
 def _differentiate(
     value: Tensor, whole: Sequence[Tensor], optimizers: Iterable[CustomOptimizer], scaler: GradScaler | None
 ) -> tuple[list[Tensor | None], list[tuple[Tensor, Tensor]]]:
-    """Return the gradient of each column, and the parameters of the loss with theirs.
+    """Return the gradient of the loss by each column, and the parameters that the loss itself has with their gradients.
 
-    It is computed at the scale of a `GradScaler`, and divided by it.
+    Gradients are computed at the scale of a `GradScaler`, and divided by it.
     """
-    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    trained = [one for group in groups for one in group["params"] if one.requires_grad and not isinstance(one, DTensor)]
+    parameters = [
+        parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]
+    ]
+    trained = [tensor for tensor in parameters if tensor.requires_grad and not isinstance(tensor, DTensor)]
     floats = [column for column in whole if column.requires_grad]
     scaled = value if scaler is None else scaler.scale(value)
     scale = None if scaler is None else scaler.scale(torch.ones_like(value))
-    found = [
-        one if one is None or scale is None else one / scale.to(one.device)
-        for one in torch.autograd.grad(scaled, [*floats, *trained], allow_unused=True)
+    unscaled = [
+        gradient if gradient is None or scale is None else gradient / scale.to(gradient.device)
+        for gradient in torch.autograd.grad(scaled, [*floats, *trained], allow_unused=True)
     ]
-    of_floats = iter(found)
-    gradients = [next(of_floats) if column.requires_grad else None for column in whole]
-    return gradients, [
-        (one, gradient) for one, gradient in zip(trained, of_floats, strict=True) if gradient is not None
-    ]
+    remaining = iter(unscaled)  # first of the float columns, then of the parameters
+    gradients = [next(remaining) if column.requires_grad else None for column in whole]
+    pairs = zip(trained, remaining, strict=True)
+    return gradients, [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]

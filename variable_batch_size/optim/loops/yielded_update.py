@@ -57,7 +57,7 @@ def incomplete_update(update: int) -> RuntimeError:
 
 
 def stale_loop() -> RuntimeError:
-    """Return the error of a loop that goes on after the optimizer has moved."""
+    """Return the error of a loop that continues after the optimizer has moved."""
     return RuntimeError(
         "the loop must end after discard_step() or load_state_dict(), but it asks for another update; break, and begin "
         "a new loop over vbs.updates"

@@ -1,4 +1,4 @@
-"""The noise from two consecutive updates, for updates of a single microbatch, at the price of one more gradient."""
+"""Estimates the noise from two consecutive updates, for updates of one microbatch; it stores one more gradient."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from variable_batch_size.optim.tensors.arithmetic import local_parts, scalar_dty
 
 
 class _Previous(NamedTuple):
-    gradients: list[Tensor | None]
+    """The gradient of the last update whose gradient was finite."""
+
+    gradients: list[Tensor | None]  # of each parameter
     squared_norm: Number
     batch_size: Number  # samples
-    finite: Number = 1.0  # 0 if it was not finite
+    finite: Number = 1.0  # 0 if no gradient was finite yet, so that an estimate must not count
 
 
 _KEYS = ("gradients", "square", "size", "counts")  # of `_Previous` in a state dict
@@ -42,9 +44,13 @@ class DifferencedEstimator:
     def estimate(
         self, gradient: Gradient, square: Number, batch_size: Number, finite: bool | Tensor
     ) -> tuple[Estimate, Number]:
-        """Return the estimate from this update and the previous one, and 1 if it is valid; keep this gradient.
+        """Return the estimate from this update and the previous one, and 1 if it is valid; store this gradient.
 
-        `square` is |G|^2; G is zeroed if the tensor `finite` is false.
+        Args:
+            gradient: the gradient G of this update, of each parameter; it is 0 if the tensor `finite` is false.
+            square: |G|^2.
+            batch_size: samples of this update.
+            finite: whether G was finite, 0-D on a device; if not, the previous gradient stays.
         """
         if isinstance(finite, Tensor):
             batch_size = batch_size * torch.ones_like(torch.as_tensor(square))  # a tensor, of the same dtype
@@ -54,12 +60,12 @@ class DifferencedEstimator:
             self._previous = _Previous(copies, select(finite, square, 0.0), batch_size, is_finite)
             return Estimate(0.0, 0.0), 0.0
         assert self._previous is not None
-        previous, previous_square, previous_size, counts = self._previous
+        previous, previous_square, previous_size, valid = self._previous
         difference, previous = self._replace_previous(previous, gradient, finite)
-        now = square, batch_size, select(finite, 1.0, counts)
-        numbers = (select(finite, *values) for values in zip(now, self._previous[1:], strict=True))
+        present = square, batch_size, select(finite, 1.0, valid)
+        numbers = (select(finite, new, old) for new, old in zip(present, self._previous[1:], strict=True))
         self._previous = _Previous(previous, *numbers)
-        return estimate_from_pair(square, batch_size, previous_square, previous_size, difference), counts
+        return estimate_from_pair(square, batch_size, previous_square, previous_size, difference), valid
 
     def forget(self) -> None:
         """Drop the previous gradient."""
@@ -90,7 +96,7 @@ class DifferencedEstimator:
         self, previous: Gradient, gradient: Gradient, finite: bool | Tensor
     ) -> tuple[Number, list[Tensor | None]]:
         """Return |G - G'|^2, and G as the previous gradient of the next update, in the memory of `previous`."""
-        device = next(part.device for part in gradient if part is not None)  # not that of a state, perhaps
+        device = next(part.device for part in gradient if part is not None)  # a restored gradient may be elsewhere
         moved = [None if old is None else old.to(device) for old in previous]
         pairs = list(zip(moved, gradient, strict=True))
         stored = [_gradient_or_zeros(old, like=new) for old, new in pairs]

@@ -74,21 +74,30 @@ AVERAGES = ("sigma2", "mu2", "weight", "updates")
 
 
 class Coefficients(NamedTuple):
-    """What the averages of an update are made of, apart from its measurements; each (4,), see `update_averages`."""
+    """By what an update changes the averages, apart from its measurements; each (4,), see `update_averages`.
+
+    new averages = decay * old averages + constant + sum over measurements of (coefficient * measurement)
+    """
 
     decay: Any
     constant: Any
-    weighted_squares: Any
-    squared_norm: Any
-    pair_sigma2: Any
+    weighted_squares: Any  # coefficient of S
+    squared_norm: Any  # coefficient of |G|^2
+    pair_sigma2: Any  # coefficients of the estimate from two consecutive updates
     pair_mu2: Any
 
 
 def coefficients(batch_size: int, groups: int, one_minus_theta: float, *, paired: bool) -> Coefficients:
     """Return the coefficients of an update, as tuples.
 
-    Those of `estimate_from_groups` if it has several microbatches, or of `estimate_from_pair` if it is compared with
-    the update before. Otherwise the averages stay.
+    They include `estimate_from_groups` if the update has several microbatches, or `estimate_from_pair` if it is
+    compared with the update before. Otherwise the averages stay as they are.
+
+    Args:
+        batch_size: samples of the update.
+        groups: number of its microbatches, over all ranks.
+        one_minus_theta: weight of the estimate in the averages.
+        paired: whether the update is compared with the update before.
     """
     weight = one_minus_theta if groups > 1 or paired else 0.0
     of_pair = weight if paired else 0.0
@@ -108,7 +117,11 @@ def coefficients(batch_size: int, groups: int, one_minus_theta: float, *, paired
 def update_averages(old: Any, decay: Any, constant: Any, terms: Iterable[tuple[Any, Number]]) -> Any:
     """Return the averages including one more estimate: theta average + (1 - theta) estimate, which is linear.
 
-    The averages, their factor `decay`, the summand `constant` and the coefficients of the measurements are all (4,).
+    Args:
+        old: the averages before, (4,).
+        decay: their factor, (4,).
+        constant: a summand, (4,).
+        terms: pairs of a coefficient, (4,), and the measurement that it is multiplied by.
     """
     new = decay * old + constant
     for coefficient, measurement in terms:

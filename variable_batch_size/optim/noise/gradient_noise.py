@@ -50,10 +50,10 @@ class Statistics(NamedTuple):
 
 
 class NoiseState(NamedTuple):
-    """What is known after an update."""
+    """What is known of the noise after an update."""
 
     averages: Vector  # (4,), see `AVERAGES`
-    gain: Number = 1.0  # of that update
+    gain: Number = 1.0  # AdaScale's gain of that update
     packed: Tensor | None = None  # (5,): averages and gain on a device, which one transfer reads
 
 
@@ -119,7 +119,8 @@ class GradientNoise(Stage):
 
     def add(self, counted: Counted, squares: MeasuredSquares, like: Tensor) -> None:
         """Add n_j |g_j|^2 of a microbatch, if it was measured; 0 for a replay."""
-        if (square := squares.norm) is None:
+        square = squares.norm
+        if square is None:
             return
         if squares.scale is not None:
             square = square / squares.scale.to(square.dtype).square()
@@ -141,7 +142,7 @@ class GradientNoise(Stage):
         (squares,) = update.message[self.name]
         square = squared_norm(update.gradients)
         if self.keeps_lr_on_device:
-            finite = torch.isfinite(squares[0] + square)  # neither is negative
+            finite = torch.isfinite(squares[0] + square)  # one test for both: none is negative, so inf stays inf
             self._statistics = Statistics(squares[0], square, finite)
         else:
             numbers = squares.item(), square.item()
@@ -166,7 +167,7 @@ class GradientNoise(Stage):
         update.asked = replace(update.asked, noise=self._include(statistics, update))
 
     def scale(self, update: UpdateUnderWay) -> None:
-        """Let the learning rate and the progress of an update be 0 which the device finds not finite."""
+        """Make the learning rate and the progress 0 in an update that the device finds not finite."""
         if isinstance(update.finite, Tensor):
             made = update.finite.to(scalar_dtype(update.parameters))
             update.scalings = [
@@ -174,31 +175,32 @@ class GradientNoise(Stage):
             ]
 
     def _include(self, statistics: Statistics, update: UpdateUnderWay) -> Noise:
-        """Return the noise including this update of J groups, the microbatches of all ranks.
+        """Return the noise including this update; one that is not finite changes nothing.
 
-        A non-finite update changes nothing.
+        On a device all numbers are tensors, and every update runs the same operations: what must not count is
+        computed, too, and then not selected.
         """
         batch_size, groups, ref = update.batch.batch_size, update.batch.num_microbatches, update.asked.ref_batchsize
         gradient = [parameter.grad for parameter in update.parameters]
         paired = groups == 1 and self._pairs is not None and self._pairs.has_previous(gradient)
         self._measured += groups > 1 or paired
         weights = coefficients(batch_size, groups, min(1.0, batch_size / ref / HORIZON), paired=paired)
-        squares, square, counts = statistics
+        squares, square, is_included = statistics
         like = torch.as_tensor(square)
         numbers = [float(batch_size), float(ref), float(paired)]
         size, reference, use_pair = self._backend.scalars(numbers, like, "noise")
         measurements, rows = [squares, square], [weights.weighted_squares, weights.squared_norm]
         if self._pairs is not None:
-            other, valid = self._pairs.estimate(gradient, square, size, counts)
-            measurements += other
+            pair_estimate, valid = self._pairs.estimate(gradient, square, size, is_included)
+            measurements += pair_estimate
             rows += [weights.pair_sigma2, weights.pair_mu2]
-            counts = counts & (valid >= use_pair)
+            is_included = is_included & (valid >= use_pair)  # an estimate that is used must be valid
         decay, constant, *factors = self._as_vectors([weights.decay, weights.constant, *rows], like, "noise")
         old = self._state.averages
         if self.keeps_lr_on_device and not isinstance(old, Tensor):
             (old,) = self._as_vectors([old.tolist()], like, "averages")
         new = update_averages(old, decay, constant, zip(factors, measurements, strict=True))
-        averages = select(counts, new, old)
+        averages = select(is_included, new, old)
         own_gain = gain(averages, size, reference)
         last = select(statistics.finite, own_gain, self._state.gain)
         packed = torch.cat([averages, torch.as_tensor(last).view(1)]) if self.keeps_lr_on_device else None
@@ -224,7 +226,7 @@ class GradientNoise(Stage):
             self.forget()  # `measure` has overwritten the previous gradient
 
     def forget(self) -> None:
-        """Compare the next gradient with none before: it may be one of other parameters."""
+        """Drop the previous gradient: the next one may be of other parameters."""
         if self._pairs is not None:
             self._pairs.forget()
 

@@ -45,7 +45,7 @@ class SecondMoment(Stage):
     compares_microbatches = True
 
     def __init__(self, inner: Optimizer, backend: Backend, reference: int) -> None:
-        self._batch_size = 0  # of the step under way, samples
+        self._batch_size = 0  # samples of the step under way, over all ranks
         self._inner: Any = inner
         self._backend, self._reference = backend, reference
         self._sums: dict[Tensor, Tensor] = {}  # by parameter: sum of n_j g_j^2, then A - G^2
@@ -56,7 +56,7 @@ class SecondMoment(Stage):
         return Needs(elements=batch is None or self._needs_squares(batch.batch_size))
 
     def _needs_squares(self, batch_size: int) -> bool:
-        """Return whether an update of this size needs them, which all ranks answer alike."""
+        """Return whether an update of this size needs squares of elements; the answer is the same on all ranks."""
         return self._backend.static_graph or batch_size > self._reference
 
     def scale(self, update: UpdateUnderWay) -> None:
@@ -124,7 +124,8 @@ class SecondMoment(Stage):
             parameters = [tensor for tensor in dict.fromkeys(group["params"]) if tensor in self._sums]
             if not (parameters and needs_squares(rule)):
                 continue
-            self._inner._init_group(group, [], [], [], [], [], [])  # creates the state that a first step finds
+            # Private: creates the state that torch's own first step would create, so that it can be added to.
+            self._inner._init_group(group, [], [], [], [], [], [])
             beta = float(group["betas"][1])
             sums = [self._sums[parameter] for parameter in parameters]
             multiply(sums, weight * (1 - beta) / beta, self._backend)
@@ -135,7 +136,7 @@ class SecondMoment(Stage):
         self._watch_hooks()
 
     def _watch_hooks(self) -> None:
-        """If the inner optimizer has hooks before its step, let one more raise if they change gradients."""
+        """If the inner optimizer has pre-hooks of its step, add a last one that raises if they change gradients."""
         if self._watch is not None:
             self._watch.remove()
             self._watch = None
@@ -159,7 +160,7 @@ class SecondMoment(Stage):
 
 
 def create_second_moment(inner: Optimizer, reference: int | None, backend: Backend, sampler: Dealer) -> SecondMoment:
-    """Return what adds squares to Adam's second moment; raise an error where it cannot."""
+    """Return the stage that adds squares to Adam's second moment; raise an error if that is not possible."""
     if not _is_of_torch(inner):
         requirement = "a rule of Adam's second moment needs a torch.optim.Adam or AdamW, with torch's own step()"
         raise type_error(requirement, inner, "wrap one of these, or choose another rule")

@@ -47,8 +47,12 @@ class BiasCorrection:
     is so close to 1 that 1 - (product) would cancel, and beta = 0 is no special case, as it is for a sum of logarithms.
     Before that update, and with any other optimizer, scalings are returned unchanged.
 
-    `on_device`: the terms are tensors, because the host does not know which updates were made.
-    `always`: groups have terms from the first update on, since a graph must not change when a rule begins to scale.
+    Args:
+        inner: the inner optimizer.
+        backend: the backend of the optimizer.
+        on_device: whether the terms are tensors, because the host does not know which updates were made.
+        always: for each group, whether it has terms from the first update on, because a graph must not change when a
+            rule begins to scale.
     """
 
     def __init__(
@@ -56,7 +60,7 @@ class BiasCorrection:
     ) -> None:
         self._inner, self._backend, self._on_device, self._always = inner, backend, on_device, always
         self._terms: dict[int, BiasTerms] = {}  # index of the group -> terms
-        self._uncommitted: dict[int, BiasTerms] = {}
+        self._uncommitted: dict[int, BiasTerms] = {}  # terms after the update under way
         self._checked: set[int] = set()  # groups whose parameters have all made the same number of updates
         self._members: dict[int, list[Tensor]] = {}  # index of the group -> its parameters that took part last
 
@@ -84,12 +88,17 @@ class BiasCorrection:
         return {"bias_correction": groups} if self._terms else {}
 
     def regroup(self, before: Groups, after: Groups) -> None:
-        """Let each group have the terms of the group from which it has its first known parameter."""
-        owners = {id(parameter): index for index, group in enumerate(before) for parameter in group}
-        known = [next((owners[id(one)] for one in group if id(one) in owners), None) for group in after]
-        self._terms = {
-            index: self._terms[old] for index, old in enumerate(known) if old is not None and old in self._terms
-        }
+        """Give each new group the terms of the old group that has had its first parameter.
+
+        Parameters that were in no group do not count.
+        """
+        old_index_of = {id(parameter): index for index, group in enumerate(before) for parameter in group}
+        terms = {}
+        for index, group in enumerate(after):
+            old_indices = [old_index_of[id(parameter)] for parameter in group if id(parameter) in old_index_of]
+            if old_indices and old_indices[0] in self._terms:
+                terms[index] = self._terms[old_indices[0]]
+        self._terms = terms
         self._checked.clear()
         self._members.clear()
 
@@ -155,10 +164,12 @@ class BiasCorrection:
 
 
 def _are_same_tensors(parameters: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Return whether both sequences have the same objects; `==` would compare the elements of tensors."""
     return len(parameters) == len(others) and all(map(operator.is_, parameters, others))
 
 
 def _scaled_betas(group: Group, scaling: Scaling) -> list[float]:
+    """Return the betas that a group has in this update, as floats."""
     return list(map(float, scaling.scaled_betas(group["betas"])))
 
 

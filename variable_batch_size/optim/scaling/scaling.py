@@ -38,9 +38,13 @@ class HyperparameterScaling:
     change, see `BiasCorrection`. A factor on lr that is a 0-D tensor is left to `DeferredLrFactor`
     where lr cannot be one itself.
 
-    `selects`: a device decides which updates are skipped. Then what the bias correction needs are 0-D tensors, and a
-    hook makes the decoupled weight decay, which torch compares with 0 on the host. `scale_betas`: whether the rule of
-    each group may scale betas.
+    Args:
+        inner: the inner optimizer.
+        backend: the backend of the optimizer.
+        deferred_lr: whether factors on lr may be tensors, which the host does not read.
+        selects: whether a device decides which updates are skipped. Then the factors of the bias correction are 0-D
+            tensors, and a hook makes the decoupled weight decay: torch's own compares it with 0 on the host.
+        scale_betas: for each group, whether its rule may scale betas.
     """
 
     def __init__(
@@ -94,7 +98,7 @@ class HyperparameterScaling:
         self._bias_correction.commit(skips)
 
     def _separate_decay(self, index: int, group: Group, scaling: Scaling, corrected: Scaling, change: Group) -> _Decay:
-        """Return the decay of a group whose lr was corrected on the device, and leave none to the optimizer."""
+        """Return the decay of a group whose lr is corrected on the device, and set that of the optimizer to 0."""
         eps: Any = corrected.eps
         if not (isinstance(eps, Tensor) and group.get("decoupled_weight_decay") and group["weight_decay"]):
             return _Decay([], 0.0, 0.0)
@@ -109,14 +113,14 @@ class HyperparameterScaling:
         for parameters, lr, factor, place in (decay for decay in self._decays if decay.parameters):
             like = parameters[0]
             if isinstance(lr, Tensor) and lr.device == like.device:
-                left = 1 - lr * self._backend.scalar(factor, like, place)
+                remaining = 1 - lr * self._backend.scalar(factor, like, place)
             else:
-                left = self._backend.scalar(1 - float(lr) * factor, like, place)
+                remaining = self._backend.scalar(1 - float(lr) * factor, like, place)
             for parameter in parameters:
-                parameter.mul_(left)
+                parameter.mul_(remaining)
 
     def _plain_options(self, group: Group) -> Group:
-        """Return what makes an optimizer of torch step parameter by parameter, where its numbers are tensors."""
+        """Return options with which torch's optimizers step parameter by parameter, where their numbers are tensors."""
         plain = {name: False for name in ("foreach", "fused") if self._backend.static_graph and name in group}
         return plain | self._capturable
 
@@ -197,8 +201,8 @@ def scaling_if(made: Tensor, scaling: Scaling, backend: Backend, place: object) 
     """Return a scaling whose factor on lr and progress are 0 unless `made`, 0-D of a float dtype, is 1."""
     factors = {"lr": scaling.lr, "progress": scaling.progress}
     for name, factor in factors.items():
-        known = isinstance(factor, Tensor)
-        factors[name] = made * (factor if known else backend.scalar(factor, made, f"{name} {place}"))
+        is_tensor = isinstance(factor, Tensor)
+        factors[name] = made * (factor if is_tensor else backend.scalar(factor, made, f"{name} {place}"))
     return replace(scaling, **factors)
 
 
@@ -226,6 +230,7 @@ def _takes_lr_on_device(inner: Optimizer) -> bool:
 
 
 def _update_groups(groups: Sequence[Group], values: Sequence[Group]) -> None:
+    """Set some hyperparameters of each parameter group, by name."""
     for group, new in zip(groups, values, strict=True):
         group.update(new)
 
@@ -240,6 +245,7 @@ def _scaled_others(group: Group, scaling: Scaling) -> Group:
 
 
 def _scales(factor: Any) -> bool:
+    """Return whether a factor changes anything; the host does not know the value of a tensor."""
     return isinstance(factor, Tensor) or factor != 1
 
 
@@ -253,6 +259,7 @@ def _scaled_betas(group: Group, scaling: Scaling) -> Group:
 
 
 def _check_betas(groups: Sequence[Group], scalings: Sequence[Scaling]) -> None:
+    """Raise ValueError if a scaling takes a beta out of [0, 1)."""
     for group, scaling in zip(groups, scalings, strict=True):
         for name, changed in _scaled_betas(group, scaling).items():
             pairs = zip(group[name], changed, strict=True) if name == "betas" else [(group[name], changed)]
@@ -272,8 +279,10 @@ def _message_of_beta(beta: float, scaled: float, scaling: Scaling) -> str:
 
 
 def _check_all_scaled(changes: Sequence[Group], scalings: Sequence[Scaling]) -> None:
+    """Raise ValueError if scalings change a hyperparameter that no parameter group has."""
+    names = "lr", "weight_decay", "eps"
     requested = {
-        **{name: any(_scales(getattr(one, name)) for one in scalings) for name in ("lr", "weight_decay", "eps")},
+        **{name: any(_scales(getattr(scaling, name)) for scaling in scalings) for name in names},
         "betas": any(scaling.scales_betas for scaling in scalings),
     }
     scaled = {"betas" if name == "alpha" else name for change in changes for name in change}
@@ -285,6 +294,7 @@ def _check_all_scaled(changes: Sequence[Group], scalings: Sequence[Scaling]) -> 
 
 
 def _check_unchanged(groups: Sequence[Group], changes: Sequence[Group]) -> None:
+    """Raise RuntimeError if a hyperparameter is not the one that was set for the step."""
     for group, change in zip(groups, changes, strict=True):
         if changed := [name for name, value in change.items() if group[name] is not value]:
             raise RuntimeError(

@@ -7,8 +7,8 @@
     Sharded       FSDP2 scatters the sum of each microbatch into the shards (`sharded.py`)
     IntegerSum    integers are added, for the same bits in any world (`optim/reproducible/`)
 
-The loss of a microbatch carries its weight: `backward` multiplies it by n_j / B, or by what the strategy needs. On the
-plain road `loss.backward()` is right, too: there `.grad` holds the sum in units of the weight of the last microbatch.
+The loss of a microbatch carries its weight: `backward` multiplies it by n_j / B, or by what the strategy needs. With
+`Plain` a loop may also call `loss.backward()`: then `.grad` holds the sum divided by the weight of the last microbatch.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class Sum(ABC):
     """Sums the gradients of a step: `prepare`, forward, `backward`, `add`; then `finish`, and `clear`.
 
     Args:
-        ranks: those over which is summed.
-        parameters: those whose gradients are summed; for others there is another sum.
+        ranks: the ranks over which gradients are summed.
+        parameters: the parameters whose gradients are summed.
         by_rows: whether a loss is a sum over the rows of its microbatch, and not a mean.
-        needs: says what the next microbatch is measured for; None: no microbatch is measured.
+        needs: function that says what the next microbatch is measured for; None if no microbatch is ever measured.
 
     Attributes:
-        module: before whose forward `prepare` has to be called, if there is one.
-        message: what the ranks sum besides.
-        stages: what takes part in updates because of this sum.
+        module: the model before whose forward `prepare` has to be called; None if that is not needed.
+        message: small tensors that the ranks sum together with the gradients.
+        stages: stages of updates that this sum brings.
     """
 
     module: Module | None = None
@@ -69,7 +69,8 @@ class Sum(ABC):
         self.message.entries.append(self._overflows)
         self._squares = None if needs is None else self._create_squares(needs)
         self._check = BackwardCheck(parameters, sums=self._sums_alone)
-        self._factor: float | None = None  # of the gradients that `backward` has left, of that of the mean loss
+        # By what the last `backward` has multiplied the gradient of the mean loss; None if there was none since `add`.
+        self._factor: float | None = None
         self._begin_step()
         self._check.begin(several=True)
 
@@ -84,13 +85,15 @@ class Sum(ABC):
         return self.has_backward or any(self._check.find_fresh())
 
     def _create_message(self) -> Message:
+        """Return an empty message."""
         return Message()
 
     def _begin_step(self) -> None:
+        """Reset what is known of the step under way."""
         self._inside = False  # whether a microbatch of the step was added
-        self._divided = False  # whether the losses of the step are divided by all that they must be
-        self._scaled: bool | None = None  # whether the losses of the step are scaled; None: there was none
-        self._scale: Tensor | None = None  # that of a GradScaler in this step, 0-D
+        self._divided = False  # whether the loop has divided the losses by the totals of the update, so that B is not
+        self._scaled: bool | None = None  # whether the losses of the step are scaled; None before the first one
+        self._scale: Tensor | None = None  # scale of a GradScaler in this step, 0-D
 
     def _create_squares(self, needs: Callable[[], Needs]) -> Squares | SquaresOfGrad:
         """Return what measures the gradients of a microbatch."""
@@ -99,13 +102,15 @@ class Sum(ABC):
         return squares
 
     def dealing(self, **cut: bool) -> dict[str, bool]:
-        """Return how steps must be cut, see `Dealer.attach`, if the model needs them cut like this."""
+        """Return the arguments of `Dealer.attach`: those that the model needs, `cut`, and what this sum needs."""
         return cut
 
     def prepare(self, microbatch: Microbatch | None, *, forward: bool = False) -> None:
-        """Prepare for the first microbatch of the next step, None if it is not known.
+        """Prepare for a microbatch, before its forward or its backward.
 
-        `forward`: prepare for a forward, that of a microbatch or another one, any number of times.
+        Args:
+            microbatch: the next microbatch; None if it is not known.
+            forward: whether a forward comes now, of the microbatch or of anything else, any number of times.
         """
         if not forward:
             self._check.begin(several=microbatch is None or not microbatch.ends_step)
@@ -117,7 +122,7 @@ class Sum(ABC):
         """Return the factor on the loss, if that is the mean over the rows of a microbatch."""
 
     def _divisor(self, microbatch: Microbatch) -> int:
-        """Return B; 1 if the losses of the step are divided."""
+        """Return B; 1 if the loop has divided the losses."""
         return 1 if self._divided else microbatch.batch_size
 
     @property
@@ -126,7 +131,7 @@ class Sum(ABC):
         return self._by_rows or self._divided
 
     def _weight_of_loss(self, microbatch: Microbatch) -> float:
-        """Return the factor on the loss as it is."""
+        """Return the factor on the loss as the loop computes it, a mean or a sum over rows."""
         factor = self._loss_factor(microbatch)
         return factor / microbatch.rows if self._is_sum else factor
 
@@ -144,9 +149,14 @@ class Sum(ABC):
     ) -> None:
         """Call `backward()` of a loss of a microbatch, with its weight, and a scale if there is a `GradScaler`.
 
-        `others` are those of optimizers whose parameters the loss has, too; `unnamed` those of which nobody has said
-        so: they note whether it has. `options` are those of `Tensor.backward`. A `divided` loss is a part of that of
-        the update: its weight is 1, but for repeated rows.
+        Args:
+            loss: the loss.
+            microbatch: the microbatch.
+            scaler: the scaler, if there is one.
+            others: the sums of other optimizers whose parameters the loss has, too, as the loop has said.
+            unnamed: the sums of all remaining optimizers; they note whether the backward gives them gradients.
+            divided: whether the loop has divided the loss: its weight is 1 then, unless rows are repeated.
+            **options: as for `Tensor.backward`.
         """
         every = (self, *others)
         self._prepare_backward(microbatch, scaler, options)
@@ -178,7 +188,10 @@ class Sum(ABC):
         return nullcontext()
 
     def _begin_scaling(self, loss: Tensor, scaler: GradScaler | None, every: Sequence[Sum]) -> Tensor | None:
-        """Return the scale of a loss, 0-D, which is that of the first one of the step; None without a scaler."""
+        """Return the scale of a loss, 0-D: all losses of a step have the scale of the first one; None without a scaler.
+
+        `every`: the sums that get gradients of the loss.
+        """
         scaled = scaler is not None and scaler.is_enabled()
         for total in every:
             if total._scaled not in (None, scaled):
@@ -200,7 +213,7 @@ class Sum(ABC):
         return scale
 
     def _check_factor(self, microbatch: Microbatch, factor: float) -> None:
-        """Raise ValueError unless a loss of this factor suits this sum, too."""
+        """Raise ValueError unless a loss that another sum has multiplied by this factor suits this sum, too."""
         if factor != self._loss_factor(microbatch):
             raise ValueError(
                 "the optimizers of a loss must weigh it alike, but one has parameters in half precision, or sharded "
@@ -208,12 +221,13 @@ class Sum(ABC):
             )
 
     def _before_backward(self, microbatch: Microbatch) -> None:
-        """Check the gradients."""
+        """Check that the gradients are as the last microbatch has left them, and begin to measure."""
         self._check.before_backward()
-        if self._factor is None:
-            self._forget_squares()  # of whatever came before
+        if self._factor is None:  # the first backward of this microbatch: earlier squares do not belong to it
+            self._forget_squares()
 
     def _after_backward(self, microbatch: Microbatch, factor: float) -> None:
+        """Note a backward, and the factor of its loss."""
         self._check.after_backward()
         self._factor = factor
 
@@ -228,11 +242,11 @@ class Sum(ABC):
         """Check that the backward of a microbatch has run, and nothing else, and add it to the step.
 
         Args:
-            counted: the microbatch.
-            following: the next one of this rank in the step, if any.
-            scaled: what a `GradScaler` has said.
-            take: is given its squares, and a tensor like the parameters, before its gradients get their weight: another
-                order would be another graph.
+            counted: the microbatch, and its count.
+            following: the next microbatch of this rank in the step; None if there is none.
+            scaled: what a `GradScaler` has passed to `step()`.
+            take: function that is given the squares of the microbatch, and a tensor like the parameters. It is called
+                before the gradients get their weight: on a device, another order would be another graph.
         """
         microbatch = counted.microbatch
         if counted.divided and microbatch.samples and self._factor is None:
@@ -252,23 +266,30 @@ class Sum(ABC):
         """Check that the backward of a microbatch has run, and nothing else, and return its squares."""
 
     def _take_squares(self, microbatch: Microbatch, fresh: Sequence[bool], factor: float) -> MeasuredSquares:
-        """Return the squares of a microbatch whose loss has carried `factor`; `fresh`: see `Squares.total_square`."""
+        """Return the squares of a microbatch, and the factor that makes them those of the mean loss times n_j.
+
+        Args:
+            microbatch: the microbatch.
+            fresh: for each parameter, whether the microbatch has changed its gradient.
+            factor: by what the gradient of the mean loss is multiplied in the gradients.
+        """
         if self._squares is None:
             return MeasuredSquares(None, {}, 0.0, self._scale)
         norm = self._squares.total_square(fresh)
         elements = self._squares.elements
-        n = microbatch.samples
+        samples = microbatch.samples
         self._squares.clear()
-        if n == 0 and not self._backend.static_graph:  # a replay, whose squares may be non-finite: 0 * inf is nan
+        if samples == 0 and not self._backend.static_graph:  # a replay, whose squares may be non-finite: 0 * inf is nan
             return MeasuredSquares(None, {}, 0.0, self._scale)
-        return MeasuredSquares(norm, elements, n / factor**2 if n else 0.0, self._scale)
+        return MeasuredSquares(norm, elements, samples / factor**2 if samples else 0.0, self._scale)
 
     def _add_gradients(self, microbatch: Microbatch, following: Microbatch | None) -> None:  # noqa: B027
         """Weigh the gradients of a microbatch, where its loss was not weighed."""
 
     def _zero(self) -> None:
-        """Set what was added to 0."""
-        if gradients := local_parts(collect_gradients(self.parameters)):
+        """Set the sum of the step so far to 0."""
+        gradients = local_parts(collect_gradients(self.parameters))
+        if gradients:
             torch._foreach_zero_(gradients)
 
     def _forget_squares(self) -> None:
@@ -276,11 +297,12 @@ class Sum(ABC):
             self._squares.clear()
 
     def _set_grads(self, gradients: Sequence[Tensor | None] | None) -> None:
+        """Set `.grad` of each parameter; None for all."""
         for number, parameter in enumerate(self.parameters):
             parameter.grad = None if gradients is None else gradients[number]
 
     def _clear_uncounted(self) -> None:
-        """Drop the gradients that there are if no microbatch was added."""
+        """Drop the gradients if no microbatch of the step was added; otherwise check that all of them are counted."""
         if not self._inside:
             self._drop_gradients()
         elif any(self._check.find_fresh()):
@@ -293,23 +315,23 @@ class Sum(ABC):
 
     @final
     def finish(self, batch: Batch, factor: float | None) -> list[Tensor] | None:
-        """Leave `factor` times G in `.grad`, sum the message, and return the gradients that there are.
+        """Leave `factor` times G in `.grad`, sum the message over the ranks, and return all gradients but None.
 
-        None is returned if a `GradScaler` has found one of them non-finite, on any rank.
+        The result is None if a `GradScaler` has found a gradient non-finite, on any rank.
 
         Args:
             batch: the update.
-            factor: None if there is none in any update.
+            factor: a factor on the gradient; None if no update has one.
         """
         gradients = self._reduce(batch, factor)
         return None if self._overflows.found(self.message[self._overflows.name]) else gradients
 
     @abstractmethod
     def _reduce(self, batch: Batch, factor: float | None) -> list[Tensor]:
-        """Leave `factor` times G in `.grad`, sum the message, and return the gradients that there are."""
+        """Leave `factor` times G in `.grad`, sum the message over the ranks, and return all gradients but None."""
 
     def _collect_message(self, batch: Batch) -> list[Tensor]:
-        """Return what the ranks sum besides: not in the graph of a microbatch, of which a step may have any number."""
+        """Return the tensors of the message; made once a step, outside the graphs of microbatches."""
         return self.message.collect(batch.num_microbatches, local_parts(self.parameters))
 
     def _remaining_factor(self, factor: float | None) -> float | Tensor:
@@ -323,10 +345,10 @@ class Sum(ABC):
         """Forget the step, after its update or to start it over.
 
         Args:
-            uncounted: drop only what has come since the last `add`; within a step do nothing.
+            uncounted: drop only gradients that have come since the last `add`; within a step do nothing.
 
         Raises:
-            RuntimeError: if that was added to what `.grad` has accumulated, or summed over the ranks.
+            RuntimeError: if these were added to what `.grad` has accumulated, or summed over the ranks.
         """
         if uncounted:
             self._clear_uncounted()
@@ -337,6 +359,7 @@ class Sum(ABC):
         self._drop_gradients()
 
     def _drop_gradients(self) -> None:
+        """Set all gradients to None, and forget what was measured."""
         self._factor = None
         self._forget_squares()
         self._set_grads(None)
@@ -349,7 +372,7 @@ class Sum(ABC):
             timeout: seconds to wait for other ranks that have to do the same; None if every rank loads a state.
 
         Raises:
-            RuntimeError: if the other ranks have, or may have, what this one would drop.
+            RuntimeError: if the other ranks have summed, or may have summed, what this one would drop.
         """
         if timeout is None:
             self._ranks.interrupted = False

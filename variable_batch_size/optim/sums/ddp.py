@@ -47,7 +47,7 @@ class DDP(InBackward):
             "not in it; put all of them in one module, and wrap that"
         )
         self._check_members(parameters, module.parameters(), words)
-        buckets = module.reducer._get_zeros_like_grad_buckets()
+        buckets = module.reducer._get_zeros_like_grad_buckets()  # private: the only list of what the reducer averages
         averaged = {id(parameter) for bucket in buckets for parameter in bucket.parameters()}
         self._left_out = [number for number, parameter in enumerate(parameters) if id(parameter) not in averaged]
         self._narrow = any(map(is_narrow, parameters))
@@ -56,7 +56,7 @@ class DDP(InBackward):
     def _begin_step(self) -> None:
         super()._begin_step()
         self._of_forward: Microbatch | None = None  # the microbatch whose forward has begun
-        self._at_forward: Gradients | None = None  # the gradients then, if it sums
+        self._at_forward: Gradients | None = None  # the gradients at that time, if its backward averages over ranks
         self._averaged = False  # whether the last backward() of the step has run
 
     def prepare(self, microbatch: Microbatch | None, *, forward: bool = False) -> None:
@@ -115,7 +115,7 @@ class DDP(InBackward):
         super()._after_backward(microbatch, factor)
         if self._at_forward is not None:
             self._averaged = microbatch.ends_step
-            try:
+            try:  # private: torch itself checks this only in the next forward, which would name another cause
                 self.module.reducer._check_reducer_finalized()
             except RuntimeError as error:
                 raise RuntimeError(
@@ -142,7 +142,7 @@ class DDP(InBackward):
         return self._scale_and_sum_message(batch, factor)[0]
 
     def _clear_uncounted(self) -> None:
-        """Clear the gradients that have come since the last `add`, if no rank can have summed them."""
+        """Clear the gradients that have come since the last `add`; raise RuntimeError if ranks may have summed them."""
         before, now = self._at_forward, Gradients.of(self.parameters)
         if self._averaged or (before is not None and before.versions != now.versions):
             raise RuntimeError(

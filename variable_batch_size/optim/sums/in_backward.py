@@ -20,20 +20,23 @@ from variable_batch_size.optim.tensors.parameters import Parameters
 
 
 class InBackward(Sum):
-    """What wraps the model sums in `backward()`, so that each loss must carry its weight."""
+    """The base class of sums for models whose wrapper sums in `backward()`, so that each loss must carry its weight."""
 
-    wrapper: str  # in words
+    wrapper: str  # name of what wraps the model, for errors
 
     def __init__(self, ranks: Ranks, parameters: Parameters, agreement: Agreement, **options: Any) -> None:
-        self._agreement = agreement  # which all ranks have made together, before any of them may be missing
+        self._agreement = agreement  # passed in, because creating one waits for all ranks
         super().__init__(ranks, parameters, **options)
 
     @staticmethod
     def _check_members(parameters: Sequence[Tensor], members: Iterable[Tensor], words: str) -> None:
-        """Raise ValueError if a parameter of the optimizer is not in what sums, in these words."""
-        known = set(map(id, members))
+        """Raise ValueError if a parameter of the optimizer is not among those that the wrapper sums.
+
+        `words`: the message, in which {} is replaced by the parameter.
+        """
+        summed = set(map(id, members))
         for number, parameter in enumerate(parameters):
-            if id(parameter) not in known:
+            if id(parameter) not in summed:
                 raise ValueError(words.format(f"parameter {number}, of shape {tuple(parameter.shape)},"))
 
     def _prepare_backward(self, microbatch: Microbatch, scaler: GradScaler | None, options: Mapping[str, Any]) -> None:
@@ -45,7 +48,7 @@ class InBackward(Sum):
 
     @contextmanager
     def _name_absent_ranks(self) -> Iterator[None]:
-        """Say that a rank takes no part, the wait for which torch's timeout has ended."""
+        """Turn an error after torch's timeout in a collective into one that says that a rank takes no part."""
         try:
             yield
         except RuntimeError as error:
@@ -55,7 +58,12 @@ class InBackward(Sum):
             raise
 
     def _check_carried(self, fresh: Sequence[bool], *, needed: bool) -> float:
-        """Return the factor that the loss of a microbatch has carried, and check that nothing else came."""
+        """Return the factor that the loss of a microbatch has carried; check that no other backward came.
+
+        Args:
+            fresh: for each parameter, whether a backward has changed its gradient since the last microbatch.
+            needed: whether at least one gradient must have changed.
+        """
         if self._factor is None:
             raise RuntimeError(
                 f"with {self.wrapper} each loss, also of a replay, needs its weight, but step() came without "
@@ -66,10 +74,11 @@ class InBackward(Sum):
         return self._factor
 
     def _scale_and_sum_message(self, batch: Batch, factor: float | None) -> tuple[list[Tensor], Sequence[Tensor]]:
-        """Multiply what was summed, sum the message, and return both."""
+        """Multiply the summed gradients by what remains, sum the message over the ranks, and return both."""
         gradients = collect_gradients(self.parameters)
         multiply(gradients, self._remaining_factor(factor), self._backend)
-        if message := self._collect_message(batch):
+        message = self._collect_message(batch)
+        if message:
             self._ranks.all_reduce(message)
         return gradients, message
 
@@ -82,7 +91,7 @@ class InBackward(Sum):
         return scale
 
     def reset(self, timeout: float | None = None) -> None:
-        """Let the step begin anew: what some ranks have summed cannot be called back by one."""
+        """Let the step begin anew, on all ranks: one rank cannot take back what it has summed with others."""
         if timeout is not None:
             self._agreement.gather("discard_step()", "", timeout)
         self._ranks.interrupted = False

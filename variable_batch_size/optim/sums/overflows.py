@@ -48,12 +48,17 @@ class Overflows:
         self._number: Any = None  # 0-D on a static graph; None without a scaler
 
     def add(self, microbatch: Microbatch, found_inf: Tensor) -> bool:
-        """Count a microbatch, if `found_inf`, 0-D, says so; return whether the host knows of an overflow."""
-        found_inf = found_inf * (microbatch.samples > 0)
+        """Count a microbatch if its gradient is not finite; return whether the host knows that it is not.
+
+        Args:
+            microbatch: the microbatch.
+            found_inf: 0-D, 1 if the gradient is not finite.
+        """
+        found_inf = found_inf * (microbatch.samples > 0)  # a replay does not count, in the same graph
         if self._backend.static_graph:
             self._number = found_inf if self._number is None else self._number + found_inf
             return False
-        overflows = found_inf.item()  # as torch's own scaler reads it for optimizers that do not
+        overflows = found_inf.item()  # one wait for the device, as torch's own scaler has it
         self._number = (self._number or 0.0) + overflows
         return bool(overflows)
 
@@ -64,7 +69,7 @@ class Overflows:
         return [torch.as_tensor(self._number, dtype=torch.float32, device=like[0].device).view(1)]
 
     def found(self, sums: Sequence[Tensor]) -> bool:
-        """Return whether there was one on any rank; the host reads it."""
+        """Return whether any rank has counted one; the host reads the sums over the ranks."""
         return any(self._backend.host(number).item() for number in sums)
 
     def clear(self) -> None:

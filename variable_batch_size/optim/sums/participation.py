@@ -1,4 +1,4 @@
-"""Which parameters take part in an update: those that have a gradient, on some rank.
+"""Determines which parameters take part in an update: those that have a gradient on any rank.
 
 In a world of one, a parameter takes part in each update in which it has a gradient, as in plain torch. In a larger
 world the ranks must sum the same gradients. Where the host reads gradients, all are summed, and counts in each message
@@ -38,34 +38,37 @@ class Participation(Stage):
     def __init__(self, parameters: Parameters, backend: Backend, *, find_unused: bool) -> None:
         self.parameters, self._backend = parameters, backend
         self._counts = find_unused or backend.reads(parameters[0])
-        self._members: tuple[bool, ...] | None = None  # on which the ranks have agreed
+        self._members: tuple[bool, ...] | None = None  # for each parameter, whether it takes part, as ranks agreed
         self._constants: tuple[Tensor, Tensor] | None = None  # flags 0 and 1 on the device, (1,)
         self.forget_use()
         self._forget_flags()
 
     def _forget_flags(self) -> None:
-        self._flags: Tensor | None = None  # their sum over ranks and updates, (1,), on a device that is not read
+        """Begin without a flag of another gradient than agreed."""
+        self._flags: Tensor | None = None  # sum of the flags over ranks and updates, (1,), read some updates later
         self._late = LateReader()
-        self._first_change = ""  # on this rank since the last restored state
+        self._first_change = ""  # in words: the first parameter with another gradient, on this rank
 
     def forget_use(self) -> None:
         """Begin a step, in which no parameter was used yet."""
-        self._used = [False] * len(self.parameters)  # by a microbatch of this step that counts, on this rank
+        # For each parameter, whether a microbatch of this step, other than a replay, has used it on this rank.
+        self._used = [False] * len(self.parameters)
 
     def note_used(self, fresh: Sequence[bool]) -> None:
         """Note, for each parameter, whether a microbatch that counts has given it a gradient."""
-        self._used = [known or new for known, new in zip(self._used, fresh, strict=True)]
+        self._used = [before or now for before, now in zip(self._used, fresh, strict=True)]
 
     @property
     def _is_agreed_on(self) -> bool:
+        """Whether the ranks agree on the parameters once, and not in each update by counts."""
         return not (self._counts or self._backend.alone)
 
     def meet(self, agreement: Agreement) -> None:
         """Agree on the parameters, unless they are known."""
         if not self._is_agreed_on:
             return
-        unknown = not any(self._used) and agreement.world.size > 1  # what others know
-        row = "" if unknown else "".join("01"[used] for used in self._used)
+        only_replays = not any(self._used) and agreement.world.size > 1  # then this rank says nothing; others know
+        row = "" if only_replays else "".join("1" if used else "0" for used in self._used)
         rows = agreement.gather(FIRST_UPDATE, row)
         first, *others = (tuple(flag == "1" for flag in row) for row in rows if row)
         for other in others:
@@ -84,7 +87,10 @@ class Participation(Stage):
         return (True,) * len(self.parameters) if self._counts else self._members or ()
 
     def message(self) -> list[Tensor]:
-        """Return what the ranks have to sum: for each parameter whether this rank has used it, or a flag, (1,)."""
+        """Return what the ranks have to sum: for each parameter whether this rank has used it; or one flag, (1,).
+
+        The flag is 1 if this rank has used other parameters than agreed.
+        """
         if self._backend.alone:
             return []
         if self._counts:
@@ -93,7 +99,8 @@ class Participation(Stage):
         differs = any(self._used) and tuple(self._used) != self._members
         if differs and not self._first_change:
             self._first_change = self._first_change_in_words(self._used)
-        like = next(compress(self.parameters, self._members or ()), self.parameters[0])  # of a dtype that is sent
+        # The flag has the dtype of a gradient that is summed, so that it needs no collective of its own.
+        like = next(compress(self.parameters, self._members or ()), self.parameters[0])
         if self._constants is None:
             values = self._backend.scalars([0.0, 1.0], like)
             zero, flag = (torch.as_tensor(value, device=like.device).to(like.dtype).view(1) for value in values)
@@ -101,7 +108,10 @@ class Participation(Stage):
         return [self._constants[differs].clone()]
 
     def find_used(self, message: Sequence[Tensor]) -> Sequence[bool] | None:
-        """Return for each parameter whether any rank has used it, from the sums of `message`; None: as was selected."""
+        """Return for each parameter whether any rank has used it, from the sums of `message`.
+
+        The result is None if the parameters are as `select` returned them.
+        """
         if self._counts or not message:
             return [used for counts in message for used in self._backend.host(counts).abs().bool().tolist()] or None
         # The sum over updates never returns to 0, so that one read covers all of them. All ranks read the same sum
@@ -120,7 +130,7 @@ class Participation(Stage):
         return {} if self._members is None else {"has_gradient": list(map(int, self._members))}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError if its entry is damaged."""
+        """Raise ValueError if the entry of this stage is damaged."""
         if "has_gradient" in state:
             check_entries(state, {"has_gradient": (list,)})
             check_items(state["has_gradient"], (int,), "has_gradient")
@@ -142,7 +152,7 @@ class Participation(Stage):
         return f"{which} has {'one' if has_gradient[number] else 'none'}"
 
     def _raise_if_flagged(self, flags: Tensor | None) -> None:
-        """Raise RuntimeError if the flags, summed over the ranks, say that one had other parameters than agreed."""
+        """Raise RuntimeError if the flags, summed over the ranks, say that a rank had other parameters than agreed."""
         if flags is not None and flags.cpu().abs().item() != 0:  # without a step marker, which would cut the graph
             change = self._first_change or "that has changed on another rank"
             self._forget_flags()

@@ -42,8 +42,10 @@ class Plain(Sum):
     def _begin_step(self) -> None:
         super()._begin_step()
         self._participation.forget_use()
-        self._raw: bool | None = None  # whether losses carry no weight in this step
-        self._weight = 1.0  # by which what is accumulated of such losses must still be multiplied
+        self._raw: bool | None = (
+            None  # whether losses carry no weight, as the loop calls loss.backward(); None: unknown
+        )
+        self._weight = 1.0  # by which the accumulated gradients of such losses must still be multiplied
 
     def _loss_factor(self, microbatch: Microbatch) -> float:
         """Return n_j / B."""
@@ -52,7 +54,7 @@ class Plain(Sum):
     def _measure(self, microbatch: Microbatch, *, counted: bool) -> MeasuredSquares:
         """Check that the backward of a microbatch has run, and nothing else, and return its squares."""
         fresh = self._check.find_fresh()
-        ours = self._check.has_backward
+        ours = self._check.has_backward  # by optimizer.backward(), and not by loss.backward()
         replay = microbatch.samples == 0
         accumulating = self._inside and not self._takes_out
         self._check.check(fresh, needed=not replay, accumulating=accumulating)
@@ -63,16 +65,16 @@ class Plain(Sum):
                     "losses of a step, or loss.backward() for all"
                 )
             self._raw = not ours
-        if not replay or self._backend.static_graph:  # there the ranks' graphs must be equal
+        if not replay or self._backend.static_graph:  # with a static graph all ranks must run the same operations
             self._participation.note_used(fresh)
         return self._take_squares(microbatch, fresh, self._present_factor(microbatch))
 
     def _factor_as_is(self, microbatch: Microbatch) -> float:
-        """Return the factor on the loss, if that were the mean, which leaves it as it is."""
+        """Return by what the loss, as the loop computes it, is larger than the mean over rows."""
         return float(microbatch.rows) if self._is_sum else 1.0
 
     def _present_factor(self, microbatch: Microbatch) -> float:
-        """Return by what the gradients of the microbatch are larger than that of the mean loss."""
+        """Return by what the gradients of the microbatch in `.grad` are larger than those of the mean loss."""
         return self._factor_as_is(microbatch) if self._factor is None else self._factor
 
     def _add_gradients(self, microbatch: Microbatch, following: Microbatch | None) -> None:
@@ -84,21 +86,22 @@ class Plain(Sum):
         self._accumulate(microbatch, following)
 
     def _accumulate(self, microbatch: Microbatch, following: Microbatch | None) -> None:
-        """Give losses without a weight theirs, by Horner's scheme."""
+        """Weigh the gradients of losses that carried no weight, by Horner's scheme, so that `.grad` holds the sum."""
         if microbatch.samples == 0 and not self._backend.static_graph:
-            self._set_grads(None)  # only replays come first: they may be non-finite, and 0 * inf is nan
+            # Replays come first, so that `.grad` has nothing else. It may be non-finite, and 0 * inf is nan.
+            self._set_grads(None)
         elif self._raw:
             # sum_j w_j g_j = (...((g_1 w_1 / w_2 + g_2) w_2 / w_3 + g_3)...) w_J: `.grad` always lacks the weight of
             # the last microbatch that is in it. Equal weights cost nothing, and `finish` multiplies by w_J.
             self._weight = weight = self._weight_of_loss(microbatch)
-            coming = weight if following is None else self._weight_of_loss(following)
-            if following is not None and (weight != coming or self._backend.static_graph):
-                self._multiply_gradients(weight / (coming or 1.0), "microbatch")
+            next_weight = weight if following is None else self._weight_of_loss(following)
+            if following is not None and (weight != next_weight or self._backend.static_graph):
+                self._multiply_gradients(weight / (next_weight or 1.0), "microbatch")
         elif self._backend.static_graph and following is not None:
-            self._multiply_gradients(1.0, "microbatch")  # which leaves no views
+            self._multiply_gradients(1.0, "microbatch")  # replaces gradients that are views
 
     def _multiply_gradients(self, factor: float | Tensor, place: str) -> None:
-        """Multiply `.grad` by a factor, without views on a static graph; `place` names it there."""
+        """Multiply `.grad` by a factor; on a static graph into new tensors. `place` names the factor in that graph."""
         present = [parameter for parameter in self.parameters if parameter.grad is not None]
         gradients = collect_gradients(present)
         if not self._backend.static_graph or not gradients:
@@ -139,13 +142,14 @@ class Plain(Sum):
             self._multiply_gradients(left * self._weight if self._raw else left, "update")
 
     def _clear_excluded(self, members: Sequence[bool]) -> None:
+        """Set `.grad` to None where a parameter takes no part in the update."""
         for parameter, member in zip(self.parameters, members, strict=True):
             if not member:
                 parameter.grad = None
 
 
 class TakenOut(Plain):
-    """The gradient of each microbatch leaves `.grad`, and is weighed where it is added."""
+    """A base class: the gradient of each microbatch is taken out of `.grad`, and weighed where it is added."""
 
     _takes_out = True
 
@@ -172,7 +176,8 @@ class Buffered(TakenOut):
         present = [parameter for parameter in self.parameters if parameter.grad is not None]
         new = list(map(widen, collect_gradients(present)))
         self._set_grads(None)
-        if not new or not (microbatch.samples or self._backend.static_graph):  # a replay may be non-finite
+        is_replay = microbatch.samples == 0
+        if not new or (is_replay and not self._backend.static_graph):  # it may be non-finite, and 0 * inf is nan
             return
         weight = microbatch.samples / self._divisor(microbatch) / (self._present_factor(microbatch) or 1.0)
         if self._backend.static_graph:
@@ -195,7 +200,8 @@ class Buffered(TakenOut):
 
 @final
 class Widened(Buffered):
-    """Parameters in half precision, which may not hold a weight: their losses carry none."""
+    """Parameters in half precision: their losses carry no weight, because a gradient times n_j / B may underflow."""
 
     def _loss_factor(self, microbatch: Microbatch) -> float:
+        """Return the factor that leaves the loss as it is."""
         return self._factor_as_is(microbatch)

@@ -14,7 +14,7 @@ RESTART = "so that the ranks may have made different updates; restart all ranks 
 
 
 def absent_rank_error(error: Exception) -> RuntimeError:
-    """Return the error of ranks that wait for one that does not come."""
+    """Return the error of a rank that has waited for another one in vain; `error`: what torch has raised."""
     return RuntimeError(f"a rank does not take part in the sum of the gradients, {RESTART}: {error}")
 
 
@@ -24,7 +24,7 @@ class Ranks:
 
     Attributes:
         backend: how they communicate.
-        interrupted: whether the other ranks may have a sum that an exception has interrupted here.
+        interrupted: whether an exception has interrupted a sum on this rank, which other ranks may have completed.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -44,14 +44,14 @@ class Ranks:
         except (AbsentRankError, OutOfMemoryError):
             raise
         except RuntimeError as error:
-            if self.backend.elastic:  # which says what is wrong, and whose other ranks go on without this one
+            if self.backend.elastic:  # its error says what is wrong, and its other ranks continue without this one
                 self.interrupted = False
                 raise
             raise absent_rank_error(error) from error
         self.interrupted = False
 
     def check_not_interrupted(self) -> None:
-        """Raise RuntimeError if a sum was interrupted: it cannot be called back."""
+        """Raise RuntimeError if a sum was interrupted: what other ranks have of it cannot be taken back."""
         if self.interrupted:
             raise RuntimeError(
                 f"a step must be discarded before its gradients are summed over the ranks, but an exception came while "

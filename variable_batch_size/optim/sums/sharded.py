@@ -37,7 +37,17 @@ from variable_batch_size.optim.tensors.parameters import Parameters
 
 @final
 class Sharded(InBackward):
-    """FSDP2 sums in `backward()`; `between` sums what comes of it over replicas that come and go."""
+    """FSDP2 sums in `backward()`.
+
+    Args:
+        ranks: the ranks over which the model is sharded and replicated.
+        parameters: the parameters, which are shards.
+        agreement: how all ranks compare values.
+        module: the root module, after `fully_shard`.
+        accumulates_shards: whether each backward scatters its sum, and not only the last one of a step.
+        needs_counts: whether steps need a count, because several ranks compute parts of the same samples.
+        between: sums the result over replicas that come and go; None if there are none.
+    """
 
     wrapper = "a model that fully_shard() has sharded"
     _squares: Squares | None
@@ -54,16 +64,16 @@ class Sharded(InBackward):
         between: Backend | None = None,
         **options: Any,
     ) -> None:
-        self._needs_counts = needs_counts  # because ranks compute parts of the same samples
+        self._needs_counts = needs_counts
         self.module: Any = module
         self._between = between
         self._accumulates_shards = accumulates_shards
         self._sharded_parts = _sharded_parts(module)
         self._groups = [group for part in self._sharded_parts for group in param_groups(part)]
-        self._replicated = self._groups[0].mesh_info.mesh.ndim > 1
+        self._replicated = self._groups[0].mesh_info.mesh.ndim > 1  # HSDP: a dimension of replicas, and one of shards
         self._narrow = _narrow_dtype(self._groups)
-        self._reads_grads = False  # whether a GradScaler does, after each microbatch
-        self._watched = set[int]()  # gathered parameters with hooks, by their number
+        self._reads_grads = False  # whether a GradScaler reads `.grad` after each microbatch
+        self._watched = set[int]()  # numbers of the parameters that have hooks, when they are gathered
         words = (
             "the model that is passed as model= must shard all parameters of the optimizer, but {} is not sharded by "
             "it; call fully_shard() on the root module, without ignored_params, and create the optimizer after that"
@@ -86,10 +96,10 @@ class Sharded(InBackward):
     def _begin_step(self) -> None:
         super()._begin_step()
         self._summed = False  # whether there was a backward() in this step
-        self._seen = set[int]()  # the parameters to which a microbatch of this step has given a gradient
+        self._seen = set[int]()  # numbers of the parameters to which a microbatch of this step has given a gradient
 
     def _create_squares(self, needs: Callable[[], Needs]) -> Squares:
-        """Return what has no hooks yet: they are those of the gathered parameters."""
+        """Return the squares without hooks: `_watch_gathered` adds them to the parameters that FSDP2 gathers."""
         return Squares(self.parameters, needs)
 
     def _watch_gathered(self, groups: Sequence[Any]) -> None:
@@ -119,12 +129,12 @@ class Sharded(InBackward):
             )
         # By default each backward() scatters its sum, and replicas are summed in the last one only. Otherwise whole
         # gradients stay on the rank until the last backward(), which sums them over all ranks. A GradScaler reads
-        # `.grad` after each microbatch, so that each backward() then sums over the replicas, too. A backward() that is
-        # none of the training must leave nothing for the next update.
+        # `.grad` after each microbatch, so that each backward() then sums over the replicas, too. A backward() outside
+        # the training (no microbatch) must leave nothing for the next update.
         now = last or self._reads_grads or microbatch is None
         if not self._summed:
             self._only_sum()
-        for part in self._sharded_parts:  # which a loop written for FSDP2 sets, too
+        for part in self._sharded_parts:  # each time, because a loop that was written for FSDP2 sets it, too
             part.set_requires_gradient_sync(now or self._accumulates_shards, recurse=False)
         if self._accumulates_shards and self._replicated:
             self.module.set_requires_all_reduce(now)
@@ -175,7 +185,7 @@ class Sharded(InBackward):
         return gradients
 
     def _clear_uncounted(self) -> None:
-        """Clear the gradients that have come since the last `add`, if no rank can have summed them."""
+        """Clear the gradients that have come since the last `add`; raise RuntimeError if ranks may have summed them."""
         if not self._inside and self._summed and any(parameter.grad is not None for parameter in self.parameters):
             raise RuntimeError(
                 "the gradients that FSDP2 has summed over the ranks cannot be dropped, because other ranks may have "
@@ -205,14 +215,15 @@ def data_parallel_group(module: FSDPModule) -> dist.ProcessGroup | None:
 
 
 def param_groups(part: FSDPModule) -> list[Any]:
-    """Return what communicates together of a module's own parameters."""
-    state = part._get_fsdp_state()
+    """Return the groups of a module's own parameters that FSDP2 gathers together."""
+    state = part._get_fsdp_state()  # private, as all of FSDP2's groups are
     if (groups := getattr(state, "_fsdp_param_groups", None)) is not None:
         return list(groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch < 2.12
 
 
 def _sharded_parts(module: Any) -> list[Any]:
+    """Return the modules to which `fully_shard` was applied."""
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
 
 
@@ -270,4 +281,5 @@ class SameForwards:
             call_before_forward(part, self._compare, name or "the root", first=True, once=True)  # before that of FSDP2
 
     def _compare(self, name: str) -> None:
+        """Wait until all ranks call the forward of this part; raise an error if one calls another."""
         self._agreement.gather(f"the first forward of {name} in a sharded model", "", _PATIENCE)

@@ -1,4 +1,4 @@
-"""The squares of what each microbatch gives to each parameter, before it is summed with others."""
+"""Measures the squares of the gradient of each microbatch, before it is summed with others."""
 
 from __future__ import annotations
 
@@ -29,36 +29,35 @@ _EACH = "the gradient noise, and squares, need one backward() for each microbatc
 
 @final
 class Squares:
-    """Takes the squares of the gradient that one backward gives.
+    """Measures the squares of the gradient of one backward, by hooks.
 
-    What several ranks have of a parameter, as in tensor parallelism, is counted once.
+    An element of a parameter that several ranks hold, as in tensor parallelism, is counted once.
 
     Args:
-        parameters: those of the optimizer.
-        needs: says what the next microbatch is measured for; it is asked once for each.
+        parameters: the parameters of the optimizer.
+        needs: function that says what the next microbatch is measured for; it is called once for each microbatch.
     """
 
     def __init__(self, parameters: Parameters, needs: Callable[[], Needs | None]) -> None:
         self.parameters = parameters
         self._ask = needs
         self._hooks: list[RemovableHandle] = []
-        self._accumulations: list[Node] = []  # which torch keeps alive no longer than what refers to them
+        self._accumulations: list[Node] = []  # nodes with hooks; torch would drop a node that nobody refers to
         remove_with(self, self._hooks)
         self.clear()
 
     def clear(self) -> None:
         """Forget the microbatch."""
-        self._needs: Needs | None = None  # of the microbatch, once it is known
-        self._found: dict[
-            int, tuple[Tensor, tuple[dist.ProcessGroup, ...]]
-        ] = {}  # by parameter: |g| of its part, or its square
-        self.elements: dict[Tensor, Tensor] = {}  # by parameter: g^2
-        self._twice = False
+        self._needs: Needs | None = None  # what the microbatch is measured for, once it is known
+        # By number of the parameter: |g| of this rank's part, or |g|^2, and the groups of ranks that have other parts.
+        self._measured: dict[int, tuple[Tensor, tuple[dist.ProcessGroup, ...]]] = {}
+        self.elements: dict[Tensor, Tensor] = {}  # by parameter: g^2, elementwise
+        self._twice = False  # whether a parameter got gradients by several backward passes
 
     @property
     def seen(self) -> Iterable[int]:
         """The parameters, by number, to which this microbatch has given a gradient."""
-        return self._found.keys()
+        return self._measured.keys()
 
     @property
     def needs(self) -> Needs:
@@ -68,24 +67,28 @@ class Squares:
         return self._needs
 
     def add_hooks(self) -> None:
-        """Measure what each backward adds to `.grad`, after the hooks of each parameter have changed it."""
+        """Measure what each backward adds to `.grad`, after the user's hooks of a parameter have changed it.
+
+        A frozen parameter, which may be unfrozen later, gets a hook, too: only one that requires a gradient has a node.
+        """
         for number, parameter in enumerate(self.parameters):
             if parameter.is_leaf:
-                trains = parameter.requires_grad
+                requires_grad = parameter.requires_grad
                 accumulation = get_gradient_edge(parameter.requires_grad_()).node
                 self._accumulations.append(accumulation)
                 self._hooks.append(accumulation.register_prehook(weakly(self._measure_first, number)))
-                parameter.requires_grad_(trains)  # it may be unfrozen later
+                parameter.requires_grad_(requires_grad)
 
     def _measure_first(self, number: int, gradients: Sequence[Tensor | None]) -> None:
         """Measure what a backward is to add to the gradient of a parameter."""
         (gradient,) = gradients
         if gradient is not None:
-            # Compiled autograd would compile it, and again for each gradient.
-            (self._measure_uncompiled if torch.compiler.is_compiling() else self._measure)(number, gradient)
+            # Compiled autograd would compile `_measure`, and again for each gradient.
+            measure = self._measure_uncompiled if torch.compiler.is_compiling() else self._measure
+            measure(number, gradient)
 
     def measure_accumulated(self, number: int, parameter: Tensor) -> None:
-        """Measure all that a microbatch has given to a parameter, in the place of what each backward has."""
+        """Measure `.grad` of a parameter: all that a microbatch has given to it, by one or several backward passes."""
         if parameter.grad is not None:
             self._measure(number, parameter.grad, whole=True)
 
@@ -100,13 +103,13 @@ class Squares:
             return
         if torch.is_grad_enabled():  # in a backward with create_graph=True
             gradient = gradient.detach()
-        if number in self._found and not whole:
+        if number in self._measured and not whole:
             self._twice = True
         if isinstance(gradient, DTensor):
             ((parts, groups),) = groups_of_parts([gradient])
-            self._found[number] = norm_or_square(parts[0]), tuple(groups)
+            self._measured[number] = norm_or_square(parts[0]), tuple(groups)
         else:
-            self._found[number] = norm_or_square(gradient), ()
+            self._measured[number] = norm_or_square(gradient), ()
         if needs.elements:
             wide = widen(gradient)
             self.elements[self.parameters[number]] = wide.square()
@@ -128,13 +131,13 @@ class Squares:
                 f"with use_reentrant=False"
             )
         for number, new in enumerate(fresh):
-            if new and number not in self._found:
+            if new and number not in self._measured:
                 raise RuntimeError(
                     f"{_EACH}, but that of parameter {number}, of shape {tuple(self.parameters[number].shape)}, was "
                     f"not seen; call the model as it was passed to the optimizer, and set no gradient by hand"
                 )
         by_ranks: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
-        for _, (part_norm, groups) in sorted(self._found.items()):
+        for _, (part_norm, groups) in sorted(self._measured.items()):
             by_ranks.setdefault(groups, []).append(part_norm)
         totals = []
         for ranks, norms in by_ranks.items():
@@ -146,7 +149,7 @@ class Squares:
 
 @final
 class SquaresOfGrad:
-    """Takes the squares of what `.grad` has, where that is the gradient of one microbatch; it needs no hooks."""
+    """Measures the squares of `.grad`, where that is the gradient of one microbatch; it needs no hooks."""
 
     def __init__(self, parameters: Parameters, needs: Callable[[], Needs | None]) -> None:
         self.parameters = parameters

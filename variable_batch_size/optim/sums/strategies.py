@@ -1,4 +1,4 @@
-"""Which strategy sums the gradients of a model, and over which ranks."""
+"""Chooses the strategy that sums the gradients of a model, and the ranks over which they are summed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def unwrap(model: Module | None) -> Module | None:
 def backend_for(
     module: Module | None, parameters: Sequence[Tensor], sampler: Dealer, process_group: dist.ProcessGroup | None
 ) -> Backend:
-    """Return the backend of the ranks that share a batch."""
+    """Return the backend of the ranks that share a batch; raise ValueError if it cannot be known which these are."""
     sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
     if process_group is not None or not sharded:
         return detect(parameters, sampler.world, process_group)
@@ -72,11 +72,12 @@ def backend_for(
         group = data_parallel_group(module)
         return detect(parameters, sampler.world, group)
     if sharded[0].device_mesh.size() < dist.get_world_size():
-        known, world = sharded[0].device_mesh.size(), dist.get_world_size()
+        in_mesh, world = sharded[0].device_mesh.size(), dist.get_world_size()
         raise ValueError(
-            f"the parameters' mesh has {known} of {world} ranks, but with tensor parallelism alone it does not "
+            f"the parameters' mesh has {in_mesh} of {world} ranks, but with tensor parallelism alone it does not "
             'say which share a batch; pass process_group=mesh["dp"].get_group(), of those with different samples'
         )
+    # Tensor parallelism over all ranks: they compute parts of the same samples, as if they were one rank.
     return LocalBackend(job=DistributedBackend(), sent=numbers_for(parameters))
 
 
@@ -84,8 +85,8 @@ class Strategy(NamedTuple):
     """How the gradients of an optimizer are summed.
 
     Attributes:
-        ranks: over which.
-        create: returns what sums the gradients of parameters.
+        ranks: the ranks over which gradients are summed.
+        create: function that returns the sum of the gradients of some parameters.
     """
 
     ranks: Ranks
@@ -109,7 +110,19 @@ def strategy_for(
     needs: Callable[[], Needs] | None,
     reproducible: bool,
 ) -> Strategy:
-    """Return how the gradients of a model are summed; `agreement` is there if that `sums_in_backward`."""
+    """Return how the gradients of a model are summed.
+
+    Args:
+        module: the model, if it is known.
+        parameters: the parameters of the optimizer.
+        backend: the backend of the ranks that share a batch.
+        agreement: how all ranks compare values; only needed if the model `sums_in_backward`.
+        sharded_accumulation: as for `CustomOptimizer`.
+        find_unused: as `find_unused_parameters` of `CustomOptimizer`.
+        by_rows: as for `Sum`.
+        needs: as for `Sum`.
+        reproducible: whether updates must be the same to the last bit in any world.
+    """
     options: dict[str, Any] = {"by_rows": by_rows, "needs": needs}
     ranks = Ranks(backend)
     kind: Callable[..., Sum] = Plain if needs is None or backend.static_graph else Buffered
@@ -129,10 +142,12 @@ def strategy_for(
                 "a rule or a controller that reads the gradient noise needs the gradients of single microbatches, but "
                 "sharded_accumulation=False adds them up before they are seen; omit it"
             )
-        over = DistributedBackend(data_parallel_group(sharded))
-        parts = over.ranks != (inside.ranks if isinstance(inside, DistributedBackend) else [])
-        ranks = Ranks(over if parts else inside)
-        options |= {"needs_counts": parts, "accumulates_shards": sharded_accumulation, "between": between}
+        sharded_over = DistributedBackend(data_parallel_group(sharded))
+        # More ranks share the shards than share a batch: some compute parts of the same samples, as in context
+        # parallelism, and FSDP2 sums over all of them.
+        shares_samples = sharded_over.ranks != (inside.ranks if isinstance(inside, DistributedBackend) else [])
+        ranks = Ranks(sharded_over if shares_samples else inside)
+        options |= {"needs_counts": shares_samples, "accumulates_shards": sharded_accumulation, "between": between}
         return Strategy(ranks, partial(Sharded, ranks, agreement=agreement, module=module, **options))
     if isinstance(module, DistributedDataParallel):
         return Strategy(ranks, partial(DDP, ranks, agreement=agreement, module=module, **options))
