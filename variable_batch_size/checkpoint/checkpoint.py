@@ -34,7 +34,8 @@ from variable_batch_size.preemption import EXIT_CODE, Interrupts, signal_notice
 
 _STOP = "stop"  # the wish by which a rank with a signal asks that all ranks save and exit after the same update
 _RESTORE, _EXIT = "Checkpoint.restore()", "the save after a signal"  # names of collective calls, for messages
-_folders = weakref.WeakKeyDictionary[CustomOptimizer, set[str]]()  # where each optimizer has saved or restored
+# The folders in which each optimizer has saved or restored: a new Checkpoint continues there without a restore.
+_folders = weakref.WeakKeyDictionary[CustomOptimizer, set[str]]()
 UNCALLED_STEP: Final = (
     "Checkpoint.step() was never called, so that nothing was saved at the interval `every`; call it in the loop, after "
     "every optimizer.step()"

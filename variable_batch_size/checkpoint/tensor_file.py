@@ -34,7 +34,8 @@ _NAMES: Final = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-# Complex numbers are written as pairs of these, and dtypes in neither table as bytes: a last dimension is added.
+# safetensors has no complex numbers: they are written as pairs of floats, in a last dimension of size 2. Dtypes in
+# neither table are written as bytes ("U8"), in a last dimension of the size of an element.
 _PAIRS: Final = {torch.complex64: "F32", torch.complex128: "F64"}
 
 

@@ -17,7 +17,7 @@ class Commands(TyperGroup):
         return _without_types(super().get_params(context))
 
     def get_command(self, context: Any, name: str) -> Any:
-        """Return the command of a name."""
+        """Return the command of a name, whose help shows no types: this is where every command passes."""
         command = super().get_command(context, name)
         _without_types(command.get_params(context) if command else [])
         return command
@@ -32,7 +32,10 @@ class Commands(TyperGroup):
 
 
 def _without_types(parameters: list[Any]) -> list[Any]:
-    """Let flags show no <bool> and arguments no <str>, which typer prints since it has its own copy of click."""
+    """Change parameters so that the help shows flags without <bool> and arguments without <str>; return them.
+
+    typer prints these types since it has its own copy of click, and has no option against it.
+    """
     for parameter in parameters:
         if isinstance(parameter, TyperArgument):
             parameter.display_type_rich = lambda ctx: None  # type: ignore[method-assign]

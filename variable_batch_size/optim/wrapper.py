@@ -76,11 +76,14 @@ class OptimizerWrapper(Optimizer):
 
     def __init__(self, inner: Optimizer) -> None:
         self.inner = _check_inner(inner)
+        # Both are one optimizer to a user: the properties below read and write these three of the inner one.
         shared = inner.defaults, inner.state, inner.param_groups
         super().__init__(inner.param_groups, inner.defaults)  # replaces these three by empty ones
         inner.defaults, inner.state, inner.param_groups = shared
+        # Hooks belong to the inner optimizer, whose step() runs them once an update.
         for register in (name for name in dir(Optimizer) if name.startswith("register_")):
             setattr(self, register, getattr(inner, register))
+        # Weak references: the inner optimizer must not keep its wrapper alive.
         inner.add_param_group = partial(_add_param_group, weakref.ref(self), weakref.ref(inner))  # type: ignore[method-assign]
         inner.register_step_pre_hook(partial(_check_stepped_by_wrapper, weakref.ref(self)))
         self._initialized = True

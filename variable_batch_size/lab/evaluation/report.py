@@ -174,7 +174,12 @@ def _rule_rows(trace: Trace) -> list[dict[str, str]]:
 
 
 def _response(judgement: Judgement, trace: Trace) -> dict[str, Any]:
-    """Return the means of the metric at each factor on the learning rate, by rule."""
+    """Return how each rule responds to its learning rate under a trace, as the template shows it.
+
+    Returns:
+        "factors": the factors on the learning rate that were tried, as text; "rows": for each rule its name, and for
+        each factor the mean of the metric in words.
+    """
     rows = judgement.trainings[judgement.trainings["label"] == trace.name]
     factors = sorted(rows["lr_factor"].unique())
     table = [

@@ -178,6 +178,7 @@ def plot_runs(runs: Mapping[str, Run], title: str | None = None) -> Figure:
 
 
 def _draw_capacity(axes: Axes, runs: list[Run]) -> None:
+    """Draw how many nodes there were and, of a single run, how many it used; several would hide one another."""
     axes.set_prop_cycle(color=["steelblue"])
     runs[0].capacity.plot(axes).patches[0].set_label("there")
     if len(runs) == 1:

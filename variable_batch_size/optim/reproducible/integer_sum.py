@@ -144,7 +144,16 @@ class ByMicrobatch(Message):
             entry.clear()
 
     def collect(self, microbatches: int, like: Sequence[Tensor]) -> list[Tensor]:
-        """Return the table as bits, (microbatches, numbers), or the integers; and other entries, of whole numbers."""
+        """Return what the ranks sum in place: the numbers of each microbatch, then the other entries, all int64.
+
+        What was measured is a table with a row for each microbatch of the update, (microbatches, numbers). A rank has
+        zeros in the rows of other ranks. So the sum of the bits of float64, read as int64, is the row of the one rank
+        that has it. Where a graph is compiled, it is the pair of integers that `count` has added to. Other entries must
+        be whole numbers, whose sum has no order.
+
+        Raises:
+            ValueError: if an entry that is not measured by microbatch has floats.
+        """
         self._sums = {}
         for entry in self.entries:
             if not entry.by_microbatch:

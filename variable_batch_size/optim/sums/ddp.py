@@ -55,9 +55,11 @@ class DDP(InBackward):
 
     def _begin_step(self) -> None:
         super()._begin_step()
-        self._of_forward: Microbatch | None = None  # the microbatch whose forward has begun
-        self._at_forward: Gradients | None = None  # the gradients at that time, if its backward averages over ranks
-        self._averaged = False  # whether the last backward() of the step has run
+        self._of_forward: Microbatch | None = None  # the microbatch whose forward pass has begun
+        # The gradients when that forward pass began, if its backward() is the one that averages over the ranks: what
+        # changes them in between would be averaged, too.
+        self._at_forward: Gradients | None = None
+        self._averaged = False  # whether that backward() has run: the step is complete on this rank
 
     def prepare(self, microbatch: Microbatch | None, *, forward: bool = False) -> None:
         """Switch the reduction on before the last microbatch of this rank, and off before all others."""
