@@ -16,7 +16,7 @@ from variable_batch_size.lab.evaluation.failures import failure_limit
 from variable_batch_size.lab.evaluation.figures import COLORS
 from variable_batch_size.lab.evaluation.judgement import judge
 from variable_batch_size.lab.evaluation.records import REFERENCE, Evaluation, EvaluationPlan, read
-from variable_batch_size.lab.evaluation.wording import describe_loss, verdict
+from variable_batch_size.lab.evaluation.wording import describe_loss, describe_reference, verdict
 
 RAMP = "0:64 40:256"
 
@@ -368,6 +368,14 @@ def test_a_rate_that_is_better_where_it_does_not_fail_leaves_the_reference_open(
     assert judged(found).reference.answer == "open"
     found |= {(REFERENCE, "constant", 2.0): [*noise(0.5, 9, 9), np.nan]}
     assert judged(found).reference.answer == "tuned"
+
+
+def test_the_rate_that_may_be_better_by_most_is_named():
+    found = losses(5, constant=0.5) | {(REFERENCE, "constant", 0.5): [0.395, 0.396, 0.394, 0.395, 0.395]}
+    found |= {(REFERENCE, "constant", 2.0): [0.2, 0.3, 0.4, 0.5, 0.7]}
+    said = describe_reference(judged(found))
+    assert "is not decided" in said
+    assert "2 times the rate may be better by up to" in said
 
 
 @cache

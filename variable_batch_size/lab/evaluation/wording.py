@@ -136,8 +136,11 @@ def describe_reference(judgement: Judgement) -> str:
         gain = f"{best:g} times the rate is better by {format_interval(*outcome.gains[best])}"
         return f"The reference is not tuned: {at}, {gain}. What rules bring at this rate depends on that."
     most = format_number(outcome.most, outcome.most)
+    if outcome.answer == "open" and not outcome.gains:  # a rate is better where it does not fail
+        return f"Whether the reference is tuned is not decided: {at}{failing}."
     if outcome.answer == "open":
-        best_rate = f"{best:g} times the rate may be better by up to {most}"
+        farthest = max(outcome.gains, key=lambda factor: outcome.gains[factor].high)
+        best_rate = f"{farthest:g} times the rate may be better by up to {most}"
         return f"Whether the reference is tuned is not decided: {at}, {best_rate}{failing}."
     if not outcome.gains:
         return f"The reference is tuned: {at}{failing}."
