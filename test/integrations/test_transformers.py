@@ -284,7 +284,7 @@ REFUSED = [
         {"auto_find_batch_size": True},
         "auto_find_batch_size must be False, because its second attempt .* got True; pass",
     ),
-    ({"train_sampling_strategy": "group_by_length"}, "max_steps must be > 0 .*, got -1; pass it"),
+    ({"train_sampling_strategy": "group_by_length"}, "max_steps must be > 0 .*, got -1; pass max_steps="),
     ({"optim": "galore_adamw_layerwise", "optim_target_modules": ["net"]}, "optim must be .*, got galore_adamw_lay"),
     ({"options": {"trace": [24] * 5}}, "the trace must last longer, but its 5 steps"),
 ]
