@@ -15,7 +15,7 @@ import lazy_loader
 import pytest
 
 import variable_batch_size as vbs
-from helpers.pages import README, ROOT, commands
+from helpers.pages import ROOT
 
 pytestmark = pytest.mark.slow("builds the wheel and an environment")
 
@@ -75,9 +75,9 @@ def run(*command, cwd=None):
 
 
 def wheel(built):
-    """Return the file that the README installs."""
-    (line,) = (line for line in commands(README) if line.startswith("pip install dist/"))
-    return built / line.removeprefix("pip install dist/")
+    """Return the wheel that was built."""
+    (path,) = built.glob("*.whl")
+    return path
 
 
 def package_files():
