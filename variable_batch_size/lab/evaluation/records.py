@@ -77,7 +77,7 @@ def check_traces(cells: Iterable[Mapping[str, Any]]) -> None:
         if conditions_of_name.setdefault(name, conditions) != conditions:
             raise value_error(
                 "a folder must have one trace, with one minibatch_size and one task, for each name of a trace",
-                f"several for {cell['trace']!r} and seed {cell['seed']}, as after an edit of its file",
+                f"several for {cell['trace']!r} and seed {cell['seed']}, as after an edit",
                 "pass another --name, or another --folder",
             )
 
