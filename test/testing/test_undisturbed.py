@@ -140,6 +140,27 @@ def test_generators_are_as_before_wherever_a_dataset_has_them(reference, wrap):
     assert numpy.bit_generator.state == before
 
 
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def forward(self, x):
+        return x + torch.rand(x.shape, generator=self.generator)
+
+
+@pytest.mark.parametrize("depth", [1, 20])
+def test_generators_of_modules_are_as_before_however_deep_and_many_they_are(depth):
+    noisy = Noisy()
+    model = nn.Sequential(*(nn.Tanh() for _ in range(3000)), noisy)
+    for _ in range(depth):
+        model = nn.Sequential(model)
+    before = noisy.generator.get_state()
+    with undisturbed_evaluation(model):
+        noisy(torch.zeros(2))
+    assert torch.equal(noisy.generator.get_state(), before)
+
+
 def test_a_cycle_of_references_ends():
     one, other = Transform(None), Transform(None)
     one.numpy, other.numpy = other, one

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import CellType, ModuleType
+from types import CellType, ModuleType, NoneType
 from typing import Any, Final, final
 
 import numpy as np
@@ -21,7 +21,8 @@ from variable_batch_size.optim.tensors.parameters import versions_of
 _LARGEST: Final = 2**20  # most elements of a tensor or container that is copied: enough for metrics, not for data
 _MOST_NAMES: Final = 1000  # most items of a dict or list whose values are searched
 _DEPTH: Final = 9  # most references that are followed to a generator, as through wrappers of datasets
-_MOST_OBJECTS: Final = 10_000  # most objects that are searched at one depth
+_MOST_OBJECTS: Final = 100_000  # most objects that are searched at one depth below the owners
+_DATA: Final = (Tensor, np.ndarray, int, float, complex, str, bytes, type, ModuleType, NoneType)
 
 
 @contextmanager
@@ -61,10 +62,10 @@ class KeptAttributes:
     """
 
     def __init__(self, *owners: object) -> None:
-        generators = _generators_within(owners)
         parts = list[Any]()
         for owner in owners:
             parts.extend(owner.modules() if isinstance(owner, nn.Module) else [owner])
+        generators = _generators_within(parts)
         containers: dict[int, Any] = {}
         for part in parts:
             _collect_containers(getattr(part, "__dict__", None), containers)
@@ -122,21 +123,25 @@ def _generators_within(owners: Sequence[object]) -> list[_State]:
     seen = dict[int, Any]()  # by id; it keeps the objects, so that no other object gets the same id
     for _ in range(_DEPTH):  # breadth first: `level` has the objects at one depth
         level = [value for value in {id(value): value for value in level}.values() if id(value) not in seen]
-        level = level[:_MOST_OBJECTS]
         seen |= {id(value): value for value in level}
         generators += [state for state in map(_state_of, level) if state is not None]
-        level = [inner for value in level for inner in _referred_by(value)]
+        inner = [each for value in level for each in _referred_by(value) if not _is_data(each)]
+        level = inner[:_MOST_OBJECTS]
     return generators
 
 
+def _is_data(value: Any) -> bool:
+    """Return whether a value is not searched for generators: numbers, text, arrays, empty or large containers, ..."""
+    is_container = isinstance(value, (Mapping, list, tuple, set, deque))
+    return isinstance(value, _DATA) or (is_container and not 0 < len(value) <= _MOST_NAMES)
+
+
 def _referred_by(value: Any) -> list[Any]:
-    """Return the objects to which a value refers directly; none for data, classes and modules."""
-    if isinstance(value, (Tensor, np.ndarray, str, bytes, type, ModuleType)):
-        return []
+    """Return the objects to which a value refers directly."""
     if isinstance(value, Mapping):
-        return [*value.values()] if len(value) <= _MOST_NAMES else []
+        return [*value.values()]
     if isinstance(value, (list, tuple, set, deque)):
-        return [*value] if len(value) <= _MOST_NAMES else []
+        return [*value]
     enclosed = [cell.cell_contents for cell in getattr(value, "__closure__", None) or () if cell != CellType()]
     bound = list[Any]()  # the object of a method, and the arguments of a functools.partial
     if callable(value):
