@@ -19,7 +19,7 @@ from variable_batch_size.lab.evaluation.failures import (
     reference_trainings,
 )
 from variable_batch_size.lab.evaluation.metric import Mode, lower_is_better
-from variable_batch_size.lab.evaluation.records import REFERENCE, Evaluation, check_traces
+from variable_batch_size.lab.evaluation.records import DIFFERS_IN, REFERENCE, Evaluation, check_traces, tuned_rate
 from variable_batch_size.lab.evaluation.statistics import (
     DIFFERENCES,
     SEEDS,
@@ -44,8 +44,6 @@ MOST_SEEDS = 100  # of a new evaluation that is advised
 MIN_FOR_STUCK, STUCK = 4, 2.0  # seeds; ranges of the others by which the worst one is behind them
 NOT_METRICS = {"updates", "samples", "progress", "seconds", "cost", "train_loss", "lr"}
 NOT_METRICS |= {"batch_size", "batch_least", "batch_most"}
-DIFFERS_IN = {"task_version": "version", "samples": "samples", "ref_batchsize": "reference batch size"}
-DIFFERS_IN |= {"start": "from", "tuned": "learning rate", "warmup": "warm-up"}
 
 Answer: TypeAlias = Literal["baseline", "same", "better", "worse", "open", "waiting"]
 Tuned: TypeAlias = Literal["tuned", "not tuned", "open", "failed", "untried", "missing", "waiting"]
@@ -281,7 +279,8 @@ def sort_rules(rules: Iterable[str], first: str = BASELINE) -> list[str]:
 
 def _task_names(trainings: pd.DataFrame) -> pd.Series[str]:
     """Return the task of each training, with what else differs, so that these cannot be compared."""
-    frame = trainings.assign(tuned=(trainings["lr"] / trainings["lr_factor"]).map("{:.9g}".format))
+    rates = zip(trainings["lr"], trainings["lr_factor"], strict=True)
+    frame = trainings.assign(tuned=[tuned_rate(lr, factor) for lr, factor in rates])
     names = frame["task"].astype(str)
     for column, word in DIFFERS_IN.items():
         several = frame.groupby("task")[column].transform("nunique") > 1

@@ -20,6 +20,15 @@ if TYPE_CHECKING:
 FORMAT: Final = 2
 NAME: Final = "evaluation.jsonl"
 REFERENCE: Final = "the reference"  # name of the trace of the constant batch size `ref_batchsize`
+DIFFERS_IN: Final = {
+    "task_version": "version",
+    "samples": "samples",
+    "ref_batchsize": "reference batch size",
+    "start": "from",
+    "tuned": "learning rate",
+    "warmup": "warm-up",
+}  # what tells tasks of a report apart, beside their names, and the word for it
+_DEFAULTS: Final = {"task_version": "", "end": "samples", "start": "", "warmup": 0}  # of what a cell may leave out
 _CONDITIONS = ("trace_fingerprint", "minibatch_size", "max_grad_norm", "task_arguments")
 _FACTS = ("minibatch_size", "max_grad_norm", "between", "task_arguments")  # of a cell, told with the environment
 
@@ -70,9 +79,8 @@ def check_traces(cells: Iterable[Mapping[str, Any]]) -> None:
     """
     conditions_of_name = dict[tuple[Any, ...], list[str]]()
     for cell in cells:
-        apart = "task", "task_version", "trace", "seed", "samples", "ref_batchsize"  # which reports show apart
-        name = (*map(cell.get, apart), cell.get("end", "samples"), cell.get("start"), cell.get("warmup", 0))
-        name += (float(f"{cell['lr'] / cell['lr_factor']:.9g}"),)
+        values = {**_DEFAULTS, **cell, "tuned": tuned_rate(cell["lr"], cell["lr_factor"])}
+        name = tuple(values.get(fact) for fact in ("task", "trace", "end", "seed", *DIFFERS_IN))
         conditions = [str(cell.get(fact)) for fact in _CONDITIONS]
         if conditions_of_name.setdefault(name, conditions) != conditions:
             raise value_error(
@@ -80,6 +88,11 @@ def check_traces(cells: Iterable[Mapping[str, Any]]) -> None:
                 f"several for {cell['trace']!r} and seed {cell['seed']}, as after an edit",
                 "pass another --name, or another --folder",
             )
+
+
+def tuned_rate(lr: float, lr_factor: float) -> str:
+    """Return the learning rate of a run at factor 1, as text that rounding does not change."""
+    return f"{lr / lr_factor:.9g}"
 
 
 def read(place: str | os.PathLike[str]) -> Evaluation:
@@ -236,13 +249,7 @@ def _trainings_frame(rows: Sequence[tuple[int, Mapping[str, Any]]]) -> pd.DataFr
         **dict.fromkeys(("lr", "lr_factor", "ref_batchsize", "warmup", "wall_seconds", "untrained"), float),
         **dict.fromkeys(("curve", "environment"), object),
     }
-    before = {
-        "task_version": "",
-        "end": "samples",
-        "start": "",
-        "warmup": 0,
-        "trace_fingerprint": "",
-    }  # where earlier versions have none
+    before = {**_DEFAULTS, "trace_fingerprint": ""}  # where earlier versions have none
     records = []
     for plan, row in rows:
         cell = {**before, **row["cell"]}
