@@ -17,7 +17,7 @@ from variable_batch_size._validation import type_error
 from variable_batch_size.data.plan.plan import Epoch
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.integrations.loading import sampler_for, with_sampler
-from variable_batch_size.integrations.loss_check import LossCheck
+from variable_batch_size.integrations.loss_check import WITH_CLASS_WEIGHTS, LossCheck
 from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.integrations.versions import require_version
 from variable_batch_size.optim.checks.consistency import broadcast_parameters
@@ -25,8 +25,8 @@ from variable_batch_size.optim.loops.updates import Updates
 from variable_batch_size.optim.optimizer import CustomOptimizer
 
 _REMEDY = (
-    'let loss_fn return a mean over rows: class weights as (weight[y] * cross_entropy(y_pred, y, reduction="none"))'
-    ".mean(); for a mean over tokens write a step of your own, with variable_batch()"
+    f"let loss_fn return a mean over rows, with class weights {WITH_CLASS_WEIGHTS}; for a mean over tokens write a "
+    "step of your own, with variable_batch()"
 )
 
 require_version("pytorch-ignite", "0.5.2", "ignite")

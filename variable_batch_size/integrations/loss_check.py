@@ -23,6 +23,7 @@ from variable_batch_size.testing.loss import REMEDY, Compared, compare_parts, un
 from variable_batch_size.testing.undisturbed import kept_attributes
 
 CHECKED_UPDATES: Final = frozenset({0, 1, 10, 100, 1000})  # in the first ones a KL term may be 0
+WITH_CLASS_WEIGHTS: Final = "(weight[y] * cross_entropy(logits, y, reduction='none')).mean()"  # a mean over rows
 LossOf = Callable[[Any, Any, float], Tensor]  # of the model, a batch, and what its rows count
 
 

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from variable_batch_size._validation import type_error
+from variable_batch_size.integrations.loss_check import WITH_CLASS_WEIGHTS
 
 MEAN_LOSS: Final = "update_loss"  # under which the mean over an update is logged
 REMEDY: Final = (
-    "for class weights return a mean over rows, (weight[y] * cross_entropy(logits, y, reduction='none')).mean(); for a "
+    f"return a mean over rows, with class weights {WITH_CLASS_WEIGHTS}; for a "
     'mean over tokens pass optimizer_options={"reduction": "sum"} to the strategy, and return {"loss": the sum, '
     '"count": of how many tokens}; a loss that compares rows with one another cannot be cut into microbatches'
 )

@@ -24,7 +24,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.integrations.facts import optimizer_facts
-from variable_batch_size.integrations.loss_check import LossCheck
+from variable_batch_size.integrations.loss_check import WITH_CLASS_WEIGHTS, LossCheck
 from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.integrations.supported import check_settings
 from variable_batch_size.integrations.transformers.labels import label_counter
@@ -37,8 +37,8 @@ from variable_batch_size.testing.schedules import check_schedule
 
 POSITION = "variable_batch.pt"  # file in a checkpoint of Trainer
 REMEDY = (
-    "return a mean over labels or rows, which is multiplied by their number before this comparison: class weights as "
-    '(weight[labels] * cross_entropy(logits, labels, reduction="none")).mean(); or pass check_loss=False'
+    "return a mean over labels or rows, which is multiplied by their number before this comparison, with class weights "
+    f"{WITH_CLASS_WEIGHTS}; or pass check_loss=False"
 )
 
 if TYPE_CHECKING:
