@@ -327,7 +327,8 @@ class CustomOptimizer(ObservedOptimizer):
         training.end_step(self, ends_update=microbatch.ends_step)
         if len(training.members) == 1:  # else others make their forward
             self._followers.call("end_microbatch", ends_update=microbatch.ends_step)
-        self._backend.mark_step()
+        if not microbatch.ends_step or len(training.members) > 1:  # else `follow_up` has ended the graph
+            self._backend.mark_step()
         return updated
 
     step.hooked = True  # type: ignore[attr-defined]  # torch then runs its global hooks in the inner step only

@@ -181,8 +181,8 @@ class Buffered(TakenOut):
             return
         weight = microbatch.samples / self._divisor(microbatch) / (self._present_factor(microbatch) or 1.0)
         if self._backend.static_graph:
-            torch._foreach_mul_(local_parts(new), self._backend.scalar(weight, new[0], "microbatch"))
-            weight = 1.0
+            weight_on_device = self._backend.scalar(weight, new[0], "microbatch")
+            new, weight = list(torch._foreach_mul(new, weight_on_device)), 1.0  # new tensors, see `_multiply_gradients`
         add_to(self._buffer, dict(zip(present, new, strict=True)), weight)
 
     def _complete_gradients(self, members: Sequence[bool], factor: float | None) -> None:
@@ -190,7 +190,9 @@ class Buffered(TakenOut):
         for parameter, member in zip(self.parameters, members, strict=True):
             if member and parameter not in self._buffer:
                 self._buffer[parameter] = widen(torch.zeros_like(parameter))
-        multiply(list(self._buffer.values()), self._remaining_factor(factor), self._backend)
+        left = self._remaining_factor(factor)
+        if factor is not None or isinstance(left, Tensor):
+            multiply(list(self._buffer.values()), left, self._backend)
         for parameter, total in self._buffer.items():
             parameter.grad = total.to(parameter.dtype)
 

@@ -16,7 +16,7 @@ from variable_batch_size.optim.stage import Needs
 from variable_batch_size.optim.tensors.arithmetic import (
     collect_gradients,
     groups_of_parts,
-    norm_or_square,
+    norm_of,
     squared_norm,
     sum_of_squares,
     widen,
@@ -49,7 +49,7 @@ class Squares:
     def clear(self) -> None:
         """Forget the microbatch."""
         self._needs: Needs | None = None  # what the microbatch is measured for, once it is known
-        # By number of the parameter: |g| of this rank's part, or |g|^2, and the groups of ranks that have other parts.
+        # By number of the parameter: |g| of this rank's part, and the groups of ranks that have other parts.
         self._measured: dict[int, tuple[Tensor, tuple[dist.ProcessGroup, ...]]] = {}
         self.elements: dict[Tensor, Tensor] = {}  # by parameter: g^2, elementwise
         self._twice = False  # whether a parameter got gradients by several backward passes
@@ -107,9 +107,9 @@ class Squares:
             self._twice = True
         if isinstance(gradient, DTensor):
             ((parts, groups),) = groups_of_parts([gradient])
-            self._measured[number] = norm_or_square(parts[0]), tuple(groups)
+            self._measured[number] = norm_of(parts[0]), tuple(groups)
         else:
-            self._measured[number] = norm_or_square(gradient), ()
+            self._measured[number] = norm_of(gradient), ()
         if needs.elements:
             wide = widen(gradient)
             self.elements[self.parameters[number]] = wide.square()

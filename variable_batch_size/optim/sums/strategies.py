@@ -125,7 +125,7 @@ def strategy_for(
     """
     options: dict[str, Any] = {"by_rows": by_rows, "needs": needs}
     ranks = Ranks(backend)
-    kind: Callable[..., Sum] = Plain if needs is None or backend.static_graph else Buffered
+    kind: Callable[..., Sum] = Plain if needs is None else Buffered
     if any(map(is_narrow, parameters)):
         kind = Widened
     if reproducible:
