@@ -125,7 +125,9 @@ def test_two_processes_make_the_updates_of_one_also_after_a_stop(tmp_path, short
     assert saved is not None
     printed = run_processes(RESUMED, *short, *TRACE, "--folder", stopped)
     assert re.search(
-        rf"Checkpoint {saved[1]} restored: world 1 -> 2, .*epoch 0, \d+ samples, lost 0\.$", printed, re.MULTILINE
+        rf"Checkpoint {saved[1]} restored: world 1 -> 2, .*epoch 0, \d+ samples, lost 0 updates\.$",
+        printed,
+        re.MULTILINE,
     ), printed
     assert_same(stopped, alone)
 

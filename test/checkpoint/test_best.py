@@ -214,7 +214,8 @@ def test_a_training_that_continues_from_the_best_one_replaces_the_newer_ones(wor
 
     run_ranks(resume, world)
     (line,) = told(caplog)
-    assert line.endswith(f"epoch 0, {sum((20, 7))} samples, lost 2; the next save deletes update-00000004-0002-1-1.")
+    deleted = "the next save deletes update-00000004-0002-1-1."
+    assert line.endswith(f"epoch 0, {sum((20, 7))} samples, lost 2 updates; {deleted}")
     assert facts(path_of(tmp_path, 4))["metrics"] == {"loss": 0.2}
 
 

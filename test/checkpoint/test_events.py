@@ -59,7 +59,7 @@ def test_a_run_that_was_killed_may_have_made_more_updates(tmp_path, caplog):
     truncate_state(path_of(tmp_path, 2))
     with checkpoint(tmp_path, training()) as later, pytest.warns(RuntimeWarning, match="restoring update-00000001-"):
         assert later.restore()
-    assert told(caplog)[-1].endswith("lost 1 and those of the last minute before it was killed.")
+    assert told(caplog)[-1].endswith("lost 1 update and those of the last minute before it was killed.")
     (restored,) = [line for line in events.read_events(Storage(tmp_path)) if line["event"] == "restore"]
     assert (restored["lost"], restored["damaged"]) == (1, "update-00000002-0001-2-1")
 

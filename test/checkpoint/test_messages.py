@@ -145,12 +145,12 @@ def test_only_updates_since_the_restore_are_lost(tmp_path, caplog):
         return told(caplog)
 
     save()
-    assert fail(0, lambda saves: saves.restore()) == [RESTORED.format(0)]
-    assert fail(3, lambda saves: saves.restore()) == [RESTORED.format(0), NEWEST.format("3 updates are lost")]
-    assert fail(0, lambda saves: saves.restore()) == [RESTORED.format(3)]
+    assert fail(0, lambda saves: saves.restore()) == [RESTORED.format("0 updates")]
+    assert fail(3, lambda saves: saves.restore()) == [RESTORED.format("0 updates"), NEWEST.format("3 updates are lost")]
+    assert fail(0, lambda saves: saves.restore()) == [RESTORED.format("3 updates")]
     assert fail(1, lambda saves: saves.latest) == []  # the folder is that of another training
     assert fail(1, lambda saves: saves.restore(best=True)) == [
-        RESTORED.format(0),
+        RESTORED.format("0 updates"),
         "Checkpoint update-00000002-0001-1-1 is the best one; 1 update is lost; restore(best=True) resumes from it.",
     ]
 
@@ -175,7 +175,7 @@ def test_rank_0_says_once_what_was_restored(tmp_path, caplog):
         restore_checkpoint(tmp_path, training(backend=backend))
 
     run_ranks(restore, 3)
-    assert told(caplog) == [RESTORED.format(0).replace("update 2,", "world 1 -> 3, update 2,")]
+    assert told(caplog) == [RESTORED.format("0 updates").replace("update 2,", "world 1 -> 3, update 2,")]
 
 
 def test_rank_0_says_once_that_there_is_nothing_to_restore(tmp_path, monkeypatch, caplog):

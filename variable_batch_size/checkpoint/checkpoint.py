@@ -344,7 +344,8 @@ class Checkpoint:
             line += f"batch size {saved_size} -> {size}, "
         if optimizer.stage:
             line += f"stage {optimizer.stage}, "
-        line += f"update {updates}, epoch {optimizer.epoch}, {optimizer.samples} samples, lost {lost}"
+        line += f"update {updates}, epoch {optimizer.epoch}, {optimizer.samples} samples, "
+        line += f"lost {lost} update{'' if lost == 1 else 's'}"
         if not self._events.ended:  # a run that is killed has written its progress once a minute
             line += " and those of the last minute before it was killed"
         line += f"; the next save deletes {', '.join(folder.left)}." if folder.left else "."

@@ -279,7 +279,7 @@ class Saver:
             else:
                 warnings.warn(
                     f"ranks differ in {names}, and only rank 0 saves its own, because not all of them share the "
-                    f"folder; choose a folder that all ranks share",
+                    f"folder; choose a folder that all share, or call vbs.broadcast_parameters(model) before saving",
                     UserWarning,
                     stacklevel=stacklevel_of_user(),
                 )

@@ -233,7 +233,10 @@ class ObservedOptimizer(OptimizerWrapper):
         return float(scaling.lr) * float(scaling.gradient)
 
     def current_lr(self) -> float:
-        """Return the effective learning rate of the last update, of the first parameter group."""
+        """Return the effective learning rate of the first parameter group in the last update.
+
+        Before the first update, it is the learning rate of the inner optimizer.
+        """
         return float(self._updater.reference_lr) * self.lr_factor()
 
     def noise(self) -> Noise:
