@@ -62,6 +62,16 @@ def test_the_host_does_not_wait_within_an_update(kind, options):
         make(each, 2 * len(VARYING))
 
 
+@pytest.mark.parametrize("kind", [vbs.LinearRuleOptimizer, vbs.AdaScaleOptimizer])
+def test_the_host_does_not_wait_for_the_rows_of_a_log(kind, tmp_path):
+    with vbs.Tracker(tmp_path) as tracker:
+        each = updates(kind, VARYING, tracker=tracker, log_steps=1, grad_norm=True)
+        make(each, WARM_UP)
+        with synchronizing_raises():
+            make(each, 4 * len(VARYING))
+    assert (tmp_path / "scalars.csv").read_text().count("\n") > WARM_UP
+
+
 def test_the_host_does_not_wait_for_denominators():
     each = divided_updates(VARYING)
     make(each, WARM_UP)

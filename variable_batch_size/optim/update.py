@@ -44,6 +44,7 @@ from variable_batch_size.optim.tensors.arithmetic import (
     scalar_dtype,
     squared_norm,
 )
+from variable_batch_size.optim.tensors.late import copy_later
 from variable_batch_size.optim.tensors.parameters import Parameters, list_parameters, versions_of
 from variable_batch_size.optim.wrapper import lr_of, stepping
 from variable_batch_size.rules import Rule, RuleInput, Scaling
@@ -75,7 +76,10 @@ class Progress:
     def reader(self) -> Callable[[], float]:
         """Return a function that returns the present sum; calling it later avoids a wait for the device."""
         value = self._value
-        return lambda: value if isinstance(value, float) else sum(value.cpu().tolist())
+        if isinstance(value, float):
+            return lambda: value
+        read = copy_later(value)
+        return lambda: sum(read().tolist())
 
     def __float__(self) -> float:
         return self.reader()()

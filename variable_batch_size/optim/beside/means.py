@@ -20,6 +20,7 @@ from variable_batch_size.optim.checks.consistency import check_names
 from variable_batch_size.optim.stage import FIRST_UPDATE, Counted, MeasuredSquares, Stage, UpdateUnderWay
 from variable_batch_size.optim.tensors.arithmetic import multiply
 from variable_batch_size.optim.tensors.hooks import uncompiled
+from variable_batch_size.optim.tensors.late import copy_later
 
 _WHOLE = 1e-3  # tolerance for the weights of a step, which sum to 1
 
@@ -156,7 +157,8 @@ class StepMeans(Stage):
         if self._last is None:
             return dict
         names, means = self._last
-        return lambda: dict(zip(names, means.cpu().tolist(), strict=True))
+        read = copy_later(means)
+        return lambda: dict(zip(names, read().tolist(), strict=True))
 
     def _weigh(self, value: Tensor | float, weight: Any, like: Tensor) -> Any:
         """Return `weight` times the value; 0 for a weight of 0, even if the value is not finite."""

@@ -17,6 +17,7 @@ from variable_batch_size.data.plan.plan import Epoch
 from variable_batch_size.data.training import Training
 from variable_batch_size.optim.beside.means import StepMeans
 from variable_batch_size.optim.stage import LoopStage
+from variable_batch_size.optim.tensors.late import copy_later
 from variable_batch_size.optim.update import Updater
 from variable_batch_size.rules import Noise
 from variable_batch_size.tracker import Tracker
@@ -142,19 +143,21 @@ class Reporter(LoopStage):
         known = self._known_scalars(step, now)
         measures = self._measured
         skipped = {} if measures.skipped is None else {"skipped": measures.skipped}
-        scaling, lr, norm = updater.last_scaling, updater.reference_lr, updater.grad_norm
+        scaling = updater.last_scaling
+        factors = _float_later(scaling.lr), _float_later(scaling.gradient)
+        lr, norm = _float_later(updater.reference_lr), _float_later(updater.grad_norm)
         noise = None if measures.noise_reader is None else measures.noise_reader()
         progress, means = updater.progress.reader(), measures.means.reader()
 
         def read() -> dict[str, float]:
-            factor = _as_float(scaling.lr) * _as_float(scaling.gradient)
-            row = {**known, "lr_effective": _as_float(lr) * factor, "lr_factor": factor, **skipped}
+            factor = math.prod(read_factor() for read_factor in factors)
+            row = {**known, "lr_effective": lr() * factor, "lr_factor": factor, **skipped}
             if updater.options.grad_norm:
-                row["grad_norm"] = _as_float(norm)
+                row["grad_norm"] = norm()
             if noise is not None:
                 measured = noise()
-                row |= {"gain": _as_float(measured.gain), "progress": progress()}
-                row |= {name: _as_float(getattr(measured, name)) for name in ("noise_scale", "sigma2", "mu2")}
+                row |= {"gain": measured.gain, "progress": progress()}
+                row |= {name: getattr(measured, name) for name in ("noise_scale", "sigma2", "mu2")}
             return {f"vbs/{name}": value for name, value in row.items()} | means()
 
         return read
@@ -182,8 +185,9 @@ def _per_second(number: int, seconds: float) -> float:
     return number / seconds if seconds > 0 else math.nan
 
 
-def _as_float(value: Any) -> float:
-    """Return a number, which is read from a device if it is there; nan for None."""
+def _float_later(value: Any) -> Callable[[], float]:
+    """Return a function that returns a number of now, which is read from a device if it is there; nan for None."""
     if isinstance(value, Tensor):
-        return float(value.cpu().item())  # `.item()` of an XLA tensor would end the graph
-    return math.nan if value is None else float(value)
+        read = copy_later(value)
+        return lambda: float(read())
+    return lambda: math.nan if value is None else float(value)

@@ -38,6 +38,7 @@ from variable_batch_size.optim.noise.estimate import (
 from variable_batch_size.optim.scaling.scaling import scaling_if
 from variable_batch_size.optim.stage import Counted, MeasuredSquares, Needs, Stage, UpdateUnderWay
 from variable_batch_size.optim.tensors.arithmetic import is_narrow, local_parts, scalar_dtype, squared_norm
+from variable_batch_size.optim.tensors.late import copy_later
 from variable_batch_size.rules import ConstantTimescale, Noise, Rule
 
 
@@ -232,13 +233,13 @@ class GradientNoise(Stage):
 
     def reader(self) -> Callable[[], Noise]:
         """Return a function that returns the present noise; calling it later avoids a wait for the device."""
-        state = self._state
+        read = _averages_and_gain_later(self._state)
 
-        def read() -> Noise:
-            *averages, own_gain = _averages_and_gain(state)
+        def read_noise() -> Noise:
+            *averages, own_gain = read()
             return debias(np.array(averages), own_gain)
 
-        return read
+        return read_noise
 
     def noise(self) -> Noise:
         """Return the debiased averages, nan before the first estimate, and the last gain; reads them from a device."""
@@ -246,7 +247,8 @@ class GradientNoise(Stage):
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain numbers and, if it is kept, the previous gradient; reads them from a device."""
-        state: dict[str, Any] = dict(zip((*AVERAGES, "gain"), _averages_and_gain(self._state), strict=True))
+        numbers = _averages_and_gain_later(self._state)()
+        state: dict[str, Any] = dict(zip((*AVERAGES, "gain"), numbers, strict=True))
         return {"noise": {**state, **(self._pairs.state_dict() if self._pairs is not None else {})}}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -269,10 +271,13 @@ class GradientNoise(Stage):
             self._pairs.load_state_dict(state)
 
 
-def _averages_and_gain(state: NoiseState) -> list[float]:
-    """Return the averages and the gain as floats, by one transfer from a device."""
+def _averages_and_gain_later(state: NoiseState) -> Callable[[], list[float]]:
+    """Return a function that returns the averages and the gain as floats, by one transfer from a device."""
     averages, own_gain, packed = state
-    return [*averages.tolist(), float(own_gain)] if packed is None else packed.cpu().tolist()
+    if packed is None:
+        return lambda: [*averages.tolist(), float(own_gain)]
+    read = copy_later(packed)
+    return lambda: read().tolist()
 
 
 _NOT_PROPORTIONAL_TO_LR = (ASGD, Adafactor, Rprop)  # optimizers whose parameter update is not

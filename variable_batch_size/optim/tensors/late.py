@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import final
 
+import torch
 from torch import Tensor
 
 READ_EVERY = 16  # updates between two reads, each of a value that is as many updates old
+
+
+def copy_later(tensor: Tensor) -> Callable[[], Tensor]:
+    """Return a function that returns the present value of a tensor, on the CPU; called later, it does not wait.
+
+    On a GPU, the copy begins now. A copy that begins later waits for all that the host has queued in the meantime.
+    """
+    tensor = tensor.detach()
+    if not tensor.is_cuda:
+        return lambda: tensor.cpu()  # without a step marker, which would cut the graph
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record(torch.cuda.current_stream(tensor.device))  # type: ignore[no-untyped-call]
+
+    def read() -> Tensor:
+        copied.synchronize()
+        return copy
+
+    return read
 
 
 @final
