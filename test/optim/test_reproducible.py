@@ -73,7 +73,7 @@ def test_many_equal_numbers_do_not_wrap():
 
 
 def test_long_tensors_are_added_in_pieces():
-    x = torch.randn(3 * limbs._CHUNK + 5, generator=torch.Generator().manual_seed(3))
+    x = torch.randn(3 * limbs.CHUNK + 5, generator=torch.Generator().manual_seed(3))
     whole, pieces = (torch.zeros(2, len(x), dtype=torch.int64) for _ in range(2))
     largest = limbs.add(whole, x, 3.0)
     for begin in range(0, len(x), 7001):

@@ -12,7 +12,7 @@ from torch import Tensor
 HIGH, LOW = 2.0**20, 2.0**74
 LARGEST = 2.0**42  # the sum of the absolute values of all numbers must be smaller
 CARRIED = 512  # numbers after which `carry` has to follow, so that lo does not wrap
-_CHUNK = 2**15  # elements that are computed together: their intermediate results stay in the cache of a core
+CHUNK = 2**15  # elements that are computed together: their intermediate results stay in the cache of a core
 
 
 def add(total: Tensor, numbers: Tensor, weight: float | Tensor = 1.0, *, first: bool = False) -> Tensor:
@@ -24,9 +24,9 @@ def add(total: Tensor, numbers: Tensor, weight: float | Tensor = 1.0, *, first: 
         weight: a float, or 0-D.
         first: whether the sums are still 0, whatever is in `total`.
     """
-    if numbers.device.type != "cpu" or len(numbers) <= _CHUNK:
+    if numbers.device.type != "cpu" or len(numbers) <= CHUNK:
         return _add(total, numbers, weight, first)
-    pieces = zip(torch.split(total, _CHUNK, 1), torch.split(numbers, _CHUNK), strict=True)
+    pieces = zip(torch.split(total, CHUNK, 1), torch.split(numbers, CHUNK), strict=True)
     return torch.stack([_add(*piece, weight, first) for piece in pieces]).max()
 
 
@@ -48,7 +48,7 @@ def _add(total: Tensor, numbers: Tensor, weight: float | Tensor, first: bool) ->
 
 def carry(total: Tensor) -> None:
     """Move what lo has too much to hi, in place, so that -2^53 <= lo < 2^53."""
-    for high, low in torch.split(total, _CHUNK, 1) if total.device.type == "cpu" else [total]:
+    for high, low in torch.split(total, CHUNK, 1) if total.device.type == "cpu" else [total]:
         carried = (low + 2**53) >> 54
         low -= carried << 54
         high += carried
@@ -59,7 +59,7 @@ def value(total: Tensor, factor: float | Tensor, out: Tensor) -> Tensor:
 
     It is a function of the integers and the factor alone; before the dtype of `out` it is rounded thrice at most.
     """
-    chunk = _CHUNK if out.device.type == "cpu" else max(1, len(out))
+    chunk = CHUNK if out.device.type == "cpu" else max(1, len(out))
     for (high, low), result in zip(torch.split(total, chunk, 1), torch.split(out, chunk), strict=True):
         whole = torch.add(high.to(torch.float64) / HIGH, low.to(torch.float64), alpha=1 / LOW)
         result.copy_(whole * factor)
