@@ -16,7 +16,7 @@ from variable_batch_size.lab.evaluation.timed_trace import TimedTrace
 @final
 @dataclass(frozen=True)
 class Cell:
-    """One training: everything that determines it, as plain values, and the batch sizes that they stand for.
+    """One training run of an experiment: all settings that determine it, as plain values, and its batch sizes.
 
     Attributes:
         task: name of the task, see `load_task`; with its `task_arguments` and its `version`.
@@ -58,7 +58,10 @@ class Cell:
     warmup: int = 0
 
     def as_json(self) -> dict[str, Any]:
-        """Return what determines the training, as values of JSON."""
+        """Return the settings that determine the training run, as values of JSON.
+
+        Two settings are left out at their defaults, so that runs of earlier versions, which lack them, keep their keys.
+        """
         values = {column.name: getattr(self, column.name) for column in fields(self) if column.compare}
         del values["start"]
         for name, default in (("end", str(SAMPLES)), ("warmup", 0)):
@@ -73,15 +76,15 @@ class Cell:
 
     @property
     def training(self) -> str:
-        """The name of the training: that of the cells that differ in the name of the trace only."""
+        """The name of the training run without the name of its trace: cells with equal ones are trained once."""
         return _hash_json(self.as_json() | {"trace": ""})
 
     def __str__(self) -> str:
-        """Return what tells it from the other cells of an experiment."""
+        """Return the settings in which the cells of an experiment differ, for messages."""
         return f"{self.task}, trace {self.trace}, rule {self.rule}, lr {self.lr:g}, seed {self.seed}"
 
 
 def _hash_json(values: Mapping[str, Any]) -> str:
-    """Return the first 16 hexadecimal digits of the SHA-256 of values as canonical JSON."""
+    """Return a hash of values: the first 16 hexadecimal digits of the SHA-256 of their JSON with sorted keys."""
     text = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

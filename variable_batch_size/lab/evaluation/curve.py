@@ -17,7 +17,9 @@ COLUMNS = (
 
 @final
 class Curve:
-    """The curve of a training as it grows. Its attributes are a part of the checkpoints of the training.
+    """The learning curve of a training run as it grows, with a row for each evaluation of the model.
+
+    Its public attributes are a part of the checkpoints of the run.
 
     Args:
         time: the simulated time; None if it is not known.
@@ -49,12 +51,12 @@ class Curve:
 
     @property
     def limit(self) -> float:
-        """The loss above which the training has diverged: a multiple of the first loss of training or evaluation."""
+        """The loss above which the training has diverged: ten times its first loss, in training or evaluation."""
         first = max((loss for loss in (self.untrained, self.first) if loss is not None), default=0.0)
         return FACTOR * first if first > 0 else math.inf  # a multiple says nothing of a loss that may be negative
 
     def add_microbatch(self, loss: float, samples: int) -> bool:
-        """Add the mean loss of a microbatch; return False if the training ends, because it is not finite.
+        """Record the mean loss of a microbatch. Return False if it is not finite, so that the training must end.
 
         Raises:
             ValueError: if the first update already has such a loss: that is no divergence.
@@ -67,19 +69,21 @@ class Curve:
         return not self.diverged
 
     def add_update(self, updates: int, lr: float) -> None:
-        """Add the update of the microbatches since the last one."""
-        batch = sum(samples for _, samples in self._microbatches)
-        self.last = sum(loss * samples for loss, samples in self._microbatches) / batch
+        """Record an update: its learning rate, its batch size and mean loss, and the simulated time at its end."""
+        batch_size = sum(samples for _, samples in self._microbatches)
+        self.last = sum(loss * samples for loss, samples in self._microbatches) / batch_size
         self.first = self.last if self.first is None else self.first
         self._microbatches = []
-        self.since.append((batch, lr, self.last))
+        self.since.append((batch_size, lr, self.last))
         if self._time is not None:
-            self.seconds = self._time.update_end(self.seconds, updates - self._before, batch, self._minibatch_size)
+            number = updates - self._before  # since the checkpoint from which the training starts
+            self.seconds = self._time.update_end(self.seconds, number, batch_size, self._minibatch_size)
 
     def add_evaluation(self, updates: int, samples: int, progress: float, metrics: Mapping[str, float]) -> None:
-        """Add a row, with None for a metric that is not finite.
+        """Add a row: metrics of the model, and means over the updates since the last row.
 
-        If the loss is not finite, there is no row, and the training has diverged.
+        A value that is not finite is None in the row. If the loss is not finite, there is no row, and the training has
+        diverged.
 
         Args:
             updates, samples: totals so far.
@@ -111,16 +115,17 @@ class Curve:
             self.since = []
 
     def columns(self) -> dict[str, list[Any] | None]:
-        """Return the columns of the rows; None for seconds and cost that are not known."""
+        """Return the curve by columns: name -> a value for each row. `seconds` and `cost` are None if not known."""
         columns = {name: [row.get(name) for row in self.rows] for name in (self.rows or [{}])[0]}
-        return {**columns, **{name: None for name in ("seconds", "cost") if set(columns[name]) == {None}}}
+        unknown = {name: None for name in ("seconds", "cost") if set(columns[name]) == {None}}
+        return {**columns, **unknown}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state between two updates, as plain values."""
+        """Return the state between two updates as plain values, for a checkpoint."""
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore a state."""
+        """Restore a state that `state_dict` returned."""
         vars(self).update(state_dict)
         self._microbatches = []
 

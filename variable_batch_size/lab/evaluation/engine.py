@@ -49,7 +49,7 @@ def run(
     command: str = "",
     baseline: str | None = None,
 ) -> Evaluation:
-    """Train the cells that have no line in a folder, and return what the folder has then.
+    """Make the training runs of an experiment that are not in a folder yet, and return all that are in it then.
 
     Before the first one begins, each combination of task, trace and rule is created once, so that errors come early. A
     training that is interrupted continues from its last checkpoint when the evaluation is run again; one that raises
@@ -88,8 +88,8 @@ def run(
     check_interval(save_every, "save_every", "pass a positive one")
     place = Path(folder)
     if isinstance(cells, Experiment):
-        baseline = baseline or cells.baseline
-    planned = {cell.key: cell for cell in (cells.cells() if isinstance(cells, Experiment) else cells)}
+        baseline, cells = baseline or cells.baseline, cells.cells()
+    planned = {cell.key: cell for cell in cells}
     left = cells_without_line(planned.values(), place)
     check_cells(left.values())  # before there is a folder
     with Journal(place) as journal:
@@ -100,7 +100,7 @@ def run(
         journal.append_plan(command, planned, baseline)
         _remove_checkpoints(place, lines)
         groups = _group_by_training(left.values())
-        first = [group[0] for group in groups.values()]
+        first = [group[0] for group in groups.values()]  # one cell of each group is trained, for all of it
         options = {"folder": place.absolute(), "threads": threads, "save_every": save_every}
         if engine == "ray" and first:  # nothing starts for nothing
             trained = _run_on_ray(first, options, jobs, address)
@@ -118,14 +118,14 @@ def run(
 
 
 def _remove_checkpoints(folder: Path, keys: Container[str]) -> None:
-    """Remove the checkpoints of trainings with these keys, whose driver was killed after it had written their line."""
+    """Remove checkpoints of runs whose results are in the file: an evaluation was killed before it removed them."""
     for path in folder.glob("checkpoints/*"):
         if path.name in keys:
             shutil.rmtree(path, ignore_errors=True)
 
 
 def _group_by_training(cells: Iterable[Cell]) -> dict[str, list[Cell]]:
-    """Return the cells by the names of their trainings: those of a group differ in the name of the trace only."""
+    """Group the cells that differ only in the name of their trace, so that each training run is made once."""
     groups: dict[str, list[Cell]] = {}
     for cell in cells:
         groups.setdefault(cell.training, []).append(cell)
@@ -133,7 +133,7 @@ def _group_by_training(cells: Iterable[Cell]) -> dict[str, list[Cell]]:
 
 
 def cells_without_line(cells: Iterable[Cell], folder: Path) -> dict[str, Cell]:
-    """Return the cells that have no line in a folder, by their keys."""
+    """Return the cells that were not trained yet, by their keys: those without a line in the file of a folder."""
     try:
         keys = set(read(folder).trainings["key"])
     except (FileNotFoundError, NotADirectoryError):
@@ -142,7 +142,7 @@ def cells_without_line(cells: Iterable[Cell], folder: Path) -> dict[str, Cell]:
 
 
 def _facts_of_task(cell: Cell) -> dict[str, Any]:
-    """Return what identifies the source and the dataset of a cell's task."""
+    """Return the size and the hashes of the dataset and source file of a cell's task, see `task_facts`."""
     return task_facts(cell.task, json.dumps(dict(cell.task_arguments)), cell.data_dir)
 
 
@@ -151,18 +151,27 @@ def _checkpoint_folder(folder: Path, key: str) -> Path:
 
 
 def _train_cell(cell: Cell, folder: Path, threads: int, save_every: timedelta | int, driver: int | None = None) -> Line:
-    """Train a cell, and return its line; without checkpoints if the folder is not on this machine, as with Ray."""
-    return train(cell, _checkpoint_folder(folder, cell.key) if folder.is_dir() else None, threads, save_every, driver)
+    """Make a training run, and return its results, see `train`, in the process or on the machine that trains.
+
+    It saves no checkpoints if the folder of the evaluation is not on this machine, as may be with Ray.
+    """
+    checkpoints = _checkpoint_folder(folder, cell.key) if folder.is_dir() else None
+    return train(cell, checkpoints, threads, save_every, driver)
 
 
 def _killed_line(cell: Cell) -> Line:
-    """Return the line of a training whose process was killed twice."""
+    """Return what is recorded of a training run whose process was killed twice, for example for lack of memory."""
     facts: Line = {"status": "killed", "untrained": None, "wall_seconds": None, "curve": {}}
     return {"key": cell.key, "cell": cell.as_json(), **facts, "environment": environment()}
 
 
 def _check_tasks(cells: Iterable[Cell], lines: Iterable[Line]) -> None:
-    """Raise ValueError if the dataset of a task has changed since one of its trainings; warn if its source has."""
+    """Raise ValueError if the dataset of a task has changed since one of its runs. Warn if its source file has.
+
+    Args:
+        cells: the planned runs.
+        lines: the results of earlier ones.
+    """
     tasks = {(cell.task, str(cell.task_arguments), cell.task_version): cell for cell in cells}  # one cell of each task
     for line in lines:
         task = (line["cell"]["task"], str(line["cell"]["task_arguments"]), line["cell"]["task_version"])
@@ -171,7 +180,7 @@ def _check_tasks(cells: Iterable[Cell], lines: Iterable[Line]) -> None:
             continue
         for name, value in _facts_of_task(cell).items():
             before = line["environment"].get(name)
-            if None in (value, before) or value == before:
+            if None in (value, before) or value == before:  # unknown, or the same
                 continue
             remedy = "give the task another version, or choose another folder"
             if name == "source of the task":
@@ -185,7 +194,9 @@ def _check_tasks(cells: Iterable[Cell], lines: Iterable[Line]) -> None:
 
 
 def _run_here(cells: Sequence[Cell], options: Mapping[str, Any], jobs: int) -> Iterator[Line]:
-    """Train in this process, or in `jobs` processes of joblib, and yield the lines in the order of completion.
+    """Make training runs on this machine, and yield their results as soon as each has ended.
+
+    They are made in this process or, with more than one of `jobs`, in so many processes of joblib.
 
     When a process is killed, joblib ends all of them, and does not tell which cell the killed one trained. The cells
     that were being trained are then repeated one at a time, so that it is known which cell kills a process again.
@@ -195,40 +206,41 @@ def _run_here(cells: Sequence[Cell], options: Mapping[str, Any], jobs: int) -> I
         yield from (_train_cell(cell, **options) for cell in waiting)
         return
     joblib = import_extra("joblib", "evaluation")
-    died = import_extra("joblib.externals.loky.process_executor", "evaluation").TerminatedWorkerError
+    process_killed = import_extra("joblib.externals.loky.process_executor", "evaluation").TerminatedWorkerError
     in_turn = {"batch_size": 1, "pre_dispatch": "n_jobs", "return_as": "generator_unordered"}
-    under_way: dict[str, Cell] = {}  # cells that are being trained, by their keys
-    alone = list[Cell]()  # cells to repeat one at a time
+    running: dict[str, Cell] = {}  # by their keys
+    to_repeat = list[Cell]()  # one at a time
 
-    def hand_out(some_cells: Iterable[Cell]) -> Iterator[Any]:
-        for cell in some_cells:
-            under_way[cell.key] = cell
+    def hand_out(cells_to_train: Iterable[Cell]) -> Iterator[Any]:
+        for cell in cells_to_train:
+            running[cell.key] = cell
             yield joblib.delayed(_train_cell)(cell, **options, driver=os.getpid())
 
     with joblib.parallel_config(backend="loky", inner_max_num_threads=options["threads"]):
         while True:
-            cell = alone.pop() if alone else None
-            lines = joblib.Parallel(jobs, **in_turn)(hand_out(waiting if cell is None else [cell]))
+            repeated = to_repeat.pop() if to_repeat else None
+            lines = joblib.Parallel(jobs, **in_turn)(hand_out(waiting if repeated is None else [repeated]))
             try:
                 with closing(lines):
                     for line in lines:
-                        del under_way[line["key"]]
+                        del running[line["key"]]
                         yield line
-            except died:
-                if cell is not None:
-                    yield _killed_line(cell)
+            except process_killed:
+                if repeated is not None:
+                    yield _killed_line(repeated)
                 else:
-                    alone += under_way.values()
-                under_way.clear()
+                    to_repeat += running.values()
+                running.clear()
             else:
-                if not alone and cell is None:
+                if not to_repeat and repeated is None:  # `waiting` has no more cells
                     return
 
 
 def _run_on_ray(cells: Sequence[Cell], options: Mapping[str, Any], jobs: int | None, address: str | None) -> Lines:
-    """Train on Ray, and yield the lines in the order of completion.
+    """Make training runs on a cluster of Ray, and yield their results as soon as each has ended.
 
-    Tasks of Ray, because joblib's backend for it returns nothing before all is done, and ends with the first death.
+    It uses tasks of Ray and not joblib's backend for Ray, which returns nothing before all runs have ended, and stops
+    when the first process dies.
     """
     ray = import_extra("ray", "ray")
     threads = options["threads"]
@@ -237,6 +249,7 @@ def _run_on_ray(cells: Sequence[Cell], options: Mapping[str, Any], jobs: int | N
         task = ray.remote(num_cpus=threads, max_retries=1, retry_exceptions=False)(_train_cell)
         waiting = iter(cells)
         running = dict[Any, Cell]()
+        # By default twice as many tasks as run at the same time, so that the next ones wait at Ray when one ends.
         limit = jobs or 2 * max(1, int(ray.cluster_resources().get("CPU", 0)) // threads)
         try:
             while True:
@@ -258,16 +271,16 @@ def _run_on_ray(cells: Sequence[Cell], options: Mapping[str, Any], jobs: int | N
 
 
 def _check_ray_machines(ray: Any, threads: int) -> None:
-    """Raise ValueError if no machine has so many CPUs: tasks would wait for ever. A cluster without any may grow."""
+    """Raise ValueError if no machine of Ray has as many CPUs as a run has threads: the runs would wait forever."""
     most = max((int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]), default=0)
-    if 0 < most < threads:
+    if 0 < most < threads:  # a cluster without any CPUs may still start machines
         requirement = f"threads must be at most the {most} CPUs of the largest machine of Ray"
         raise value_error(requirement, threads, "pass less")
 
 
 @contextmanager
 def _ray_connection(ray: Any, address: str | None) -> Iterator[None]:
-    """Connect to Ray, unless the caller has."""
+    """Connect to a cluster of Ray within a block. If the caller has called `ray.init()`, use that connection."""
     if ray.is_initialized():
         if address is not None:
             raise value_error("address must be None after ray.init()", repr(address), "leave it out")
@@ -282,7 +295,7 @@ def _ray_connection(ray: Any, address: str | None) -> Iterator[None]:
 
 
 def _check_address(address: str | None) -> None:
-    """Raise an error if nothing listens at an address: Ray would try for minutes, and end the process."""
+    """Raise ConnectionError if nothing listens at an address, as Ray would try for minutes and end the process."""
     scheme, _, place = (address or "auto").rpartition("://")
     if place in ("auto", "local") or scheme not in ("", "ray"):  # the others are of libraries that extend Ray
         return

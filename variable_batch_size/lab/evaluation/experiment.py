@@ -37,7 +37,7 @@ TUNED = (0.5, 1.0, 2.0)  # factors of the reference, which tell whether it is tu
 @final
 @dataclass(frozen=True)
 class Experiment:
-    """Trainings of each task under each trace, with each rule, learning rate and seed.
+    """A plan of training runs: each task under each trace of batch sizes, with each rule, learning rate and seed.
 
     Seeds and samples are the same for all of them. What is None is taken from the attributes of the task, see `Task`.
     The reference is trained, too: the rule "constant" at the constant batch size `ref_batchsize` and 0.5, 1 and 2 times
@@ -117,7 +117,7 @@ class Experiment:
             raise value_error(requirement, found, "leave the others out")
 
     def cells(self) -> list[Cell]:
-        """Return the cells, by task, seed, trace, rule and learning rate. No training begins.
+        """Return the training runs, each as a `Cell`, by task, seed, trace, rule and learning rate. None begins.
 
         Seeds come before traces and rules, so that an evaluation that is not complete can compare them.
 
@@ -129,7 +129,7 @@ class Experiment:
         return [cell for name, arguments in tasks.items() for cell in self._task_cells(name, arguments)]
 
     def _task_cells(self, name: str, arguments: Mapping[str, Any]) -> Iterable[Cell]:
-        """Yield the cells of a task, after all of its traces are known; warn of those without a change."""
+        """Yield the training runs of a task with these arguments. Warn of traces whose batch size does not change."""
         data_dir = self.data_dir and str(Path(self.data_dir).absolute())  # the same in any process
         task = load_task(name, arguments, data_dir)
         defaults = Defaults.read(task, name)
@@ -163,30 +163,40 @@ class Experiment:
                 yield from self._cells_of_trace({**fixed, "seed": seed}, lr, trace, timed)
 
     def _cells_of_trace(self, fixed: Mapping[str, Any], lr: float, trace: str, timed: TimedTrace) -> Iterator[Cell]:
-        """Yield the cells under a trace: each rule at each factor on the learning rate."""
-        is_reference = trace == REFERENCE
-        rules = dict.fromkeys((self.baseline, *self.rules))
+        """Yield the training runs under a trace: each rule at each factor on the learning rate `lr`.
+
+        `fixed` are the arguments of `Cell` that the runs of this task and seed have in common.
+        """
+        rules = dict.fromkeys((self.baseline, *self.rules))  # each once
         factors = dict.fromkeys((1.0, *map(float, self.lr_factors)))
+        if trace == REFERENCE:
+            rules, factors = dict.fromkeys((CONSTANT,)), dict.fromkeys(TUNED)
         of_trace = {"trace": trace, "trace_fingerprint": timed.fingerprint, "timed": timed}
-        for rule in (CONSTANT,) if is_reference else rules:
-            for factor in TUNED if is_reference else factors:
+        for rule in rules:
+            for factor in factors:
                 scaled = {"rule": rule, "lr": lr * factor, "lr_factor": factor}
                 yield Cell(**{**fixed, **of_trace, **scaled}, end=str(timed.end))
 
     @property
     def _seeds(self) -> Sequence[int]:
+        """The seeds: 0, 1, ... if `seeds` is their number."""
         return range(check_int(self.seeds, "seeds", 1)) if isinstance(self.seeds, int) else self.seeds
 
     def _given_or_default(self, attribute: str, defaults: Defaults, name: str) -> Any:
-        """Return an attribute of the experiment or, if it is None, of the task; raise ValueError if both are."""
-        given = getattr(self, attribute)
-        if given is None and (given := getattr(defaults, attribute)) is None:
+        """Return an attribute of the experiment or, if it is None, of the task. Raise ValueError if both are None."""
+        value = getattr(self, attribute)
+        if value is None:
+            value = getattr(defaults, attribute)
+        if value is None:
             remedy = f"pass {attribute}=, or give the task this attribute"
             raise value_error(f"the task {name} needs {attribute}", "none", remedy)
-        return given
+        return value
 
     def _check_start(self, task: Task, name: str, start: Start, samples: int, seeds: int) -> None:
-        """Raise ValueError if the task cannot go on from a checkpoint, or its seeds would change nothing."""
+        """Raise ValueError if the task cannot continue from a checkpoint, or several `seeds` would change nothing.
+
+        `samples` is the total of a training, with those before the checkpoint.
+        """
         where, size = f"the checkpoint in {start.path}", len(dataset_of(task))  # type: ignore[arg-type]
         if self.lr is not None or (self.ref_batchsize or start.ref_batchsize) != start.ref_batchsize:
             found = f"lr {self.lr}, ref_batchsize {self.ref_batchsize}"
@@ -203,17 +213,17 @@ class Experiment:
             raise value_error(requirement, f"{seeds} seeds", "pass seeds=1, or an earlier checkpoint")
 
     def _timed_traces(self, task: Task, fixed: Mapping[str, Any]) -> dict[str, TimedTrace]:
-        """Return the batch sizes and times of the traces and of the reference, by the names of trainings' traces."""
+        """Compute the batch sizes and times of all traces and of the reference: the name of a run's trace -> these."""
         traces: Mapping[str, TraceSource] = (
             self.traces if isinstance(self.traces, Mapping) else dict(zip(self.traces, self.traces, strict=True))
         )
         reference, start = fixed["ref_batchsize"], fixed["start"]
         ends = [End.parse(end) for end in self.ends]
-        plan = [(end.name_trace(name), name, source, end) for end in ends for name, source in traces.items()]
+        wanted = [(end.name_trace(name), name, source, end) for end in ends for name, source in traces.items()]
         if reference is not None:
-            plan.append((REFERENCE, REFERENCE, BatchTrace.constant(reference), SAMPLES))
+            wanted.append((REFERENCE, REFERENCE, BatchTrace.constant(reference), SAMPLES))
         timed_traces: dict[str, TimedTrace] = {}
-        for label, name, source, end in plan:
+        for label, name, source, end in wanted:
             needs_size = start is not None or depends_on_the_dataset(source)
             size = len(dataset_of(task)) if needs_size else MAX_INT  # type: ignore[arg-type]
             before = (0, 0) if start is None else (start.updates, start.samples)
@@ -227,7 +237,12 @@ class Experiment:
 
 
 def check_cells(cells: Iterable[Cell]) -> None:
-    """Raise an error if a cell cannot train: its objects are created once for each task, trace and rule.
+    """Raise an error if a training run cannot begin, so that mistakes are found before the first run, not hours later.
+
+    The model, optimizer and sampler are created once for each task, trace and rule.
+
+    Args:
+        cells: the runs.
 
     Raises:
         OSError: if the files of a task are missing.
@@ -236,19 +251,19 @@ def check_cells(cells: Iterable[Cell]) -> None:
     """
     from variable_batch_size.lab.evaluation.training import create_parts
 
-    kinds: dict[tuple[object, ...], Cell] = {}
+    examples: dict[tuple[object, ...], Cell] = {}  # one cell of each combination
     for cell in cells:
-        facts = cell.task, str(cell.task_arguments), cell.trace_fingerprint, cell.rule, cell.end, cell.samples
-        kinds.setdefault((*facts, cell.minibatch_size), cell)
-    for cell in kinds.values():
+        combination = cell.task, str(cell.task_arguments), cell.trace_fingerprint, cell.rule, cell.end, cell.samples
+        examples.setdefault((*combination, cell.minibatch_size), cell)
+    for cell in examples.values():
         try:
             parts = create_parts(cell, Curve(cell.timed.time, cell.minibatch_size))
-            rates = [
+            rates, rates_at_twice_lr = (
                 [float(group["lr"]) for group in parts.task.optimizer(parts.model, lr).param_groups]
                 for lr in (cell.lr, 2 * cell.lr)
-            ]
-            if rates[0] == rates[1]:
-                found = f"lr {rates[0][0]:g} for {cell.lr:g} and twice it"
+            )
+            if rates == rates_at_twice_lr:
+                found = f"lr {rates[0]:g} for {cell.lr:g} and twice it"
                 raise value_error("optimizer(model, lr) must use lr", found, "pass it to the optimizer that it returns")
         except (OSError, ModuleNotFoundError):
             raise

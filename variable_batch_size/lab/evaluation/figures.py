@@ -53,6 +53,7 @@ def page_svg(judgement: Judgement) -> str:
     with _drawing_style(THEMED):
         svg = _to_bytes(draw(judgement), "svg", transparent=True).decode()
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :].strip(), flags=re.DOTALL)
+    # Keep only the ids that the figure itself refers to: a page with several figures must have each id once.
     referenced = set(re.findall(r'(?:href="#|url\(#)([^")]+)', svg))
     svg = re.sub(r' id="([^"]+)"', lambda match: match[0] if match[1] in referenced else "", svg)
     svg = svg.replace(INK, "currentColor").replace(FAINT, "var(--faint)")
@@ -60,14 +61,16 @@ def page_svg(judgement: Judgement) -> str:
 
 
 def image_files(judgement: Judgement) -> dict[str, bytes]:
-    """Return the content of a file of the figure in each of FORMATS."""
+    """Return the figure as image files: format, such as "png" -> content."""
     with _drawing_style({}):
         figure = draw(judgement)
         return {kind: _to_bytes(figure, kind, dpi=200) for kind in FORMATS}
 
 
 def draw(judgement: Judgement) -> Figure:
-    """Draw a column for each trace, at least one; with several factors on the learning rate also the metric along them.
+    """Draw the figure of a task: a column of panels for each trace, with batch sizes, learning rates and the metric.
+
+    There must be a trace. With several factors on the learning rate, a last panel shows the metric along them.
 
     A line is the median over the seeds, and its band has all of them; a triangle at its end is a claim. A training that
     failed is a thin line up to a cross. Batch sizes and learning rates are those of one seed, means between two
@@ -80,8 +83,8 @@ def draw(judgement: Judgement) -> Figure:
     figure: Figure = import_extra("matplotlib.figure", "evaluation").Figure(figsize=size, layout="constrained")
     panels: Any = figure.subplots(len(heights), len(traces), squeeze=False, height_ratios=heights)
     styles: dict[str, dict[str, Any]] = {
-        rule: {"color": COLORS[n % len(COLORS)], "linestyle": DASHES[n % len(DASHES)]}
-        for n, rule in enumerate(judgement.rules)
+        rule: {"color": COLORS[index % len(COLORS)], "linestyle": DASHES[index % len(DASHES)]}
+        for index, rule in enumerate(judgement.rules)
     }
     for (batch, lr, curves, *response), trace in zip(panels.T, traces, strict=True):
         of_trace = rows[rows["label"] == trace.name]
@@ -98,6 +101,7 @@ def draw(judgement: Judgement) -> Figure:
     reference = rows.loc[(rows["trace"] == REFERENCE) & np.isclose(rows["lr_factor"], 1), "value"].median()
     _label_axes(panels, judgement.metric, reference)
     lines = {line.get_label(): line for axes in panels[2] for line in axes.get_lines() if line.get_label()[0] != "_"}
+    # The legend has the rules in their order, and then the marks of claims and of the reference.
     names = [*(rule for rule in styles if rule in lines), *sorted(name for name in lines if name not in styles)]
     handles = [lines[name] for name in names]
     figure.legend(handles, names, loc="outside upper center", ncols=min(max(2, 2 * len(traces)), 6), frameon=False)
@@ -105,7 +109,7 @@ def draw(judgement: Judgement) -> Figure:
 
 
 def _draw_updates(batch: Axes, lr: Axes, trainings: pd.DataFrame, style: dict[str, Any]) -> None:
-    """Draw the batch sizes and the learning rates of a rule along the samples, those of its longest training."""
+    """Draw the batch sizes and the learning rates of a rule along the samples, those of its longest run."""
     curve = max(trainings.sort_values("seed")["curve"], key=lambda curve: len(curve.get("samples", ())))
     samples = curve.get("samples", [])
     if not samples:
@@ -118,15 +122,15 @@ def _draw_updates(batch: Axes, lr: Axes, trainings: pd.DataFrame, style: dict[st
 
 
 def _draw_curves(axes: Axes, trainings: pd.DataFrame, metric: str, rule: str, style: dict[str, Any]) -> None:
-    """Draw the metric of a rule along the samples: median and band of its seeds, and those that failed."""
+    """Draw the metric of a rule along the samples: the median and range over its seeds, and each run that failed."""
     good = trainings[(trainings["status"] == "finished") & ~trainings["failed"]]
-    curves = [np.stack([_floats(curve["samples"]), _floats(curve[metric])]) for curve in good["curve"]]
+    curves = [np.stack([_floats(curve["samples"]), _floats(curve[metric])]) for curve in good["curve"]]  # (2, rows)
     curves = [curve[:, np.isfinite(curve).all(0)] for curve in curves]
-    shortest = min(curves, key=lambda curve: curve[0, -1])[0] if curves else np.empty(0)
-    values = np.stack([np.interp(shortest, *curve) for curve in curves]) if curves else np.empty((1, 0))
-    axes.plot(shortest, np.median(values, axis=0), lw=1.5, label=rule, **style)
+    samples = min(curves, key=lambda curve: curve[0, -1])[0] if curves else np.empty(0)  # of the shortest curve
+    values = np.stack([np.interp(samples, *curve) for curve in curves]) if curves else np.empty((1, 0))
+    axes.plot(samples, np.median(values, axis=0), lw=1.5, label=rule, **style)
     if curves:
-        axes.fill_between(shortest, values.min(0), values.max(0), color=style["color"], alpha=0.13, lw=0)
+        axes.fill_between(samples, values.min(0), values.max(0), color=style["color"], alpha=0.13, lw=0)
     for curve in trainings.loc[trainings["failed"], "curve"]:
         samples, values = _floats(curve["samples"]), _floats(curve.get(metric, []))
         values = values[np.isfinite(values)]
@@ -135,16 +139,16 @@ def _draw_curves(axes: Axes, trainings: pd.DataFrame, metric: str, rule: str, st
 
 
 def _draw_claim(axes: Axes, marker: str, label: str, rule: str, color: str) -> None:
-    """Draw a triangle at the end of the line of a rule that is claimed to be better, or worse."""
+    """Draw a triangle, the `marker`, at the end of the line of a rule that is claimed to be better, or worse."""
     line = next(line for line in axes.get_lines() if line.get_label() == rule)
     ink = axes.xaxis.label.get_color()
     end = np.asarray(line.get_xydata())[-1:].T
     axes.plot(*end, marker, ms=8, color=color, mec=ink, mew=0.6, clip_on=False, zorder=5, label=f"_{label}")
-    axes.plot([], [], marker, ms=8, color=ink, label=label)
+    axes.plot([], [], marker, ms=8, color=ink, label=label)  # nothing, but an entry of the legend
 
 
 def _draw_responses(axes: Axes, trainings: pd.DataFrame, styles: dict[str, dict[str, Any]]) -> None:
-    """Draw the final metric of each rule along the factors on the learning rate."""
+    """Draw the final metric of each rule along the factors on the learning rate: median and range over the seeds."""
     for rule, of_rule in trainings.groupby("rule"):
         values = of_rule.groupby("lr_factor")["value"].agg(["median", "min", "max"]).dropna()
         axes.plot(values.index, values["median"], marker=".", lw=1.2, **styles[str(rule)])
@@ -157,7 +161,7 @@ def _draw_responses(axes: Axes, trainings: pd.DataFrame, styles: dict[str, dict[
 
 
 def _label_axes(panels: Any, metric: str, reference: float) -> None:
-    """Give all panels their labels, scales and grids, and those of the metric a line at the reference's value."""
+    """Give the panels, (rows, traces), their labels, scales and grids, and draw the reference's final metric."""
     for axes, name in zip(panels[:, 0], ("batch size", "learning rate", metric, f"final {metric}"), strict=False):
         axes.set_ylabel(name)
     for axes in panels[0]:
@@ -178,26 +182,30 @@ def _label_axes(panels: Any, metric: str, reference: float) -> None:
 
 
 def _limit_metric_axis(axes: Axes, reference: float) -> None:
-    """Show the medians after the first half of the samples, and a cross that is outside of these at the edge."""
+    """Limit the vertical axis to the second half of each median line, where the rules can be told apart.
+
+    The `reference` value is also shown. The cross of a failed run that is outside of the limits moves to the edge.
+    """
     lines = [(line, str(line.get_label()), np.asarray(line.get_ydata(), np.float64)) for line in axes.get_lines()]
-    thick = [values for _, label, values in lines if not label.startswith("_")]
-    ends = [values[len(values) // 2 :] for values in thick] or [values[:1] for _, _, values in lines]
-    values = np.array([reference, *np.concatenate([*ends, []])])
-    values = values[np.isfinite(values)]
-    if len(values) and values.max() > values.min():
-        margin = 0.05 * (values.max() - values.min())
-        axes.set_ylim(values.min() - margin, values.max() + margin)
+    medians = [values for _, label, values in lines if not label.startswith("_")]  # other labels are of failed runs
+    shown = [values[len(values) // 2 :] for values in medians] or [values[:1] for _, _, values in lines]
+    limits = np.array([reference, *np.concatenate([*shown, []])])
+    limits = limits[np.isfinite(limits)]
+    if len(limits) and limits.max() > limits.min():
+        margin = 0.05 * (limits.max() - limits.min())
+        axes.set_ylim(limits.min() - margin, limits.max() + margin)
     for line, label, values in lines:
         if label == "_failed":
             line.set(ydata=np.clip(values, *axes.get_ylim()), clip_on=False)
 
 
 def _floats(values: Sequence[float | None]) -> FloatArray:
+    """Return values as an array, with nan for None."""
     return np.array([np.nan if value is None else value for value in values], np.float64)
 
 
 def _to_bytes(figure: Figure, kind: str, **arguments: Any) -> bytes:
-    """Return the content of a file of a figure, the same each time: without dates."""
+    """Return a figure as an image file of the format `kind`, without dates, so that it is the same each time."""
     file = io.BytesIO()
     metadata = {"png": {"Software": None}, "pdf": {"CreationDate": None}, "svg": {"Date": None, "Creator": None}}
     figure.savefig(file, format=kind, metadata=metadata[kind], **arguments)
@@ -206,7 +214,7 @@ def _to_bytes(figure: Figure, kind: str, **arguments: Any) -> bytes:
 
 @contextmanager
 def _drawing_style(colors: dict[str, str]) -> Iterator[None]:
-    """Draw in STYLE and these colors within a block, whatever the user has set for other pictures."""
+    """Set matplotlib to STYLE and these colors within a block, and restore the settings of the user after it."""
     matplotlib = import_extra("matplotlib", "evaluation")
     with matplotlib.rc_context():
         matplotlib.rcdefaults()

@@ -51,7 +51,7 @@ Tuned: TypeAlias = Literal["tuned", "not tuned", "open", "failed", "untried", "m
 
 @dataclass(frozen=True)
 class Row:
-    """A rule under a trace.
+    """The result of one learning-rate rule under one trace of batch sizes: a row of the report's table.
 
     Attributes:
         rule: its name.
@@ -60,7 +60,7 @@ class Row:
         failed: how many of them failed.
         difference: rule - baseline.
         answer: what is claimed; "same": it has the trainings of the baseline, bit for bit.
-        stuck: the seed that ended worst and its metric, far from the others, and theirs, least and most; else None.
+        stuck: a seed that ended far behind the others, its metric, and the least and largest of the others; else None.
     """
 
     rule: str
@@ -74,7 +74,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Trace:
-    """The rules under a trace.
+    """The results of all rules under one trace of batch sizes.
 
     Attributes:
         name: as users read it, with its end if there are several.
@@ -97,7 +97,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Reference:
-    """Whether the learning rate is tuned at the reference's batch size.
+    """Whether the learning rate is tuned: whether no other rate is better at the reference batch size.
 
     Attributes:
         answer: what is claimed.
@@ -106,7 +106,6 @@ class Reference:
         gains: factor -> by how much it is better than factor 1, positive if it is, with intervals that hold together
             at 99 %.
         failing: factors that failed more often, which have no gain.
-        most: upper bound of how much better a factor may be, nan if it is not known.
     """
 
     answer: Tuned
@@ -117,6 +116,7 @@ class Reference:
 
     @property
     def most(self) -> float:
+        """Upper bound of how much better another rate may be, at least 0, or nan if none was compared."""
         return max([0.0, *(gain.high for gain in self.gains.values())]) if self.gains else np.nan
 
 
@@ -135,7 +135,7 @@ class Failures(NamedTuple):
 
 @dataclass(frozen=True)
 class Judgement:
-    """What an evaluation says of a task.
+    """The results of one task: which rules are claimed to be better or worse than the baseline, and why.
 
     Attributes:
         task: its name, with what else tells it from others of the report.
@@ -174,7 +174,7 @@ class Judgement:
 def judge(
     evaluation: Evaluation, metric: str = "loss", baseline: str | None = None, mode: Mode | None = None
 ) -> list[Judgement]:
-    """Return what an evaluation says of each of its tasks.
+    """Return for each task which rules are claimed to be better or worse than the baseline.
 
     What was seen of a training belongs to all that is claimed of its seed: the last plan is judged by the seeds that it
     was the first to have, or else by the latest of its seeds, with all trainings of these seeds that any plan has.
@@ -207,13 +207,13 @@ def judge(
         raise value_error(f"baseline must be {' or '.join(rules)}", repr(baseline), "choose a rule of the evaluation")
     default = BASELINE if BASELINE in rules or not rules else rules[0]
     tasks = [(str(name), of_task) for name, of_task in trainings.groupby(_task_names(trainings))]
-    judgements, looks = [], _numbers_of_looks(evaluation)
+    judgements, reports_before = [], _count_earlier_reports(evaluation)
     for name, of_task in tasks:
         family = _family_of(of_task, evaluation)
         planned = family.baseline if family.baseline in rules else default
         chosen = baseline or planned
         choices = 1 if (metric, chosen) == ("loss", planned) else len(known) * max(1, len(rules))
-        earlier = max([looks.get(key, 0) for key in family.keys], default=0)
+        earlier = max([reports_before.get(key, 0) for key in family.keys], default=0)
         shared = family._replace(looks=len(tasks) * 4**earlier, choices=choices)
         judged = of_task[of_task["key"].isin(family.keys)]
         check_traces(row["environment"] | row for row in judged.to_dict("records"))
@@ -222,11 +222,15 @@ def judge(
 
 
 class _Family(NamedTuple):
-    """The trainings of a task that are judged together.
+    """The training runs of a task that are judged together, so that their tests share one level of significance.
 
-    `keys` are all of them, `left_out` the seeds of the last plan that are not theirs, `waiting` is the number of those
-    that have not ended, and `baseline` that of the first plan. The levels are shared by `choices` of a baseline and a
-    metric in each of `looks`.
+    Attributes:
+        keys: names of the runs.
+        left_out: seeds of the last plan that are not judged, because an earlier plan has judged them.
+        waiting: number of planned runs that have not ended.
+        baseline: the rule that the plan names; None: it names none.
+        looks: number of parts of the level: one for each task, times 4 for each report that could be made before.
+        choices: by how many choices of a baseline and a metric each of these parts is divided.
     """
 
     keys: set[str]
@@ -238,47 +242,56 @@ class _Family(NamedTuple):
 
 
 def _family_of(trainings: pd.DataFrame, evaluation: Evaluation) -> _Family:
-    """Return what judges a task, of which these trainings have ended."""
+    """Choose from the runs of a task, `trainings`, those that are judged: those of the seeds that were planned last.
+
+    An earlier report may have shown the results of earlier seeds, so these cannot confirm what it suggested.
+    """
     ended = set(evaluation.trainings["key"])
-    seeds = dict(zip(trainings["key"], trainings["seed"], strict=True))
-    of_plans = [({seeds[key] for key in plan.keys if key in seeds}, plan) for plan in evaluation.plans]
-    of_plans = [(found, plan) for found, plan in of_plans if found]
-    if not of_plans:
+    seed_of = dict(zip(trainings["key"], trainings["seed"], strict=True))
+    seeds_of_plans = [({seed_of[key] for key in plan.keys if key in seed_of}, plan) for plan in evaluation.plans]
+    plans = [(seeds, plan) for seeds, plan in seeds_of_plans if seeds]  # the others are of other tasks
+    if not plans:
         return _Family(ended)
-    first = {seed: number for number, (found, _) in reversed([*enumerate(of_plans)]) for seed in found}
-    asked, _ = of_plans[-1]
-    latest = max(first[seed] for seed in asked)
-    judged = {seed for seed, number in first.items() if number == latest}
-    planned = {key for found, plan in of_plans if found & judged for key in plan.keys}
-    keys = {key for key in planned if seeds.get(key) in judged}
-    return _Family(keys, tuple(sorted(asked - judged)), len(planned - ended), of_plans[latest][1].baseline)
+    latest_first = reversed([*enumerate(plans)])  # so that the first plan of a seed counts
+    first_plan = {seed: index for index, (seeds, _) in latest_first for seed in seeds}
+    last_seeds, _ = plans[-1]
+    latest = max(first_plan[seed] for seed in last_seeds)
+    judged = {seed for seed, index in first_plan.items() if index == latest}
+    planned = {key for seeds, plan in plans if seeds & judged for key in plan.keys}
+    keys = {key for key in planned if seed_of.get(key) in judged}
+    return _Family(keys, tuple(sorted(last_seeds - judged)), len(planned - ended), plans[latest][1].baseline)
 
 
-def _numbers_of_looks(evaluation: Evaluation) -> dict[str, int]:
-    """Return by the key of a training how many reports of the folder were there before its plan: one for each plan."""
-    seeds = dict(zip(evaluation.trainings["key"], evaluation.trainings["seed"], strict=True))
-    looks, number = dict[str, int](), 0
+def _count_earlier_reports(evaluation: Evaluation) -> dict[str, int]:
+    """Return how many reports could be made before each training run was planned: the key of the run -> number.
+
+    A plan whose runs have fewer than SEEDS seeds does not count: its report claims nothing.
+    """
+    seed_of = dict(zip(evaluation.trainings["key"], evaluation.trainings["seed"], strict=True))
+    reports_before, reports = dict[str, int](), 0
     for plan in evaluation.plans:
-        if new := set(plan.keys) - looks.keys():
-            looks |= dict.fromkeys(new, number)
-            number += len({seeds[key] for key in plan.keys if key in seeds}) >= SEEDS  # else nothing is claimed
-    return looks
+        new_keys = set(plan.keys) - reports_before.keys()
+        if new_keys:
+            reports_before |= dict.fromkeys(new_keys, reports)
+            seeds = {seed_of[key] for key in plan.keys if key in seed_of}
+            reports += len(seeds) >= SEEDS
+    return reports_before
 
 
 def metrics_of(trainings: pd.DataFrame) -> list[str]:
-    """Return the metrics that the tasks evaluate, the loss first."""
-    names = dict.fromkeys(["loss", *(name for curve in trainings["curve"] for name in curve)])
-    return [name for name in names if name not in NOT_METRICS]
+    """Return the names of the metrics that the tasks evaluate, the loss first."""
+    columns = dict.fromkeys(["loss", *(name for curve in trainings["curve"] for name in curve)])
+    return [name for name in columns if name not in NOT_METRICS]
 
 
 def sort_rules(rules: Iterable[str], first: str = BASELINE) -> list[str]:
-    """Return rules in the order of the table of rules, after the `first`; those with arguments by their text."""
-    places = {name: place for place, name in enumerate(RULES)}
+    """Sort the names of rules: the `first` one, then the others in the order of the table `RULES`."""
+    places = {name: place for place, name in enumerate(RULES)}  # names without arguments, such as of "NAME:1.5"
     return sorted(rules, key=lambda rule: (rule != first, places.get(rule.partition(":")[0], len(places)), rule))
 
 
 def _task_names(trainings: pd.DataFrame) -> pd.Series[str]:
-    """Return the task of each training, with what else differs, so that these cannot be compared."""
+    """Return each run's task, with the settings in which runs of it differ: they are judged as different tasks."""
     rates = zip(trainings["lr"], trainings["lr_factor"], strict=True)
     frame = trainings.assign(tuned=[tuned_rate(lr, factor) for lr, factor in rates])
     names = frame["task"].astype(str)
@@ -297,8 +310,11 @@ def _judge(
     baseline: str,
     family: _Family,
 ) -> Judgement:
-    """Return what trainings of a task say."""
-    waiting, parts = family.waiting, family.looks * family.choices
+    """Judge the training runs of one task: which rules are better or fail, and whether the reference is tuned.
+
+    The arguments are those of `Judgement`; `family` has what else these runs share.
+    """
+    waiting, parts = family.waiting, family.looks * family.choices  # of the level of significance
     final = {name: [_final_value(curve, name) for curve in trainings["curve"]] for name in ("loss", metric)}
     trainings = trainings.assign(loss=final["loss"], value=final[metric], label=_labels(trainings))
     trainings["failed"] = find_failed(trainings)
@@ -309,8 +325,8 @@ def _judge(
     claimed = claims(table.values, table.failed, table.same, parts)
     traces = tuple(_judge_traces(table, claimed, trainings, waiting, parts))
     gains = [abs(row.difference.value) for trace in traces for row in trace.rows if row.answer == "better"]
-    of_reference = family.looks if metric == "loss" else parts  # its loss is the same whatever the baseline
-    reference = _judge_reference(trainings[is_reference(trainings)], table.sign, of_reference)
+    reference_parts = family.looks if metric == "loss" else parts  # its loss is the same whatever the baseline
+    reference = _judge_reference(trainings[is_reference(trainings)], table.sign, reference_parts)
     if reference.answer == "tuned" and min(gains, default=np.inf) <= reference.most:
         reference = replace(reference, answer="open")  # another rate may bring as much as what is claimed
     return Judgement(
@@ -331,91 +347,111 @@ def _judge(
 
 def _failures_by_rule(rules: Sequence[str], claimed: Claims, waiting: int) -> dict[str, Failures]:
     """Return how often each rule failed, of those that did, or whose baseline did."""
-    fails = np.zeros_like(claimed.fails) if waiting else claimed.fails
-    return {
-        rule: Failures(*map(int, (*counts, sign)))
-        for rule, counts, sign in zip(rules, claimed.failures, fails, strict=True)
-        if counts[0] or counts[2]
-    }
+    signs = np.zeros_like(claimed.fails) if waiting else claimed.fails  # nothing is claimed while runs are missing
+    failures = {}
+    for rule, counts, sign in zip(rules, claimed.failures, signs, strict=True):
+        failed, trained, baseline_failed, baseline_trained = map(int, counts)
+        if failed or baseline_failed:
+            failures[rule] = Failures(failed, trained, baseline_failed, baseline_trained, int(sign))
+    return failures
 
 
 @dataclass(frozen=True)
 class _Table:
-    """The trainings at factor 1, as `claims` takes them: the metric, less is better, and which failed."""
+    """The results of the runs at factor 1 as arrays, from which `claims` computes its tests."""
 
-    names: list[str]
+    traces: list[str]  # their names
     rules: list[str]  # the baseline first
     seeds: list[int]
-    values: FloatArray
-    failed: BoolArray
-    same: BoolArray
-    sign: float
+    values: FloatArray  # sign * final metric, less is better, (traces, rules, seeds); nan of a run that failed
+    failed: BoolArray  # (traces, rules, seeds)
+    same: BoolArray  # where a rule has the losses of the baseline, bit for bit, (traces, rules)
+    sign: float  # 1 if less of the metric is better, else -1
 
     @property
     def trained(self) -> IntArray:
+        """Number of runs of each rule under each trace, (traces, rules)."""
         counts: IntArray = (self.failed | ~np.isnan(self.values)).sum(-1)
         return counts
 
     @classmethod
     def from_trainings(cls, trainings: pd.DataFrame, baseline: str, lower: bool) -> _Table:
-        """Return the trainings by trace, rule and seed; a rule is the same where its losses are the baseline's."""
-        names, seeds = sorted(trainings["label"].unique()), sorted(trainings["seed"].unique())
+        """Arrange runs in arrays by trace, rule and seed. `lower` says whether less of the metric is better."""
+        traces, seeds = sorted(trainings["label"].unique()), sorted(trainings["seed"].unique())
         rules = sort_rules({baseline, *trainings["rule"]}, baseline)
-        values = np.full((len(names), len(rules), len(seeds)), np.nan)
+        values = np.full((len(traces), len(rules), len(seeds)), np.nan)
         sign = 1.0 if lower else -1.0
-        fails = np.zeros(values.shape, bool)
+        failed = np.zeros(values.shape, bool)
         losses = np.full(values.shape, None, object)
-        for row in trainings.to_dict("records"):
-            place = names.index(row["label"]), rules.index(row["rule"]), seeds.index(row["seed"])
-            values[place] = sign * row["value"]
-            fails[place] = row["failed"]
-            losses[place] = tuple(row["curve"].get("loss", ()))
+        for run in trainings.to_dict("records"):
+            place = traces.index(run["label"]), rules.index(run["rule"]), seeds.index(run["seed"])
+            values[place] = sign * run["value"]
+            failed[place] = run["failed"]
+            losses[place] = tuple(run["curve"].get("loss", ()))
         trained = np.vectorize(lambda loss: loss is not None, otypes=[bool])(losses)
-        both_trained = trained & trained[:, :1]
+        both_trained = trained & trained[:, :1]  # the rule and the baseline, which is the first rule
         same = both_trained.any(-1) & ((losses == losses[:, :1]) | ~both_trained).all(-1)
-        return cls(names, rules, [*map(int, seeds)], values, fails, same, sign)
+        return cls(traces, rules, [*map(int, seeds)], values, failed, same, sign)
 
 
-def _judge_traces(table: _Table, claimed: Claims, used: pd.DataFrame, waiting: int, parts: int) -> Iterator[Trace]:
-    at_reference = table.sign * reference_trainings(used)["value"].to_numpy(np.float64)
-    _, means, variances = moments(table.values)
+def _judge_traces(table: _Table, claimed: Claims, trainings: pd.DataFrame, waiting: int, parts: int) -> Iterator[Trace]:
+    """Yield the results of all rules under each trace.
+
+    Args:
+        table, claimed: the runs at factor 1, and what is claimed of them.
+        trainings: the runs of the task, including those of the reference.
+        waiting: number of planned runs that have not ended.
+        parts: number of parts into which the level of significance is divided.
+    """
+    reference_values = table.sign * reference_trainings(trainings)["value"].to_numpy(np.float64)
+    _, means, variances = moments(table.values)  # (traces, rules)
     level = DIFFERENCES / parts / max(1, int(claimed.tested.sum()))
-    for place, name in enumerate(table.names):
-        numbers = [number for number, trained in enumerate(table.trained[place]) if trained]
-        rows = {number: _judge_rule(table, claimed, place, number, waiting) for number in numbers}
-        candidates = [number for number in numbers if _may_be_best(rows[number], rows.get(0))]
-        best = min(candidates, key=means[place].__getitem__, default=0)
-        of_trace = used[(used["label"] == name) & np.isclose(used["lr_factor"], 1)]
-        beside = dict.fromkeys((0, best)) if (of_trace["end"] == "samples").all() and len(at_reference) else ()
+    for trace, name in enumerate(table.traces):
+        rules = [rule for rule, number in enumerate(table.trained[trace]) if number]  # indices; 0 is the baseline
+        rows = {rule: _judge_rule(table, claimed, trace, rule, waiting) for rule in rules}
+        candidates = [rule for rule in rules if _may_be_best(rows[rule], rows.get(0))]
+        best = min(candidates, key=means[trace].__getitem__, default=0)
+        of_trace = trainings[(trainings["label"] == name) & np.isclose(trainings["lr_factor"], 1)]
+        has_equal_samples = (of_trace["end"] == "samples").all() and len(reference_values)
+        compared = dict.fromkeys((0, best)) if has_equal_samples else ()  # with the reference
         outlook = None
         if best and not waiting and all(row.answer != "better" for row in rows.values()):
-            gap = abs(float(means[place, best] - means[place, 0]))
-            outlook = _outlook(gap, variances[place, best], variances[place, 0], table.values.shape[-1], level)
+            gap = abs(float(means[trace, best] - means[trace, 0]))
+            outlook = _outlook(gap, variances[trace, best], variances[trace, 0], table.values.shape[-1], level)
         longest = max(of_trace["curve"], key=lambda curve: len(curve.get("samples", ())))
         yield Trace(
             name,
             bool(np.isfinite(constant_batchsize(longest))),
             tuple(rows.values()),
-            {table.rules[n]: compare(table.values[place, n], at_reference).interval() for n in beside},
+            {table.rules[rule]: compare(table.values[trace, rule], reference_values).interval() for rule in compared},
             table.rules[best] if best else None,
             outlook,
         )
 
 
-def _judge_rule(table: _Table, claimed: Claims, place: int, number: int, waiting: int) -> Row:
-    """Return what is said of the rule with a number in the table under the trace at a place of it."""
-    answer: Answer = "waiting" if waiting else _ANSWERS[int(claimed.differs[place, number])]
-    answer = "baseline" if not number else "same" if table.same[place, number] else answer
-    difference = Comparison(*(part[place, number] for part in claimed.difference)).interval()
-    mean = mean_interval(table.values[place, number])
-    counts = int(table.trained[place, number]), int(table.failed[place, number].sum())
-    shown = _with_sign(mean, table.sign), *counts, _with_sign(difference, table.sign), answer
-    return Row(table.rules[number], *shown, _stuck_of(table, place, number))
+def _judge_rule(table: _Table, claimed: Claims, trace: int, rule: int, waiting: int) -> Row:
+    """Return the result of one rule under one trace, given by their indices in the table. Rule 0 is the baseline.
+
+    Nothing is claimed while some of the planned runs, whose number is `waiting`, have not ended.
+    """
+    answer: Answer = "waiting" if waiting else _ANSWERS[int(claimed.differs[trace, rule])]
+    if table.same[trace, rule]:
+        answer = "same"
+    if rule == 0:
+        answer = "baseline"
+    difference = Comparison(*(array[trace, rule] for array in claimed.difference)).interval()
+    mean = mean_interval(table.values[trace, rule])
+    trained, failed = int(table.trained[trace, rule]), int(table.failed[trace, rule].sum())
+    shown = _with_sign(mean, table.sign), trained, failed, _with_sign(difference, table.sign), answer
+    return Row(table.rules[rule], *shown, _stuck_seed(table, trace, rule))
 
 
-def _stuck_of(table: _Table, place: int, number: int) -> tuple[int, float, float, float] | None:
-    """Return the seed of a rule under a trace that ended worst, if it is far from the others; see `Row.stuck`."""
-    values = table.values[place, number]
+def _stuck_seed(table: _Table, trace: int, rule: int) -> tuple[int, float, float, float] | None:
+    """Return the worst seed of a rule under a trace if it ended far behind the others, as in `Row.stuck`, else None.
+
+    It is far behind if its distance to the next one is more than STUCK times the range of the others.
+    """
+    values = table.values[trace, rule]  # (seeds,), less is better
     known = np.flatnonzero(~np.isnan(values))
     if len(known) < MIN_FOR_STUCK:
         return None
@@ -423,12 +459,12 @@ def _stuck_of(table: _Table, place: int, number: int) -> tuple[int, float, float
     least, most = values[others[0]], values[others[-1]]
     if values[worst] - most <= STUCK * (most - least):
         return None
-    ends = sorted(table.sign * value for value in (least, most))
-    return table.seeds[worst], float(table.sign * values[worst]), *map(float, ends)
+    range_of_others = sorted(table.sign * value for value in (least, most))
+    return table.seeds[worst], float(table.sign * values[worst]), *map(float, range_of_others)
 
 
 def _may_be_best(row: Row, baseline: Row | None) -> bool:
-    """Return whether a rule is another one than the baseline, not worse, and failed no more often."""
+    """Return whether a rule could be better than the baseline: it is not claimed to be worse, nor failed more often."""
     if row.answer in ("baseline", "same", "worse") or not np.isfinite(row.mean.value):
         return False
     return baseline is None or row.failed * baseline.trained <= baseline.failed * row.trained
@@ -438,7 +474,16 @@ _ANSWERS: Mapping[int, Answer] = {-1: "better", 0: "open", 1: "worse"}
 
 
 def _outlook(gap: float, variance: float, of_baseline: float, seeds: int, level: float) -> tuple[int, float] | None:
-    """Return how many seeds, at least as many as now, would see a difference of `gap`, or what the most would see."""
+    """Return how many seeds a new evaluation needs to find a difference of means of `gap`, at least as many as now.
+
+    If MOST_SEEDS do not suffice, return them and the smallest difference that they find. None if a value is not known.
+
+    Args:
+        gap: the difference between a rule and the baseline, > 0.
+        variance, of_baseline: variances of both.
+        seeds: number of seeds of this evaluation.
+        level: level of significance of a test.
+    """
     if not np.isfinite(gap + variance + of_baseline):
         return None
     numbers = np.arange(max(SEEDS, seeds), max(MOST_SEEDS, seeds) + 1)
@@ -448,12 +493,18 @@ def _outlook(gap: float, variance: float, of_baseline: float, seeds: int, level:
 
 
 def _judge_reference(trainings: pd.DataFrame, sign: float, parts: int) -> Reference:
-    """Return whether the learning rate of the task is tuned at the reference's batch size."""
+    """Return whether the learning rate is tuned: whether no other rate is better at the reference batch size.
+
+    Args:
+        trainings: the runs of the reference, at several learning rates.
+        sign: 1 if less of the metric is better, else -1.
+        parts: number of parts into which the level of significance is divided.
+    """
     if trainings.empty:
         return Reference("missing")
     tuned_at = float(trainings["ref_batchsize"].iloc[0]), float((trainings["lr"] / trainings["lr_factor"]).iloc[0])
-    kinds = trainings.groupby([trainings["lr_factor"].round(9), "seed"])
-    values, fails = (kinds[name].first().unstack() for name in ("value", "failed"))
+    by_factor_and_seed = trainings.groupby([trainings["lr_factor"].round(9), "seed"])
+    values, fails = (by_factor_and_seed[name].first().unstack() for name in ("value", "failed"))  # (factors, seeds)
     factors = [1.0, *(factor for factor in values.index if factor != 1)]
     values = values.reindex(factors)
     fails = fails.reindex(factors).eq(True)
@@ -462,8 +513,8 @@ def _judge_reference(trainings: pd.DataFrame, sign: float, parts: int) -> Refere
     intervals, answer = judge_tuning(sign * values.to_numpy(np.float64), fails.to_numpy(), parts)
     gains = {factor: ConfidenceInterval(*gain.tolist()) for factor, gain in zip(factors[1:], intervals, strict=True)}
     gains = {factor: gain for factor, gain in gains.items() if np.isfinite(gain.low)}
-    rates = fails.sum(axis=1) / (fails | values.notna()).sum(axis=1)
-    failing = tuple(sorted(rates[1:][rates[1:] > rates[1.0]].index))
+    failure_rates = fails.sum(axis=1) / (fails | values.notna()).sum(axis=1)
+    failing = tuple(sorted(factor for factor in factors[1:] if failure_rates[factor] > failure_rates[1.0]))
     return Reference(_TUNED[int(answer)] if gains or failing else "untried", *tuned_at, gains, failing)
 
 
@@ -471,15 +522,17 @@ _TUNED: Mapping[int, Tuned] = {-1: "tuned", 0: "open", 1: "not tuned"}
 
 
 def _labels(trainings: pd.DataFrame) -> pd.Series[str]:
-    """Return the trace of each training, with its end where a trace has several."""
+    """Return the name of each run's trace, and after it the end of the run where runs of the trace end differently."""
     several = trainings.groupby("trace")["end"].transform("nunique") > 1
     return trainings["trace"] + (", " + trainings["end"]).where(several, "")
 
 
 def _final_value(curve: Mapping[str, Sequence[float | None]], name: str) -> float:
-    value = (curve.get(name) or [None])[-1]
-    return np.nan if value is None else float(value)
+    """Return the last value of a column of a curve, or nan if there is none."""
+    column = curve.get(name)
+    return float(column[-1]) if column and column[-1] is not None else np.nan
 
 
 def _with_sign(interval: ConfidenceInterval, sign: float) -> ConfidenceInterval:
+    """Return an interval multiplied by `sign`, 1 or -1. With -1 the bounds change places."""
     return interval if sign > 0 else ConfidenceInterval(-interval.value, -interval.high, -interval.low)

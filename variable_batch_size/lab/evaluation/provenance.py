@@ -28,7 +28,7 @@ DIGITS = 16
 
 @lru_cache(maxsize=1)
 def environment() -> dict[str, Any]:
-    """Return versions, the commit of the library and the processor of this process."""
+    """Return the versions, the library's commit and the processor, so that a report can say what made its numbers."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -41,12 +41,14 @@ def environment() -> dict[str, Any]:
 
 @lru_cache(maxsize=8)
 def task_facts(name: str, arguments: str, data_dir: str | None) -> dict[str, Any]:
-    """Return the number of samples, and hashes of the dataset and of the file of a task; None where there is none.
+    """Return the size and a hash of a task's dataset and a hash of its source file, so that changes of these are seen.
 
-    The task is that of `load_task`, with arguments as JSON.
+    Of a `TensorDataset` all tensors are hashed, of others 64 samples; the hash is None if they differ when they are
+    read again, as random crops do. What the source file imports is not part of its hash, which is None without a file.
 
-    Of a `TensorDataset` all tensors are hashed, of others 64 samples: None if two reads differ, as of random crops. Of
-    the file, what it imports is not part of the hash.
+    Args:
+        name, data_dir: see `load_task`.
+        arguments: those of the task, as JSON.
     """
     task = load_task(name, json.loads(arguments), data_dir)
     dataset: Any = dataset_of(task)
@@ -54,8 +56,8 @@ def task_facts(name: str, arguments: str, data_dir: str | None) -> dict[str, Any
     if type(dataset) is TensorDataset:
         digits: str | None = content_hash(dataset.tensors)
     else:
-        places = [size * number // SAMPLES for number in range(min(size, SAMPLES))]
-        first, second = (content_hash([dataset[place] for place in places]) for _ in range(2))
+        rows = [size * number // SAMPLES for number in range(min(size, SAMPLES))]  # at equal distances
+        first, second = (content_hash([dataset[row] for row in rows]) for _ in range(2))
         digits = first if first == second else None
     try:
         path = inspect.getsourcefile(task if isinstance(task, ModuleType) else type(task))
@@ -66,7 +68,10 @@ def task_facts(name: str, arguments: str, data_dir: str | None) -> dict[str, Any
 
 
 def content_hash(value: Any) -> str:
-    """Return a hash of tensors, arrays and plain values in any containers, 16 hexadecimal digits."""
+    """Return a hash of 16 hexadecimal digits of tensors, arrays and plain values in any containers.
+
+    A tensor counts by its type, shape and bytes, wherever it is stored.
+    """
 
     def to_plain(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -78,7 +83,7 @@ def content_hash(value: Any) -> str:
 
 
 def _commit() -> str | None:
-    """Return the commit of the library, with -dirty after it if files are changed; None outside of its repository."""
+    """Return the Git commit of the library, with "-dirty" if files have changed since, or None if it is not in Git."""
     git = ["git", "-C", str(Path(__file__).parent)]
     described = [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
@@ -91,6 +96,7 @@ def _commit() -> str | None:
 
 
 def _processor() -> str:
+    """Return the name of the processor, on Linux its model."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

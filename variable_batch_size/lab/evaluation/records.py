@@ -36,11 +36,11 @@ _FACTS = ("minibatch_size", "max_grad_norm", "between", "task_arguments")  # of 
 @final
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """What one command wants, fixed before anything is trained.
+    """The training runs that one command asks for, fixed before any of them starts.
 
     Attributes:
         command: as a user would type it; "" for a call from Python.
-        keys: of all trainings that judge it, those of the reference too.
+        keys: names of these runs, including those of the reference.
         baseline: the rule against which it judges the others; None: not chosen.
     """
 
@@ -72,17 +72,17 @@ class Evaluation:
 
 
 def check_traces(cells: Iterable[Mapping[str, Any]]) -> None:
-    """Raise ValueError if a name of a trace stands for runs in other conditions, which no report could tell apart.
+    """Raise ValueError if runs under one name of a trace had different conditions: a report would mix them.
 
     Args:
-        cells: what determines each run, as `Cell.as_json` returns it.
+        cells: the settings of each run, as `Cell.as_json` returns them.
     """
     conditions_of_name = dict[tuple[Any, ...], list[str]]()
     for cell in cells:
-        values = {**_DEFAULTS, **cell, "tuned": tuned_rate(cell["lr"], cell["lr_factor"])}
-        name = tuple(values.get(fact) for fact in ("task", "trace", "end", "seed", *DIFFERS_IN))
-        conditions = [str(cell.get(fact)) for fact in _CONDITIONS]
-        if conditions_of_name.setdefault(name, conditions) != conditions:
+        settings = {**_DEFAULTS, **cell, "tuned": tuned_rate(cell["lr"], cell["lr_factor"])}
+        shown_in_report = tuple(settings.get(name) for name in ("task", "trace", "end", "seed", *DIFFERS_IN))
+        conditions = [str(cell.get(name)) for name in _CONDITIONS]
+        if conditions_of_name.setdefault(shown_in_report, conditions) != conditions:
             raise value_error(
                 "a folder must have one trace, with one minibatch_size and one task, for each name of a trace",
                 f"several for {cell['trace']!r} and seed {cell['seed']}, as after an edit",
@@ -91,12 +91,16 @@ def check_traces(cells: Iterable[Mapping[str, Any]]) -> None:
 
 
 def tuned_rate(lr: float, lr_factor: float) -> str:
-    """Return the learning rate of a run at factor 1, as text that rounding does not change."""
+    """Return the learning rate of a run without its factor, as text of nine digits, which rounding does not change."""
     return f"{lr / lr_factor:.9g}"
 
 
 def read(place: str | os.PathLike[str]) -> Evaluation:
-    """Read a folder, its file `evaluation.jsonl` (also compressed, .gz), or a table `*.csv.gz` of earlier versions.
+    """Read the training runs and plans of an evaluation.
+
+    Args:
+        place: its folder; or its file `evaluation.jsonl`, also compressed (.gz); or a table `*.csv.gz` of earlier
+            versions.
 
     Raises:
         OSError: if it cannot be read.
@@ -115,20 +119,21 @@ def read(place: str | os.PathLike[str]) -> Evaluation:
     )
     latest_first = reversed([*enumerate(plans)])  # so that the first plan of a key counts
     order = {key: (number, place) for number, plan in latest_first for place, key in enumerate(plan.keys)}
-    rows = sorted((order.get(line["key"], (len(plans), 0)), line["key"], line) for line in lines if "key" in line)
-    return Evaluation(_trainings_frame([(number, line) for (number, _), _, line in rows]), plans)
+    unplanned = len(plans), 0  # after all that is planned
+    runs = sorted((order.get(line["key"], unplanned), line["key"], line) for line in lines if "key" in line)
+    return Evaluation(_trainings_frame([(number, line) for (number, _), _, line in runs]), plans)
 
 
 def tidy(trainings: pd.DataFrame) -> pd.DataFrame:
-    """Return a row for each row of each curve, with the training's columns.
+    """Return the learning curves as one long table: a row for each evaluation during each run, with its settings.
 
     The `lr` of the curve is `effective_lr`, and the `samples` of the training are `planned_samples`.
     """
     import pandas as pd
 
     curves = {
-        place: pd.DataFrame({"effective_lr" if name == "lr" else name: column for name, column in curve.items()})
-        for place, curve in trainings["curve"].items()
+        index: pd.DataFrame({"effective_lr" if name == "lr" else name: column for name, column in curve.items()})
+        for index, curve in trainings["curve"].items()
     }
     rows = pd.concat(curves, names=["training", None]).reset_index("training")
     facts = trainings.drop(columns=["curve", "environment"]).rename(columns={"samples": "planned_samples"})
@@ -137,13 +142,13 @@ def tidy(trainings: pd.DataFrame) -> pd.DataFrame:
 
 @final
 class Journal:
-    """The file of a folder, which one process at a time opens, and appends to.
+    """The results file of an evaluation, to which one process at a time appends JSON lines.
 
     Args:
-        folder: created if needed.
+        folder: folder of the file, created if needed.
 
     Attributes:
-        lines: what the file had, without a last line that was torn by the end of a process.
+        lines: the lines that the file had, parsed; an incomplete last line, of a process that was killed, is removed.
 
     Raises:
         OSError: if the folder cannot be created, or another process has it.
@@ -161,21 +166,21 @@ class Journal:
             _lock(self._file, folder)
             self._file.seek(0)
             content = self._file.read()
-            self._file.truncate(content.rfind(b"\n") + 1)
+            self._file.truncate(content.rfind(b"\n") + 1)  # without an incomplete last line
             self.lines = _parse_lines(content, folder / NAME)
         except BaseException:
             self._file.close()
             raise
 
     def append_plan(self, command: str, keys: Iterable[str], baseline: str | None = None) -> None:
-        """Append a plan, unless the last one is of the same trainings."""
-        planned = list(dict.fromkeys(keys))
-        last = [set(line["keys"]) for line in self.lines if "keys" in line][-1:]
-        if last != [set(planned)]:
+        """Append an `EvaluationPlan`, unless the last plan in the file asks for the same runs."""
+        planned = list(dict.fromkeys(keys))  # each once
+        earlier_plans = [set(line["keys"]) for line in self.lines if "keys" in line]
+        if not earlier_plans or earlier_plans[-1] != set(planned):
             self.append({"format": FORMAT, "command": command, "keys": planned, "baseline": baseline})
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Append a line, which is there when this returns, also if the process is killed then."""
+        """Append a line at once, so that it stays if the process is killed afterwards."""
         self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
         self._file.flush()
 
@@ -187,7 +192,8 @@ class Journal:
 
 
 def _lock(file: Any, folder: Path) -> None:
-    with suppress(ImportError):  # on Windows
+    """Lock the file until it is closed. Raise BlockingIOError if another process has locked it."""
+    with suppress(ImportError):  # on Windows, which has no fcntl, nothing is locked
         import fcntl
 
         try:
@@ -199,7 +205,7 @@ def _lock(file: Any, folder: Path) -> None:
 
 
 def _parse_lines(content: bytes, path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a file, without a last one that has no end."""
+    """Return the JSON lines of a file as dictionaries, without an incomplete last line."""
     lines: list[dict[str, Any]] = []
     for number, text in enumerate(content.split(b"\n")[:-1], 1):
         try:
@@ -217,7 +223,10 @@ def _parse_lines(content: bytes, path: Path) -> list[dict[str, Any]]:
 
 
 def _read_table(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a table of earlier versions, whose fields are JSON: `curve.loss` is `row["curve"]["loss"]`."""
+    """Return the rows of a CSV file of earlier versions, whose fields are JSON, as nested dictionaries.
+
+    The column `curve.loss` becomes `row["curve"]["loss"]`. An empty field is left out.
+    """
     import pandas as pd
 
     try:
@@ -226,9 +235,11 @@ def _read_table(path: Path) -> list[dict[str, Any]]:
         for values in frame.to_dict("records"):
             row: dict[str, Any] = {}
             for column, text in values.items():
-                name, _, inner = str(column).partition(".")
-                if text:
-                    (row.setdefault(name, {}) if inner else row)[inner or name] = json.loads(text)
+                name, _, inner_name = str(column).partition(".")
+                if text and inner_name:
+                    row.setdefault(name, {})[inner_name] = json.loads(text)
+                elif text:
+                    row[name] = json.loads(text)
             rows.append(row | {"untrained": row["curve"]["loss"][0]})
     except (OSError, EOFError, ValueError, KeyError) as error:
         if isinstance(error, FileNotFoundError):
@@ -238,24 +249,24 @@ def _read_table(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _trainings_frame(rows: Sequence[tuple[int, Mapping[str, Any]]]) -> pd.DataFrame:
-    """Return the table of `Evaluation.trainings` from the number of the plan and the line of each training."""
+def _trainings_frame(lines: Sequence[tuple[int, Mapping[str, Any]]]) -> pd.DataFrame:
+    """Return the table `Evaluation.trainings` from `lines`: for each run the number of its plan, and its line."""
     import pandas as pd
 
-    kinds: dict[str, Any] = {
+    types: dict[str, Any] = {
         **dict.fromkeys(("key", "task", "task_version", "trace", "end", "rule", "start", "status"), str),
         "trace_fingerprint": str,
         **dict.fromkeys(("plan", "seed", "samples"), int),
         **dict.fromkeys(("lr", "lr_factor", "ref_batchsize", "warmup", "wall_seconds", "untrained"), float),
         **dict.fromkeys(("curve", "environment"), object),
     }
-    before = {**_DEFAULTS, "trace_fingerprint": ""}  # where earlier versions have none
+    defaults = {**_DEFAULTS, "trace_fingerprint": ""}  # of what lines of earlier versions do not have
     records = []
-    for plan, row in rows:
-        cell = {**before, **row["cell"]}
-        facts = {name: cell[name] for name in _FACTS if name in cell}
-        curve = {name: values for name, values in row["curve"].items() if values is not None}
-        values = {**cell, **row} | {"plan": plan, "curve": curve, "environment": {**row["environment"], **facts}}
-        records.append({name: values.get(name) for name in kinds})
-    frame = pd.DataFrame(records, columns=list(kinds))
-    return frame.astype({name: kind for name, kind in kinds.items() if kind in (int, float)})
+    for plan, line in lines:
+        settings = {**defaults, **line["cell"]}
+        environment = line["environment"] | {name: settings[name] for name in _FACTS if name in settings}
+        curve = {name: column for name, column in line["curve"].items() if column is not None}
+        values = {**settings, **line, "plan": plan, "curve": curve, "environment": environment}
+        records.append({name: values.get(name) for name in types})
+    frame = pd.DataFrame(records, columns=list(types))
+    return frame.astype({name: kind for name, kind in types.items() if kind in (int, float)})

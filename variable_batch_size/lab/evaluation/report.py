@@ -29,7 +29,7 @@ TEMPLATE = Path(__file__).with_name("report.html")
 def write_report(
     evaluation: Evaluation, judgements: Sequence[Judgement], folder: str | os.PathLike[str], parquet: bool = False
 ) -> Path:
-    """Write the report of what an evaluation says, and return the path of the page.
+    """Write the HTML report of an evaluation, and return its path.
 
     Beside `report.html` are `report.csv`, with a row for each training, and `report-TASK.png`, `.pdf` and `.svg`. Those
     of an earlier report are replaced.
@@ -49,31 +49,31 @@ def write_report(
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     files = {"report.html": render(evaluation, judgements).encode()}
-    trainings = _table_of(judgements)
-    files |= (
-        {"report.parquet": trainings.to_parquet()}
-        if parquet
-        else {"report.csv": trainings.to_csv(index=False).encode()}
-    )
+    trainings = _trainings_table(judgements)
+    if parquet:
+        files["report.parquet"] = trainings.to_parquet()
+    else:
+        files["report.csv"] = trainings.to_csv(index=False).encode()
     for judgement in judgements:
         images = figures.image_files(judgement) if judgement.traces else {}
         files |= {f"report-{_file_name(judgement.task)}.{kind}": content for kind, content in images.items()}
-    for path in {path for kind in ("png", "pdf", "svg", "csv", "parquet") for path in target.glob(f"report*.{kind}")}:
-        if path.name not in files:
-            path.unlink()
+    for kind in ("png", "pdf", "svg", "csv", "parquet"):
+        for path in list(target.glob(f"report*.{kind}")):
+            if path.name not in files:  # it is of an earlier report
+                path.unlink()
     for name, content in files.items():
         write_bytes(target / name, content)
     return target / "report.html"
 
 
 def check_libraries() -> None:
-    """Raise ModuleNotFoundError if a library is missing that a report needs, before anything is trained for it."""
+    """Raise ModuleNotFoundError if a library that reports need is missing, before anything is trained."""
     for module in ("jinja2", "matplotlib.figure", "scipy.stats"):
         import_extra(module, "evaluation")
 
 
 def render(evaluation: Evaluation, judgements: Sequence[Judgement]) -> str:
-    """Return the page; the arguments are those of `write_report`."""
+    """Return the report as an HTML page. The arguments are those of `write_report`."""
     jinja2 = import_extra("jinja2", "evaluation")
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
@@ -89,21 +89,21 @@ def render(evaluation: Evaluation, judgements: Sequence[Judgement]) -> str:
 
 
 def _rule_definitions(judgements: Sequence[Judgement]) -> dict[str, str]:
-    """Return what each rule does, in the words of its class; the arguments of a rule are in its name."""
+    """Return what each rule does: its name -> the first line of the docstring of its class."""
     rules = dict.fromkeys(rule for judgement in judgements for rule in judgement.rules)
-    kinds = {rule: RULES.get(rule.partition(":")[0]) for rule in rules}
-    return {rule: (getdoc(kind) or "").partition("\n")[0] for rule, kind in kinds.items() if kind is not None}
+    classes = {rule: RULES.get(rule.partition(":")[0]) for rule in rules}  # a name may be "NAME:ARGUMENTS"
+    return {rule: (getdoc(kind) or "").partition("\n")[0] for rule, kind in classes.items() if kind is not None}
 
 
 def _describe_seeds(judgements: Sequence[Judgement]) -> str:
-    """Return with how many seeds each rule was trained, in words."""
+    """Return with how many seeds the rules were trained, as text: "5 seeds", or "3 to 5 seeds" if they differ."""
     rows = [row for judgement in judgements for trace in judgement.traces for row in trace.rows]
-    numbers = sorted({row.trained for row in rows} - {0})
-    return f"{numbers[0]} to {numbers[-1]} seeds" if len(numbers) > 1 else f"{(numbers or [0])[0]} seeds"
+    counts = sorted({row.trained for row in rows} - {0}) or [0]
+    return f"{counts[0]} to {counts[-1]} seeds" if len(counts) > 1 else f"{counts[0]} seeds"
 
 
 def _task_section(judgement: Judgement) -> dict[str, Any]:
-    """Return what the template shows of a task."""
+    """Return the values that the HTML template shows in the section of one task."""
     reference, rows = judgement.reference, judgement.trainings
     has_factors = rows.loc[rows["trace"] != REFERENCE, "lr_factor"].nunique() > 1
     svg = figures.page_svg(judgement) if judgement.traces else ""
@@ -132,7 +132,7 @@ def _task_section(judgement: Judgement) -> dict[str, Any]:
 
 
 def _notes(judgement: Judgement) -> list[str]:
-    """Return sentences about the trainings of a task that are missing or left out, or differ in what they are from."""
+    """Return warnings for the reader of a task's section: runs that are missing, left out or from other sources."""
     rows, notes = judgement.trainings, list[str]()
     if judgement.waiting:
         notes.append(f"{judgement.waiting:,} trainings of the plan have not ended: nothing is claimed yet.")
@@ -153,14 +153,14 @@ def _notes(judgement: Judgement) -> list[str]:
 
 
 def _reference_moments(rows: pd.DataFrame) -> tuple[float, float]:
-    """Return mean and standard deviation of the metric of the reference at its own learning rate."""
-    values = reference_trainings(rows)["value"]  # nan of a training that failed
+    """Return mean and standard deviation over the seeds of the final metric of the reference, at its learning rate."""
+    values = reference_trainings(rows)["value"]  # nan where a training failed
     return float(values.mean()), float(values.std())
 
 
 def _rule_rows(trace: Trace) -> list[dict[str, str]]:
-    """Return the table of a trace: the mean of each rule, and its difference to the baseline, with what is claimed."""
-    words = {"baseline": "", "same": "the same trainings"}
+    """Return the table of a trace as text: for each rule its mean, and its difference from the baseline."""
+    words = {"baseline": "", "same": "the same trainings"}  # instead of a difference
     return [
         {
             "rule": row.rule,
@@ -174,7 +174,7 @@ def _rule_rows(trace: Trace) -> list[dict[str, str]]:
 
 
 def _response(judgement: Judgement, trace: Trace) -> dict[str, Any]:
-    """Return how each rule responds to its learning rate under a trace, as the template shows it.
+    """Return the final metric of each rule at each learning rate under a trace, as the template shows it.
 
     Returns:
         "factors": the factors on the learning rate that were tried, as text; "rows": for each rule its name, and for
@@ -182,22 +182,23 @@ def _response(judgement: Judgement, trace: Trace) -> dict[str, Any]:
     """
     rows = judgement.trainings[judgement.trainings["label"] == trace.name]
     factors = sorted(rows["lr_factor"].unique())
-    table = [
-        (rule, [_describe_trainings(of_rule[of_rule["lr_factor"] == factor]) for factor in factors])
-        for rule in judgement.rules
-        if len(of_rule := rows[rows["rule"] == rule])
-    ]
+    table = []
+    for rule in judgement.rules:
+        of_rule = rows[rows["rule"] == rule]
+        if len(of_rule):
+            means = [_describe_trainings(of_rule[of_rule["lr_factor"] == factor]) for factor in factors]
+            table.append((rule, means))
     return {"factors": [f"{factor:g}" for factor in factors], "rows": table}
 
 
 def _describe_trainings(trainings: pd.DataFrame) -> str:
-    """Return the mean of the metric over trainings with its interval, and how many failed, in words."""
+    """Return the mean of the metric over some runs with its interval, and how many of them failed, as text."""
     failed = f", {trainings['failed'].sum()} of {len(trainings)} failed" if trainings["failed"].any() else ""
     return wording.format_interval(*mean_interval(trainings["value"].to_numpy(np.float64))) + failed
 
 
 def _evaluation_facts(evaluation: Evaluation, judgements: Sequence[Judgement]) -> dict[str, str]:
-    """Return how an evaluation was made: name -> fact, in words."""
+    """Return how the runs of an evaluation were made, such as command, seeds and versions: name -> text."""
     import pandas as pd
 
     rows = pd.concat([judgement.trainings for judgement in judgements], ignore_index=True)
@@ -212,16 +213,17 @@ def _evaluation_facts(evaluation: Evaluation, judgements: Sequence[Judgement]) -
         samples = _join_distinct(f"{number:,}" for number in of_task["samples"])
         facts[str(task)] = f"reference batch size {sizes}, learning rate {rates}, {samples} samples, seeds {seeds}"
     environments = list(rows["environment"])
-    names = dict.fromkeys(name for facts_of_one in environments for name in facts_of_one)
-    for name in (name for name in names if not name.startswith("seed of")):
-        facts[name] = _join_distinct(str(environment.get(name, "unknown")) for environment in environments)
+    names = dict.fromkeys(name for environment in environments for name in environment)
+    for name in names:
+        if not name.startswith("seed of"):
+            facts[name] = _join_distinct(str(environment.get(name, "unknown")) for environment in environments)
     if "-dirty" in facts.get("commit", ""):
         facts["commit"] += " (with changes that are in no commit)"
     return facts
 
 
-def _table_of(judgements: Sequence[Judgement]) -> pd.DataFrame:
-    """Return a row for each training, with its final metrics."""
+def _trainings_table(judgements: Sequence[Judgement]) -> pd.DataFrame:
+    """Return a table with a row for each training run: its settings and its final metrics."""
     import pandas as pd
 
     rows = pd.concat([judgement.trainings for judgement in judgements], ignore_index=True)
@@ -231,8 +233,10 @@ def _table_of(judgements: Sequence[Judgement]) -> pd.DataFrame:
 
 
 def _join_distinct(values: Iterable[str]) -> str:
+    """Return the distinct values in their order, separated by "|"."""
     return " | ".join(dict.fromkeys(values))
 
 
 def _file_name(task: str) -> str:
+    """Return the name of a task as a part of a file name: other characters than letters and digits become "-"."""
     return re.sub(r"[^A-Za-z0-9]+", "-", task).strip("-")[:100]

@@ -16,11 +16,11 @@ from variable_batch_size.lab.evaluation.provenance import content_hash
 @final
 @dataclass(frozen=True)
 class Start:
-    """A checkpoint of a training of a task.
+    """A checkpoint from which the training runs of an experiment start, instead of from an untrained model.
 
     Attributes:
         name: name of the folder of the training, with the number of updates.
-        digits: hash of its parts.
+        digits: hash of what it has saved.
         updates: updates before it.
         samples: samples before it.
         epoch: the last epoch that has begun before it, whose order of samples stays; -1: none.
@@ -48,7 +48,7 @@ class Start:
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str], *, scheduled: bool) -> Start:
-        """Return what is known of the newest intact checkpoint of a training, or of one, which is only read.
+        """Read the newest intact checkpoint of a training, or one checkpoint. Nothing is written to the folder.
 
         Args:
             folder: folder of the training, or of the checkpoint.
@@ -63,12 +63,13 @@ class Start:
         _check_parts(parts, scheduled, path)
         state, group = parts["optimizer"]["vbs"], parts["optimizer"]["param_groups"][0]
         position = state["sampler"]
+        epoch_has_begun = position["step"] != position["first_step"]
         return cls(
             name=f"{path.name}, {updates:,} updates",
             digits=content_hash(parts),
             updates=updates,
             samples=position["samples"],
-            epoch=position["epoch"] - (position["step"] == position["first_step"]),
+            epoch=position["epoch"] if epoch_has_begun else position["epoch"] - 1,
             lr=float(group.get("initial_lr", group["lr"])),
             ref_batchsize=state["ref_batchsize"],
             dataset_size=position["dataset_size"],
@@ -79,12 +80,18 @@ class Start:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return what names it, as values of JSON."""
+        """Return the name and the hash of the checkpoint, as values of JSON."""
         return {"start": self.name, "start_hash": self.digits}
 
 
 def _check_parts(parts: Mapping[str, Any], scheduled: bool, path: Path) -> None:
-    """Raise ValueError if a checkpoint lacks a part from which a training can go on."""
+    """Raise ValueError if a checkpoint lacks a part that is needed to continue training from it.
+
+    Args:
+        parts: the saved states by name, such as "model".
+        scheduled: whether the state of a scheduler is needed.
+        path: folder of the checkpoint, for the error message.
+    """
     needed = {"model": "model" in parts, "optimizer": "vbs" in parts.get("optimizer", {})}
     if scheduled:
         needed['scheduler, a ProgressScheduler(by="samples")'] = parts.get("scheduler", {}).get("by") == "samples"

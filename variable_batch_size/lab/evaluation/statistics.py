@@ -39,18 +39,18 @@ class Comparison(NamedTuple):
 
     @property
     def p(self) -> FloatArray:
-        """Probability of a difference as large as this if the means are equal, (...); nan for samples of one value."""
+        """The p value: probability of so large a difference if the means are equal, (...). nan for samples of one."""
         with np.errstate(divide="ignore", invalid="ignore"):
             p_values: FloatArray = 2 * _scipy_stats().t.sf(np.abs(self.value / self.error), self.freedom)
         return p_values
 
     def half_width(self, confidence: float = CONFIDENCE) -> FloatArray:
-        """Half the width of the interval, (...)."""
+        """Return half the width of the confidence interval of each difference, (...)."""
         half_widths: FloatArray = self.error * _scipy_stats().t.isf((1 - confidence) / 2, self.freedom)
         return half_widths
 
     def interval(self, confidence: float = CONFIDENCE) -> ConfidenceInterval:
-        """The interval of one comparison."""
+        """Return the confidence interval of a single difference."""
         value, half = float(self.value), float(self.half_width(confidence))
         return ConfidenceInterval(value, value - half, value + half)
 
@@ -74,7 +74,7 @@ class Claims(NamedTuple):
 
 
 def claims(values: FloatArray, failed: BoolArray, same: BoolArray | bool = False, parts: int = 1) -> Claims:
-    """Return what may be claimed of the rules of a task, so that at most 5 % of reports of equal rules are wrong.
+    """Test which rules differ from the baseline, so that at most 5 % of reports on equal rules claim something wrong.
 
     Means are compared by Welch's t test, corrected by Holm's method (1979) over rules and traces, at 2.7 %; the seeds
     that failed under any trace by Fisher's exact test, corrected over rules, at 1 %. The tuned check has the rest. A
@@ -89,26 +89,30 @@ def claims(values: FloatArray, failed: BoolArray, same: BoolArray | bool = False
         parts: number of reports that share the levels, see `judge`.
     """
     difference = compare(values, values[..., :1, :], smallest_step(values)[..., None])
-    trained, failures = (failed | ~np.isnan(values)).sum(-1), failed.sum(-1)  # (..., traces, rules)
+    exists = failed | ~np.isnan(values)
+    trained, failures = exists.sum(-1), failed.sum(-1)  # (..., traces, rules)
     counts = np.stack(np.broadcast_arrays(failures, trained, failures[..., :1], trained[..., :1]), -1)  # as in `fisher`
     failures, trained, base_failures, base_trained = np.moveaxis(counts, -1, 0)
     tested = (trained > 0) & (base_trained > 0) & ~np.broadcast_to(same, trained.shape)
     tested[..., 0] = False  # the baseline is not compared with itself
     p = np.where(tested, np.nan_to_num(difference.p, nan=1.0), np.nan)
-    decided = holm(_merge_last_axes(p), DIFFERENCES / parts).reshape(p.shape)
-    differs = np.where(decided, np.sign(np.nan_to_num(difference.value)), 0).astype(int)
+    significant = holm(_merge_last_axes(p), DIFFERENCES / parts).reshape(p.shape)
+    differs = np.where(significant, np.sign(np.nan_to_num(difference.value)), 0).astype(int)
     differs[differs * _compare_rates(counts) < 0] = 0  # a better mean with more failures, or the other way round
     differs[np.minimum(trained - failures, base_trained - base_failures) < SEEDS] = 0
     pooled = np.where(tested[..., None], counts, 0).sum(-3)
-    by_seed = _count_failing_seeds(failed, failed | ~np.isnan(values), tested)
+    by_seed = _count_failing_seeds(failed, exists, tested)
     fails = np.where(holm(fisher(by_seed), FAILURES / parts), _compare_rates(by_seed), 0)
     return Claims(difference, tested, differs, pooled, fails)
 
 
 def _count_failing_seeds(failed: BoolArray, trained: BoolArray, tested: BoolArray) -> IntArray:
-    """Return as in `fisher` how many seeds failed under any tested trace, of the rule and of the baseline, (..., 4).
+    """Count the seeds that failed, and those that were trained, under any trace, of each rule and of the baseline.
 
-    The runs of a seed are no independent ones: they may share their beginning, and fail together.
+    Fisher's test gets these instead of numbers of runs, because the runs of a seed are not independent: they may share
+    their beginning, and fail together.
+
+    The shapes are those of `claims`. The result has the counts of `fisher`, (..., rules, 4).
     """
     counts = []
     for of_rules in (slice(None), slice(1)):  # the rules, then the baseline
@@ -119,7 +123,7 @@ def _count_failing_seeds(failed: BoolArray, trained: BoolArray, tested: BoolArra
 
 
 def judge_tuning(values: FloatArray, failed: BoolArray, parts: int = 1) -> tuple[FloatArray, IntArray]:
-    """Return by how much each factor on a learning rate is better than factor 1, and whether factor 1 is tuned.
+    """Test whether a learning rate is tuned: return by how much each multiple of it is better, and the answer.
 
     A gain is positive if the factor is better, and has an interval of Welch; the intervals of all factors hold together
     at 99 %. There is none for a factor that failed more often than factor 1. The answer is 1, "not tuned", if the
@@ -134,22 +138,23 @@ def judge_tuning(values: FloatArray, failed: BoolArray, parts: int = 1) -> tuple
     Returns:
         Gains with their bounds, (..., factors - 1, 3), and answers, (...).
     """
-    gain = compare(values[..., :1, :], values, smallest_step(values)[..., None])
+    gain = compare(values[..., :1, :], values, smallest_step(values)[..., None])  # (..., factors), as all below
     trained = (failed | ~np.isnan(values)).sum(-1)
     failures = failed.sum(-1)
     half = gain.half_width(1 - TUNING / parts / max(1, values.shape[-2] - 1))
-    half[failures * trained[..., :1] > failures[..., :1] * trained] = np.nan
+    half[failures * trained[..., :1] > failures[..., :1] * trained] = np.nan  # it failed more often than factor 1
     value = np.where(np.isnan(half), np.nan, gain.value)
-    gains = np.stack([value, value - half, value + half], -1)[..., 1:, :]
-    numbers = trained - failures
-    enough = np.minimum(numbers[..., 1:], numbers[..., :1]) >= SEEDS
-    claimed, better = (gains[..., 1] > 0) & enough, gain.value[..., 1:] > 0
-    answers = np.where(claimed.any(-1), 1, np.where(better.any(-1), 0, -1))
+    gains = np.stack([value, value - half, value + half], -1)[..., 1:, :]  # (..., factors - 1, 3)
+    succeeded = trained - failures
+    enough = np.minimum(succeeded[..., 1:], succeeded[..., :1]) >= SEEDS
+    is_claimed = (gains[..., 1] > 0) & enough
+    has_better_mean = gain.value[..., 1:] > 0
+    answers = np.where(is_claimed.any(-1), 1, np.where(has_better_mean.any(-1), 0, -1))
     return gains, answers
 
 
 def _merge_last_axes(values: FloatArray) -> FloatArray:
-    """Return values with their last two axes as one, also of size 0."""
+    """Merge the last two axes of an array into one, also if an axis has the size 0."""
     return values.reshape(*values.shape[:-2], values.shape[-2] * values.shape[-1])
 
 
@@ -171,20 +176,24 @@ def compare(first: FloatArray, second: FloatArray, step: FloatArray | float = 0.
         second: (..., other seeds).
         step: of the values, (...).
     """
-    number, mean, variance = moments(first)
-    other, other_mean, other_variance = moments(second)
+    n_1, mean_1, variance_1 = moments(first)
+    n_2, mean_2, variance_2 = moments(second)
     with np.errstate(divide="ignore", invalid="ignore"):
-        variance, other_variance = variance + step**2 / 12, other_variance + step**2 / 12
-        part, other_part = variance / number, other_variance / other
-        freedom = (part + other_part) ** 2 / (part**2 / (number - 1) + other_part**2 / (other - 1))
-        ratio = np.maximum(variance, other_variance) / np.minimum(variance, other_variance)
-        noisier = np.where(variance > other_variance, number, other) - 1
-        freedom = np.where(ratio > np.minimum(number, other) / 2, np.minimum(freedom, noisier), freedom)
-    return Comparison(mean - other_mean, np.sqrt(part + other_part), freedom)
+        variance_1, variance_2 = variance_1 + step**2 / 12, variance_2 + step**2 / 12
+        squared_error_1, squared_error_2 = variance_1 / n_1, variance_2 / n_2  # of the means
+        squared_error = squared_error_1 + squared_error_2
+        freedom = squared_error**2 / (squared_error_1**2 / (n_1 - 1) + squared_error_2**2 / (n_2 - 1))
+        ratio = np.maximum(variance_1, variance_2) / np.minimum(variance_1, variance_2)
+        noisier = np.where(variance_1 > variance_2, n_1, n_2) - 1
+        freedom = np.where(ratio > np.minimum(n_1, n_2) / 2, np.minimum(freedom, noisier), freedom)
+    return Comparison(mean_1 - mean_2, np.sqrt(squared_error), freedom)
 
 
 def moments(values: FloatArray) -> tuple[IntArray, FloatArray, FloatArray]:
-    """Return number, mean and variance of the values that are not nan; nan where there are too few, (...)."""
+    """Return number, mean and sample variance of the values that are not nan, over the last axis, (...) each.
+
+    The mean is nan without a value, and the variance with fewer than two.
+    """
     is_known = ~np.isnan(values)
     number = is_known.sum(-1)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -200,7 +209,10 @@ def mean_interval(values: FloatArray, confidence: float = CONFIDENCE) -> Confide
 
 
 def smallest_step(values: FloatArray) -> FloatArray:
-    """Return the smallest step between two values, (..., rules, seeds), at least the rounding of a float32, (...)."""
+    """Return the smallest difference of two distinct values, (..., rules, seeds), as of an accuracy, (...).
+
+    It is at least the rounding error of a float32. Values that are nan are left out.
+    """
     values = np.sort(_merge_last_axes(values), axis=-1)
     steps = np.diff(values, axis=-1)
     smallest = np.where(steps > 0, steps, np.inf).min(-1, initial=np.inf)  # infinite if all values are equal
@@ -209,7 +221,7 @@ def smallest_step(values: FloatArray) -> FloatArray:
 
 
 def holm(p: FloatArray, level: float) -> BoolArray:
-    """Return which hypotheses Holm's method rejects, (..., tests).
+    """Return which of several tests are significant together, by Holm's method (1979), (..., tests).
 
     From the smallest p on, each is compared with the level divided by the number of tests that are not rejected yet.
 
@@ -227,23 +239,29 @@ def holm(p: FloatArray, level: float) -> BoolArray:
 
 
 def fisher(counts: IntArray) -> FloatArray:
-    """Return p of Fisher's exact test of two rates, (...); nan without a training.
+    """Return the p value of Fisher's exact test of whether two failure rates are equal, (...), or nan without a run.
 
     Args:
         counts: failed and trained of the first, failed and trained of the second, (..., 4).
     """
-    kinds, places = np.unique(counts.reshape(-1, 4), axis=0, return_inverse=True)
-    return np.array([_fisher_p(*kind) for kind in kinds.tolist()])[places.ravel()].reshape(counts.shape[:-1])
+    distinct, places = np.unique(counts.reshape(-1, 4), axis=0, return_inverse=True)  # each is computed once
+    p_values = np.array([_fisher_p(*numbers) for numbers in distinct.tolist()])
+    return p_values[places.ravel()].reshape(counts.shape[:-1])
 
 
 def detectable_difference(variance: float, other_variance: float, seeds: FloatArray, level: float) -> FloatArray:
-    """Return the difference that Welch's test at `level` sees with a probability of 80 %, for numbers of seeds.
+    """Return the smallest difference of means that Welch's test finds with a probability of 80 %, (numbers,).
 
     It is computed by the noncentral t distribution. Because variances are estimated, Welch's degrees of freedom are
     reduced by a share of 2 / seeds: with this, 79 to 85 % of simulations of 5 to 20 seeds see the difference.
 
     >>> detectable_difference(1.0, 1.0, np.array([5.0, 10.0]), 0.03).round(2).tolist()
     [2.56, 1.47]
+
+    Args:
+        variance, other_variance: of the values of both samples.
+        seeds: several numbers of seeds of each sample, (numbers,).
+        level: level of significance of the test.
     """
     total = variance + other_variance
     freedom = (seeds - 1) * (1 - 2 / seeds) * total**2 / max(variance**2 + other_variance**2, 1e-300)
@@ -256,7 +274,7 @@ def detectable_difference(variance: float, other_variance: float, seeds: FloatAr
 
 @lru_cache(maxsize=2**14)
 def _fisher_p(failed: int, trained: int, other_failed: int, other_trained: int) -> float:
-    """Return p of Fisher's exact test of two rates; nan if one has no training."""
+    """Return the p value of Fisher's exact test of two failure rates, or nan if one has no run."""
     if not trained or not other_trained:
         return float("nan")
     table = [[failed, trained - failed], [other_failed, other_trained - other_failed]]

@@ -91,8 +91,8 @@ class Defaults:
 
     @classmethod
     def read(cls, task: Task, name: str) -> Defaults:
-        """Return the checked attributes of a task, which errors call `name`."""
-        given: dict[str, Any] = {}
+        """Read the optional attributes of a task, and check them. Errors call the task `name`."""
+        values: dict[str, Any] = {}
         for attribute in cls.__dataclass_fields__:
             value = getattr(task, attribute, None)
             label = f"{attribute} of the task {name}"
@@ -104,23 +104,24 @@ class Defaults:
                 _check_takes(value, ("samples", "total"), label)
             elif attribute in LEAST:
                 value = check_int(value, label, LEAST[attribute], MAX_INT)
-            given[attribute] = value
-        return cls(**given)
+            values[attribute] = value
+        return cls(**values)
 
 
 def _check_takes(function: Any, arguments: tuple[str, ...], name: str) -> None:
-    """Raise TypeError if `function` cannot be called with these positional arguments."""
+    """Raise TypeError if a function cannot be called with these positional arguments. Errors call it `name`."""
     requirement = f"{name} must be a function that takes the arguments ({', '.join(arguments)})"
     if not callable(function):
         raise type_error(requirement, function, "define it")
     try:
-        (signature := inspect.signature(function)).bind(*arguments)
+        signature = inspect.signature(function)
+        signature.bind(*arguments)
     except TypeError:
         raise type_error(requirement, str(signature), "change its parameters") from None
 
 
 def load_task(name: str, arguments: Mapping[str, Any] | None = None, data_dir: str | None = None) -> Task:
-    """Return a task by its name.
+    """Load a task by its name: an object that has a model, a dataset, a loss and an optimizer to train with.
 
     >>> load_task("mnist-cnn").ref_batchsize
     32
@@ -142,16 +143,16 @@ def load_task(name: str, arguments: Mapping[str, Any] | None = None, data_dir: s
     if not isinstance(name, str):
         raise type_error("a task must be named by a string", name, 'pass "package.module:name"')
     try:
-        text = json.dumps(dict(arguments or {}), sort_keys=True, allow_nan=False)
+        arguments_json = json.dumps(dict(arguments or {}), sort_keys=True, allow_nan=False)  # hashable, for the cache
     except (TypeError, ValueError):
         requirement = f"the arguments of the task {name} must be values of JSON"
         raise type_error(requirement, arguments, "pass numbers, strings, lists and mappings of these") from None
-    return _load(name, text, data_dir)
+    return _load(name, arguments_json, data_dir)
 
 
 @lru_cache(maxsize=8)
 def _load(name: str, arguments_json: str, data_dir: str | None) -> Task:
-    """Return the task of a name, the same object for the same arguments; raise TypeError if it is no `Task`."""
+    """Load and check a task, see `load_task`. The same arguments return the same object."""
     task = _find_object(name)
     arguments = json.loads(arguments_json)
     if callable(task):
@@ -169,7 +170,7 @@ def _load(name: str, arguments_json: str, data_dir: str | None) -> Task:
 
 
 def _create(make: Callable[..., Any], name: str, arguments: dict[str, Any], data_dir: str | None) -> Any:
-    """Return the task that a class or a function makes of arguments, and of `data_dir` if it takes one."""
+    """Create a task: call its class or function with the arguments, and with `data_dir` if it takes this one."""
     signature = inspect.signature(make)
     if data_dir is not None and "data_dir" in signature.parameters:
         arguments = {"data_dir": data_dir} | arguments
@@ -191,14 +192,14 @@ _datasets: dict[int, tuple[Task, Dataset[Any]]] = {}  # by the id of the task, w
 
 
 def dataset_of(task: Task) -> Dataset[Any]:
-    """Return the dataset of a task, which is asked for it once in a process."""
+    """Return the dataset of a task. It is created once in a process, because that may take long."""
     if id(task) not in _datasets:
         _datasets[id(task)] = task, task.dataset()
     return _datasets[id(task)][1]
 
 
 def _find_object(name: str) -> Any:
-    """Return the object, the class or the module that the name of a task stands for."""
+    """Import the object, the class or the module that the name of a task stands for, such as "package.module:name"."""
     place, _, attribute = TASKS.get(name, name).partition(":")
     module = _import(place, name)
     try:
@@ -209,7 +210,12 @@ def _find_object(name: str) -> Any:
 
 
 def _import(place: str, name: str) -> ModuleType:
-    """Import a module, also one of the working directory, with what it imports from there, as `python -m` does."""
+    """Import the module of a task, from the working directory if it is not installed, as `python -m` does.
+
+    Args:
+        place: the module, "package.module".
+        name: the name of the task, for error messages.
+    """
     if not all(part.isidentifier() for part in place.split(".")):
         raise _unknown_task(name, "pass one of these")
     try:
@@ -220,7 +226,7 @@ def _import(place: str, name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is not None and (place == error.name or place.startswith(f"{error.name}.")):
             raise _unknown_task(name, f"pass one of these, or run it where {place.replace('.', '/')}.py is") from None
-        if not str(error).startswith("No module named"):  # it says more than that
+        if not str(error).startswith("No module named"):  # an error of this package, which says what to install
             raise
         found = f"the task {name} imports {error.name}, which is neither installed nor in {Path.cwd()}"
         raise ModuleNotFoundError(f"{found}; install it, or run this where it is", name=error.name) from error
@@ -229,6 +235,7 @@ def _import(place: str, name: str) -> ModuleType:
 
 
 def _unknown_task(name: str, remedy: str) -> ValueError:
+    """Return the error for a name that is not a task. It proposes a similar name or, if there is none, the remedy."""
     close = get_close_matches(name, TASKS, 1, 0.8)
     requirement = f"a task must be {', '.join(TASKS)} or package.module:name"
     return value_error(requirement, f"{name!r:.60}", f"pass {close[0]}" if close else remedy)

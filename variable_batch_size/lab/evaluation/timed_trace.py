@@ -34,7 +34,7 @@ EVERY = 50  # updates between two questions to a policy that reads the noise or 
 @final
 @dataclass(frozen=True)
 class UnderCapacity:
-    """The batch sizes of a policy under a capacity trace, as `simulate` finds them.
+    """A trace whose batch sizes follow the nodes of a cluster: a policy under a capacity trace, see `simulate`.
 
     The simulation ends with the samples of the training, in epochs of its dataset. It is the same for all rules, so
     that they are compared under equal batch sizes: its updates are spread over the devices as under a rule that reads
@@ -65,7 +65,7 @@ TraceSource: TypeAlias = BatchTrace | AdaptiveTrace | UnderCapacity | str | os.P
 @final
 @dataclass(frozen=True)
 class TraceOptions:
-    """What turns the text of a trace into batch sizes.
+    """Options with which the text of a trace, such as a policy, becomes batch sizes.
 
     Args:
         on_end: what follows the last step of a batch trace that has one; by default, what it says itself.
@@ -81,25 +81,25 @@ class TraceOptions:
 
 
 class TimedTraining(NamedTuple):
-    """What batch sizes depend on beside their trace."""
+    """The facts about a training run, beside its trace, on which its batch sizes depend."""
 
     dataset_size: int
     samples: int  # of the whole training
-    ref_batchsize: int | None
-    minibatch_size: int
+    ref_batchsize: int | None  # batch size at which the learning rate was tuned
+    minibatch_size: int  # maximum number of rows of a microbatch
     end: End = SAMPLES
     before: tuple[int, int] = (0, 0)  # updates and samples of the checkpoint from which it starts
 
     @property
     def rest(self) -> int:
-        """The samples that follow the checkpoint from which the training starts."""
+        """Number of samples after the checkpoint from which the training starts, or of all without one."""
         return self.samples - self.before[1]
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class TimedTrace:
-    """The batch sizes of a training, and the time that they take.
+    """The batch sizes of a training run, and the simulated time that its updates take.
 
     Attributes:
         trace: the batch sizes, or the controller that chooses them.
@@ -123,6 +123,7 @@ class TimedTrace:
         if isinstance(self.trace, AdaptiveTrace):
             sizes = describe(self.trace)
             name = repr(self.trace.controller)
+            # An address would be another one in each process.
             if without_addresses(name) != name:
                 requirement = "the repr of a controller must tell its numbers, because it names the trainings"
                 remedy = "make it a frozen dataclass with a method __call__, or give it a __repr__"
@@ -133,14 +134,20 @@ class TimedTrace:
 
 
 def depends_on_the_dataset(source: TraceSource) -> bool:
-    """Return whether the batch sizes depend on the size of the dataset."""
-    return isinstance(source, UnderCapacity) or (isinstance(source, str) and "@" in source)
+    """Return whether the batch sizes depend on the size of the dataset, as those under a capacity trace do."""
+    return isinstance(source, UnderCapacity) or (isinstance(source, str) and "@" in source)  # "POLICY@LOG"
 
 
 def timed_trace(
     source: TraceSource, training: TimedTraining, options: TraceOptions, time: SimulatedTime | None = None
 ) -> TimedTrace:
-    """Return batch sizes and time of a training until its end; `time` is that of traces without a capacity trace.
+    """Compute the batch sizes of a training run from its trace, and the time that its updates take.
+
+    Args:
+        source: the trace: batch sizes, a policy that chooses them, or a text that stands for one of these.
+        training: what else the batch sizes depend on.
+        options: what the text of a trace leaves open.
+        time: the time of an update, for a trace that is not under a capacity trace; None: not known.
 
     Raises:
         TypeError: if `source` has another type.
@@ -165,7 +172,7 @@ def timed_trace(
 
 
 def _parse_policy_text(text: str, training: TimedTraining, options: TraceOptions) -> TraceSource:
-    """Return the trace that a text "POLICY" or "POLICY@LOG" names; any other text unchanged."""
+    """Return the trace for a text "POLICY" or "POLICY@LOG", as "per-device:64@spot.json", or another text unchanged."""
     policy, at, log = text.partition("@")
     if at:
         if options.under is None:
@@ -174,22 +181,25 @@ def _parse_policy_text(text: str, training: TimedTraining, options: TraceOptions
         return replace(options.under, capacity=log, policy=policy)
     if text.partition(":")[0] not in POLICIES:
         return text
-    low, high = options.bounds or (1, training.dataset_size)
-    start = None if training.ref_batchsize is None else min(max(training.ref_batchsize, low), high)
+    least, most = options.bounds or (1, training.dataset_size)
+    start = None if training.ref_batchsize is None else min(max(training.ref_batchsize, least), most)
     return AdaptiveTrace(parse_policy(text), start, options.bounds, every=options.every or EVERY)
 
 
 def _remark_if_constant(trace: BatchTrace, training: TimedTraining) -> str | None:
     """Return a note for the user if the batch size does not change within the training; None if it does."""
-    starts, sizes = trace.runs
-    if len(starts) > 1 and trace.offset(int(starts[1])) < training.end.max_samples(training.rest):
-        return None
-    later = f"; its first change follows sample {trace.offset(int(starts[1])):,}" if len(starts) > 1 else ""
+    starts, sizes = trace.runs  # first steps and batch sizes of the runs of equal batch sizes
+    later = ""
+    if len(starts) > 1:
+        samples_before_change = trace.offset(int(starts[1]))
+        if samples_before_change < training.end.max_samples(training.rest):
+            return None
+        later = f"; its first change follows sample {samples_before_change:,}"
     return f"the batch size is {sizes[0]} throughout, so that rules are only learning rates here{later}"
 
 
 def _batch_trace(source: Any, training: TimedTraining, options: TraceOptions) -> BatchTrace:
-    """Return the batch trace of a source, with the `on_end` that the options and the end of the training ask for."""
+    """Create the batch trace from a number, a schedule or a file, and set what follows its last step, `on_end`."""
     if isinstance(source, str) and not (source[:1].isdigit() or Path(source).is_file()):
         requirement = f"a trace must be a number, a schedule, a CSV file, {FORMS}, or POLICY@LOG"
         raise value_error(requirement, f"{source!r:.60}", "pass one of these; a file must exist")
@@ -203,8 +213,12 @@ def _batch_trace(source: Any, training: TimedTraining, options: TraceOptions) ->
 
 
 def _after_checkpoint(trace: BatchTrace, training: TimedTraining) -> BatchTrace:
-    """Return a trace that is shifted by the updates of the checkpoint; these steps, which are over, have the size 1."""
-    before = training.before[0]
+    """Shift a trace so that it begins at the checkpoint from which the training starts.
+
+    The sampler counts steps from the beginning of the first training. So there is a step for each update before the
+    checkpoint; they are over, and have the batch size 1.
+    """
+    before = training.before[0]  # updates
     if not before:
         return trace
     if trace.steps is not None and trace.on_end == "error":  # checked now: the sampler would count the steps of size 1
@@ -223,7 +237,7 @@ def _after_checkpoint(trace: BatchTrace, training: TimedTraining) -> BatchTrace:
 
 
 def _check_end(timed: TimedTrace) -> None:
-    """Raise ValueError if the time or the cost with which a training ends is not known, or not reached."""
+    """Raise ValueError if a training is to end at a time or a cost that is not known, or that it does not reach."""
     end, time = timed.end, timed.time
     if end.by not in ("seconds", "cost"):
         return
@@ -244,7 +258,7 @@ def _check_end(timed: TimedTrace) -> None:
 
 
 def _simulate_timed(source: UnderCapacity, training: TimedTraining, options: TraceOptions) -> TimedTrace:
-    """Return the batch sizes of a policy under a capacity trace, and their time, as `simulate` finds them."""
+    """Simulate a training under a capacity trace, and return its batch sizes and the times of its updates."""
     capacity = source.capacity if isinstance(source.capacity, CapacityTrace) else cluster.read(source.capacity)
     policy = parse_policy(source.policy) if isinstance(source.policy, str) else source.policy
     arguments: dict[str, Any] = {}

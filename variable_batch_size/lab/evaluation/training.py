@@ -36,7 +36,7 @@ SAVE_EVERY = timedelta(seconds=30)  # between two checkpoints of a training
 
 
 class TrainingParts(NamedTuple):
-    """The objects of a training.
+    """The objects that a training run needs: task, model, sampler, optimizer and schedule.
 
     Attributes:
         schedule: the schedule of the learning rate; None without one.
@@ -53,10 +53,10 @@ class TrainingParts(NamedTuple):
 
 
 def create_parts(cell: Cell, curve: Curve) -> TrainingParts:
-    """Create the objects of a training, in the state from which it starts.
+    """Create the model, sampler, optimizer and schedule of a training run, in the state from which it starts.
 
     Args:
-        cell: what is trained.
+        cell: the settings of the run.
         curve: its curve, from which a schedule by seconds or cost reads them.
     """
     task = load_task(cell.task, cell.task_arguments, cell.data_dir)
@@ -91,17 +91,19 @@ def create_parts(cell: Cell, curve: Curve) -> TrainingParts:
 def _create_schedules(
     cell: Cell, task: Task, optimizer: CustomOptimizer, curve: Curve
 ) -> tuple[LambdaLR | None, ProgressScheduler | LambdaLR | None]:
-    """Return the `schedule` and `scheduler` of `TrainingParts`; None twice without a schedule and a warm-up.
+    """Create the learning-rate schedule of a run: return the `schedule` and `scheduler` of `TrainingParts`.
 
-    A training that ends with samples follows the schedule by its samples. One with another end, such as seconds,
-    follows it by the share of this end that it has reached.
+    Both are None if the run has neither a schedule nor a warm-up. A training that ends with samples follows the
+    schedule by its samples. One with another end, such as seconds, follows it by the share of this end that it has
+    reached.
     """
-    task_schedule, size, end = Defaults.read(task, cell.task).schedule, cell.ref_batchsize, cell.timed.end
+    task_schedule, ref_batchsize, end = Defaults.read(task, cell.task).schedule, cell.ref_batchsize, cell.timed.end
     if task_schedule is None and not cell.warmup:
         return None, None
 
     def lr_factor(samples: int, total: int) -> float:
-        warmup = min(1.0, (samples + (size or 0)) / cell.warmup) if cell.warmup else 1.0
+        after_update = samples + (ref_batchsize or 0)  # the warm-up does not begin at 0
+        warmup = min(1.0, after_update / cell.warmup) if cell.warmup else 1.0
         return warmup * (1.0 if task_schedule is None else task_schedule(samples, total))
 
     if end.by != "samples":
@@ -112,33 +114,33 @@ def _create_schedules(
 
         schedule = LambdaLR(optimizer, lr_factor_by_share)
         return schedule, schedule
-    if size is None:
+    if ref_batchsize is None:
         raise ValueError(f"the schedule of the task {cell.task} needs a ref_batchsize, but there is none; pass one")
-    schedule = LambdaLR(optimizer, lambda step: lr_factor(step * size, cell.samples))
+    schedule = LambdaLR(optimizer, lambda step: lr_factor(step * ref_batchsize, cell.samples))
     return schedule, ProgressScheduler(schedule, optimizer, by="samples")
 
 
 class _Unused:
-    """A part of a checkpoint that the training which starts from it does not have; its state is ignored."""
+    """A placeholder for a part of a checkpoint that a run which starts from it does not use. It ignores its state."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing."""
+        """Return an empty state."""
         return {}
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Leave it out."""
+        """Ignore the state."""
 
 
 def _restore_start(parts: TrainingParts, start: Start, lr_factor: float) -> None:
-    """Restore the checkpoint from which a training starts into its objects, and multiply the learning rates.
+    """Load the checkpoint from which a run starts into its objects, and multiply the learning rates by a factor.
 
-    It restores a copy, because a `Checkpoint` locks its folder and writes into it.
+    It loads a copy, because a `Checkpoint` locks its folder and writes into it.
     """
     others: dict[str, Any] = {name: _Unused() for name in start.others}
     if parts.scheduler is not None:
         others["scheduler"] = parts.scheduler
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that the rule is another one is what is compared
+        warnings.simplefilter("ignore", UserWarning)  # of another rule than in the checkpoint: rules are compared here
         try:
             shutil.copytree(start.path, Path(folder) / start.path.name)
         except FileNotFoundError:
@@ -153,7 +155,7 @@ def _restore_start(parts: TrainingParts, start: Start, lr_factor: float) -> None
 
 
 def _check_schedule(schedule: LambdaLR, lr: float, start: Start) -> None:
-    """Raise ValueError if the learning rate of a checkpoint is not that of the schedule of the task there."""
+    """Raise ValueError if the learning rate of a checkpoint, `lr`, is not the one of the task's schedule there."""
     expected = float(schedule.base_lrs[0] * schedule.lr_lambdas[0](schedule.last_epoch))
     if not math.isclose(lr, expected, rel_tol=1e-6):
         requirement = f"the schedule of the task must be that of the checkpoint {start.path}"
@@ -178,7 +180,7 @@ def train(
     save_every: timedelta | int = SAVE_EVERY,
     driver: int | None = None,
 ) -> dict[str, Any]:
-    """Train a cell, or continue where a killed training has saved, and return its line.
+    """Make a training run, or continue one from its last checkpoint, and return its results: a line of JSON.
 
     With one thread a training is a function of the cell; it may be a little different on another machine or with
     another version of torch.
@@ -201,7 +203,7 @@ def train(
 
 
 def _train(cell: Cell, checkpoints: Path | None, save_every: timedelta | int, driver: int | None) -> dict[str, Any]:
-    """Train a cell, and return its line, see `train`."""
+    """Make a training run, and return its results, see `train`."""
     began = time.perf_counter()
     seed_all(cell.seed)
     curve = Curve(cell.timed.time, cell.minibatch_size, 0 if cell.start is None else cell.start.updates)
@@ -215,12 +217,13 @@ def _train(cell: Cell, checkpoints: Path | None, save_every: timedelta | int, dr
             checkpoint.restore()
         before = curve.wall_seconds  # of earlier processes
         if not curve.rows:
-            evaluate(parts, curve)
+            evaluate(parts, curve)  # before the first update
+        # A run that was restored may already be over.
         for updated in () if _is_over(cell, parts, curve) else train_updates(parts, curve, cell):
             curve.add_update(optimizer.updates, optimizer.current_lr())
             if updated and parts.scheduler is not None:
                 parts.scheduler.step()
-            if optimizer.samples // cell.between > curve.samples // cell.between:
+            if optimizer.samples // cell.between > curve.samples // cell.between:  # a multiple of `between` was passed
                 evaluate(parts, curve)
             curve.wall_seconds = before + time.perf_counter() - began
             if checkpoint is not None:
@@ -238,12 +241,12 @@ def _train(cell: Cell, checkpoints: Path | None, save_every: timedelta | int, dr
 
 
 def _is_over(cell: Cell, parts: TrainingParts, curve: Curve) -> bool:
-    """Return whether a training has diverged, or has reached an end other than its samples."""
+    """Return whether a training has diverged, or has reached its end if this is not a number of samples."""
     return curve.diverged or cell.timed.end.is_reached(curve, parts.optimizer.progress)
 
 
 def _line(cell: Cell, parts: TrainingParts, curve: Curve, wall_seconds: float) -> dict[str, Any]:
-    """Return the line of a training that has ended, as `Journal` appends it."""
+    """Return the results of a run that has ended, as values of JSON: a line of the evaluation's file."""
     return {
         "key": cell.key,
         "cell": cell.as_json(),
@@ -256,12 +259,12 @@ def _line(cell: Cell, parts: TrainingParts, curve: Curve, wall_seconds: float) -
 
 
 def _is_due(every: timedelta | int, updates: int, seconds: float) -> bool:
-    """Return whether the first checkpoint is due after this number of updates, or this time."""
+    """Return whether the first checkpoint is due after so many updates and seconds, if `every` is the interval."""
     return seconds >= every.total_seconds() if isinstance(every, timedelta) else updates % every == 0
 
 
 def _training_facts(parts: TrainingParts, cell: Cell) -> dict[str, Any]:
-    """Return what a line records beside the environment: threads, the optimizer, and its noise averages."""
+    """Return facts about a run that a report shows: number of threads, optimizer, and start of the noise averages."""
     inner = parts.optimizer.inner
     options = {name: value for name, value in inner.defaults.items() if value is not None and name != "lr"}
     facts: dict[str, Any] = {"threads": torch.get_num_threads()}
@@ -272,7 +275,7 @@ def _training_facts(parts: TrainingParts, cell: Cell) -> dict[str, Any]:
 
 
 def seed_all(*seeds: int) -> None:
-    """Seed the random numbers of torch, NumPy and `random`; several seeds are combined to one."""
+    """Seed the random numbers of torch, NumPy and `random`. Several seeds are combined into one."""
     seed = seeds[0] if len(seeds) == 1 else int(np.random.SeedSequence(seeds).generate_state(1)[0])
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
@@ -280,11 +283,14 @@ def seed_all(*seeds: int) -> None:
 
 
 def train_updates(parts: TrainingParts, curve: Curve, cell: Cell) -> Iterator[bool]:
-    """Train, and yield after each update whether it has changed the weights, until its samples or its divergence."""
+    """Train the model, and yield after each update whether it has changed the weights.
+
+    It yields False for an update that was skipped, and ends when all samples are used or the training has diverged.
+    """
     parts.model.train()
     for epoch in remaining_epochs(parts.sampler, parts.optimizer):
         for batch in _epoch_loader(parts, cell, epoch):
-            updates, samples = parts.optimizer.updates, parts.optimizer.microbatch.samples
+            updates_before, samples = parts.optimizer.updates, parts.optimizer.microbatch.samples
             try:
                 loss = parts.task.loss(parts.model, batch)
             except Exception as error:
@@ -296,20 +302,21 @@ def train_updates(parts: TrainingParts, curve: Curve, cell: Cell) -> Iterator[bo
                 return
             loss.backward()  # type: ignore[no-untyped-call]
             updated = parts.optimizer.step()
-            if parts.optimizer.updates > updates:
+            if parts.optimizer.updates > updates_before:  # not only accumulated
                 yield updated
 
 
 def _epoch_loader(parts: TrainingParts, cell: Cell, epoch: int) -> DataLoader[Any]:
-    """Return the loader of an epoch.
+    """Return a `DataLoader` of the microbatches of an epoch.
 
     After a checkpoint the sampler has the seed of that training, so that the epoch which has begun keeps its order;
     later ones are shuffled once more, by the seed of the cell. Of a `TensorDataset` the rows of a batch are taken at
     once, which gives the same batches, and is faster.
     """
     dataset: Any = dataset_of(parts.task)
-    collate = {"batch_size": None, "sampler": parts.sampler, "collate_fn": tuple}
-    options: dict[str, Any] = collate if type(dataset) is TensorDataset else {"batch_sampler": parts.sampler}
+    options: dict[str, Any] = {"batch_sampler": parts.sampler}
+    if type(dataset) is TensorDataset:
+        options = {"batch_size": None, "sampler": parts.sampler, "collate_fn": tuple}
     if cell.start is not None and epoch > cell.start.epoch:
         seed_all(cell.seed, epoch)
         dataset = Subset(dataset, np.random.permutation(len(dataset)).tolist())
@@ -317,7 +324,10 @@ def _epoch_loader(parts: TrainingParts, cell: Cell, epoch: int) -> DataLoader[An
 
 
 def evaluate(parts: TrainingParts, curve: Curve) -> None:
-    """Evaluate the model, and add a row to the curve; an error of a model that has diverged only says so."""
+    """Evaluate the model, and add a row to the curve.
+
+    If the evaluation raises because the model has diverged, its loss counts as nan, and the run ends as diverged.
+    """
     metrics: Mapping[str, float] = {"loss": math.nan}
     try:
         metrics = metrics_of(parts)
@@ -330,7 +340,7 @@ def evaluate(parts: TrainingParts, curve: Curve) -> None:
 
 @torch.no_grad()
 def metrics_of(parts: TrainingParts) -> Mapping[str, float]:
-    """Return the metrics of the task's evaluation; the model is in `train()` mode afterwards, without gradients."""
+    """Evaluate the model, and return the metrics. Afterwards it is in `train()` mode, without gradients."""
     parts.model.eval()
     metrics = parts.task.evaluate(parts.model)
     parts.model.train()
@@ -340,7 +350,7 @@ def metrics_of(parts: TrainingParts) -> Mapping[str, float]:
 
 
 def _loss_value(loss: Any) -> float:
-    """Return the value of a loss, or raise an error if it cannot be one."""
+    """Return the value of a task's loss. Raise ValueError if it is not a tensor of one element."""
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return float(loss.detach())
     found = f"one of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
@@ -349,8 +359,11 @@ def _loss_value(loss: Any) -> float:
 
 
 def _failed_by_divergence(model: nn.Module, curve: Curve, error: Exception) -> bool:
-    """Return whether an error of a task only says that the training has diverged: numbers overflow, or are large."""
-    if curve.last is None:
+    """Return whether a task raised an error only because the training has diverged.
+
+    This is the case if a number overflows, the last training loss is too high or a weight is not finite.
+    """
+    if curve.last is None:  # nothing has been trained yet
         return False
     overflows = isinstance(error, (OverflowError, FloatingPointError)) or not curve.last <= curve.limit
     return overflows or not all(bool(parameter.isfinite().all()) for parameter in model.parameters())
@@ -358,7 +371,7 @@ def _failed_by_divergence(model: nn.Module, curve: Curve, error: Exception) -> b
 
 @contextmanager
 def _without_info_logs() -> Iterator[None]:
-    """Log nothing below WARNING within a block."""
+    """Disable log messages below WARNING within a block."""
     before = logging.root.manager.disable
     logging.disable(logging.INFO)
     try:
@@ -369,7 +382,7 @@ def _without_info_logs() -> Iterator[None]:
 
 @contextmanager
 def _limited_threads(number: int) -> Iterator[None]:
-    """Let torch use so many threads within a block."""
+    """Limit torch to a number of threads within a block."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:

