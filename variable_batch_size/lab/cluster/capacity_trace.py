@@ -62,23 +62,23 @@ class CapacityTrace:
         costs = None if prices is None else _check_numbers(prices, "prices")
         _check_rows(times, counts, costs)
         stop = float(times[-1]) if end is None else check_number(end, "end", "pass seconds")
-        rows, self._end = from_first_row(times, stop)
+        since_start, self._end = from_first_row(times, stop)
         if not (stop >= times[-1] and self._end > 0):
-            requirement = f"end must be > {times[0] - rows[0]:.15g} and >= {times[-1]}, the time of the last row"
+            requirement = f"end must be > {times[0] - since_start[0]:.15g} and >= {times[-1]}, the time of the last row"
             raise value_error(requirement, stop, "pass a later end=")
-        times = rows
-        if times[0] > 0:
+        times = since_start
+        if times[0] > 0:  # before the first row there are no nodes
             times, counts = np.insert(times, 0, 0.0), np.insert(counts, 0, 0)
             costs = None if costs is None else np.insert(costs, 0, costs[0])
-        last = np.diff(times, append=np.inf) > 0  # of the rows at one time
-        times = times[last]
-        counts = counts[last]
-        costs = None if costs is None else costs[last]
-        differs = np.diff(counts, prepend=-1) != 0
+        is_last = np.diff(times, append=np.inf) > 0  # of the rows at one time
+        times = times[is_last]
+        counts = counts[is_last]
+        costs = None if costs is None else costs[is_last]
+        is_change = np.diff(counts, prepend=-1) != 0
         if costs is not None:
-            differs |= np.diff(costs, prepend=-1) != 0
-        self._seconds, self._nodes = _freeze(times[differs]), _freeze(counts[differs])
-        self._prices = None if costs is None else _freeze(costs[differs])
+            is_change |= np.diff(costs, prepend=-1) != 0
+        self._seconds, self._nodes = _freeze(times[is_change]), _freeze(counts[is_change])
+        self._prices = None if costs is None else _freeze(costs[is_change])
 
     @property
     def seconds(self) -> FloatArray:
@@ -107,7 +107,7 @@ class CapacityTrace:
 
     @property
     def lengths(self) -> FloatArray:
-        """Seconds for which each row holds, (rows,); the last one is 0 if the trace ends with a change."""
+        """Seconds for which each of `nodes` holds, (rows,). The last one is 0 if the trace ends with a change."""
         return np.diff(self._seconds, append=self._end)
 
     @property
@@ -144,7 +144,7 @@ class CapacityTrace:
         return int(nodes) if times.ndim == 0 else nodes
 
     def slice(self, start: float = 0.0, stop: float | None = None) -> CapacityTrace:
-        """Return the trace from `start` to `stop`, in seconds; it begins at 0 again.
+        """Cut out the part of the trace from `start` to `stop`, in seconds. Its times begin at 0.
 
         Args:
             start: beginning, in [0, end).
@@ -166,7 +166,7 @@ class CapacityTrace:
         return CapacityTrace(seconds, self._nodes[rows], last - first, prices)
 
     def clip(self, min: int = 0, max: int | None = None) -> CapacityTrace:
-        """Return the trace whose nodes are limited to [min, max].
+        """Return the trace with its numbers of nodes limited to [min, max].
 
         Raises:
             TypeError, ValueError: if a limit is not an integer >= 0, or `max` < `min`.
@@ -176,7 +176,7 @@ class CapacityTrace:
         return CapacityTrace(self._seconds, self._nodes.clip(low, high), self._end, self._prices)
 
     def devices(self, per_node: int) -> CapacityTrace:
-        """Return the trace of the devices of nodes with `per_node` each; a price is that of a device.
+        """Return the trace of devices, such as GPUs, if each node has `per_node` of them. Prices are those of a device.
 
         Raises:
             TypeError, ValueError: if `per_node` is not an integer >= 1.
@@ -205,13 +205,14 @@ class CapacityTrace:
             TypeError, ValueError: if `every` is not a number > 0.
         """
         interval = check_positive(every, "every", "pass seconds")
-        first = np.ceil(self._seconds / interval)  # (rows,): the first reading after a change, up to rounding
-        near = np.unique(np.concatenate([first - 1, first, first + 1]))  # (readings,), as below; all others repeat one
-        readings = near[near >= 0] * interval
-        readings = readings[readings <= self._end]
-        rows = self._seconds.searchsorted(readings, side="right") - 1  # (readings,)
+        # Only readings next to a change matter, as all others repeat the one before.
+        first = np.ceil(self._seconds / interval)  # (rows,): number of the first reading after a change, up to rounding
+        near = np.unique(np.concatenate([first - 1, first, first + 1]))  # (readings,), as below
+        times = near[near >= 0] * interval
+        times = times[times <= self._end]
+        rows = self._seconds.searchsorted(times, side="right") - 1  # of this trace, at each of the times
         prices = None if self._prices is None else self._prices[rows]
-        return CapacityTrace(readings, self._nodes[rows], self._end, prices)
+        return CapacityTrace(times, self._nodes[rows], self._end, prices)
 
     def scaled(self, factor: float) -> CapacityTrace:
         """Return the trace with all times multiplied by `factor`: 1 / 1440 makes a minute of a day.
@@ -261,9 +262,11 @@ class CapacityTrace:
         return axes
 
     def _row(self, second: float) -> int:
+        """Return the index of the row that holds at a time."""
         return int(self._seconds.searchsorted(second, side="right")) - 1
 
     def _key(self) -> tuple[object, ...]:
+        """Return what determines whether two traces are equal, as hashable values."""
         prices = None if self._prices is None else self._prices.tobytes()
         return self._seconds.tobytes(), self._nodes.tobytes(), prices, self._end
 
@@ -282,14 +285,14 @@ class CapacityTrace:
 
 
 def bin_means(edges: FloatArray, values: FloatArray, columns: int) -> tuple[FloatArray, FloatArray]:
-    """Return the means of a step function in columns of equal width.
+    """Average a step function over columns of equal width, so that a plot shows also what is narrower than a pixel.
 
     >>> bin_means(np.array([0.0, 1.0, 4.0]), np.array([1.0, 0.0]), 2)
     (array([0., 2., 4.]), array([0.5, 0. ]))
 
     Args:
         edges: where each value begins, and the last one ends, (values + 1,).
-        values: (values,).
+        values: the values of the function, (values,).
         columns: number of columns.
 
     Returns:
@@ -301,7 +304,7 @@ def bin_means(edges: FloatArray, values: FloatArray, columns: int) -> tuple[Floa
 
 
 def _check_numbers(values: npt.ArrayLike, name: str) -> FloatArray:
-    """Return a copy of numbers in [0, 2**53] of one dimension as float64; raise TypeError or ValueError otherwise."""
+    """Return a copy of numbers in [0, 2**53] as float64, (rows,). Raise TypeError or ValueError for anything else."""
     try:
         array = np.ma.filled(np.asanyarray(values, np.float64), np.nan)  # masked times and prices are missing
     except (TypeError, ValueError):
@@ -316,8 +319,9 @@ def _check_numbers(values: npt.ArrayLike, name: str) -> FloatArray:
 
 
 def _check_nodes(values: npt.ArrayLike) -> IntArray:
-    """Return a copy of integers in [0, 2**53] as int64; raise TypeError or ValueError if one is none."""
+    """Return a copy of integers in [0, 2**53] as int64. Raise TypeError or ValueError for anything else."""
     array = np.asanyarray(values)
+    # Values of other types are checked one by one, so that the error names the first row that is not an integer.
     if array.dtype.kind not in "iu" or np.ma.is_masked(array):
         array = np.array([check_int(value, f"nodes[{row}]", 0, MAX_INT) for row, value in enumerate(array.flat)])
         array = array.astype(np.int64).reshape(np.shape(values))
@@ -342,5 +346,6 @@ def _check_rows(times: FloatArray, counts: IntArray, costs: FloatArray | None) -
 
 
 def _freeze(array: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
+    """Make an array read-only, and return it."""
     array.flags.writeable = False
     return array

@@ -51,7 +51,7 @@ class PublicTrace:
         return Path(cache).expanduser() / (self.name + PurePosixPath(self.address).suffix)
 
     def download(self, cache: str | os.PathLike[str] | None = None) -> Path:
-        """Return the path of the file, after downloading it if it is missing or another one.
+        """Download the file if it is not in the folder yet, or has changed there, and return its path.
 
         Args:
             cache: folder in which files are kept; by default, that of `path`.
@@ -77,7 +77,7 @@ class PublicTrace:
 
 
 def fetch(name: str, *, cache: str | os.PathLike[str] | None = None) -> CapacityTrace:
-    """Return a public capacity trace; the file is downloaded when it is first used.
+    """Return a capacity trace that others have published. Its file is downloaded when it is first used.
 
     `PUBLIC` lists the names, with licenses and publications. `PUBLIC[name].download()` returns the path of the file,
     for other options of `read`. Rows that are out of order are sorted without a warning.
@@ -104,7 +104,7 @@ def fetch(name: str, *, cache: str | os.PathLike[str] | None = None) -> Capacity
 
 
 def _failure_reason(error: OSError) -> str:
-    """Return why a download failed, without the address and the nested errors of requests."""
+    """Return in a few words why a download failed. Errors of `requests` repeat the address and nest other errors."""
     response = getattr(error, "response", None)
     if response is None:
         return error.strerror or type(error).__name__
@@ -117,6 +117,7 @@ def _github_url(repository: str, commit: str, path: str) -> str:
 
 
 def _skypilot_trace(name: str, path: str, sha256: str) -> PublicTrace:
+    """Return the entry for a file of SkyPilot's repository, at a fixed commit."""
     commit = "b26631383e2b5f5b48a3d700b92ed133edaf452e"
     return PublicTrace(
         name=f"skypilot/{name}",
@@ -129,6 +130,7 @@ def _skypilot_trace(name: str, path: str, sha256: str) -> PublicTrace:
 
 
 def _bamboo_trace(name: str, commit: str, path: str, sha256: str, format: str) -> PublicTrace:
+    """Return the entry for a file of Bamboo's repository, at a commit."""
     return PublicTrace(
         name=f"bamboo/{name}",
         address=_github_url("uclasystem/bamboo", commit, path),

@@ -86,7 +86,7 @@ def read(
     reader = READERS[format] if format is not None else _recognize(text)
     for option, value, default in zip(ReaderOptions._fields, options, ReaderOptions(), strict=True):
         if value != default and option not in reader.options:
-            formats = ", ".join(name for name, other in READERS.items() if option in other.options)
+            formats = ", ".join(name for name, known in READERS.items() if option in known.options)
             found = f"the format {reader.name} ({text.path})"
             raise value_error(f"{option} must be left out except for the format {formats}", found, f"remove {option}=")
     trace = CapacityTrace(*reader.read_checked(text, options))
@@ -100,9 +100,9 @@ read.__doc__ = read.__doc__ and read.__doc__.replace("    FORMATS", _FORMATS)
 
 
 def _warn_of_hours(trace: CapacityTrace, path: str) -> None:
-    """Warn if the nodes change at fractions of a second, and within five seconds of one another: they may be hours."""
+    """Warn if the times of a trace, which must be seconds, look like hours: fractions that are close together."""
     is_whole = bool((trace.seconds % 1 == 0).all())
-    if not is_whole and trace.changes > 1 and trace.end < 5 * trace.changes:
+    if not is_whole and trace.changes > 1 and trace.end < 5 * trace.changes:  # less than 5 s apart, on average
         warnings.warn(
             f"capacity trace ({path}) changes {trace.changes} times in {trace.end:g} seconds, as if its times were "
             f"hours; if they are, pass --scale-time 3600, or use read(...).scaled(3600)",
@@ -112,7 +112,7 @@ def _warn_of_hours(trace: CapacityTrace, path: str) -> None:
 
 
 def _check_options(inverted: bool | int, max_gap: float | None) -> ReaderOptions:
-    """Return these options of readers, checked; True is a cluster of one node."""
+    """Check two options of `read`, and return them. `inverted` is then the number of nodes, and 0 if it is False."""
     remedy = "pass True for a cluster of one node, or the number of its nodes"
     size = int(inverted) if isinstance(inverted, bool) else check_int(inverted, "inverted", 1, MAX_INT, remedy)
     if max_gap is None:
@@ -124,7 +124,7 @@ def _check_options(inverted: bool | int, max_gap: float | None) -> ReaderOptions
 
 
 def recognized_format(path: str | os.PathLike[str]) -> str | None:
-    """Return the name of the format of a file; None if it is not recognized, or cannot be read."""
+    """Return the name of the format of a capacity trace, or None if it is not recognized, or cannot be read."""
     try:
         return _recognize(Text.load(path)).name
     except (OSError, ValueError):
@@ -132,7 +132,7 @@ def recognized_format(path: str | os.PathLike[str]) -> str | None:
 
 
 def _recognize(text: Text) -> Reader:
-    """Return the reader of the format of a file; raise LogError if none recognizes it."""
+    """Find the reader for the format of a file, by its beginning. Raise LogError if no reader recognizes it."""
     for reader in READERS.values():
         if reader.recognizes(text):
             return reader

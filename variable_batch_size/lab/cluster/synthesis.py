@@ -94,28 +94,32 @@ def synthetic(
 def _up_at_start(
     rng: np.random.Generator, nodes: int, mean_up: float, mean_down: float, every: float | None, fraction: float
 ) -> npt.NDArray[np.bool_]:
-    """Return which nodes are up at time 0 in the stationary state, (nodes,).
+    """Draw which nodes are up at time 0, (nodes,), as if the process had run for ever before.
 
-    A node that a bulk preemption hit last a time t ago is up with probability p (1 - exp(-t (u + d))), where p is that
-    of a node that is never hit.
+    A node that a bulk preemption hit last a time t ago is up with probability p (1 - exp(-t (u + d))), where p is the
+    probability for a node that is never hit, u = 1 / `mean_up` and d = 1 / `mean_down`. Bulk preemptions come `every`
+    so many seconds on average, and hit a node with probability `fraction`.
     """
-    never_hit, rate = 1 / (1 + mean_down / mean_up), 1 / mean_up + 1 / mean_down
-    since = np.full(nodes, np.inf)
+    p_never_hit, rate = 1 / (1 + mean_down / mean_up), 1 / mean_up + 1 / mean_down
+    since_hit = np.full(nodes, np.inf)  # seconds
     if every is not None and fraction > 0:
-        last = rng.geometric(fraction, nodes)  # (nodes,): how many bulk preemptions back the last hit is
-        distinct, place = np.unique(last, return_inverse=True)
-        since = np.cumsum(rng.gamma(np.diff(distinct, prepend=0), every))[place]
-    return rng.random(nodes) < -never_hit * np.expm1(-since * rate)
+        bulks_back = rng.geometric(fraction, nodes)  # (nodes,): how many bulk preemptions back the last hit is
+        distinct, place = np.unique(bulks_back, return_inverse=True)
+        since_hit = np.cumsum(rng.gamma(np.diff(distinct, prepend=0), every))[place]
+    return rng.random(nodes) < -p_never_hit * np.expm1(-since_hit * rate)
 
 
 def _choose_cells(rng: np.random.Generator, cells: int, fraction: float) -> IntArray:
-    """Choose each of [0, cells) with probability `fraction`; return the chosen ones in ascending order, (chosen,)."""
-    parts, last = [np.empty(0, np.int64)], -1
+    """Choose each number in [0, cells) with probability `fraction`, and return the chosen ones in order, (chosen,).
+
+    It draws the gaps between them, which are geometric, because they may be few of many.
+    """
+    batches, last = [np.empty(0, np.int64)], -1
     while fraction > 0 and last < cells - 1:
-        size = 16 + int((cells - last) * fraction)
-        parts.append(last + np.cumsum(np.minimum(rng.geometric(fraction, size), cells + 1)))
-        last = int(parts[-1][-1])
-    chosen = np.concatenate(parts)
+        size = 16 + int((cells - last) * fraction)  # about as many as are left
+        batches.append(last + np.cumsum(np.minimum(rng.geometric(fraction, size), cells + 1)))
+        last = int(batches[-1][-1])
+    chosen = np.concatenate(batches)
     return chosen[chosen < cells]
 
 
@@ -127,29 +131,34 @@ def _alternate(
     mean_up: float,
     mean_down: float,
 ) -> tuple[FloatArray, FloatArray]:
-    """Return the times at which nodes go up and down, each (changes,), in stretches from `starts` to `stops`.
+    """Draw the times at which nodes go up, and those at which they go down, each (changes,).
 
-    A node begins a stretch, (stretches,), up or down, and ends it down.
+    A stretch is the time of one node between two hits of bulk preemptions, or the ends of the trace.
+
+    Args:
+        starts, stops: seconds at which each stretch starts and stops, (stretches,).
+        begins_up: whether its node begins it up, (stretches,); every node ends it down.
+        mean_up, mean_down: see `synthetic`.
     """
     gained, lost = [], []
     time = starts + np.where(begins_up, 0, rng.exponential(mean_down, len(starts)))  # (stretches,): up from then on
-    while (goes_on := time < stops).any():
-        time, stops = time[goes_on], stops[goes_on]
-        wanted = 1 + (stops - time).max() / (mean_up + mean_down)
-        shape = len(time), int(min(wanted, 1 + _CYCLES_AT_ONCE // len(time)))  # (stretches, cycles)
+    while (is_left := time < stops).any():
+        time, stops = time[is_left], stops[is_left]
+        expected_cycles = 1 + (stops - time).max() / (mean_up + mean_down)
+        shape = len(time), int(min(expected_cycles, 1 + _CYCLES_AT_ONCE // len(time)))  # (stretches, cycles)
         up, down = rng.exponential(mean_up, shape), rng.exponential(mean_down, shape)
-        again = time[:, None] + np.cumsum(up + down, axis=1)
-        first = np.concatenate([time[:, None], again[:, :-1]], axis=1)
+        cycle_ends = time[:, None] + np.cumsum(up + down, axis=1)
+        cycle_begins = np.concatenate([time[:, None], cycle_ends[:, :-1]], axis=1)
         limit = np.broadcast_to(stops[:, None], shape)
-        inside = first < limit
-        gained.append(first[inside])
-        lost.append(np.minimum(np.minimum(first + up, again), limit)[inside])  # never later by rounding
-        time = again[:, -1]
+        inside = cycle_begins < limit
+        gained.append(cycle_begins[inside])
+        lost.append(np.minimum(np.minimum(cycle_begins + up, cycle_ends), limit)[inside])  # never later by rounding
+        time = cycle_ends[:, -1]
     return np.concatenate([np.empty(0), *gained]), np.concatenate([np.empty(0), *lost])
 
 
 def _check_bulk_fraction(bulk_fraction: float | None, bulk_every: float | None) -> float:
-    """Return the probability with which a bulk preemption takes a node; raise ValueError if it is none."""
+    """Return the probability that a bulk preemption takes a node, by default 1. Raise ValueError if it is not valid."""
     if bulk_fraction is None:
         return 1.0
     if bulk_every is None:

@@ -26,17 +26,17 @@ InputOf: TypeAlias = Callable[[int | None], ControlInput]  # the batch size that
 @final
 @dataclass(frozen=True, slots=True)
 class ControllerSizes:
-    """The decisions of a controller; `advance` returns the one in effect before an update, then the pending ones."""
+    """Batch sizes that a controller decides while the training runs. A decision may take effect some updates later."""
 
     trace: AdaptiveTrace
 
     @property
     def end(self) -> float:
-        """Infinity: a controller has no last update."""
+        """Number of updates after which the batch sizes end: infinity, as a controller always returns another one."""
         return math.inf
 
     def advance(self, pending: Decisions, input_of: InputOf, restarted: bool) -> Decisions:
-        """Call the controller if a decision is due, and return the decisions without those that are over.
+        """Call the controller if a decision is due, and return the decision in effect now, then the pending ones.
 
         Args:
             pending: what this method returned before the last update, or before the one that a checkpoint has; () at
@@ -54,7 +54,10 @@ class ControllerSizes:
         return in_effect(pending, now.updates)
 
     def next_change(self, pending: Decisions, updates: int) -> float:
-        """Return the first update after number `updates` before which `advance` has to be called again."""
+        """Return the number of updates after which the batch size may change, so that `advance` has to be called again.
+
+        `pending` is what it returned last, before update number `updates`.
+        """
         every = self.trace.every
         next_question = math.inf if every is None else (updates // every + 1) * every
         next_begin = pending[1].begins if len(pending) > 1 else math.inf
@@ -64,7 +67,7 @@ class ControllerSizes:
 @final
 @dataclass(frozen=True, slots=True)
 class TraceSizes:
-    """The batch sizes of a trace, in which a step is an update that is kept."""
+    """Batch sizes that a batch trace has fixed in advance: a step of it is an update that is kept."""
 
     trace: BatchTrace
 
@@ -80,7 +83,7 @@ class TraceSizes:
         return (Decision(input.updates, self.trace.batch_size(input.updates)),)
 
     def next_change(self, pending: Decisions, updates: int) -> float:
-        """Return the step at which the next run of equal sizes begins."""
+        """Return the number of the update at which the batch size may change next, or infinity if it never does."""
         step = self.trace.constant_until(updates)
         return math.inf if step is None else step
 

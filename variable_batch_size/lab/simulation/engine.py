@@ -73,7 +73,7 @@ class Overheads:
             raise type_error("blocking must be a bool", self.blocking, "pass True or False")
 
     def restart_seconds(self, nodes: int, cause: Cause) -> float:
-        """Return the seconds of a restart.
+        """Return the seconds of a restart with a number of nodes.
 
         >>> Overheads(restart=lambda nodes, cause: 30 + nodes).restart_seconds(4, "growth")
         34.0
@@ -87,9 +87,9 @@ class Overheads:
 
 @final
 class Interval(NamedTuple):
-    """An interval of one state; updates, samples and progress are those that end in it."""
+    """A time interval of a simulated training in which its state does not change. Updates are those that end in it."""
 
-    begin: float
+    begin: float  # seconds
     end: float
     state: State
     nodes: int = 0  # that the training uses
@@ -100,19 +100,19 @@ class Interval(NamedTuple):
 
 
 def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the intervals with neighbors of the same state, nodes and batch size merged."""
-    rows: list[Interval] = []
-    for row in intervals:
-        if rows and rows[-1][2:5] == row[2:5]:
-            begin, *_, updates, samples, progress = rows.pop()
-            sums = updates + row.updates, samples + row.samples, progress + row.progress
-            row = Interval(begin, *row[1:5], *sums)
-        rows.append(row)
-    return rows
+    """Merge neighboring intervals of the same state, nodes and batch size, so that a timeline has fewer rows."""
+    merged: list[Interval] = []
+    for interval in intervals:
+        if merged and merged[-1][2:5] == interval[2:5]:  # state, nodes and batch size
+            begin, *_, updates, samples, progress = merged.pop()
+            sums = updates + interval.updates, samples + interval.samples, progress + interval.progress
+            interval = Interval(begin, *interval[1:5], *sums)
+        merged.append(interval)
+    return merged
 
 
 class _Saved(NamedTuple):
-    """A checkpoint of the simulated training."""
+    """A checkpoint of the simulated training, to which it goes back after a kill."""
 
     complete: float  # time from which it can be restored
     position: SimulatedPosition
@@ -123,7 +123,7 @@ class _Saved(NamedTuple):
 @final
 @dataclass
 class Engine:
-    """The state of a simulated training; `Overheads` says what happens when.
+    """The simulation of a training on nodes that come and leave. `Overheads` says what happens when they do.
 
     Events are changes of the nodes, notices, saves, decisions, changes of the noise, and the end. Between two of them
     the updates are equal, see `EqualUpdates`. Times and progress are those of an event plus a multiple of those of an
@@ -172,29 +172,29 @@ class Engine:
 
     @property
     def position(self) -> SimulatedPosition:
-        """How far the training is."""
+        """How far the training is: updates, samples and progress that are kept."""
         return self._position
 
     @property
     def _done(self) -> bool:
-        """Whether the goal, the end of the trace or the end of the simulation is reached."""
+        """Whether the training has reached its goal, the end of its batch sizes, or the end of the simulation."""
         unit, value = self.goal
-        reached = getattr(self._position, unit) >= value or self._position.updates >= self.sizes.end
-        return reached or self.now >= self.end
+        has_ended = getattr(self._position, unit) >= value or self._position.updates >= self.sizes.end
+        return has_ended or self.now >= self.end
 
     def _snap(self, time: float) -> float:
-        """Return the time of the event that a time is equal to up to rounding; otherwise the time."""
+        """Return the event, a change of the nodes or the end, to which `time` is equal up to rounding, or `time`."""
         return snap(self.present.snap(self.staying.snap(time)), [self.end])
 
     def _spend_time(self, state: State, until: float, nodes: int = 0, batch_size: int = 0) -> None:
-        """Move the time on to `until`, or to the end of the simulation, with an interval in which no update ends."""
+        """Advance the clock to `until`, or to the end of the simulation, and record an interval without an update."""
         begin = self.now
         self.now = min(until, self.end)
         if self.now > begin:
             self.intervals.append(Interval(begin, self.now, state, nodes, batch_size))
 
     def _restart(self, nodes: int) -> bool:
-        """Restart with these nodes; return False if some of them leave before the restart ends."""
+        """Restart the training with a number of nodes. Return False if some of them leave before the restart ends."""
         started = self._snap(self.now + self.overheads.restart_seconds(nodes, self._cause))
         aborted = self.staying.time_below(nodes, self.now)
         self.restarts += self._cause != "start"
@@ -206,7 +206,7 @@ class Engine:
 
     def _train(self, nodes: int) -> None:
         """Train on `nodes` nodes since a restart, until the training stops, is killed or ends."""
-        overheads, restarted, last_save, has_updated = self.overheads, self.now, self.now, False
+        overheads, restarted, last_save, has_updated = self.overheads, self.now, self.now, False  # times in seconds
         kill = self.present.time_below(nodes, self.now) if self.kills else math.inf
         notice = self.staying.time_below(nodes, self.now)
         while not self._done:  # `now` is the end of a restart, an update or a save
@@ -221,7 +221,7 @@ class Engine:
             if notice <= now:  # the nodes that were to leave have been replaced
                 notice = self.staying.time_below(nodes, now)
             due = math.inf if overheads.save_every is None else last_save + overheads.save_every
-            due = max(due, self._writing.complete) if self._writing else due
+            due = max(due, self._writing.complete) if self._writing else due  # one checkpoint is written at a time
             if reached(now, due):
                 if not self._save(nodes, kill, overheads.blocking):
                     return None
@@ -234,14 +234,15 @@ class Engine:
         return None
 
     def _make_updates(self, nodes: int, wanted: float, limit: float, restarted: bool) -> bool:
-        """Make equal updates up to the first one that ends at `wanted` or later.
+        """Make updates with the same batch size, up to the next event to which the training reacts.
 
         Returns:
             False if `limit` comes before the end of the first one, so that no update is made.
 
         Args:
             nodes: number of nodes that compute.
-            wanted: time of the next event to which the training reacts between two updates.
+            wanted: time of this event, if it is not a change of the batch size or of the noise: the first update that
+                ends then or later is the last one.
             limit: time at which its nodes leave, or the simulation ends.
             restarted: whether it is the first update after a restart.
         """
@@ -255,9 +256,10 @@ class Engine:
         if updates == 0:
             self._spend_time("idle" if limit == self.end else "redone", limit, nodes, size)
             return False
+        # Each event from here on may reduce the number of updates.
         unit, value = self.goal
-        ends = min(self.sizes.end, self.sizes.next_change(decisions, before.updates))
-        updates = int(min(updates, ends - before.updates))
+        change = min(self.sizes.end, self.sizes.next_change(decisions, before.updates))
+        updates = int(min(updates, change - before.updates))
         updates = updates_alike.first_with(lambda n: begin + updates_alike.seconds(n), wanted * (1 - ROUNDING), updates)
         noise_end = self.model.next_noise(before.progress)
         updates = updates_alike.first_with(lambda n: before.progress + updates_alike.progress(n), noise_end, updates)
@@ -271,7 +273,7 @@ class Engine:
         return True
 
     def _control_input(self, devices: int, chosen: int | None) -> ControlInput:
-        """Return the input of a controller that has chosen the batch size `chosen` last; None if it has chosen none."""
+        """Return what a controller is told to choose the next batch size. `chosen` is the last one, None at first."""
         position, model = self._position, self.model
         noise = model.noise_at(position.progress, position.updates, chosen)
         counts = position.updates, position.samples, position.progress
@@ -299,19 +301,24 @@ class Engine:
         return True
 
     def _stop(self, nodes: int, kill: float) -> None:
-        """Save what is not saved, and stop; the training restarts with other nodes."""
+        """Save what is not saved, and stop, so that the training restarts with other nodes.
+
+        Args:
+            nodes: number of nodes until now.
+            kill: time at which some of them leave.
+        """
         if self._saved.position.updates == self._position.updates or self._save(nodes, kill, blocking=True):
             fewer = self.staying.at(self.now) < nodes
             self.preemptions = self.preemptions + fewer
             self._cause = "preemption" if fewer else "growth"
 
     def _finish_checkpoint(self, now: float) -> None:
-        """Count the checkpoint that is being written as saved, if it is complete by now."""
+        """Make the checkpoint that is being written the last complete one, if it is complete by now."""
         if self._writing and reached(now, self._writing.complete):
             self._saved, self._writing = self._writing, None
 
     def _roll_back(self) -> None:
-        """Go back to the last checkpoint that is complete; the updates since are lost."""
+        """Go back to the last complete checkpoint after a kill. The updates since are lost, and will be made again."""
         self._finish_checkpoint(self.now)
         self._writing = None
         for row in range(self._saved.intervals, len(self.intervals)):

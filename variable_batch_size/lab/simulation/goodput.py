@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, final
 
 @final
 class TimeSpent(NamedTuple):
-    """How the time between the first and the last event was spent, in seconds.
+    """How a training spent the seconds between the first and the last event that its checkpoints recorded.
 
     Attributes:
         productive: updates that count.
@@ -45,7 +45,7 @@ class TimeSpent(NamedTuple):
 
     @staticmethod
     def from_events(events: Iterable[Mapping[str, Any]]) -> TimeSpent:
-        """Return how the time was spent, from the events of one training, the oldest first."""
+        """Compute how the time was spent from the recorded events of one training, the oldest first."""
         redone = saving = restoring = down = total = 0.0
         runs = saves = 0
         last: Mapping[str, Any] | None = None
@@ -54,18 +54,19 @@ class TimeSpent(NamedTuple):
             seconds = 0.0 if last is None else max(0.0, event["time"] - last["time"])
             if event["event"] == "start":
                 runs += 1
-                finished = last is not None and last["event"] == "end" and not last.get("error")
-                seconds = 0.0 if finished else seconds
+                if last is not None and last["event"] == "end" and not last.get("error"):
+                    seconds = 0.0  # the run before had finished: nothing was interrupted
                 down += seconds
             elif event["event"] == "restore":
                 restoring += event["seconds"]
             else:
-                saved = event["seconds"] if event["event"] == "save" else 0.0
-                saving, saves = saving + saved, saves + (event["event"] == "save")
+                is_save = event["event"] == "save"
+                seconds_saved = event["seconds"] if is_save else 0.0
+                saving, saves = saving + seconds_saved, saves + is_save
                 if last is not None and event["update"] > last["update"]:
-                    lost, spans = _cut_spans(spans, last["update"])
-                    redone += lost
-                    spans.append(_Span(last["update"], event["update"], max(0.0, seconds - saved)))
+                    seconds_lost, spans = _cut_spans(spans, last["update"])  # of updates that are now made again
+                    redone += seconds_lost
+                    spans.append(_Span(last["update"], event["update"], max(0.0, seconds - seconds_saved)))
             total = total + seconds
             last = event
         return TimeSpent(total - redone - saving - restoring - down, redone, saving, restoring, down, runs, saves)
@@ -73,7 +74,7 @@ class TimeSpent(NamedTuple):
 
 @final
 class _Span(NamedTuple):
-    """Updates that a run has made, from one number of updates to another, and the seconds that they took."""
+    """Updates that a run has made, those after number `begin` up to number `end`, and the seconds that they took."""
 
     begin: int
     end: int
@@ -81,12 +82,15 @@ class _Span(NamedTuple):
 
 
 def _cut_spans(spans: Iterable[_Span], update: int) -> tuple[float, list[_Span]]:
-    """Return the seconds of the updates after number `update`, which are made again, and the spans before it."""
-    lost, left = 0.0, list[_Span]()
+    """Cut off the updates after number `update`, which are made again. Return their seconds, and the spans before it.
+
+    A span that is cut in two is assumed to have updates of equal length.
+    """
+    seconds_cut, kept = 0.0, list[_Span]()
     for span in spans:
         end = min(span.end, max(span.begin, update))
-        share = (end - span.begin) / (span.end - span.begin)
-        lost += (1 - share) * span.seconds
+        share = (end - span.begin) / (span.end - span.begin)  # that is kept
+        seconds_cut += (1 - share) * span.seconds
         if share:
-            left.append(_Span(span.begin, end, share * span.seconds))
-    return lost, left
+            kept.append(_Span(span.begin, end, share * span.seconds))
+    return seconds_cut, kept

@@ -18,7 +18,7 @@ from variable_batch_size.rules.base import Noise, Rule, RuleInput
 
 @final
 class EqualUpdates:
-    """The next updates of a training whose batch size does not change: their seconds, samples and progress.
+    """Updates that follow one another with the same batch size: how long the first n of them take, and what they bring.
 
     The last update of an epoch is shortened to the rest of the dataset, as in `Plan`. Each method sums over the first n
     updates, n >= 0, in closed form: those of full size, the one that ends the current epoch, and those that end later
@@ -41,72 +41,75 @@ class EqualUpdates:
         progress: Callable[[int], float],
     ) -> None:
         self._dataset_size, self._used = dataset_size, used
-        self._first, self._epoch = math.inf, 1  # updates of the rest of the current epoch, and of each later one
-        tail = last = size
+        self._updates_left, self._updates_per_epoch = math.inf, 1  # in the current epoch, and in each later one
+        end_of_this_epoch = end_of_later_epoch = size  # batch sizes of the updates that end an epoch
         if dataset_size is not None:
-            first, self._epoch = -(-(dataset_size - used) // size), -(-dataset_size // size)
-            tail = dataset_size - used - (first - 1) * size
-            last = dataset_size - (self._epoch - 1) * size
-            self._first = first
-        self._sizes = size, tail, last
-        self._seconds_of = tuple(map(seconds, self._sizes))
+            left = dataset_size - used
+            updates_left = -(-left // size)  # rounded up
+            self._updates_left, self._updates_per_epoch = updates_left, -(-dataset_size // size)
+            end_of_this_epoch = left - (updates_left - 1) * size
+            end_of_later_epoch = dataset_size - (self._updates_per_epoch - 1) * size
+        self._sizes = size, end_of_this_epoch, end_of_later_epoch
+        self._seconds_of = tuple(map(seconds, self._sizes))  # of an update of each of these sizes
         self._progress_of = tuple(map(progress, self._sizes))
 
     def seconds(self, updates: int) -> float:
         """Return the seconds of the first `updates` updates."""
-        full, tails, lasts = self._counts(updates)
-        of_full, of_tail, of_last = self._seconds_of
-        return full * of_full + tails * of_tail + lasts * of_last
+        return self._total(self._seconds_of, updates)
 
     def updates(self, updates: int) -> int:
-        """Return `updates`; `Engine` reads the total of its goal by name, and a goal may be in updates."""
+        """Return `updates` itself, so that a total of updates can be read like one of samples or of progress."""
         return updates
 
     def samples(self, updates: int) -> int:
         """Return the samples of the first `updates` updates."""
-        full, tails, lasts = self._counts(updates)
-        of_full, of_tail, of_last = self._sizes
-        return full * of_full + tails * of_tail + lasts * of_last
+        full, ends, later_ends = self._counts(updates)
+        size, size_at_end, size_at_later_end = self._sizes
+        return full * size + ends * size_at_end + later_ends * size_at_later_end
 
     def progress(self, updates: int) -> float:
         """Return the progress of the first `updates` updates."""
-        full, tails, lasts = self._counts(updates)
-        of_full, of_tail, of_last = self._progress_of
-        return full * of_full + tails * of_tail + lasts * of_last
+        return self._total(self._progress_of, updates)
 
     def used(self, updates: int) -> int:
         """Return how many samples of the present epoch are used after `updates` updates."""
         return 0 if self._dataset_size is None else (self._used + self.samples(updates)) % self._dataset_size
 
     def count_ended(self, begin: float, end: float) -> int:
-        """Return how many updates end by the time `end`, if the first one begins at `begin`."""
-        limit = int(min((end - begin) / min(self._seconds_of), MAX_INT)) + 2
-        return bisect_right(range(1, limit), end, key=lambda n: begin + self.seconds(n))
+        """Return how many updates end by the time `end`, if the first one begins at `begin`, both in seconds."""
+        at_most = int(min((end - begin) / min(self._seconds_of), MAX_INT)) + 2  # if all were the fastest ones
+        return bisect_right(range(1, at_most), end, key=lambda n: begin + self.seconds(n))
 
     def first_with(self, total: Callable[[int], float], value: float, most: int) -> int:
-        """Return the least number of updates n >= 1 for which total(n) >= value, but at most `most`."""
+        """Return the least number of updates n >= 1 with total(n) >= value, which ascends, but at most `most`."""
         return most if total(most) < value else bisect_left(range(1, most), value, key=total) + 1
+
+    def _total(self, amounts: tuple[float, ...], updates: int) -> float:
+        """Return the sum over the first `updates` updates. `amounts` are the values of an update of each size."""
+        full, ends, later_ends = self._counts(updates)
+        of_full, of_end, of_later_end = amounts
+        return full * of_full + ends * of_end + later_ends * of_later_end
 
     def _counts(self, updates: int) -> tuple[int, int, int]:
         """Return how many of the first `updates` have the full size, how many end the current epoch, and later ones."""
-        if updates < self._first:
+        if updates < self._updates_left:
             return updates, 0, 0
-        lasts = int(updates - self._first) // self._epoch
-        return updates - 1 - lasts, 1, lasts
+        later_ends = int(updates - self._updates_left) // self._updates_per_epoch
+        return updates - 1 - later_ends, 1, later_ends
 
 
 @final
 class SimulatedPosition(NamedTuple):
-    """How far a training is, as in a checkpoint."""
+    """How far a simulated training is: what a checkpoint of it would contain."""
 
     updates: int
     samples: int
-    progress: float
+    progress: float  # in updates at the reference batch size
     used: int  # samples of the current epoch
-    decisions: Decisions
+    decisions: Decisions  # of the controller: the batch size in effect, and those that follow
 
     def after(self, updates_alike: EqualUpdates, updates: int, decisions: Decisions) -> SimulatedPosition:
-        """Return the position after the first `updates` of equal updates."""
+        """Return the position after the first `updates` of some equal updates, with the decisions made by then."""
         return SimulatedPosition(
             self.updates + updates,
             self.samples + updates_alike.samples(updates),
@@ -119,7 +122,7 @@ class SimulatedPosition(NamedTuple):
 @final
 @dataclass(frozen=True)
 class Model:
-    """How long an update takes on a number of devices, and the progress that it makes.
+    """The model of a simulation: how long an update takes on a number of devices, and the progress that it makes.
 
     Args:
         throughput: the seconds of an update.
@@ -164,15 +167,15 @@ class Model:
         return EqualUpdates(size, self.dataset_size, before.used, partial(self.seconds, devices=devices), progress)
 
     def seconds(self, batch_size: int, devices: int) -> float:
-        """Return the seconds of an update."""
+        """Return the seconds of an update of `batch_size` samples. Each combination is computed once."""
         key = batch_size, devices
         if key not in self._seconds:
-            cut = {"spread": self.spread, "fixed_shape": self.fixed_shape}
-            self._seconds[key] = self.throughput.seconds(batch_size, devices, self.minibatch_size, **cut)
+            options = {"spread": self.spread, "fixed_shape": self.fixed_shape}
+            self._seconds[key] = self.throughput.seconds(batch_size, devices, self.minibatch_size, **options)
         return self._seconds[key]
 
     def noise_at(self, progress: float, updates: int, batch_size: int | None) -> Noise | None:
-        """Return the noise at a progress, with the gain of an update of this batch size; None if it is not known."""
+        """Return the gradient noise at a progress, with the gain of an update of this size, or None if not known."""
         if self.noise is None:
             return None
         if batch_size is None or self.ref_batchsize is None:

@@ -26,7 +26,7 @@ def snap(time: float, events: Sequence[float]) -> float:
 
 
 def reached(now: float, time: float) -> bool:
-    """Return whether `now` is `time` or later, up to rounding."""
+    """Return whether the time `now` is `time` or later, or earlier by no more than a rounding error."""
     return now >= time * (1 - ROUNDING)
 
 
@@ -78,21 +78,24 @@ class Nodes:
         return max(time, self._times[row])
 
     def snap(self, time: float) -> float:
-        """Return the time of the change that a time is equal to up to rounding; otherwise the time."""
+        """Return the time at which the nodes change if `time` is equal to it up to rounding, otherwise `time`."""
         return snap(time, self._times)
 
     def _row(self, time: float) -> int:
-        """Return the index of the row in which a time is; the last one for infinity."""
+        """Return the index of the row that holds at a time, which may be infinity."""
         return min(bisect_right(self._times, time), len(self._nodes)) - 1
 
 
 def present_nodes(capacity: CapacityTrace) -> Nodes:
-    """Return the nodes of a capacity trace."""
+    """Return the number of nodes of a capacity trace at each time."""
     return Nodes(capacity.seconds.tolist(), capacity.nodes.tolist())
 
 
 def staying_nodes(capacity: CapacityTrace, notice: float) -> Nodes:
-    """Return the nodes that stay for at least `notice` seconds: at t, the minimum from t to t + notice."""
+    """Return how many nodes stay for at least `notice` seconds more: at time t, the minimum from t to t + notice.
+
+    These are the nodes that a training can use when it knows of a preemption `notice` seconds before.
+    """
     begins, nodes = capacity.seconds.tolist(), capacity.nodes.tolist()
     # A row is announced `notice` seconds before it begins. The result is the minimum over the rows that are announced
     # and not over, by the method of a sliding window: it keeps rows with ascending numbers of nodes, so that the first

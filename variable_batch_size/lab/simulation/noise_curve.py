@@ -20,7 +20,7 @@ COLUMNS = ("vbs/progress", "vbs/sigma2", "vbs/mu2")
 @final
 @dataclass(frozen=True, slots=True)
 class NoiseCurve:
-    """sigma^2 and mu^2 of the gradients by the progress of the training, piecewise constant.
+    """How the gradient noise, sigma^2 and mu^2, changes with the progress of a training, piecewise constant.
 
     It is a model that the noise depends on the progress alone (Qiao et al. 2021, arXiv 2008.12260, section 3): take the
     curve from a training like the one to simulate.
@@ -65,7 +65,7 @@ class NoiseCurve:
 
     @classmethod
     def constant(cls, sigma2: float, mu2: float) -> NoiseCurve:
-        """Return a constant curve; the noise scale is sigma2 / mu2, in samples."""
+        """Return a curve on which the noise never changes. Its noise scale is sigma2 / mu2, in samples."""
         return cls((0.0,), (sigma2,), (mu2,))
 
     @classmethod
@@ -86,7 +86,7 @@ class NoiseCurve:
         return cls(*zip(*rows, strict=True))
 
     def at(self, progress: float, updates: int = 0, gain: float = 1.0) -> Noise:
-        """Return the noise at a progress.
+        """Return the gradient noise at a progress of the training.
 
         Args:
             progress: in updates at `ref_batchsize`.
@@ -97,7 +97,7 @@ class NoiseCurve:
         return Noise(self.sigma2[row], self.mu2[row], gain, updates)
 
     def gain(self, progress: float, batch_size: int, ref_batchsize: int) -> float:
-        """Return AdaScale's gain of an update, see `adascale_gain`."""
+        """Return how many updates at `ref_batchsize` an update of `batch_size` is worth: AdaScale's gain."""
         noise = self.at(progress)
         larger = max(noise.sigma2, noise.mu2)  # the gain depends on their ratio alone; nothing overflows
         return float(adascale_gain(noise.sigma2 / larger, noise.mu2 / larger, batch_size, ref_batchsize))
@@ -109,7 +109,11 @@ class NoiseCurve:
 
 
 def _distinct_estimates(rows: Iterable[Sequence[float]]) -> Iterable[tuple[float, float, float]]:
-    """Return (progress, sigma2, mu2) of each change of the noise."""
+    """Yield (progress, sigma2, mu2) where the noise changes, from rows of a training in any order.
+
+    Rows with a value that is not finite are left out, and so are those in which both estimates are 0 or less. Of rows
+    at one progress, the last one counts.
+    """
     by_progress: dict[float, tuple[float, float]] = {}
     for progress, sigma2, mu2 in rows:
         values = max(sigma2, 0.0), max(mu2, 0.0)

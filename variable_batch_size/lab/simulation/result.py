@@ -30,7 +30,7 @@ COLUMNS = 300  # of the shares: a restart of 90 s in two days is less than a pix
 @final
 @dataclass(frozen=True)
 class Run:
-    """A simulated training.
+    """The result of `simulate`: time, cost, progress and batch sizes of a simulated training.
 
     Attributes:
         summary: `elapsed`, in seconds, and its parts `productive` (updates that are kept), `redone` (updates that were
@@ -87,7 +87,7 @@ class Run:
 
 
 def with_prices(capacity: CapacityTrace, prices: Prices | None) -> CapacityTrace:
-    """Return the trace with prices.
+    """Return a capacity trace with other prices of its nodes.
 
     Args:
         capacity: seconds -> nodes.
@@ -100,15 +100,16 @@ def with_prices(capacity: CapacityTrace, prices: Prices | None) -> CapacityTrace
     """
     if prices is None:
         return capacity
-    times, costs = _check_prices(prices)
-    seconds = np.unique(np.concatenate([capacity.seconds, times[times < capacity.end]]))  # (rows,), as all below
+    price_seconds, price_values = _check_prices(prices)
+    within = price_seconds[price_seconds < capacity.end]
+    seconds = np.unique(np.concatenate([capacity.seconds, within]))  # (rows,), as all below: nodes or price change
     nodes = capacity.nodes[capacity.seconds.searchsorted(seconds, side="right") - 1]
-    rows = times.searchsorted(np.maximum(seconds, times[0]), side="right") - 1
-    return CapacityTrace(seconds, nodes, capacity.end, costs[rows])
+    price_rows = price_seconds.searchsorted(np.maximum(seconds, price_seconds[0]), side="right") - 1
+    return CapacityTrace(seconds, nodes, capacity.end, price_values[price_rows])
 
 
 def _check_prices(prices: Prices) -> tuple[FloatArray, FloatArray]:
-    """Return the seconds from which each price holds, and the prices, (rows,) both."""
+    """Return the seconds from which each price of a node-hour holds, and the prices, (rows,) both, after checks."""
     if isinstance(prices, Sequence) and len(prices) == 2 and not isinstance(prices, str):
         times = np.asarray(prices[0], np.float64)
         if times.ndim != 1 or len(times) == 0 or not np.isfinite(times).all() or (np.diff(times) < 0).any():
@@ -125,7 +126,7 @@ def _check_prices(prices: Prices) -> tuple[FloatArray, FloatArray]:
 
 
 def cost_until(capacity: CapacityTrace, elapsed: float) -> float | None:
-    """Return what the nodes cost up to a time, whether the training used them or not; None without prices."""
+    """Return the cost of all nodes, used or not, up to a time in seconds, or None without prices."""
     if capacity.prices is None:
         return None
     lengths = np.diff(np.minimum(np.append(capacity.seconds, capacity.end), elapsed))  # (rows,), seconds
@@ -178,7 +179,7 @@ def plot_runs(runs: Mapping[str, Run], title: str | None = None) -> Figure:
 
 
 def _draw_capacity(axes: Axes, runs: list[Run]) -> None:
-    """Draw how many nodes there were and, of a single run, how many it used; several would hide one another."""
+    """Draw how many nodes there were and, if there is one run, how many it used. Several would hide one another."""
     axes.set_prop_cycle(color=["steelblue"])
     runs[0].capacity.plot(axes).patches[0].set_label("there")
     if len(runs) == 1:
@@ -195,7 +196,7 @@ def _draw_training(batch: Axes, progress: Axes, timeline: pd.DataFrame, **style:
 
 
 def _draw_losses(axes: Axes, timeline: pd.DataFrame) -> None:
-    """Draw the shares of the time that are not productive, one above the other, over the hours."""
+    """Draw which shares of the time were lost over the hours: an area for each state, such as restarting, stacked."""
     below = np.zeros(COLUMNS)
     for state, color in LOST.items():
         spent = (timeline["state"] == state).to_numpy().astype(np.float64)
@@ -207,13 +208,13 @@ def _draw_losses(axes: Axes, timeline: pd.DataFrame) -> None:
 
 
 def _hours(timeline: pd.DataFrame) -> FloatArray:
-    """Return when each interval begins, and the last one ends, (rows + 1,)."""
+    """Return the hours at which the intervals of a timeline begin, and the last one ends, (rows + 1,)."""
     hours: FloatArray = np.append(timeline["begin"], timeline["end"].iloc[-1]) / 3600
     return hours
 
 
 def _legend_entries(panels: Iterable[Axes]) -> dict[str, list[Any]]:
-    """Return the entries of a legend: the first one of each label."""
+    """Return the entries of a legend for several panels, as arguments of `legend`: each label once."""
     by_label: dict[str, Any] = {}
     for axes in panels:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):

@@ -114,16 +114,16 @@ def simulate(
     costs = overheads or Overheads()
     if fixed_shape and minibatch_size is None:
         raise value_error("a fixed shape needs a minibatch_size", None, "pass the rows of a microbatch")
-    checked, reference = _check_rule(rule, ref_batchsize, noise)
+    checked_rule, reference = _check_rule(rule, ref_batchsize, noise)
     model = Model(
         throughput,
         check_int(devices_per_node, "devices_per_node", 1, MAX_INT // max(1, int(capacity.nodes.max()))),
         None if minibatch_size is None else check_int(minibatch_size, "minibatch_size", 1, MAX_INT),
         None if dataset_size is None else check_int(dataset_size, "dataset_size", 1, MAX_INT),
-        checked,
+        checked_rule,
         reference,
         noise,
-        spread=not (needs_noise(checked) or needs_noise(controller)),
+        spread=not (needs_noise(checked_rule) or needs_noise(controller)),
         fixed_shape=bool(fixed_shape),
     )
     engine = Engine(
@@ -137,9 +137,10 @@ def simulate(
         overheads=costs,
     )
     rented = with_prices(capacity, prices)
-    price = None if on_demand is None else check_number(on_demand, "on_demand", "pass the price of a node-hour")
+    remedy = "pass the price of a node-hour"
+    on_demand_price = None if on_demand is None else check_number(on_demand, "on_demand", remedy)
     engine.run()
-    summary = _summary(engine, rented, price)
+    summary = _summary(engine, rented, on_demand_price)
     return Run(summary, rented, tuple(merge_intervals(engine.intervals)), tuple(engine.runs), model.devices_per_node)
 
 
@@ -201,7 +202,7 @@ def _check_type(value: object, name: str, kind: type, optional: bool = False) ->
 
 
 def _check_rule(rule: Rule | str, ref_batchsize: int | None, noise: NoiseCurve | None) -> tuple[Rule, int | None]:
-    """Return the rule and its `ref_batchsize`; raise ValueError if it needs that, or the noise, and there is none."""
+    """Return the rule, created if it is a name, and its `ref_batchsize`. Raise ValueError if it lacks what it needs."""
     (checked,) = rules_for_groups(rule, 1)
     if needs_noise(checked) and noise is None:
         raise value_error(f"{checked} needs the gradient noise", "noise=None", "pass noise=NoiseCurve.from_csv(...)")
@@ -216,7 +217,10 @@ def _batch_sizes(
     delay: int,
     dataset_size: int | None,
 ) -> BatchSizes:
-    """Return the batch sizes of a controller with its options, of an AdaptiveTrace, or of a batch trace."""
+    """Return an object that gives the batch size of each update, made from the `controller` argument of `simulate`.
+
+    This is a controller with its options, or an AdaptiveTrace or batch trace, which has no options.
+    """
     if isinstance(controller, type):
         requirement = "controller must be a controller or a batch trace"
         raise type_error(requirement, controller, "pass an instance of the class")
@@ -237,21 +241,31 @@ def _batch_sizes(
 
 
 def _summary(engine: Engine, rented: CapacityTrace, on_demand: float | None) -> Mapping[str, float]:
-    """Return the `summary` of a `Run`; `rented` are the nodes with their prices."""
+    """Return the `summary` of a `Run`, after the engine has run.
+
+    Args:
+        engine: the simulated training.
+        rented: the nodes with their prices.
+        on_demand: price of a node-hour on demand; None: not known.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in ("productive", "redone", "restarting", "saving", "idle")}
-    for row in engine.intervals:
-        seconds[row.state].append(row.end - row.begin)
-    done, reference = engine.position, engine.model.ref_batchsize
+    for interval in engine.intervals:
+        seconds[interval.state].append(interval.end - interval.begin)
+    position, reference = engine.position, engine.model.ref_batchsize
     values: dict[str, float] = {"elapsed": engine.now}
-    values |= {name: math.fsum(parts) for name, parts in seconds.items()}
-    values |= {"updates": done.updates, "samples": done.samples, "progress": done.progress}
-    values |= {"goodput": done.progress / engine.now}
-    if reference is not None and done.samples:
-        values["efficiency"] = done.progress * reference / done.samples
+    values |= {name: math.fsum(lengths) for name, lengths in seconds.items()}
+    values |= {"updates": position.updates, "samples": position.samples, "progress": position.progress}
+    values["goodput"] = position.progress / engine.now
+    if reference is not None and position.samples:
+        values["efficiency"] = position.progress * reference / position.samples
     values |= {"preemptions": engine.preemptions, "restarts": engine.restarts}
-    if (cost := cost_until(rented, engine.now)) is not None:
-        values |= {"cost": cost} | ({"cost_per_progress": cost / done.progress} if done.progress else {})
+    cost = cost_until(rented, engine.now)
+    if cost is not None:
+        values["cost"] = cost
+        if position.progress:
+            values["cost_per_progress"] = cost / position.progress
     if on_demand is not None:
-        used = math.fsum(row.nodes * (row.end - row.begin) for row in engine.intervals if row.state == "productive")
-        values["on_demand_cost"] = used * on_demand / 3600
+        productive = (row for row in engine.intervals if row.state == "productive")
+        node_seconds = math.fsum(row.nodes * (row.end - row.begin) for row in productive)
+        values["on_demand_cost"] = node_seconds * on_demand / 3600
     return values

@@ -50,10 +50,10 @@ def sweep(traces: Mapping[str, CapacityTrace], policies: Mapping[str, object], *
     """
     import pandas as pd
 
-    for name, given in (("traces", traces), ("policies", policies)):
-        if not isinstance(given, Mapping):
-            raise type_error(f"{name} must be a mapping with a name for each item", given, "pass {name: value}")
-        if not given:
+    for name, items in (("traces", traces), ("policies", policies)):
+        if not isinstance(items, Mapping):
+            raise type_error(f"{name} must be a mapping with a name for each item", items, "pass {name: value}")
+        if not items:
             raise value_error(f"{name} must have at least one item", "none", "pass {name: value}")
     rows = {
         (trace, policy): _run_facts(f"{policy} under {trace}", capacity, controller, arguments)
@@ -76,18 +76,18 @@ def means(table: pd.DataFrame) -> pd.DataFrame:
     """
     import pandas as pd
 
-    student, by_policy = import_extra("scipy.stats", "evaluation").t, dict[object, pd.DataFrame]()
+    t_distribution, by_policy = import_extra("scipy.stats", "evaluation").t, dict[object, pd.DataFrame]()
     facts = [name for name in RATES if name in table]
     for policy, runs in table[facts].groupby(level="policy", sort=False):
         with np.errstate(invalid="ignore"):  # of infinite costs
             mean, error = runs.mean(skipna=False), runs.sem(skipna=False)  # (facts,)
-        half = student.ppf((1 + CONFIDENCE) / 2, len(runs) - 1) * error
-        by_policy[policy] = pd.DataFrame({"mean": mean, "low": mean - half, "high": mean + half})
+        half_width = t_distribution.ppf((1 + CONFIDENCE) / 2, len(runs) - 1) * error
+        by_policy[policy] = pd.DataFrame({"mean": mean, "low": mean - half_width, "high": mean + half_width})
     return pd.concat(by_policy, names=["policy", "fact"])
 
 
 def compare(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the differences of each policy to the first one of a `sweep`, as `means` does.
+    """Return by how much each policy of a `sweep` differs from the first one, on average, in the form of `means`.
 
     The differences are paired, so that a trace with few nodes, which all policies have in common, does not widen the
     interval.
@@ -101,7 +101,7 @@ def compare(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _run_facts(name: str, capacity: CapacityTrace, policy: object, arguments: Mapping[str, Any]) -> dict[str, float]:
-    """Return the summary and the rates of a simulated run; a ValueError names it."""
+    """Simulate a run, and return its summary and rates: a row of `sweep`. A ValueError has the `name` of the run."""
     try:
         run = simulate(capacity, policy, **arguments)
     except ValueError as error:
@@ -110,7 +110,7 @@ def _run_facts(name: str, capacity: CapacityTrace, policy: object, arguments: Ma
 
 
 def _rates(run: Run) -> dict[str, float]:
-    """Return the facts of a run that can be compared between traces of different lengths, see RATES."""
+    """Return rates and shares of a run, see RATES, which can be compared between traces of different lengths."""
     elapsed, progress = run.summary["elapsed"], run.summary["progress"]  # seconds, updates at the reference
     node_hours = cost_until(with_prices(run.capacity, 1.0), elapsed) or 0.0
     rates = {f"{name}_share": run.summary[name] / elapsed for name in SHARES}

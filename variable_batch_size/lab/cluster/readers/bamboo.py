@@ -36,7 +36,7 @@ class BambooCountsReader(Reader):
         return len(cells) == 2 and all(map(is_number, cells))
 
     def read(self, text: Text, options: ReaderOptions) -> Rows:
-        """Return the rows."""
+        """Return the time and the number of nodes of each row. The times have to be in ascending order."""
         seconds: list[float] = []
         nodes: list[int] = []
         for line, row in text.lines:
@@ -66,7 +66,7 @@ class BambooEventsReader(Reader):
         return len(cells) == 3 and cells[1] in ("add", "remove") and is_number(cells[0])
 
     def read(self, text: Text, options: ReaderOptions) -> Rows:
-        """Return a row for each event."""
+        """Return the number of nodes after each event. The times have to be in ascending order."""
         seconds: list[float] = []
         nodes: list[int] = []
         members = Membership(text)

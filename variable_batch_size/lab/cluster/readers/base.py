@@ -27,7 +27,7 @@ class LogError(ValueError):
 
 @final
 class Rows(NamedTuple):
-    """The arguments of a `CapacityTrace`, as a file has them."""
+    """The rows of a capacity trace, as a reader found them in a file: the arguments of a `CapacityTrace`."""
 
     seconds: list[float]  # (rows,), as below
     nodes: list[int]
@@ -96,18 +96,18 @@ class Text:
         return cls(source, content, lines)
 
     def error(self, line: int, requirement: str, found: object, remedy: str) -> LogError:
-        """Return the error for a line; `found` is shown up to 60 characters."""
+        """Return an error that names the file and the line. What was `found` there is cut to 60 characters."""
         return LogError(f"capacity trace ({self.path}:{line}): {requirement}, got {found!r:.60}; {remedy}")
 
     def cells(self, line: int, row: str, example: str, separator: str = ",") -> list[str]:
-        """Return the cells of a row; raise if their number is not that of the example."""
+        """Split a row into cells. Raise LogError if it does not have as many as the example."""
         cells = split_cells(row, separator)
         if len(cells) != len(split_cells(example, separator)):
             raise self.error(line, f"a row must have the cells of {example}", row, "correct the row")
         return cells
 
     def number(self, line: int, name: str, value: object, whole: bool = False, found: object = None) -> float:
-        """Return a number of the file as a float; raise if it is not one, or not finite and >= 0.
+        """Return a number of the file as a float. Raise LogError if it is not one, or not finite and >= 0.
 
         Args:
             line: number of its line.
@@ -117,25 +117,25 @@ class Text:
             found: what the error message shows; by default, `value`.
         """
         maximum = MAX_INT if whole else sys.float_info.max
-        real = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not (real and 0 <= value <= maximum and not (whole and value % 1)):  # type: ignore[operator]
+        is_real = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not (is_real and 0 <= value <= maximum and not (whole and value % 1)):  # type: ignore[operator]
             kind = "an integer in [0, 2**53]" if whole else "a finite number >= 0"
             raise self.error(line, f"{name} must be {kind}", value if found is None else found, "correct it")
         return float(value)  # type: ignore[arg-type]
 
     def cell(self, line: int, name: str, cell: str, whole: bool = False) -> float:
-        """Return the number in a cell; raise as `number` does."""
+        """Return the number in a cell of text. The other arguments and the errors are those of `number`."""
         return self.number(line, name, as_number(cell), whole, cell)
 
     def moment(self, line: int, requirement: str, cell: str, remedy: str) -> float:
-        """Return the Unix time of a cell with a time of ISO 8601; raise if it is none."""
+        """Return the Unix time of a cell with a time of ISO 8601. Raise LogError if it has none."""
         moment = unix_seconds(cell)
         if moment is None:
             raise self.error(line, requirement, cell, remedy)
         return moment
 
     def check_order(self, line: int, name: str, times: list[float]) -> None:
-        """Raise if the last time is before the one before it."""
+        """Raise LogError if the last one of `times`, which was read from this line, is less than the one before."""
         if times[-1] < max(times[-2:]):
             requirement = f"{name} must be >= {times[-2]:.15g}, the time of the row before"
             raise self.error(line, requirement, times[-1], "sort the rows by time")
@@ -172,9 +172,10 @@ class Reader(ABC):
 
     @final
     def read_checked(self, text: Text, options: ReaderOptions) -> Rows:
-        """Return the rows of a file; raise as `read` does, and if the trace has no duration.
+        """Return the rows of a file with times since its first row, if they are dates or Unix times, and an end.
 
-        Times of a clock begin at the first row.
+        Raises:
+            LogError: if the file is damaged, or the trace has no duration.
         """
         rows = self.read(text, options)
         line = text.lines[-1][0]
@@ -190,7 +191,12 @@ class Reader(ABC):
 
 
 def from_first_row(seconds: FloatArray, end: float, clock: bool = False) -> tuple[FloatArray, float]:
-    """Return times and their end since the first time if they are those of a clock, or Unix times; others as they are.
+    """Make times of a trace relative to its first row if they are Unix times. Other times stay as they are.
+
+    Args:
+        seconds: times of the rows, (rows,), at least one.
+        end: end of the trace.
+        clock: whether these are Unix times, however small.
 
     Raises:
         ValueError: if they are milliseconds, or only some are Unix times.
@@ -208,7 +214,7 @@ def from_first_row(seconds: FloatArray, end: float, clock: bool = False) -> tupl
 
 
 def split_cells(row: str, separator: str = ",") -> list[str]:
-    """Return the cells of a row of a CSV file, without quotes, within which no separator may be."""
+    """Split a row of a CSV file into cells without spaces and quotes. Quotes do not protect a separator."""
     return [re.sub('"([^"]*)"', r"\1", cell.strip()) for cell in row.split(separator)]
 
 

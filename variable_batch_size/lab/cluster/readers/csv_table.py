@@ -42,7 +42,7 @@ class OwnReader(Reader):
         return first[0] not in "[{#" and "nodes" in header and any(name in header for name in TIMES)
 
     def read(self, text: Text, options: ReaderOptions) -> Rows:
-        """Return the rows; their times have to be in ascending order."""
+        """Return the time, the number of nodes and, if known, the price of each row. The times have to ascend."""
         line, first = text.lines[0]
         header, separator = _split_header(first)
         time = options.time_column.lower() or next((name for name in TIMES if name in header), TIMES[0])
@@ -73,13 +73,13 @@ class OwnReader(Reader):
 
 
 def _split_header(row: str) -> tuple[list[str], str]:
-    """Return the names of the columns in lower case, and their separator."""
+    """Return the names of the columns of a CSV header in lower case, and the separator of its cells."""
     separator = separator_of(row)
     return [cell.lower() for cell in split_cells(row, separator)], separator
 
 
 def read_csv(path: str | os.PathLike[str]) -> Rows:
-    """Return the rows of a file in this format.
+    """Read a CSV file with the columns `seconds`, `nodes` and perhaps `price`.
 
     Raises:
         OSError: if it cannot be read.
@@ -89,13 +89,13 @@ def read_csv(path: str | os.PathLike[str]) -> Rows:
 
 
 def write_csv(path: str | os.PathLike[str], seconds: FloatArray, nodes: IntArray, prices: FloatArray | None) -> None:
-    """Write a trace atomically: a failure leaves the old file as it was.
+    """Write a capacity trace as a CSV file atomically: a failure leaves the old file as it was.
 
     Args:
         path: the file; an existing one is replaced.
         seconds: times of the rows, and the end, (rows + 1,).
-        nodes: (rows,).
-        prices: (rows,), or None.
+        nodes: number of nodes from each time on, (rows,).
+        prices: price of a node-hour from each time on, (rows,); None if not known.
     """
     columns = [seconds, np.append(nodes, nodes[-1])]
     columns += [] if prices is None else [np.append(prices, prices[-1])]
@@ -106,4 +106,5 @@ def write_csv(path: str | os.PathLike[str], seconds: FloatArray, nodes: IntArray
 
 
 def _shortest_text(number: float) -> str:
+    """Return a number as text that reads back as the same number, without ".0" if it is whole."""
     return str(int(number)) if float(number).is_integer() else repr(number)

@@ -30,7 +30,7 @@ class EthReader(Reader):
         return header[:2] == ["", "Time"] and len(header) > 2 and set(header[2:]) <= set(COUNTS)
 
     def read(self, text: Text, options: ReaderOptions) -> Rows:
-        """Return the rows; their times have to be in ascending order."""
+        """Return the time and the number of devices of each row. The times have to be in ascending order."""
         line, header = text.lines[0]
         if not self.recognizes(text) or len(split_cells(header)) != 3:
             requirement = "the header must be ,Time,GPUs or ,Time,TPU_cores"

@@ -38,7 +38,7 @@ class GcloudReader(Reader):
         return len(cells) == 3 and DATE.fullmatch(cells[0]) is not None and ":" in cells[1]
 
     def read(self, text: Text, options: ReaderOptions) -> Rows:
-        """Return the rows, sorted by time; warn if they were not."""
+        """Return the time and the number of nodes of each row, sorted by time. Warn if they were not."""
         rows: list[tuple[datetime, int]] = []
         for line, row in text.lines:
             date, time, count = text.cells(line, row, self.example)
@@ -57,7 +57,7 @@ class GcloudReader(Reader):
 
 
 def _parse_moment(text: Text, line: int, date: str, time: str) -> datetime:
-    """Return the moment of a row; raise LogError if its cells are no date and no time of day."""
+    """Return the date and the time of day of a row as one object. Raise LogError if the cells do not have them."""
     try:
         if DATE.fullmatch(date) and TIME.fullmatch(time):  # fromisoformat reads more than these
             return datetime.fromisoformat(f"{date} {time}")
@@ -68,12 +68,12 @@ def _parse_moment(text: Text, line: int, date: str, time: str) -> datetime:
 
 
 def _fill_gaps(seconds: list[float], nodes: list[int], max_gap: float) -> Rows:
-    """Return the rows, with one of 0 nodes where a row has held for `max_gap` seconds."""
+    """Add a row of 0 nodes `max_gap` seconds after each row that the next one follows later than that."""
     result = Rows([], [])
-    for second, number, following in zip(seconds, nodes, [*seconds[1:], seconds[-1]], strict=True):
+    for second, number, next_second in zip(seconds, nodes, [*seconds[1:], seconds[-1]], strict=True):
         result.seconds.append(second)
         result.nodes.append(number)
-        if following - second > max_gap:
+        if next_second - second > max_gap:
             result.seconds.append(second + max_gap)
             result.nodes.append(0)
     return result

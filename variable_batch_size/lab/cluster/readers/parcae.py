@@ -30,7 +30,7 @@ class ParcaeReader(Reader):
         return re.match(r"\s*\[\s*[-0-9]", _without_comments(text)) is not None
 
     def read(self, text: Text, options: ReaderOptions) -> Rows:
-        """Return a row for each list."""
+        """Return the number of nodes after each event. The times have to be in ascending order."""
         seconds: list[float] = []
         nodes: list[int] = []
         duration = 0.0
@@ -66,4 +66,5 @@ class ParcaeReader(Reader):
 
 
 def _without_comments(text: Text) -> str:
+    """Return the text of a file with its comment lines emptied, so that the numbers of the other lines stay."""
     return re.sub(r"(?m)^[^\S\n]*#.*", "", text.content)

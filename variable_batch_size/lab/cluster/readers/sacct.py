@@ -32,7 +32,7 @@ class SacctReader(Reader):
         return set(COLUMNS) <= set(split_cells(text.lines[0][1], "|"))
 
     def read(self, text: Text, options: ReaderOptions) -> Rows:
-        """Return a row for each time at which a job has begun or ended."""
+        """Return how many nodes the jobs have together after each start and end of a job."""
         line, header = text.lines[0]
         if not self.recognizes(text):
             raise text.error(line, "the header must have JobID, Start, End and NNodes", header, PRINT)
@@ -49,7 +49,7 @@ class SacctReader(Reader):
         return Rows(seconds[:-1], nodes[:-1], seconds[-1]) if len(changes) > 1 else Rows(seconds, nodes)
 
     def _changes(self, text: Text) -> list[tuple[float, int]]:
-        """Return the Unix time of each start and end of a job, with the nodes that it then takes or gives back."""
+        """Return a (Unix time, change of nodes) for each start of a job, > 0, and for each end, < 0."""
         _, header = text.lines[0]
         places = [split_cells(header, "|").index(name) for name in COLUMNS]
         changes: list[tuple[float, int]] = []

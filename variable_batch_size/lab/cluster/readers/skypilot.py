@@ -31,7 +31,7 @@ class SkyPilotReader(Reader):
         return text.lines[0][1].startswith("{") and re.search(keys, text.content) is not None
 
     def read(self, text: Text, options: ReaderOptions) -> Rows:
-        """Return a row for each tick."""
+        """Return the number of nodes at each tick, and their prices if the file has them."""
         line, first = text.lines[0]
         documents = [document for _, document in json_values(text, text.content)]
         content = documents[0] if len(documents) == 1 and isinstance(documents[0], dict) else {}
@@ -52,11 +52,15 @@ class SkyPilotReader(Reader):
 
 
 def _read_numbers(text: Text, line: int, key: str, values: list[object], whole: bool = False) -> list[float]:
+    """Return the list at a key of the file as numbers, integers if `whole`. Raise LogError if a value is not one."""
     return [text.number(line, f"{key}[{index}]", value, whole) for index, value in enumerate(values)]
 
 
 def _invert(text: Text, line: int, nodes: list[int], size: int) -> list[int]:
-    """Return `size` minus the number of each tick; raise LogError if one is larger."""
+    """Turn numbers of nodes that are not available into available ones of a cluster. Raise LogError if one is larger.
+
+    `size` is the number of nodes of the cluster.
+    """
     for tick, number in enumerate(nodes):
         if number > size:
             requirement = f"data[{tick}] must be <= {size}, the nodes of the cluster, with inverted={size}"
