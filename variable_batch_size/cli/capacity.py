@@ -40,15 +40,16 @@ def show(*, log: options.LogPath, reading: options.Reading, json: output.Json = 
     if json:
         output.print_json(facts)
     else:
-        often = f", one in {output.format_duration(capacity.end / capacity.changes)}" if capacity.changes else ""
-        shown = {
+        interval = f", one in {output.format_duration(capacity.end / capacity.changes)}" if capacity.changes else ""
+        texts = {
             "duration": f"{output.format_duration(capacity.end)} ({output.format_number(capacity.end)} s)",
             "nodes": f"{nodes.min():,} to {nodes.max():,}, mean {output.format_number(capacity.mean)}",
-            "changes": f"{capacity.changes:,}{often}",
+            "changes": f"{capacity.changes:,}{interval}",
             "without nodes": f"{facts['seconds_without_nodes'] / capacity.end:.1%} of the time",
         }
-        shown |= {"price": f"{facts['mean_price']:.4g} a node-hour, on average"} if "mean_price" in facts else {}
-        output.print_facts(shown)
+        if "mean_price" in facts:
+            texts["price"] = f"{facts['mean_price']:.4g} a node-hour, on average"
+        output.print_facts(texts)
     if png is not None:
         edges, unit = _edges(capacity)
         output.save_picture(png, edges, nodes.astype(np.float64), unit, "nodes", log.name)
@@ -154,16 +155,19 @@ def synthetic(
 
 
 def _capacity_facts(capacity: CapacityTrace) -> dict[str, float]:
-    nodes, prices = capacity.nodes, capacity.prices
+    """Return numbers that describe a capacity trace: its nodes over time, and their mean price if it has prices."""
+    nodes, prices, seconds = capacity.nodes, capacity.prices, capacity.lengths  # (rows,) each
     facts = {"seconds": capacity.end, "min": int(nodes.min()), "max": int(nodes.max()), "mean": capacity.mean}
-    facts |= {"changes": capacity.changes, "seconds_without_nodes": float(capacity.lengths[nodes == 0].sum())}
-    return facts | ({} if prices is None else {"mean_price": float(prices @ capacity.lengths) / capacity.end})
+    facts |= {"changes": capacity.changes, "seconds_without_nodes": float(seconds[nodes == 0].sum())}
+    if prices is not None:
+        facts["mean_price"] = float(prices @ seconds) / capacity.end
+    return facts
 
 
 def _edges(capacity: CapacityTrace) -> tuple[Any, str]:
-    """Return the times of the changes and of the end, (rows + 1,), in the largest unit that suits, and its name."""
+    """Return the times of a picture: of the changes and of the end, (rows + 1,), and the name of their unit."""
     seconds = np.append(capacity.seconds, capacity.end)
-    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if capacity.end >= 3 * length:
-            return seconds / length, unit
+    for unit, seconds_per_unit in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if capacity.end >= 3 * seconds_per_unit:  # so that the axis has some whole numbers
+            return seconds / seconds_per_unit, unit
     return seconds, "seconds"

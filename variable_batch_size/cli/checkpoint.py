@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from variable_batch_size.checkpoint.folder import Folder
 
 _REQUIREMENT = "FOLDER must be the folder of a training with checkpoints, or a checkpoint"
-_OF_RATES = ("rule", "ref_batchsize", "progress", "last_rates")  # of the state of an optimizer
+_RATE_STATES = ("rule", "ref_batchsize", "progress", "last_rates")  # of the state of an optimizer
 
 app = typer.Typer(cls=Commands, help="Checkpoints: what they hold, and whether they are intact.", no_args_is_help=True)
 
@@ -69,7 +69,10 @@ def show(folder: Source, json: output.Json = False) -> None:
 
 
 def _show_list(checkpoints: Folder, listed: dict[str, list[dict[str, Any]]]) -> None:
-    """Print a table of checkpoints, with the JSON of their ranks, and of those that are incomplete."""
+    """Print a table of the checkpoints of a folder, also of those that are damaged or incomplete.
+
+    `listed` has the JSON of each rank by the name of a checkpoint, and none for a damaged one.
+    """
     rows = []
     best = checkpoints.best_first()[:1]
     for name, ranks in listed.items():
@@ -79,35 +82,37 @@ def _show_list(checkpoints: Folder, listed: dict[str, list[dict[str, Any]]]) -> 
         numbers = [output.format_number(ranks[0].get(key, 0)) for key in ("updates", "samples", "epoch", "world")]
         metrics = ", ".join(f"{key} {value}" for key, value in ranks[0].get("metrics", {}).items())
         size = _format_bytes(sum(manifest["file"]["bytes"] for manifest in ranks if manifest["file"]))
-        remark = "" if _has_all_bytes(checkpoints, name, ranks) else "damaged"
-        rows.append([name, *numbers, size, metrics, remark or "best" * (name in best)])
+        remark = "best" if name in best else ""
+        if not _has_all_bytes(checkpoints, name, ranks):
+            remark = "damaged"
+        rows.append([name, *numbers, size, metrics, remark])
     rows += [[name, *["?"] * 5, "", "incomplete"] for name in checkpoints.incomplete()]
     output.print_table(["checkpoint", "updates", "samples", "epoch", "ranks", "size", "reported", ""], rows)
 
 
 def _show_states(facts: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
-    """Print the facts of a checkpoint, and a table of its states with their tensors and sizes."""
+    """Print facts of a checkpoint, and a table of its states, from the JSON of each rank: their tensors and sizes."""
     first = ranks[0]
     output.print_facts({name: str(value) for name, value in facts.items()})
     files = [manifest["file"] for manifest in ranks if manifest["file"]]
     chunks = [named_chunk for file in files for named_chunk in file["chunks"].items()]
     rows = []
-    for part in first["state"]:
-        size = sum(chunk["end"] - chunk["begin"] for name, chunk in chunks if name.split("/", 1)[0] == part)
-        number = sum(name.split("/", 1)[0] == part for name in first["tensors"])
-        rows.append([part, output.format_number(number), _format_bytes(size)])
+    for state in first["state"]:  # such as "model", whose tensors are named model/...
+        size = sum(chunk["end"] - chunk["begin"] for name, chunk in chunks if name.split("/", 1)[0] == state)
+        number = sum(name.split("/", 1)[0] == state for name in first["tensors"])
+        rows.append([state, output.format_number(number), _format_bytes(size)])
     output.print_table(["state", "tensors", "size"], rows)
 
 
 def _learning_rates(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Return the learning rates of a checkpoint, and what they follow from."""
+    """Return the learning rates of a checkpoint before scaling, one a parameter group, and what scales them."""
     state = manifest["state"].get("optimizer", {})
-    rates = {name: value for name, value in state.get("vbs", {}).items() if name in _OF_RATES}
-    return {"reference_lr": [group.get("lr") for group in state.get("param_groups", ())], **rates}
+    scaling = {name: value for name, value in state.get("vbs", {}).items() if name in _RATE_STATES}
+    return {"reference_lr": [group.get("lr") for group in state.get("param_groups", ())], **scaling}
 
 
 def _has_all_bytes(checkpoints: Folder, name: str, ranks: list[dict[str, Any]]) -> bool:
-    """Return whether the files are as large as they were; `verify` reads them."""
+    """Return whether the files of a checkpoint have the sizes that were saved: a quick check, which reads none."""
     try:
         files = [(rank, manifest["file"]) for rank, manifest in enumerate(ranks) if manifest["file"]]
         size = checkpoints.storage.size
@@ -140,11 +145,12 @@ def verify(folder: Source, json: output.Json = False) -> None:
     lost = {} if is_one else checkpoints.lost() | checkpoints.lost(best=True)
     damages |= {checkpoints.storage.at(name): f"{reason}, and it was saved" for name, reason in lost.items()}
     incomplete = [] if is_one else [name for name in checkpoints.incomplete() if name not in lost]
-    for name in [] if json else [*lost, *incomplete]:  # incomplete, as a killed process leaves one
-        path = checkpoints.storage.at(name)
-        typer.echo(f"{path}: {damages.get(path, 'incomplete')}")
     if json:
         output.print_json(damages)
+    else:
+        for name in [*lost, *incomplete]:  # incomplete, as a killed process leaves one
+            path = checkpoints.storage.at(name)
+            typer.echo(f"{path}: {damages.get(path, 'incomplete')}")
     if any(damages.values()):
         raise typer.Exit(1)
 
@@ -212,23 +218,28 @@ def goodput(folder: Source, json: output.Json = False) -> None:
     from variable_batch_size.checkpoint.storage import Storage
     from variable_batch_size.lab.simulation.goodput import TimeSpent
 
-    if not (events := read_events(Storage(folder))):
+    events = read_events(Storage(folder))
+    if not events:
         raise value_error(f"FOLDER must have the {FILE} of a vbs.Checkpoint", folder, "pass its folder")
     spent = TimeSpent.from_events(events)
     if json:
         output.print_json({**spent._asdict(), "total": spent.total, "restart": spent.restart, "save": spent.save})
         return
     total = max(spent.total, 1e-9)
-    parts = {name: seconds for name, seconds in spent._asdict().items() if isinstance(seconds, float)}
-    parts["total"] = spent.total
-    rows = [[name, output.format_duration(value), f"{100 * value / total:.1f} %"] for name, value in parts.items()]
+    times = {name: value for name, value in spent._asdict().items() if isinstance(value, float)}  # others are counts
+    times["total"] = spent.total
+    rows = [[name, output.format_duration(value), f"{100 * value / total:.1f} %"] for name, value in times.items()]
     output.print_table(["", "time", "share"], rows)
     flags = f"--restart {spent.restart:.1f} --save {spent.save:.2f}"
     typer.echo(f"{spent.runs} runs, {spent.saves} saves; for vbs simulate: {flags}")
 
 
 def _open(folder: str) -> tuple[Folder, list[str], bool]:
-    """Return a folder and its checkpoints, newest first; and whether the path is one of them."""
+    """Open the folder that a path of the command line names, of a training or of one checkpoint in it.
+
+    Returns:
+        The folder, the names of its checkpoints, newest first, and whether the path is such a checkpoint.
+    """
     from variable_batch_size.checkpoint.reading import open_folder
 
     checkpoints, names, is_one = open_folder(folder)

@@ -16,7 +16,7 @@ class UsageError(ValueError):
 
 @contextmanager
 def usage() -> Iterator[None]:
-    """Turn a ValueError of code that parses what was typed into a UsageError."""
+    """Turn each ValueError of the block, which parses what was typed, into a UsageError: the exit status is then 2."""
     try:
         yield
     except ValueError as error:
@@ -24,29 +24,34 @@ def usage() -> Iterator[None]:
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
-    """Return the function as typer reads it: the fields of its dataclass arguments are options of their own."""
+    """Make a function a command of typer, in which each field of a dataclass argument is an option of its own.
+
+    So commands can share a group of options as an argument of one dataclass, which typer alone does not support.
+    """
     hints: dict[str, Any] = get_type_hints(function, include_extras=True)
-    groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     parameters: list[Parameter] = []
-    for given in signature(function).parameters.values():
-        kind = hints[given.name]
-        if given.name in groups:
-            parts = get_type_hints(kind, include_extras=True)
-            parameters += [_keyword(part.name, part.default, parts[part.name]) for part in fields(kind)]
+    for argument in signature(function).parameters.values():
+        hint = hints[argument.name]
+        if argument.name in groups:
+            field_hints = get_type_hints(hint, include_extras=True)
+            parameters += [_keyword(field.name, field.default, field_hints[field.name]) for field in fields(hint)]
         else:
-            parameters.append(_keyword(given.name, given.default, kind))
+            parameters.append(_keyword(argument.name, argument.default, hint))
 
     @wraps(function)
     def call(**values: Any) -> None:
-        for name, kind in groups.items():
-            values[name] = kind(**{part.name: values.pop(part.name) for part in fields(kind)})
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
         function(**values)
 
+    # What typer reads instead of the signature of `function`.
     call.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return call
 
 
 def _keyword(name: str, default: Any, annotation: Any) -> Parameter:
+    """Return a keyword-only parameter of a signature, required if a dataclass field has no default."""
     default = Parameter.empty if default is MISSING else default
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

@@ -28,9 +28,8 @@ def print_runs(runs: Mapping[str, Run], json: bool, currency: str | None) -> Non
         return
     summaries = [run.summary for run in runs.values()]
     rows = [["elapsed", *(output.format_duration(summary["elapsed"]) for summary in summaries)]]
-    rows += [
-        [f"  {name}", *(f"{summary[name] / (summary['elapsed'] or 1):.1%}" for summary in summaries)] for name in SHARES
-    ]
+    for name in SHARES:  # of the elapsed time
+        rows.append([f"  {name}", *(f"{summary[name] / (summary['elapsed'] or 1):.1%}" for summary in summaries)])
     counts = ("updates", "samples", "progress", "preemptions", "restarts", "efficiency")
     for name in (*counts, "cost", "cost_per_progress", "on_demand_cost"):
         if any(name in summary for summary in summaries):
@@ -40,24 +39,29 @@ def print_runs(runs: Mapping[str, Run], json: bool, currency: str | None) -> Non
 
 
 def print_sweep(table: pd.DataFrame, json: bool, currency: str | None) -> None:
-    """Print the means over the traces of each fact and policy and, of several policies, the paired differences."""
+    """Print the means over the traces of each fact and policy and, of several policies, the paired differences.
+
+    `table` is the result of `sweep`: a row for each capacity trace and policy, and a column for each fact.
+    """
     if json:
         output.print_json(_as_json(table))
         return
     policies, traces = table.index.unique("policy"), table.index.unique("trace")
-    shown = means(table)
-    facts = shown.index.unique("fact")
+    intervals = means(table)  # a row (mean, low, high) for each policy and fact
+    facts = intervals.index.unique("fact")
     rows = [
-        [_label(fact, currency), *(_format_interval(fact, *shown.loc[(policy, fact)]) for policy in policies)]
+        [_label(fact, currency), *(_format_interval(fact, *intervals.loc[(policy, fact)]) for policy in policies)]
         for fact in facts
     ]
-    without = (table["updates"] == 0).groupby("policy").sum()[policies]
-    rows += [["traces without an update", *map(str, without)]] if without.any() else []
+    traces_without_update = (table["updates"] == 0).groupby("policy").sum()[policies]  # (policies,)
+    if traces_without_update.any():
+        rows.append(["traces without an update", *map(str, traces_without_update)])
     typer.echo(f"Means of {len(traces)} capacity traces, each counted once, with 95% t intervals:\n")
     output.print_table(["", *policies], rows)
     if len(policies) > 1:
         first, *others = policies
-        percent = compare(table).div(shown.loc[first, "mean"].replace(0, math.nan), axis=0, level="fact") * 100
+        means_of_first = intervals.loc[first, "mean"].replace(0, math.nan)  # no percentage of 0
+        percent = compare(table).div(means_of_first, axis=0, level="fact") * 100
         typer.echo(f"\nPaired differences to {first}, in percent of its means:\n")
         rows = [
             [_label(fact, currency), *(_format_percent(*percent.loc[(policy, fact)]) for policy in others)]
@@ -75,12 +79,21 @@ def collect_remarks(
     farthest: float,
     several: bool,
 ) -> list[str]:
-    """Return remarks on the numbers: what is fitted, extrapolated or assumed."""
+    """Return remarks that tell the reader of a simulation what in its numbers is fitted, extrapolated or assumed.
+
+    Args:
+        arguments: of `simulate`, by name.
+        overheads: costs of restarts and saves, or None if changes of the nodes cost nothing.
+        measured: the updates to which the throughput was fitted, (updates, 4), with rows in column 1.
+        traces: the capacity traces, by name.
+        farthest: the largest progress of all runs, in reference updates.
+        several: whether several policies are compared.
+    """
     remarks = []
     curve, model = arguments["noise"], arguments["throughput"]
-    most = max(int(capacity.nodes.max()) for capacity in traces.values())
+    most_nodes = max(int(capacity.nodes.max()) for capacity in traces.values())
     if measured is not None:
-        devices = _describe_devices(measured, arguments["devices_per_node"] * most)
+        devices = _describe_devices(measured, arguments["devices_per_node"] * most_nodes)
         remarks.append(f"--throughput: the seconds are fitted to {model.error(measured):.1%} (rms), on {devices}.")
         if arguments["minibatch_size"] is None:
             rows = int(measured[:, 1].max())
@@ -90,8 +103,8 @@ def collect_remarks(
         remarks.append(f"--noise ends at a progress of {last}; its last row holds up to {farthest:.6g}.")
     if not farthest:
         least = (overheads or Overheads()).least_nodes
-        too_few = f"it has at most {most} of {least} nodes"
-        reason = too_few if most < least else "none ends before a loss or the log does"
+        too_few = f"it has at most {most_nodes} of {least} nodes"
+        reason = too_few if most_nodes < least else "none ends before a loss or the log does"
         remarks.append(f"The training makes no update: {reason}.")
     if overheads is None:
         remarks.append("No overheads such as --restart: changes of the nodes lose no update and cost no time.")
@@ -127,7 +140,7 @@ def _as_json(table: pd.DataFrame) -> dict[str, object]:
 
 
 def _nested(rows: pd.DataFrame) -> dict[str, dict[str, float | None]]:
-    """Return row -> column -> number, None if it is not finite."""
+    """Return a table as nested dicts, row -> column -> number, or None if it is not finite, which JSON cannot say."""
     return {
         str(name): {str(column): value if math.isfinite(value) else None for column, value in row.items()}
         for name, row in rows.to_dict("index").items()
@@ -144,14 +157,17 @@ def _label(fact: str, currency: str | None) -> str:
 
 
 def _format_interval(fact: str, *values: float) -> str:
-    most = 1.0 if fact.endswith("_share") else math.inf  # no fact is negative, but an interval of few traces may be
-    values = tuple(min(most, max(0.0, value)) if math.isfinite(value) else value for value in values)
-    mean, low, high = (f"{100 * value:.1f}" if fact.endswith("_share") else _format_number(value) for value in values)
-    percent = "%" if fact.endswith("_share") else ""
-    return f"{mean}{percent}" + (f" ({low} to {high})" if math.isfinite(values[1]) else "")
+    """Return the mean, low and high end of a confidence interval as text: "12.5% (10.0 to 15.0)"."""
+    is_share = fact.endswith("_share")
+    most = 1.0 if is_share else math.inf  # no fact is negative, but an interval of few traces may be
+    clipped = [min(most, max(0.0, value)) if math.isfinite(value) else value for value in values]
+    mean, low, high = (f"{100 * value:.1f}" if is_share else _format_number(value) for value in clipped)
+    has_interval = math.isfinite(clipped[1])
+    return mean + ("%" if is_share else "") + (f" ({low} to {high})" if has_interval else "")
 
 
 def _format_percent(mean: float, low: float, high: float) -> str:
+    """Return a difference in percent with its confidence interval as text: "+1.5% (-0.5 to +3.5)"."""
     if not math.isfinite(mean):
         return "-"
     return f"{mean:+.1f}%" + (f" ({low:+.1f} to {high:+.1f})" if math.isfinite(low) else "")

@@ -90,27 +90,25 @@ class DryRun:
             ValueError: if it is not >= 1.
         """
         world = check_int(world_size, "world_size", 1)
-        most = self.plan.minibatch_size
         counts = self.plan.microbatches(self.sizes, world if spread else 1)  # (sizes,), as all below
+        rounds = -(-counts // world)  # rounded up
+        idle = np.maximum(world - counts, 0)
         if self.plan.fixed_shape:
-            rounds = -(-counts // world)
-            idle = np.maximum(world - counts, 0)
+            most = self.plan.minibatch_size
             rows = np.full_like(counts, most)
             repeated = (counts + idle) * most - self.sizes
             return Load(world, counts, rounds, rounds * most, rows, rows, idle, repeated)
-        smallest, larger = np.divmod(self.sizes, counts)
+        smallest, larger = np.divmod(self.sizes, counts)  # `larger` microbatches, the last ones, have a row more
         rows = smallest + (larger > 0)
-        idle = np.maximum(world - counts, 0)
-        # Rank r replays microbatch r mod counts. The smaller ones are the first, and the busiest rank has the last one.
+        busiest = rounds * smallest + -(-larger // world)  # the busiest rank has the last microbatch
+        # Idle ranks repeat the microbatches from the first on: all of them `turns` times, and then the first `rest`.
         turns, rest = np.divmod(idle, counts)
         repeated = turns * self.sizes + rest * smallest + np.maximum(rest - (counts - larger), 0)
-        rounds = -(-counts // world)
-        busiest = rounds * smallest + -(-larger // world)
         return Load(world, counts, rounds, busiest, rows, smallest, idle, repeated)
 
 
 def dry_run(plan: Plan, epochs: int | None = None) -> DryRun:
-    """Return the updates of a training.
+    """Count the updates that a training will make of each batch size, and its epochs, without running it.
 
     Args:
         plan: the training, from its beginning.
@@ -129,10 +127,10 @@ def dry_run(plan: Plan, epochs: int | None = None) -> DryRun:
     runs = tuple(plan.epoch_runs(limit))
     last = plan.epoch(runs[-1][0].number + runs[-1][1] - 1)
     counts = _count_sizes(plan.trace, last.end_step)
-    for epoch, alike in runs:  # the last update of each may be shortened
-        step = epoch.end_step - 1
-        for size, change in ((plan.trace.batch_size(step), -alike), (plan.step(epoch, step).batch_size, alike)):
-            counts[size] += change
+    for epoch, alike in runs:  # the last update of each epoch may be smaller than the trace says
+        last_step = epoch.end_step - 1
+        counts[plan.trace.batch_size(last_step)] -= alike
+        counts[plan.step(epoch, last_step).batch_size] += alike
     sizes = sorted(size for size, count in counts.items() if count)
     return DryRun(plan, runs, last, np.array(sizes), np.array([counts[size] for size in sizes]))
 
@@ -142,12 +140,12 @@ def _count_sizes(trace: BatchTrace, end_step: int) -> Counter[int]:
     first_step, size = trace.runs  # (runs,) both
     cycles, rest = divmod(end_step, trace.steps) if trace.on_end == "cycle" and trace.steps else (0, end_step)
     counts: Counter[int] = Counter()
-    for times, end in ((cycles, trace.steps or 0), (1, rest)):
+    for times, end in ((cycles, trace.steps or 0), (1, rest)):  # whole cycles, and the steps after them
         if times and end:
             used = first_step < end  # (runs,)
-            lengths = np.diff(first_step[used], append=end)
+            lengths = np.diff(first_step[used], append=end)  # (used runs,), in steps
             different, which = np.unique(size[used], return_inverse=True)  # (sizes,), (used runs,)
-            totals = np.zeros(len(different), np.int64)
+            totals = np.zeros(len(different), np.int64)  # steps of each size
             np.add.at(totals, which, lengths)
             counts.update({int(size): times * int(total) for size, total in zip(different, totals, strict=True)})
     return counts

@@ -203,20 +203,20 @@ def evaluate(
 
 
 def _check_without_training(cells: list[Cell], folder: Path) -> None:
-    """Check the cells that have no line in a folder, and print how many trainings and samples they are."""
+    """Check the trainings, or cells, that a folder has no result of, and print how many they and their samples are."""
     from variable_batch_size.lab.evaluation.engine import cells_without_line
     from variable_batch_size.lab.evaluation.experiment import check_cells
 
-    left = cells_without_line(cells, folder)
-    check_cells(left.values())
-    most = sum(cell.timed.end.max_samples(cell.samples) for cell in left.values())
-    up_to = "up to " * any(cell.end != "samples" for cell in left.values())
-    typer.echo(f"{folder}: {len(cells):,} trainings, {len(left):,} to make, of {up_to}{most:,} samples in all")
+    cells_left = cells_without_line(cells, folder).values()
+    check_cells(cells_left)
+    most = sum(cell.timed.end.max_samples(cell.samples) for cell in cells_left)
+    up_to = "up to " if any(cell.end != "samples" for cell in cells_left) else ""
+    typer.echo(f"{folder}: {len(cells):,} trainings, {len(cells_left):,} to make, of {up_to}{most:,} samples in all")
 
 
 @contextmanager
 def _task_errors() -> Iterator[None]:
-    """Print an error in the code of a task as one line, and exit with 1."""
+    """Print a RuntimeError of the block, as the code of a task raises it, as one line, and exit with 1."""
     try:
         yield
     except typer.Exit:  # which is a RuntimeError, too
@@ -230,7 +230,7 @@ def _task_errors() -> Iterator[None]:
 
 
 def _name_traces(traces: list[str], names: list[str] | None) -> list[str] | dict[str, str]:
-    """Return the traces by their names, or as they are without names."""
+    """Return the traces by the names that --name gives them, in the same order, or the list itself without names."""
     if names is None:
         return traces
     if len(names) != len(traces) or len(set(names)) != len(names):
@@ -239,8 +239,8 @@ def _name_traces(traces: list[str], names: list[str] | None) -> list[str] | dict
 
 
 def _only_overheads(costs: options.Costs) -> Overheads | None:
-    """Return the only overheads, None without any; raise UsageError if --save-every has several times."""
-    overheads = list(costs.overheads().values())
-    if len(overheads) > 1:
-        raise UsageError(f"--save-every must be one time, got {len(overheads)}; compare them with vbs simulate")
-    return overheads[0]
+    """Return the costs of restarts and saves, None without any. Raise UsageError if --save-every has several times."""
+    choices = list(costs.overheads().values())  # one for each time of --save-every
+    if len(choices) > 1:
+        raise UsageError(f"--save-every must be one time, got {len(choices)}; compare them with vbs simulate")
+    return choices[0]

@@ -13,17 +13,18 @@ class Commands(TyperGroup):
     """Commands whose help shows no types of Python; an unknown one is looked for in other groups."""
 
     def get_params(self, context: Any) -> Any:
-        """Return the options of the group itself."""
+        """Return the options of the group itself, which the help shows without types of Python."""
         return _without_types(super().get_params(context))
 
     def get_command(self, context: Any, name: str) -> Any:
-        """Return the command of a name, whose help shows no types: this is where every command passes."""
+        """Return the command of a name, after removing the types of Python from its help, or None if there is none."""
         command = super().get_command(context, name)
-        _without_types(command.get_params(context) if command else [])
+        if command:
+            _without_types(command.get_params(context))
         return command
 
     def resolve_command(self, context: Any, args: list[str]) -> Any:
-        """Return the command that the first word names; of one in a group say which."""
+        """Return the command that the first word names. If only a group has it, raise UsageError and name the group."""
         for group, command in self.commands.items():
             if args[0] not in self.commands and args[0] in getattr(command, "commands", {}):
                 requirement = f"the command must be one of vbs --help, got {args[0]}"

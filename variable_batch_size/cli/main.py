@@ -48,12 +48,12 @@ def main(args: list[str] | None = None) -> NoReturn:
 
 
 def _report_error(error: Exception) -> int:
-    """Print an error as a line, and return the exit status: 2 if the command line is wrong, otherwise 1."""
+    """Print an exception as a line, and return the exit status: 2 if the command line is wrong, otherwise 1."""
     if hasattr(error, "format_message"):  # of typer or click, whose classes depend on the version
         context = getattr(error, "ctx", None)
         message = error.format_message().rstrip(".")
         path = context.command_path if context else "vbs"
-        return _report(f"{message}; see {path} --help", 2) if message else 2  # or help
+        return _report(f"{message}; see {path} --help", 2) if message else 2  # no message: the help was printed
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return _report(f"{error.filename}: {error.strerror}; pass a path that can be used", 1)
     if isinstance(error, EXPECTED) and str(error):
@@ -62,6 +62,7 @@ def _report_error(error: Exception) -> int:
 
 
 def _report(message: str, status: int) -> int:
+    """Print a message in one line, and return the exit status that it goes with."""
     print(f"vbs: error: {' '.join(message.split())}", file=sys.stderr)
     return status
 

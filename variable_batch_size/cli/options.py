@@ -29,12 +29,15 @@ TRAINING, SYNTHETIC, OVERHEADS = "Instead of what the task says", "Synthetic cap
 
 
 def option(help: str, *names: str, **settings: Any) -> Any:
-    """Return an option of typer."""
+    """Return a `typer.Option` whose help comes first, as it stands in the annotation of an argument."""
     return typer.Option(*names, help=help, **settings)
 
 
 def parse_duration(text: str | float) -> float:
-    """Return the seconds of numbers with units s, m, h and d, or of one without; raise typer.BadParameter otherwise.
+    """Return the seconds of a text such as 1h30m, with the units s, m, h and d, or of a number without a unit.
+
+    Raises:
+        typer.BadParameter: if it is something else.
 
     >>> parse_duration("1h30m"), parse_duration("1.5h"), parse_duration("2d"), parse_duration(90)
     (5400.0, 5400.0, 172800.0, 90.0)
@@ -44,15 +47,16 @@ def parse_duration(text: str | float) -> float:
     units = [unit for _, unit in parts]
     seconds = sum(float(number) * UNITS[unit] for number, unit in parts)
     is_whole_text = bool(joined) and joined == re.sub(r"\s", "", str(text))
-    descend = units == sorted(set(units), key=UNITS.__getitem__, reverse=True) and ("" not in units or len(units) == 1)
-    if not (is_whole_text and descend and seconds < math.inf):
+    descend = units == sorted(set(units), key=UNITS.__getitem__, reverse=True)  # from days to seconds, each once
+    is_unambiguous = "" not in units or len(units) == 1  # not "1h30", where 30 may be minutes or seconds
+    if not (is_whole_text and descend and is_unambiguous and seconds < math.inf):
         requirement = "a duration must be a time >= 0 with the largest unit first"
         raise typer.BadParameter(f"{requirement}, got {str(text)!r:.60}; pass 90, 90s, 10m, 1h30m or 2d")
     return seconds
 
 
 def check_count(text: str | int, least: int = 1, most: int = MAX_INT) -> int:
-    """Return an integer in [least, most], which may have a unit: 60k is 60,000; raise typer.BadParameter otherwise.
+    """Return the integer of a text such as 60k, which is 60,000, in [least, most]. Raise typer.BadParameter otherwise.
 
     >>> check_count("60k"), check_count("1.5M"), check_count(7)
     (60000, 1500000, 7)
@@ -73,13 +77,16 @@ def parse_float(text: str) -> float:
 
 
 def list_option(help: str, *names: str, of: Callable[[str], Any] = str, metavar: str, **settings: Any) -> Any:
-    """Return an option that may be repeated, and has values that are separated by commas."""
+    """Return an option with several values: it may be repeated, and each time have values with commas between them.
+
+    `of` makes a value of the text between two commas, and a `callback` among the settings gets all values.
+    """
 
     def parse(text: str) -> list[Any]:
         return [of(part.strip()) for part in text.split(",")]
 
-    def join(option: typer.CallbackParam, values: list[Any] | None) -> list[Any] | None:
-        joined = values and [value for part in values for value in part]
+    def join(option: typer.CallbackParam, lists: list[Any] | None) -> list[Any] | None:
+        joined = lists and [value for values in lists for value in values]  # None if the option is not given
         return callback(option, joined) if callback else joined
 
     callback = settings.pop("callback", None)
@@ -90,7 +97,7 @@ duration_option = partial(option, parser=parse_duration, metavar="DURATION")
 
 
 def count_option(help: str, *names: str, least: int = 1, most: int = MAX_INT, metavar: str, **settings: Any) -> Any:
-    """Return an option for a number of `metavar`."""
+    """Return an option for an integer in [least, most], such as 60k, and `metavar` names what it counts."""
 
     def parse(text: str) -> int:
         return check_count(text, least, most)
@@ -100,14 +107,16 @@ def count_option(help: str, *names: str, least: int = 1, most: int = MAX_INT, me
 
 def prepare_file(path: Path | None) -> Path | None:
     """Return the path of a file to write, after creating its folder; "-" is standard output."""
-    if path is None or str(path) == "-":
-        return path and STDOUT
+    if path is None:
+        return None
+    if str(path) == "-":
+        return STDOUT
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
 
 
 def check_picture(path: Path | None) -> Path | None:
-    """Return the path of a picture to write; raise before anything is computed."""
+    """Return the path of a picture, and raise if it cannot be written, before a long computation."""
     if path is not None and path.suffix.lower() not in (".png", ".svg"):
         raise typer.BadParameter(f"a picture must be a file that ends in .png or .svg, got {str(path)!r}; rename it")
     if path is not None and not path.parent.is_dir():
@@ -116,7 +125,7 @@ def check_picture(path: Path | None) -> Path | None:
 
 
 def check_positive_option(option: typer.CallbackParam, value: float | None) -> float | None:
-    """Return the number of an option that has to be > 0."""
+    """Return the number of an option, or None without it, and raise UsageError unless it is > 0 and finite."""
     if value is not None and not 0 < value < math.inf:
         remedy = "pass a positive number, or leave it out"
         raise UsageError(f"{option.opts[0]} must be > 0 and finite, got {value}; {remedy}")
@@ -124,24 +133,24 @@ def check_positive_option(option: typer.CallbackParam, value: float | None) -> f
 
 
 def check_each_positive(option: typer.CallbackParam, values: list[float] | None) -> list[float] | None:
-    """Return the numbers of an option that have to be > 0."""
+    """Return the numbers of an option, and raise UsageError unless each is > 0 and finite."""
     return values and [value for value in values if check_positive_option(option, value)]
 
 
 def check_price(option: typer.CallbackParam, value: float | None) -> float | None:
-    """Return the price of an option."""
+    """Return the price of a node-hour that an option gives, and raise UsageError if it is no finite number >= 0."""
     with usage():
         return None if value is None else check_number(value, option.opts[0], "pass the price of a node-hour")
 
 
 def check_bounds_option(option: typer.CallbackParam, value: tuple[int, int] | None) -> tuple[int, int] | None:
-    """Return the two batch sizes of an option."""
+    """Return the least and the largest batch size of an option, and raise UsageError unless 1 <= low <= high."""
     with usage():
         return value and check_bounds(value, option.opts[0])
 
 
 def read_policy(name: str) -> Controller:
-    """Return the controller of a --policy."""
+    """Return the function that chooses batch sizes, named by --policy, such as "per-device:64"."""
     try:
         return parse_policy(name)
     except ValueError as error:
@@ -194,6 +203,7 @@ NoiseFile = Annotated[
 
 
 def _formats() -> list[str]:
+    """Return the names that a shell completes."""
     return list(READERS)
 
 
@@ -218,9 +228,9 @@ class Reading:
     nodes_column: Annotated[str, option("Column of the nodes in a CSV file.", metavar="NAME")] = ""
 
     def read(self, path: Path) -> CapacityTrace:
-        """Read a log."""
-        values = {name: value for name, value in vars(self).items() if value is not None and name != "cores_per_node"}
-        capacity = read(Path("/dev/stdin") if str(path) == "-" else path, **values)
+        """Read the capacity trace of a log, where the path "-" is standard input."""
+        given = {name: value for name, value in vars(self).items() if value is not None and name != "cores_per_node"}
+        capacity = read(Path("/dev/stdin") if str(path) == "-" else path, **given)
         return capacity.machines(self.cores_per_node)
 
 
@@ -244,9 +254,10 @@ class Window:
     ] = 1.0
 
     def cut(self, capacity: CapacityTrace, every: float | None = None) -> CapacityTrace:
-        """Return the part of a trace, sampled at intervals of `every` seconds if given."""
+        """Return the chosen part of a capacity trace, with its nodes read only once in `every` seconds, if given."""
         part = capacity.slice(self.start, self.stop).clip(self.min_nodes, self.max_nodes)
-        return (part if every is None else part.resampled(every)).scaled(self.scale_time)
+        sampled = part if every is None else part.resampled(every)
+        return sampled.scaled(self.scale_time)
 
 
 _machines: dict[str, Any] = {"show_default": False, "rich_help_panel": SYNTHETIC}
@@ -267,7 +278,7 @@ class Machines:
     ] = None
 
     def trace(self, seed: int) -> CapacityTrace:
-        """Return the random capacity trace of a seed."""
+        """Return the random capacity trace of a seed, and raise UsageError if one of its options is missing."""
         for name in ("nodes", "mean_up", "mean_down", "duration"):
             if getattr(self, name) is None:
                 missing = "--" + name.replace("_", "-")
@@ -289,7 +300,7 @@ class UpdateTime:
     ] = 0.0
 
     def throughput(self) -> Throughput | None:
-        """Return the time model; None without --samples-per-second."""
+        """Return a model of the seconds that an update takes, or None without --samples-per-second."""
         if self.samples_per_second is not None:
             return Throughput.simple(self.samples_per_second, self.communication_seconds)
         if self.communication_seconds:
@@ -298,10 +309,10 @@ class UpdateTime:
 
 
 def _overhead_option(name: str, help: str, kind: Callable[..., Any] = duration_option, **settings: Any) -> Any:
-    """Return the option of a field of `Overheads`, whose default its help shows."""
+    """Return the option of a field of `Overheads`, made by `kind`, such as `count_option`, with its default shown."""
     default = next(field.default for field in fields(Overheads) if field.name == name)
-    shown = "only before a stop" if default is None else f"{default:g}"
-    return kind(help, show_default=shown, rich_help_panel=OVERHEADS, **settings)
+    shown_default = "only before a stop" if default is None else f"{default:g}"
+    return kind(help, show_default=shown_default, rich_help_panel=OVERHEADS, **settings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -333,7 +344,10 @@ class Costs:
     ] = None
 
     def overheads(self, scale_time: float = 1.0) -> dict[str, Overheads | None]:
-        """Return the overheads for each --save-every by what is added to the name of a policy."""
+        """Return the overheads for each time of --save-every, by what is added to the name of a policy that has them.
+
+        All times are multiplied by `scale_time`, as those of the capacity trace. None: no option was given.
+        """
         given = {name: value for name, value in vars(self).items() if value is not None and name != "save_every"}
         times = {name: value if name == "least_nodes" else scale_time * value for name, value in given.items()}
         intervals: Sequence[float | None] = self.save_every or [None]

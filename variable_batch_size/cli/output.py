@@ -48,7 +48,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def write(path: Path, save: Callable[[Path], object], text: str = "") -> None:
-    """Write a file, print what is in it, and say if it replaces one; to standard error if it is standard output."""
+    """Write a file with `save(path)`, and print what is in it, or print to standard error if it is standard output."""
     overwritten = path != STDOUT and path.is_file()
     save(path)
     if overwritten:
@@ -65,7 +65,7 @@ def format_number(value: float) -> str:
     """
     if float(value).is_integer():
         return f"{int(value):,}"
-    digits = max(0, 3 - math.floor(math.log10(abs(value))))
+    digits = max(0, 3 - math.floor(math.log10(abs(value))))  # after the point
     return f"{value:,.{digits}f}"
 
 
@@ -82,7 +82,7 @@ def format_duration(seconds: float) -> str:
 
 
 def save_picture(path: Path, edges: FloatArray, values: FloatArray, xlabel: str, ylabel: str, title: str) -> None:
-    """Draw a step function into a file.
+    """Draw a step function, such as the batch size over the updates, into a file.
 
     Args:
         path: the file, PNG or SVG.
@@ -93,7 +93,7 @@ def save_picture(path: Path, edges: FloatArray, values: FloatArray, xlabel: str,
         title: of the picture.
     """
     if len(values) > MAX_ROWS:
-        edges, values = bin_means(edges, values, MAX_ROWS)
+        edges, values = bin_means(edges, values, MAX_ROWS)  # more would not be seen
     figure_class = import_extra("matplotlib.figure", "plot").Figure  # without pyplot, which looks for a screen
     figure = figure_class(figsize=(9, 3), layout="constrained")
     axes = figure.subplots()

@@ -20,13 +20,13 @@ MAX_ROWS = 2**20
 
 
 def parse_worlds(text: str) -> range:
-    """Return the numbers of ranks of a number or a range.
+    """Return the numbers of ranks that a text such as 8 or 1-64 names.
 
     >>> [*parse_worlds("8")], [*parse_worlds("1-3")]
     ([8], [1, 2, 3])
     """
     match = re.fullmatch(r"([0-9]{1,9})(?:\s*-\s*([0-9]{1,9}))?", text, re.ASCII)
-    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)  # (0, 0) is refused below
     if not 1 <= first <= last <= MAX_WORLD:
         requirement = f"they must be numbers of ranks from 1 to {MAX_WORLD}"
         raise typer.BadParameter(f"{requirement}, got {text!r:.60}; pass 8, or 1,2,8, or 1-4096")
@@ -86,8 +86,8 @@ def plan(
     training = Plan(batches, dataset_size, microbatch, drop_last, fixed_shape, None, max_updates, max_samples)
     run = dry_run(training, epochs)
     model = time.throughput()
-    worlds = sorted({size for part in world or [range(1, 2)] for size in part})
-    loads = [run.load(size, spread=not noise) for size in worlds]
+    world_sizes = sorted({size for sizes in world or [range(1, 2)] for size in sizes})
+    loads = [run.load(size, spread=not noise) for size in world_sizes]
     if json:
         output.print_json({**_training_facts(run), "worlds": [_load_facts(run, load, model) for load in loads]})
     else:
@@ -97,7 +97,7 @@ def plan(
 def _training_facts(run: DryRun) -> dict[str, Any]:
     """Return what a training will do on any number of ranks, as values of JSON."""
     return {
-        "epochs": sum(alike for _, alike in run.epochs) - run.ends_early,
+        "epochs": sum(alike for _, alike in run.epochs) - run.ends_early,  # complete ones
         "updates": int(run.updates.sum()),
         "samples": run.samples,
         "batch_sizes": {"min": int(run.sizes.min()), "max": int(run.sizes.max()), "different": len(run.sizes)},
@@ -109,8 +109,8 @@ def _training_facts(run: DryRun) -> dict[str, Any]:
 
 def _load_facts(run: DryRun, load: Load, model: Throughput | None) -> dict[str, Any]:
     """Return what a world will compute, as values of JSON, with its seconds if their model is known."""
-    world, updates = load.world_size, run.updates
-    slots = world * int(updates @ load.rounds)
+    world, updates = load.world_size, run.updates  # (sizes,)
+    slots = world * int(updates @ load.rounds)  # microbatches that all ranks could compute in the same time
     facts = {
         "ranks": world,
         "microbatches": int(updates @ load.microbatches),
@@ -126,12 +126,14 @@ def _load_facts(run: DryRun, load: Load, model: Throughput | None) -> dict[str, 
 
 
 def _print_plan(run: DryRun, loads: list[Load], model: Throughput | None) -> None:
+    """Print what a training does, and a table of what each world computes, with its seconds if there is a model."""
     facts = _training_facts(run)
     per_epoch = [epochs["updates"] for epochs in facts["updates_per_epoch"]]
     share = run.last.samples / run.plan.dataset_size
+    incomplete = f", then {share:.1%} of epoch {run.last.number}" if run.ends_early else ""
     output.print_facts(
         {
-            "epochs": f"{facts['epochs']:,}" + f", then {share:.1%} of epoch {run.last.number}" * run.ends_early,
+            "epochs": f"{facts['epochs']:,}{incomplete}",
             "updates": f"{facts['updates']:,}, per epoch {min(per_epoch):,} to {max(per_epoch):,}",
             "samples": f"{run.samples:,}",
             "batch size": f"{run.sizes.min():,} to {run.sizes.max():,}, {len(run.sizes):,} different ones",
@@ -140,16 +142,17 @@ def _print_plan(run: DryRun, loads: list[Load], model: Throughput | None) -> Non
     typer.echo()
     columns = ["ranks", "micro\nbatches", "rounds", "idle\nranks", "busy", "repeated\nrows", "shapes\n(rows)"]
     rows = []
-    for of_load in (_load_facts(run, load, model) for load in loads):
-        rounds, shapes = of_load["rounds"], of_load["shapes"]
+    for load in loads:
+        numbers = _load_facts(run, load, model)
+        rounds, shapes = numbers["rounds"], numbers["shapes"]
         row = [
-            f"{of_load['ranks']:,}",
-            f"{of_load['microbatches']:,}",
-            f"{rounds['min']:,}" + f" to {rounds['max']:,}" * (rounds["max"] > rounds["min"]),
-            f"{of_load['idle_ranks']['mean']:,.1f}",
-            f"{of_load['busy']:.1%}",
-            f"{of_load['repeated_rows']:,}",
+            f"{numbers['ranks']:,}",
+            f"{numbers['microbatches']:,}",
+            f"{rounds['min']:,}" + (f" to {rounds['max']:,}" if rounds["max"] > rounds["min"] else ""),
+            f"{numbers['idle_ranks']['mean']:,.1f}",
+            f"{numbers['busy']:.1%}",
+            f"{numbers['repeated_rows']:,}",
             str(shapes[0]) if len(shapes) == 1 else f"{len(shapes)} ({shapes[0]} to {shapes[-1]})",
         ]
-        rows.append([*row, output.format_duration(of_load["seconds"])] if "seconds" in of_load else row)
-    output.print_table(columns + ["time"] * (model is not None), rows)
+        rows.append(row if model is None else [*row, output.format_duration(numbers["seconds"])])
+    output.print_table(columns if model is None else [*columns, "time"], rows)

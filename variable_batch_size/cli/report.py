@@ -74,7 +74,7 @@ def publish(
     mode: Mode | None = None,
     output: Path | None = None,
 ) -> None:
-    """Write the report of a folder, or of a table, and print what it says."""
+    """Write the report of an evaluation, in a folder or a file `place`, and print its conclusions, see `report`."""
     from variable_batch_size.lab.evaluation.judgement import judge
     from variable_batch_size.lab.evaluation.records import read
     from variable_batch_size.lab.evaluation.report import write_report
@@ -85,21 +85,23 @@ def publish(
     judgements = judge(evaluation, metric, baseline, mode)
     folder = output or str(place).removesuffix(".gz").removesuffix(".csv").removesuffix(".jsonl")
     page = write_report(evaluation, judgements, folder, parquet)
-    number = sum(len(judgement.trainings) for judgement in judgements)
+    ended = sum(len(judgement.trainings) for judgement in judgements)
     waiting = judgements[0].waiting
-    typer.echo(f"report: {page} ({number:,} of {number + waiting:,} trainings)")
+    typer.echo(f"report: {page} ({ended:,} of {ended + waiting:,} trainings)")
     for judgement in judgements:
         _print_judgement(judgement)
 
 
 def _print_judgement(judgement: Judgement) -> None:
+    """Print what an evaluation says about the rules in one task, a paragraph for each trace."""
     from variable_batch_size.lab.evaluation import wording
 
     lines = ["", judgement.task, f"  {wording.describe_reference(judgement)}"]
     if judgement.choices > 1:
         lines.append(f"  {wording.describe_choices(judgement)}")
     for trace in judgement.traces:
-        lines += [f"  {trace.name}", *(f"    {said}" for said in wording.verdict(judgement, trace))]
-        lines += [f"    lost beside the reference: {wording.describe_loss(judgement, trace)}"] if trace.lost else []
-    lines += [f"  {said}" for said in wording.describe_failures(judgement)]
+        lines += [f"  {trace.name}", *(f"    {sentence}" for sentence in wording.verdict(judgement, trace))]
+        if trace.lost:
+            lines.append(f"    lost beside the reference: {wording.describe_loss(judgement, trace)}")
+    lines += [f"  {sentence}" for sentence in wording.describe_failures(judgement)]
     Console().print(*lines, sep="\n", markup=False, highlight=False)

@@ -159,11 +159,11 @@ def simulate(
 def _read_traces(
     logs: list[Path], reading: options.Reading, machines: options.Machines, seeds: int | None
 ) -> dict[str, CapacityTrace]:
-    """Return the capacity traces of files by their paths, and random ones by their seeds."""
+    """Return the capacity traces to simulate by name: those of files by their paths, random ones by their seeds."""
     if not logs and reading != options.Reading():
         requirement = "--format, --inverted, --max-gap and --cores-per-node are for a LOG"
         raise UsageError(f"{requirement}, got none; pass one, or leave them out")
-    repeated = [str(path) for path, times in Counter(logs).items() if times > 1]
+    repeated = [str(path) for path, count in Counter(logs).items() if count > 1]
     if repeated:
         raise UsageError(f"LOG must be given once for each file, got {repeated[0]} twice; remove one")
     traces = {str(path): reading.read(path) for path in logs}
@@ -175,7 +175,7 @@ def _read_traces(
 
 
 def _check_outputs(json: bool, trace_out: Path | None, png: Path | None, policies: int, traces: int) -> None:
-    """Raise UsageError if an output is not for so many policies and traces, or two are standard output."""
+    """Raise UsageError if an output does not suit the numbers of policies and traces, or two are standard output."""
     if trace_out is not None and (policies, traces) != (1, 1):
         found = f"{policies} and {traces}"
         raise UsageError(f"--trace-out is for one policy and one capacity trace, got {found}; pass one of each")
@@ -186,7 +186,10 @@ def _check_outputs(json: bool, trace_out: Path | None, png: Path | None, policie
 
 
 def _choose_rule(name: str | None, noise: Path | None, policies: Mapping[str, Controller]) -> str:
-    """Return the name of the rule; raise if it or a policy needs noise that is not given, or none does."""
+    """Return the name of the learning-rate rule, and raise UsageError if it is unknown, or does not suit --noise.
+
+    Noise has to be given if the rule or a policy reads it, and only then.
+    """
     name = name or ("linear" if noise is None else "adascale")
     rule = _find_rule(name)
     if rule is None:
@@ -203,7 +206,7 @@ def _choose_rule(name: str | None, noise: Path | None, policies: Mapping[str, Co
 
 
 def _find_rule(name: str) -> Rule | None:
-    """Return the rule of a name; None if there is none, or if it lacks its number."""
+    """Return the rule of a name. None if there is none, or if it lacks its number, such as the 0.75 of power:0.75."""
     try:
         return rule_named(name)
     except ValueError:
@@ -213,9 +216,12 @@ def _find_rule(name: str) -> Rule | None:
 def _read_throughput(
     time: options.UpdateTime, scalars: Path | None, rows: int | None
 ) -> tuple[Throughput, FloatArray | None]:
-    """Return the time of an update and, if it is fitted to measured updates, these, (updates, 4).
+    """Return a model of the seconds of an update and, if it is fitted to measured updates, these, (updates, 4).
 
-    `rows` are those of each microbatch; None: of each batch, as few as its microbatches can have.
+    Args:
+        time: the options that give the time directly.
+        scalars: path of the `scalars.csv` of measured updates, to which the model is fitted instead.
+        rows: rows of each microbatch. Default: of each batch, as few as its microbatches can have.
     """
     if scalars is None:
         model = time.throughput()
@@ -238,7 +244,14 @@ def _simulate_and_print(
     currency: str | None,
     trace_out: Path | None,
 ) -> tuple[dict[str, Run], float]:
-    """Simulate and print; return the runs under the only capacity trace, and the largest progress."""
+    """Simulate each policy under each capacity trace, and print the results.
+
+    A policy is the controller that chooses batch sizes, with the costs of restarts and saves. `arguments` are further
+    ones of `simulate`, and `trace_out` is a file for the batch trace of the only run.
+
+    Returns:
+        The runs by policy, if there is one capacity trace, and the largest progress, in reference updates.
+    """
     if len(traces) > 1:
         import pandas as pd
 

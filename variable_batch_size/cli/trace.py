@@ -67,20 +67,20 @@ def show(
     by_schedule = is_schedule(trace)
     batches = BatchTrace.parse(trace, unit=unit, sequence_length=sequence_length) if by_schedule else _read(trace)
     first_step, sizes = batches.runs  # (runs,) both
-    shown = batches.steps or int(first_step[-1]) * 5 // 4 + 1  # of an infinite trace, the last size is shown, too
-    edges = np.append(first_step, shown).astype(np.float64)
+    shown_steps = batches.steps or int(first_step[-1]) * 5 // 4 + 1  # of an infinite trace, also some of the last size
+    edges = np.append(first_step, shown_steps).astype(np.float64)
     infinite = batches.steps is None
     if json:
         total = None if infinite else batches.total_samples
         facts = {"steps": batches.steps, "samples": total, "min": int(sizes.min()), "max": batches.max_batch_size}
         output.print_json({**facts, "changes": len(sizes) - 1, "fingerprint": batches.fingerprint})
     else:
-        mean = float(sizes @ np.diff(edges)) / shown
+        mean = float(sizes @ np.diff(edges)) / shown_steps
+        size_text = f", at last {sizes[-1]:,}" if infinite else f", mean {output.format_number(mean)}"
         texts = {
-            "steps": "infinite" if infinite else output.format_number(shown),
+            "steps": "infinite" if infinite else output.format_number(shown_steps),
             "samples": "infinite" if infinite else output.format_number(batches.total_samples),
-            "batch size": f"{sizes.min():,} to {sizes.max():,}"
-            + (f", at last {sizes[-1]:,}" if infinite else f", mean {output.format_number(mean)}"),
+            "batch size": f"{sizes.min():,} to {sizes.max():,}{size_text}",
             "changes": output.format_number(len(sizes) - 1),
         }
         output.print_facts(texts)
@@ -89,16 +89,17 @@ def show(
 
 
 def _read(trace: str) -> BatchTrace:
-    """Return the batch trace of a file; raise ValueError if it is none, which says so of a capacity trace."""
+    """Return the batch trace of a file or number. For a capacity trace, the ValueError names the command to use."""
     try:
         return BatchTrace.of(trace)
     except ValueError as error:
-        if (format := recognized_format(trace)) is None:
+        format = recognized_format(trace)
+        if format is None:
             raise
         found = f"what looks like a capacity trace of the format {format} ({error})"
         raise value_error("TRACE must be a batch trace", found, "use vbs capacity show for that") from None
 
 
 def describe(trace: BatchTrace) -> str:
-    """Describe a finite trace in a line."""
+    """Describe a batch trace that ends in a line: its updates, samples and largest batch size."""
     return f"{len(trace):,} updates, {trace.total_samples:,} samples, batch size at most {trace.max_batch_size:,}"

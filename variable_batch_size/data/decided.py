@@ -22,44 +22,49 @@ class PrefetchCancelled(Exception):  # noqa: N818 (not an error: the loader ends
 def wait_for(
     training: Training, number: int, step: int, ahead: int, *, abandoned: Callable[[], bool] = lambda: False
 ) -> Batches:
-    """Return batches in which the size of a step is known, or the epoch is known to have ended before it.
+    """Wait until a controller has chosen the batch size of a step that a loader is to read, and return the batches.
 
     A loader may read in a thread of its own, ahead of the training: there it waits. The thread of the training cannot
-    wait for itself and gets an error. Before the first update nobody knows which one it is: only a daemon, as the
-    thread of a loader is, waits then.
+    wait for itself and gets an error. Before the first update it is not known which thread that is: only a daemon, as
+    the thread of a loader is, waits then.
 
     Args:
         training: the training, whose batches a decision replaces.
         number: number of the epoch.
-        step: the step.
+        step: the step, whose size is not waited for if the epoch is known to end before it.
         ahead: number of microbatches, or of updates, that were read and not trained on, with this one.
-        abandoned: function that returns whether nobody reads what the caller would read.
+        abandoned: function that returns whether what the caller would read is not needed any more.
 
     Raises:
         RuntimeError: if the thread of the training would have to wait.
-        PrefetchCancelled: if nobody reads what the caller would read.
+        PrefetchCancelled: if what the caller would read is not needed any more.
     """
     begun: float | None = None
     while True:
         batches = training.batches  # once, because the training may replace them
-        if (decided := batches.decided) is None or step < batches.known_until:
+        decided = batches.decided
+        if decided is None or step < batches.known_until:
             return batches
         epoch = batches.plan.epoch(number)
         if step == epoch.end_step and batches.plan.ends_whatever_follows(epoch):
             return batches
         thread = threading.current_thread()
-        if not thread.daemon if training.trainer is None else thread.ident == training.trainer:
+        may_train = not thread.daemon if training.trainer is None else thread.ident == training.trainer
+        if may_train:  # it would wait for itself
             raise _reads_too_far_error(decided.adaptive.delay, step, batches.known_until, ahead)
         if abandoned() or not threading.main_thread().is_alive():
             raise PrefetchCancelled
         with training.changed:
-            if training.batches is batches:
+            if training.batches is batches:  # no decision has come meanwhile
                 training.changed.wait(WAIT_SECONDS)
         begun = _warn_of_long_wait(begun)
 
 
 def _reads_too_far_error(delay: int, step: int, end_step: int, ahead: int) -> RuntimeError:
-    """Return the error of a loader that reads step `step` in the thread of the training, which cannot wait."""
+    """Return the error of a loader that reads `step` in the thread of the training, which cannot wait for itself.
+
+    `end_step` is the first step of unknown size, and `ahead` is how far the loader reads ahead of the training.
+    """
     last, needed = end_step - 1, max(delay + 1, ahead + ADOPTED_AFTER)
     return RuntimeError(
         f"the loader reads update {step}, {ahead} reads ahead of step(), but sizes are known up to {last}; pass "
@@ -68,7 +73,10 @@ def _reads_too_far_error(delay: int, step: int, end_step: int, ahead: int) -> Ru
 
 
 def _warn_of_long_wait(begun: float | None) -> float:
-    """Warn once after `WARN_SECONDS`; return when the wait began, or infinity after the warning."""
+    """Warn once if a wait is longer than `WARN_SECONDS`.
+
+    `begun` is what the last call returned, None in the first one: when the wait began, or infinity after the warning.
+    """
     if begun is not None and time.monotonic() - begun > WARN_SECONDS:
         thread = threading.current_thread().name
         warnings.warn(

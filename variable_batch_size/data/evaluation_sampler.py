@@ -89,11 +89,11 @@ class EvaluationSampler(Sampler[list[int]]):
         """Yield the indices of each batch of this rank."""
         self.passes += 1
         deal = self._deal
-        chunk = max(1, INDICES_PER_CHUNK // self._deal.minibatch_size)
+        chunk = max(1, INDICES_PER_CHUNK // deal.minibatch_size)  # batches whose indices are computed together
         for begin in range(0, len(self), chunk):
             start, size = self._locate(np.arange(begin, min(begin + chunk, len(self))))  # (batches,) each
-            for row, rows in zip(deal.positions(start, size).tolist(), size.tolist(), strict=True):
-                yield row if deal.fixed_shape else row[:rows]
+            for indices, samples in zip(deal.positions(start, size).tolist(), size.tolist(), strict=True):
+                yield indices if deal.fixed_shape else indices[:samples]  # the others are padding
 
     def samples(self, batch: int) -> int:
         """Return how many samples a batch of this rank stands for: its weight in a mean; 0 for a replay.
@@ -101,7 +101,8 @@ class EvaluationSampler(Sampler[list[int]]):
         Args:
             batch: its number in the iteration, `0 <= batch < len(sampler)`.
         """
-        if self.world.rank + batch * self.world.size >= self._batches:
+        number = self.world.rank + batch * self.world.size  # over all ranks
+        if number >= self._batches:
             return 0
         _, (size,) = self._locate(np.array([batch]))
         return int(size)

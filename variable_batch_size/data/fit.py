@@ -70,13 +70,14 @@ def fit_batch(
     largest = check_int(max_minibatch_size, "max_minibatch_size", 1, MAX_INT)
     world = check_int(world_size, "world_size", 1, MAX_INT)
     fixed = runs_on_xla() if fixed_shape is None else fixed_shape
-    counts = microbatch_counts(batch, min(largest, batch), fixed_shape=fixed)  # (sizes,); larger ones are only rows
+    # Microbatches of a step, if each has at most 1, 2, ... rows, (sizes,). More rows than the batch are of no use.
+    counts = microbatch_counts(batch, min(largest, batch), fixed_shape=fixed)
     rounds = -(-counts // world)  # (sizes,)
-    sizes = np.flatnonzero(rounds == rounds.min()) + 1  # (candidates,)
+    sizes = np.flatnonzero(rounds == rounds.min()) + 1  # (candidates,), those with the fewest rounds
     computed = sizes * np.maximum(counts[sizes - 1], float(world))  # (candidates,), rows; float64 does not overflow
     size = int(sizes[computed.argmin() if fixed else 0])  # the smallest one of several
-    least = int(rounds[size - 1])
-    return BatchFit(size, least, int(counts[size - 1]) if fixed else min(batch, world * least))
+    fewest = int(rounds[size - 1])
+    return BatchFit(size, fewest, int(counts[size - 1]) if fixed else min(batch, world * fewest))
 
 
 def find_minibatch_size(
@@ -119,27 +120,29 @@ def find_minibatch_size(
         raise type_error(requirement, model_fn, "pass one, such as lambda: Model().to(device)")
     limit = check_int(limit, "limit", 1)
     size = min(check_int(start, "start", 1), limit)
-    fits = 0
-    too_large = limit + 1
-    message = ""
-    if (number := rows.count_rows(example)) != 1:
+    number = rows.count_rows(example)
+    if number != 1:
         raise value_error("the example must be a batch of one row", f"{number} rows", "pass one, as data[:1]")
+    fits, too_large = 0, limit + 1  # the largest size that is known to fit, and the smallest one that is not
+    message = ""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     devices = [] if accelerator is None else [torch.accelerator.current_device_index()]
+    device_type = "cuda" if accelerator is None else accelerator.type
     while too_large - fits > 1:
         try:
-            with torch.random.fork_rng(devices, device_type="cuda" if accelerator is None else accelerator.type):
+            with torch.random.fork_rng(devices, device_type=device_type):
                 _try_batch(model_fn(), loss_fn, rows.take_rows(example, np.zeros(size, np.int64)), optimizer_fn)
             fits = size
         except (MemoryError, RuntimeError) as error:
             message = str(error).partition("\n")[0] or type(error).__name__
-            says_so = any(text in f"{error}".lower() for text in _OUT_OF_MEMORY)
-            if not says_so and not isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+            names_memory = any(text in f"{error}".lower() for text in _OUT_OF_MEMORY)
+            if not names_memory and not isinstance(error, (MemoryError, torch.OutOfMemoryError)):
                 raise
             too_large = size
         gc.collect()  # the exception, which is deleted by now, had frames with tensors
         torch.accelerator.empty_cache()  # accelerators keep free memory
-        size = min(2 * fits, limit) if too_large > limit else (fits + too_large) // 2
+        nothing_failed = too_large > limit
+        size = min(2 * fits, limit) if nothing_failed else (fits + too_large) // 2
     if fits == 0:
         raise MemoryError(
             f"a microbatch of one row must fit into memory beside the model, but the device raised {message!r:.200}; "
@@ -186,7 +189,7 @@ class Elastic(NamedTuple):
 
 
 def elastic(global_batch_size: int, max_gpu_batch_size: int, gpus: int | None = None) -> Elastic:
-    """Return in how many steps, and with which batch size of a GPU, a global batch is computed on the present GPUs.
+    """Return how the present GPUs compute a global batch: in how many steps, and with which batch size of a GPU.
 
     The fewest steps that memory allows, and then the smallest batch size, as `fit_batch` finds them without a fixed
     shape: `CustomSampler(..., minibatch_size=batch_size)` computes exactly this batch, also if it is not a multiple of

@@ -27,7 +27,7 @@ from variable_batch_size.trace.batch_trace import BatchTrace, OnEnd
 
 
 def number_of_samples(dataset: object) -> Any:
-    """Return the length of a dataset; a number, or what is neither, as it is.
+    """Return the length of a dataset, or the argument itself if it has none, such as a number of samples.
 
     Raises:
         TypeError: if it is a loader or a string, whose length is not a number of samples.
@@ -139,8 +139,9 @@ class CustomSampler(Dealer, Sampler[list[int]]):
         pad: bool = False,
     ) -> None:
         world = resolve_world(rank, num_replicas)
-        samples = number = number_of_samples(dataset_size)
-        cut_is_known = fixed_shape is not None
+        number = number_of_samples(dataset_size)
+        size = number  # in the unit of batch sizes: samples, or tokens with `lengths`
+        cut_is_known = fixed_shape is not None  # otherwise the optimizer that attaches decides it by its device
         budget = None
         if lengths is None and not (max_tokens is counts is None and not pad):
             raise value_error("max_tokens=, counts= and pad= need the lengths of the samples", "none", "pass lengths=")
@@ -148,7 +149,7 @@ class CustomSampler(Dealer, Sampler[list[int]]):
             if minibatch_size is not None:
                 raise value_error("lengths= bounds a microbatch by max_tokens", "minibatch_size=, too", "omit it")
             budget = budget_of(lengths, max_tokens, counts, check_int(number, "dataset_size", 1), pad=pad)
-            samples, minibatch_size = budget.total, budget.max_tokens
+            size, minibatch_size = budget.total, budget.max_tokens
         minibatch_size = 32 if minibatch_size is None else minibatch_size
         fixed_shape = bool(fixed_shape)
         decided = None
@@ -161,12 +162,13 @@ class CustomSampler(Dealer, Sampler[list[int]]):
                 raise value_error("on_end must be left out with a trace that never ends", repr(on_end), "omit it")
             rows = check_int(minibatch_size, "minibatch_size", 1)
             trace = trace if budget is None else budget.limit(trace)
-            decided = DecidedTrace.begin(prepare(trace, samples), world.size, rows, fixed_shape=fixed_shape)
+            decided = DecidedTrace.begin(prepare(trace, size), world.size, rows, fixed_shape=fixed_shape)
+            batch_trace = decided.trace
+        else:
+            batch_trace = BatchTrace.of(trace, on_end=on_end, dataset_size=size, drop_last=drop_last)
         plan = Plan(
-            trace=BatchTrace.of(trace, on_end=on_end, dataset_size=samples, drop_last=drop_last)
-            if decided is None
-            else decided.trace,
-            dataset_size=samples,
+            trace=batch_trace,
+            dataset_size=size,
             minibatch_size=minibatch_size,
             drop_last=drop_last,
             fixed_shape=fixed_shape,
@@ -177,12 +179,12 @@ class CustomSampler(Dealer, Sampler[list[int]]):
             remedy = "pass epochs=, max_updates= or max_samples="
             raise value_error('on_end="stop" needs a trace with a last step', "one without", remedy)
         seed = check_int(seed, "seed", 0, 2**64 - 1, "take it modulo 2**64")
-        order(number, seed, 0, shuffle=shuffle)  # raises if there is none
+        order(number, seed, 0, shuffle=shuffle)  # raises if so many samples have no order
         epochs = None if epochs is None else check_int(epochs, "epochs")
         plan.check_trace(epochs)
         split = Split(equal_rounds=equal_rounds, unequal=None if speeds is None else by_speed(speeds, world.size))
-        values = plan, world, seed, shuffle, split, decided, bool(reproducible)
-        batches = Batches(*values) if budget is None else TokenBatches(*values, budget=budget)
+        arguments = plan, world, seed, shuffle, split, decided, bool(reproducible)
+        batches = Batches(*arguments) if budget is None else TokenBatches(*arguments, budget=budget)
         batches.check_reference(batches.max_batch_size)
         content = Content(None if number is dataset_size else dataset_size, seed, fingerprint).digest
         super().__init__(batches.with_checked_rounds(), epochs=epochs, cut_is_known=cut_is_known, content=content)
@@ -209,7 +211,7 @@ class CustomSampler(Dealer, Sampler[list[int]]):
 
     @property
     def drop_last(self) -> NoReturn:
-        """What only asks who deals the microbatches once more, as Accelerate does on several ranks: this raises.
+        """Refuses to answer a trainer such as Accelerate, which would split each microbatch over the ranks once more.
 
         Raises:
             RuntimeError: always; `plan.drop_last` is the argument.
@@ -224,15 +226,16 @@ class CustomSampler(Dealer, Sampler[list[int]]):
         return Iteration(self.training)
 
     def __len__(self) -> int:
-        """Return how many microbatches the iteration under way yields on this rank, or else the next one.
+        """Return how many microbatches an epoch has on this rank, from where its iteration has begun.
 
-        At the end of an epoch it is that over the epoch that follows; 0 if none does. With workers, a loader has read
-        the end before the loop is there: the last `step()` of an epoch then ends it.
+        Between two iterations it is the epoch of the next one, or 0 if the training ends. With workers, a loader has
+        read the end before the loop is there, so that the last `step()` of an epoch ends it.
         """
-        begun, position = self.training.iteration, self.position
-        under_way = begun is not None and begun.start.epoch == position.epoch
-        if under_way and begun is not None and not (begun.exhausted and self.batches.ends_epoch(position)):
-            return self.batches.count(begun.start)
+        iteration, position = self.training.iteration, self.position
+        if iteration is not None and iteration.start.epoch == position.epoch:
+            has_ended = iteration.exhausted and self.batches.ends_epoch(position)
+            if not has_ended:
+                return self.batches.count(iteration.start)
         try:
             return self.batches.count(self.batches.next_update(position))
         except ValueError:  # the trace ends

@@ -41,14 +41,14 @@ _IN_WORDS = {
 
 
 def wrong_phase(call: str, phase: Phase, step: int, *, running: bool, inside: bool) -> RuntimeError:
-    """Return the error of a call in a phase in which it is not allowed.
+    """Return the error of a method that was called at a point of a step where it is not allowed.
 
     Args:
-        call: the name of the call, for the message.
+        call: the name of the method, for the message.
         phase: where in a step the training is.
         step: number of the update.
         running: whether `optimizer.step()` has not returned yet.
-        inside: whether the call is allowed within a step, as long as no exception has interrupted it.
+        inside: whether the method may be called within a step, as long as no exception has interrupted it.
     """
     if running:
         return RuntimeError(
@@ -82,18 +82,18 @@ class Reads:
     serial: bool | None = None
 
     def find_serial(self) -> bool:
-        """Return whether the iteration is serial, which the first call finds out.
+        """Return whether each microbatch is read when the loop needs it, instead of ahead by a loader that prefetches.
 
-        It is if only one microbatch was read by then, in the thread of the loop.
+        The first call decides: only one microbatch was read by then, in the thread of the loop.
         """
         if self.serial is None:
             self.serial = self.number == 1 and self.thread == threading.get_ident()
         return self.serial
 
     def count_lost(self, received: int) -> int:
-        """Return how many microbatches that were read have not reached the loop, when it receives the next one.
+        """Return how many microbatches were read but not given to the loop, when it receives the next one.
 
-        The result is negative if a microbatch came twice, and 0 with a loader that prefetches, which nobody can judge.
+        The result is negative if a microbatch came twice, and 0 with a loader that prefetches, where it is not known.
 
         Args:
             received: number of microbatches that the loop has received before this one.
@@ -146,5 +146,5 @@ class Earlier(NamedTuple):
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Earlier:
-        """Return the three numbers from the state of a sampler."""
+        """Return the three numbers that `state_dict` has put into the state of a sampler."""
         return cls(*(int(state[name]) for name in ("stage", "earlier_updates", "earlier_samples")))

@@ -65,10 +65,10 @@ class RunCheckpoint:
         if self._optimizer.inside_step:
             return False
         before, self._last_update = self._last_update, self._optimizer.updates
-        due = self._last_update // self._every > before // self._every
-        if due:
-            self._save(metrics, in_loop=self._last_update == before + 1)
-        return due
+        is_due = self._last_update // self._every > before // self._every
+        if is_due:
+            self._save(metrics, in_loop=self._last_update == before + 1)  # otherwise the call is after an epoch
+        return is_due
 
     def save(self, **metrics: float | Tensor) -> None:
         """Save the state after the last update, and report it with the numbers of updates and samples.
@@ -83,9 +83,13 @@ class RunCheckpoint:
         self._save(metrics, in_loop=False)
 
     def _save(self, metrics: dict[str, float | Tensor], *, in_loop: bool) -> None:
-        """Save and report; `in_loop`: whether the loop has yet to run its code for the end of an epoch."""
+        """Save a checkpoint in the storage of the run, and report it with the metrics to Ray.
+
+        `in_loop` says whether the loop has yet to run its code for the end of an epoch.
+        """
 
         def write(run: ray.train.Checkpoint, name: str) -> ray.train.Checkpoint:
+            """Save into a folder of the run, and return it, after closing the checkpoint that was open before."""
             new = ray.train.Checkpoint(f"{run.path}/{name}", run.filesystem)
             before, self._latest = self._latest, self._open(new)
             self._latest.save(in_loop=in_loop)
@@ -103,15 +107,15 @@ class RunCheckpoint:
         self._last_update = optimizer.updates
 
     def _open(self, checkpoint: ray.train.Checkpoint) -> Checkpoint:
-        """Return a checkpoint of Ray, on a disk or in an object store, as one of the library."""
-        store = checkpoint.filesystem
-        scheme = "" if isinstance(store, pyarrow.fs.LocalFileSystem) else f"{store.type_name}://"
+        """Return the `vbs.Checkpoint` for the folder or the object-store URL of a checkpoint of Ray."""
+        filesystem = checkpoint.filesystem
+        scheme = "" if isinstance(filesystem, pyarrow.fs.LocalFileSystem) else f"{filesystem.type_name}://"
         run = ray.train.get_context().get_experiment_name()
         return Checkpoint(f"{scheme}{checkpoint.path}", run=run, **self._parts)
 
 
 def _checked_number(name: str, value: object) -> object:
-    """Return a metric as a number; raise TypeError if it is none."""
+    """Return a metric as a number, also from a tensor with one, and raise TypeError if it is none."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     if not isinstance(value, Real):

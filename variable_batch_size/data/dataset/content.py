@@ -43,10 +43,11 @@ class Content:
         return self  # the dataset of a copied sampler is the same
 
     def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled: the digest in place of the dataset, which may be large."""
         return {"_dataset": None, "_seed": self._seed, "_fingerprint": self.digest()}
 
     def digest(self) -> str:
-        """Return a text that is the same for equal rows, empty if nothing can be compared.
+        """Return a text that is equal on two ranks if they read the same rows, and empty if that cannot be compared.
 
         The first call reads `ROWS` rows twice, and moves no random state of torch, NumPy or `random`.
         """
@@ -54,48 +55,52 @@ class Content:
             indices, rows = _digest_of_indices(self._dataset), self._digest_of_rows()
             if indices or rows:
                 self._fingerprint = f"{indices or 'all'} {rows or 'random'}"
-        self._dataset = None  # it is asked once
+        self._dataset = None  # it is read once
         return self._fingerprint or ""
 
     def _digest_of_rows(self) -> str | None:
+        """Return a hash of a few rows, or log why and return None if they cannot be read here or are random."""
         size = len(self._dataset)
-        rows = np.random.default_rng(self._seed).choice(size, min(ROWS, size), replace=False).tolist()
+        indices = np.random.default_rng(self._seed).choice(size, min(ROWS, size), replace=False).tolist()
         try:
             dataset = _without_handles(self._dataset)
             with _lock, kept_states():
-                first, second = (_read(dataset, rows, self._seed, under) for under in (1, 2))
+                first, second = (_hash_rows(dataset, indices, self._seed, random_seed) for random_seed in (1, 2))
         except Exception as error:  # what only workers can read, for example
-            log(f"The rows of ranks are not compared: dataset[{rows[0]}] raises {error!r:.100}.")
+            log(f"The rows of ranks are not compared: dataset[{indices[0]}] raises {error!r:.100}.")
             return None
-        if first != second:
+        if first != second:  # an augmentation draws random numbers
             log("The rows of ranks are not compared: they are random. Pass vbs.Seeded(dataset), or fingerprint=.")
-        return first if first == second else None
+            return None
+        return first
 
 
-def _read(dataset: Any, rows: list[int], seed: int, under: int) -> str:
-    """Return a hash of rows that are read under a seed."""
-    seed_host(under)
-    found = hashlib.sha256()
-    several = getattr(dataset, "__getitems__", None)  # as a loader reads them
-    for row in several(Indices(rows, seed, 0)) if callable(several) else map(dataset.__getitem__, rows):
-        _feed(found, row)
-    return found.hexdigest()[:16]
+def _hash_rows(dataset: Any, indices: list[int], seed: int, random_seed: int) -> str:
+    """Return a hash of rows, whose random numbers follow from `random_seed`, or in `Seeded` from `seed`."""
+    seed_host(random_seed)
+    digest = hashlib.sha256()
+    read_batch = getattr(dataset, "__getitems__", None)  # as a loader reads them
+    rows = read_batch(Indices(indices, seed, 0)) if callable(read_batch) else map(dataset.__getitem__, indices)
+    for row in rows:
+        _update_digest(digest, row)
+    return digest.hexdigest()[:16]
 
 
 def _digest_of_indices(dataset: Any) -> str | None:
-    """Return a hash of the indices of nested subsets; None if there is none."""
-    found = None
+    """Return a hash of the indices of a `Subset`, and of those within it, or None if the dataset is none."""
+    digest = None
     while isinstance(dataset, (Subset, Seeded)):
         if isinstance(dataset, Subset):
-            found = found or hashlib.sha256()
+            digest = digest or hashlib.sha256()
             indices = np.asarray(dataset.indices)
-            found.update(indices.astype("<i8").tobytes() if indices.dtype.kind in "iu" else repr(indices).encode())
+            is_integer = indices.dtype.kind in "iu"
+            digest.update(indices.astype("<i8").tobytes() if is_integer else repr(indices).encode())
         dataset = dataset.dataset
-    return None if found is None else found.hexdigest()[:16]
+    return None if digest is None else digest.hexdigest()[:16]
 
 
 def _without_handles(value: Any) -> Any:
-    """Return a shallow copy of a dataset, and of those within it: a file that it opens is not inherited by workers.
+    """Return a shallow copy of a dataset, and of those within it, so that workers inherit no file which reading opens.
 
     One with `__del__`, which would close what the copy shares, and one that Python cannot copy so, stay as they are.
     """
@@ -104,32 +109,32 @@ def _without_handles(value: Any) -> Any:
     if not isinstance(value, Dataset) or hasattr(type(value), "__del__") or not hasattr(value, "__dict__"):
         return value
     try:
-        twin = object.__new__(type(value))
+        copy = object.__new__(type(value))
     except TypeError:
         return value
-    vars(twin).update({name: _without_handles(attribute) for name, attribute in vars(value).items()})
-    return twin
+    vars(copy).update({name: _without_handles(attribute) for name, attribute in vars(value).items()})
+    return copy
 
 
-def _feed(found: Any, value: Any) -> None:
-    """Add a value, of which a collate function makes a batch, to a hash."""
+def _update_digest(digest: Any, value: Any) -> None:
+    """Add a row of a dataset, or a value within it, to a hash: its bytes, with its type and shape where needed."""
     if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_quantized:
-        found.update(repr((value.dtype, tuple(value.shape))).encode())
-        found.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(repr((value.dtype, tuple(value.shape))).encode())
+        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     elif isinstance(value, (str, bytes, int, float, complex, np.generic, type(None))):
-        found.update(repr(value).encode())
+        digest.update(repr(value).encode())
     elif isinstance(value, Mapping):
-        _feed(found, sorted(value.items(), key=lambda item: repr(item[0])))  # of a set of strings in any order
+        items = sorted(value.items(), key=lambda item: repr(item[0]))  # of a set of strings in any order
+        _update_digest(digest, items)
     elif isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.dtype.hasobject):
-        found.update(f"{len(value)} of".encode())
+        digest.update(f"{len(value)} of".encode())
         for item in value:
-            _feed(found, item)
+            _update_digest(digest, item)
     elif is_dataclass(value):
-        _feed(found, [getattr(value, field.name) for field in fields(value)])
+        _update_digest(digest, [getattr(value, field.name) for field in fields(value)])
     elif hasattr(value, "tobytes"):  # an array or an image
-        found.update(
-            repr((getattr(value, "dtype", None), getattr(value, "shape", getattr(value, "size", None)))).encode()
-        )
-        found.update(value.tobytes())
+        shape = getattr(value, "shape", getattr(value, "size", None))
+        digest.update(repr((getattr(value, "dtype", None), shape)).encode())
+        digest.update(value.tobytes())
     else:
-        found.update(type(value).__qualname__.encode())
+        digest.update(type(value).__qualname__.encode())

@@ -29,8 +29,9 @@ class Indices(list[int]):
 
 
 def seed_of(stream: Literal["sample", "microbatch"], *numbers: int) -> int:
-    """Return a seed below 2^63, a hash of a stream's name and numbers."""
-    return int.from_bytes(hashlib.sha256(repr((stream, *numbers)).encode()).digest()[:8], "little") >> 1
+    """Return a seed in [0, 2^63): a hash of what it is for, and of numbers such as seed, epoch and index."""
+    digest = hashlib.sha256(repr((stream, *numbers)).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
 
 
 @final
@@ -58,7 +59,7 @@ class Seeded(Dataset[T], Generic[T]):
         return len(self.dataset)
 
     def __getitems__(self, indices: Sequence[int]) -> list[T]:
-        """Return the samples of a microbatch, each with random numbers of seed, epoch and index alone."""
+        """Return the samples of a microbatch, whose random numbers depend on seed, epoch and index of each alone."""
         if not isinstance(indices, Indices):
             requirement = "vbs.Seeded must be read by a loader with batch_sampler=CustomSampler(..., reproducible=True)"
             raise type_error(requirement, indices, "read another sampler's samples from the dataset within")

@@ -32,23 +32,27 @@ class VariableBatchCheckpoint(keras.callbacks.Callback):
         self._checkpoint: Any = None
 
     def restored(self, model: Any) -> Checkpoint:
-        """Restore the newest checkpoint, if there is one and nothing was trained; `fit` calls it, and closes it."""
+        """Restore the newest checkpoint, if there is one and the model was not trained yet, and return the checkpoint.
+
+        `fit` calls this when it begins, and closes what it returns.
+        """
         variables = [*model.variables, *model.optimizer.variables]
-        values = nn.ParameterList([variable.value for variable in variables])  # Keras numbers names in a process
+        # By position: the names of Keras have numbers, which depend on the models that the process made before.
+        values = nn.ParameterList([variable.value for variable in variables])
         self._checkpoint = Checkpoint(model=values, optimizer=model.custom_optimizer, **self._options)
         if not model.custom_optimizer.updates:
-            with warnings.catch_warnings():  # the rate of the script counts, which Keras keeps itself
+            with warnings.catch_warnings():  # the learning rate of the script counts, which Keras keeps itself
                 warnings.filterwarnings("ignore", "The script has other hyperparameters")
                 self._checkpoint.restore()
         return self._checkpoint  # type: ignore[no-any-return]
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Save if it is due, within an epoch."""
+        """Save after an update within an epoch, if `every` says so. `on_epoch_end` saves after its last update."""
         sampler = self.model.custom_optimizer.sampler
         if not sampler.batches.ends_epoch(sampler.position):
             self._checkpoint.step()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Save the last updates."""
+        """Save at the end of an epoch, whatever `every` says."""
         self._checkpoint.step()
         self._checkpoint.save(wait=False)

@@ -26,6 +26,7 @@ class Arrays(Dataset[Any]):
         return next(len(array) for array in keras.tree.flatten(self._data) if array is not None)
 
     def __getitems__(self, indices: list[int]) -> Any:
+        """Return the rows of a microbatch, as tensors on the device of Keras."""
         return map_arrays(lambda array: keras.ops.convert_to_tensor(array[indices]), self._data)
 
 
@@ -45,8 +46,8 @@ class Epochs(IterableDataset[Any]):
         return iter(self._updates)
 
     def next_epoch(self) -> int:
-        """Return the epoch of the next update, after leaving one whose end alone was not seen."""
-        if self._optimizer.sampler.training.end_pending:
+        """Return the number of the epoch that the next update belongs to, as Keras counts from there."""
+        if self._optimizer.sampler.training.end_pending:  # the loop has not come to the end of the last epoch
             for _ in self._updates:
                 pass
         return self._optimizer.epoch
@@ -63,23 +64,28 @@ def map_arrays(function: Callable[[Any], Any], data: Any) -> Any:
     return keras.tree.map_structure(lambda array: None if array is None else function(array), data)
 
 
-def pop_loader(given: dict[str, Any]) -> DataLoader[Any]:
-    """Remove the data from the arguments of `fit`, but for a part to validate with, and return a loader of it."""
-    *parts, shuffle, held_out = (given.pop(name) for name in ("x", "y", "sample_weight", "shuffle", "validation_split"))
-    if isinstance(parts[0], DataLoader) and parts[1] is parts[2] is None:
-        return parts[0]
-    data = map_arrays(_to_tensor, keras.utils.pack_x_y_sample_weight(*parts))
-    if len(lengths := {len(array) for array in keras.tree.flatten(data) if array is not None}) != 1:
+def pop_loader(arguments: dict[str, Any]) -> DataLoader[Any]:
+    """Remove the training data from the arguments of `fit`, and return it as a DataLoader.
+
+    As in Keras, `validation_split` is the share of samples, the last ones, that become `validation_data` instead.
+    """
+    x, y, sample_weight = arguments.pop("x"), arguments.pop("y"), arguments.pop("sample_weight")
+    shuffle, validation_share = arguments.pop("shuffle"), arguments.pop("validation_split")
+    if isinstance(x, DataLoader) and y is None and sample_weight is None:
+        return x
+    data = map_arrays(_to_tensor, keras.utils.pack_x_y_sample_weight(x, y, sample_weight))
+    lengths = {len(array) for array in keras.tree.flatten(data) if array is not None}
+    if len(lengths) != 1:
         raise value_error("all arrays must have the same number of samples", sorted(lengths), "pass a row for each")
-    if held_out and given["validation_data"] is None:
-        end = int(lengths.pop() * (1 - held_out))
-        given["validation_data"] = map_arrays(itemgetter(slice(end, None)), data)
+    if validation_share and arguments["validation_data"] is None:
+        end = int(lengths.pop() * (1 - validation_share))
+        arguments["validation_data"] = map_arrays(itemgetter(slice(end, None)), data)
         data = map_arrays(itemgetter(slice(end)), data)
-    return DataLoader(Arrays(data), given["batch_size"] or 32, shuffle, collate_fn=lambda rows: rows)
+    return DataLoader(Arrays(data), arguments["batch_size"] or 32, shuffle, collate_fn=lambda rows: rows)
 
 
 def _to_tensor(array: Any) -> torch.Tensor:
-    """Return an array as a tensor, floating-point numbers in the precision of Keras."""
+    """Return an array as a tensor, with floating-point numbers in the precision of `keras.config.floatx()`."""
     if not hasattr(array, "__array__"):
         requirement = "the data must have an index, because each rank is told which samples to read"
         raise type_error(requirement, array, "pass arrays, tensors or a DataLoader with a map-style dataset alone")

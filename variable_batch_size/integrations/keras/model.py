@@ -90,31 +90,32 @@ class VariableBatchModelMixin(Base):
             return super().fit(*args, **options)  # which raises
         bound = inspect.signature(keras.Model.fit).bind(self, *args, **options)
         bound.apply_defaults()
-        given = dict(bound.arguments)
-        callbacks = keras.tree.flatten(given["callbacks"] or [])
-        settings = self._check_fit(given, callbacks)
-        del given["self"]
-        self._loader = loader = pop_loader(given)
+        arguments = dict(bound.arguments)
+        callbacks = keras.tree.flatten(arguments["callbacks"] or [])
+        settings = self._check_fit(arguments, callbacks)
+        del arguments["self"]
+        self._loader = loader = pop_loader(arguments)
         optimizer = self._current_optimizer(loader, settings)
         epochs = Epochs(with_sampler(loader, optimizer.sampler), optimizer)
         batches: Any = DataLoader(epochs, None, generator=torch.Generator())  # it draws, but not from torch's
-        offset = given["initial_epoch"] - epochs.next_epoch()
+        offset = arguments["initial_epoch"] - epochs.next_epoch()  # of Keras' numbers of epochs to those of the trace
         with ExitStack() as stack:
             for callback in callbacks:
                 if isinstance(callback, VariableBatchCheckpoint):
                     stack.enter_context(callback.restored(self))
-            optimizer.sampler.plan.check_trace(given["epochs"] - offset)
+            optimizer.sampler.plan.check_trace(arguments["epochs"] - offset)
             check_schedule(self.optimizer._learning_rate, optimizer.sampler, len(loader))
-            given["initial_epoch"] = given["epochs"] if optimizer.done else offset + epochs.next_epoch()
-            shown = self._callbacks(callbacks, given, epochs)
+            # Again, because a callback may have restored a later epoch.
+            arguments["initial_epoch"] = arguments["epochs"] if optimizer.done else offset + epochs.next_epoch()
+            told = self._callbacks_with_steps(callbacks, arguments, epochs)
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", "Your input ran out of data")  # at the end of an epoch
-            return super().fit(batches, **{**given, "shuffle": False, "callbacks": shown})
+            return super().fit(batches, **{**arguments, "shuffle": False, "callbacks": told})
 
-    def _check_fit(self, given: dict[str, Any], callbacks: list[Any]) -> Settings:
+    def _check_fit(self, arguments: dict[str, Any], callbacks: list[Any]) -> Settings:
         """Return the settings of the training; raise ValueError unless `fit` can train with its arguments."""
         backups = [callback for callback in callbacks if isinstance(callback, keras.callbacks.BackupAndRestore)]
-        check_settings(SETTINGS, {**given, "optimizer": self.optimizer, "backups": backups}, "Keras")
+        check_settings(SETTINGS, {**arguments, "optimizer": self.optimizer, "backups": backups}, "Keras")
         if self.settings is None:
             remedy = 'pass trace="0:128 10:256"; a loaded model has none: create one, and load its weights'
             raise value_error("a model must get a trace", f"{type(self).__name__} without one", remedy)
@@ -124,22 +125,31 @@ class VariableBatchModelMixin(Base):
             raise value_error(requirement, f"{type(self).__name__} with its own", "override compute_loss instead")
         return self.settings
 
-    def _callbacks(self, callbacks: list[Any], given: dict[str, Any], epochs: Epochs) -> Any:
-        """Return Keras' list of the callbacks, which are told the updates that are left of each epoch."""
-        params = {"verbose": given["verbose"], "epochs": given["epochs"], "add_progbar": given["verbose"] != 0}
-        count = keras.callbacks.LambdaCallback(lambda *_: shown.set_params({**shown.params, "steps": epochs.steps}))
-        shown: Any = keras.callbacks.CallbackList([count, *callbacks], True, model=self, steps=epochs.steps, **params)
-        return shown
+    def _callbacks_with_steps(self, callbacks: list[Any], arguments: dict[str, Any], epochs: Epochs) -> Any:
+        """Return Keras' list of the callbacks, one of which tells the others how many updates each epoch has left.
+
+        Keras would tell its progress bar one number for all epochs, but they differ with the batch sizes.
+        """
+        verbose = arguments["verbose"]
+        params = {"verbose": verbose, "epochs": arguments["epochs"], "add_progbar": verbose != 0}
+        # Called when an epoch begins, before the other callbacks.
+        tell = keras.callbacks.LambdaCallback(lambda *_: told.set_params({**told.params, "steps": epochs.steps}))
+        told: Any = keras.callbacks.CallbackList([tell, *callbacks], True, model=self, steps=epochs.steps, **params)
+        return told
 
     def _current_optimizer(self, loader: Any, settings: Settings) -> Any:
-        """Return the optimizer of the training under way, or of a new one, at the beginning of an update."""
+        """Return the optimizer with which `fit` continues its training, or a new one for a new training.
+
+        A training is new if it has made no update, or the model was compiled with another Keras optimizer.
+        """
         optimizer = self.custom_optimizer
         sampler = sampler_for(loader, settings)
         is_new = optimizer is None or not optimizer.updates or optimizer.inner.wrapped is not self.optimizer
         if is_new or self._loss_check is None:
-            rows = read_rows(loader.dataset, [*range(min(len(loader.dataset), loader.batch_size))])
+            first_indices = [*range(min(len(loader.dataset), loader.batch_size))]
+            batch = loader.collate_fn(read_rows(loader.dataset, first_indices))
             # Private: it creates all variables without a forward, which might draw numbers.
-            self._symbolic_build(data_batch=loader.collate_fn(rows))
+            self._symbolic_build(data_batch=batch)
             self._loss_check = LossCheck(settings.check_loss, first=0 if is_new else optimizer.updates)
         if is_new:
             inner = KerasOptimizer(self.optimizer, self.trainable_variables)
@@ -150,7 +160,7 @@ class VariableBatchModelMixin(Base):
         return optimizer
 
     def train_step(self, data: Any) -> dict[str, Any]:
-        """Make an update; the loss is that of all ranks so far in the epoch, other metrics are those of this one."""
+        """Make an update of its microbatches, and return the metrics of the epoch: the loss is over all ranks."""
         optimizer = self.custom_optimizer
         if not isinstance(data, Update):
             raise RuntimeError("an update needs its microbatches, which only fit() reads; call fit()")
@@ -160,16 +170,19 @@ class VariableBatchModelMixin(Base):
         metrics = {}
         if self._loss_check.takes(optimizer):
             self._check_loss()
-        for microbatch in data:
-            part = optimizer.microbatch
-            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(microbatch)
-            loss = self.compute_loss(x, y, y_pred := self(x, training=True), sample_weight)
+        for batch in data:
+            microbatch = optimizer.microbatch
+            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+            y_pred = self(x, training=True)
+            loss = self.compute_loss(x, y, y_pred, sample_weight)
             count = None if self.count is None else self.count(y, sample_weight)
+            # With a count the optimizer takes sums, and a mean over nothing may be nan.
             total = loss if count is None else torch.where(count > 0, loss * count, 0)
             optimizer.backward(total)
             optimizer.log(loss=total)
-            if part.samples:  # a replay counts on another rank
-                distinct = itemgetter(slice(None, None, part.rows // part.samples))
+            if microbatch.samples:  # otherwise it repeats samples whose metrics are counted elsewhere
+                repeats = microbatch.rows // microbatch.samples  # of each sample, in rows that follow each other
+                distinct = itemgetter(slice(None, None, repeats))
                 *rows, weight = map_arrays(distinct, (x, y, y_pred, sample_weight))
                 with torch.no_grad():
                     metrics = self.compute_metrics(*rows, sample_weight=weight)
@@ -177,7 +190,7 @@ class VariableBatchModelMixin(Base):
         return {**metrics, **self._end_update(size)}
 
     def _end_update(self, size: int) -> dict[str, Any]:
-        """Add the loss of an update of `size` samples to the epoch's, and return it with what the update was made."""
+        """Add the loss of an update of `size` samples to the mean of the epoch, and return the metrics."""
         optimizer = self.custom_optimizer
         for metric in self.metrics:
             if metric.name == "loss":  # the name that Keras' guides to train_step go by
@@ -187,7 +200,7 @@ class VariableBatchModelMixin(Base):
         return {**self.get_metrics_result(), **facts}
 
     def _check_loss(self) -> None:
-        """Warn if the loss is no mean over rows, or over what `count` says."""
+        """Warn if the loss is no mean over rows, or over what `count` says: its gradients would be scaled wrongly."""
 
         def loss_of(_: Any, batch: Any, counted: float) -> Any:
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
@@ -195,8 +208,9 @@ class VariableBatchModelMixin(Base):
             return loss if self.count is None else loss * self.count(y, sample_weight)
 
         options: Any = {"reduction": self.custom_optimizer.reduction, "remedy": _REMEDY}
-        with keras.StatelessScope([(variable, variable.value) for variable in self.variables], collect_losses=True):
-            self._loss_check(self.custom_optimizer, self._loader, self, loss_of, **options)  # metrics and seeds stay
+        variables = [(variable, variable.value) for variable in self.variables]
+        with keras.StatelessScope(variables, collect_losses=True):  # so that metrics and seeds stay as they are
+            self._loss_check(self.custom_optimizer, self._loader, self, loss_of, **options)
 
 
 class VariableBatchModel(VariableBatchModelMixin, keras.Model):
@@ -216,14 +230,15 @@ class VariableBatchModel(VariableBatchModelMixin, keras.Model):
         if not isinstance(inner, keras.Model) or inner.compiled:
             remedy = "load_model(path, compile=False) loads one so; call compile() of what is returned"
             raise type_error("inner must be a keras.Model, not compiled", inner, remedy)
-        if overridden := [name for name in _METHODS if getattr(type(inner), name) is not getattr(keras.Model, name)]:
+        overridden = [name for name in _METHODS if getattr(type(inner), name) is not getattr(keras.Model, name)]
+        if overridden:
             remedy = "write class Mine(VariableBatchModelMixin, keras.Model)"
             raise type_error(f"inner must have the {overridden[0]} of keras.Model", inner, remedy)
         super().__init__(name=inner.name, dtype=inner.dtype_policy, **options)
         self.inner = inner
         if hasattr(inner, "output_names"):
             self.output_names = inner.output_names  # by which losses and metrics are given
-        for name in "save", "save_weights", "load_weights":
+        for name in "save", "save_weights", "load_weights":  # so that files hold the model within
             setattr(self, name, getattr(inner, name))
 
     def call(self, x: Any, training: bool | None = None) -> Any:

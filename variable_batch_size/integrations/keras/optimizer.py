@@ -24,8 +24,9 @@ class KerasOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Apply the gradients, and leave the number or the schedule that the user has given as it was."""
-        scaled, learning_rate = self.param_groups[0]["lr"], self.wrapped._learning_rate  # private: the schedule itself
+        """Apply the gradients with the scaled learning rate, and then put back the user's number or schedule."""
+        scaled = self.param_groups[0]["lr"]
+        learning_rate = self.wrapped._learning_rate  # private: the schedule itself, if there is one
         is_number = isinstance(learning_rate, keras.Variable)
         reference = learning_rate.value.clone() if is_number else learning_rate
         self.wrapped.learning_rate = scaled if is_number else lambda: scaled

@@ -72,7 +72,10 @@ class TorchftBackend(ElasticBackend):
         self._model_differs = False  # whether other groups have taken others
 
     def register(self, **parts: Stateful) -> None:
-        """Name what a group that comes back takes over, in this order: at least `model=` and `optimizer=`.
+        """Register the objects whose state a group that comes back loads from another group.
+
+        Args:
+            parts: at least `model=` and `optimizer=`, which are saved and loaded in this order.
 
         Raises:
             TypeError: if a part has no `state_dict` and `load_state_dict`.
@@ -86,10 +89,16 @@ class TorchftBackend(ElasticBackend):
     # The quorum. -----------------------------------------------------------------------------------------------------
 
     def meet(self, updates: int) -> bool:
-        """Wait for the quorum of the next update, and for a state if this group is behind; return whether one came.
+        """Wait until it is known which groups make the next update, and load their state if this one is behind.
+
+        Args:
+            updates: number of updates that this group has made.
+
+        Returns:
+            Whether a state was loaded.
 
         Raises:
-            RuntimeError: if there is none: too few groups, or no lighthouse.
+            RuntimeError: if there is no quorum: too few groups, or no lighthouse.
             ValueError: if this group has another number of processes than the others.
         """
         if self._met:
@@ -99,13 +108,14 @@ class TorchftBackend(ElasticBackend):
                 "a group that comes back must get the state of another one, but none is registered; call "
                 "backend.register(model=model, optimizer=optimizer) before the loop"
             )
-        reported = 0 if self._model_differs else updates  # torchft sends a state to the groups that are behind
-        self._has_failed()  # torchft would wait for a process that has ended
+        # torchft sends a state to the groups that are behind: a group with another model says that it is.
+        reported = 0 if self._model_differs else updates
+        self._has_failed()  # raises if a process of this group has ended, for which torchft would wait
         self._request_quorum(reported)
         while self._has_failed():  # a group was lost meanwhile
             self._request_quorum(reported, again=True)
         self._set_worlds()
-        if self._model_differs and self._held_state is None:  # the others are gone
+        if self._model_differs and self._held_state is None:  # the others are gone, so this model counts
             self._set_updates(updates)
         self._met, self._model_differs = True, False
         if self._held_state is None:
@@ -114,18 +124,24 @@ class TorchftBackend(ElasticBackend):
         return True
 
     def _set_worlds(self) -> None:
-        """Set the world of the groups, and that of all their processes, to those of the quorum."""
-        rank, size, group = self._manager.participating_rank(), self._manager.num_participants(), self.job.world
-        if rank is None:
+        """Set the rank of this group among the groups of the quorum, and of this process among all their processes."""
+        group_rank, groups = self._manager.participating_rank(), self._manager.num_participants()
+        if group_rank is None:
             raise RuntimeError(
                 "every group of a quorum must take part, but this one is a spare; pass "
                 "world_size_mode=WorldSizeMode.DYNAMIC to the Manager"
             )
-        self._groups.world = World(rank, size)
-        self.world = World(rank * group.size + group.rank, size * group.size)
+        self._groups.world = World(group_rank, groups)
+        inside = self.job.world  # this process within its group
+        self.world = World(group_rank * inside.size + inside.rank, groups * inside.size)
 
     def _request_quorum(self, updates: int, *, again: bool = False) -> None:
-        """Ask for a quorum, in which this group has made so many updates; it may bring a state."""
+        """Ask the lighthouse which groups take part in the next update, of which torchft sends a state to those behind.
+
+        Args:
+            updates: number of updates that this group reports to have made.
+            again: whether the last quorum has lost a group.
+        """
         notice = Timer(_SILENCE, self._log, ["Waits for a quorum of replica groups"])
         notice.daemon = True
         notice.start()
@@ -149,29 +165,30 @@ class TorchftBackend(ElasticBackend):
 
     def _has_failed(self) -> bool:
         """Return whether the manager of a process of this group has an error; all of them have to call it."""
-        failed = torch.full((1,), float(self._manager.errored() is not None), device=self.job.device)
+        errors = torch.full((1,), float(self._manager.errored() is not None), device=self.job.device)
         try:
-            self.job.all_reduce_sum([failed])
+            self.job.all_reduce_sum([errors])
         except RuntimeError as error:
             raise RuntimeError(
                 f"an update needs all processes of a replica group, but one has ended ({error}); end the others, and "
                 f"start the group again"
             ) from error
-        return bool(failed.item())
+        return bool(errors.item())
 
     def _set_updates(self, updates: int) -> None:
-        """Set the number of updates from which torchft counts on."""
+        """Tell torchft how many updates this group has made, from which it counts on."""
         self._manager.load_state_dict({"step": updates, "batches_committed": self._manager.batches_committed()})
 
     def _log(self, message: str) -> None:
+        """Log a message once for all processes of this group."""
         if self.job.world.rank == 0:
             log(message, update=self._manager.current_step())
 
     def part(self, updates: int) -> None:
-        """Wait until the groups that have missed the last update have taken over the state."""
+        """Stay after the last update, number `updates`, until groups that have missed it have loaded the state."""
         try:
             self.meet(updates)
-            self._gather_messages("")
+            self._gather_messages("")  # returns when all groups have called it
         except RuntimeError as error:  # the others have ended
             log(f"Ends without the others: {error}", update=updates)
 
@@ -180,7 +197,7 @@ class TorchftBackend(ElasticBackend):
     def all_reduce_sum(self, tensors: Sequence[Tensor]) -> None:
         """Sum the tensors over the groups of the quorum, in place, and agree that the update counts.
 
-        The groups compare ahead of it: gloo ends the process of one that gets another length.
+        The groups compare lengths and settings before, because gloo ends a process that gets another length.
 
         Raises:
             BrokenStepError: if it does not count: a group was lost, or has another model or other settings.
@@ -193,32 +210,35 @@ class TorchftBackend(ElasticBackend):
             )
         self._met, self._groups.device = False, tensors[0].device
         facts = {**self.facts, _LENGTHS: [(str(tensor.dtype), tensor.numel()) for tensor in tensors]}
-        text, differing = "", list[str]()
+        received, differing = "", list[str]()
         with suppress(BrokenStepError):  # which all processes of the group find out below
-            text, differing = self._compare(facts)
+            received, differing = self._compare_groups(facts)
             self._groups.all_reduce_sum(tensors)
         if self._has_failed():  # asked here, since torchft would wait for a process that has ended
             self._manager._pg.abort()  # with the connections, or others would wait for this group
-        counts = self._manager.should_commit()
+        update_counts = self._manager.should_commit()
         if differing:
             raise RuntimeError(
                 f"replica groups must train alike, but this one differs from the others in {', '.join(differing)}; "
                 f"start all with the same script and arguments, and register what changes, such as a scheduler"
             )
-        if not counts:
+        if not update_counts:
             raise BrokenStepError("the groups of the quorum have not all taken the sum")
-        self.received, self._has_trained = text, True
+        self.received, self._has_trained = received, True
         self._taken = _hash([self._taken, self._manager.current_step(), self._client.members])
 
-    def _compare(self, facts: Mapping[str, Any]) -> tuple[str, list[str]]:
-        """Return the text that the first group has posted, and the facts in which this one differs from the majority.
+    def _compare_groups(self, facts: Mapping[str, Any]) -> tuple[str, list[str]]:
+        """Compare the settings and the models of all groups, so that no group adds gradients that do not fit.
 
-        If any groups differ, report an error: all of them then make no sum.
+        If any differ, report an error to torchft: no group then makes the sum.
+
+        Returns:
+            The text that the first group has posted, and the facts in which this group differs from the majority.
         """
         digests = {name: zlib.crc32(str(value).encode()) for name, value in facts.items()}
         message = [self._has_trained, self._taken, _hash(sorted(digests.items())), self.posted]
-        votes, taken, hashes, texts = zip(*self._gather_messages(message), strict=True)
-        if len({*zip(taken, hashes, strict=True)}) == 1:
+        votes, taken, hashes, texts = zip(*self._gather_messages(message), strict=True)  # (groups,) each
+        if len({*zip(taken, hashes, strict=True)}) == 1:  # all groups are alike
             return texts[0], []
         usual = _majority(self._gather_messages(digests), votes)
         self._manager.report_error(RuntimeError("replica groups have different models or settings"))
@@ -235,7 +255,7 @@ class TorchftBackend(ElasticBackend):
     # The state, of which torchft saves one in a thread while this one waits for the quorum. --------------------------
 
     def _collect_state(self) -> dict[str, Any]:
-        """Return the state for a group that comes back; keep an error, which torchft takes for a lost group."""
+        """Return the state for a group that comes back, and keep an error for `meet`, which torchft does not show."""
         try:
             return {"taken": self._taken, **{name: part.state_dict() for name, part in self._parts.items()}}
         except Exception as error:
@@ -243,9 +263,11 @@ class TorchftBackend(ElasticBackend):
             raise
 
     def _hold_state(self, state: dict[str, Any]) -> None:
+        """Keep a state that torchft has received from another group, until `meet` loads it."""
         self._held_state = state
 
     def _load_state(self, state: dict[str, Any]) -> None:
+        """Load the state of another group into the registered parts."""
         self._held_state = None
         try:
             for name, part in self._parts.items():
@@ -280,13 +302,13 @@ class _Groups(Backend):
 
 
 def _processes_of(manager: Manager) -> DistributedBackend:
-    """Return the backend of the processes of a replica group."""
-    of_manager = World(manager._group_rank, manager._group_world_size)
-    of_torch = World(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
-    if of_torch != of_manager:
-        requirement = f"torch.distributed must have the processes of this replica group, {of_manager}"
+    """Return the backend that sums over the processes of this replica group, after a check that torchft knows them."""
+    expected = World(manager._group_rank, manager._group_world_size)
+    initialized = World(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
+    if initialized != expected:
+        requirement = f"torch.distributed must have the processes of this replica group, {expected}"
         remedy = "call init_process_group() first, with the rank and world_size of the Manager"
-        raise value_error(requirement, of_torch or "not initialized", remedy)
+        raise value_error(requirement, initialized or "not initialized", remedy)
     if manager._init_sync:  # which would take each process's first state from another group
         requirement = "replica groups of several processes must begin with the same weights, which they compare"
         raise value_error(requirement, "init_sync=True", "pass init_sync=False to the Manager")
@@ -306,6 +328,6 @@ def _hash(value: object) -> str:
 
 
 def _majority(values: Sequence[Any], votes: Sequence[bool]) -> Any:
-    """Return the most frequent value of those with a vote, or of all; of equally frequent ones the first."""
-    counted = [value for value, vote in zip(values, votes, strict=True) if vote] or [*values]
-    return max(counted, key=counted.count)
+    """Return the most frequent of the values with a vote, or of all if none has one: the first if several are."""
+    candidates = [value for value, vote in zip(values, votes, strict=True) if vote] or [*values]
+    return max(candidates, key=candidates.count)

@@ -33,13 +33,16 @@ class QuorumClient:
             manager._store.set(_SIZE, str(manager._group_world_size))
 
     def _quorum(self, **request: Any) -> Any:
-        """Return a quorum of groups of this size, before the groups connect."""
+        """Ask for a quorum, and give it an address of its own at which its groups connect.
+
+        torchft calls this in place of the client's method.
+        """
         quorum = self._client._quorum(**request)
         if not self.members:  # each group compares itself with those that train
             self._check_size(quorum.store_address)
         members = sorted(quorum.replica_ids)
         if quorum.heal or members != self.members:
-            self._manager._quorum_id = -1
+            self._manager._quorum_id = -1  # so that the manager connects, even if it knows the number of this quorum
         if members != self.members and self._manager._group_rank == 0:
             names = ", ".join(member.partition(":")[0] for member in members)
             log(f"Trains with {len(members)} replica groups: {names}", update=quorum.max_step)
@@ -60,4 +63,5 @@ class QuorumClient:
             raise value_error(requirement, processes, f"start this group with {size} processes")
 
     def __getattr__(self, name: str) -> Any:
+        """Return any other attribute from the client of torchft."""
         return getattr(self._client, name)

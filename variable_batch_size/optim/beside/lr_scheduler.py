@@ -91,14 +91,15 @@ class ProgressScheduler:
         self._pending: deque[tuple[int, Callable[[], float]]] = deque()  # (updates, function that reads the progress)
 
     def step(self) -> None:
-        """Step the scheduler up to the present reference update; do nothing without a new update."""
+        """Step the torch scheduler once for each reference update since the last call, none or several."""
         updates = self._optimizer.updates
         if updates == self._updates:
             return
         self._updates = updates
         if self._by == "progress":
             self._read_delayed_progress(updates)
-        for _ in range(self._steps, math.floor(min(self._reference_updates(), self._total))):
+        due_steps = math.floor(min(self._reference_updates(), self._total))
+        for _ in range(self._steps, due_steps):
             for one_cycle in self._one_cycles:  # torch raises beyond its end: repeat the last step
                 one_cycle.last_epoch = min(one_cycle.last_epoch, one_cycle.total_steps - 2)
             self._scheduler.step()
@@ -143,7 +144,7 @@ class ProgressScheduler:
             "steps": self._steps,
             "updates": self._updates,
             "progress": self._progress,
-            "pending": [[updates, progress()] for updates, progress in self._pending],
+            "pending": [[updates, read_progress()] for updates, read_progress in self._pending],
             "scheduler": self._scheduler.state_dict(),
         }
 
@@ -168,12 +169,17 @@ class ProgressScheduler:
     # The measure. ------------------------------------------------------------------------------------------------
 
     def _read_delayed_progress(self, updates: int) -> None:
-        """Read the progress of `DELAY` updates ago, and keep the present one to read it later.
+        """Read the progress of `DELAY` updates ago, and keep a reader of the present one for later.
 
-        If the clock was moved back, read all that is pending from before.
+        Reading the present one would make the host wait for the device. If `updates` has gone back since the last call,
+        read all that is pending.
         """
-        while self._pending and not updates - DELAY < self._pending[0][0] < updates:
-            self._progress = self._pending.popleft()[1]()
+        while self._pending:
+            updates_then, read_progress = self._pending[0]
+            if updates - DELAY < updates_then < updates:  # too new
+                break
+            self._pending.popleft()
+            self._progress = read_progress()
         self._pending.append((updates, self._optimizer._progress_reader()))
 
     def _reference_updates(self) -> Fraction | float:
@@ -219,6 +225,7 @@ def _check_total(total: object) -> float:
 
 
 def _nested_schedulers(scheduler: LRScheduler) -> Iterator[LRScheduler]:
+    """Yield a scheduler, and all within it, as a SequentialLR has them."""
     yield scheduler
     for part in getattr(scheduler, "_schedulers", ()):
         yield from _nested_schedulers(part)

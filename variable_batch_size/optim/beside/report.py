@@ -62,12 +62,12 @@ class Reporter(LoopStage):
         log_samples: int | None,
     ) -> None:
         self._samples = None if log_samples is None else check_int(log_samples, "log_samples", 1)
-        default = 10 if log_samples is None else None
+        default = 10 if log_samples is None else None  # updates between two rows
         self._steps = default if log_steps is None else check_int(log_steps, "log_steps", 1)
-        others = not (backend.leads or backend.elastic)
-        if others:
+        logs = backend.leads or backend.elastic  # an elastic rank may become the first one
+        if not logs:
             tracker.mute()  # a loop may log to it on every rank
-        self._tracker = None if others else tracker
+        self._tracker = tracker if logs else None
         self._updater, self._measured, self._training, self._backend = updater, measured, training, backend
         self._begin: _Moment | None = None  # after the first update of this run
         self._earlier = 0.0  # seconds of earlier runs, up to the restored update
@@ -77,88 +77,90 @@ class Reporter(LoopStage):
             self._tracker.check()
 
     def follow_up(self, batch: Batch, agreement: Agreement, *, leads: bool) -> None:
-        """Move the progress bar, and log a row if one is due."""
-        step, tracker = batch, self._tracker
+        """Move the progress bar after an update, and log a row of scalars if one is due."""
+        tracker = self._tracker
         if tracker is None or not self._backend.leads:
             return
         updates, epoch = self._training.updates, self._epoch
-        row_is_due = self._is_row_due(step)
+        row_is_due = self._is_row_due(batch)
         if self._begin is None or row_is_due:
             now = _Moment(time.monotonic(), updates, self._training.samples, self._fraction)
             if self._begin is None:
                 self._begin = now
                 self._earlier = tracker.last_before(updates, "vbs/seconds")
         if row_is_due:
-            row = self._row_reader(step, now)
-            if self._reads_device:
-                tracker.log_later(updates, row)
+            read_row = self._row_reader(batch, now)
+            if self._reads_device:  # later, so that the host does not wait for the device
+                tracker.log_later(updates, read_row)
             else:
-                tracker.log(updates, row())
+                tracker.log(updates, read_row())
             self._seconds_left = _estimate_seconds_left(self._begin, now)
             self._last = now
         tracker.write_pending(updates)
-        tracker.show(epoch.number, step.start + step.batch_size, epoch.samples, self._seconds_left)
+        tracker.show(epoch.number, batch.start + batch.batch_size, epoch.samples, self._seconds_left)
 
     def state_dict(self) -> dict[str, Any]:
-        """Write what was logged to the disk: a training that goes on from the state after a kill has no hole in it."""
+        """Return no state, but write the log to the disk, so that it has no hole if a run resumes after a kill."""
         if self._tracker is not None:
             self._tracker.flush()
         return {}
 
     @property
     def _reads_device(self) -> bool:
-        """Whether the next row has numbers that a device computes."""
+        """Whether the next row has numbers that an accelerator computes, which the host would wait for."""
         updater, measured = self._updater, self._measured
-        reads = measured.noise_reader is not None or updater.options.grad_norm or bool(measured.means.names)
-        return reads and updater.parameters[0].device.type != "cpu"
+        has_computed = measured.noise_reader is not None or updater.options.grad_norm or bool(measured.means.names)
+        return has_computed and updater.parameters[0].device.type != "cpu"
 
-    def _is_row_due(self, step: Batch) -> bool:
-        samples, every = self._training.samples, self._samples
+    def _is_row_due(self, batch: Batch) -> bool:
+        """Return whether the update, of this batch, has passed a multiple of `log_steps` or `log_samples`."""
         if self._steps is not None and self._training.updates % self._steps == 0:
             return True
-        return every is not None and samples // every > (samples - step.batch_size) // every
+        samples, every = self._training.samples, self._samples
+        return every is not None and samples // every > (samples - batch.batch_size) // every
 
-    def _known_scalars(self, step: Batch, now: _Moment) -> dict[str, float]:
-        """Return the scalars of a row that the host knows, without the prefix of their tags."""
+    def _known_scalars(self, batch: Batch, now: _Moment) -> dict[str, float]:
+        """Return the scalars of a row that the host knows, such as speeds, by their tags without the prefix vbs/."""
         epoch, batches = self._epoch, self._training.batches
-        last, begin = self._last or self._begin or now, self._begin or now
+        begin = self._begin or now
+        last = self._last or begin  # speeds are means since then
         seconds = now.seconds - last.seconds
         return {
-            "epoch": epoch.number + (step.start + step.batch_size) / batches.plan.whole_samples(epoch),
+            "epoch": epoch.number + (batch.start + batch.batch_size) / batches.plan.whole_samples(epoch),
             "samples": now.samples,
             "seconds": self._earlier + (now.seconds - begin.seconds),
             "samples_per_second": _per_second(now.samples - last.samples, seconds),
             "updates_per_second": _per_second(now.updates - last.updates, seconds),
-            "global_batch_size": step.batch_size,
-            "num_microbatches": step.num_microbatches,
+            "global_batch_size": batch.batch_size,
+            "num_microbatches": batch.num_microbatches,
             "world_size": batches.world.size,
         }
 
-    def _row_reader(self, step: Batch, now: _Moment) -> Callable[[], dict[str, float]]:
+    def _row_reader(self, batch: Batch, now: _Moment) -> Callable[[], dict[str, float]]:
         """Return a function that returns the scalars of the update that was just made.
 
-        It is called at once, or some updates later, when what a device has computed is there.
+        It is called at once, or some updates later, when a device has computed them. So all that it reads is fetched
+        here, before the next update changes it.
         """
-        updater = self._updater
-        known = self._known_scalars(step, now)
-        measures = self._measured
-        skipped = {} if measures.skipped is None else {"skipped": measures.skipped}
+        updater, measured = self._updater, self._measured
+        known = self._known_scalars(batch, now)
+        skipped = {} if measured.skipped is None else {"skipped": measured.skipped}
         scaling = updater.last_scaling
-        factors = _float_later(scaling.lr), _float_later(scaling.gradient)
-        lr, norm = _float_later(updater.reference_lr), _float_later(updater.grad_norm)
-        noise = None if measures.noise_reader is None else measures.noise_reader()
-        progress, means = updater.progress.reader(), measures.means.reader()
+        read_factors = _float_later(scaling.lr), _float_later(scaling.gradient)
+        read_lr, read_norm = _float_later(updater.reference_lr), _float_later(updater.grad_norm)
+        read_noise = None if measured.noise_reader is None else measured.noise_reader()
+        read_progress, read_means = updater.progress.reader(), measured.means.reader()
 
         def read() -> dict[str, float]:
-            factor = math.prod(read_factor() for read_factor in factors)
-            row = {**known, "lr_effective": lr() * factor, "lr_factor": factor, **skipped}
+            factor = math.prod(read_factor() for read_factor in read_factors)
+            row = {**known, "lr_effective": read_lr() * factor, "lr_factor": factor, **skipped}
             if updater.options.grad_norm:
-                row["grad_norm"] = norm()
-            if noise is not None:
-                measured = noise()
-                row |= {"gain": measured.gain, "progress": progress()}
-                row |= {name: getattr(measured, name) for name in ("noise_scale", "sigma2", "mu2")}
-            return {f"vbs/{name}": value for name, value in row.items()} | means()
+                row["grad_norm"] = read_norm()
+            if read_noise is not None:
+                noise = read_noise()
+                row |= {"gain": noise.gain, "progress": read_progress()}
+                row |= {name: getattr(noise, name) for name in ("noise_scale", "sigma2", "mu2")}
+            return {f"vbs/{name}": value for name, value in row.items()} | read_means()
 
         return read
 
@@ -169,7 +171,7 @@ class Reporter(LoopStage):
 
     @property
     def _fraction(self) -> float:
-        """How much of the whole training is done, as far as its end is known; otherwise 0."""
+        """The share of the whole training that is done, in [0, 1], or 0 if its end is not known."""
         training = self._training
         return training.batches.plan.fraction(self._epoch, training.position.step, training.epochs)
 
@@ -182,11 +184,12 @@ def _estimate_seconds_left(begin: _Moment, now: _Moment) -> float | None:
 
 
 def _per_second(number: int, seconds: float) -> float:
+    """Return a rate, or nan if no time has passed."""
     return number / seconds if seconds > 0 else math.nan
 
 
 def _float_later(value: Any) -> Callable[[], float]:
-    """Return a function that returns a number of now, which is read from a device if it is there; nan for None."""
+    """Return a function that returns the present value of a number, or of a tensor on any device, or nan for None."""
     if isinstance(value, Tensor):
         read = copy_later(value)
         return lambda: float(read())

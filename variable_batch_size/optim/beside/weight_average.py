@@ -76,30 +76,30 @@ class WeightAverage:
 
     @torch.no_grad()
     def commit(self, commit: Commit) -> None:
-        """Average the weights of the update that was just made; the optimizer calls it."""
-        if commit.updated:
-            parts, averages = local_parts(self._parameters), local_parts(self.averages)
-            share = self._share_of_weights(commit, averages[0])
-            parts = [part.to(average.dtype) for part, average in zip(parts, averages, strict=True)]
-            changes = torch._foreach_sub(parts, averages)
-            torch._foreach_mul_(changes, share)
-            torch._foreach_add_(averages, changes)
+        """Move the averages toward the weights of the update that was just made, for the optimizer to call."""
+        if not commit.updated:
+            return
+        weights, averages = local_parts(self._parameters), local_parts(self.averages)
+        share = self._share_of_weights(commit, averages[0])
+        weights = [weight.to(average.dtype) for weight, average in zip(weights, averages, strict=True)]
+        changes = torch._foreach_sub(weights, averages)  # averages += share * (weights - averages)
+        torch._foreach_mul_(changes, share)
+        torch._foreach_add_(averages, changes)
 
     def discard(self) -> None:
         """Do nothing: only updates that are committed are averaged."""
 
     @torch.no_grad()
     def begin_anew(self) -> None:
-        """Begin with the present weights; a checkpoint without this average does, with `restore(strict=False)`."""
+        """Set the averages to the present weights, as `restore(strict=False)` does if a checkpoint has no averages."""
         self._add_new()
         for average, parameter in zip(self.averages, self._parameters, strict=True):
             average.copy_(parameter)
 
     def _add_new(self, *_: object) -> None:
-        """Begin averages of the parameters that the optimizer has got."""
-        new = [
-            parameter for parameter in list_parameters(self._optimizer.param_groups) if id(parameter) not in self._known
-        ]
+        """Begin averages, with the present weights, of parameters that the optimizer has got since the last call."""
+        parameters = list_parameters(self._optimizer.param_groups)
+        new = [parameter for parameter in parameters if id(parameter) not in self._known]
         self._known |= set(map(id, new))
         self._parameters += new
         self.averages += map(_copy_widened, new)
@@ -165,9 +165,14 @@ class WeightAverage:
 
 
 def _check_not_gathered(parameters: list[Tensor], updated: list[Tensor]) -> None:
-    """Check that a parameter is not what FSDP2 puts in its place from a forward on, which no optimizer updates."""
-    known = {id(parameter) for parameter in updated}
-    others = [parameter for parameter in parameters if id(parameter) not in known]
+    """Raise ValueError if a parameter is the gathered tensor of an FSDP2 forward pass, which no optimizer updates.
+
+    Args:
+        parameters: the parameters to average.
+        updated: the parameters of the optimizer.
+    """
+    updated_ids = {id(parameter) for parameter in updated}
+    others = [parameter for parameter in parameters if id(parameter) not in updated_ids]
     if has_dtensor(updated) and any(not isinstance(parameter, DTensor) for parameter in others):
         raise value_error(
             "parameters must be those that the optimizer updates",
@@ -177,18 +182,20 @@ def _check_not_gathered(parameters: list[Tensor], updated: list[Tensor]) -> None
 
 
 def _check_shapes(what: str, tensors: list[Tensor], averages: list[Tensor], remedy: str) -> None:
+    """Raise ValueError unless the tensors, called `what`, have the shapes of the averages, in the same order."""
     if [tensor.shape for tensor in tensors] != [tensor.shape for tensor in averages]:
         requirement = f"{what} must have the shapes of the {len(averages)} parameters that are averaged"
         raise value_error(requirement, f"{len(tensors)}, or other shapes", remedy)
 
 
 def _copy_widened(parameter: Tensor) -> Tensor:
+    """Return a copy, at least in float32: a narrower average would lose the small changes of an update."""
     copy = parameter.detach().clone()
     return copy.float() if is_narrow(copy) else copy
 
 
 def _placed_as(average: Tensor, whole: Tensor) -> Tensor:
-    """Return a whole tensor, which every rank has, as a DTensor if the average is one."""
+    """Return a whole tensor, which every rank has, so that it can be copied into an average, also into a DTensor."""
     if not isinstance(average, DTensor):
         return whole
     mesh = average.device_mesh

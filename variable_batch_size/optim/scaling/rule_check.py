@@ -29,7 +29,14 @@ class Chosen(NamedTuple):
 
 
 def choose_rules(rule: Any, inner: Optimizer, ref_batchsize: int | None, sampler: Dealer) -> Chosen:
-    """Return the rules that a user has chosen, see `CustomOptimizer`, after a check that they can be used."""
+    """Return the learning-rate rule of each parameter group, after a check that they can be used.
+
+    Args:
+        rule: a rule, its name, or a list with one for each parameter group. None: the constant rule.
+        inner: the optimizer whose learning rates are scaled.
+        ref_batchsize: the batch size at which they were tuned, in samples, or None if the user has given none.
+        sampler: what deals the microbatches.
+    """
     rule = "constant" if rule is None else rule
     rules = rules_for_groups(rule, len(inner.param_groups))
     reference = [check_reference(chosen, ref_batchsize) for chosen in rules][0]  # noqa: RUF015 (checks all of them)
@@ -40,9 +47,9 @@ def choose_rules(rule: Any, inner: Optimizer, ref_batchsize: int | None, sampler
 
 
 def check_applies_lr(inner: Optimizer, rules: Sequence[Rule]) -> None:
-    """Check that a factor on lr in an update has its effect in this update."""
-    reads = {Rprop: "reads it in its first step only", ASGD: "applies it in the next step"}
-    reasons = [when for kind, when in reads.items() if isinstance(inner, kind)]
+    """Raise TypeError if a rule scales the learning rate, but the optimizer would not apply it in the same update."""
+    uses = {Rprop: "reads it in its first step only", ASGD: "applies it in the next step"}
+    reasons = [use for kind, use in uses.items() if isinstance(inner, kind)]
     if any({"lr_max", "weight_sum"} <= group.keys() for group in inner.param_groups):  # schedule-free
         reasons.append("weighs all later ones by the largest that it has seen")
     if reasons and not all(isinstance(rule, ConstantRule) for rule in rules):
@@ -55,13 +62,16 @@ def check_applies_lr(inner: Optimizer, rules: Sequence[Rule]) -> None:
 def _check_rules(
     names: Sequence[object], rules: Sequence[Rule], inner: Optimizer, reference: int | None, sampler: Dealer
 ) -> None:
-    """Call the `check` of each rule that was chosen by its name, with the parameter groups that it scales."""
-    for rule in {id(rule): rule for rule, name in zip(rules, names, strict=True) if isinstance(name, str)}.values():
+    """Let each rule that the user has chosen by its name check that it suits the optimizer, if it has a `check`.
+
+    `names` and `rules` have an entry for each parameter group: what the user has passed, and the rule.
+    """
+    # By identity, because groups may share a rule, which is checked once.
+    named = {id(rule): rule for rule, name in zip(rules, names, strict=True) if isinstance(name, str)}
+    for rule in named.values():
         check: Any = getattr(rule, "check", None)
         if callable(check):
-            groups = [
-                group for group, rule_of_group in zip(inner.param_groups, rules, strict=True) if rule_of_group is rule
-            ]
+            groups = [group for group, chosen in zip(inner.param_groups, rules, strict=True) if chosen is rule]
             context = RuleContext(
                 optimizer=tuple(base.__name__ for base in type(inner).__mro__),
                 groups=tuple({name: value for name, value in group.items() if name != "params"} for group in groups),
@@ -75,12 +85,15 @@ _MAY_STAY_ON_DEVICE = ("lr", "gradient", "progress")
 
 
 def scalings_of_groups(rules: Sequence[Rule], update: RuleInput, device: torch.device | None = None) -> list[Scaling]:
-    """Return the scaling of each parameter group, with floats for factors.
+    """Call the rules for an update, and return the scaling of each parameter group, with floats for factors.
 
-    On `device` the factors on lr and on the gradient, and the progress, may stay 0-D tensors, because the host does not
-    read the noise there. Other tensors are read.
+    Args:
+        rules: the rule of each parameter group, where one that several groups share is called once.
+        update: what the rules read: the batch size, and the noise if it is measured.
+        device: where the factors on lr and on the gradient, and the progress, may stay 0-D tensors, because the host
+            does not read the noise there. Other tensors become floats.
     """
-    by_rule: dict[int, Scaling] = {}
+    by_rule: dict[int, Scaling] = {}  # by the id of the rule
     for rule in rules:
         if id(rule) not in by_rule:
             by_rule[id(rule)] = _checked_scaling(rule, _call_rule(rule, update), device)
@@ -88,7 +101,7 @@ def scalings_of_groups(rules: Sequence[Rule], update: RuleInput, device: torch.d
 
 
 def _call_rule(rule: Rule, update: RuleInput) -> Any:
-    """Return what a rule returns; raise AttributeError with a remedy if it reads noise that is not measured."""
+    """Call a rule, and add a remedy to the AttributeError of one that reads noise which is not measured."""
     try:
         return rule(update)
     except AttributeError as error:
