@@ -406,7 +406,7 @@ class Checkpoint:
 
     def _log_what_to_resume_from(self) -> None:
         """Log after an exception which checkpoint to resume from, once and if there were updates."""
-        updates, best = self._optimizer.updates, self._folder.current if self._folder.branches else ""
+        updates, best = self._optimizer.updates, self._folder.current if self._folder.restored_best else ""
         try:
             newest = self._folder.newest()
         except Exception:  # a store that cannot be reached; the exception of the training is the one to propagate

@@ -51,7 +51,7 @@ class Folder:
         id: random text that all ranks of the writing training have; "" if this object does not write.
         goes_on: whether the training in memory had saved or restored in this folder before this object was created.
         current: name of the checkpoint that this process has restored or saved last, on the writer; "" before that.
-        branches: whether `current` was restored as the best one, and nothing was saved since then.
+        restored_best: whether `current` was restored as the best one, and nothing was saved since then.
         left: on the writer, names of the checkpoints that were newer than a best one that was restored; the next save
             deletes them.
     """
@@ -60,7 +60,7 @@ class Folder:
         self.storage = Storage(location)
         self.writer = Writer(self.storage, run)
         self.id, self.goes_on = "", False
-        self.current, self.branches, self.left = "", False, list[str]()
+        self.current, self.restored_best, self.left = "", False, list[str]()
         self._saves = 0
         self._earlier = list[str]()  # names of the checkpoints that existed when this process became the writer
         self._intact = set[str]()  # names of the checkpoints that were found intact, and are not read again to find out
@@ -238,7 +238,7 @@ class Folder:
         self._intact.add(name)
         names = self.names() if best and self.writer.number else []
         self.left = names[: names.index(name)] if name in names else []
-        self.current, self.branches, self._earlier = name, best, []
+        self.current, self.restored_best, self._earlier = name, best, []
 
     def begin(self, update: int, ranks: int) -> str:
         """Return the name of the next checkpoint, and delete incomplete ones, which ranks that were killed have left.
@@ -302,10 +302,15 @@ class Folder:
             raise
 
     def mark_saved(self, name: str, reported: Mapping[str, Any]) -> None:
-        """Record that all ranks have written a checkpoint, and the values that were reported with it."""
+        """Record that all ranks have written a checkpoint, from which the training then continues.
+
+        Args:
+            name: its name.
+            reported: the values that were passed to `report()` since the last one.
+        """
         self._intact.add(name)
         self._reported[name] = dict(reported)
-        self.current, self.branches = name, False
+        self.current, self.restored_best = name, False
 
     def mark_best(self, name: str, reported: Mapping[str, Any]) -> None:
         """Add reported values to the JSON of a checkpoint; a reader finds all of them or none.
@@ -334,7 +339,7 @@ class Folder:
         """
         self.writer.check()
         to_delete = list[str]()
-        if not self.branches:  # a save was made since the restore of the best one
+        if not self.restored_best:  # a save was made since the restore of the best one
             to_delete, self.left = self.left, []
         reported, kept_updates = list[tuple[str, dict[str, Any] | None]](), set[int]()
         for name in (name for name in self.names() if name not in to_delete):

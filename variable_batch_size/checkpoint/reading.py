@@ -265,7 +265,11 @@ def _read_together(
     contents: Contents | None = None
 
     def read() -> str:
-        """Read on this rank; return "SEAL DAMAGE" for all ranks, with an empty DAMAGE if there is none."""
+        """Read the checkpoint on this rank, and return a line of text by which the ranks compare what they have read.
+
+        The line is the checksum of `rank-0.json`, which tells checkpoints apart, a space, and what is damaged, if
+        anything is.
+        """
         nonlocal contents
         try:
             contents = read_contents(folder.storage, name, likes, texts=small_files, world=agreement.world)

@@ -91,14 +91,18 @@ class Reads:
         return self.serial
 
     def count_lost(self, received: int) -> int:
-        """Return how many microbatches were read but not given to the loop, when it receives the next one.
+        """Return how many microbatches the loader has read from the sampler, but has not given to the loop.
 
-        The result is negative if a microbatch came twice, and 0 with a loader that prefetches, where it is not known.
+        It is called when the loop receives a microbatch. The result is negative if a microbatch came twice. With a
+        loader that reads ahead, lost microbatches cannot be told from those that are still to come, and it is 0.
 
         Args:
             received: number of microbatches that the loop has received before this one.
         """
-        return self.number - received - 1 if self.find_serial() else 0
+        if not self.find_serial():
+            return 0
+        received_with_this_one = received + 1
+        return self.number - received_with_this_one
 
 
 def too_many_steps(read: int, number: int) -> RuntimeError:

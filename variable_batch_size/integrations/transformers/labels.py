@@ -16,18 +16,21 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 
 def label_counter(trainer: Any) -> Callable[[Any], Tensor | None]:
-    """Return a function of a microbatch that returns the number of labels over which its loss is a mean, 0-D.
+    """Return a function that takes a microbatch and returns over how many labels its loss is a mean, 0-D.
 
-    It returns None if the loss is a mean over rows. Labels are counted where Trainer counts them, and for all language
-    models, also for those whose class says that it does not take the number of labels, as many with images do.
+    The function returns None if the loss is a mean over rows, not over labels.
     """
     model = trainer.accelerator.unwrap_model(trainer.model)
     if hasattr(model, "get_base_model"):  # of peft
         model = model.get_base_model()
-    shifted = predicts_next_label(model)
-    refuses = getattr(type(model), "accepts_loss_kwargs", None) is False and "accepts_loss_kwargs" not in vars(model)
-    if trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None or (shifted and refuses):
-        return partial(count_labels, shifted=shifted)
+    is_language_model = predicts_next_label(model)
+    trainer_counts_labels = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+    # The classes of many language models with images have accepts_loss_kwargs = False, because their forward() does not
+    # take the number of labels. Their loss is a mean over labels all the same. On an instance, the user has set it.
+    is_set_by_user = "accepts_loss_kwargs" in vars(model)
+    takes_no_number = getattr(type(model), "accepts_loss_kwargs", None) is False and not is_set_by_user
+    if trainer_counts_labels or (is_language_model and takes_no_number):
+        return partial(count_labels, shifted=is_language_model)
     return lambda _: None
 
 

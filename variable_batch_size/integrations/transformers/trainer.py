@@ -144,28 +144,42 @@ class VariableBatchMixin(Base):
             torch.save(position, Path(output_dir, POSITION))
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Make an update of the list of its microbatches; return its loss, whose mean over the ranks Trainer logs."""
+        """Make one whole update, where Trainer expects one backward pass.
+
+        Args:
+            model: the model, as Trainer has wrapped it.
+            inputs: a list of the microbatches of this rank in the update.
+            num_items_in_batch: ignored, because Trainer does not count what a whole update has.
+
+        Returns:
+            The loss of the update, 0-D. Trainer logs its mean over the ranks.
+        """
         optimizer = self.variable_optimizer
-        loss = torch.zeros((), device=self.args.device)
-        parts, self._batch_size = optimizer.batch.microbatches, optimizer.batch.batch_size
+        dealt, self._batch_size = optimizer.batch.microbatches, optimizer.batch.batch_size
+        self._check_loss_if_due()
+        own_tokens = {"average_tokens_across_devices": False}  # Trainer would multiply the loss by the number of ranks
+        counts, total, model_counts = self._label_counts(inputs, dealt)
+        update_loss = torch.zeros((), device=self.args.device)
+        for microbatch, facts, count, model_count in zip(inputs, dealt, counts, model_counts, strict=True):
+            # The optimizer weighs a microbatch by its share of the rows; this turns it into its share of the labels.
+            factor = count * facts.batch_size / (total * facts.rows)
+            backward = {"backward": lambda loss, factor=factor, **_: optimizer.backward(scale_loss(loss, factor))}
+            with patch_attributes(self.accelerator, **backward), patch_attributes(self.args, **own_tokens):
+                loss = super().training_step(model, microbatch, model_count)
+            optimizer.step()
+            if facts.samples == 0:  # a repeated microbatch, which only lets all ranks communicate equally often
+                loss = torch.zeros_like(loss)  # even if it is not finite
+            update_loss = update_loss + scale_loss(loss, factor * facts.samples / facts.batch_size)
+        self.accelerator.sync_gradients = False  # so that Trainer's own optimizer.step(), which follows, does nothing
+        return update_loss * self.args.world_size  # Trainer divides it by the number of ranks, each of which has a part
+
+    def _check_loss_if_due(self) -> None:
+        """Check in the first updates whether the loss is a mean over rows or labels, and warn if it is not."""
+        optimizer = self.variable_optimizer
         if optimizer.sampler.batches.arriving:
             self._loss_check.leave(optimizer, "rows of a stream, or of group_by_length, have no index")
         elif self._loss_check.takes(optimizer):
             self._check_loss()
-        own_tokens = {"average_tokens_across_devices": False}  # Trainer would multiply the loss by the number of ranks
-        counts, total, model_counts = self._label_counts(inputs, parts)
-        for microbatch, part, count, model_count in zip(inputs, parts, counts, model_counts, strict=True):
-            # The optimizer weighs a microbatch by its share of the rows; this turns it into its share of the labels.
-            factor = count * part.batch_size / (total * part.rows)
-            backward = {"backward": lambda loss, factor=factor, **_: optimizer.backward(scale_loss(loss, factor))}
-            with patch_attributes(self.accelerator, **backward), patch_attributes(self.args, **own_tokens):
-                part_loss = super().training_step(model, microbatch, model_count)
-            optimizer.step()
-            # A replay has no samples, and counts as 0 even if its loss is not finite.
-            part_loss = part_loss if part.samples else torch.zeros_like(part_loss)
-            loss = loss + scale_loss(part_loss, factor * part.samples / part.batch_size)
-        self.accelerator.sync_gradients = False  # so that Trainer's own optimizer.step(), which follows, does nothing
-        return loss * self.args.world_size  # Trainer logs the mean over the ranks
 
     def _label_counts(self, update: list[Any], parts: Sequence[Microbatch]) -> tuple[list[Any], Any, list[Any]]:
         """Return the numbers by which the microbatches of an update are weighed.

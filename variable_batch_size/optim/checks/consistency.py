@@ -104,12 +104,17 @@ def compare_ranks(updater: Updater, sampler: Dealer, inner: Optimizer, backend: 
 
 
 def name_difference(error: RanksDifferError, agreement: Agreement) -> None:
-    """Raise RuntimeError with the first fact in which the ranks differ; every rank has to call it."""
-    for facts in error.updates:
-        usual = "set it to one value on all ranks"
+    """Find out in which fact of an update the ranks differ, such as `lr`, and raise RuntimeError with its values.
+
+    The ranks exchange the facts themselves only here: before each update they compare a checksum of them. Every rank
+    has to call it.
+    """
+    remedy = "set it to one value on all ranks"
+    for facts in error.updates:  # of several updates, the first one in which a fact differs is named
         if error.made:
-            usual += f", and restore a checkpoint of at most {facts['step']} updates: the weights differ since"
-        check_same_facts(_UPDATE, facts, agreement, usual)
+            remedy = f"set it to one value on all ranks, and restore a checkpoint of at most {facts['step']} updates: "
+            remedy += "the weights differ since"
+        check_same_facts(_UPDATE, facts, agreement, remedy)
 
 
 def check_same_facts(
