@@ -60,6 +60,8 @@ def test_nothing_compiles_late_when_one_microbatch_a_rank_comes_after_several(co
         {"loop": "log", "rule": "adascale"},
         {"options": {"noise": "differenced"}, "rule": "adascale"},
         {"options": {"noise": "microbatches"}},
+        {"rule": "invariant-adam", "kind": "AdamW", "lrs": (0.01, 0.01)},
+        {"dtype": torch.bfloat16},
     ]
     found = run([Training(sizes, **variant) for variant in variants], cores, tmp_path)
     assert list(map(late, found)) == [{}] * len(found)

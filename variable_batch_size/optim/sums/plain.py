@@ -192,6 +192,7 @@ class Buffered(TakenOut):
                 self._buffer[parameter] = widen(torch.zeros_like(parameter))
         left = self._remaining_factor(factor)
         if factor is not None or isinstance(left, Tensor):
+            self._backend.mark_step()  # so that the last microbatch has the graph of the others
             multiply(list(self._buffer.values()), left, self._backend)
         for parameter, total in self._buffer.items():
             parameter.grad = total.to(parameter.dtype)
