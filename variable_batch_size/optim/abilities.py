@@ -84,8 +84,8 @@ class Abilities:
         if (decided := sampler.batches.decided) is not None:
             for rule in chosen.rules:
                 check_rule_of(decided.adaptive.controller, rule)
-        several = backend.job.world.size > 1 and not backend.elastic  # which compares its ranks by itself
-        self.same_updates = SameUpdates(inner, backend) if several else None
+        compares = backend.job.world.size > 1 and not backend.elastic  # an elastic backend compares ranks by itself
+        self.same_updates = SameUpdates(inner, backend) if compares else None
         self.counts = TokenCount(backend, options.reduction)
         self.means = StepMeans(backend, self.counts, options.reduction)
         self.totals = Counts(sampler.training, ranks, parameters[0], whole=reproducible)
@@ -144,7 +144,7 @@ class Abilities:
         return [] if self.module is None else list(self.module.parameters())
 
     def check_continues(self, sampler: Dealer) -> None:
-        """Raise ValueError unless a training with these abilities can go on with a sampler."""
+        """Raise ValueError unless an optimizer that was created for one sampler can continue with this one."""
         before, now = self._training.batches, sampler.batches
         if before.reproducible != now.reproducible:
             found = f"reproducible={now.reproducible} after {before.reproducible}"
@@ -159,7 +159,7 @@ class Abilities:
     def follow(
         self, updater: Updater, tracker: Tracker | None, log_steps: int | None, log_samples: int | None
     ) -> Moments[LoopStage]:
-        """Return what follows the loop, in its order."""
+        """Return the objects whose methods are called at moments of the loop, see `LoopStage`, in their order."""
         core = updater, self._training, self._backend
         stages: list[LoopStage] = [self.totals, self.owners, self.buffers]
         if self.seeding is not None:

@@ -32,10 +32,10 @@ class Message:
         self._sums: dict[str, list[Tensor]] = {}
 
     def count(self, microbatch: Microbatch, like: Sequence[Tensor]) -> None:
-        """Take what the entries have measured of a microbatch, before it is added to others."""
+        """Do nothing. A subclass may keep apart what the entries have measured of each microbatch."""
 
     def collect(self, microbatches: int, like: Sequence[Tensor]) -> list[Tensor]:
-        """Return what the ranks sum in place, for an update of so many microbatches over all ranks."""
+        """Return the tensors of all entries, for the ranks to sum in place. `microbatches`: number over all ranks."""
         self._sums = {entry.name: entry.part(like) for entry in self.entries}
         return [tensor for sums in self._sums.values() for tensor in sums]
 

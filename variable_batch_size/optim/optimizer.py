@@ -151,9 +151,11 @@ class CustomOptimizer(ObservedOptimizer):
         self._followers = self._abilities.follow(self._updater, self.tracker, log_steps, log_samples)
 
     def _announce_microbatch(self) -> None:
+        """Tell what sums the gradients, before a forward pass of the model, which microbatch comes."""
         self._updater.sum.prepare(self._training.upcoming(self), forward=True)
 
     def _needs_of_microbatch(self) -> Needs:
+        """Return which squares of the gradient of the next microbatch have to be measured."""
         known = self._training.running or self._training.upcoming(self) is not None
         return self._updater.needs(self._training.batch_of(self) if known else None)
 
@@ -161,6 +163,7 @@ class CustomOptimizer(ObservedOptimizer):
         self._replays.save_state(self._training.upcoming(self))
 
     def _change_groups(self, caller: str, number: int, change: Callable[[], None]) -> None:
+        """Call `change`, which leaves this number of parameter groups, and train their parameters from now on."""
         self._training.check_phase(caller, Phase.BETWEEN_STEPS)
         rules = self._updater.rules_for(number)
         self._updater.clear()
@@ -168,7 +171,7 @@ class CustomOptimizer(ObservedOptimizer):
         self._updater.use_groups(rules)
 
     def _adopt_groups(self, *, keep: bool = True) -> None:
-        """Take the parameters from `param_groups`, whose lists may have been changed in place between two steps."""
+        """Train other parameters if the user has changed the lists of `param_groups` in place between two steps."""
         if not self._updater.has_new_groups:
             return
         if self._training.round_of(self):
@@ -262,27 +265,34 @@ class CustomOptimizer(ObservedOptimizer):
                 is divided in an update without counts, or is not in one with counts.
         """
         others = (others,) if isinstance(others, CustomOptimizer) else others
-        microbatch, *of_others = [optimizer._microbatch_of_backward(loss, divided) for optimizer in (self, *others)]
-        for optimizer, other in zip(others, of_others, strict=True):
-            if (optimizer.reduction, other) != (self.reduction, microbatch):
+        microbatch, *microbatches = [optimizer._microbatch_of_backward(loss, divided) for optimizer in (self, *others)]
+        for optimizer, its_microbatch in zip(others, microbatches, strict=True):
+            if (optimizer.reduction, its_microbatch) != (self.reduction, microbatch):
                 requirement = "all optimizers of a loss must be at the same microbatch, and have the same reduction"
-                found = f"{optimizer.reduction} at {other}" if optimizer.reduction != self.reduction else f"{other}"
+                has_other_reduction = optimizer.reduction != self.reduction
+                found = f"{optimizer.reduction} at {its_microbatch}" if has_other_reduction else f"{its_microbatch}"
                 raise value_error(requirement, found, "pass one sampler to them, and call step() of each")
-        sums, unnamed = [optimizer._updater.sum for optimizer in others], []
-        if len(self._training.members) > 1 + len(others):
-            unnamed = [one._updater.sum for one in list(self._training.members) if one not in {self, *others}]
+        sums_of_others, sums_of_unnamed = [optimizer._updater.sum for optimizer in others], []
+        # The optimizers of the sampler that are not in `others`: an error follows if the loss gives them gradients.
+        all_optimizers = self._training.members
+        if len(all_optimizers) > 1 + len(others):
+            sums_of_unnamed = [
+                optimizer._updater.sum for optimizer in list(all_optimizers) if optimizer not in {self, *others}
+            ]
         options: Any = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
-        self._updater.sum.backward(loss, microbatch, scaler, sums, unnamed, divided=divided, **options)
+        sums = sums_of_others, sums_of_unnamed
+        self._updater.sum.backward(loss, microbatch, scaler, *sums, divided=divided, **options)
 
     def _microbatch_of_backward(self, loss: Tensor, divided: bool) -> Microbatch:
-        """Return the microbatch that `backward()` is of; drop what a loop that was left has accumulated before it."""
+        """Return the microbatch of a loss, after checks that `backward()` of the loss may be called now."""
         training = self._training
         training.check_phase("backward()", Phase.BETWEEN_STEPS, Phase.INSIDE_STEP, Phase.PARTLY_MADE)
         training.note_work(self)
         self._followers.call("begin_backward", self, loss, divided=divided)
         self._adopt_groups()
         if training.iteration is not None:
-            training.iteration.find_serial()  # now, before a loop may accumulate several microbatches by itself
+            # Now, before a loop accumulates several microbatches by itself, find out whether the loader reads ahead.
+            training.iteration.find_serial()
         return training.microbatch(self)
 
     @uncompiled
@@ -325,7 +335,7 @@ class CustomOptimizer(ObservedOptimizer):
         finally:
             training.running = False
         training.end_step(self, ends_update=microbatch.ends_step)
-        if len(training.members) == 1:  # else others make their forward
+        if len(training.members) == 1:  # with several optimizers, others may still compute this microbatch
             self._followers.call("end_microbatch", ends_update=microbatch.ends_step)
         if not microbatch.ends_step or len(training.members) > 1:  # else `follow_up` has ended the graph
             self._backend.mark_step()
@@ -371,8 +381,8 @@ class CustomOptimizer(ObservedOptimizer):
             RuntimeError: in the middle of a step, also if another optimizer of the sampler is to make the update.
         """
         self._training.check_phase("state_dict()", Phase.BETWEEN_STEPS)
-        kind: dict[str, Any] = {"optimizer": type(self.inner).__name__}
-        state = kind | self._updater.state_dict(self.sampler.plan.minibatch_size) | self._followers.state_dict()
+        inner_class: dict[str, Any] = {"optimizer": type(self.inner).__name__}
+        state = inner_class | self._updater.state_dict(self.sampler.plan.minibatch_size) | self._followers.state_dict()
         return {**self.inner.state_dict(), "vbs": {"sampler": self.sampler.state_dict(), **state}}
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
@@ -407,8 +417,9 @@ class CustomOptimizer(ObservedOptimizer):
         self._updater.sum.reset()
         self._last_batch = None
         restore_place()
-        rows = self.sampler.plan.minibatch_size if self._training.later is None else None  # that of a later sampler
-        self._updater.load_state_dict(position or {}, rows)
+        # A state of a later sampler, which `continue_with` will get, is not compared with the present one.
+        minibatch_size = self.sampler.plan.minibatch_size if self._training.later is None else None
+        self._updater.load_state_dict(position or {}, minibatch_size)
         self._followers.call("load_state_dict", position or {})
 
     # An update. --------------------------------------------------------------------------------------------------
@@ -420,19 +431,19 @@ class CustomOptimizer(ObservedOptimizer):
         self._backend.mark_step()  # otherwise the clearing would change the graph of the next microbatch
 
     def _accumulate(self, microbatch: Microbatch, count: Tensor | float | None) -> None:
-        """Add a microbatch to the step."""
+        """Add a microbatch, whose `backward()` has run, to the step, with the `count` that `step()` was called with."""
         training = self._training
         following = None if microbatch.ends_step else training.microbatch(self, ahead=1)
         scaled = Scaled(getattr(self, "found_inf", None), getattr(self, "grad_scale", None))  # set by a GradScaler
         divided = training.batch_of(self).totals is not None
         inside = training.round_of(self) > 0
         self._updater.add(microbatch, following, inside_step=inside, scaled=scaled, count=count, divided=divided)
-        self._replays.restore_state()
+        self._replays.restore_state()  # if it was a replay, with weight 0, its forward pass must not change buffers
 
     def _make_update(self) -> bool:
-        """Make the update of the step; return whether the weights changed."""
+        """Make the update of the step, and return whether the weights changed."""
         updater, training = self._updater, self._training
-        if not updater.agreed:
+        if not updater.agreed:  # before the first update
             consistency.compare_ranks(updater, self.sampler, self.inner, self._backend, self.agreement)
         try:
             self._updated = updater.apply(training.due_of(self), training.begin_update)
@@ -450,9 +461,12 @@ class CustomOptimizer(ObservedOptimizer):
             observer.commit(commit)
 
     def follow_up(self, batch: Batch, *, first: bool) -> None:
-        """Prepare for the next step, and let followers, and the ranks, follow; `first`: of several optimizers."""
+        """Prepare for the next step, and call what acts after each update, such as a controller of the batch size.
+
+        `first`: whether this is the first of the sampler's optimizers, for what is done once for all of them.
+        """
         self._updater.sum.prepare(self._training.upcoming(self))
-        self._backend.mark_step()  # the results of the graph: what observers have computed is among them
+        self._backend.mark_step()  # ends the graph of the update, with what observers have computed of its results
         self._followers.call("follow_up", batch, self.agreement, leads=first)
         self.agreement.after_update()
 
@@ -463,6 +477,6 @@ class CustomOptimizer(ObservedOptimizer):
             observer.discard()
 
     def note_iteration(self) -> None:
-        """Drop the gradients of a `backward()` that no step has counted, of a loop that an exception has ended."""
+        """At the start of a loop, drop gradients that a loop before it, ended by an exception, has left uncounted."""
         if not self._training.round_of(self):
             self._updater.sum.clear(uncounted=True)

@@ -248,13 +248,13 @@ class Moments(Generic[Item]):
         self._any: dict[str, bool] = {}
 
     def append(self, item: Item) -> None:
-        """Add one, after all others."""
+        """Add a stage, after all others."""
         self.items.append(item)
         self._calls.clear()
         self._any.clear()
 
     def calls(self, moment: str) -> list[Callable[..., Any]]:
-        """Return the methods of that name which do something."""
+        """Return the methods of that name which do something: those of stages whose class overrides it."""
         if (known := self._calls.get(moment)) is None:
             nothing = getattr(self._nothing, moment)
             doing = [item for item in self.items if getattr(type(item), moment) is not nothing]
@@ -262,16 +262,16 @@ class Moments(Generic[Item]):
         return known
 
     def call(self, moment: str, *args: Any, **options: Any) -> None:
-        """Call each of them."""
+        """Call the method of that name of each stage which has one of its own."""
         for method in self.calls(moment):
             method(*args, **options)
 
     def any(self, attribute: str) -> bool:
-        """Return whether an attribute of any of them, which never changes, is true."""
+        """Return whether an attribute of any stage is true. The answer is kept, because no attribute changes."""
         if attribute not in self._any:
             self._any[attribute] = any(getattr(item, attribute) for item in self.items)
         return self._any[attribute]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the entries of all of them."""
+        """Return the entries of all stages in one dict."""
         return {name: value for method in self.calls("state_dict") for name, value in method().items()}

@@ -64,22 +64,22 @@ class Progress:
         self._value: float | Tensor = value  # on a device (2,): the integer part, and the fraction in [0, 1)
 
     def add(self, progress: Any) -> None:
-        """Add the progress of one update, a float or a 0-D tensor, in updates at the reference."""
+        """Add the progress of one update, a float or a 0-D tensor, in updates at the reference batch size."""
         if not isinstance(progress, Tensor):
             self._value += progress
             return
         value = self._value if isinstance(self._value, Tensor) else progress.new_tensor(divmod(self._value, 1.0))
-        integer, fraction = value.unbind()
+        integer, fraction = value.unbind()  # two parts, see the class
         fraction = fraction + progress
         self._value = torch.stack([integer + fraction.floor(), fraction - fraction.floor()])
 
     def reader(self) -> Callable[[], float]:
-        """Return a function that returns the present sum; calling it later avoids a wait for the device."""
+        """Return a function that returns the sum as it is now. Called some updates later, it avoids a wait."""
         value = self._value
         if isinstance(value, float):
             return lambda: value
         read = copy_later(value)
-        return lambda: sum(read().tolist())
+        return lambda: sum(read().tolist())  # the integer part and the fraction
 
     def __float__(self) -> float:
         return self.reader()()
@@ -133,7 +133,7 @@ class Updater:
     # What is trained. --------------------------------------------------------------------------------------------
 
     def _use_parameters(self, *, keep: bool = False) -> None:
-        """Train the parameters that the groups have now; `keep`: the gradients of a first microbatch are in `.grad`."""
+        """Sum gradients of the parameters that the groups have now. `keep`: `.grad` has those of a first microbatch."""
         self.parameters = Parameters.of_groups(self._inner.param_groups)
         self.sum = self._create_sum(self.parameters)
         self.stages = Moments(Stage, [*self._abilities, *self.sum.stages])
@@ -147,21 +147,23 @@ class Updater:
         self.stages.call("forget")
 
     def add_stage(self, stage: Stage) -> None:
-        """Add an ability, after all others.
+        """Add an object whose methods are called at the moments of an update, after all others. See `Stage`.
 
         Raises:
-            ValueError: if its name, or an entry of its state, is that of another; or if it needs squares that are not
-                measured.
+            ValueError: if another stage has its name, or an entry of its state, or if it needs squares of gradients,
+                which this optimizer does not measure.
         """
         names = {entry.name for entry in self.sum.message.entries} & {stage.name} - {""}
-        taken = names | (self.state_dict(1).keys() & stage.state_dict().keys())
+        any_minibatch_size = 1  # only the names of the entries are compared
+        taken = names | (self.state_dict(any_minibatch_size).keys() & stage.state_dict().keys())
         if taken:
             requirement = "a stage must have a name, and entries of its state, that no other has"
             raise value_error(requirement, ", ".join(sorted(taken)), "choose other names, one for each instance")
-        if type(stage).needs is not Stage.needs and not self.stages.calls("needs"):
+        overrides_needs = type(stage).needs is not Stage.needs
+        if overrides_needs and not self.stages.calls("needs"):
             requirement = "a stage that needs squares of microbatches must be in an optimizer that measures them"
             raise value_error(requirement, f"{self._settings()['rule']}", 'pass noise="microbatches" to the optimizer')
-        if self._loaded:
+        if self._loaded:  # a state was restored before, of which the stage takes its entries
             stage.check_state(self._loaded)
             stage.load_state_dict(self._loaded)
         self._abilities.append(stage)
@@ -175,27 +177,28 @@ class Updater:
         return not self.parameters.are_those_of(self._inner.param_groups)
 
     def rules_for(self, number: int) -> tuple[Rule, ...]:
-        """Return the rules of this number of parameter groups; raise ValueError if each group has one of its own."""
+        """Return one rule for each of `number` parameter groups. Raise ValueError if the user chose one for each."""
         return rules_for_groups(self.rules if self.rule_per_group else self.rules[0], number)
 
     def use_groups(self, rules: tuple[Rule, ...], *, keep: bool = False) -> None:
-        """Train the parameters that the groups have now, by these rules.
+        """Train the parameters that the groups have now, after a change, by the rule of each group.
 
-        `keep`: the gradients of a first microbatch are in `.grad`.
+        `keep`: whether gradients stay, because `.grad` has those of the first microbatch of a step.
         """
         if keep:
             self._check_no_earlier_gradients()
-        before, self.rules = self.parameters, rules
-        for group in self._inner.param_groups:  # one that was appended to the list may lack some
+        parameters_before, self.rules = self.parameters, rules
+        for group in self._inner.param_groups:  # a dict that the user has appended may lack some hyperparameters
             for name, default in self._inner.defaults.items():
                 group.setdefault(name, copy.deepcopy(default))
         self._use_parameters(keep=keep)
-        self._scaling.regroup(before.groups, self.parameters.groups)
+        self._scaling.regroup(parameters_before.groups, self.parameters.groups)
 
     def _check_no_earlier_gradients(self) -> None:
         """Raise RuntimeError if parameters that are new in the groups may have gradients of earlier microbatches."""
         known = set(map(id, self.parameters))
         new = [parameter for parameter in list_parameters(self._inner.param_groups) if id(parameter) not in known]
+        # The version of a tensor counts its changes in place: the gradient of a single backward() has version 0.
         if any(version > 0 for version in versions_of([parameter.grad for parameter in new])):
             raise RuntimeError(
                 "a parameter that is new in param_groups needs the gradient of this microbatch only, but its .grad was "
@@ -205,10 +208,10 @@ class Updater:
     # A microbatch. -----------------------------------------------------------------------------------------------
 
     def needs(self, batch: Batch | None) -> Needs:
-        """Return what an update, None if it is not known, has to measure of each microbatch."""
+        """Return which squares of each microbatch's gradient any stage needs for an update, None if it is not known."""
         needs = Needs()
-        for of_stage in self.stages.calls("needs"):
-            needs = needs.joined(of_stage(batch))
+        for needs_of_stage in self.stages.calls("needs"):
+            needs = needs.joined(needs_of_stage(batch))
         return needs
 
     def add(
@@ -221,17 +224,17 @@ class Updater:
         count: Any = None,
         divided: bool = False,
     ) -> None:
-        """Count a microbatch, whose `backward()` has run.
+        """Add the gradients of a microbatch, whose `backward()` has run, to those of its step.
 
         Args:
-            microbatch: the microbatch.
-            following: the next one of this rank in the same step; None after the last one.
-            inside_step: whether it is not the first one of the step.
-            scaled: what a `GradScaler` has said.
-            count: of the microbatch, if its loss counts something else than samples; see `TokenCount`.
-            divided: whether the losses of the step are divided by totals of the update, see `Counts`.
+            microbatch: number and size of the microbatch.
+            following: the next microbatch of this rank in the same step, None after the last one.
+            inside_step: whether the step already has microbatches of this rank.
+            scaled: whether a `GradScaler` has found non-finite gradients, and its scale.
+            count: number of tokens, say, of which the loss of the microbatch is a sum; None for samples.
+            divided: whether the user has divided the losses of the step by totals of the update, see `Counts`.
         """
-        if not (self.agreed or inside_step):
+        if not (self.agreed or inside_step):  # once, before the first update
             check_dense(self.parameters)
         counted = Counted(microbatch, count, divided)
         self.stages.call("check", counted)
@@ -245,13 +248,19 @@ class Updater:
     # An update. --------------------------------------------------------------------------------------------------
 
     def apply(self, due: Due, begin: Callable[[], None]) -> bool:
-        """Sum the gradients over the ranks, and step the inner optimizer; return False if the update was skipped.
+        """Sum the gradients of a step over the ranks, clip and scale them, and step the inner optimizer.
 
-        It is skipped if the host has read that the gradient is non-finite or too large. `begin` is called right before
-        what cannot be called back: the inner optimizer's step, or the books of an update that is skipped.
+        Args:
+            due: the update: its epoch, its number, its batch, and the samples of the updates before it.
+            begin: function that is called right before the first change that cannot be undone: the step of the inner
+                optimizer, or the counting of an update that is skipped.
+
+        Returns:
+            False if the host has found that the gradient is non-finite or too large, so that the update was skipped.
 
         Raises:
-            RanksDifferError: on every rank, if the facts of the update differ between ranks, or did some updates ago.
+            RanksDifferError: on every rank, if `facts`, which must be equal on all ranks, differ in this update. A
+                device is read later, so that it may also be an update some updates ago.
         """
         self._loaded, batch = {}, due.batch
         reference = batch.batch_size if self.ref_batchsize is None else self.ref_batchsize
@@ -260,23 +269,25 @@ class Updater:
         update = UpdateUnderWay(batch, asked, self.rules, self.parameters, facts, self.sum.message)
         self.stages.call("begin", update)
         factor = None
-        if early := self._shares_factor:
+        if is_factor_known := self._shares_factor:
             self._ask_rules(update)
             factor = float(update.scalings[0].gradient)
         if not self._reduce(update, factor):
-            self._forget_norm(update)
-            begin()  # what follows happens as a whole
+            self._keep_norm_of_skipped(update)
+            begin()
             self.stages.call("end", update)
             return False
         self.stages.call("measure", update)
-        if not early:
+        if not is_factor_known:  # the rules need the noise, say, which was measured just now
             self._ask_rules(update)
         self._clip(update)
-        if not early:
+        if not is_factor_known:
             self._scale_gradients(update.scalings)
         self._step_inner(update, begin)
         self.last_scaling = update.scalings[0]
-        if isinstance(update.skipped, Tensor) and update.finite is True:  # otherwise its factors are 0 already
+        # Where a device decides, the progress of a skipped update must be 0. If `finite` is a tensor, the measurement
+        # of the noise has done the same already.
+        if isinstance(update.skipped, Tensor) and update.finite is True:
             made = (~update.skipped).to(scalar_dtype(self.parameters))
             self.last_scaling = scaling_if(made, self.last_scaling, self._backend, "made")
         self.progress.add(self.last_scaling.progress)
@@ -285,14 +296,15 @@ class Updater:
 
     @property
     def _shares_factor(self) -> bool:
-        """Whether all groups share a factor, known before the gradient is, that nothing precedes: no clipping, say.
+        """Whether the rule multiplies all gradients by one factor that does not depend on them.
 
-        It is multiplied together with the weight, which saves a pass over the gradients.
+        It is then multiplied together with weights of microbatches, which saves a pass over the gradients. Clipping,
+        for example, prevents that, because it needs the norm of gradients without the factor.
         """
         return not (self.rule_per_group or self.options.measures_norm or self.stages.any("reads_gradient"))
 
     def _reduce(self, update: UpdateUnderWay, factor: float | None) -> bool:
-        """Sum `factor` (None: there is none in any update) times the gradient; return whether the update is made."""
+        """Sum gradients over the ranks, times a factor if there is one. Return False if the host skips the update."""
         gradients = self.sum.finish(update.batch, factor)
         update.gradients, update.skipped = gradients or [], gradients is None
         self.stages.call("reduce", update)
@@ -305,26 +317,26 @@ class Updater:
             )
         self.stages.call("judge", update)
         if not self.stages.any("skips_on_device"):
-            update.skipped = bool(update.skipped)  # also of a tensor, which the host reads
+            update.skipped = bool(update.skipped)  # if it is a tensor, the host waits for it
         return update.skipped is not True
 
     def _ask_rules(self, update: UpdateUnderWay) -> None:
-        """Let the rules answer, by the noise if it was measured."""
+        """Compute the factors of each parameter group by its rule, from the batch size and, if measured, the noise."""
         on_device = self.stages.any("keeps_lr_on_device")
         with self._numbers_of_rules if on_device else nullcontext():
             device = self.parameters[0].device if on_device else None
             update.scalings = scalings_of_groups(self.rules, update.asked, device)
             self.stages.call("scale", update)
 
-    def _forget_norm(self, update: UpdateUnderWay) -> None:
-        """Keep the norm of an update that is skipped: nan if there is none."""
+    def _keep_norm_of_skipped(self, update: UpdateUnderWay) -> None:
+        """Set `grad_norm` for an update that is skipped: nan if it was skipped before the norm was computed."""
         if update.norm is not None:
             self.grad_norm = update.norm
         elif self.options.measures_norm:
             self.grad_norm = torch.full((), math.nan, device=self.parameters[0].device)
 
     def _clip(self, update: UpdateUnderWay) -> None:
-        """Multiply the gradients by min(1, max_grad_norm / |G|); keep |G| if it is known or asked for."""
+        """Multiply the gradients G by min(1, max_grad_norm / |G|). Keep |G| as `grad_norm` if it is known or needed."""
         max_norm = self.options.max_grad_norm
         if (max_norm is not None or self.options.grad_norm) and update.gradients and update.norm is None:
             update.norm = squared_norm(update.gradients).sqrt()
@@ -332,32 +344,32 @@ class Updater:
             self.grad_norm = update.norm
         if max_norm is None or update.norm is None:
             return
-        factor = torch.clamp(max_norm / (update.norm + 1e-6), max=1.0)  # as torch.nn.utils.clip_grad_norm_
+        factor = torch.clamp(max_norm / (update.norm + 1e-6), max=1.0)  # 1e-6 as in torch.nn.utils.clip_grad_norm_
         for device in dict.fromkeys(gradient.device for gradient in update.gradients):
             on_device = [gradient for gradient in update.gradients if gradient.device == device]
             multiply(on_device, factor.to(device), self._backend)
         self.stages.call("clip", factor)
 
     def _scale_gradients(self, scalings: Sequence[Scaling]) -> None:
-        """Multiply the gradients of each group by the factor of its rule."""
+        """Multiply the gradients of each group by the factor of its rule on gradients."""
         factors = [scaling.gradient for scaling in scalings]
-        measured = self.stages.any("compares_microbatches")
-        if measured and not any(isinstance(factor, Tensor) or factor != 1 for factor in factors):
-            return  # no rule that uses the noise has such a factor, as a rule
+        compares_microbatches = self.stages.any("compares_microbatches")
+        if compares_microbatches and not any(isinstance(factor, Tensor) or factor != 1 for factor in factors):
+            return  # rules that use the noise usually scale the learning rate only
         for group, factor in zip(self._inner.param_groups, factors, strict=True):
             multiply(collect_gradients(dict.fromkeys(group["params"])), factor, self._backend)
 
     def _step_inner(self, update: UpdateUnderWay, begin: Callable[[], None]) -> None:
-        """Step the inner optimizer with scaled hyperparameters; call `begin` right before."""
+        """Step the inner optimizer with scaled hyperparameters, and call `begin` right before."""
         lr = lr_of(self._inner.param_groups[0])
         self.reference_lr = lr.clone() if isinstance(lr, Tensor) else lr
-        skips = update.skipped if isinstance(update.skipped, Tensor) else None
+        skips_on_device = update.skipped if isinstance(update.skipped, Tensor) else None
         with ExitStack() as stack:
-            # First: one sends the counts of the optimizer to the device, whose tensors `numbers_as_inputs` must know.
-            for around in self.stages.calls("around"):
-                stack.enter_context(around(update))
-            stack.enter_context(self._scaling.apply(update.scalings, skips))
-            stack.enter_context(stepping(self._inner))
+            # First, because a stage moves the optimizer's step counts to the device, and `apply` must find them there.
+            for context_of_stage in self.stages.calls("around"):
+                stack.enter_context(context_of_stage(update))
+            stack.enter_context(self._scaling.apply(update.scalings, skips_on_device))
+            stack.enter_context(stepping(self._inner))  # allows the call of `inner.step()`
             begin()
             self.stages.call("begin_step", update)
             self._inner.step()
@@ -365,21 +377,23 @@ class Updater:
     # The state. --------------------------------------------------------------------------------------------------
 
     def _settings(self) -> dict[str, Any]:
-        """Return what scales the hyperparameters, in words."""
+        """Return the rules as text, and the reference batch size: two states with equal ones scale alike."""
         rules = [without_addresses(repr(rule)) for rule in self.rules]
         return {"rule": ", ".join(dict.fromkeys(rules)), "ref_batchsize": self.ref_batchsize}
 
     def state_dict(self, minibatch_size: int) -> dict[str, Any]:
-        """Return the rules, the progress, and what the stages have to keep."""
+        """Return the rules, the progress, and the entries of the stages, for a checkpoint."""
         rates = {key: float(getattr(self.last_scaling, key)) for key in ("lr", "gradient")}
         rates["reference_lr"] = float(self.reference_lr)
         compares = self.stages.any("compares_microbatches")
-        measured = {"minibatch_size": minibatch_size, "noise": {}} if compares else {}
+        # If the noise is measured, its stage replaces the entry "noise" below.
+        of_microbatches = {"minibatch_size": minibatch_size, "noise": {}} if compares else {}
         state: dict[str, Any] = {"progress": float(self.progress), "last_rates": rates}
-        return {**self._settings(), **measured, **state, **self.stages.state_dict(), **self._scaling.state_dict()}
+        state = {**self._settings(), **of_microbatches, **state}
+        return {**state, **self.stages.state_dict(), **self._scaling.state_dict()}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError if an entry of a state is missing or damaged; nothing was loaded yet."""
+        """Raise ValueError if an entry of a state is missing or damaged, before anything is loaded."""
         check_entries(state, {"rule": (str,), "ref_batchsize": (int, type(None)), "progress": NUMBER})
         if not 0 <= state["progress"] < math.inf:
             raise value_error(
@@ -393,16 +407,16 @@ class Updater:
         self._scaling.check_state(state)
 
     def load_state_dict(self, state: Mapping[str, Any], minibatch_size: int | None) -> None:
-        """Restore a state; what the stages keep is reset if it has none, and the progress stays.
+        """Restore a state. Without an entry in it a stage is reset, but the progress stays.
 
-        `minibatch_size`: of the sampler; None if that which goes on is not here yet.
+        `minibatch_size`: of the sampler. None if the state belongs to a later sampler, which is not known yet.
         Warns by `OtherSettingsWarning` if it was saved with other rules, another reference, or other microbatches.
         """
         present = self._settings()
         if minibatch_size is not None and self.stages.any("compares_microbatches"):
             present["minibatch_size"] = minibatch_size
-        before = {key: state.get(key, now) for key, now in present.items()}
-        changed = [f"{key} was {before[key]} and is {now}" for key, now in present.items() if before[key] != now]
+        saved = {key: state.get(key, now) for key, now in present.items()}
+        changed = [f"{key} was {saved[key]} and is {now}" for key, now in present.items() if saved[key] != now]
         if changed and self._backend.world.rank == 0:
             warnings.warn(
                 f"Resumed with other settings: {', '.join(changed)}", OtherSettingsWarning, stacklevel_of_user()

@@ -23,7 +23,7 @@ _stepping: set[int] = set()  # ids of the inner optimizers whose step a wrapper 
 
 @contextmanager
 def stepping(inner: Optimizer) -> Iterator[None]:
-    """Allow `inner.step()` within a block, for a wrapper of `inner`."""
+    """Allow `inner.step()` within a block, for the wrapper of `inner`. Elsewhere a hook of it raises an error."""
     _stepping.add(id(inner))
     try:
         yield
@@ -41,7 +41,7 @@ def _check_stepped_by_wrapper(wrapper: weakref.ref[OptimizerWrapper], inner: Opt
 
 
 def _creates_state(inner: Optimizer) -> bool:
-    """Return whether torch.distributed.checkpoint makes a step to create the state that it loads: it sets lr to 0."""
+    """Return whether this step seems to be one of torch.distributed.checkpoint: it creates a state, with lr 0."""
     return not inner.state and all(float(lr_of(group)) == 0 for group in inner.param_groups)
 
 
@@ -49,15 +49,15 @@ def _add_param_group(
     wrapper: weakref.ref[OptimizerWrapper], inner: weakref.ref[Optimizer], param_group: dict[str, Any]
 ) -> None:
     """Add a parameter group through the wrapper of an optimizer, as long as there is one."""
-    optimizer, alive = inner(), wrapper()
-    if alive is not None:
-        alive.add_param_group(param_group)
-    elif optimizer is not None:
-        type(optimizer).add_param_group(optimizer, param_group)
+    live_inner, live_wrapper = inner(), wrapper()
+    if live_wrapper is not None:
+        live_wrapper.add_param_group(param_group)
+    elif live_inner is not None:
+        type(live_inner).add_param_group(live_inner, param_group)
 
 
 def wrapper_of(inner: object) -> OptimizerWrapper | None:
-    """Return the wrapper that an optimizer has, if any."""
+    """Return the wrapper that an optimizer has, if any: it has replaced the method `add_param_group` of `inner`."""
     added = vars(inner).get("add_param_group") if isinstance(inner, Optimizer) else None
     return added.args[0]() if isinstance(added, partial) and added.func is _add_param_group else None
 
@@ -133,7 +133,7 @@ class OptimizerWrapper(Optimizer):
             self._change_groups("add_param_group()", len(self.param_groups) + 1, add)
 
     def _change_groups(self, caller: str, number: int, change: Callable[[], None]) -> None:
-        """Let `change` replace the parameter groups by this number of them; `caller` asks for it, in an error."""
+        """Call `change`, after which there are `number` parameter groups. `caller` is named in errors."""
         change()
 
     def __getattr__(self, name: str) -> Any:
@@ -201,7 +201,7 @@ def check_hyperparameters(inner: Optimizer, state_dict: dict[str, Any]) -> None:
     check_entries(state_dict, {"state": (dict,), "param_groups": (list,)})
     check_items(state_dict["param_groups"], (dict,), "param_groups")
     if type(inner).load_state_dict is Optimizer.load_state_dict:
-        saved, present = (
+        saved, present = (  # number of parameters of each group
             [len(group.get("params", ())) for group in groups]
             for groups in (state_dict["param_groups"], inner.param_groups)
         )
@@ -228,11 +228,13 @@ def check_hyperparameters(inner: Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def _same_parameters(groups: list[dict[str, Any]], others: list[dict[str, Any]]) -> bool:
+    """Return whether both have the same tensors, as objects. `==` would compare the elements of tensors."""
     ids, ids_of_others = ([[*map(id, group["params"])] for group in listed] for listed in (groups, others))
     return ids == ids_of_others
 
 
 def _check_inner(inner: Optimizer) -> Optimizer:
+    """Return an optimizer that can be wrapped. Raise TypeError for others."""
     remedies = {
         OptimizerWrapper: "wrap the optimizer inside it instead",
         LBFGS: "it needs a closure that runs the model; use an optimizer that steps without one",

@@ -60,7 +60,7 @@ class ControllerRunner(LoopStage):
         self._begun = False  # whether an update was made
 
     def follow_up(self, batch: Batch, agreement: Agreement, *, leads: bool) -> None:
-        """Ask a question that is due after an update, and let the sampler plan with each answer that is due."""
+        """Ask the controller if it is time, and plan with its answer some updates later, when no host has to wait."""
         decided = before = self._training.batches.decided
         if decided is None or not leads:
             return
@@ -87,10 +87,11 @@ class ControllerRunner(LoopStage):
         if self._stopwatch is not None:
             plan, ranks = self._training.batches.plan, self._backend.world.size
             rows = plan.minibatch_size if plan.fixed_shape else -(-step.batch_size // step.num_microbatches)
-            self._stopwatch.after_update(ranks, rows, -(-step.num_microbatches // ranks))
+            microbatches_per_rank = -(-step.num_microbatches // ranks)  # rounded up
+            self._stopwatch.after_update(ranks, rows, microbatches_per_rank)
 
     def post(self, backend: ElasticBackend) -> None:
-        """Let the next sum carry the answer that is due after it."""
+        """With ranks that come and go, let the next sum over them carry the controller's answer that is due then."""
         decided, updates = self._training.batches.decided, self._training.position.step
         if decided is None or not decided.unanswered or not backend.leads:
             return
@@ -116,23 +117,21 @@ class ControllerRunner(LoopStage):
         """Return a function that returns the measurements as of now; calling it later avoids a wait for a device."""
         place, updater = self._training.place, self._updater
         known = {"devices": self._backend.world.size, "updates": place.position.step, "samples": place.samples}
-        known_later = updater.progress.reader()
-        noise = None if self._noise is None else self._noise()
+        read_progress = updater.progress.reader()
+        read_noise = None if self._noise is None else self._noise()
         reference = updater.ref_batchsize
 
         def read() -> dict[str, Any]:
-            measured = None if noise is None else noise()
-            estimates = (
-                None if measured is None else [float(measured.sigma2), float(measured.mu2), int(measured.updates)]
-            )
-            return {**known, "progress": float(known_later()), "noise": estimates, "ref_batchsize": reference}
+            noise = None if read_noise is None else read_noise()
+            estimates = None if noise is None else [float(noise.sigma2), float(noise.mu2), int(noise.updates)]
+            return {**known, "progress": float(read_progress()), "noise": estimates, "ref_batchsize": reference}
 
         return read
 
     def _publish_answer(self, decided: DecidedTrace, agreement: Agreement) -> None:
-        """On rank 0, answer the oldest question, once, and publish the answer for the other ranks."""
+        """On rank 0, let the controller answer the oldest question, once, and publish the answer for other ranks."""
         oldest = decided.unanswered[0]
-        if oldest is not self._asked.question:
+        if oldest is not self._asked.question:  # all ranks count questions, to find the answer by its number
             self._asked = _Asked(oldest, self._asked.number + 1)
         if not self._backend.leads or self._asked.answer is not None:
             return
@@ -151,7 +150,7 @@ class ControllerRunner(LoopStage):
             return json.dumps({"error": f"{type(error).__name__}: {error}"[:500]})
 
     def _adopt(self, decided: DecidedTrace, updates: int, agreement: Agreement) -> DecidedTrace:
-        """Return the decisions with rank 0's answer to the oldest question; the other ranks wait for it."""
+        """Return the decisions with the answer of rank 0, for which other ranks wait. Raise its error if it failed."""
         asked = self._asked
         if isinstance(self._backend, ElasticBackend):  # its sum has brought the answer to the first rank of each job
             answer = self._backend.received if agreement.world.rank == 0 else None
@@ -160,7 +159,7 @@ class ControllerRunner(LoopStage):
                 agreement.publish("decision", asked.number, answer)
         text = agreement.wait_for("decision", asked.number) if asked.answer is None else asked.answer
         answer = json.loads(text)
-        if isinstance(answer, dict):
+        if isinstance(answer, dict):  # an error, because a decision is a list
             controller = describe_controller(decided.adaptive.controller)
             raise RuntimeError(
                 f"the controller must choose a batch size, but after update {decided.unanswered[0].updates} it failed "
@@ -178,7 +177,7 @@ class ControllerRunner(LoopStage):
             self._tracker.log(updates, {f"decision/{name}": value for name, value in scalars.items()})
 
     def _warn_if_unmeasured(self, estimates: float | None) -> None:
-        """Warn once if a controller gets the same noise again and again, because nothing measures it any more."""
+        """Warn once if a controller gets noise of as many estimates again and again: nothing measures it any more."""
         if estimates is None or not estimates:
             return
         self._same_estimates = [*(known for known in self._same_estimates if known == estimates), estimates]

@@ -62,9 +62,9 @@ class StepMeans(Stage):
             check_names("log()", [*map(json.loads, agreement.gather(FIRST_UPDATE, names))])
 
     def add(self, counted: Counted, squares: MeasuredSquares, like: Tensor) -> None:
-        """Add the values of a microbatch with its weight, a float or 0-D; a replay has weight 0."""
+        """Add the logged values of a microbatch, times its weight in the mean, to the sums of the step."""
         microbatch = counted.microbatch
-        weight = microbatch.samples / microbatch.batch_size if counted.count is None else self._counts.weight
+        weight = microbatch.samples / microbatch.batch_size if counted.count is None else self._counts.weight  # w_j
         value_weight = weight  # the factor on the value, while `weight` measures how much of the step has values
         if self._of_sums or counted.divided:
             is_part_of_total = counted.divided or counted.count is not None
@@ -76,12 +76,12 @@ class StepMeans(Stage):
             self._microbatches[name] = self._microbatches.get(name, 0) + 1
             if name not in self._zeros:
                 self._zeros[name] = tuple(self._backend.scalars([0.0, 0.0], like))
-            total, weights = self._sums.get(name, self._zeros[name])
-            self._sums[name] = total + self._weigh(value, value_weight, like), weights + weight
+            sum_of_values, sum_of_weights = self._sums.get(name, self._zeros[name])
+            self._sums[name] = sum_of_values + self._weigh(value, value_weight, like), sum_of_weights + weight
         self._current = {}
 
     def part(self, like: Sequence[Tensor]) -> list[Tensor]:
-        """Return what the ranks have to sum, (2 * names,); nothing if nothing is logged."""
+        """Return the sums of w v for each name, then those of w, (2 * names,), for the ranks to sum, if any."""
         for name, number in self._microbatches.items():
             if number != self._added:
                 raise RuntimeError(
@@ -91,7 +91,7 @@ class StepMeans(Stage):
         self.names = self._names_of_step if self.names is None else self.names
         if not self.names:
             return []
-        sums = [self._sums.get(name, (0.0, 0.0))[part] for part in (0, 1) for name in self.names]
+        sums = [self._sums.get(name, (0.0, 0.0))[index] for index in (0, 1) for name in self.names]
         dtype = torch.float64 if like[0].dtype == torch.float64 else torch.float32
         if not any(isinstance(number, Tensor) for number in sums):
             return [torch.tensor(sums, dtype=dtype).to(like[0].device)]
@@ -114,8 +114,8 @@ class StepMeans(Stage):
         if not message:
             return
         sums, weights = message[0].view(2, -1)
-        shares = weights if update.count is None else weights / update.count  # (names,): of the step, with values
-        whole = (shares - 1).abs() < _WHOLE
+        shares = weights if update.count is None else weights / update.count  # (names,): part of the step with values
+        whole = (shares - 1).abs() < _WHOLE  # (names,): whether that is all of it, up to rounding
         if self._backend.reads(message[0]):
             for name, share, complete in zip(self.names, shares.tolist(), whole.tolist(), strict=True):
                 if not complete and share > 0:
@@ -153,7 +153,7 @@ class StepMeans(Stage):
         return dict(zip(names, means.unbind(), strict=True))
 
     def reader(self) -> Callable[[], dict[str, float]]:
-        """Return a function that returns the means of the last update, to be called when that does not wait."""
+        """Return a function that returns the means of the last update. Called some updates later, it avoids a wait."""
         if self._last is None:
             return dict
         names, means = self._last
@@ -255,7 +255,7 @@ class TokenCount(Stage):
             check_number(number, "count", "pass the number of tokens of the microbatch")
 
     def add(self, counted: Counted, squares: MeasuredSquares, like: Tensor) -> None:
-        """Add the count of a microbatch, if it has one."""
+        """Add the count of a microbatch, if it has one, without its repeated rows."""
         count = counted.count
         self.used = count is not None
         if count is None:
@@ -279,13 +279,13 @@ class TokenCount(Stage):
         The update is skipped if nothing was counted on any rank, so that there is no gradient. On a device, where the
         host does not know it, the gradients become 0.
         """
-        message, size = update.message[self.name], update.batch.batch_size
+        message, size = update.message[self.name], update.batch.batch_size  # the sum over the ranks in a list, or []
         self.last = update.count = message[0][0] if message else None
         for total in message:
             if self._backend.reads(total):
-                number = total.item()
-                multiply(update.gradients, size / number if number else 0.0, self._backend)
-                update.skip(not number)
+                total_count = total.item()
+                multiply(update.gradients, size / total_count if total_count else 0.0, self._backend)
+                update.skip(not total_count)
             else:
                 factor = torch.as_tensor(self._backend.scalar(size, total)) / total[0]
                 multiply(update.gradients, torch.where(total[0] > 0, factor, 0.0), self._backend)

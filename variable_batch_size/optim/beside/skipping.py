@@ -83,11 +83,11 @@ class LargeGradients(Stage):
         return check_norm(self._limit(batch_size), f"skip_grad_norm({batch_size})", "return a number > 0, or math.inf")
 
     def begin(self, update: UpdateUnderWay) -> None:
-        """Let the ranks compare the limit."""
+        """Compute the limit of this update, and let the ranks compare it: `facts` must be equal on all of them."""
         update.facts["skip_grad_norm"] = self._limit_of(update.batch.batch_size)
 
     def judge(self, update: UpdateUnderWay) -> None:
-        """Decide by the norm of the reduced gradient."""
+        """Skip the update if the norm of its gradient, summed over the ranks, is above the limit."""
         if update.square is None:
             update.norm = squared_norm(update.gradients).sqrt()
         else:
@@ -105,6 +105,7 @@ class LargeGradients(Stage):
             first: whether the update is the first one of the training.
         """
         if self.skips_on_device:
+            # Skipping selects old values of the optimizer's state, so that there must be a state already.
             numbers = [limit, float(not (first or self._begins_state()))]
             largest, may_skip = self._backend.scalars(numbers, norm, "skip_grad_norm")
             skips: bool | Tensor = ~(norm <= largest) & may_skip.bool()  # not `norm > largest`, which nan is not
@@ -120,14 +121,14 @@ class LargeGradients(Stage):
         job = self._backend.job
         if job.world.size == 1:
             return skips
-        decision = torch.full((1,), float(skips and job.world.rank == 0), device=job.device)
+        decision = torch.full((1,), float(skips and job.world.rank == 0), device=job.device)  # 0 on other ranks
         job.all_reduce_sum([decision])
         return bool(decision.item())
 
     # The books. --------------------------------------------------------------------------------------------------
 
     def end(self, update: UpdateUnderWay) -> None:
-        """Count the update, unless there was nothing to decide."""
+        """Count the update as made or skipped, unless another stage has skipped it before a decision."""
         books = self._books
         if isinstance(books.skips, Tensor):
             self._commit_on_device(books, books.skips)
@@ -140,10 +141,11 @@ class LargeGradients(Stage):
         skip = skips.to(torch.float32)
         counts = books.on_device
         if counts is None:
-            (counts,) = self._backend.vectors([[books.skipped, *2 * [books.in_a_row]]], skip, "skipped updates")
-        total, row, longest = counts.unbind()
-        row = row * skip + skip
-        counts = torch.stack([total + skip, row, torch.maximum(longest, row)])
+            start = [books.skipped, books.in_a_row, books.in_a_row]
+            (counts,) = self._backend.vectors([start], skip, "skipped updates")
+        total, in_a_row, longest = counts.unbind()
+        in_a_row = in_a_row * skip + skip  # one more if `skip` is 1, else 0
+        counts = torch.stack([total + skip, in_a_row, torch.maximum(longest, in_a_row)])
         self._books = books._replace(skips=None, on_device=counts)
         earlier_counts = self._late.read(counts)
         if earlier_counts is not None:
@@ -194,7 +196,7 @@ class LargeGradients(Stage):
 
     @contextmanager
     def around(self, update: UpdateUnderWay) -> Iterator[None]:
-        """Select, within a block that calls `inner.step()`, what a skipped update leaves as it was."""
+        """Let a device undo, within a block that calls `inner.step()`, the step of an update that it skips."""
         if self.skips_on_device:
             self._save_tensors()
         try:
@@ -204,14 +206,14 @@ class LargeGradients(Stage):
 
     def _save_tensors(self) -> None:
         """Copy what the step may change. A number that the optimizer keeps on the host is sent to the device before."""
-        for parameter in (one for group in self._inner.param_groups for one in group["params"]):
+        for parameter in (parameter for group in self._inner.param_groups for parameter in group["params"]):
             if parameter.grad is None:
                 continue
             state = self._inner.state.get(parameter, {})
-            (part,) = local_parts([parameter])
+            (local_part,) = local_parts([parameter])
             for name, value in state.items():
-                if isinstance(value, Tensor) and value.device != part.device:
-                    state[name] = self._backend.scalar(value.item(), part)
+                if isinstance(value, Tensor) and value.device != local_part.device:
+                    state[name] = self._backend.scalar(value.item(), local_part)
             tensors = local_parts([parameter, *(value for value in state.values() if isinstance(value, Tensor))])
             self._saved += [(tensor, tensor.detach().clone()) for tensor in tensors]
 
@@ -225,7 +227,7 @@ class LargeGradients(Stage):
                 tensor.copy_(torch.where(skips, before, tensor))
 
     def _begins_state(self) -> bool:
-        """Whether the optimizer has no state yet of a parameter that has a gradient."""
+        """Return whether the optimizer has no state yet of a parameter that has a gradient: the step will create it."""
         for group in self._inner.param_groups:
             if type(self._inner) is SGD and group["momentum"] == 0:
                 continue

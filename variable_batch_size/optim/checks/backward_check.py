@@ -65,7 +65,7 @@ class BackwardCheck:
     def find_fresh(self) -> list[bool]:
         """Return, for each parameter, whether its gradient is new or has changed since the last `step()`."""
         self._now = Gradients.of(self._parameters, norms=self._probes)
-        # `_seen` are the gradients after the last `step()`; [:2] are the tensors and their versions.
+        # `_seen` are the gradients after the last `step()`. [:2] are the tensors, and how often they were changed.
         columns = zip(*self._now[:2], *self._seen[:2], strict=True)
         return [
             gradient is not None and (gradient is not old_gradient or version != old_version)
@@ -73,14 +73,14 @@ class BackwardCheck:
         ]
 
     def before_backward(self) -> None:
-        """Check that the gradients are as `step()`, or the last `optimizer.backward()`, has left them."""
-        if not self._sums:  # this comparison suffices: no DistributedDataParallel can sum within `backward()`
+        """Check that gradients are as the last `step()` or `optimizer.backward()` has left them, or raise an error."""
+        if not self._sums:  # hooks are not needed: no DistributedDataParallel can sum within `backward()`
             self._to_watch = {False: 0, True: 0}
             self._remove_hooks()
         self._check_unchanged(self._ours or self._seen, Gradients.of(self._parameters, norms=self._probes))
 
     def after_backward(self) -> None:
-        """Record the gradients that `optimizer.backward()` leaves."""
+        """Record the gradients that `optimizer.backward()` leaves, and check that only autograd has added to them."""
         if self._hooks and not self._compiled and not self._nothing_followed_accumulations():
             raise RuntimeError(
                 "step() alone sums over the ranks, but within backward() something has changed the gradients, as a "
@@ -90,7 +90,7 @@ class BackwardCheck:
 
     @contextmanager
     def note_other_backward(self) -> Iterator[None]:
-        """Note whether the `backward()` of another optimizer, within a block, adds to these gradients."""
+        """Record if the `backward()` of another optimizer, in a block, adds to these gradients. `check` then raises."""
         before = Gradients.of(self._parameters)
         yield
         self._of_another |= before.first_changed(Gradients.of(self._parameters)) is not None
@@ -110,8 +110,8 @@ class BackwardCheck:
 
         Args:
             fresh: what `find_fresh` has just returned.
-            needed: whether there must be gradients, as there need not for a replay.
-            accumulating: whether `.grad` holds earlier microbatches of the step.
+            needed: whether there must be gradients. A microbatch with weight 0 need not have any.
+            accumulating: whether `.grad` also holds earlier microbatches of the step.
         """
         if self._ours is not None:
             self._check_unchanged(self._ours, self._now)
@@ -149,7 +149,7 @@ class BackwardCheck:
                 )
 
     def remember(self) -> None:
-        """Record the gradients as they are now."""
+        """Record the gradients as they are now, at the end of `step()`: the next `step()` compares with them."""
         self._now = self._seen = Gradients.of(self._parameters, norms=self._probes)
         self._ours, self._of_another = None, False
         self._restart_counts()
@@ -164,7 +164,7 @@ class BackwardCheck:
         self._ours, self._counted, self._of_another = None, {}, False
 
     def begin(self, *, several: bool) -> None:
-        """Decide whether hooks watch the next update, which has several microbatches on this rank or one."""
+        """Add or remove the hooks, which watch the first `WATCHED` updates of `several` microbatches, and of one."""
         self._probes = self._to_probe.get(several, 0) > 0
         if self._probes:
             self._to_probe[several] -= 1
@@ -187,7 +187,7 @@ class BackwardCheck:
         self._hooked.clear()
 
     def _restart_counts(self) -> None:
-        """Count the accumulations of autograd from the gradients of the last `step()` on."""
+        """Let `_count` begin with the gradients that the last `step()` has left."""
         self._changed = False
         self._counted = {}
         for number in self._hooked:
@@ -196,7 +196,7 @@ class BackwardCheck:
                 self._counted[number] = gradient, self._seen.versions[number]
 
     def _count(self, index: int, parameter: Tensor) -> None:
-        """Count one accumulation of autograd in the gradient of a parameter."""
+        """Record that autograd has added to a gradient, and whether anything else did: its version counts changes."""
         gradient = parameter.grad
         if gradient is None:
             return
@@ -213,5 +213,7 @@ class BackwardCheck:
 
         Gradients that were set by hand do not count.
         """
-        pairs = ((self._parameters[index].grad, *counted) for index, counted in self._counted.items())
-        return all(now is None or (now is seen and versions_of([now]) == [version]) for now, seen, version in pairs)
+        now_and_counted = ((self._parameters[index].grad, *counted) for index, counted in self._counted.items())
+        return all(
+            now is None or (now is last and versions_of([now]) == [version]) for now, last, version in now_and_counted
+        )

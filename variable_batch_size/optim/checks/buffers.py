@@ -60,21 +60,21 @@ class Buffers(LoopStage):
         call_before_forward(self._module, self._keep)
 
     def _keep(self) -> None:
-        """Store the buffers before the first forward of the second microbatch."""
-        if self._module is None or self._microbatches != 1 or self._before is not None:
+        """Copy the buffers of modules in training mode before the first forward pass of the second microbatch."""
+        if self._module is None or self._microbatches != 1 or self._before is not None:  # 1: counted before this one
             return
         if self._training.phase is Phase.OUTSIDE or not any(part.training for part in self._module.modules()):
             return
         static = self._backend.static_graph
         self._before = [
-            _Kept(part, name, buffer, versions_of([buffer])[0], None if static else buffer.clone())
-            for part in self._module.modules()
-            if part.training and not (isinstance(part, _NormBase) or type(part).__name__ == "_SpectralNorm")
-            for name, buffer in part.named_buffers(recurse=False)
+            _Kept(module, name, buffer, versions_of([buffer])[0], None if static else buffer.clone())
+            for module in self._module.modules()
+            if module.training and not (isinstance(module, _NormBase) or type(module).__name__ == "_SpectralNorm")
+            for name, buffer in module.named_buffers(recurse=False)
         ]
 
     def begin_microbatch(self, member: object, *, has_backward: bool) -> None:
-        """Raise ValueError, or warn, if a buffer was written since `_keep`."""
+        """Raise ValueError, or warn, if the forward pass of the second microbatch has written a buffer."""
         self._microbatches += 1
         before, self._before = self._before, None
         for buffer in before or []:
@@ -83,7 +83,7 @@ class Buffers(LoopStage):
                 return
 
     def _tell(self, name: str) -> None:
-        """Raise ValueError, or warn, that forward writes a buffer."""
+        """Raise ValueError if updates must be reproducible, otherwise warn, that forward writes a buffer."""
         remedy = 'change it once an update, in a hook, see "Buffers that forward writes" in losses.md'
         if self._reproducible:
             raise value_error("reproducible=True needs buffers that forward leaves alone", f"writes to {name}", remedy)

@@ -80,7 +80,9 @@ def broadcast_tensors(tensors: Sequence[Tensor], backend: Backend) -> None:
 
 
 def compare_ranks(updater: Updater, sampler: Dealer, inner: Optimizer, backend: Backend, agreement: Agreement) -> None:
-    """Compare the ranks before the first update; they also agree on the parameters that have gradients.
+    """Compare before the first update what must be equal on all ranks: position, settings, data and parameters.
+
+    The ranks also agree on the parameters that have gradients.
 
     Raises:
         RuntimeError: on every rank, if they differ.
@@ -88,26 +90,26 @@ def compare_ranks(updater: Updater, sampler: Dealer, inner: Optimizer, backend: 
     # Read rows now, also for a state that is saved later and compares them: rows may depend on the epoch.
     content = sampler.content()
     if agreement.world.size > 1:
-        # The first fact that differs is named. If the rules differ, so does the cut of the sampler: name the rules.
-        of_update = update_facts(updater, inner, backend)
-        place = sampler.training.place
+        # An error names the first value that differs. Different rules also make the sampler split steps differently.
+        settings_of_updates = update_facts(updater, inner, backend)
+        place = sampler.training.place  # epoch, step, and number of samples so far
         position = {**sampler.batches.position_state(place.position), "samples": place.samples}
-        facts = {**position, **of_update, **sampler_facts(sampler)}
+        facts = {**position, **settings_of_updates, **sampler_facts(sampler)}
         check_same_facts(FIRST_UPDATE, facts, agreement)
         if all(agreement.gather(FIRST_UPDATE, content)):  # a rank whose rows are random has "": nothing to compare
             check_same_facts(FIRST_UPDATE, {ROWS: content}, agreement)
         _check_replicas(updater.parameters, backend, agreement)
     if agreement.world.size > 1 or not backend.alone:
-        updater.stages.call("meet", agreement)
+        updater.stages.call("meet", agreement)  # stages compare what they have
     check_remembered_models(updater.parameters, sampler)
     updater.agreed = True
 
 
 def name_difference(error: RanksDifferError, agreement: Agreement) -> None:
-    """Find out in which fact of an update the ranks differ, such as `lr`, and raise RuntimeError with its values.
+    """Find out which value of an update, such as `lr`, differs between ranks, and raise RuntimeError with its values.
 
-    The ranks exchange the facts themselves only here: before each update they compare a checksum of them. Every rank
-    has to call it.
+    Before each update the ranks compare only a checksum of these values, and exchange the values themselves only here.
+    Every rank has to call it.
     """
     remedy = "set it to one value on all ranks"
     for facts in error.updates:  # of several updates, the first one in which a fact differs is named
@@ -120,7 +122,9 @@ def name_difference(error: RanksDifferError, agreement: Agreement) -> None:
 def check_same_facts(
     call: str, facts: Mapping[str, Any], agreement: Agreement, usual: str = "pass the same value on every rank"
 ) -> None:
-    """Raise RuntimeError on every rank if a fact differs between ranks; every rank has to call it.
+    """Raise RuntimeError on every rank if a value that must be equal on all ranks differs. Every rank has to call it.
+
+    Checksums are compared first, so that the values are exchanged only for an error.
 
     Args:
         call: the call in which the ranks compare them, for the error of a rank that waits.
@@ -131,10 +135,10 @@ def check_same_facts(
     text = json.dumps(facts, default=str)
     if len(set(agreement.gather(call, hashlib.sha256(text.encode()).hexdigest()))) == 1:
         return
-    first, *others = map(json.loads, agreement.gather(call, text))
-    for rank, other in enumerate(others, start=1):
-        for name in {**first, **other}:
-            pair = str(first.get(name)), str(other.get(name))
+    facts_of_rank_0, *facts_of_others = map(json.loads, agreement.gather(call, text))
+    for rank, facts_of_rank in enumerate(facts_of_others, start=1):
+        for name in {**facts_of_rank_0, **facts_of_rank}:
+            pair = str(facts_of_rank_0.get(name)), str(facts_of_rank.get(name))
             if pair[0] != pair[1]:
                 value, differing = _excerpts_of_difference(*pair)
                 raise RuntimeError(
@@ -148,12 +152,12 @@ def _check_replicas(parameters: Sequence[Tensor], backend: Backend, agreement: A
     sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
     if not sharded:
         return
-    part = json.dumps([shard_coordinates(parameter) for parameter in sharded])
-    holders: dict[str, tuple[int, int]] = {}  # part -> the first rank that has it, and its checksum
-    by_rank = agreement.gather(FIRST_UPDATE, json.dumps([part, checksum(local_parts(sharded), backend)]))
-    for rank, (other, crc) in enumerate(map(json.loads, by_rank)):
-        first, expected = holders.setdefault(other, (rank, crc))
-        if crc != expected:
+    coordinates = json.dumps([shard_coordinates(parameter) for parameter in sharded])  # say which part this rank has
+    holders: dict[str, tuple[int, int]] = {}  # coordinates -> the first rank that has this part, and its checksum
+    by_rank = agreement.gather(FIRST_UPDATE, json.dumps([coordinates, checksum(local_parts(sharded), backend)]))
+    for rank, (coordinates_of_rank, crc) in enumerate(map(json.loads, by_rank)):
+        first, expected_crc = holders.setdefault(coordinates_of_rank, (rank, crc))
+        if crc != expected_crc:
             raise RuntimeError(
                 f"ranks {first} and {rank} hold the same part of sharded parameters, but with other values; begin with "
                 "the same seed on every rank, or load one state with set_state_dict() and broadcast_from_rank0=True"
@@ -161,12 +165,12 @@ def _check_replicas(parameters: Sequence[Tensor], backend: Backend, agreement: A
 
 
 def check_names(method: str, by_rank: Sequence[Sequence[str]]) -> None:
-    """Raise RuntimeError unless all ranks have passed values to a method under the same names."""
-    for rank, other in enumerate(by_rank):
-        if other != by_rank[0]:
+    """Raise RuntimeError unless all ranks have passed values to a method under the same names, here by rank."""
+    for rank, names in enumerate(by_rank):
+        if names != by_rank[0]:
             raise RuntimeError(
                 f"every rank must add values under the same names, but rank 0 has {', '.join(by_rank[0]) or 'none'} "
-                f"and rank {rank} has {', '.join(other) or 'none'}; call {method} for every microbatch on every rank"
+                f"and rank {rank} has {', '.join(names) or 'none'}; call {method} for every microbatch on every rank"
             )
 
 
@@ -180,7 +184,7 @@ def checksum(parameters: Iterable[Tensor], backend: Backend) -> int:
 
 
 def sampler_facts(sampler: Dealer) -> dict[str, Any]:
-    """Return the facts of a sampler, by name, in the order in which a difference is named."""
+    """Return the settings of a sampler that ranks compare, by name. An error names the first one that differs."""
     plan, decided, split = sampler.plan, sampler.batches.decided, sampler.batches.split
     return {
         # Before the trace, which a controller chooses.
@@ -198,7 +202,7 @@ def sampler_facts(sampler: Dealer) -> dict[str, Any]:
 
 
 def update_facts(updater: Updater, inner: Optimizer, backend: Backend) -> dict[str, Any]:
-    """Return the facts of an optimizer, by name: the settings of updates, and a checksum of the parameters."""
+    """Return the settings of an optimizer that ranks compare, by name, and a checksum of its unsharded parameters."""
     whole = (parameter for parameter in updater.parameters if not isinstance(parameter, DTensor))
     return {**_facts_of_update(updater, inner, backend), "parameters": checksum(whole, backend)}
 
@@ -220,17 +224,17 @@ def _facts_of_update(updater: Updater, inner: Optimizer, backend: Backend) -> di
 
 
 def common_facts(updater: Updater, sampler: Dealer, inner: Optimizer, backend: Backend) -> dict[str, Any]:
-    """Return the facts that jobs of an elastic backend compare at each update, by name.
+    """Return what replicas of the model, which come and go, compare in each update, by name.
 
     The values of the parameters are compared at the first update only.
     """
     values = {} if sampler.position.step else {"parameters": checksum(local_parts(updater.parameters), backend)}
-    of_update = _facts_of_update(updater, inner, backend)
-    return {**of_update, **sampler_facts(sampler), ROWS: sampler.content(), **values}
+    settings = _facts_of_update(updater, inner, backend)
+    return {**settings, **sampler_facts(sampler), ROWS: sampler.content(), **values}
 
 
 def _hyperparameters(inner: Optimizer, backend: Backend) -> dict[str, Any]:
-    """Return the plain values and tensors in the parameter groups, as floats or text, by name and group."""
+    """Return the hyperparameters of the parameter groups, as floats or text to be compared, by name and group."""
     plain = (bool, int, float, str, tuple, NoneType, Tensor)
     return {
         f"{name} of parameter group {number}": (
@@ -245,8 +249,8 @@ def _hyperparameters(inner: Optimizer, backend: Backend) -> dict[str, Any]:
 def _excerpts_of_difference(first: str, other: str) -> tuple[str, str]:
     """Return two texts, shortened to `_SHOWN` characters around their first difference if one of them is longer."""
     is_long = max(len(first), len(other)) > _SHOWN
-    differing = (number for number, (a, b) in enumerate(zip(first, other, strict=False)) if a != b)
-    num_equal = next(differing, min(len(first), len(other)))  # characters at the beginning
+    differing = (number for number, (one, two) in enumerate(zip(first, other, strict=False)) if one != two)
+    num_equal = next(differing, min(len(first), len(other)))  # number of equal characters at the beginning
     begin = max(0, num_equal - _SHOWN // 2) if is_long else 0
 
     def excerpt(text: str) -> str:

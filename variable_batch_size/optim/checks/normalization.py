@@ -67,7 +67,7 @@ def check_batch_norm(model: torch.nn.Module, sampler: Dealer) -> None:
 
 
 def check_model_known(model: torch.nn.Module, sampler: Dealer) -> None:
-    """Check a model as `check_batch_norm` does, and that the optimizer of the sampler has cut the steps for it."""
+    """Check a model as `check_batch_norm` does, and that its optimizer knew it when it chose how to split steps."""
     if sampler.batches.reproducible:
         check_reproducible(model, [])
     if sampler.dealing.multiple_of > 1 and any(map(_depends_on_cut, model.modules())):
@@ -112,7 +112,9 @@ def check_remembered_models(parameters: Sequence[Tensor], sampler: Dealer) -> No
 def cut_options(
     model: torch.nn.Module | None, parameters: Sequence[Tensor], *, measured: bool, alone: bool
 ) -> dict[str, bool]:
-    """Return how steps have to be cut for a training, as arguments of `Dealer.attach`.
+    """Return how the sampler has to split steps into microbatches, as arguments of `Dealer.attach`.
+
+    "spread" allows more microbatches than necessary, so that no rank is idle, unless the result depends on the split.
 
     Args:
         model: the model, if it is known.
@@ -120,11 +122,11 @@ def cut_options(
         measured: whether gradients of microbatches are compared, as for the noise.
         alone: whether there is a single rank.
     """
-    parts = _known_modules(model, parameters)
+    modules = _known_modules(model, parameters)
     # SyncBatchNorm has a collective in its forward, which all ranks must call equally often.
-    communicates = any(isinstance(part, SyncBatchNorm) and part.training for part in parts)
+    communicates = any(isinstance(module, SyncBatchNorm) and module.training for module in modules)
     return {
-        "spread": alone or not (measured or any(map(_depends_on_cut, parts))),
+        "spread": alone or not (measured or any(map(_depends_on_cut, modules))),
         "equal_rounds": communicates and not alone,
     }
 
@@ -132,20 +134,20 @@ def cut_options(
 def check_reproducible(model: torch.nn.Module | None, parameters: Sequence[Tensor]) -> None:
     """Raise ValueError if updates cannot be the same to the last bit in any world."""
     requirement = "reproducible=True needs"
-    for part in _known_modules(model, parameters):
-        batch = isinstance(part, _BatchNorm)
-        tracks = isinstance(part, _NormBase) and part.track_running_stats
-        if part.training and (batch or tracks or type(part).__name__ in ("SpectralNorm", "_SpectralNorm")):
-            found = "batch normalization" if batch else type(part).__name__
+    for module in _known_modules(model, parameters):
+        is_batch_norm = isinstance(module, _BatchNorm)
+        tracks = isinstance(module, _NormBase) and module.track_running_stats
+        if module.training and (is_batch_norm or tracks or type(module).__name__ in ("SpectralNorm", "_SpectralNorm")):
+            found = "batch normalization" if is_batch_norm else type(module).__name__
             remedy = "use GroupNorm, or freeze it in evaluation mode"
             raise value_error(f"{requirement} layers that see each sample alone, and keep nothing", found, remedy)
 
 
 def _known_modules(model: torch.nn.Module | None, parameters: Sequence[Tensor]) -> list[torch.nn.Module]:
-    """Return the modules of a model, and of others that are known to have some of the parameters."""
+    """Return all modules of a model, and of models of `broadcast_parameters` that have some of the parameters."""
     identities = {*map(id, parameters)}
-    models = [seen for seen in _seen if not identities.isdisjoint(map(id, seen.parameters()))]
-    return [part for known_model in (model, *models) if known_model is not None for part in known_model.modules()]
+    models = [broadcast for broadcast in _seen if not identities.isdisjoint(map(id, broadcast.parameters()))]
+    return [module for known_model in (model, *models) if known_model is not None for module in known_model.modules()]
 
 
 def _depends_on_cut(part: torch.nn.Module) -> bool:
@@ -154,12 +156,12 @@ def _depends_on_cut(part: torch.nn.Module) -> bool:
 
 
 def _smallest_microbatch(sampler: Dealer) -> _Smallest:
-    """Return the smallest microbatch of the rest of the epoch, in distinct samples."""
+    """Return the microbatch with the fewest distinct samples in the rest of the epoch."""
     plan = sampler.plan
     epoch = sampler.batches.epoch(sampler.position)
-    dealing = sampler.dealing
+    dealing = sampler.dealing  # how microbatches are assigned to ranks
     deals = plan.deals(epoch, epoch.first_step, sampler.world, dealing._replace(unequal=None))
     batch_sizes = np.unique(np.concatenate([deal.sizes for deal in deals])).tolist()
     options: dict[str, Any] = {"fixed_shape": plan.fixed_shape, "multiple_of": dealing.multiple_of}
     cuts = ((cut(size, plan.minibatch_size, **options), size) for size in batch_sizes)
-    return min(_Smallest(cut_of_step.locate(0)[1], size) for cut_of_step, size in cuts)
+    return min(_Smallest(cut_of_step.locate(0)[1], size) for cut_of_step, size in cuts)  # the first one is the smallest

@@ -67,7 +67,7 @@ class Owners(Stage, LoopStage):
         ]
 
     def end(self, update: UpdateUnderWay) -> None:
-        """Raise RuntimeError if one of the copied parameters has changed."""
+        """Raise RuntimeError if the inner optimizer's step has changed one of the copied parameters."""
         seen, self._seen, written = self._seen, [], False
         for name, parameter, version, value in seen:
             written |= versions_of([parameter]) != [version]
@@ -88,7 +88,7 @@ class Owners(Stage, LoopStage):
 def _is_equal(now: Tensor, before: Tensor) -> bool:
     """Return whether two tensors are equal, also where both are nan."""
     (now,), (before,) = local_parts([now]), local_parts([before])
-    return bool(((now == before) | ((now != now) & (before != before))).all())
+    return bool(((now == before) | ((now != now) & (before != before))).all())  # only nan differs from itself
 
 
 def _leaves(loss: Tensor) -> Iterator[Tensor]:

@@ -71,21 +71,22 @@ class SameUpdates(Stage):
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew: the ranks compare all that they have before the next update."""
+        """Discard what was to be compared: before the next update the ranks compare everything by other means."""
         self._facts: Facts = {}  # of the update under way
         self._unread = list[_Sums]()  # of earlier ones, on a device that is not read at once
 
     def begin(self, update: UpdateUnderWay) -> None:
-        """Note what all ranks must have in common; other stages may add to it."""
+        """Collect the hyperparameters, and which parameters are trained. Other stages may add to this dict."""
         self._facts = update.facts
         self._facts |= numbers_of_groups(self._inner.param_groups)
         trained = [number for number, parameter in enumerate(update.parameters) if parameter.requires_grad]
         self._facts["parameters that require gradients"] = trained
 
     def part(self, like: Sequence[Tensor]) -> list[Tensor]:
-        """Return [x, x^2] of the update, (2,), which the ranks sum in place.
+        """Return [x, x^2], (2,), of a checksum x of the update, which the ranks sum together with the gradients.
 
-        Return nothing if not all ranks of the job sum the message: `reduce` then sums the numbers by itself.
+        The sums show whether x is equal on all ranks. Return nothing if not all ranks of the job sum the message:
+        `reduce` then sums the numbers by itself.
         """
         x = zlib.crc32(repr(self._facts).encode()) % self._modulus
         example = torch.empty((), dtype=scalar_dtype(like), device=like[0].device)
@@ -93,7 +94,7 @@ class SameUpdates(Stage):
         return [] if self._apart else [self._number]
 
     def reduce(self, update: UpdateUnderWay) -> None:
-        """Take the sums of what `part` has returned.
+        """Compare the ranks by the sums over them of what `part` has returned.
 
         Raises:
             RanksDifferError: on every rank, if the ranks differ.
@@ -106,7 +107,7 @@ class SameUpdates(Stage):
             self._compare(sums)
 
     def _compare(self, sums: Tensor) -> None:
-        """Compare the ranks if the host reads the sums, (2,), at once; otherwise store them for later."""
+        """Compare the ranks by the sums of x and x^2, (2,), if the host reads them at once. Otherwise store them."""
         update = _Sums(self._facts, sums)
         if self._backend.reads(sums):
             if self._differs(update):
@@ -118,7 +119,7 @@ class SameUpdates(Stage):
             self._check_made(older)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing; waits for the device.
+        """Return no entries. Before a state is saved, compare all updates that were not read from the device yet.
 
         Raises:
             RanksDifferError: if the ranks have differed.
@@ -138,8 +139,8 @@ class SameUpdates(Stage):
 
     def _differs(self, update: _Sums) -> bool:
         """Return whether the ranks differ in an update; reads its sums from the device."""
-        total, squares = update.sums.cpu().tolist()  # without a step marker, which would cut the graph
-        return bool(self._ranks * squares != total**2)
+        sum_of_x, sum_of_squares = update.sums.cpu().tolist()  # without a step marker, which would cut the graph
+        return bool(self._ranks * sum_of_squares != sum_of_x**2)  # equal only if all ranks have the same x
 
 
 def numbers_of_groups(groups: Sequence[Mapping[str, Any]]) -> Facts:

@@ -88,7 +88,10 @@ class Arrivals(Generic[T]):
     # The rows that the ranks bring. ----------------------------------------------------------------------------------
 
     def _agree(self) -> Agreed | None:
-        """Return the next update that has rows on any rank; None if the batches, or the pass, have ended on all."""
+        """Read this rank's next rows, exchange their number with all ranks, and return the update made of them.
+
+        The result is None if the batches, or the pass over the streams, have ended on all ranks.
+        """
         source, streams = self._source, self._source.streams
         while True:
             brought = source.read()
@@ -99,17 +102,20 @@ class Arrivals(Generic[T]):
             self._check(reports)
             shards = [shard for report in reports for shard in report.shards]
             if streams is not None and not streams.suffices(brought.given, shards):
-                continue  # a shard has ended, so that the other ones have to give more
+                continue  # a shard has ended: read again, because the other ones have to give more rows
             if any(report.samples for report in reports):
                 if streams is not None and not brought.report.size:
                     source.trace.batch_size(brought.report.step)  # the trace has ended: raises on all ranks
                 return source.arrange(brought, reports)
-            if not any(available for _, available, *_ in shards):
+            if not any(available for _, available, *_ in shards):  # no shard has a next batch or row
                 return None
-            source.pass_over()
+            source.pass_over()  # no rank has rows in this batch, but more batches follow
 
     def _gather_by_rank(self, message: Sequence[Any]) -> list[Any]:
-        """Return the message of each rank; if tensor parallelism gives several one rank, they must say the same."""
+        """Return the message of each rank, any JSON value.
+
+        With tensor parallelism several processes have one rank, and must send equal messages.
+        """
         world, by_rank = self._source.world, dict[int, Any]()
         for text in self._optimizer.agreement.gather(_CALL, json.dumps([world.rank, message])):
             rank, received = json.loads(text)
@@ -121,7 +127,7 @@ class Arrivals(Generic[T]):
         return [by_rank[rank] for rank in range(world.size)]
 
     def _check(self, reports: Sequence[Report]) -> None:
-        """Raise an error on every rank if something differs that must be equal; warn if two ranks have the same rows.
+        """Raise an error on every rank if ranks read other updates, traces or items. Warn if two read the same rows.
 
         The reports have digests of rows, by which that is seen, before the first update only.
         """
@@ -153,32 +159,34 @@ class Arrivals(Generic[T]):
                 )
 
     def _complete(self, agreed: Agreed) -> Agreed:
-        """Return the update that is due with the microbatch that this rank repeats, and with the totals of its counts.
+        """Return the update with what else all ranks have to exchange: rows to repeat, and totals of counts.
 
-        Both need all ranks. Each is stored in `source.agreed` at once, so that a loop that begins again after an error
-        on this rank does not wait for the others once more.
+        A rank with fewer microbatches than others repeats one with weight 0, so that all communicate equally often.
+        Each result is stored in `source.agreed` at once, so that a loop that is restarted after an error on this rank
+        does not wait for the others once more.
         """
         source, agreement = self._source, self._optimizer.agreement
         if agreed.replay is None:
             source.agreed = agreed = agreed._replace(replay=self._find_replay(agreed))
         if self._counts is not None and agreed.batch.totals is None:
             options = {"compares": False, "may_repeat": False}
-            counts, microbatches = self._optimizer._abilities.totals, self._microbatches(agreed)
-            totals = counts.sum_counts(self._counts, microbatches, agreed.batch, agreement, **options)
+            summing, microbatches = self._optimizer._abilities.totals, self._microbatches(agreed)
+            totals = summing.sum_counts(self._counts, microbatches, agreed.batch, agreement, **options)
             source.agreed = agreed = agreed._replace(batch=agreed.batch._replace(totals=totals))
         return agreed
 
     def _find_replay(self, agreed: Agreed) -> tuple[Any, ...]:
-        """Return the microbatch that this rank repeats, in a tuple; an empty one if it repeats none.
+        """Return the microbatch that this rank computes again with weight 0, in a tuple, which is empty without one.
 
-        If a rank has no microbatch to repeat, the first rank that has rows sends one row to all.
+        It is the last one of the update before, or the first one of this update. If a rank has neither, the first rank
+        that has rows sends one row to all ranks.
         """
-        source, layout, sent = self._source, self._source.layout, [""]
-        item, batch, parts, reports, _ = agreed
+        source, layout, texts = self._source, self._source.layout, [""]
+        item, batch, parts, reports, _ = agreed  # `parts`: the rows of each microbatch of this rank, in `item`
         if not all(report.can_repeat for report in reports):
-            sends = source.world.rank == next(rank for rank, report in enumerate(reports) if report.rows)
-            row = (lambda: as_text(layout.select(item, parts[0][:1]))) if sends else str
-            sent = self._optimizer.agreement.run_on_all(_ROW, row)
+            is_sender = source.world.rank == next(rank for rank, report in enumerate(reports) if report.rows)
+            first_row_as_text = (lambda: as_text(layout.select(item, parts[0][:1]))) if is_sender else str
+            texts = self._optimizer.agreement.run_on_all(_ROW, first_row_as_text)
         if len(parts) == len(batch.microbatches):  # all microbatches have rows of this rank
             return ()
         if source.last is not None:
@@ -186,16 +194,16 @@ class Arrivals(Generic[T]):
         if parts:
             return (layout.microbatch(item, parts[0]),)
         device = self._optimizer.param_groups[0]["params"][0].device
-        return (layout.microbatch(from_text(max(sent, key=len), device)),)  # all ranks but one have sent ""
+        return (layout.microbatch(from_text(max(texts, key=len), device)),)  # str() is "": all other ranks send that
 
     def _microbatches(self, agreed: Agreed) -> Iterator[Any]:
-        """Yield the microbatches of an update, replays first."""
+        """Yield this rank's microbatches of an update, first those that it only repeats, with weight 0."""
         yield from (agreed.replay or ()) * (len(agreed.batch.microbatches) - len(agreed.parts))
         for part in agreed.parts:
             yield self._source.layout.microbatch(agreed.item, part)
 
     def _hand_out(self, batch: Batch, microbatches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the microbatches of an update, and tell the training how many were handed out."""
+        """Yield the microbatches of an update, and tell the training which one `step()` must count next."""
         for number in range(len(batch.microbatches)):
             if self._optimizer.updates != batch.step:
                 raise RuntimeError(
@@ -225,7 +233,7 @@ class Arrivals(Generic[T]):
                 "makes them on this rank, and that of the optimizer"
             )
         training.check_phase(_STATE, Phase.BETWEEN_STEPS)
-        update = self._optimizer.updates
+        update = self._optimizer.updates  # the number of updates so far
         texts = self._optimizer.agreement.run_on_all(_STATE, lambda: json.dumps([*streams.states(update).items()]))
         # Each text is a list of pairs: the number of a shard, and its state.
         return streams.state_dict({number: state for text in texts for number, state in json.loads(text)})

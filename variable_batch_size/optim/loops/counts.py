@@ -84,14 +84,17 @@ class Counts(Stage, LoopStage):
             raise ValueError(NOT_DIVIDED.format("backward() came without divided=True"))
 
     def reduce(self, update: UpdateUnderWay) -> None:
-        """Skip an update if all of its totals are 0, which are inf here, and the host knows that."""
+        """Skip an update in which nothing was counted on any rank, if the host knows the totals.
+
+        A total of 0 is stored as inf. On other devices the host does not read the totals, which are tensors.
+        """
         totals = () if update.batch.totals is None else update.batch.totals.values()
         numbers = [total for total in totals if not isinstance(total, Tensor)]
         if totals and len(numbers) == len(totals) and all(total == math.inf for total in numbers):
             update.skip(True)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Agree on the names again, and sum again: every rank loads a state."""
+        """Forget the names of the counts and the last totals: the ranks exchange both again, as all load a state."""
         self._names: list[str] = []  # of the counts; the ranks have agreed on them
         # The last update: its batch, what this rank has counted in it, and the totals.
         self._last: tuple[Batch, dict[str, Any], Totals] | None = None
@@ -155,7 +158,7 @@ class Counts(Stage, LoopStage):
                 if isinstance(number, Tensor):
                     share = self._backend.scalar(microbatch.distinct, number)
                     counted[name] = number * share + counted.get(name, 0.0)
-                else:
+                else:  # `samples / rows` leaves out repeated rows
                     counted[name] = number * microbatch.samples / microbatch.rows + counted.get(name, 0.0)
             if any(isinstance(number, Tensor) for number in counted.values()):
                 self._backend.mark_step()  # there may be any number of microbatches: each is a graph of its own
@@ -179,7 +182,7 @@ class Counts(Stage, LoopStage):
         return number
 
     def _compare_names(self, names: list[str], agreement: Agreement) -> None:
-        """Remember the names of the counts; raise RuntimeError on every rank if the ranks have others."""
+        """Store the names of the counts. Raise RuntimeError on every rank if they differ between ranks."""
         by_rank = [json.loads(text) for text in agreement.gather(_CALL, json.dumps(names))]
         for rank, other in enumerate(by_rank):
             if other != by_rank[0]:
@@ -192,7 +195,7 @@ class Counts(Stage, LoopStage):
     def _sum_over_ranks(self, counted: Mapping[str, Any]) -> Totals:
         """Return the sums of the counts over all ranks, by name, with inf in the place of 0."""
         example = self._example
-        if self._backend.reads(example):
+        if self._backend.reads(example):  # the host reads such tensors without delay, as on the CPU
             message = torch.tensor([*counted.values()], dtype=torch.float64)  # (names,)
             self._ranks.all_reduce([message])
             return ByName({name: total or math.inf for name, total in zip(counted, message.tolist(), strict=True)})
@@ -211,8 +214,8 @@ class Counts(Stage, LoopStage):
     @property
     def _example(self) -> Tensor:
         """An empty tensor, 0-D, whose device (that of the parameters) and dtype (that of sums there) are used."""
-        (part,) = local_parts([self._parameter])
-        return part.new_empty((), dtype=scalar_dtype([part]))
+        (local_part,) = local_parts([self._parameter])
+        return local_part.new_empty((), dtype=scalar_dtype([local_part]))
 
 
 def _checked_counts(counts: object) -> Mapping[str, Any]:

@@ -16,10 +16,13 @@ from variable_batch_size.data.training import Training
 
 @contextmanager
 def outside(training: Training) -> Iterator[None]:
-    """Let no forward and backward in the block count, and restore the gradients; see `CustomOptimizer.outside`."""
+    """Keep forward and backward passes within a block out of the training, and restore the gradients after it.
+
+    See `CustomOptimizer.outside`.
+    """
     training.check_phase("outside()", Phase.BETWEEN_STEPS)
     training.finish_update()
-    members = list(training.members)
+    members = list(training.members)  # the optimizers of the sampler
     if any(member._updater.sum.has_uncounted for member in members):
         raise RuntimeError(
             "outside() must be entered between two steps, but a backward() has come that no step() has counted; enter "

@@ -29,7 +29,10 @@ class Replays:
         self._before: tuple[KeptBuffers, list[Tensor]] | None = None  # buffers, and random numbers
 
     def save_state(self, microbatch: Microbatch | None) -> None:
-        """Save buffers and random numbers before the first forward of a microbatch, if that is a replay."""
+        """Save buffers and random numbers before the first forward pass of a microbatch without samples.
+
+        Such a replay has weight 0, and repeats another microbatch so that all ranks communicate equally often.
+        """
         if self.module is None or microbatch is None or microbatch.samples or self._before is not None:
             return
         on_cuda = [torch.cuda.get_rng_state(device) for device in self._cuda_devices()]
@@ -39,7 +42,7 @@ class Replays:
         """Restore what was saved before the forward of a replay, if anything was."""
         if self._before is None:
             return
-        (buffers, (on_cpu, *on_cuda)), self._before = self._before, None
+        (buffers, (on_cpu, *on_cuda)), self._before = self._before, None  # states of generators, by device
         buffers.restore()
         torch.set_rng_state(on_cpu)
         for device, state in zip(self._cuda_devices(), on_cuda, strict=True):

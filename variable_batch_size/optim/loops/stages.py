@@ -22,11 +22,13 @@ def continue_with(training: Training, sampler: object) -> None:
             "continue_with() must be called between steps, but a backward() has come that no step() has counted; "
             "call it after step()"
         )
-    before = optimizers[0].sampler
-    later = training.later  # a restored state that waits for its sampler
+    old_sampler = optimizers[0].sampler
+    # A "stage" is the part of the training with one sampler. A script that resumes in a later stage calls this function
+    # for each stage again, and `later` is the restored state, which waits for the sampler of its stage.
+    later = training.later
     if later is not None and later["stage"] > training.earlier.stage + 1:
-        later = None  # it is the state of a sampler after this one
-    if not isinstance(sampler, CustomSampler) or not isinstance(before, CustomSampler):
+        later = None  # it is the state of a sampler after the new one
+    if not isinstance(sampler, CustomSampler) or not isinstance(old_sampler, CustomSampler):
         raise type_error("continue_with() needs a CustomSampler after a CustomSampler", sampler, "create one")
     # All checks come before the first change, so that an error leaves the training as it was.
     _check_fresh(sampler.training)
@@ -37,8 +39,8 @@ def continue_with(training: Training, sampler: object) -> None:
     for optimizer in optimizers:
         sampler.attach(None, **optimizer._cut)
     resumed = None if later is None else sampler.resume(later)  # raises if there is no such position
-    before.training = copy.copy(training)  # the sampler that is left keeps a copy, which does not move any more
-    before.training.left = True
+    old_sampler.training = copy.copy(training)  # the sampler that is left keeps a copy, which does not move any more
+    old_sampler.training.left = True
     training.continue_with(sampler.training)
     sampler.training = training
     if later is not None and resumed is not None:

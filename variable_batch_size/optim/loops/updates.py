@@ -74,10 +74,10 @@ class Updates(Generic[T]):
     def _begin_epoch(self) -> int:
         """Set the epoch of the next update, and return it.
 
-        Where the world may change, the ranks meet first: what they bring, a world or a state, may move the epoch.
+        Where ranks may come and go, one that joins gets the state of the others first, which may be in a later epoch.
         """
         optimizer = self._optimizer
-        optimizer._followers.call("discard")  # drops what a loop that was left has accumulated
+        optimizer._followers.call("discard")  # if an earlier loop was left within a step
         while True:
             self._epoch = optimizer.epoch
             optimizer.set_epoch(self._epoch)
@@ -85,7 +85,10 @@ class Updates(Generic[T]):
                 return self._epoch
 
     def _yield_updates(self, number: int) -> Generator[Update[T], None, bool]:
-        """Yield the updates of an epoch; return whether the world has changed, so that the rest is read again."""
+        """Yield the updates that are left of epoch `number`, and check that each is made before the next is asked for.
+
+        It returns whether ranks have come or gone, so that the rest of the epoch is read from the loader again.
+        """
         optimizer, loader = self._optimizer, self._loader
         training, elastic = optimizer.sampler.training, optimizer.backend.elastic
         # `_iterator` is private: it tells whether persistent workers have been started. To start them draws a random
@@ -93,11 +96,11 @@ class Updates(Generic[T]):
         if isinstance(loader, DataLoader) and loader.persistent_workers and loader._iterator is None:
             training.before_reading.wait_with_present(training.due)
         microbatches = enumerate(self._loader)
-        restarts = training.restarts
+        restarts = training.restarts  # how often the training has moved, as by a discarded step or a loaded state
         for step in count(training.position.step):
             training.finish_update()
             waiting = step - training.position.step  # number of updates that were read, but not made
-            if training.restarts != restarts:
+            if training.restarts != restarts:  # since then the loader yields the wrong microbatches
                 if elastic:
                     return True
                 raise stale_loop()
@@ -129,7 +132,10 @@ class Updates(Generic[T]):
         return False
 
     def _with_totals(self, counts: Count, read: list[T], batch: Batch, *, compares: bool) -> tuple[Batch, Iterator[T]]:
-        """Return an update with the totals of its counts over all ranks, and an iterator over its microbatches."""
+        """Return an update with the totals of its counts over all ranks, and an iterator over its microbatches.
+
+        `read`: the microbatches of this rank. `compares`: whether ranks compare the names that `counts` returns.
+        """
         optimizer = self._optimizer
         options = {"compares": compares, "may_repeat": True}
         totals = optimizer._abilities.totals.sum_counts(counts, read, batch, optimizer.agreement, **options)
@@ -139,7 +145,7 @@ class Updates(Generic[T]):
         """Yield the microbatches of an update that is reproducible, with random numbers that are seeded for each."""
         seeding = self._optimizer._abilities.seeding
         assert seeding is not None
-        # The loader is read in between, with the random numbers of the user.
+        # In between, the loader is read with the user's generators in their own state, which `give_back` restores.
         for microbatch, loaded in zip(batch.microbatches, update, strict=True):
             number = seeding.seed(microbatch)
             try:
@@ -148,7 +154,10 @@ class Updates(Generic[T]):
                 seeding.give_back(number)
 
     def _hand_out(self, microbatches: Iterator[T], batch: Batch, restarts: int) -> Iterator[T]:
-        """Yield the microbatches of an update, and tell the training how many were handed out."""
+        """Yield the microbatches of an update, and tell the training which one `step()` must count next.
+
+        `restarts`: `training.restarts` when the loop began. A loop cannot continue after the training has moved.
+        """
         training = self._optimizer.sampler.training
         for number in range(len(batch.microbatches)):
             if training.restarts != restarts:
@@ -192,23 +201,23 @@ class Updates(Generic[T]):
 
 
 def _meet_world(optimizer: CustomOptimizer) -> bool:
-    """Find the world of the next update; return whether it has changed, or a state was loaded.
+    """Find out which ranks make the next update. Return whether they have changed, or this one has loaded a state.
 
-    Only the world of an elastic backend can change.
+    Only with an elastic backend can ranks come and go.
     """
     backend, training = optimizer.backend, optimizer.sampler.training
     if not isinstance(backend, ElasticBackend):
         return False
     loaded = backend.meet(training.updates)
-    moved = training.enter_world(backend.world, loaded=loaded)
-    backend.posted = ""  # a text that the next sum carries to all ranks, if a follower has one
+    has_changed = training.enter_world(backend.world, loaded=loaded)
+    backend.posted = ""  # a text that the next sum carries to all ranks, such as the answer of a controller
     optimizer._followers.call("post", backend)
     backend.facts = common_facts(optimizer._updater, optimizer.sampler, optimizer.inner, backend)
-    return loaded or moved
+    return loaded or has_changed
 
 
 def _check_reads_batches(loader: object, sampler: object) -> None:
-    """Raise ValueError if a loader does not read the sampler, as far as its type lets it be seen."""
+    """Raise ValueError if a `DataLoader` reads another sampler than the optimizer's. Other loaders are not checked."""
     loader = getattr(loader, "_loader", loader)  # private: the loader within an MpDeviceLoader of torch_xla
     if not isinstance(loader, DataLoader):
         return
@@ -338,26 +347,26 @@ def _yield_remaining(
 ) -> Iterator[int]:
     """Yield each epoch that is left, after setting it; see `remaining_epochs`."""
     first = optimizers[0]
-    epoch, begun = -1, False
-    resumes = sampler.batches.is_within_epoch(sampler.position)
+    epoch, has_yielded = -1, False
+    is_within_epoch = sampler.batches.is_within_epoch(sampler.position)
     while not first.done:
-        epoch = max(first.epoch, epoch + 1)  # the loop may have left the last epoch before its end
+        epoch = max(first.epoch, epoch + 1)  # the next one, also if the loop has left the last epoch before its end
         # A restored run first finishes the epoch under way, even if `until` is reached: it is checked between epochs.
         if isinstance(until, ProgressScheduler):
             reached = until.done and not sampler.training.end_pending
         elif by == "epochs":
             reached = epoch >= until
         else:
-            reached = getattr(first, by) >= until and not (resumes or sampler.training.end_pending)
+            reached = getattr(first, by) >= until and not (is_within_epoch or sampler.training.end_pending)
         if reached:
             break
-        resumes = False
+        is_within_epoch = False
         for optimizer in optimizers:
             optimizer.set_epoch(epoch)
-        begun = True
+        has_yielded = True
         yield epoch
-    restored = first.updates > 0 and first.last_batch is None
-    if restored and not begun and first.sampler is sampler and first.backend.world.rank == 0:
+    was_restored = first.updates > 0 and first.last_batch is None
+    if was_restored and not has_yielded and first.sampler is sampler and first.backend.world.rank == 0:
         text = f"The training has ended after {first.updates} updates; to train it anew, pass another folder."
         log(text, rank=0, update=first.updates)
 

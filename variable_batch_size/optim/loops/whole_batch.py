@@ -76,7 +76,7 @@ def whole_batch(
     optimizers = optimizer, *others
     for checked in optimizers:
         _check_suits(checked)
-    read = list(update)
+    read = list(update)  # this rank's microbatches
     batch, backend = optimizer.batch, optimizer.backend
     if batch.totals is not None:
         raise value_error("whole_batch() needs updates without counts", "counts=", "omit it, and divide in the loss")
@@ -86,7 +86,7 @@ def whole_batch(
             f"{len(batch.microbatches)} were read before; pass the update as vbs.updates() yields it"
         )
     parts = [_Part(loaded, microbatch, optimizer) for loaded, microbatch in zip(read, batch.microbatches, strict=True)]
-    versions = [_versions(part.loaded) for part in parts]
+    versions = [_versions(part.loaded) for part in parts]  # to see whether the rows are changed in place
     with torch.no_grad():  # pass 1
         embedded = [part.encode_first(encode) for part in parts]
         labels = [_Columns.of({} if targets is None else targets(part.loaded), "targets", part) for part in parts]
@@ -99,12 +99,13 @@ def whole_batch(
     for part in reversed(parts):  # the first one has saved the buffers as they were before the update
         part.undo()
     torch.clear_autocast_cache()  # autocast has stored weights that pass 1 has cast, which have no graph
+    # Of each microbatch, for its rows: their indices in the batch. "Columns" are tensors with an element for each row.
     places = [_places(part.microbatch, batch).to(embedded[0].tensors[0].device) for part in parts]
-    columns = [[*of_part.tensors, *label.tensors] for of_part, label in zip(embedded, labels, strict=True)]
+    columns = [[*embeddings.tensors, *label.tensors] for embeddings, label in zip(embedded, labels, strict=True)]
     gathered = _gather(columns, places, batch, backend)
     num_embeddings = len(embedded[0].tensors)
     whole, whole_labels = gathered[:num_embeddings], gathered[num_embeddings:]
-    seed = seed_of("microbatch", optimizer.updates, -1)  # the loss draws the same on all ranks
+    seed = seed_of("microbatch", optimizer.updates, -1)  # -1: the loss draws the same on all ranks, unlike microbatches
     with nullcontext() if backend.threads else kept_states():
         if not backend.threads:
             seed_host(seed)
@@ -121,8 +122,8 @@ def whole_batch(
     del columns, gathered, whole, whole_labels, gradients, padded, embedded  # pass 2 needs the memory
     sums = optimizer.reduction == "sum"
     for part, gradients_of_part in zip(parts, gradients_of_parts, strict=True):  # pass 2
-        total = part.encode_again(encode, gradients_of_part, parameters_of_loss, sums=sums)
-        optimizer.backward(total, scaler=scaler, others=others)
+        loss_of_part = part.encode_again(encode, gradients_of_part, parameters_of_loss, sums=sums)
+        optimizer.backward(loss_of_part, scaler=scaler, others=others)
         optimizer.log(loss=value * part.microbatch.rows if sums else value)
         for stepped in optimizers:
             if scaler is None:
@@ -163,7 +164,7 @@ class _Columns(NamedTuple):
 
     @classmethod
     def of(cls, returned: object, what: str, part: _Part) -> _Columns:
-        """Return the columns that a function has returned, after a check; `what`: "encode" or "targets"."""
+        """Check what a function, "encode" or "targets", has `returned` for the rows of a microbatch, and return it."""
         requirement = f"{what} must return tensors with a row for each of the {part.microbatch.rows} of its microbatch"
         names = [*returned] if isinstance(returned, Mapping) else None
         values: Any = returned
@@ -185,7 +186,7 @@ class _Columns(NamedTuple):
         return _Columns([tensor.detach() for tensor in self.tensors], self.names)
 
     def named(self, columns: Sequence[Tensor]) -> tuple[Sequence[Tensor], Mapping[str, Tensor]]:
-        """Return the columns as arguments of the loss: a sequence by position, and a mapping by name."""
+        """Return columns of the batch as arguments of the loss: by position, or by name if there were names."""
         return (columns, {}) if self.names is None else ((), dict(zip(self.names, columns, strict=True)))
 
 
@@ -201,7 +202,10 @@ class _Part:
         self._states: HostStates | None = None  # ranks that are threads share the generators
 
     def encode_first(self, encode: Callable[[Any], Embeddings]) -> _Columns:
-        """Return the embeddings without gradients; a replay leaves buffers and random numbers as they were."""
+        """Return the embeddings of pass 1 without their graph, and store what pass 2 needs to compute the same ones.
+
+        A replay, a microbatch that is computed again with weight 0, leaves buffers and random numbers as they were.
+        """
         if self._module is not None:
             self._buffers = KeptBuffers(self._module)
         if not self._backend.threads:
@@ -218,7 +222,7 @@ class _Part:
         return columns
 
     def undo(self) -> None:
-        """Put back the buffers that pass 1 has written: pass 2 writes them again."""
+        """Restore the buffers of the model that pass 1 has written, because pass 2 writes them again."""
         if self._buffers is not None:
             self._buffers.restore()
 
@@ -252,51 +256,59 @@ class _Part:
                 "encode must return tensors that depend on what is trained, but none of them requires a gradient; "
                 "compute them with gradients enabled"
             )
-        samples, rows = self.microbatch.samples, self.microbatch.rows if sums else 1
-        products = [(parameter * gradient).sum() * rows for parameter, gradient in own]
+        # The gradient of sum(z * dL/dz) is (dz / dw)^T dL/dz, if dL/dz is a constant.
+        samples, rows_if_sum = self.microbatch.samples, self.microbatch.rows if sums else 1
+        products = [(parameter * gradient).sum() * rows_if_sum for parameter, gradient in own]
         if terms:
             # `optimizer.backward` multiplies a mean by n_j / B; the gradients of the rows are parts of a sum already.
-            factor = rows * self.microbatch.batch_size / samples if samples else 0.0
+            factor = rows_if_sum * self.microbatch.batch_size / samples if samples else 0.0
             products.append(torch.stack(terms).sum() * self._backend.scalar(factor, terms[0], "whole batch"))
         return torch.stack(products).sum()
 
 
 def _versions(loaded: Any) -> list[int]:
-    """Return how often each tensor of a microbatch was written."""
+    """Return the version of each tensor of a microbatch, which counts how often it was changed in place."""
     return versions_of([leaf for leaf in tree_leaves(loaded) if isinstance(leaf, Tensor)])
 
 
 def _places(microbatch: Microbatch, batch: Batch) -> Tensor:
-    """Return where the rows of a microbatch are in the batch, (rows,); B for rows that are repeated or do not count."""
+    """Return the index in the batch of each row of a microbatch, (rows,).
+
+    Rows repeat samples if a microbatch has fewer samples than rows. A repeated row, or one of a microbatch without
+    samples, does not count: it gets the index B, after the last sample.
+    """
     samples, rows = microbatch.samples, microbatch.rows
     sample = np.arange(rows) * samples // rows  # (rows,): the sample in each row, as `Deal.positions` repeats them
-    repeated = np.diff(sample, prepend=-1) == 0  # (rows,)
-    counts = ~repeated & (samples > 0)
+    is_repeated = np.diff(sample, prepend=-1) == 0  # (rows,). -1 differs from the first sample, which is 0
+    counts = ~is_repeated & (samples > 0)
     return torch.from_numpy(np.where(counts, microbatch.start - batch.start + sample, batch.batch_size))
 
 
 def _gather(
     parts: Sequence[Sequence[Tensor]], places: Sequence[Tensor], batch: Batch, backend: Backend
 ) -> list[Tensor]:
-    """Return the columns of all rows of the batch, (B, ...) each; floats in at least float32.
+    """Gather the rows of all ranks, and return the tensors of the whole batch, (B, ...) each.
+
+    Floats are in at least float32. Each rank writes its rows into zeros, and the ranks sum the results.
 
     Args:
-        parts: the columns of each microbatch of this rank, (rows, ...) each.
-        places: of the rows of each microbatch in the batch, (rows,); B for a row that does not count.
+        parts: for each microbatch of this rank, its tensors, (rows, ...) each.
+        places: for each microbatch, the indices of its rows in the batch, (rows,). A row that does not count has index
+            B, and is written into an additional row, which is cut off.
         batch: the update.
         backend: how the ranks communicate.
     """
     place, whole = torch.cat([*places]), []
-    for column in zip(*parts, strict=True):
-        rows = torch.cat([*column]).to(place.device)
-        sent = rows.to(torch.uint8) if rows.dtype == torch.bool else rows
+    for column_of_parts in zip(*parts, strict=True):
+        rows = torch.cat([*column_of_parts]).to(place.device)
+        sent = rows.to(torch.uint8) if rows.dtype == torch.bool else rows  # bools cannot be summed
         whole.append(sent.new_zeros((batch.batch_size + 1, *rows.shape[1:])).index_copy_(0, place, sent))
-    backend.mark_step()  # what ranks compute in different graphs
+    backend.mark_step()  # graphs so far may differ between ranks, but that of the sum must not
     backend.all_reduce_sum(whole)  # each row comes from one rank
     backend.mark_step()
     gathered = []
-    for columns, sums in zip(zip(*parts, strict=True), whole, strict=True):
-        dtype = columns[0].dtype
+    for column_of_parts, sums in zip(zip(*parts, strict=True), whole, strict=True):
+        dtype = column_of_parts[0].dtype
         wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
         gathered.append(sums[: batch.batch_size].to(wide))
     return gathered
@@ -308,7 +320,7 @@ def _evaluate(
     by_name: Mapping[str, Tensor],
     labels: Mapping[str, Tensor],
 ) -> Tensor:
-    """Return the loss of the batch, 0-D, with its graph."""
+    """Return the user's loss of the batch, 0-D, with its graph, by which embeddings can be differentiated."""
     for column in (*by_position, *by_name.values()):
         column.requires_grad_(column.is_floating_point())
     with torch.set_grad_enabled(True):
@@ -329,9 +341,10 @@ def _evaluate(
 def _differentiate(
     value: Tensor, whole: Sequence[Tensor], optimizers: Iterable[CustomOptimizer], scaler: GradScaler | None
 ) -> tuple[list[Tensor | None], list[tuple[Tensor, Tensor]]]:
-    """Return the gradient of the loss by each column, and the parameters that the loss itself has with their gradients.
+    """Return the gradients of the loss by the tensors in `whole`, None for integers, and by parameters of the loss.
 
-    Gradients are computed at the scale of a `GradScaler`, and divided by it.
+    The latter are pairs of a parameter, such as a temperature, and its gradient. Gradients are computed at the scale of
+    a `GradScaler`, and divided by it.
     """
     parameters = [
         parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]

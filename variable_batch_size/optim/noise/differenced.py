@@ -55,6 +55,7 @@ class DifferencedEstimator:
         if isinstance(finite, Tensor):
             batch_size = batch_size * torch.ones_like(torch.as_tensor(square))  # a tensor, of the same dtype
         if not self.has_previous(gradient):
+            # On the host an update whose gradient is not finite was skipped before.
             is_finite = finite.to(torch.as_tensor(square).dtype) if isinstance(finite, Tensor) else 1.0
             copies = [None if part is None else part.clone() for part in gradient]
             self._previous = _Previous(copies, select(finite, square, 0.0), batch_size, is_finite)
@@ -62,8 +63,9 @@ class DifferencedEstimator:
         assert self._previous is not None
         previous, previous_square, previous_size, valid = self._previous
         difference, previous = self._replace_previous(previous, gradient, finite)
-        present = square, batch_size, select(finite, 1.0, valid)
-        numbers = (select(finite, new, old) for new, old in zip(present, self._previous[1:], strict=True))
+        # The numbers of `_Previous`, of this update if its gradient is finite.
+        of_update = square, batch_size, select(finite, 1.0, valid)
+        numbers = (select(finite, new, old) for new, old in zip(of_update, self._previous[1:], strict=True))
         self._previous = _Previous(previous, *numbers)
         return estimate_from_pair(square, batch_size, previous_square, previous_size, difference), valid
 
@@ -95,16 +97,16 @@ class DifferencedEstimator:
     def _replace_previous(
         self, previous: Gradient, gradient: Gradient, finite: bool | Tensor
     ) -> tuple[Number, list[Tensor | None]]:
-        """Return |G - G'|^2, and G as the previous gradient of the next update, in the memory of `previous`."""
+        """Return |G - G'|^2, and a copy of the present gradient G in the memory of the previous one G'."""
         device = next(part.device for part in gradient if part is not None)  # a restored gradient may be elsewhere
         moved = [None if old is None else old.to(device) for old in previous]
         pairs = list(zip(moved, gradient, strict=True))
         stored = [_gradient_or_zeros(old, like=new) for old, new in pairs]
         now = [_gradient_or_zeros(new, like=old) for old, new in pairs]
-        both = zip(stored, now, strict=True)
-        whole = [old.to(new) for old, new in both if old is not None and new is not None]
+        stored_and_now = zip(stored, now, strict=True)
+        whole = [old.to(new) for old, new in stored_and_now if old is not None and new is not None]
         old_parts, new = local_parts(whole), local_parts(tensor for tensor in now if tensor is not None)
-        torch._foreach_sub_(old_parts, new)
+        torch._foreach_sub_(old_parts, new)  # also changes `whole`, which has the same memory
         square = squared_norm(whole)
         if isinstance(finite, Tensor):  # a non-finite gradient was zeroed, so that the difference is the previous one
             torch._foreach_mul_(old_parts, (~finite).to(scalar_dtype(old_parts)))
@@ -117,5 +119,5 @@ class DifferencedEstimator:
 
 
 def _gradient_or_zeros(gradient: Tensor | None, *, like: Tensor | None) -> Tensor | None:
-    """Return a gradient; for None, zeros like the other one of its parameter, unless that is None, too."""
+    """Return a gradient. For None, return zeros like `like`, the gradient of that parameter in the other update."""
     return torch.zeros_like(like) if gradient is None and like is not None else gradient

@@ -60,11 +60,10 @@ def estimate_from_pair(
     `estimate_from_groups` for G and G' as the two groups of one update (Qiao et al. 2021, arXiv 2008.12260, section
     3.1: consecutive gradients of a single replica). Arguments are numbers or arrays.
     """
-    both = batch_size + previous_batch_size
-    sigma2 = batch_size * previous_batch_size / both * squared_difference
-    return Estimate(
-        sigma2, (batch_size * squared_norm + previous_batch_size * previous_squared_norm - 2 * sigma2) / both
-    )
+    total = batch_size + previous_batch_size
+    sigma2 = batch_size * previous_batch_size / total * squared_difference
+    mu2 = (batch_size * squared_norm + previous_batch_size * previous_squared_norm - 2 * sigma2) / total
+    return Estimate(sigma2, mu2)
 
 
 AVERAGES = ("sigma2", "mu2", "weight", "updates")
@@ -88,7 +87,7 @@ class Coefficients(NamedTuple):
 
 
 def coefficients(batch_size: int, groups: int, one_minus_theta: float, *, paired: bool) -> Coefficients:
-    """Return the coefficients of an update, as tuples.
+    """Return how the averages of sigma^2 and mu^2 change by an update, as coefficients of what it measures.
 
     They include `estimate_from_groups` if the update has several microbatches, or `estimate_from_pair` if it is
     compared with the update before. Otherwise the averages stay as they are.
@@ -100,17 +99,18 @@ def coefficients(batch_size: int, groups: int, one_minus_theta: float, *, paired
         paired: whether the update is compared with the update before.
     """
     weight = one_minus_theta if groups > 1 or paired else 0.0
-    of_pair = weight if paired else 0.0
+    pair_weight = weight if paired else 0.0
     inverse_dof = 1 / (groups - 1) if groups > 1 else 0.0
-    units = (1.0, 0.0), (0.0, 1.0)  # the estimate is linear in S and |G|^2
+    # The estimate is linear in S and |G|^2: with one of them 1 and the other 0, it is the coefficient of that one.
+    units = (1.0, 0.0), (0.0, 1.0)
     of_squares, of_norm = (estimate_from_groups(*unit, batch_size, groups, inverse_dof) for unit in units)
     return Coefficients(
-        decay=(1 - weight, 1 - weight, 1 - weight, 1.0),
+        decay=(1 - weight, 1 - weight, 1 - weight, 1.0),  # of sigma^2, mu^2, the sum of weights, and the number
         constant=(0.0, 0.0, weight, float(weight > 0)),
         weighted_squares=(weight * of_squares.sigma2, weight * of_squares.mu2, 0.0, 0.0),
         squared_norm=(weight * of_norm.sigma2, weight * of_norm.mu2, 0.0, 0.0),
-        pair_sigma2=(of_pair, 0.0, 0.0, 0.0),
-        pair_mu2=(0.0, of_pair, 0.0, 0.0),
+        pair_sigma2=(pair_weight, 0.0, 0.0, 0.0),
+        pair_mu2=(0.0, pair_weight, 0.0, 0.0),
     )
 
 
@@ -130,9 +130,10 @@ def update_averages(old: Any, decay: Any, constant: Any, terms: Iterable[tuple[A
 
 
 def gain(averages: Vector, batch_size: Number, ref: Number) -> Number:
-    """Return AdaScale's gain; min(1, B / ref) before the first estimate, and if all gradients were 0.
+    """Return AdaScale's gain (sigma^2 / ref + mu^2) / (sigma^2 / B + mu^2), where B is `batch_size`.
 
-    Negative averages count as 0. There is no other bound: the gain does not depend on the scale of the loss.
+    It is min(1, B / ref) before the first estimate, and if all gradients were 0. Negative averages count as 0. There is
+    no other bound: the gain does not depend on the scale of the loss.
     """
     ratio = batch_size / ref
     # Dividing by the sum of both keeps the quotients of small numbers from underflowing.

@@ -119,11 +119,11 @@ class GradientNoise(Stage):
         return Needs(norm=self._backend.static_graph or batch is None or batch.num_microbatches > 1)
 
     def add(self, counted: Counted, squares: MeasuredSquares, like: Tensor) -> None:
-        """Add n_j |g_j|^2 of a microbatch, if it was measured; 0 for a replay."""
+        """Add n_j |g_j|^2 of a microbatch to the sum of the step, if it was measured: 0 if it has weight 0."""
         square = squares.norm
         if square is None:
             return
-        if squares.scale is not None:
+        if squares.scale is not None:  # a GradScaler has multiplied the loss by it
             square = square / squares.scale.to(square.dtype).square()
         if self._squares is not None and not self._backend.static_graph:
             self._squares = torch.add(self._squares, square, alpha=squares.factor)
@@ -137,27 +137,27 @@ class GradientNoise(Stage):
         return [squares.to(scalar_dtype(like)).view(1)]
 
     def reduce(self, update: UpdateUnderWay) -> None:
-        """Take the statistics of the update from S, (1,), and G, both summed over the ranks."""
+        """Store S = sum_j n_j |g_j|^2, which the ranks have summed, and |G|^2 of the reduced gradient."""
         if not update.gradients:
             return
-        (squares,) = update.message[self.name]
-        square = squared_norm(update.gradients)
+        (weighted_squares,) = update.message[self.name]  # (1,)
+        squared_grad_norm = squared_norm(update.gradients)
         if self.keeps_lr_on_device:
-            finite = torch.isfinite(squares[0] + square)  # one test for both: none is negative, so inf stays inf
-            self._statistics = Statistics(squares[0], square, finite)
+            finite = torch.isfinite(weighted_squares[0] + squared_grad_norm)  # one test: no sum of squares is -inf
+            self._statistics = Statistics(weighted_squares[0], squared_grad_norm, finite)
         else:
-            numbers = squares.item(), square.item()
+            numbers = weighted_squares.item(), squared_grad_norm.item()
             self._statistics = Statistics(*numbers, all(map(math.isfinite, numbers)))
         update.square = self._statistics.squared_norm
 
     def judge(self, update: UpdateUnderWay) -> None:
-        """Skip an update of which the host knows that it is not finite."""
+        """Skip an update whose gradient is not finite, if the host knows it."""
         if self._statistics is not None and self._statistics.finite is False and update.skipped is False:
             warnings.warn(_SKIPPED, RuntimeWarning, stacklevel=stacklevel_of_user())
             update.skip(True)
 
     def measure(self, update: UpdateUnderWay) -> None:
-        """Measure the noise; on a device, an update that is not finite, or skipped, gets a gradient of 0."""
+        """Pass the noise, including this update, to the rules. Zero the gradient if a device finds it not finite."""
         assert self._statistics is not None
         statistics = self._statistics
         if isinstance(statistics.finite, Tensor) and isinstance(update.skipped, Tensor):
@@ -168,7 +168,7 @@ class GradientNoise(Stage):
         update.asked = replace(update.asked, noise=self._include(statistics, update))
 
     def scale(self, update: UpdateUnderWay) -> None:
-        """Make the learning rate and the progress 0 in an update that the device finds not finite."""
+        """Make the learning rate and the progress 0 in an update that the device finds not finite, or skips."""
         if isinstance(update.finite, Tensor):
             made = update.finite.to(scalar_dtype(update.parameters))
             update.scalings = [
@@ -176,23 +176,25 @@ class GradientNoise(Stage):
             ]
 
     def _include(self, statistics: Statistics, update: UpdateUnderWay) -> Noise:
-        """Return the noise including this update; one that is not finite changes nothing.
+        """Return the noise averaged over the updates so far and this one, which is left out if it is not finite.
 
         On a device all numbers are tensors, and every update runs the same operations: what must not count is
         computed, too, and then not selected.
         """
         batch_size, groups, ref = update.batch.batch_size, update.batch.num_microbatches, update.asked.ref_batchsize
         gradient = [parameter.grad for parameter in update.parameters]
+        # A single microbatch is compared with the previous update, if that is asked for.
         paired = groups == 1 and self._pairs is not None and self._pairs.has_previous(gradient)
         self._measured += groups > 1 or paired
-        weights = coefficients(batch_size, groups, min(1.0, batch_size / ref / HORIZON), paired=paired)
-        squares, square, is_included = statistics
-        like = torch.as_tensor(square)
+        one_minus_theta = min(1.0, batch_size / ref / HORIZON)  # weight of this update in the averages
+        weights = coefficients(batch_size, groups, one_minus_theta, paired=paired)
+        weighted_squares, squared_grad_norm, is_included = statistics
+        like = torch.as_tensor(squared_grad_norm)
         numbers = [float(batch_size), float(ref), float(paired)]
         size, reference, use_pair = self._backend.scalars(numbers, like, "noise")
-        measurements, rows = [squares, square], [weights.weighted_squares, weights.squared_norm]
+        measurements, rows = [weighted_squares, squared_grad_norm], [weights.weighted_squares, weights.squared_norm]
         if self._pairs is not None:
-            pair_estimate, valid = self._pairs.estimate(gradient, square, size, is_included)
+            pair_estimate, valid = self._pairs.estimate(gradient, squared_grad_norm, size, is_included)
             measurements += pair_estimate
             rows += [weights.pair_sigma2, weights.pair_mu2]
             is_included = is_included & (valid >= use_pair)  # an estimate that is used must be valid
@@ -202,18 +204,18 @@ class GradientNoise(Stage):
             (old,) = self._as_vectors([old.tolist()], like, "averages")
         new = update_averages(old, decay, constant, zip(factors, measurements, strict=True))
         averages = select(is_included, new, old)
-        own_gain = gain(averages, size, reference)
-        last = select(statistics.finite, own_gain, self._state.gain)
-        packed = torch.cat([averages, torch.as_tensor(last).view(1)]) if self.keeps_lr_on_device else None
-        self._uncommitted = NoiseState(averages, last, packed)
-        return debias(averages, own_gain)
+        gain_of_update = gain(averages, size, reference)
+        last_gain = select(statistics.finite, gain_of_update, self._state.gain)
+        packed = torch.cat([averages, torch.as_tensor(last_gain).view(1)]) if self.keeps_lr_on_device else None
+        self._uncommitted = NoiseState(averages, last_gain, packed)  # `end` keeps it if the update is made
+        return debias(averages, gain_of_update)
 
     def _as_vectors(self, rows: Sequence[Sequence[float]], like: Tensor, place: str) -> Sequence[Any]:
         """Return rows of numbers as arrays, or as tensors on the device of `like`."""
         return self._backend.vectors(rows, like, place) if self.keeps_lr_on_device else list(np.array(rows))
 
     def end(self, update: UpdateUnderWay) -> None:
-        """Keep what was measured, unless the update was skipped before."""
+        """Keep what was measured, now that the update is made. There is nothing if it was skipped before."""
         if self._uncommitted is not None:
             self._state, self._uncommitted = self._uncommitted, None
             ranks = self._backend.world.size
@@ -293,8 +295,8 @@ class CutWarning:
         self._updates = self._unmeasured = 0  # too few microbatches so far; of these without any estimate
 
     def after_update(self, batch: Batch, ranks: int, *, measured: bool) -> None:
-        """Count an update; `measured`: whether there was an estimate in this run."""
-        if self._updates < 0:
+        """Count an update. Warn if the first ones had too few microbatches. `measured`: if there was an estimate."""
+        if self._updates < 0:  # -1 ends the counting
             return
         too_few = not measured or batch.num_microbatches < ranks
         self._updates = self._updates + 1 if too_few else -1
@@ -336,7 +338,10 @@ def check_measurable(inner: Optimizer, rules: Sequence[Rule], reference: int | N
 
 
 def _check_deferred_lr(inner: Optimizer, parameters: Sequence[Tensor], rules: Sequence[Rule]) -> None:
-    """Check that a factor on lr can stay on the device, see `DeferredLrFactor`."""
+    """Raise TypeError unless the factor on lr, which depends on the noise, can stay on the device.
+
+    Parameters are then moved by the step with the user's lr, and back by 1 - factor of the way: see `DeferredLrFactor`.
+    """
     device = parameters[0].device.type
     if isinstance(inner, _NOT_PROPORTIONAL_TO_LR):
         raise TypeError(

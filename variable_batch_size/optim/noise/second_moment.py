@@ -60,7 +60,10 @@ class SecondMoment(Stage):
         return self._backend.static_graph or batch_size > self._reference
 
     def scale(self, update: UpdateUnderWay) -> None:
-        """Raise ValueError if an update cannot be made: it is larger than the reference, and has one microbatch."""
+        """Raise ValueError if the second moment of an update, or its beta2, cannot be as at the reference.
+
+        A single microbatch gives no variance if the update is larger than the reference.
+        """
         step = update.batch
         if step.batch_size <= self._reference:
             return
@@ -76,9 +79,9 @@ class SecondMoment(Stage):
                 )
 
     def add(self, counted: Counted, squares: MeasuredSquares, like: Tensor) -> None:
-        """Add n_j g_j^2 of a microbatch, by parameter."""
+        """Add n_j g_j^2 of a microbatch, elementwise, to the sum of each parameter."""
         self._batch_size = counted.microbatch.batch_size
-        _, elements, factor, scale = squares
+        _, elements, factor, scale = squares  # `factor`: n_j, divided by the square of the weight of the loss
         if not (self._needs_squares(self._batch_size) and elements and (factor or self._backend.static_graph)):
             return
         tensors = list(elements.values())
@@ -92,14 +95,16 @@ class SecondMoment(Stage):
         if not self._needs_squares(self._batch_size):
             return []
         groups = self._inner.param_groups
-        parameters = dict.fromkeys(one for group in groups for one in group["params"] if one.grad is not None)
+        parameters = dict.fromkeys(
+            parameter for group in groups for parameter in group["params"] if parameter.grad is not None
+        )
         missing = [parameter for parameter in parameters if parameter not in self._sums]
         self._sums |= {parameter: widen(torch.zeros_like(parameter)) for parameter in missing}
         self._sums = {parameter: self._sums[parameter] for parameter in parameters}
         return list(self._sums.values())
 
     def measure(self, update: UpdateUnderWay) -> None:
-        """Turn the sums over all ranks into A - G^2; into 0 if a device finds G not finite."""
+        """Turn the sums over all ranks, B A, into A - G^2, elementwise, or into 0 if a device finds G not finite."""
         self._sums = {tensor: total for tensor, total in self._sums.items() if tensor.grad is not None}
         if not self._sums:
             return
@@ -113,11 +118,11 @@ class SecondMoment(Stage):
             self._sums = {tensor: torch.where(finite, total, torch.zeros_like(total)) for tensor, total in pairs}
 
     def clip(self, factor: Tensor) -> None:
-        """Clip the gradient of each microbatch by the factor on that of the update, 0-D."""
+        """Multiply the sums of squares as if the gradient of each microbatch had been clipped by this factor, 0-D."""
         multiply(list(self._sums.values()), factor.square(), self._backend)
 
     def begin_step(self, update: UpdateUnderWay) -> None:
-        """Add to the second moments of the groups whose rule needs it, with the betas that they have for the update."""
+        """Add a (1 - beta2) / beta2 (A - G^2), see the module, to second moments of groups whose rule needs it."""
         step = update.batch
         weight = max(0.0, step.batch_size / self._reference - 1) / max(1, step.num_microbatches - 1)
         for group, rule in zip(self._inner.param_groups, update.rules, strict=True):
@@ -191,10 +196,10 @@ def create_second_moment(inner: Optimizer, reference: int | None, backend: Backe
 
 
 def _is_of_torch(inner: Optimizer) -> bool:
-    """Return whether the optimizer is an Adam that keeps its state as torch does."""
+    """Return whether an optimizer is an Adam that stores its state as torch's does, with wrapped methods or not."""
 
     def functions_of(kind: type[Optimizer]) -> list[Any]:
-        """Return its functions without what torch, and torch._dynamo once it is imported, wrap around them."""
+        """Return the methods of a class that create and use its state, without wrappers of torch or torch._dynamo."""
         return [inspect.unwrap(getattr(kind, name)) for name in ("step", "_init_group")]
 
     return isinstance(inner, Adam) and functions_of(type(inner)) == functions_of(Adam)

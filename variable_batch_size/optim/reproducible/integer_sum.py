@@ -59,14 +59,15 @@ class IntegerSum(TakenOut):
     def _accumulate(self, microbatch: Microbatch, following: Microbatch | None) -> None:
         """Add the weighted gradients to the integers, 0 where a parameter has none, and drop them from `.grad`."""
         present = [parameter for parameter in self.parameters if parameter.grad is not None]
-        found = dict(zip(present, collect_gradients(present), strict=True))
+        gradient_of = dict(zip(present, collect_gradients(present), strict=True))
         self._set_grads(None)
-        if not found or not (microbatch.samples or self._backend.static_graph):  # a replay may be non-finite
+        # A microbatch without samples, which has weight 0, may have gradients that are not finite.
+        if not gradient_of or not (microbatch.samples or self._backend.static_graph):
             return
-        gradients = [found[one] if one in found else torch.zeros_like(one) for one in self.parameters]
+        gradients = [gradient_of[key] if key in gradient_of else torch.zeros_like(key) for key in self.parameters]
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         weight = self._backend.scalar(microbatch.samples / self._present_factor(microbatch), flat, "microbatch")
-        if self._added % limbs.CARRIED == limbs.CARRIED - 1:
+        if self._added % limbs.CARRIED == limbs.CARRIED - 1:  # before lower digits may overflow
             limbs.carry(self._sums)
         largest = limbs.add(self._sums, flat, weight, first=self._added == 0)
         self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
@@ -74,14 +75,15 @@ class IntegerSum(TakenOut):
 
     def _reduce(self, batch: Batch, factor: float | None) -> list[Tensor]:
         """Leave `factor` times the mean gradient in `.grad`; all of it is nan if a number was out of range."""
-        members = self._participation.select()
+        takes_part = self._participation.select()  # for each parameter
         sums = self._sums
-        if self._added == 0:
+        if self._added == 0:  # the memory still has the sums of the step before
             sums.zero_()
         if self._ranks.number > 1:
             limbs.carry(sums)
         like = sums.new_zeros((), dtype=torch.float64)
         limit = self._backend.scalar(limbs.LARGEST / batch.batch_size, like, "range")
+        # Not `largest >= limit`, which is false for nan. The ranks sum it: 0 if all numbers are in range on all ranks.
         out_of_range = (~((like if self._largest is None else self._largest) < limit)).long().view(1)
         self._backend.mark_step()
         used = self._participation.message()
@@ -92,10 +94,11 @@ class IntegerSum(TakenOut):
         weight = like + self._backend.scalar(float(self._remaining_factor(factor)) / divisor, like, "update")
         self._set_means(torch.where(out_of_range == 0, weight, torch.nan))
         used = [flag.to(tensor.dtype) for flag, tensor in zip(flags, used, strict=True)]
-        self._clear_excluded(self._participation.find_used(used) or members)
+        self._clear_excluded(self._participation.find_used(used) or takes_part)
         return collect_gradients(self.parameters)
 
     def _set_means(self, weight: Tensor) -> None:
+        """Set `.grad` of each parameter to the sum of its integers, as floats, times `weight`, 0-D."""
         sizes = [parameter.numel() for parameter in self.parameters]
         for parameter, total in zip(self.parameters, torch.split(self._sums, sizes, 1), strict=True):
             mean = limbs.value(total, weight, parameter.new_empty(parameter.numel()))
@@ -128,17 +131,17 @@ class ByMicrobatch(Message):
         self._table: list[Tensor] = []  # that the ranks sum, until the sums are asked for
 
     def count(self, microbatch: Microbatch, like: Sequence[Tensor]) -> None:
-        """Take what the entries have measured of a microbatch out of their sums."""
+        """Move what the entries have measured of one microbatch from their sums to a row of its own."""
         measured = {entry.name: entry for entry in self.entries if entry.by_microbatch}
         parts = {name: [part.to(torch.float64) for part in entry.part(like)] for name, entry in measured.items()}
-        self._widths = {name: list(map(len, of_entry)) for name, of_entry in parts.items()}
-        flat = [part for of_entry in parts.values() for part in of_entry]
+        self._widths = {name: list(map(len, parts_of_entry)) for name, parts_of_entry in parts.items()}
+        flat = [part for parts_of_entry in parts.values() for part in parts_of_entry]
         if flat and self._backend.static_graph:
             row = torch.cat(flat)
             if self._integers is None:
                 self._integers = row.new_zeros((2, len(row)), dtype=torch.int64)
             limbs.add(self._integers, row)
-        elif flat and microbatch.samples:
+        elif flat and microbatch.samples:  # without samples it does not count
             self._rows[microbatch.number] = torch.cat(flat)
         for entry in measured.values():
             entry.clear()
@@ -176,7 +179,7 @@ class ByMicrobatch(Message):
         return [*self._table, *(tensor for sums in self._sums.values() for tensor in sums)]
 
     def __getitem__(self, name: str) -> list[Tensor]:
-        """Return the sums of an entry: of what was measured, over the microbatches in their order."""
+        """Return the sums of an entry. The rows of microbatches are added in their order, at the first call."""
         for table in self._table if name in self._widths else ():
             if self._integers is not None:
                 total = limbs.value(table, 1.0, torch.empty_like(table[0], dtype=torch.float64))

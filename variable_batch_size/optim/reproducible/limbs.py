@@ -31,7 +31,7 @@ def add(total: Tensor, numbers: Tensor, weight: float | Tensor = 1.0, *, first: 
 
 
 def _add(total: Tensor, numbers: Tensor, weight: float | Tensor, first: bool) -> Tensor:
-    """Add to sums as `add` does, without cutting the numbers into chunks."""
+    """Add numbers to sums as `add` does, all at once: hi is x rounded to 2^-20, and lo the rest in units of 2^-74."""
     rest = numbers.to(torch.float64)
     if isinstance(weight, Tensor) or weight != 1:
         rest = rest * weight
@@ -49,13 +49,13 @@ def _add(total: Tensor, numbers: Tensor, weight: float | Tensor, first: bool) ->
 def carry(total: Tensor) -> None:
     """Move what lo has too much to hi, in place, so that -2^53 <= lo < 2^53."""
     for high, low in torch.split(total, CHUNK, 1) if total.device.type == "cpu" else [total]:
-        carried = (low + 2**53) >> 54
+        carried = (low + 2**53) >> 54  # low / 2^54, rounded to the nearest integer
         low -= carried << 54
         high += carried
 
 
 def value(total: Tensor, factor: float | Tensor, out: Tensor) -> Tensor:
-    """Write `factor` times sums, which are carried, to `out`, (n,), and return it.
+    """Write `factor` times sums, as floats, to `out`, (n,), and return it. `carry` must have been called for the sums.
 
     It is a function of the integers and the factor alone; before the dtype of `out` it is rounded thrice at most.
     """

@@ -39,13 +39,14 @@ class Seeding(LoopStage):
         self._begun = 0
 
     def begin_backward(self, member: object, loss: Tensor, *, divided: bool) -> None:
-        """Check that no other optimizer has made the update."""
+        """Raise RuntimeError if another optimizer has made the update, and so changed weights for this microbatch."""
         self._check_weights(member)
 
     def _check_weights(self, member: object) -> None:
-        """Check that no other optimizer has made the update: microbatches of other ranks would have met other weights.
+        """Raise RuntimeError if another optimizer of the sampler has made the update of this microbatch already.
 
-        If each update is one microbatch, that may meet the weights that another optimizer has left.
+        Otherwise its gradient would depend on whether a rank computes it before that. Updates of a single microbatch
+        are allowed, because there the order is always the same.
         """
         training = self._training
         plan = training.batches.plan
@@ -82,21 +83,21 @@ class Seeding(LoopStage):
         self.discard()
 
     def seed(self, microbatch: Microbatch) -> int:
-        """Seed for a microbatch, after it was read; return a number for `give_back`."""
+        """Seed the generators for a microbatch, after it was read. Return a number of it for `give_back`."""
         self.give_back()
         training = self._training
         update = training.earlier.updates + microbatch.step
-        of_microbatch = seed_of("microbatch", training.batches.seed, update, microbatch.number)
+        seed = seed_of("microbatch", training.batches.seed, update, microbatch.number)
         _latest.training = ref(training)
         if not self._backend.threads:
             self._states = HostStates.present()
-            seed_host(of_microbatch)
-        self._backend.seed(of_microbatch)
+            seed_host(seed)
+        self._backend.seed(seed)
         self._begun += 1
         return self._begun
 
     def give_back(self, number: int | None = None) -> None:
-        """Give the generators back, unless another microbatch than that of `number` is out."""
+        """Restore the generators as `seed` has found them, unless a later microbatch than `number` uses them."""
         if self._states is not None and number in (None, self._begun):
             states, self._states = self._states, None
             states.restore()

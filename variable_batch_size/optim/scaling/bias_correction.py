@@ -107,7 +107,7 @@ class BiasCorrection:
         if "bias_correction" in state:
             check_entries(state, {"bias_correction": (list,)})
             check_items(state["bias_correction"], (list,), "bias_correction")
-            for group in state["bias_correction"]:
+            for group in state["bias_correction"]:  # empty or three numbers: for another length None is an error
                 check_items(group + [None] * (len(group) not in (0, 3)), NUMBER, "bias_correction.")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -117,22 +117,23 @@ class BiasCorrection:
         self._checked.clear()
 
     def _next_terms(self, scalings: Sequence[Scaling]) -> dict[int, BiasTerms]:
-        """Return the terms after this update, of the groups that need a correction."""
+        """Return the number of updates, C1 and C2 after this update, by index of the groups that need a correction."""
         terms = {}
         for index, (group, scaling) in enumerate(zip(self._inner.param_groups, scalings, strict=True)):
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            begins = scaling.scales_betas or any(self._always[index : index + 1])
+            begins = scaling.scales_betas or any(self._always[index : index + 1])  # `_always` may be empty
             if parameters and (index in self._terms or begins):
                 if not _are_same_tensors(parameters, self._members.get(index, [])):
                     self._checked.discard(index)  # those that took no part have made fewer updates
                     self._members[index] = parameters
-                updates, *before = self._present_terms(index, group["betas"], parameters)
-                after = [beta * c + (1 - beta) for beta, c in zip(_scaled_betas(group, scaling), before, strict=True)]
-                terms[index] = BiasTerms(updates + 1, *after)
+                updates, *c_before = self._present_terms(index, group["betas"], parameters)
+                betas = _scaled_betas(group, scaling)
+                c_after = [beta * c + (1 - beta) for beta, c in zip(betas, c_before, strict=True)]
+                terms[index] = BiasTerms(updates + 1, *c_after)
         return terms
 
     def _present_terms(self, index: int, betas: Sequence[float], parameters: Sequence[Tensor]) -> BiasTerms:
-        """Return the terms of a group before this update; at first, those that torch has used so far."""
+        """Return the number of updates, C1 and C2 of a group before this update, at first torch's 1 - beta^updates."""
         if index in self._checked or (index in self._terms and isinstance(self._terms[index].updates, Tensor)):
             return self._terms[index]
         counts = self._update_counts(parameters) | ({self._terms[index].updates} if index in self._terms else set())
@@ -146,8 +147,8 @@ class BiasCorrection:
         updates = counts.pop()
         terms = self._terms.get(index, BiasTerms(updates, *(1 - float(beta) ** updates for beta in betas)))
         if self._on_device:
-            (part,) = local_parts(parameters[:1])
-            like = part.new_empty(0, dtype=scalar_dtype([part]))
+            (local_part,) = local_parts(parameters[:1])
+            like = local_part.new_empty(0, dtype=scalar_dtype([local_part]))
             (row,) = self._backend.vectors([list(map(float, terms))], like, f"bias terms of group {index}")
             terms = BiasTerms(*row.unbind())
         self._terms[index] = terms
@@ -157,10 +158,11 @@ class BiasCorrection:
         """Return the numbers of updates that the inner optimizer has made of the parameters, with one host sync."""
         states = [self._inner.state.get(parameter) for parameter in parameters]
         steps = [torch.as_tensor(state["step"]) for state in states if state]
-        new = {0} if len(steps) < len(parameters) else set()
+        zero_if_any_is_new = {0} if len(steps) < len(parameters) else set()
         if not steps:
-            return new
-        return new | set(map(int, self._backend.host(torch.stack([s.to(steps[0].device) for s in steps])).tolist()))
+            return zero_if_any_is_new
+        stacked = torch.stack([step.to(steps[0].device) for step in steps])
+        return zero_if_any_is_new | set(map(int, self._backend.host(stacked).tolist()))
 
 
 def _are_same_tensors(parameters: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
@@ -176,9 +178,10 @@ def _scaled_betas(group: Group, scaling: Scaling) -> list[float]:
 def _correct_scaling(group: Group, scaling: Scaling, terms: BiasTerms) -> Scaling:
     """Return the scaling whose lr and eps make torch's Adam, which divides by c1 and c2, divide by C1 and C2."""
     torch_c1, torch_c2 = (1 - beta**terms.updates for beta in _scaled_betas(group, scaling))
-    on_eps = (terms.c2 / torch_c2) ** 0.5
-    on_lr = on_eps * torch_c1 / terms.c1
-    corrected = replace(scaling, lr=scaling.lr * on_lr, eps=scaling.eps * on_eps)
-    if not group.get("decoupled_weight_decay") or isinstance(on_lr, Tensor):  # see `HyperparameterScaling`
+    eps_factor = (terms.c2 / torch_c2) ** 0.5
+    lr_factor = eps_factor * torch_c1 / terms.c1
+    corrected = replace(scaling, lr=scaling.lr * lr_factor, eps=scaling.eps * eps_factor)
+    # torch multiplies a decoupled weight decay by lr. If lr is a tensor, `HyperparameterScaling` decays by itself.
+    if not group.get("decoupled_weight_decay") or isinstance(lr_factor, Tensor):
         return corrected
-    return replace(corrected, weight_decay=scaling.weight_decay / on_lr)
+    return replace(corrected, weight_decay=scaling.weight_decay / lr_factor)

@@ -69,18 +69,21 @@ class HyperparameterScaling:
 
     @contextmanager
     def apply(self, scalings: Sequence[Scaling], skips: Tensor | None = None) -> Iterator[None]:
-        """Scale each parameter group within a block that calls `inner.step()`; `skips`: whether a device skips that."""
+        """Scale the hyperparameters of each parameter group within a block that calls `inner.step()`.
+
+        `skips`: whether the update is skipped, 0-D, where a device decides it.
+        """
         groups = self._inner.param_groups
         _check_betas(groups, scalings)
         with nullcontext() if skips is None else self._numbers_of_terms:
             corrected = self._bias_correction.correct(scalings)
-            pairs = enumerate(zip(groups, corrected, strict=True))
+            indexed = enumerate(zip(groups, corrected, strict=True))
             changes = [
                 self._plain_options(group) | self._scale_lr(index, group, scaling) | _scaled_others(group, scaling)
-                for index, (group, scaling) in pairs
+                for index, (group, scaling) in indexed
             ]
-        of_groups = enumerate(zip(groups, scalings, corrected, changes, strict=True))
-        self._decays = [self._separate_decay(index, *of_group) for index, of_group in of_groups]
+        columns = enumerate(zip(groups, scalings, corrected, changes, strict=True))
+        self._decays = [self._separate_decay(index, *row) for index, row in columns]  # also alters `changes`
         _check_all_scaled(changes, corrected)
         saved = [{name: group[name] for name in change} for group, change in zip(groups, changes, strict=True)]
         try:
@@ -98,8 +101,11 @@ class HyperparameterScaling:
         self._bias_correction.commit(skips)
 
     def _separate_decay(self, index: int, group: Group, scaling: Scaling, corrected: Scaling, change: Group) -> _Decay:
-        """Return the decay of a group whose lr is corrected on the device, and set that of the optimizer to 0."""
-        eps: Any = corrected.eps
+        """Return the weight decay of a group that `_apply_decays` has to make, and set the optimizer's own to 0.
+
+        It is empty unless a device corrects lr: torch compares the weight decay, which would be a tensor, with 0.
+        """
+        eps: Any = corrected.eps  # a tensor if, and only if, lr is corrected on the device
         if not (isinstance(eps, Tensor) and group.get("decoupled_weight_decay") and group["weight_decay"]):
             return _Decay([], 0.0, 0.0)
         change["weight_decay"] = 0.0
@@ -109,7 +115,7 @@ class HyperparameterScaling:
 
     @torch.no_grad()
     def _apply_decays(self, *_: object) -> None:
-        """Make the weight decays that were taken from the optimizer, before its step."""
+        """Before the optimizer's step, multiply parameters by 1 - lr * weight decay, where `_decays` has them."""
         for parameters, lr, factor, place in (decay for decay in self._decays if decay.parameters):
             like = parameters[0]
             if isinstance(lr, Tensor) and lr.device == like.device:
@@ -120,12 +126,15 @@ class HyperparameterScaling:
                 parameter.mul_(remaining)
 
     def _plain_options(self, group: Group) -> Group:
-        """Return options with which torch's optimizers step parameter by parameter, where their numbers are tensors."""
+        """Return options of torch's optimizers for a device that compiles graphs: a step parameter by parameter."""
         plain = {name: False for name in ("foreach", "fused") if self._backend.static_graph and name in group}
         return plain | self._capturable
 
     def _scale_lr(self, index: int, group: Group, scaling: Scaling) -> Group:
-        """Return the lr of a group for the step, if it has one; without a factor that `DeferredLrFactor` applies."""
+        """Return {"lr": scaled value} for the step of a group, or {} if it has no lr.
+
+        A factor that is a tensor is left out where `DeferredLrFactor` applies it after the step instead.
+        """
         if group.get("lr") is None:
             if "lr" in group and _scales(scaling.lr):  # an Adafactor that finds its own
                 requirement = "a rule that scales the learning rate needs one in each parameter group"
@@ -133,6 +142,7 @@ class HyperparameterScaling:
             return {}
         lr = group["lr"]
         factor = scaling.lr
+        # Three cases: lr is a tensor that the user has put on the device, a number, or a tensor because of its factor.
         if not (self._lr_on_device and isinstance(factor, Tensor)):
             factor = 1 if isinstance(factor, Tensor) else factor
             devices = [parameter.device for parameter in group.get("params", ())[:1]]
@@ -198,7 +208,10 @@ class DeferredLrFactor:
 
 
 def scaling_if(made: Tensor, scaling: Scaling, backend: Backend, place: object) -> Scaling:
-    """Return a scaling whose factor on lr and progress are 0 unless `made`, 0-D of a float dtype, is 1."""
+    """Return a scaling whose factor on lr and progress are 0 if a device skips the update.
+
+    `made`: 1 if it is made, else 0, 0-D of a float dtype. `place`: a name for numbers that the graph gets.
+    """
     factors = {"lr": scaling.lr, "progress": scaling.progress}
     for name, factor in factors.items():
         is_tensor = isinstance(factor, Tensor)
@@ -214,7 +227,7 @@ class LearningRateCheck:
         self._last: list[object] = []
 
     def check(self, groups: Sequence[Group], *, inside_step: bool) -> None:
-        """Compare the learning rates with those at the previous microbatch, once a microbatch."""
+        """Raise RuntimeError if a learning rate has changed since the previous microbatch of the same step."""
         rates = [_identity_of_lr(group.get("lr")) for group in groups]
         if inside_step and rates != self._last:
             raise RuntimeError(
@@ -262,13 +275,14 @@ def _check_betas(groups: Sequence[Group], scalings: Sequence[Scaling]) -> None:
     """Raise ValueError if a scaling takes a beta out of [0, 1)."""
     for group, scaling in zip(groups, scalings, strict=True):
         for name, changed in _scaled_betas(group, scaling).items():
+            # "betas" is a pair of numbers, "alpha" is one.
             pairs = zip(group[name], changed, strict=True) if name == "betas" else [(group[name], changed)]
             if outside := [(beta, scaled) for beta, scaled in pairs if not 0 <= scaled < 1]:
                 raise ValueError(_message_of_beta(*outside[0], scaling))
 
 
 def _message_of_beta(beta: float, scaled: float, scaling: Scaling) -> str:
-    """Return the message about a beta that leaves its range."""
+    """Return the error message for a beta that `scaling` has changed to `scaled`, outside of [0, 1)."""
     if not 0 <= scaling.scaled_beta(beta) < 1:
         cause = f"the factor {scaling.one_minus_beta:g} on 1 - beta"
         remedy = "limit the largest batch size of the trace, or choose a beta closer to 1"
@@ -286,7 +300,7 @@ def _check_all_scaled(changes: Sequence[Group], scalings: Sequence[Scaling]) -> 
         "betas": any(scaling.scales_betas for scaling in scalings),
     }
     scaled = {"betas" if name == "alpha" else name for change in changes for name in change}
-    if missing := [name for name, wanted in requested.items() if wanted and name not in scaled]:
+    if missing := [name for name, is_requested in requested.items() if is_requested and name not in scaled]:
         raise ValueError(
             f"a rule can scale only hyperparameters that the optimizer has, but no parameter group has "
             f"{' or '.join(missing)}; use another rule with this optimizer"
@@ -305,5 +319,5 @@ def _check_unchanged(groups: Sequence[Group], changes: Sequence[Group]) -> None:
 
 
 def _identity_of_lr(lr: object) -> object:
-    """Return a value that differs if lr was changed, without reading a tensor from a device."""
+    """Return a value to compare that differs if lr was changed, without reading a tensor from a device."""
     return (id(lr), lr._version) if isinstance(lr, Tensor) else lr

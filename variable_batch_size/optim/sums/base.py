@@ -102,15 +102,15 @@ class Sum(ABC):
         return squares
 
     def dealing(self, **cut: bool) -> dict[str, bool]:
-        """Return the arguments of `Dealer.attach`: those that the model needs, `cut`, and what this sum needs."""
+        """Return how steps must be split, as arguments of `Dealer.attach`: `cut`, for the model, and for this sum."""
         return cut
 
     def prepare(self, microbatch: Microbatch | None, *, forward: bool = False) -> None:
-        """Prepare for a microbatch, before its forward or its backward.
+        """Prepare for a microbatch, before its forward pass or its backward.
 
         Args:
             microbatch: the next microbatch; None if it is not known.
-            forward: whether a forward comes now, of the microbatch or of anything else, any number of times.
+            forward: whether a forward pass begins now, of the microbatch or of anything else, any number of times.
         """
         if not forward:
             self._check.begin(several=microbatch is None or not microbatch.ends_step)
@@ -119,10 +119,10 @@ class Sum(ABC):
 
     @abstractmethod
     def _loss_factor(self, microbatch: Microbatch) -> float:
-        """Return the factor on the loss, if that is the mean over the rows of a microbatch."""
+        """Return the weight by which `backward` multiplies the mean loss over the rows of a microbatch."""
 
     def _divisor(self, microbatch: Microbatch) -> int:
-        """Return B; 1 if the loop has divided the losses."""
+        """Return what the sum of gradients is divided by: B, or 1 if the loop has divided the losses itself."""
         return 1 if self._divided else microbatch.batch_size
 
     @property
@@ -158,25 +158,25 @@ class Sum(ABC):
             divided: whether the loop has divided the loss: its weight is 1 then, unless rows are repeated.
             **options: as for `Tensor.backward`.
         """
-        every = (self, *others)
+        sums = (self, *others)
         self._prepare_backward(microbatch, scaler, options)
         with ExitStack() as stack:
             stack.enter_context(self._name_absent_ranks())
-            scale = self._begin_scaling(loss, scaler, every)
-            for total in every:
-                total._divided = divided
+            scale = self._begin_scaling(loss, scaler, sums)
+            for each in sums:
+                each._divided = divided
             factor = self._loss_factor(microbatch)
-            for total in every:
-                total._check_factor(microbatch, factor)
-                total._before_backward(microbatch)
+            for each in sums:
+                each._check_factor(microbatch, factor)
+                each._before_backward(microbatch)
             weight = self._weight_of_loss(microbatch)
-            if weight != 1 or self._backend.static_graph:
+            if weight != 1 or self._backend.static_graph:  # a static graph has no special case for 1
                 loss = loss * self._backend.scalar(weight, loss, "loss")
-            for total in unnamed:
-                stack.enter_context(total._check.note_other_backward())
+            for each in unnamed:
+                stack.enter_context(each._check.note_other_backward())
             (loss if scale is None else loss * scale).backward(**options)  # type: ignore[no-untyped-call]
-            for total in every:
-                total._after_backward(microbatch, factor)
+            for each in sums:
+                each._after_backward(microbatch, factor)
 
     def _prepare_backward(  # noqa: B027 (a no-op unless `backward()` sums)
         self, microbatch: Microbatch, scaler: GradScaler | None, options: Mapping[str, Any]
@@ -184,13 +184,14 @@ class Sum(ABC):
         """Check that `backward()` can be called with these options, and choose what it sums."""
 
     def _name_absent_ranks(self) -> AbstractContextManager[None]:
-        """Return a context for a backward in which ranks may wait for one another."""
+        """Return a context for a backward, in which an error says so if another rank does not take part."""
         return nullcontext()
 
     def _begin_scaling(self, loss: Tensor, scaler: GradScaler | None, every: Sequence[Sum]) -> Tensor | None:
-        """Return the scale of a loss, 0-D: all losses of a step have the scale of the first one; None without a scaler.
+        """Return the factor by which a `GradScaler` multiplies a loss, 0-D. None without a scaler.
 
-        `every`: the sums that get gradients of the loss.
+        All losses of a step have the scale of the first one, because their gradients are added. `every`: the sums that
+        get gradients of the loss.
         """
         scaled = scaler is not None and scaler.is_enabled()
         for total in every:
@@ -203,13 +204,13 @@ class Sum(ABC):
         if scaler is not None and scaled:
             scale = self._scale
             if scale is None:
-                scale = self._common_scale(scaler.scale(torch.ones((), device=loss.device)))
+                scale = self._common_scale(scaler.scale(torch.ones((), device=loss.device)))  # 1 times the scale
             for total in every:
                 total._scale = scale
         return self._scale
 
     def _common_scale(self, scale: Tensor) -> Tensor:
-        """Return the scale of a `GradScaler` for the step, 0-D, which the ranks whose gradients are summed share."""
+        """Return the scale of a step, 0-D, from this rank's: ranks that add scaled gradients must use one scale."""
         return scale
 
     def _check_factor(self, microbatch: Microbatch, factor: float) -> None:
@@ -227,7 +228,7 @@ class Sum(ABC):
             self._forget_squares()
 
     def _after_backward(self, microbatch: Microbatch, factor: float) -> None:
-        """Note a backward, and the factor of its loss."""
+        """Record that a backward has run, and the factor by which its mean loss was multiplied."""
         self._check.after_backward()
         self._factor = factor
 
@@ -239,7 +240,7 @@ class Sum(ABC):
         scaled: Scaled,
         take: Callable[[MeasuredSquares, Tensor], None],
     ) -> None:
-        """Check that the backward of a microbatch has run, and nothing else, and add it to the step.
+        """Add the gradients of a microbatch to the step, and check that nothing but its backward has changed them.
 
         Args:
             counted: the microbatch, and its count.
@@ -258,7 +259,7 @@ class Sum(ABC):
         self._add_gradients(microbatch, following)
         self._inside, self._factor = True, None
         if scaled.found_inf is not None and self._overflows.add(microbatch, scaled.found_inf):
-            self._zero()  # so that later microbatches find no overflow of this step, which is skipped
+            self._zero()  # the update will be skipped, otherwise each later microbatch would count as an overflow, too
         self._check.remember()
 
     @abstractmethod
@@ -266,22 +267,24 @@ class Sum(ABC):
         """Check that the backward of a microbatch has run, and nothing else, and return its squares."""
 
     def _take_squares(self, microbatch: Microbatch, fresh: Sequence[bool], factor: float) -> MeasuredSquares:
-        """Return the squares of a microbatch, and the factor that makes them those of the mean loss times n_j.
+        """Return the squares of a gradient, and the factor that makes them n_j times those of the mean loss.
 
         Args:
             microbatch: the microbatch.
             fresh: for each parameter, whether the microbatch has changed its gradient.
             factor: by what the gradient of the mean loss is multiplied in the gradients.
         """
+        nothing = MeasuredSquares(None, {}, 0.0, self._scale)
         if self._squares is None:
-            return MeasuredSquares(None, {}, 0.0, self._scale)
-        norm = self._squares.total_square(fresh)
+            return nothing
+        squared_norm = self._squares.total_square(fresh)
         elements = self._squares.elements
         samples = microbatch.samples
         self._squares.clear()
-        if samples == 0 and not self._backend.static_graph:  # a replay, whose squares may be non-finite: 0 * inf is nan
-            return MeasuredSquares(None, {}, 0.0, self._scale)
-        return MeasuredSquares(norm, elements, samples / factor**2 if samples else 0.0, self._scale)
+        # A microbatch without samples repeats others with weight 0. Its squares may be non-finite, and 0 * inf is nan.
+        if samples == 0 and not self._backend.static_graph:
+            return nothing
+        return MeasuredSquares(squared_norm, elements, samples / factor**2 if samples else 0.0, self._scale)
 
     def _add_gradients(self, microbatch: Microbatch, following: Microbatch | None) -> None:  # noqa: B027
         """Weigh the gradients of a microbatch, where its loss was not weighed."""
@@ -302,7 +305,10 @@ class Sum(ABC):
             parameter.grad = None if gradients is None else gradients[number]
 
     def _clear_uncounted(self) -> None:
-        """Drop the gradients if no microbatch of the step was added; otherwise check that all of them are counted."""
+        """Drop the gradients that came since the last `add`.
+
+        After the first microbatch of a step `.grad` also has earlier ones: then raise RuntimeError if any came.
+        """
         if not self._inside:
             self._drop_gradients()
         elif any(self._check.find_fresh()):
@@ -317,6 +323,7 @@ class Sum(ABC):
     def finish(self, batch: Batch, factor: float | None) -> list[Tensor] | None:
         """Leave `factor` times G in `.grad`, sum the message over the ranks, and return all gradients but None.
 
+        G is the gradient of the mean loss over the batch. The message has small tensors that stages sum over the ranks.
         The result is None if a `GradScaler` has found a gradient non-finite, on any rank.
 
         Args:
@@ -331,11 +338,11 @@ class Sum(ABC):
         """Leave `factor` times G in `.grad`, sum the message over the ranks, and return all gradients but None."""
 
     def _collect_message(self, batch: Batch) -> list[Tensor]:
-        """Return the tensors of the message; made once a step, outside the graphs of microbatches."""
+        """Return the tensors that stages sum over the ranks, once a step, outside the graphs of microbatches."""
         return self.message.collect(batch.num_microbatches, local_parts(self.parameters))
 
     def _remaining_factor(self, factor: float | None) -> float | Tensor:
-        """Return what the sum of the step must still be multiplied by."""
+        """Return what the sum of the step must still be multiplied by: `factor`, divided by the scale of the losses."""
         self._check.forget()
         scaled_by = 1.0 if factor is None else factor
         return scaled_by if self._scale is None else scaled_by / self._scale.to(scalar_dtype(self.parameters))

@@ -62,19 +62,22 @@ class DDP(InBackward):
         self._averaged = False  # whether that backward() has run: the step is complete on this rank
 
     def prepare(self, microbatch: Microbatch | None, *, forward: bool = False) -> None:
-        """Switch the reduction on before the last microbatch of this rank, and off before all others."""
+        """Let the module sum gradients in the last `backward()` of this rank in a step, and in no other."""
         super().prepare(microbatch, forward=forward)
         if not forward:
             return
-        last = microbatch is not None and microbatch.ends_step
-        self._check_module(several=microbatch is not None and not last)
-        self.module.require_backward_grad_sync = last and not self._averaged
-        if self._of_forward != microbatch:
+        is_last = microbatch is not None and microbatch.ends_step
+        self._check_module(several=microbatch is not None and not is_last)
+        self.module.require_backward_grad_sync = is_last and not self._averaged
+        if self._of_forward != microbatch:  # the first of several forward passes of a microbatch
             self._of_forward = microbatch
-            self._at_forward = Gradients.of(self.parameters) if last else None
+            self._at_forward = Gradients.of(self.parameters) if is_last else None
 
     def _check_module(self, *, several: bool) -> None:
-        """Raise RuntimeError if the module cannot take the forward of a microbatch; `several`: others follow it."""
+        """Raise RuntimeError if the settings of the module do not allow the forward pass of a microbatch.
+
+        `several`: whether other microbatches of this rank follow in the step.
+        """
         if self.module._join_config.enable:  # private: there is no other way to see it
             raise RuntimeError(
                 "ranks must make every update together, but the DistributedDataParallel is within its join(); leave it "
@@ -92,10 +95,11 @@ class DDP(InBackward):
             )
 
     def _loss_factor(self, microbatch: Microbatch) -> float:
-        """Return W n_j / B."""
+        """Return W n_j / B, because the module divides the sum over the W ranks by W."""
         return self._backend.world.size * microbatch.samples / self._divisor(microbatch)
 
     def _before_backward(self, microbatch: Microbatch) -> None:
+        """Raise RuntimeError if the module would not sum in the last backward of the step, or in another one."""
         super()._before_backward(microbatch)
         if self._averaged:
             raise RuntimeError(
@@ -114,6 +118,7 @@ class DDP(InBackward):
             )
 
     def _after_backward(self, microbatch: Microbatch, factor: float) -> None:
+        """After the last backward of the step, check that the module has summed all of its gradients."""
         super()._after_backward(microbatch, factor)
         if self._at_forward is not None:
             self._averaged = microbatch.ends_step
@@ -133,7 +138,7 @@ class DDP(InBackward):
         return self._take_squares(microbatch, () if microbatch.ends_step else fresh, factor)
 
     def _reduce(self, batch: Batch, factor: float | None) -> list[Tensor]:
-        """Sum what travels with the gradients, which `backward()` has averaged."""
+        """Sum the message over the ranks, and multiply the gradients, which `backward()` has averaged, by `factor`."""
         for number in self._left_out:
             if self.parameters[number].grad is not None:
                 raise RuntimeError(
@@ -146,7 +151,8 @@ class DDP(InBackward):
     def _clear_uncounted(self) -> None:
         """Clear the gradients that have come since the last `add`; raise RuntimeError if ranks may have summed them."""
         before, now = self._at_forward, Gradients.of(self.parameters)
-        if self._averaged or (before is not None and before.versions != now.versions):
+        last_backward_has_begun = before is not None and before.versions != now.versions
+        if self._averaged or last_backward_has_begun:
             raise RuntimeError(
                 f"the sums of a DistributedDataParallel must be used on all ranks, but zero_grad() would drop them on "
                 f"this one; {_ELSEWHERE}, and after an exception call discard_step() on all ranks"

@@ -40,6 +40,7 @@ class InBackward(Sum):
                 raise ValueError(words.format(f"parameter {number}, of shape {tuple(parameter.shape)},"))
 
     def _prepare_backward(self, microbatch: Microbatch, scaler: GradScaler | None, options: Mapping[str, Any]) -> None:
+        """Raise RuntimeError if the graph of the gradients is asked for, which a sum over the ranks does not have."""
         if options.get("create_graph"):
             raise RuntimeError(
                 "create_graph=True needs gradients that stay, but DistributedDataParallel or FSDP2 sums them in "
@@ -52,7 +53,8 @@ class InBackward(Sum):
         try:
             yield
         except RuntimeError as error:
-            self._backend.while_waiting()  # a rank that does not take part may have said why
+            self._backend.while_waiting()  # raises if the absent rank has left a message that says why it is absent
+            # Errors of torch's collectives contain the name of the library that communicates.
             if any(word in str(error) for word in ("gloo", "NCCL")):
                 raise absent_rank_error(error) from error
             raise
@@ -74,7 +76,10 @@ class InBackward(Sum):
         return self._factor
 
     def _scale_and_sum_message(self, batch: Batch, factor: float | None) -> tuple[list[Tensor], Sequence[Tensor]]:
-        """Multiply the summed gradients by what remains, sum the message over the ranks, and return both."""
+        """Multiply the gradients by `factor`, sum the message over the ranks, and return both.
+
+        The wrapper of the model has summed the gradients already. They are also divided by the scale of the losses.
+        """
         gradients = collect_gradients(self.parameters)
         multiply(gradients, self._remaining_factor(factor), self._backend)
         message = self._collect_message(batch)
@@ -99,4 +104,4 @@ class InBackward(Sum):
 
     @abstractmethod
     def _expect_forward(self) -> None:
-        """Let the model expect a forward, whatever an exception has interrupted."""
+        """Reset the wrapper, so that a forward pass can begin after an exception has interrupted another."""

@@ -24,7 +24,10 @@ class Scaled(NamedTuple):
     grad_scale: Tensor | None = None
 
     def check(self, scale: Tensor | None) -> None:
-        """Raise RuntimeError unless losses of this scale, and no others, come to `step()` by their scaler."""
+        """Raise RuntimeError if `step()` was called by a scaler without a scaled loss, or the other way around.
+
+        `scale`: by which `optimizer.backward(scaler=)` has multiplied the losses of the step. None if it has not.
+        """
         if self.found_inf is not None and (scale is None or self.grad_scale is None):
             raise RuntimeError(
                 "step() needs gradients of optimizer.backward(loss, scaler=scaler), but the loss was scaled in the "
@@ -54,7 +57,9 @@ class Overflows:
             microbatch: the microbatch.
             found_inf: 0-D, 1 if the gradient is not finite.
         """
-        found_inf = found_inf * (microbatch.samples > 0)  # a replay does not count, in the same graph
+        # A microbatch without samples has weight 0, so that it does not count. There is no `if`: on a static graph all
+        # microbatches have the same operations.
+        found_inf = found_inf * (microbatch.samples > 0)
         if self._backend.static_graph:
             self._number = found_inf if self._number is None else self._number + found_inf
             return False
@@ -63,13 +68,13 @@ class Overflows:
         return bool(overflows)
 
     def part(self, like: Sequence[Tensor]) -> list[Tensor]:
-        """Return the number on this rank, (1,); nothing without a scaler."""
+        """Return this rank's number of overflows, (1,), which the ranks sum, or nothing without a scaler."""
         if self._number is None:
             return []
         return [torch.as_tensor(self._number, dtype=torch.float32, device=like[0].device).view(1)]
 
     def found(self, sums: Sequence[Tensor]) -> bool:
-        """Return whether any rank has counted one; the host reads the sums over the ranks."""
+        """Return whether any rank has counted an overflow, from the sums of `part` over the ranks."""
         return any(self._backend.host(number).item() for number in sums)
 
     def clear(self) -> None:

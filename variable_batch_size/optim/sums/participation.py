@@ -64,16 +64,22 @@ class Participation(Stage):
         return not (self._counts or self._backend.alone)
 
     def meet(self, agreement: Agreement) -> None:
-        """Agree on the parameters, unless they are known."""
+        """Compare before the first update which parameters have gradients, and remember them.
+
+        Raises:
+            RuntimeError: on every rank, if they differ between ranks.
+        """
         if not self._is_agreed_on:
             return
-        only_replays = not any(self._used) and agreement.world.size > 1  # then this rank says nothing; others know
-        row = "" if only_replays else "".join("1" if used else "0" for used in self._used)
+        # A rank that has no samples in this step sends an empty text: the other ranks know which parameters are used.
+        has_no_samples = not any(self._used) and agreement.world.size > 1
+        row = "" if has_no_samples else "".join("1" if used else "0" for used in self._used)
         rows = agreement.gather(FIRST_UPDATE, row)
         first, *others = (tuple(flag == "1" for flag in row) for row in rows if row)
         for other in others:
             if other != first:
-                number = next(i for i, (a, b) in enumerate(zip(first, other, strict=True)) if a != b)
+                pairs = enumerate(zip(first, other, strict=True))
+                number = next(number for number, (used, used_there) in pairs if used != used_there)
                 raise RuntimeError(
                     f"the same parameters must have gradients on every rank, but parameter {number}, of shape "
                     f"{tuple(self.parameters[number].shape)}, has one on some ranks only; {_REMEDY}"
@@ -95,7 +101,7 @@ class Participation(Stage):
             return []
         if self._counts:
             like = self.parameters[0]
-            return [torch.tensor(list(map(float, self._used))).to(like.device, like.dtype)]
+            return [torch.tensor(list(map(float, self._used))).to(like.device, like.dtype)]  # (parameters,)
         differs = any(self._used) and tuple(self._used) != self._members
         if differs and not self._first_change:
             self._first_change = self._first_change_in_words(self._used)
@@ -108,9 +114,10 @@ class Participation(Stage):
         return [self._constants[differs].clone()]
 
     def find_used(self, message: Sequence[Tensor]) -> Sequence[bool] | None:
-        """Return for each parameter whether any rank has used it, from the sums of `message`.
+        """Return for each parameter whether any rank has used it, from the sums of `message` over the ranks.
 
-        The result is None if the parameters are as `select` returned them.
+        The result is None if the parameters are as `select` returned them. If the message is a flag that other
+        parameters were used than agreed, it is read from the device some updates later, and then raises RuntimeError.
         """
         if self._counts or not message:
             return [used for counts in message for used in self._backend.host(counts).abs().bool().tolist()] or None
@@ -136,7 +143,7 @@ class Participation(Stage):
             check_items(state["has_gradient"], (int,), "has_gradient")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state; without one, or with another number of parameters, the next update agrees."""
+        """Restore which parameters take part. Without a fitting entry the ranks compare theirs at the next update."""
         members = state.get("has_gradient") or ()
         fits = self._is_agreed_on and len(members) == len(self.parameters)
         self._members = tuple(map(bool, members)) if fits else None
@@ -145,7 +152,7 @@ class Participation(Stage):
     def _first_change_in_words(self, has_gradient: Sequence[bool]) -> str:
         """Return, for an error, which parameter has another gradient than agreed, and on which rank."""
         pairs = zip(has_gradient, self._members or (), strict=True)
-        number = next(number for number, (has, had) in enumerate(pairs) if has != had)
+        number = next(number for number, (has_one, had_one) in enumerate(pairs) if has_one != had_one)
         which = (
             f"parameter {number}, of shape {tuple(self.parameters[number].shape)}, on rank {self._backend.world.rank}"
         )

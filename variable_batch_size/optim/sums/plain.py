@@ -53,36 +53,38 @@ class Plain(Sum):
 
     def _measure(self, microbatch: Microbatch, *, counted: bool) -> MeasuredSquares:
         """Check that the backward of a microbatch has run, and nothing else, and return its squares."""
-        fresh = self._check.find_fresh()
-        ours = self._check.has_backward  # by optimizer.backward(), and not by loss.backward()
-        replay = microbatch.samples == 0
+        fresh = self._check.find_fresh()  # for each parameter, whether its gradient has changed
+        by_optimizer = self._check.has_backward  # by optimizer.backward(), and not by loss.backward()
+        replay = microbatch.samples == 0  # repeats others with weight 0, so that ranks communicate equally often
         accumulating = self._inside and not self._takes_out
         self._check.check(fresh, needed=not replay, accumulating=accumulating)
-        if ours or any(fresh):
-            if self._raw is ours:
+        if by_optimizer or any(fresh):
+            if self._raw is by_optimizer:  # `_raw` would have to be its opposite, or None in the first microbatch
                 raise RuntimeError(
                     "a step must have losses of one kind, but there are both; call optimizer.backward(loss) for all "
                     "losses of a step, or loss.backward() for all"
                 )
-            self._raw = not ours
+            self._raw = not by_optimizer
         if not replay or self._backend.static_graph:  # with a static graph all ranks must run the same operations
             self._participation.note_used(fresh)
         return self._take_squares(microbatch, fresh, self._present_factor(microbatch))
 
     def _factor_as_is(self, microbatch: Microbatch) -> float:
-        """Return by what the loss, as the loop computes it, is larger than the mean over rows."""
+        """Return the loss of a microbatch, as the user's loop computes it, divided by the mean over its rows."""
         return float(microbatch.rows) if self._is_sum else 1.0
 
     def _present_factor(self, microbatch: Microbatch) -> float:
-        """Return by what the gradients of the microbatch in `.grad` are larger than those of the mean loss."""
+        """Return by what the gradient of the mean loss of a microbatch was multiplied to become `.grad`.
+
+        Without `optimizer.backward()` (`_factor` is None) the loss was not weighed.
+        """
         return self._factor_as_is(microbatch) if self._factor is None else self._factor
 
     def _add_gradients(self, microbatch: Microbatch, following: Microbatch | None) -> None:
+        """Add the gradients of a microbatch to the step, after adding parts of DTensors that several ranks have."""
         if self._partial:
-            gradients = [(parameter.grad, parameter) for parameter in self.parameters]
-            self._set_grads(
-                [grad if grad is None else sum_over_parts(grad, parameter) for grad, parameter in gradients]
-            )
+            pairs = [(parameter.grad, parameter) for parameter in self.parameters]
+            self._set_grads([grad if grad is None else sum_over_parts(grad, parameter) for grad, parameter in pairs])
         self._accumulate(microbatch, following)
 
     def _accumulate(self, microbatch: Microbatch, following: Microbatch | None) -> None:
@@ -96,12 +98,15 @@ class Plain(Sum):
             self._weight = weight = self._weight_of_loss(microbatch)
             next_weight = weight if following is None else self._weight_of_loss(following)
             if following is not None and (weight != next_weight or self._backend.static_graph):
-                self._multiply_gradients(weight / (next_weight or 1.0), "microbatch")
+                self._multiply_gradients(weight / (next_weight or 1.0), "microbatch")  # a replay has weight 0
         elif self._backend.static_graph and following is not None:
             self._multiply_gradients(1.0, "microbatch")  # replaces gradients that are views
 
     def _multiply_gradients(self, factor: float | Tensor, place: str) -> None:
-        """Multiply `.grad` by a factor; on a static graph into new tensors. `place` names the factor in that graph."""
+        """Multiply `.grad` of all parameters by a factor. On a static graph, the results are new tensors.
+
+        `place`: a name of the factor, by which such a graph finds the input tensor that holds its value.
+        """
         present = [parameter for parameter in self.parameters if parameter.grad is not None]
         gradients = collect_gradients(present)
         if not self._backend.static_graph or not gradients:
@@ -114,17 +119,17 @@ class Plain(Sum):
             parameter.grad = gradient
 
     def _reduce(self, batch: Batch, factor: float | None) -> list[Tensor]:
-        """Sum `.grad` and the message; a parameter that takes no part in the update has no gradient afterwards.
+        """Sum `factor` times `.grad`, and the message, over the ranks. Return the summed gradients.
 
-        Operations that may differ between ranks are executed before: they must not be in the graph of the collective.
+        A parameter of which no rank has a gradient has none afterwards.
         """
-        members = self._participation.select()
-        self._complete_gradients(members, factor)
-        self._clear_excluded(members)
-        self._backend.mark_step()
+        takes_part = self._participation.select()
+        self._complete_gradients(takes_part, factor)
+        self._clear_excluded(takes_part)
+        self._backend.mark_step()  # operations so far may differ between ranks, but the graph of the sum must not
         used = self._participation.message()
         self._sum_over_ranks(local_parts(collect_gradients(self.parameters)), [*used, *self._collect_message(batch)])
-        self._clear_excluded(self._participation.find_used(used) or members)
+        self._clear_excluded(self._participation.find_used(used) or takes_part)
         return collect_gradients(self.parameters)
 
     def _sum_over_ranks(self, gradients: Sequence[Tensor], message: Sequence[Tensor]) -> None:
@@ -132,17 +137,20 @@ class Plain(Sum):
         self._ranks.all_reduce([*gradients, *message])
 
     def _complete_gradients(self, members: Sequence[bool], factor: float | None) -> None:
-        """Leave `factor` times the share of this rank in `.grad`."""
+        """Leave `factor` times this rank's part of the gradient of the update in `.grad`.
+
+        `members`: for each parameter, whether it is summed over the ranks. One without a gradient here brings zeros.
+        """
         for parameter, member in zip(self.parameters, members, strict=True):
             if member and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        left = self._remaining_factor(factor)
+        remaining = self._remaining_factor(factor)
         # On a static graph each microbatch is multiplied once: a lone one has the graph of the first of several.
-        if self._raw or factor is not None or isinstance(left, Tensor) or self._backend.static_graph:
-            self._multiply_gradients(left * self._weight if self._raw else left, "update")
+        if self._raw or factor is not None or isinstance(remaining, Tensor) or self._backend.static_graph:
+            self._multiply_gradients(remaining * self._weight if self._raw else remaining, "update")
 
     def _clear_excluded(self, members: Sequence[bool]) -> None:
-        """Set `.grad` to None where a parameter takes no part in the update."""
+        """Set `.grad` to None where a parameter takes no part in the update. `members`: whether it does."""
         for parameter, member in zip(self.parameters, members, strict=True):
             if not member:
                 parameter.grad = None
@@ -174,26 +182,29 @@ class Buffered(TakenOut):
     def _accumulate(self, microbatch: Microbatch, following: Microbatch | None) -> None:
         """Add the weighted gradients to the buffer, and drop them from `.grad`."""
         present = [parameter for parameter in self.parameters if parameter.grad is not None]
-        new = list(map(widen, collect_gradients(present)))
+        gradients = list(map(widen, collect_gradients(present)))
         self._set_grads(None)
         is_replay = microbatch.samples == 0
-        if not new or (is_replay and not self._backend.static_graph):  # it may be non-finite, and 0 * inf is nan
+        if not gradients or (is_replay and not self._backend.static_graph):  # non-finite perhaps, and 0 * inf is nan
             return
         weight = microbatch.samples / self._divisor(microbatch) / (self._present_factor(microbatch) or 1.0)
-        if self._backend.static_graph:
-            weight_on_device = self._backend.scalar(weight, new[0], "microbatch")
-            new, weight = list(torch._foreach_mul(new, weight_on_device)), 1.0  # new tensors, see `_multiply_gradients`
-        add_to(self._buffer, dict(zip(present, new, strict=True)), weight)
+        if self._backend.static_graph:  # multiplies into new tensors, see `_multiply_gradients`
+            weight_on_device = self._backend.scalar(weight, gradients[0], "microbatch")
+            gradients, weight = list(torch._foreach_mul(gradients, weight_on_device)), 1.0
+        add_to(self._buffer, dict(zip(present, gradients, strict=True)), weight)
 
     def _complete_gradients(self, members: Sequence[bool], factor: float | None) -> None:
-        """Leave `factor` times the share of this rank in `.grad`."""
+        """Leave `factor` times this rank's part of the gradient of the update in `.grad`.
+
+        `members`: for each parameter, whether it is summed over the ranks. One without a gradient here brings zeros.
+        """
         for parameter, member in zip(self.parameters, members, strict=True):
             if member and parameter not in self._buffer:
                 self._buffer[parameter] = widen(torch.zeros_like(parameter))
-        left = self._remaining_factor(factor)
-        if factor is not None or isinstance(left, Tensor):
+        remaining = self._remaining_factor(factor)
+        if factor is not None or isinstance(remaining, Tensor):
             self._backend.mark_step()  # so that the last microbatch has the graph of the others
-            multiply(list(self._buffer.values()), left, self._backend)
+            multiply(list(self._buffer.values()), remaining, self._backend)
         for parameter, total in self._buffer.items():
             parameter.grad = total.to(parameter.dtype)
 

@@ -37,7 +37,7 @@ class Ranks:
         return self.backend.world.size
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
-        """Sum tensors in place; every rank has to call it."""
+        """Sum tensors over the ranks, in place. Every rank has to call it."""
         self.interrupted = self.number > 1
         try:
             self.backend.all_reduce_sum(tensors)

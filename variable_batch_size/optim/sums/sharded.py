@@ -83,14 +83,14 @@ class Sharded(InBackward):
         self._number_of = {id(parameter): number for number, parameter in enumerate(parameters)}
         super().__init__(ranks, parameters, agreement, **options)
         self._only_sum()
-        for part in self._sharded_parts:
-            call_before_forward(part, self._watch_gathered, param_groups(part))
+        for sharded_module in self._sharded_parts:
+            call_before_forward(sharded_module, self._watch_gathered, param_groups(sharded_module))
         if agreement.world.size > 1:
             names = ((name, part) for name, part in self.module.named_modules() if isinstance(part, FSDPModule))
             self._forwards = SameForwards(names, agreement)
 
     def dealing(self, **cut: bool) -> dict[str, bool]:
-        """Return how steps must be cut: each rank computes equally many microbatches."""
+        """Return how the sampler must split steps: `padded` gives each rank equally many microbatches."""
         return {**cut, "padded": True}
 
     def _begin_step(self) -> None:
@@ -103,7 +103,7 @@ class Sharded(InBackward):
         return Squares(self.parameters, needs)
 
     def _watch_gathered(self, groups: Sequence[Any]) -> None:
-        """Add hooks to the parameters that were gathered for a forward, the first time."""
+        """Add hooks that measure gradients to parameters that FSDP2 has gathered, each the first time it exists."""
         if self._squares is None:
             return
         for fsdp_parameter in (fsdp_parameter for group in groups for fsdp_parameter in group.fsdp_params):
@@ -116,12 +116,12 @@ class Sharded(InBackward):
             remove_with(self._squares, [handle])
 
     def prepare(self, microbatch: Microbatch | None, *, forward: bool = False) -> None:
-        """Choose what the next `backward()` sums."""
+        """Before a forward pass, tell FSDP2 over which ranks the next `backward()` sums gradients."""
         super().prepare(microbatch, forward=forward)
         if not forward:
             return
-        last = microbatch is not None and microbatch.ends_step
-        if not last and self._narrow is not None and microbatch is not None:
+        is_last = microbatch is not None and microbatch.ends_step
+        if not is_last and self._narrow is not None and microbatch is not None:
             raise RuntimeError(
                 f"several microbatches a step need at least 32 bits, but FSDP2 adds them in {self._narrow}; keep "
                 "parameters in float32, with MixedPrecisionPolicy(reduce_dtype=torch.float32), or a larger "
@@ -131,25 +131,26 @@ class Sharded(InBackward):
         # gradients stay on the rank until the last backward(), which sums them over all ranks. A GradScaler reads
         # `.grad` after each microbatch, so that each backward() then sums over the replicas, too. A backward() outside
         # the training (no microbatch) must leave nothing for the next update.
-        now = last or self._reads_grads or microbatch is None
+        sums_over_all = is_last or self._reads_grads or microbatch is None
         if not self._summed:
             self._only_sum()
-        for part in self._sharded_parts:  # each time, because a loop that was written for FSDP2 sets it, too
-            part.set_requires_gradient_sync(now or self._accumulates_shards, recurse=False)
+        for sharded_module in self._sharded_parts:  # each time, because a loop that was written for FSDP2 also sets it
+            sharded_module.set_requires_gradient_sync(sums_over_all or self._accumulates_shards, recurse=False)
         if self._accumulates_shards and self._replicated:
-            self.module.set_requires_all_reduce(now)
+            self.module.set_requires_all_reduce(sums_over_all)
 
     def _only_sum(self) -> None:
-        """Let FSDP2 divide by nothing, whatever the loop has set."""
+        """Let FSDP2 add gradients without dividing them by the number of ranks, whatever the loop has set."""
         for part in self._sharded_parts:
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
 
     def _loss_factor(self, microbatch: Microbatch) -> float:
-        """Return n_j."""
+        """Return n_j, the samples of the microbatch: the sum is divided by B at the end of the step."""
         return float(microbatch.samples)
 
     def _prepare_backward(self, microbatch: Microbatch, scaler: GradScaler | None, options: Mapping[str, Any]) -> None:
+        """Choose what `backward()` sums, and check that gradients of this microbatch can be measured."""
         self._reads_grads = scaler is not None and scaler.is_enabled()
         if self._factor is not None and self._squares is not None and any(self._squares.needs):
             raise RuntimeError(
@@ -171,13 +172,18 @@ class Sharded(InBackward):
                 'reduction="sum" to loss and optimizer, and step(count=) with the tokens that this rank has computed'
             )
         factor = self._check_carried(self._check.find_fresh(), needed=False)
-        self._seen.update(() if self._squares is None else self._squares.seen)  # replicas sum in the last backward()
+        # A parameter may get its `.grad` after the microbatch that was measured, because replicas sum only in the last
+        # backward() of a step: it must have been measured in any microbatch of the step.
+        self._seen.update(() if self._squares is None else self._squares.seen)
         pairs = enumerate(self.parameters)
-        unseen = [parameter.grad is not None and number not in self._seen for number, parameter in pairs]
-        return self._take_squares(microbatch, unseen, factor)
+        never_measured = [parameter.grad is not None and number not in self._seen for number, parameter in pairs]
+        return self._take_squares(microbatch, never_measured, factor)
 
     def _reduce(self, batch: Batch, factor: float | None) -> list[Tensor]:
-        """Sum what travels with the gradients, which `backward()` has summed; both over replicas that come and go."""
+        """Divide the gradients, which `backward()` has summed, by B, multiply them by `factor`, and sum the message.
+
+        With an elastic backend, both are also summed over the replicas of the model, which may come and go.
+        """
         divisor = 1 if self._divided else batch.batch_size
         gradients, message = self._scale_and_sum_message(batch, (1.0 if factor is None else factor) / divisor)
         if self._between is not None:
@@ -194,12 +200,12 @@ class Sharded(InBackward):
         super()._clear_uncounted()
 
     def _expect_forward(self) -> None:
-        """Let FSDP2 expect a forward, whatever an exception has interrupted."""
+        """Reset FSDP2, so that a forward pass can begin after an exception has interrupted it or a backward."""
         _reset_fsdp(self.module, self._groups)
 
 
 def data_parallel_group(module: FSDPModule) -> dist.ProcessGroup | None:
-    """Return the ranks over which a module is sharded and replicated; None if these are all."""
+    """Return the process group over which FSDP2 shards and replicates a module, None if it contains all ranks."""
     meshes = {group.mesh_info.mesh: None for part in _sharded_parts(module) for group in param_groups(part)}
     if not meshes:
         raise ValueError("the model must have parameters, but fully_shard() found none; create them before")
@@ -215,7 +221,7 @@ def data_parallel_group(module: FSDPModule) -> dist.ProcessGroup | None:
 
 
 def param_groups(part: FSDPModule) -> list[Any]:
-    """Return the groups of a module's own parameters that FSDP2 gathers together."""
+    """Return FSDP2's groups of parameters that it gathers together. `part`: a module that `fully_shard` has sharded."""
     state = part._get_fsdp_state()  # private, as all of FSDP2's groups are
     if (groups := getattr(state, "_fsdp_param_groups", None)) is not None:
         return list(groups)
@@ -228,33 +234,36 @@ def _sharded_parts(module: Any) -> list[Any]:
 
 
 def _narrow_dtype(groups: Sequence[Any]) -> torch.dtype | None:
-    """Return a dtype of fewer than 32 bits in which gradients would be added, if there is one."""
+    """Return a dtype of fewer than 32 bits in which gradients would be added over ranks or microbatches, if any."""
     for group in groups:
         for fsdp_parameter in group.fsdp_params:
             policy, parameter = fsdp_parameter.mp_policy, fsdp_parameter.sharded_param
-            reduced = policy.reduce_dtype or policy.param_dtype or parameter.dtype
-            for dtype in (reduced, parameter.dtype):
+            reduce_dtype = policy.reduce_dtype or policy.param_dtype or parameter.dtype
+            for dtype in (reduce_dtype, parameter.dtype):
                 if parameter.requires_grad and is_narrow(torch.empty((), dtype=dtype)):
                     return dtype  # type: ignore[no-any-return]
     return None
 
 
 def _reset_fsdp(module: FSDPModule, groups: Sequence[Any]) -> None:
-    """Let a module expect a forward, whatever an exception has interrupted."""
+    """Reset FSDP2's private state, so that a forward pass can begin after an exception has interrupted one.
+
+    Gradients that were not summed yet are dropped. `groups`: those of all parts of the module.
+    """
     state = module._get_fsdp_state()
-    if state._is_root is None:  # no forward has begun
+    if state._is_root is None:  # no forward pass has begun
         return
-    for parameter in (part for group in groups for part in group.fsdp_params):
-        parameter.unsharded_accumulated_grad = None  # which reset_iter_state() of torch 2.14 leaves
-        if hasattr(parameter, "_unsharded_param"):
-            parameter._unsharded_param.grad = None
+    for fsdp_parameter in (fsdp_parameter for group in groups for fsdp_parameter in group.fsdp_params):
+        fsdp_parameter.unsharded_accumulated_grad = None  # which reset_iter_state() of torch 2.14 leaves
+        if hasattr(fsdp_parameter, "_unsharded_param"):
+            fsdp_parameter._unsharded_param.grad = None
     if hasattr(module, "reset_iter_state"):
         module.reset_iter_state()
         return
     context = state._state_ctx  # what reset_iter_state() does in later versions of torch
-    for part in context.all_states:
-        part._training_state = type(part._training_state).IDLE
-        part._modules_to_run_forward.clear()
+    for state_of_part in context.all_states:
+        state_of_part._training_state = type(state_of_part._training_state).IDLE
+        state_of_part._modules_to_run_forward.clear()
     for group in groups:
         group._training_state = type(group._training_state).IDLE
         group.finalize_backward()
@@ -281,5 +290,5 @@ class SameForwards:
             call_before_forward(part, self._compare, name or "the root", first=True, once=True)  # before that of FSDP2
 
     def _compare(self, name: str) -> None:
-        """Wait until all ranks call the forward of this part; raise an error if one calls another."""
+        """Wait until all ranks call the forward pass of this part of the model. Raise an error if one does not."""
         self._agreement.gather(f"the first forward of {name} in a sharded model", "", _PATIENCE)

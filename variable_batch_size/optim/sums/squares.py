@@ -67,9 +67,10 @@ class Squares:
         return self._needs
 
     def add_hooks(self) -> None:
-        """Measure what each backward adds to `.grad`, after the user's hooks of a parameter have changed it.
+        """Add hooks that measure what each backward adds to `.grad`, after the user's hooks have changed it.
 
-        A frozen parameter, which may be unfrozen later, gets a hook, too: only one that requires a gradient has a node.
+        They belong to the node of autograd that accumulates into a parameter. A frozen parameter, which may be unfrozen
+        later, gets one as well: it has to require a gradient for a moment, because otherwise it has no node.
         """
         for number, parameter in enumerate(self.parameters):
             if parameter.is_leaf:
@@ -80,7 +81,7 @@ class Squares:
                 parameter.requires_grad_(requires_grad)
 
     def _measure_first(self, number: int, gradients: Sequence[Tensor | None]) -> None:
-        """Measure what a backward is to add to the gradient of a parameter."""
+        """Measure what a backward is about to add to the gradient of a parameter, the only one of `gradients`."""
         (gradient,) = gradients
         if gradient is not None:
             # Compiled autograd would compile `_measure`, and again for each gradient.
@@ -97,7 +98,10 @@ class Squares:
         self._measure(number, gradient)
 
     def _measure(self, number: int, gradient: Tensor, *, whole: bool = False) -> None:
-        """Measure the gradient of a parameter; `whole`: with all that this microbatch has given it before."""
+        """Store |g|, and g^2 if it is needed, of the gradient of a parameter.
+
+        `whole`: whether it also contains what earlier backward passes of this microbatch have added.
+        """
         needs = self._needs or self.needs
         if not (needs.norm or needs.elements):
             return
@@ -106,7 +110,7 @@ class Squares:
         if number in self._measured and not whole:
             self._twice = True
         if isinstance(gradient, DTensor):
-            ((parts, groups),) = groups_of_parts([gradient])
+            ((parts, groups),) = groups_of_parts([gradient])  # of one tensor, so that there is one pair
             self._measured[number] = norm_of(parts[0]), tuple(groups)
         else:
             self._measured[number] = norm_of(gradient), ()
@@ -136,13 +140,15 @@ class Squares:
                     f"{_EACH}, but that of parameter {number}, of shape {tuple(self.parameters[number].shape)}, was "
                     f"not seen; call the model as it was passed to the optimizer, and set no gradient by hand"
                 )
-        by_ranks: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+        # Parameters whose parts are on the same ranks have their squares summed over these ranks together. Sorted,
+        # because all ranks must call the collectives in the same order.
+        norms_by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
         for _, (part_norm, groups) in sorted(self._measured.items()):
-            by_ranks.setdefault(groups, []).append(part_norm)
+            norms_by_groups.setdefault(groups, []).append(part_norm)
         totals = []
-        for ranks, norms in by_ranks.items():
+        for groups, norms in norms_by_groups.items():
             totals.append(sum_of_squares(norms))
-            for group in ranks:
+            for group in groups:
                 dist.all_reduce(totals[-1], group=group)
         return sum(totals[1:], totals[0]) if totals else torch.zeros(())
 
@@ -161,7 +167,7 @@ class SquaresOfGrad:
         self.elements = {}
 
     def total_square(self, fresh: Iterable[bool]) -> Tensor | None:
-        """Return |g|^2 over all parameters, 0-D; None if it is not needed."""
+        """Return |g|^2 over all parameters, 0-D, None if it is not needed. `fresh` is not used here."""
         needs = self._ask() or Needs()
         present = [parameter for parameter in self.parameters if parameter.grad is not None]
         gradients = collect_gradients(present)

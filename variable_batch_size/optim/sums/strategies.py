@@ -38,17 +38,18 @@ _REFUSED = {
 
 
 def unwrap(model: Module | None) -> Module | None:
-    """Return a model as it was before `torch.compile`."""
-    parts = [*model.modules()] if isinstance(model, Module) else [model]
-    names = {kind.__name__ for part in parts for kind in type(part).__mro__}
+    """Return a model as it was before `torch.compile`. Raise an error if a wrapper of it is not supported."""
+    modules = [*model.modules()] if isinstance(model, Module) else [model]
+    # Names, with those of base classes, so that libraries that may not be installed are not imported.
+    class_names = {kind.__name__ for module in modules for kind in type(module).__mro__}
     for name, remedy in _REFUSED.items():
-        if any(class_name.startswith(name) for class_name in names):
+        if any(class_name.startswith(name) for class_name in class_names):
             requirement = f"model must be bare, or in DistributedDataParallel or FSDP2, not in {name}"
             raise type_error(requirement, model, remedy)
     if model is not None and not isinstance(model, Module):
         raise type_error("model must be a torch.nn.Module", model, "pass the model whose parameters are trained")
     inner: Module | None = getattr(model, "_orig_mod", model)
-    if any(isinstance(part, FSDPModule) for part in parts) and not isinstance(inner, FSDPModule):
+    if any(isinstance(module, FSDPModule) for module in modules) and not isinstance(inner, FSDPModule):
         raise ValueError(
             "the model that is passed as model= must be the root of what is sharded, but fully_shard() was applied to "
             "parts of it only; apply it to the root, too, after its parts"
@@ -59,7 +60,10 @@ def unwrap(model: Module | None) -> Module | None:
 def backend_for(
     module: Module | None, parameters: Sequence[Tensor], sampler: Dealer, process_group: dist.ProcessGroup | None
 ) -> Backend:
-    """Return the backend of the ranks that share a batch; raise ValueError if it cannot be known which these are."""
+    """Return the backend of the ranks among which the samples of a batch are split, if not the user's process group.
+
+    Ranks of tensor parallelism compute parts of the same samples. Raise ValueError if these cannot be told apart.
+    """
     sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
     if process_group is not None or not sharded:
         return detect(parameters, sampler.world, process_group)
@@ -110,7 +114,7 @@ def strategy_for(
     needs: Callable[[], Needs] | None,
     reproducible: bool,
 ) -> Strategy:
-    """Return how the gradients of a model are summed.
+    """Choose the class that sums the gradients of a model, by what wraps the model and what is measured.
 
     Args:
         module: the model, if it is known.
@@ -131,10 +135,11 @@ def strategy_for(
     if reproducible:
         _check_reproducible(module, parameters, backend)
         kind = IntegerSum
-    inside, between = backend, None
+    # With an elastic backend, replicas of the model come and go. A replica can be sharded over the ranks of a job.
+    inside_replica, between_replicas = backend, None
     if isinstance(backend, ElasticBackend):
         _check_elastic(module, backend)
-        inside, between = backend.job, backend
+        inside_replica, between_replicas = backend.job, backend
     sharded: object = module
     if isinstance(sharded, FSDPModule):
         if needs is not None and not sharded_accumulation:
@@ -145,9 +150,11 @@ def strategy_for(
         sharded_over = DistributedBackend(data_parallel_group(sharded))
         # More ranks share the shards than share a batch: some compute parts of the same samples, as in context
         # parallelism, and FSDP2 sums over all of them.
-        shares_samples = sharded_over.ranks != (inside.ranks if isinstance(inside, DistributedBackend) else [])
-        ranks = Ranks(sharded_over if shares_samples else inside)
-        options |= {"needs_counts": shares_samples, "accumulates_shards": sharded_accumulation, "between": between}
+        sharing_a_batch = inside_replica.ranks if isinstance(inside_replica, DistributedBackend) else []
+        shares_samples = sharded_over.ranks != sharing_a_batch
+        ranks = Ranks(sharded_over if shares_samples else inside_replica)
+        options |= {"needs_counts": shares_samples, "accumulates_shards": sharded_accumulation}
+        options["between"] = between_replicas
         return Strategy(ranks, partial(Sharded, ranks, agreement=agreement, module=module, **options))
     if isinstance(module, DistributedDataParallel):
         return Strategy(ranks, partial(DDP, ranks, agreement=agreement, module=module, **options))

@@ -41,14 +41,14 @@ def collect_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def add_to(sums: dict[Tensor, Tensor], new: Mapping[Tensor, Tensor], weight: float = 1.0) -> None:
-    """Add `weight` times gradients, by parameter, to sums, which keep the tensors of parameters that are new."""
+    """Add `weight` times gradients to sums, both by parameter. A parameter without a sum gets its tensor as one."""
     known = [parameter for parameter in new if parameter in sums]
     if known:
-        parts = local_parts(map(sums.__getitem__, known)), local_parts(map(new.__getitem__, known))
+        terms = local_parts(map(sums.__getitem__, known)), local_parts(map(new.__getitem__, known))
         if known[0].device.type == "xla":  # which takes half the time to trace sums that are new tensors
-            sums.update(zip(known, torch._foreach_add(*parts, alpha=weight), strict=True))
+            sums.update(zip(known, torch._foreach_add(*terms, alpha=weight), strict=True))
         else:
-            torch._foreach_add_(*parts, alpha=weight)
+            torch._foreach_add_(*terms, alpha=weight)
     others = {parameter: gradient for parameter, gradient in new.items() if parameter not in sums}
     if others and weight != 1:
         torch._foreach_mul_(local_parts(others.values()), weight)
@@ -56,7 +56,7 @@ def add_to(sums: dict[Tensor, Tensor], new: Mapping[Tensor, Tensor], weight: flo
 
 
 def multiply(gradients: Sequence[Tensor], factor: Any, backend: Backend) -> None:
-    """Multiply gradients in place by a float or a 0-D tensor; a static graph has no special cases 0 and 1."""
+    """Multiply gradients in place by a float or a 0-D tensor. A factor of 1 is left out unless a graph is static."""
     if not gradients or (isinstance(factor, float) and factor == 1 and not backend.static_graph):
         return
     parts = local_parts(gradients)
@@ -79,9 +79,9 @@ def has_dtensor(tensors: Iterable[Tensor]) -> bool:
 
 
 def sum_over_parts(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """Return a tensor whose parts on several ranks are not still to be added, placed as its parameter `like`.
+    """Return a tensor after adding its parts over ranks, if it is a DTensor with partial placements, else itself.
 
-    Without `like` the sum is replicated. The gradient of a replicated parameter may have to be added over ranks.
+    The gradient of a replicated parameter may be one. The sum is placed as the parameter `like`, or else replicated.
     """
     if not isinstance(tensor, DTensor) or not any(placement.is_partial() for placement in tensor.placements):
         return tensor
@@ -90,9 +90,10 @@ def sum_over_parts(tensor: Tensor, like: Tensor | None = None) -> Tensor:
 
 
 def groups_of_parts(tensors: Iterable[Tensor]) -> list[tuple[list[Tensor], list[ProcessGroup]]]:
-    """Return the parts that this rank has, with the groups of ranks that have the others of the same tensors.
+    """Return pairs of this rank's parts of tensors, and the process groups of the ranks that have the other parts.
 
-    A tensor that is the same on several ranks is counted once by a sum over these groups.
+    Tensors that are split over the same groups are in one pair. A tensor that is the same on several ranks is counted
+    once by a sum over these groups.
     """
     by_groups: dict[tuple[object, ...], tuple[list[Tensor], list[ProcessGroup]]] = {}
     for tensor in tensors:

@@ -31,7 +31,7 @@ class KeptBuffers:
         ]
 
     def drop_unwritten(self) -> KeptBuffers:
-        """Keep those only that were written or replaced since, and return them."""
+        """Release the values of buffers that were neither written nor replaced since, and return this object."""
         self._kept = [
             kept
             for kept in self._kept
@@ -43,9 +43,9 @@ class KeptBuffers:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put them back."""
+        """Restore the values, in the same tensors if these still have their shapes."""
         for owner, name, buffer, _, value in self._kept:
-            same = buffer.shape == value.shape
-            if same and all(buffer.stride()):  # an expanded one cannot be written
+            has_same_shape = buffer.shape == value.shape
+            if has_same_shape and all(buffer.stride()):  # an expanded one cannot be written
                 buffer.copy_(value)
-            owner._buffers[name] = buffer if same else value
+            owner._buffers[name] = buffer if has_same_shape else value

@@ -21,16 +21,16 @@ def uncompiled(function: Function) -> Function:
 
 
 def weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
-    """Return a function that calls a method, with these arguments first, as long as its object lives; then it is None.
+    """Return a function that calls a method, with these arguments first, and does nothing once its object is gone.
 
-    What torch keeps, as a hook of a parameter, must not keep an optimizer.
+    For hooks: torch keeps the hook of a parameter, which must not keep an optimizer alive.
     """
-    alive = WeakMethod(method)
-    return lambda *args: None if (call := alive()) is None else call(*first, *args)
+    weak_method = WeakMethod(method)
+    return lambda *args: None if (call := weak_method()) is None else call(*first, *args)
 
 
 def remove_with(owner: object, hooks: list[RemovableHandle]) -> None:
-    """Remove hooks, also those that the list gets later, when their owner is gone."""
+    """Remove the hooks in a list, also those that are added to it later, when `owner` is garbage-collected."""
     finalize(owner, remove_all, hooks).atexit = False
 
 
@@ -49,7 +49,7 @@ def bare(module: Module | None) -> Module | None:
 def call_before_forward(
     module: Module | None, method: Callable[..., None], *args: object, first: bool = False, once: bool = False
 ) -> None:
-    """Call a method before each forward of a module, if any, that gradients follow, as long as its object lives.
+    """Call a method before each forward pass of a module, if gradients are enabled, as long as its object lives.
 
     `first`: before all other hooks; `once`: before one forward only.
     """

@@ -39,7 +39,7 @@ class LateReader:
         self._due: Tensor | None = None  # the value then, which is read next
 
     def read(self, value: Tensor) -> Tensor | None:
-        """Count an update that leaves this value; return, on the CPU, that of `READ_EVERY` updates ago if it is due."""
+        """Count an update that leaves this value. Every `READ_EVERY` updates, return the value of as many before."""
         self._updates += 1
         if self._updates < READ_EVERY:
             return None

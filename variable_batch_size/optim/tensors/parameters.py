@@ -76,16 +76,17 @@ class Gradients(NamedTuple):
     def first_changed(self, later: Gradients) -> int | None:
         """Return the index of the first parameter whose gradient was replaced or changed; None if there is none."""
         if self.versions != later.versions or not all(map(is_, self.tensors, later.tensors)):
-            pairs = zip(*self[:2], *later[:2], strict=True)
-            return next(i for i, (old, version, new, now) in enumerate(pairs) if old is not new or version != now)
+            columns = zip(*self[:2], *later[:2], strict=True)
+            changed = (old is not new or version != now for old, version, new, now in columns)
+            return next(index for index, is_changed in enumerate(changed) if is_changed)
         if self.norms is None or later.norms is None:
             return None
         norms = zip(self.norms, later.norms, strict=True)
-        return next((i for i, (old, new) in enumerate(norms) if not old.equal(new) and not old.isnan()), None)
+        return next((index for index, (old, new) in enumerate(norms) if not old.equal(new) and not old.isnan()), None)
 
 
 def versions_of(gradients: Sequence[Tensor | None]) -> list[int]:
-    """Return the version of each gradient, -1 for None; that of a DTensor counts changes of the part of this rank."""
+    """Return how often each gradient was changed in place, -1 for None. For a DTensor its part here counts, too."""
     versions = [-1 if gradient is None else gradient._version for gradient in gradients]
     if DTensor in set(map(type, gradients)):  # FSDP2 adds to the part of this rank
         pairs = zip(versions, gradients, strict=True)
