@@ -47,9 +47,10 @@ class TrainingSource:
         return False
 
     def weigh(self, names: Set[str]) -> dict[str, int]:
-        """Return the samples that a value of each name stands for, with `SAMPLES` once a microbatch.
+        """Return the number of samples that a value of each name stands for: its weight in the mean.
 
-        The microbatch is the one that the next `step()` counts. Raise RuntimeError if it has a value of such a name.
+        The first value of a microbatch also has an entry `SAMPLES`, so that samples are counted once. The microbatch is
+        the one that the next `step()` counts. Raise RuntimeError if it has a value of such a name.
         """
         microbatch = self._current_microbatch()
         known = self._names if microbatch == self._microbatch else frozenset()
@@ -124,7 +125,11 @@ class EvaluationSource:
         return not self._added or self._pass != self._sampler.passes
 
     def weigh(self, names: Set[str]) -> dict[str, int]:
-        """Return the samples of the first batch that has no value of each name, with `SAMPLES` once a batch."""
+        """Return the number of samples that a value of each name stands for: those of the first batch without one.
+
+        The first value of a batch also has an entry `SAMPLES`, so that samples are counted once. Raise RuntimeError if
+        all batches of the pass have a value of such a name.
+        """
         batches = len(self._sampler)
         if extra := sorted(name for name in names if self._added[name] == batches):
             raise RuntimeError(

@@ -116,7 +116,7 @@ class Accumulator:
             _check_mean(name, mean)
         if self._source.starts_over():
             self.reset()
-        for name, samples in self._source.weigh(means.keys()).items():
+        for name, samples in self._source.weigh(means.keys()).items():  # the names, and SAMPLES once a microbatch
             value, rows = means.get(name, 1.0), self._source.rows if name in means else 1  # 1.0: to count samples
             self._pending[name] = self._add_weighted(self._pending.get(name, _Sum()), value, samples, rows)
         if self._source.end_add():
@@ -178,19 +178,24 @@ class Accumulator:
             samples: number of distinct samples in the microbatch.
             rows: 1 if `mean` is a mean; otherwise the number of rows over which it is a sum.
         """
-        number = old.samples + samples
+        num_samples = old.samples + samples
         value = mean.reshape(()) if isinstance(mean, Tensor) else torch.tensor(float(mean), dtype=torch.float64)
         if value.device.type not in WITHOUT_FLOAT64:
             (total,) = old.parts or (torch.zeros((), dtype=torch.float64, device=value.device),)
-            return _Sum(number, (torch.add(total, value, alpha=samples / rows) if samples else total,))
+            # Without samples, in a microbatch that only repeats another, the value may be infinite, and 0 * inf is nan.
+            return _Sum(num_samples, (torch.add(total, value, alpha=samples / rows) if samples else total,))
         backend = self._source.backend
         high, low = old.parts or backend.scalars([0.0, 0.0], value)
         weight = torch.as_tensor(backend.scalar(samples / rows, value), dtype=torch.float32)
-        weighted = torch.where(weight > 0, value * weight, 0.0)  # the value of a replay may be infinite: 0 * inf is nan
-        return _Sum(number, compensated_add(high, low, weighted))
+        weighted = torch.where(weight > 0, value * weight, 0.0)
+        return _Sum(num_samples, compensated_add(high, low, weighted))
 
     def _sums_over_ranks(self) -> dict[str, tuple[int, float]]:
-        """Return name -> number of samples and sum of the value, over all ranks, with those of the checkpoint."""
+        """Return name -> number of samples and sum of the value, over all ranks, with those of the checkpoint.
+
+        Raises:
+            RuntimeError: on every rank, if a rank lacks values, or ranks have added values under other names.
+        """
         committed = dict(sorted(self._committed.items()))
         own_sums = [(name, sums.samples, self._to_float(sums.parts)) for name, sums in committed.items()]
         message = json.dumps([self._source.count_missing(), own_sums])

@@ -164,7 +164,7 @@ class Preemption:
             log(f"{signum.name}: Checkpoint.step() saves after this update, and exits.")
         if self._forward is not None:
             self._forward(signum)
-        if time.monotonic() - first_time >= _DUPLICATE_SECONDS:
+        if time.monotonic() - first_time >= _DUPLICATE_SECONDS:  # a second request, which does not wait for a save
             os._exit(EXIT_CODE)
 
 

@@ -58,19 +58,19 @@ class ScalarsFile:
 
     def add(self, update: int, scalars: Mapping[str, float]) -> None:
         """Write the values of an update, beside those that it has already."""
-        if self._continued and update > 0:
+        if self._continued and update > 0:  # a resumed run makes these updates again
             self._continued = False
             self._write_anew([row for row in read_scalars(self._path)[1] if int(row["update"]) < update])
         cells = {"update": str(update), **{tag: str(value) for tag, value in scalars.items()}}
-        new = [tag for tag in cells if tag not in self._columns]
-        last = int(self._last["update"]) if self._last else update - 1
-        if new or update < last:
+        new_columns = [tag for tag in cells if tag not in self._columns]
+        last_update = int(self._last["update"]) if self._last else update - 1
+        if new_columns or update < last_update:  # a row cannot be appended: change the whole file
             rows = {int(row["update"]): row for row in read_scalars(self._path)[1]}
             rows[update] = rows.get(update, {}) | cells
-            self._columns += new
+            self._columns += new_columns
             self._write_anew([rows[number] for number in sorted(rows)])
             return
-        if update == last and self._file is not None:
+        if update == last_update and self._file is not None:  # replace the last row by one with more values
             self._file.seek(self._start)
             self._file.truncate()
             cells = self._last | cells
@@ -82,7 +82,10 @@ class ScalarsFile:
             self._file.close()
 
     def _write_anew(self, rows: Sequence[dict[str, str]]) -> None:
-        """Replace the file by one with these rows, and append later rows to it."""
+        """Replace the file by one with these rows, and append later rows to it.
+
+        The new file is written under another name first, so that a killed process leaves the old one or the new one.
+        """
         temporary = self._path.with_suffix(f".{os.getpid()}.part")
         file = temporary.open("w", newline="", encoding="utf-8")
         if self._file is not None:
@@ -270,7 +273,7 @@ class Tracker:
         self._pending.append((update, read))
 
     def write_pending(self, update: int) -> None:
-        """Write the scalars of `log_later` that are `DELAY` updates old."""
+        """Write the scalars of `log_later` that are `DELAY` updates old, so that reading them waits for no device."""
         while self._pending:
             oldest, read = self._pending[0]
             if update - DELAY < oldest <= update:  # not old enough; a later one was made before a restore
@@ -293,11 +296,11 @@ class Tracker:
             self._close_bar()
             self._epoch = epoch
             self._bar = tqdm(total=total, desc=f"epoch {epoch}", unit=" samples", unit_scale=True, disable=None)
-        shown = [f"{name}={self._latest[tag]:.4g}" for tag, name in _IN_BAR.items() if tag in self._latest]
+        entries = [f"{name}={self._latest[tag]:.4g}" for tag, name in _IN_BAR.items() if tag in self._latest]
         if seconds_left is not None:
-            shown.append(f"left={tqdm.format_interval(seconds_left)}")
-        self._bar.set_postfix_str(", ".join(shown), refresh=False)
-        self._bar.update(samples - self._bar.n)
+            entries.append(f"left={tqdm.format_interval(seconds_left)}")
+        self._bar.set_postfix_str(", ".join(entries), refresh=False)
+        self._bar.update(samples - self._bar.n)  # `n`: what the bar shows so far
 
     def flush(self) -> None:
         """Write what is left of `log_later`, and the events, to the disk.

@@ -103,7 +103,8 @@ class AdaptiveTrace:
 def round_to_allowed(trace: AdaptiveTrace, size: int) -> int:
     """Return the batch size nearest to `size` that a trace may have: a multiple of `multiple_of`, within the bounds."""
     (low, high), multiple = trace._limits, trace.multiple_of
-    return min(max((size + multiple // 2) // multiple * multiple, low), high)
+    nearest_multiple = (size + multiple // 2) // multiple * multiple
+    return min(max(nearest_multiple, low), high)
 
 
 def largest_size(trace: AdaptiveTrace) -> int:

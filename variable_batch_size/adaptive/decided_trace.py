@@ -73,7 +73,14 @@ class DecidedTrace:
 
     @classmethod
     def begin(cls, adaptive: AdaptiveTrace, devices: int, minibatch_size: int, *, fixed_shape: bool) -> DecidedTrace:
-        """Return the decisions at the beginning of a training: `start`, if there is one, and the controller's first."""
+        """Return the decisions at the beginning of a training: `start`, if there is one, and the controller's first.
+
+        Args:
+            adaptive: the trace with the controller.
+            devices: number of devices.
+            minibatch_size: maximum number of rows of a microbatch.
+            fixed_shape: whether every microbatch has exactly that many rows.
+        """
         input = ControlInput(devices, None, minibatch_size, fixed_shape=fixed_shape)
         decisions = first_decisions(adaptive, with_noise(adaptive, input))
         return cls(adaptive, _join_runs((), decisions, 0), decisions)
@@ -91,7 +98,7 @@ class DecidedTrace:
             updates: number of updates so far.
             step: the first step whose batch size may change.
         """
-        changed = state["decides"] != _describe_parts(adaptive)[0]
+        changed = state["decides"] != _describe_parts(adaptive)[0]  # whether another controller decides now
         saved = tuple(map(Decision.from_plain, state["decisions"]))
         decisions = decide_again(adaptive, saved, devices, step, changed=changed)
         trace = _join_runs([(first, size) for first, size in state["runs"]], decisions, step)
@@ -132,16 +139,26 @@ class DecidedTrace:
         return BatchTrace(first_step[made], size[made], updates)
 
     def ask(self, known: Measurements) -> DecidedTrace:
-        """Return this object with a further question, whose measurements are `known`."""
+        """Return this object with a further question to the controller, whose measurements are `known`.
+
+        The answer comes some updates later, by `decide` and `adopt`, when the device has computed them.
+        """
         return replace(self, unanswered=(*self.unanswered, known), asked=known.updates)
 
     def decide(self, minibatch_size: int, throughput: Throughput | None, *, fixed_shape: bool) -> Decision:
-        """Return the controller's answer to the oldest question; raise whatever the controller raises."""
+        """Return the controller's answer to the oldest question; raise whatever the controller raises.
+
+        Args:
+            minibatch_size: maximum number of rows of a microbatch.
+            throughput: how long updates take, if it is known.
+            fixed_shape: whether every microbatch has exactly `minibatch_size` rows.
+        """
         known, noise = self.unanswered[0].read(), None
         if known["noise"] is not None:
             sigma2, mu2, estimates = known["noise"]
             size = self.decisions[-1].batch_size
-            noise = Noise(sigma2, mu2, measured_gain(sigma2, mu2, size, known["ref_batchsize"] or size), int(estimates))
+            gain = measured_gain(sigma2, mu2, size, known["ref_batchsize"] or size)
+            noise = Noise(sigma2, mu2, gain, int(estimates))
         counts = known["updates"], known["samples"], known["progress"]
         input = ControlInput(known["devices"], None, minibatch_size, *counts, noise, throughput, fixed_shape)
         return decide(self.adaptive, self.decisions, with_noise(self.adaptive, input))
@@ -158,7 +175,7 @@ class DecidedTrace:
         # A decision that begins at the same step or later was made before, and is replaced.
         earlier = tuple(other for other in self.decisions if other.begins < decision.begins)
         decisions = in_effect((*earlier, decision), updates)
-        if decision.batch_size != last.batch_size or decision.begins <= last.begins:
+        if decision.batch_size != last.batch_size or decision.begins <= last.begins:  # else the trace stays as it is
             trace = _join_runs(self._runs, decisions, updates)
         return replace(self, trace=trace, decisions=decisions, unanswered=self.unanswered[1:])
 
@@ -230,9 +247,9 @@ def decision_scalars(decision: Decision) -> dict[str, float]:
         scalars |= {name: float(getattr(input.noise, name)) for name in ("sigma2", "mu2", "noise_scale", "gain")}
         scalars["estimates"] = input.noise.updates
     if input.throughput is not None:
-        parts = decision.batch_size, input.devices, input.minibatch_size
+        sizes = decision.batch_size, input.devices, input.minibatch_size
         cut = {"spread": input.noise is None, "fixed_shape": input.fixed_shape}
-        scalars |= {"seconds": input.throughput.seconds(*parts, **cut), **asdict(input.throughput)}
+        scalars |= {"seconds": input.throughput.seconds(*sizes, **cut), **asdict(input.throughput)}
     return scalars
 
 

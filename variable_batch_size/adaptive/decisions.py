@@ -55,7 +55,7 @@ Decisions: TypeAlias = tuple[Decision, ...]  # the one in effect, then those tha
 
 
 def in_effect(decisions: Decisions, updates: int) -> Decisions:
-    """Return the decision in effect after this number of updates, then the pending ones."""
+    """Return the decision in effect after this number of updates, then the pending ones; earlier ones are left out."""
     return decisions[max(row for row, decision in enumerate(decisions) if decision.begins <= updates) :]
 
 
@@ -65,7 +65,10 @@ def is_due(trace: AdaptiveTrace, updates: int) -> bool:
 
 
 def first_decisions(trace: AdaptiveTrace, input: ControlInput) -> Decisions:
-    """Return the decisions at the beginning of a training."""
+    """Return the decisions at the beginning of a training, where a controller is asked for the first time.
+
+    Its answer counts at once or, if there is a `start`, after the delay that all later answers have.
+    """
     if trace.start is None:
         return (Decision(input.updates, trace.next(input), input),)
     decisions = (Decision(input.updates, trace.start),)
@@ -110,7 +113,7 @@ def decide_again(
             asked = replace(asked, devices=devices or asked.devices)
             changed = changed or trace.next(asked) != decision.batch_size
             decision = replace(decision, input=asked)
-            if changed:
+            if changed:  # the first other answer, or a later one
                 present = decided[-1].batch_size if decided else decision.batch_size
                 asked = replace(asked, batch_size=present)
                 decision = Decision(max(decision.begins, step), trace.next(asked), asked)

@@ -94,13 +94,17 @@ class Goodput:
         return min(max(size, self.bounds[0]), self.bounds[1])
 
     def _explored_size(self, present: int) -> int:
-        """Return another batch size, for updates whose time tells more about the throughput."""
+        """Return another batch size, for updates whose time tells more about the throughput: twice the present one.
+
+        At the upper bound it is half of that bound, so that the sizes begin to grow again.
+        """
         return 2 * present if present < self.bounds[1] else self.bounds[1] // 2
 
     def candidates(self, input: ControlInput) -> IntArray:
         """Return the batch sizes that are compared, in ascending order, (sizes,)."""
         low, high = self.bounds
-        grid = {round(low * (high / low) ** (row / (CANDIDATES - 1))) for row in range(CANDIDATES)} | {low, high}
+        # From `low` to `high` with a constant ratio of one size to the next.
+        grid = {round(low * (high / low) ** (index / (CANDIDATES - 1))) for index in range(CANDIDATES)} | {low, high}
         full = {-(-size // unit) * unit for size in grid for unit in _units(input)}  # rounded up to multiples
         present = low if input.batch_size is None else input.batch_size
         return np.array(sorted(size for size in grid | full | {present} if low <= size <= high))

@@ -12,7 +12,7 @@ from variable_batch_size.rules.base import Noise
 
 
 def required_noise(controller: Controller, input: ControlInput) -> Noise:
-    """Return the noise of the input; raise ValueError if it is not measured."""
+    """Return the noise of the gradients in the input; raise ValueError if it is not measured."""
     if input.noise is None:
         remedy = "measure it, or pass noise=NoiseCurve.from_csv(...) to simulate"
         raise value_error(f"{controller} needs the gradient noise", "noise=None", remedy)

@@ -61,7 +61,8 @@ def updates_in(path: str | os.PathLike[str], minibatch_size: int | None = None) 
     columns = read_columns(path, (*SIZES, *RATES), "pass the scalars.csv of a training with tracker=vbs.Tracker(...)")
     usable = (np.isfinite(columns) & (columns > 0)).all(axis=0)  # (rows,)
     world, size, microbatches, rate, sample_rate = columns[:, usable]
-    steady = np.abs(sample_rate / rate / size - 1) <= MIXED  # (usable rows,): the batch size has not changed
+    mean_size = sample_rate / rate  # (usable rows,): samples per update since the row before
+    steady = np.abs(mean_size / size - 1) <= MIXED  # (usable rows,): the batch size has not changed
     if not steady.any():
         requirement = f"{path} must have a row with the seconds of updates of one batch size"
         found = f"none in {columns.shape[1]} rows"
@@ -69,6 +70,6 @@ def updates_in(path: str | os.PathLike[str], minibatch_size: int | None = None) 
     steady_rows = [world[steady], size[steady], microbatches[steady]]
     kinds, kind_of_row = np.unique(steady_rows, axis=1, return_inverse=True)  # (3, kinds), and an index for each row
     seconds = [np.median(1 / rate[steady][kind_of_row.ravel() == kind]) for kind in range(kinds.shape[1])]
-    world, size, microbatches = kinds
+    world, size, microbatches = kinds  # (kinds,) each, from here on
     rows = np.ceil(size / microbatches) if minibatch_size is None else np.full(len(size), minibatch_size)
     return np.stack([world, rows, np.ceil(microbatches / world), seconds], axis=1)

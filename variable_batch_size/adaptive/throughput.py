@@ -126,7 +126,7 @@ class Throughput:
         if fixed_shape:
             if minibatch_size is None:
                 raise value_error("a fixed shape needs a minibatch_size", None, "pass the rows of a microbatch")
-            rounds = -(-count_microbatches(batch_sizes, minibatch_size, fixed_shape=True) // devices)
+            rounds = -(-count_microbatches(batch_sizes, minibatch_size, fixed_shape=True) // devices)  # rounded up
             return self.of_rounds(rounds * minibatch_size, minibatch_size, rounds, devices)
         largest_batch = int(batch_sizes.max())
         most_rows = largest_batch if minibatch_size is None else min(minibatch_size, largest_batch)
@@ -223,11 +223,11 @@ def _seconds(
     """Return the seconds of updates by the equations of `Throughput`, whose parameters are in its order, (5,)."""
     accum_base, accum_row, net_base, net_device, overlap = parameters
     before_last = accum_base * (rounds - 1) + accum_row * (busiest - rows)  # all microbatches but the last one
-    accum = accum_base + accum_row * rows
+    accum = accum_base + accum_row * rows  # the last microbatch, which overlaps with the communication
     net = np.where(devices > 1, net_base + net_device * np.maximum(devices - 2, 0), 0.0)
     longest = np.maximum(np.maximum(accum, net), np.finfo(np.float64).tiny)  # factored out, so that no power overflows
-    last = longest * ((accum / longest) ** overlap + (net / longest) ** overlap) ** (1 / overlap)
-    seconds: FloatArray = before_last + last
+    last_with_net = longest * ((accum / longest) ** overlap + (net / longest) ** overlap) ** (1 / overlap)
+    seconds: FloatArray = before_last + last_with_net
     return seconds
 
 
@@ -277,7 +277,9 @@ def _fit_parameters(updates: Measured) -> FloatArray:
             worlds > 1 and len(np.unique(rows[several])) > 1,  # overlap: it shows where computation varies
         ]
     )
-    halves = (np.median(part) / 2 for part in (seconds / rounds, seconds / rounds / rows, seconds, seconds / devices))
+    # The search begins with half of the time of a round, a row, an update and a device, and with an overlap of 2.
+    times = (seconds / rounds, seconds / rounds / rows, seconds, seconds / devices)
+    halves = (np.median(time) / 2 for time in times)
     start, lowest, highest = np.array([*halves, 2.0]), np.array([0.0, 0, 0, 0, 1]), np.array([np.inf] * 4 + [10.0])
 
     def parameters(free: FloatArray) -> FloatArray:

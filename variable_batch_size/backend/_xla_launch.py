@@ -48,6 +48,7 @@ def run_child(work: Callable[..., int], args: Sequence[Any], environment: Mappin
     forwarded: signal.Signals | None = None
 
     def forward(signum: int, frame: FrameType | None = None) -> None:
+        """Send a signal that this process has received to the child, too."""
         nonlocal forwarded
         forwarded = signal.Signals(signum)
         if child.pid is not None:
@@ -149,13 +150,13 @@ class Rendezvous:
     def wait(self) -> None:
         """Return when all ranks have called it."""
         with self._change:
-            barrier = self._barriers
+            barrier = self._barriers  # how many barriers all ranks have passed
             self._arrived += 1
-            if self._arrived == self._size:
+            if self._arrived == self._size:  # the last rank releases the others
                 self._arrived, self._barriers = 0, self._barriers + 1
                 self._change.notify_all()
             self._change.wait_for(lambda: self._barriers != barrier or self.left)
-            if self._barriers == barrier:
+            if self._barriers == barrier:  # a rank has returned instead of coming here
                 raise RuntimeError(
                     f"every rank must take part in each update, but {threading.current_thread().name} waits for a rank "
                     f"that has returned; give all ranks the same number of updates"
@@ -179,7 +180,7 @@ def _join_interruptibly(worker: threading.Thread | BaseProcess) -> None:
 
 @contextmanager
 def _on_sigterm(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Install the handler for the block if this is the main thread, where Python allows it."""
+    """Install a handler of SIGTERM for the block if this is the main thread, where Python allows it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -263,7 +264,7 @@ def _exit_after_thread(failure: threading.ExceptHookArgs) -> None:
     """End the process after the first exception in a thread, as its `threading.excepthook`."""
     with _first_failure:  # later failures block here while the process exits, so that only the first is printed
         code = _print_failure(failure.exc_value)
-        if code:
+        if code:  # a SystemExit of code 0 is no failure
             _exit_immediately(code)
 
 

@@ -48,7 +48,7 @@ class AbsentRankError(RuntimeError):
 
 @final
 class Agreement:
-    """What the hosts of all ranks agree on.
+    """Exchanges texts between the hosts of all ranks, and lets them act after the same update.
 
     Every rank has to create one at the same place of the program, and between the same updates; it waits for the
     others. A world of one has no store.
@@ -77,10 +77,10 @@ class Agreement:
             self._store = AskedOnce(dist.PrefixStore(f"{_BASE}/{identities[0][0]}", store))
             self._processes = [process for _, process in identities]  # identity of each rank's process, by rank
             self.leave = register_leave(self, self.world, self._store, in_memory=isinstance(store, dist.HashStore))
-            look_of = WeakMethod(self._look_while_waiting)  # weak, so that the backend does not keep this object alive
+            weak_look = WeakMethod(self._look_while_waiting)  # so that the backend does not keep this object alive
 
             def look() -> None:
-                look_while_waiting = look_of()
+                look_while_waiting = weak_look()
                 if look_while_waiting is not None:
                     look_while_waiting()
 
@@ -100,6 +100,8 @@ class Agreement:
     def gather(self, call: str, message: str, patience: float | None = None) -> list[str]:
         """Return the messages of all ranks, by rank.
 
+        Each rank writes its message to the store, rank 0 joins them to one list, and the others wait for that list.
+
         Args:
             call: name of the call that every rank has to make, for an error.
             message: a text of any length.
@@ -113,42 +115,51 @@ class Agreement:
         self._gathered += 1
         number = self._gathered
         keys = {rank: f"{number}/{rank}" for rank in range(self.world.size)}
-        key_of_all = f"{number}/all"  # of the list of all messages, which rank 0 writes
+        list_key = f"{number}/all"  # of the list of all messages, which rank 0 writes
         with _absence_if_store_ends(call):
             self._store.set(keys[self.world.rank], json.dumps([call, message]))
             if self.world.rank == 0:
                 self._wait_for_keys(call, keys, patience=patience)
                 texts = [text.decode() for text in self._store.multi_get([*keys.values()])]
-                self._store.set(key_of_all, f"[{','.join(texts)}]")
-                # All ranks have read the list of the call before: they have come to this one.
+                self._store.set(list_key, f"[{','.join(texts)}]")
+                # All ranks have read the list of the call before, as they have come to this one: it can be deleted.
                 for key in (*keys.values(), f"{number - 1}/all"):
                     self._store.delete_key(key)
             else:
-                self._wait_for_keys(call, keys, ready=key_of_all, patience=patience)
-            calls = json.loads(self._store.get(key_of_all))
-        call_of_rank_0, _ = calls[0]
-        for rank, (call, _) in enumerate(calls):
+                self._wait_for_keys(call, keys, ready=list_key, patience=patience)
+            answers = json.loads(self._store.get(list_key))  # by rank: its call, and its message
+        call_of_rank_0, _ = answers[0]
+        for rank, (call, _) in enumerate(answers):
             if call != call_of_rank_0:
                 raise RuntimeError(
                     f"all ranks must make the same calls in the same order, but rank 0 is in {call_of_rank_0} and "
                     f"rank {rank} in {call}; call both on every rank, after the same updates"
                 )
-        return [text for _, text in calls]
+        return [text for _, text in answers]
 
     def forget(self) -> None:
-        """Count updates from 0 again, as every rank restores a state: until then they may have made unequally many."""
+        """Count updates from 0 again, as every rank restores a state.
+
+        Until then ranks may have made unequal numbers of updates, so that their counts cannot be compared.
+        """
         self._restores += 1
         self._restart_counts()
 
     def run_on_all(self, call: str, work: Callable[[], str]) -> list[str]:
-        """Call `work` on this rank, exchange results with the ranks that do so, too, and return them by rank.
+        """Call `work` on this rank, exchange results with the other ranks, and return them by rank.
+
+        Every rank makes this call, so that an error of one rank ends it on all of them.
+
+        Args:
+            call: name of the call, as for `gather`.
+            work: what this rank does; returns a text for the other ranks.
 
         Raises:
             RuntimeError: on every rank, with the same text, if `work` failed on one of them.
         """
         failure = None
         try:
-            message = "+" + work()  # "+" and a result, or "-" and an error
+            message = "+" + work()  # the first character tells the others whether it is a result, or "-" and an error
         except Exception as error:
             failure = error
             message = f"-{error}"
@@ -169,13 +180,19 @@ class Agreement:
     # What one rank publishes, and no other rank waits for before it needs it. --------------------------------------
 
     def publish(self, name: str, number: int, text: str) -> None:
-        """Publish a text, which other ranks get by `wait_for`; the one of `_KEPT` numbers before is deleted."""
+        """Publish a text, which other ranks get by `wait_for`, and delete an old one.
+
+        Args:
+            name: what the text is about.
+            number: number of the text, which counts up; the one of `_KEPT` numbers before is deleted.
+            text: the text.
+        """
         if self.world.size > 1:
             self._store.set(f"{name}/{number}", text)
             self._store.delete_key(f"{name}/{number - _KEPT}")
 
     def wait_for(self, name: str, number: int) -> str:
-        """Wait for the text that rank 0 publishes, and return it.
+        """Wait for the text that rank 0 publishes, and return it; for the arguments see `publish`.
 
         Raises:
             RuntimeError: if rank 0 has ended or does not publish it.
@@ -200,16 +217,19 @@ class Agreement:
             self._granted.add(word)
 
     def take_granted(self, word: str) -> bool:
-        """Return whether the ranks have met since one of them wished for this word; True only once for a wish.
+        """Return whether all ranks are to do now what one of them has asked for by `wish(word)`.
 
-        The result is the same on every rank after the same update.
+        They are once the ranks have met, after the same update; the result is True only once for a wish, on every rank.
         """
         granted = word in self._granted
         self._granted.discard(word)
         return granted
 
     def after_update(self) -> None:
-        """Count an update, and meet the other ranks if that was agreed, to learn their wishes."""
+        """Count an update, and meet the other ranks if that was agreed, to learn their wishes.
+
+        Every rank calls it after each update. It costs nothing but for a look into the store from time to time.
+        """
         if self.world.size == 1:
             return
         self._updates += 1
@@ -221,7 +241,7 @@ class Agreement:
             self._meet_ranks()
 
     def _look_for_request(self) -> None:
-        """Request a meeting if this rank has wishes, otherwise reserve updates; if one is requested, agree on when."""
+        """Request a meeting if this rank has wishes, otherwise reserve updates; if one was requested, agree when."""
         began = time.perf_counter()
         self._check_no_call_passed(self._updates)
         if self._wishes:
@@ -240,7 +260,7 @@ class Agreement:
         self._look_seconds += (self._looked_time - began - self._look_seconds) / 4  # a moving average
 
     def _meet_ranks(self) -> None:
-        """Exchange wishes with all ranks, after the update of the meeting."""
+        """Exchange wishes with all ranks, after the update of the meeting; all wishes are granted on all ranks."""
         message = json.dumps(sorted(self._wishes))
         keys = [self._meeting_key(name) for name in (_REQUESTED, _LAST, *range(self.world.size))]  # of this meeting
         self._meetings, self._met_at, self._reserved = self._meetings + 1, self._updates, self._updates + 1
@@ -252,23 +272,30 @@ class Agreement:
         self._granted.update(*map(json.loads, wishes))
 
     def _meeting_key(self, name: object) -> str:
-        """Return the key in the store of something of the next meeting: a rank's reservation, or another name."""
+        """Return the key in the store of something of the next meeting: a rank's reservation, or another name.
+
+        The counts in it are the same on all ranks, and no earlier meeting had the same key.
+        """
         return f"{self._restores} restores, {self._meetings} meetings/{name}"
 
     def _reserve_until(self, update: int) -> None:
-        """Tell the other ranks that this one makes its updates up to this one without a look for a request."""
+        """Tell the other ranks that this one makes all updates up to number `update` before it looks for a request."""
         self._reserved = update
         self._store.set(self._meeting_key(self.world.rank), str(update))
 
     def _reserved_by(self, rank: int) -> int:
-        """Return the last update that a rank has reserved: if it has written none, the one after the last meeting."""
+        """Return the last update that a rank has reserved: if it has written none, the one after the last meeting.
+
+        The latter is reserved for every rank, as `_meet_ranks` says.
+        """
         key = self._meeting_key(rank)
         return int(self._store.get(key)) if self._store.check([key]) else self._met_at + 1
 
     def _updates_to_next_look(self, now: float) -> int:
         """Return the number of updates until the next look, such that looks take a small share of the time."""
         update_seconds = (now - self._looked_time) / (self._updates - self._looked_at)
-        return max(1, math.ceil(min(self._look_seconds / _MAX_SHARE, _MAX_INTERVAL) / max(update_seconds, 1e-9)))
+        interval = min(self._look_seconds / _MAX_SHARE, _MAX_INTERVAL)  # seconds between two looks
+        return max(1, math.ceil(interval / max(update_seconds, 1e-9)))
 
     def drop_store(self) -> None:
         """Let go of the store, and of its threads."""
@@ -281,6 +308,8 @@ class Agreement:
     ) -> None:
         """Wait until the keys of ranks, or the key `ready`, are in the store.
 
+        It polls the store, and ends with an error that names the ranks which do not come.
+
         Args:
             call, patience: see `gather`.
             keys: the key that each rank writes, by rank.
@@ -290,7 +319,7 @@ class Agreement:
             AbsentRankError: if a rank has ended or does not come.
         """
         awaited = [ready] if ready else [*keys.values()]
-        writers = [*keys.items(), (0, ready)] if ready else [*keys.items()]
+        writers = [*keys.items(), (0, ready)] if ready else [*keys.items()]  # ranks, and what each has to write
         began = time.monotonic()
         pause = 0.0  # seconds
         patience = self._patience if patience is None else patience
@@ -306,9 +335,9 @@ class Agreement:
                 raise AbsentRankError(self._store.get(_PASSED).decode())
             # Checked once more: a rank that has ended may have written its key before.
             if (ended or waited > patience) and not self._store.check(awaited):
-                late = {rank: key for rank, key in keys.items() if not self._store.check([key])} or {0: ready}
-                gone = [rank for rank, key in late.items() if self._has_left(rank, key)]  # others come a little later
-                absent = [str(rank) for rank in gone or late]
+                missing = {rank: key for rank, key in keys.items() if not self._store.check([key])} or {0: ready}
+                gone = [rank for rank, key in missing.items() if self._has_left(rank, key)]
+                absent = [str(rank) for rank in gone or missing]  # if some have ended, the others are only late
                 who = f"rank {absent[0]} has" if len(absent) == 1 else f"ranks {', '.join(absent)} have"
                 why = "and a rank has ended" if ended else f"for {patience:g} s"
                 raise AbsentRankError(
@@ -327,13 +356,15 @@ class Agreement:
     def _check_no_call_passed(self, made: int) -> None:
         """Raise AbsentRankError if another rank waits in a call that this one has left out; that rank raises it, too.
 
+        Both ranks would otherwise wait for each other, one in the call and one in the sum of gradients.
+
         Args:
             made: number of updates that this rank has made, with the one whose sum it waits for.
         """
         if not self._store.check([_WAITS]):
             return
         number, updates, rank, call = json.loads(self._store.get(_WAITS))
-        if number > self._gathered and made > updates:
+        if number > self._gathered and made > updates:  # this rank was not there, and has gone on to a later update
             sentence = (
                 f"every rank must come to {call}, but rank {rank} waits there and rank {self.world.rank} makes the "
                 f"next update; load, save, read metrics and change param_groups on every rank, after the same updates"

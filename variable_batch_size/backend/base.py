@@ -56,7 +56,10 @@ class Backend(ABC):
         """
 
     def _gather_bytes(self, message: bytes) -> list[bytes]:
-        """Return the messages of all ranks, by rank, through two sums; with a store, `Agreement.gather` does it."""
+        """Return the messages of all ranks, by rank, through two sums; with a store, `Agreement.gather` does it.
+
+        In each sum a rank fills its own row and leaves zeros in the rows of the others.
+        """
         world = self.world
         lengths = torch.zeros(world.size, dtype=torch.int64)
         lengths[world.rank] = len(message)
@@ -67,7 +70,10 @@ class Backend(ABC):
         return [row[:length].numpy().tobytes() for row, length in zip(rows, lengths.tolist(), strict=True)]
 
     def store(self) -> dist.Store:
-        """Return a key-value store that all ranks share, through which they communicate without a collective."""
+        """Return a key-value store that all ranks share, through which they communicate without a collective.
+
+        Rank 0 starts its server, on a free port, and tells the others where it is.
+        """
         if self.world.size == 1:
             return dist.HashStore()
         hosts = self._gather_bytes(socket.gethostname().encode())
@@ -137,6 +143,8 @@ class Backend(ABC):
 
     def vectors(self, rows: Sequence[Sequence[float]], like: Tensor, place: str) -> Sequence[Tensor]:
         """Return rows of numbers as 1-D tensors of the device and dtype of `like`, without a wait for the device.
+
+        All rows go to the device in one copy, from pinned memory to a GPU.
 
         Args:
             rows: Python numbers, as many in each row.

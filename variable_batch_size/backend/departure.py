@@ -59,7 +59,8 @@ def register_leave(party: Any, world: World, store: AskedOnce, *, in_memory: boo
     """
     leave = finalize(party, _tell_leaving, store, world.rank, os.getpid())  # a second call does nothing
     if not in_memory:
-        if not _last_joined or _last_joined[0][2] != os.getpid():  # the first one of this process, also of a fork
+        is_first = not _last_joined or _last_joined[0][2] != os.getpid()  # of this process, which may be a fork
+        if is_first:
             atexit.register(_leave_all)  # registered late, so that it runs before the handlers of imported modules
             Finalize(None, _leave_all, exitpriority=1)  # processes that multiprocessing forks skip atexit
         _last_joined[:] = [(store, world, os.getpid())]
@@ -85,11 +86,12 @@ def _leave_all() -> None:
     for party in parties:
         party.leave()
     for store, world, pid in _last_joined:
+        is_own = os.getpid() == pid  # in a fork, these are the agreements of the parent process
         with suppress(RuntimeError):
-            exited = store.add(_EXITED, int(os.getpid() == pid))
-            while world.rank == 0 and os.getpid() == pid and exited < world.size and time.monotonic() < ends:
+            exited = store.add(_EXITED, int(is_own))
+            while world.rank == 0 and is_own and exited < world.size and time.monotonic() < ends:
                 time.sleep(0.01)
-                exited = store.add(_EXITED, 0)
+                exited = store.add(_EXITED, 0)  # adds nothing: it returns how many there are
     for party in parties:
         party.drop_store()
     _open_parties.clear()
@@ -97,7 +99,7 @@ def _leave_all() -> None:
 
 
 def identity() -> str:
-    """Return what identifies this process: machine, process id and start time; "" where there is no /proc."""
+    """Return a text that identifies this process: machine, process id and start time; "" where there is no /proc."""
     try:
         return f"{_machine_identity()} {os.getpid()} {_state_and_start(os.getpid())[1]}"
     except OSError:

@@ -53,7 +53,8 @@ class ElasticBackend(Backend):
     def meet(self, updates: int) -> bool:
         """Find the `world` of the next update, and return whether this rank has got a state from another one.
 
-        Calls after the first one and before the sum of that update have no effect.
+        Ranks may have gone or come since the last update; one that has just come gets the state of the others. Calls
+        after the first one and before the sum of that update have no effect.
 
         Args:
             updates: number of updates that this rank has made.

@@ -25,16 +25,17 @@ class FlatMessages:
             reduce: changes a flat tensor in place, as an all-reduce does.
         """
 
-        def key(tensor: Tensor) -> str:
+        def kind(tensor: Tensor) -> str:
             return f"{tensor.device} {tensor.dtype}"
 
-        for _, same_key in groupby(sorted(tensors, key=key), key=key):
-            parts = list(same_key)
-            flat = self._buffer_of_length(parts[0], sum(part.numel() for part in parts))  # (elements of all,)
-            torch.cat([part.detach().reshape(-1) for part in parts], out=flat)
+        for _, same_kind in groupby(sorted(tensors, key=kind), key=kind):
+            members = list(same_kind)
+            flat = self._buffer_of_length(members[0], sum(tensor.numel() for tensor in members))  # (elements of all,)
+            torch.cat([tensor.detach().reshape(-1) for tensor in members], out=flat)
             reduce(flat)
-            views = torch.split(flat, [part.numel() for part in parts])
-            torch._foreach_copy_(parts, [view.view(part.shape) for view, part in zip(views, parts, strict=True)])
+            sums = torch.split(flat, [tensor.numel() for tensor in members])
+            shaped = [total.view(tensor.shape) for total, tensor in zip(sums, members, strict=True)]
+            torch._foreach_copy_(members, shaped)
 
     def _buffer_of_length(self, like: Tensor, length: int) -> Tensor:
         """Return the buffer of this length, and drop those of other lengths with the device and dtype of `like`."""

@@ -53,11 +53,11 @@ class NumbersAsInputs(TorchFunctionMode):
         self._sent: dict[tuple[int, int, torch.dtype], tuple[float, Tensor]] = {}  # by group, position and dtype
 
     def __enter__(self) -> NumbersAsInputs:
-        """Enter the context for one step."""
+        """Enter the context for one step: find the group and the parameter that each tensor of the step belongs to."""
         self._owner, self._position = (0, 0), 0
         self._owners = {
-            id(tensor): (number, index)
-            for number, group in enumerate(self._inner.param_groups)
+            id(tensor): (group_number, index)
+            for group_number, group in enumerate(self._inner.param_groups)
             for index, parameter in enumerate(group["params"])
             for tensor in (parameter, parameter.grad, *self._inner.state.get(parameter, {}).values())
             if isinstance(tensor, Tensor)
@@ -66,10 +66,10 @@ class NumbersAsInputs(TorchFunctionMode):
         return self
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch, which torch passes in this context, with tensors instead of numbers."""
+        """Call `func`, a function of torch that was called in this context, with tensors instead of numbers."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if self._unread and name == "item" and self._compiles(args[0]):
+        if self._unread and name == "item" and self._compiles(args[0]):  # item() would wait for the device
             return args[0]
         if len(args) in (2, 3) and self._compiles(args[0]):
             plain_name = name.strip("_")
@@ -114,7 +114,7 @@ class NumbersAsInputs(TorchFunctionMode):
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             return value
         owner = next((self._owners[id(arg)] for arg in args if id(arg) in self._owners), self._owner)
-        if owner != self._owner:
+        if owner != self._owner:  # the step has come to the next parameter
             self._owner, self._position = owner, 0
         key = (owner[0], self._position, args[0].dtype)
         self._position += 1

@@ -45,8 +45,8 @@ class SentNumbers:
         # One tensor for equal numbers at two places would be another graph than two tensors.
         keys = [(place, index, dtype, value) for index, value in enumerate(values)]
         missing = [key for key in keys if key not in self._sent]
-        new = dict(zip(missing, self._send([key[-1] for key in missing], dtype, device), strict=True))
-        sent = {key: new[key] if key in new else self._sent.pop(key) for key in keys}
+        newly_sent = dict(zip(missing, self._send([key[-1] for key in missing], dtype, device), strict=True))
+        sent = {key: newly_sent[key] if key in newly_sent else self._sent.pop(key) for key in keys}
         self._sent |= sent  # popped and added again, so that those used last are at the end
         while len(self._sent) > _KEPT:
             del self._sent[next(iter(self._sent))]  # the first one: it was not used for the longest time

@@ -88,7 +88,7 @@ class XlaBackend(Backend):
         if self.world.size == 1:
             return [message]
         if _store is not None:
-            number = _store.add(f"messages/{self.world.rank}", 1)
+            number = _store.add(f"messages/{self.world.rank}", 1)  # of this call, the same on all ranks
             keys = [f"message {number}/{rank}" for rank in range(self.world.size)]
             _store.set(keys[self.world.rank], message.decode())
             return [_store.get(key) for key in keys]
@@ -248,7 +248,7 @@ def _without_ordinal(fn: Callable[..., object], ordinal: int, *args: Any) -> Non
 
 
 def _run_replicas(fn: Callable[..., object], args: Sequence[Any]) -> int:
-    """Make this child process a host of replicas, run `fn` on each, and return the exit code."""
+    """Run `fn(*args)` in this child process, in one thread for each XLA device, and return the exit code."""
     global _rendezvous, _store
     code = 0
     torch_xla, xm = _import_torch_xla(), _import_torch_xla("torch_xla.core.xla_model")

@@ -210,8 +210,8 @@ class Checkpoint:
         self._wish_to_meet()
         if self._agreement.take_granted(_STOP):
             self._save_and_exit(in_loop)
-        due = isinstance(self._every, int) and updates // self._every > before // self._every
-        due = self._agreement.take_granted(self._due) or due
+        due = isinstance(self._every, int) and updates // self._every > before // self._every  # passed a multiple
+        due = self._agreement.take_granted(self._due) or due  # or all ranks have agreed, after an interval of time
         if due:
             self._save(wait=False, in_loop=in_loop)
         return due
@@ -257,7 +257,7 @@ class Checkpoint:
             reported.update(criterion.manifest_entries(metrics))
             return self._saver.mark_best(self._optimizer.updates, reported, criterion)
 
-        outcome = self._agreement.run_on_rank_0("Checkpoint.report()", mark_best)
+        outcome = self._agreement.run_on_rank_0("Checkpoint.report()", mark_best)  # see `Saver.mark_best`
         if outcome == "save":
             self._save(wait=False, in_loop=False, reported=reported)
         return outcome != ""
@@ -286,8 +286,8 @@ class Checkpoint:
                 training, if it is not the same on every rank, if there are checkpoints and all of them are damaged, or
                 if the previous save failed.
         """
-        began, folder, first = time.monotonic(), self._folder, self._agreement.world.rank == 0
-        self._agreement.forget()
+        began, folder, is_rank_0 = time.monotonic(), self._folder, self._agreement.world.rank == 0
+        self._agreement.forget()  # ranks may have made unequal numbers of updates until now
         self._saver.finish_pending(_RESTORE)
         candidates = partial(folder.candidates, best=best, criterion=self._criterion)
         names = self._agreement.run_on_rank_0(_RESTORE, lambda: " ".join(candidates())).split()
@@ -299,26 +299,29 @@ class Checkpoint:
             raise RuntimeError(
                 f"no checkpoint{which} in {location} can be read: {reasons}; {remedy} an intact one to another folder"
             )
-        if reasons and first:
+        if reasons and is_rank_0:
             text = f"Damaged checkpoints in {location}: {reasons}; restoring {name or 'nothing'} instead"
             warnings.warn(text, RuntimeWarning, stacklevel=2)
         if contents is None:
             absent = f"No checkpoint{which} in {location}: nothing is restored."
             if required:
                 raise RuntimeError(absent)
-            if first:
+            if is_rank_0:
                 log(absent, rank=0, update=self._optimizer.updates)
             return False
         self._agreement.run_on_all(_RESTORE, partial(self._parts.load, contents, folder.storage.at(name), strict))
         self._mark_saved()
         self._first_update = self._optimizer.updates
         folder.mark_restored(name, best=best)
-        if first:
+        if is_rank_0:
             self._announce(name, contents, [*damaged], time.monotonic() - began)
         return True
 
     def _lost(self, best: bool) -> dict[str, str]:
-        """Return `Folder.lost` on rank 0, which warns of it, and {} elsewhere or if the folder cannot be listed."""
+        """Return the checkpoints that are recorded but gone, by name, with what is missing; see `Folder.lost`.
+
+        There are none on ranks other than 0, which alone warns of them, or if the folder cannot be listed.
+        """
         with suppress(Exception):
             return {} if self._agreement.world.rank else self._folder.lost(best=best)
         return {}
@@ -413,7 +416,7 @@ class Checkpoint:
             return
         newest_update = update_of(newest) if newest else 0
         lost = updates - (self._first_update if best else newest_update)  # best: nothing was saved since the restore
-        if updates != self._first_update and lost >= 0:  # else the folder is that of another training
+        if updates != self._first_update and lost >= 0:  # lost < 0: the folder has another training
             count = {0: "no update is lost", 1: "1 update is lost"}.get(lost, f"{lost} updates are lost")
             which, call = ("best", "restore(best=True)") if best else ("newest", "restore()")
             message = f"Checkpoint {best or newest} is the {which} one; {count}; {call} resumes from it."

@@ -111,13 +111,13 @@ def warn_of_hyperparameters(
         )
 
 
-def _differ(one: Any, other: Any) -> bool:
+def _differ(first: Any, second: Any) -> bool:
     """Return whether two values of a hyperparameter differ by more than the rounding to float32 in a tensor."""
-    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        return any(map(_differ, one, other))
-    if isinstance(one, (int, float)) and isinstance(other, (int, float)):
-        return not math.isclose(one, other, rel_tol=1e-6)
-    return bool(one != other)
+    if isinstance(first, list) and isinstance(second, list) and len(first) == len(second):  # such as betas
+        return any(map(_differ, first, second))
+    if isinstance(first, (int, float)) and isinstance(second, (int, float)):
+        return not math.isclose(first, second, rel_tol=1e-6)
+    return bool(first != second)
 
 
 def _plain(value: Any) -> Any:

@@ -56,7 +56,7 @@ class Own(NamedTuple):
 
     @staticmethod
     def of_state(tensors: Mapping[str, Tensor], parts: Mapping[str, Json]) -> Own:
-        """Return the digests of tensors, which are on the host or a GPU, and of the JSON of parts."""
+        """Return the digests of tensors, on the host or a GPU, and of the JSON of parts; both are given by name."""
         digests = byte_digests(tensors)
         tensor_digests = {name: f"{digests[name]} {tensor.dtype} {[*tensor.shape]}" for name, tensor in tensors.items()}
         return Own(tensor_digests, {name: digest(part) for name, part in parts.items()})
@@ -72,9 +72,9 @@ def find_own(ranks: Sequence[Own]) -> PerRank:
         RuntimeError: if a rank lacks a part that another one has.
     """
     for name in sorted({name for own in ranks for name in own.parts}):
-        if without := [rank for rank, own in enumerate(ranks) if name not in own.parts]:
+        if lacking := [rank for rank, own in enumerate(ranks) if name not in own.parts]:
             raise RuntimeError(
-                f"every rank must save the same parts, but rank {without[0]} has no {name}; pass it to Checkpoint on "
+                f"every rank must save the same parts, but rank {lacking[0]} has no {name}; pass it to Checkpoint on "
                 f"every rank"
             )
     return PerRank(_differing([own.tensors for own in ranks]), _differing([own.parts for own in ranks]))
@@ -88,6 +88,8 @@ def _differing(ranks: Sequence[Mapping[str, str]]) -> frozenset[str]:
 
 def describe_shared(tensors: Mapping[str, Tensor], *, contents: bool) -> dict[str, Described]:
     """Describe what this rank has of each shared tensor; sharded ones without an element on this rank are left out.
+
+    A shared tensor must be equal on all ranks or, if it is sharded, on all ranks that have the same part of it.
 
     Args:
         tensors: by name.
@@ -106,11 +108,17 @@ def describe_shared(tensors: Mapping[str, Tensor], *, contents: bool) -> dict[st
 
 
 def summarize(described: Mapping[str, Described], own: Own) -> dict[str, str]:
-    """Return three digests by key: two ranks that have the same key must have the same digest under it.
+    """Return three digests by key, which ranks exchange to find out whether they differ.
 
-    The keys are "whole" for whole tensors, `OWN` for what may differ between ranks, and for sharded tensors a digest of
-    the list of parts that this rank has: ranks with the same parts have this key, and must have the same contents.
+    Two ranks that have the same key should have the same digest under it. The keys are "whole" for tensors that are not
+    sharded, `OWN` for what may differ between ranks, and for sharded tensors a digest of the list of parts that this
+    rank has: ranks with the same parts have this key, and must have the same contents.
+
+    Args:
+        described: what `describe_shared` returned.
+        own: digests of what may differ.
     """
+    # The first entry of a description tells whether the tensor is whole, the last one is the digest of its contents.
     whole = [[name, *row] for name, row in described.items() if row[0]]
     sharded = [[name, *row] for name, row in described.items() if not row[0] and row[-1] is not None]
     which_parts, contents = digest([row[:-1] for row in sharded]), digest([row[-1] for row in sharded])
@@ -138,26 +146,30 @@ def first_difference(ranks: Sequence[Mapping[str, list[Any]]]) -> tuple[str, int
     told apart by the norms and sums of some of their elements, relative to the norm.
 
     Args:
-        ranks: what `add_sketches` returned on each rank.
+        ranks: what `add_sketches` returned on each rank: a row for each tensor, see `Described`, with a sketch.
     """
-    rounded: tuple[str, int, bool] | None = None
-    for name in dict.fromkeys(name for rank in ranks for name in rank):
-        is_whole = any(rank[name][0] for rank in ranks if name in rank)
+    differs_by_rounding: tuple[str, int, bool] | None = None
+    for name in dict.fromkeys(name for rows in ranks for name in rows):
+        is_whole_anywhere = any(rows[name][0] for rows in ranks if name in rows)
         first_by_part = dict[str, list[Any] | None]()  # the row of the first rank that has this part; "": of whole ones
-        for number, rank in enumerate(ranks):
-            row = rank.get(name)
-            whole = row[0] if row else is_whole
-            part = "" if whole else json.dumps(row and row[3])
+        for rank, rows in enumerate(ranks):
+            row = rows.get(name)
+            is_whole = row[0] if row else is_whole_anywhere
+            part = "" if is_whole else json.dumps(row and row[3])
             first = first_by_part.setdefault(part, row)
-            if (row or whole) and first != row:  # a rank may lack a sharded tensor: it has no element of it
+            if (row or is_whole) and first != row:  # a rank may lack a sharded tensor: it has no element of it
+                # The first four entries are all but the contents: with others it is not the same tensor at all.
                 if not (first and row and first[:4] == row[:4] and _are_close(first[-1], row[-1])):
-                    return name, number, False
-                rounded = rounded or (name, number, True)
-    return rounded or ("the order of the tensors", 1, False)
+                    return name, rank, False
+                differs_by_rounding = differs_by_rounding or (name, rank, True)
+    return differs_by_rounding or ("the order of the tensors", 1, False)
 
 
 def _sketch(tensor: Tensor) -> list[list[float]]:
-    """Return 8 norms and 8 sums, each of every eighth element from another begin; [] if it is not of floating point."""
+    """Return 8 norms and 8 sums, by which two ranks tell a difference by rounding from a larger one.
+
+    Each is of every eighth element, from element 0, 1, ... 7 on. A tensor that is not of floating point has [].
+    """
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if not local.is_floating_point():
         return []
@@ -166,20 +178,22 @@ def _sketch(tensor: Tensor) -> list[list[float]]:
 
 
 def _are_close(first: list[list[float]], other: list[list[float]]) -> bool:
-    """Return whether two sketches differ by no more than rounding does."""
-    if not first or not other:
+    """Return whether two sketches differ by no more than rounding does, relative to the norm of the whole tensor."""
+    if not first or not other:  # not of floating point: any difference is one
         return False
-    scale = math.hypot(*first[0])
-    pairs = zip(first[0] + first[1], other[0] + other[1], strict=True)
-    return all(abs(a - b) <= ROUNDING * scale for a, b in pairs)
+    (norms, sums), (other_norms, other_sums) = first, other
+    norm_of_tensor = math.hypot(*norms)
+    pairs = zip(norms + sums, other_norms + other_sums, strict=True)
+    return all(abs(a - b) <= ROUNDING * norm_of_tensor for a, b in pairs)
 
 
 def byte_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return a digest of the bytes of each tensor, by name; its device reads them once.
+    """Return a digest of the bytes of each tensor, by name; the device of the tensor reads them once.
 
-    The bytes are taken as integers of 8 bytes, in rows of `_COLUMNS`, and each column is added up, with overflow. A
-    value that moves to another place changes two sums, unless it moves by a multiple of `_COLUMNS`. These sums, and
-    what is left after the last whole row, are hashed.
+    Only some sums go to the host, which hashes them, so that large tensors need not be copied. The bytes are taken as
+    integers of 8 bytes, in rows of `_COLUMNS`, and each column is added up, with overflow. A value that moves to
+    another place changes two sums, unless it moves by a multiple of `_COLUMNS`. These sums, and what is left after the
+    last whole row, are hashed.
     """
     by_device = defaultdict[torch.device, dict[str, list[Tensor]]](dict)
     for name, tensor in tensors.items():
@@ -192,15 +206,16 @@ def byte_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
             flat = flat.view(torch.uint8)
         words = flat[: len(flat) // 8 * 8].view(torch.int64)
         rows = len(words) // _COLUMNS
-        sums = words[: rows * _COLUMNS].view(rows, _COLUMNS).sum(0) if rows > 1 else words[: rows * _COLUMNS]
-        rest = torch.nn.functional.pad(flat[len(words) * 8 :], (0, -len(flat) % 8)).view(torch.int64)
-        by_device[local.device][name] = [sums, words[rows * _COLUMNS :], rest]
+        in_rows, after_rows = words[: rows * _COLUMNS], words[rows * _COLUMNS :]
+        sums = in_rows.view(rows, _COLUMNS).sum(0) if rows > 1 else in_rows
+        last_bytes = torch.nn.functional.pad(flat[len(words) * 8 :], (0, -len(flat) % 8)).view(torch.int64)
+        by_device[local.device][name] = [sums, after_rows, last_bytes]
     digests = dict[str, str]()
-    for parts in by_device.values():
-        joined = torch.cat([part for sums_of_tensor in parts.values() for part in sums_of_tensor])
+    for hashed_by_name in by_device.values():
+        joined = torch.cat([numbers for hashed in hashed_by_name.values() for numbers in hashed])
         host = joined.cpu().numpy()  # one copy, and so one wait, for each device
-        for name, sums_of_tensor in parts.items():
-            size = sum(map(len, sums_of_tensor))
+        for name, hashed in hashed_by_name.items():
+            size = sum(map(len, hashed))
             digests[name], host = hashlib.sha256(host[:size].tobytes()).hexdigest()[:16], host[size:]
     return digests
 

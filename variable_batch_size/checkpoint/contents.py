@@ -120,7 +120,7 @@ def read_texts(storage: Storage, name: str) -> list[str]:
 
 
 def read_manifests(storage: Storage, name: str, texts: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Return the contents of the JSON of each rank of a checkpoint.
+    """Return the contents of the JSON of each rank of a checkpoint, by rank.
 
     Args:
         storage: the folder in which the checkpoint is.
@@ -188,7 +188,7 @@ def stream_tensors(
         if not file:  # this rank has written no tensors
             continue
         with _as_damage(storage, name, f"tensors-{rank}.safetensors", seal_of(ranks)):
-            chunks = file["chunks"]
+            chunks = file["chunks"]  # where each tensor, or part of one, is in the file
             parts = {key: Part(tuple(chunk["offset"]), tuple(chunk["shape"])) for key, chunk in chunks.items()}
             wanted = [key for key, part in parts.items() if wants(key, part)]
             if not wanted:
@@ -212,7 +212,7 @@ def verify(storage: Storage, name: str) -> None:
 
 @contextmanager
 def _as_damage(storage: Storage, name: str, what: str, seal: str = "") -> Iterator[None]:
-    """Turn errors that mean that a file is damaged into DamagedError.
+    """Turn errors within a block that mean that a file is damaged into DamagedError; raise others as they are.
 
     Args:
         storage: the folder in which the checkpoint is.

@@ -129,19 +129,15 @@ def from_torch(file: Path, folder: str | os.PathLike[str]) -> str:
     try:
         if checkpoints.names():
             raise value_error("the folder must have no checkpoints", folder, "choose another one")
-        state = {
-            name: encode(contents_of_part, name, tensors, {})
-            for name, contents_of_part in states.items()
-            if name != SAMPLER
-        }
+        encoded = {name: encode(state, name, tensors, {}) for name, state in states.items() if name != SAMPLER}
         position = {"updates": 0, "world": 1, "epoch": 0, "step": 0, "samples": 0, "random": []}
-        contents = {"state": state, "tensors": {name: describe(tensor) for name, tensor in tensors.items()}}
-        path = checkpoints.begin(0, ranks=1)
-        parts = {name: Part.whole(tensor.shape) for name, tensor in tensors.items()}
-        checkpoints.write(path, 0, tensors, parts, {**versions(), **position, **contents})
+        contents = {"state": encoded, "tensors": {name: describe(tensor) for name, tensor in tensors.items()}}
+        checkpoint = checkpoints.begin(0, ranks=1)
+        tensor_parts = {name: Part.whole(tensor.shape) for name, tensor in tensors.items()}
+        checkpoints.write(checkpoint, 0, tensors, tensor_parts, {**versions(), **position, **contents})
     finally:
         checkpoints.writer.release()
-    return checkpoints.storage.at(path)
+    return checkpoints.storage.at(checkpoint)
 
 
 def _check_state_dicts(states: Any) -> None:

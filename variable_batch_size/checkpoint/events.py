@@ -63,7 +63,7 @@ class Events:
             if self._folder.on_disk:
                 with open(self._folder.at(self._name), "a", encoding="utf-8", newline="\n") as file:  # noqa: PTH123
                     file.write(self._lines.pop())
-            else:  # an object cannot grow: all lines of this run are written again
+            else:  # an object of a store cannot grow: all lines of this run are written again
                 self._folder.put("".join(self._lines), self._name)
 
     def commit(self, commit: Commit) -> None:

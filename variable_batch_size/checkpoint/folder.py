@@ -73,7 +73,10 @@ class Folder:
         return self._list_all()[0]
 
     def _list_all(self) -> tuple[list[str], dict[str, set[str]]]:
-        """Return the checkpoints, the newest first; and all other names in the folder with the files in them."""
+        """Return the checkpoints, the newest first; and all other names in the folder with the files in them.
+
+        A checkpoint is complete if it has the JSON of each rank that writes, as many as its name says.
+        """
         listed = self.storage.listed()
         complete = list[str]()
         for name, files in listed.items():
@@ -108,6 +111,8 @@ class Folder:
     def lost(self, *, best: bool = False) -> dict[str, str]:
         """Return the checkpoints that the writer has recorded and that are gone, by name, with what is missing.
 
+        A folder alone does not show that a file was lost, after which an older checkpoint would be restored silently.
+
         Args:
             best: whether to look for the best ones, and not for the newest one.
         """
@@ -116,7 +121,7 @@ class Folder:
         lost = [name for name in bests if name not in names]
         if best and lost:  # unless a training has meanwhile found a better one, and deleted it
             lost = [name for name in self.writer.last_saved()[1] if name in lost]
-        if not best:
+        if not best:  # the newest one is lost if no checkpoint is as new
             lost = [newest] if _NAME.fullmatch(newest) and not (names and _order(names[0]) >= _order(newest)) else []
         return {name: "the JSON of a rank is missing" if name in others else "its folder is missing" for name in lost}
 
@@ -234,10 +239,13 @@ class Folder:
         return writable and self.writer.is_known(token)
 
     def mark_restored(self, name: str, *, best: bool) -> None:
-        """Record that the training has restored an intact checkpoint, and continues from it."""
+        """Record that the training has restored an intact checkpoint, and continues from it.
+
+        After the best one was restored, the newer ones are of a course of the training that was left.
+        """
         self._intact.add(name)
         names = self.names() if best and self.writer.number else []
-        self.left = names[: names.index(name)] if name in names else []
+        self.left = names[: names.index(name)] if name in names else []  # the newer ones, deleted by the next save
         self.current, self.restored_best, self._earlier = name, best, []
 
     def begin(self, update: int, ranks: int) -> str:
@@ -253,6 +261,7 @@ class Folder:
         """
         self.writer.check()
         names, others = self._list_all()
+        # `_earlier` is empty after a restore: then the training continues what is in the folder.
         not_ours = [name for name in self._earlier if name in names and (not self.goes_on or update_of(name) > update)]
         if other := next(filter(self.is_intact, not_ours), None):
             raise ValueError(
@@ -346,13 +355,14 @@ class Folder:
             with suppress(VersionError):
                 reported.append((name, self.reported(name)))
         criteria = filter(None, {Criterion.of_manifest(facts or {}) for _, facts in reported})
+        # Those that cannot be read now, though perhaps later, may be the best ones, too.
         best = {name for name, facts in reported if facts is None and self._check_intact(name) is None}
         for criterion in criteria:
             for name in _best_first(criterion, reported):
-                intact = self._check_intact(name)
+                intact = self._check_intact(name)  # None: it cannot be read now
                 if intact is not False:
                     best.add(name)
-                if intact:
+                if intact:  # all that follow are worse
                     break
         for name, _ in reported:
             update = update_of(name)

@@ -65,7 +65,10 @@ class Names:
         return [(self._parameters.get(id(tensor), numbers[id(tensor)]), tensor) for tensor in parameters]
 
     def optimizer_state(self, optimizer: Any) -> State:
-        """Return the state of an optimizer by the names of its parameters."""
+        """Return the state of an optimizer by the names of its parameters, where torch has their numbers.
+
+        A number would say nothing without the script that has created the optimizer.
+        """
         state = optimizer.state_dict()
         named = self.named_parameters(optimizer)
         names = [name for name, _ in named]
@@ -130,12 +133,12 @@ def _clean_name(name: str) -> str:
 
 def _in_words(names: Sequence[str | int]) -> str:
     """Return the first three names, for a message; a number is that of a parameter which is not in the model."""
-    shown = ", ".join(f"parameter {name}" if isinstance(name, int) else name for name in names[:3]) or "none"
-    return f"{shown} ..." if len(names) > 3 else shown
+    words = ", ".join(f"parameter {name}" if isinstance(name, int) else name for name in names[:3]) or "none"
+    return f"{words} ..." if len(names) > 3 else words
 
 
 def _as_parameter(value: Any, parameter: Tensor) -> Any:
-    """Return a value of an optimizer's state; a sharded tensor of its parameter's shape with that one's placements.
+    """Return a value of an optimizer's state, with the placements of its parameter if it is sharded in the same shape.
 
     With weight decay and tensor parallelism within FSDP2, torch 2.9 labels momentum with other placements than its
     memory has.

@@ -81,7 +81,7 @@ class Parts:
             if not isinstance(part, kind):
                 raise type_error(f"{name} must be {description}", part, "pass one")
             inner = getattr(part, "inner", part)
-            if hasattr(inner, "consolidate_state_dict"):
+            if hasattr(inner, "consolidate_state_dict"):  # ZeroRedundancyOptimizer: each rank has a part of its state
                 requirement = f"{name} must have its state on each rank, or in parameters that are sharded"
                 raise type_error(requirement, inner, "shard the model by fully_shard() in its place, or save by hand")
         self._names = Names(model)
@@ -111,7 +111,7 @@ class Parts:
             )
         states = {name: self._state_of(name) for name in self._by_name}
         for name, part in self._by_name.items():
-            if in_loop and isinstance(part, CustomOptimizer):
+            if in_loop and isinstance(part, CustomOptimizer):  # a restored loop then ends the epoch first
                 states[name]["vbs"]["sampler"]["end_pending"] = True
         return states
 
@@ -119,13 +119,16 @@ class Parts:
         """Return the names of tensors that are equal on all ranks: parameters of the optimizers, and their states.
 
         Other parameters may differ, because only those of the optimizers are compared at the first update.
+
+        Args:
+            tensors: all tensors of the checkpoint, by name.
         """
         optimizers = {name: part for name, part in self._by_name.items() if isinstance(part, CustomOptimizer)}
-        updated = {
-            identity(parameter) for part in optimizers.values() for parameter in list_parameters(part.param_groups)
-        }
-        states = tuple(f"{name}/state/" for name in optimizers)
-        return {name for name, tensor in tensors.items() if name.startswith(states) or identity(tensor) in updated}
+        optimized = set[object]()
+        for part in optimizers.values():
+            optimized |= {identity(parameter) for parameter in list_parameters(part.param_groups)}
+        prefixes = tuple(f"{name}/state/" for name in optimizers)
+        return {name for name, tensor in tensors.items() if name.startswith(prefixes) or identity(tensor) in optimized}
 
     def names_to_compare(self, tensors: Mapping[str, Tensor]) -> tuple[set[str], set[str]]:
         """Return the names of the tensors, and of the parts, that every save has to compare between ranks.
@@ -138,9 +141,9 @@ class Parts:
         parameters = {identity(tensor) for tensor in self._names.model.parameters()}
         changing = set[str]()
         for key, tensor in tensors.items():
-            name = key.split("/")[0]
-            is_parameter = name == "model" and identity(tensor) in parameters
-            if name not in changed_by_updates and not is_parameter:
+            part_name = key.split("/")[0]
+            is_parameter = part_name == "model" and identity(tensor) in parameters
+            if part_name not in changed_by_updates and not is_parameter:
                 changing.add(key)
         return changing, self._by_name.keys() - changed_by_updates
 
@@ -173,7 +176,11 @@ class Parts:
                 check_reload(inner_of(part), self._reloaded)
 
     def sharded_tensors(self) -> dict[str, DTensor]:
-        """Return the sharded tensors of this rank by the names that they, or their states, have in a checkpoint."""
+        """Return the sharded tensors of this rank by the names that they, or their states, have in a checkpoint.
+
+        A reader shards what it loads under such a name in the same way. The state of an optimizer may not exist yet:
+        the parameter stands for it, as momentum and the like are sharded like the parameter.
+        """
         tensors = dict[str, Any]()
         for name, part in self._by_name.items():
             if isinstance(part, torch.nn.Module):
@@ -184,10 +191,13 @@ class Parts:
         return {name: value for name, value in tensors.items() if isinstance(value, DTensor)}
 
     def describe_tensor(self, tensor: str) -> str:
-        """Return words for the tensor with this name in a checkpoint: its place, and the class of the part it is in."""
-        name, _, place = tensor.partition("/")
-        part = self._by_name.get(name)
-        return f"{place} of the {name}{f' ({type(part).__name__})' if part is not None else ''}"
+        """Return words for the tensor with this name in a checkpoint, such as "weight of the model (Linear)".
+
+        They are its name within its part, and the name and class of the part.
+        """
+        part_name, _, name_in_part = tensor.partition("/")
+        part = self._by_name.get(part_name)
+        return f"{name_in_part} of the {part_name}{f' ({type(part).__name__})' if part is not None else ''}"
 
     @property
     def reads_epoch(self) -> bool:
@@ -196,14 +206,18 @@ class Parts:
 
     def batch_size(self, step: int) -> int:
         """Return the number of samples of the update `step`, counted from 0; 0 if it is not known."""
-        if self._optimizer.sampler.batches.arriving:
+        if self._optimizer.sampler.batches.arriving:  # their sizes are known only when they come
             return 0
-        with suppress(ValueError, IndexError):
+        with suppress(ValueError, IndexError):  # the trace ends before this update
             return self._optimizer.sampler.plan.trace.batch_size(step) if step >= 0 else 0
         return 0
 
     def _state_of(self, name: str) -> Any:
-        """Return the state of a part as a checkpoint has it: without functions, by the names of parameters."""
+        """Return the state dict of a part as a checkpoint has it: without functions, by the names of parameters.
+
+        The state of an optimizer also has its first hyperparameters, and the values of its parameters that are in no
+        module among the parts.
+        """
         part = self._by_name[name]
         if name == "model":
             return self._names.model_state()
@@ -213,19 +227,22 @@ class Parts:
             return part.state_dict()
         state = {**self._names.optimizer_state(part), _BEGUN: self._begun[name]}
         outside = self._parameters_outside(part)
-        if outside:
+        if outside:  # the state of no module has their values
             state["outside"] = outside
         return state
 
     def _parameters_outside(self, optimizer: Stateful) -> dict[int, Tensor]:
         """Return the parameters of an optimizer that no module among the parts has, by their numbers in it."""
         modules = [part for part in self._by_name.values() if isinstance(part, torch.nn.Module)]
-        within = {id(parameter) for module in modules for parameter in module.parameters()}
-        named = self._names.named_parameters(optimizer)
-        return {number: tensor for number, tensor in named if isinstance(number, int) and id(tensor) not in within}
+        in_modules = {id(parameter) for module in modules for parameter in module.parameters()}
+        named = self._names.named_parameters(optimizer)  # those of the model have a text as name, others a number
+        return {number: tensor for number, tensor in named if isinstance(number, int) and id(tensor) not in in_modules}
 
     def load(self, contents: Contents, location: str, strict: bool) -> str:
         """Restore all parts and the RNG states of this rank from a checkpoint; return "", as `check_storable` does.
+
+        It checks the parts, the model and the groups before the first change. If the saved run had another number
+        of ranks, no RNG state belongs to this rank, and none is restored.
 
         Args:
             contents: what this rank has read.
@@ -245,7 +262,7 @@ class Parts:
                 check_outside(location, name, saved[name].get("outside", {}), self._parameters_outside(part))
                 if world.rank == 0:
                     warn_of_hyperparameters(location, name, saved[name].get(_BEGUN, []), self._script[name])
-        self._restoring = location
+        self._restoring = location  # until the end: a save in between would store half a state
         for name, part in saved_parts.items():  # the optimizer is first: it raises before it changes anything
             if isinstance(part, OPTIMIZERS):
                 self._load_optimizer(name, part, saved, strict)
@@ -261,13 +278,13 @@ class Parts:
             if name not in saved_parts and begin_anew is not None:
                 begin_anew()
         if len(contents.rng) == world.size:
-            random, reads_epoch = RNGStates(contents.rng[world.rank]), contents.facts.get("reads_epoch", True)
-            random.set()  # before an epoch is read: the loader draws its seed from these states
+            rng_states, reads_epoch = RNGStates(contents.rng[world.rank]), contents.facts.get("reads_epoch", True)
+            rng_states.set()  # before an epoch is read: the loader draws its seed from these states
             sampler = self._optimizer.sampler
             # If the saved run had not yet read any epoch, it drew the seed of its first one later, as this run does.
             if reads_epoch or self._optimizer.updates:
                 position = sampler.training.restored_position if reads_epoch else None
-                sampler.training.before_reading.wait_for(position, random)
+                sampler.training.before_reading.wait_for(position, rng_states)
         self._optimizer.backend.mark_step()
         self._restoring = ""
         return ""
@@ -281,14 +298,14 @@ class Parts:
             saved: the states of all parts.
             strict: see `load`.
         """
-        state, inner = with_numbers(saved[name]), inner_of(part)
+        state, inner = with_numbers(saved[name]), inner_of(part)  # torch numbers parameters, a checkpoint names them
         if isinstance(part, CustomOptimizer):
             part.load_state_dict(state, strict)
         else:
             part.load_state_dict(state)
         for number, parameter in self._parameters_outside(part).items():
             parameter.detach().copy_(saved[name]["outside"][number])
-        if keeps_dtypes(inner):
+        if keeps_dtypes(inner):  # but load_state_dict() casts floating-point states to the dtype of their parameter
             saved_parameters = {**saved["model"], **saved[name].get("outside", {})}
             named = self._names.named_parameters(part)
             restore_dtypes(inner, state, [saved_parameters.get(key, parameter).dtype for key, parameter in named])

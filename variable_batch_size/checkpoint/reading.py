@@ -66,17 +66,18 @@ def read_contents(
         VersionError: if it has a version of the format that this library does not know.
         DamagedError: if it is missing or damaged.
     """
-    ranks = read_manifests(storage, name, texts)
-    first, seal = ranks[0], seal_of(ranks)
+    manifests = read_manifests(storage, name, texts)  # the JSON of each rank
+    first, seal = manifests[0], seal_of(manifests)
     try:
         states = {key: state for key, state in first["state"].items() if only in ("", key)}
-        owns = {rank: manifest["own"] for rank, manifest in enumerate(ranks) if "own" in manifest}
+        # What differed between ranks: the states and tensors that each rank has saved for itself, by rank.
+        own_by_rank = {rank: manifest["own"] for rank, manifest in enumerate(manifests) if "own" in manifest}
         same_size = world is not None and world.size == len(first["random"])
         own_names = dict[str, str]()  # of the tensors of which each rank has its own: names in the files of this rank
-        if same_size and world is not None and (own := owns.get(world.rank)):
+        if same_size and world is not None and (own := own_by_rank.get(world.rank)):
             own_names = {key: name_on(world.rank, key) for key in own["tensors"]}
             states |= own["state"]
-        described, wanted = describe_tensors(ranks), dict[str, _Wanted]()
+        described, wanted = describe_tensors(manifests), dict[str, _Wanted]()
         for key in {**first["tensors"], **own_names}:
             if only in ("", key.partition("/")[0]):
                 key_in_files = own_names.get(key, key)
@@ -85,19 +86,19 @@ def read_contents(
         def wants(key: str, part: Part) -> object:
             return key in wanted and part.overlap(wanted[key].part)
 
-        for key, part, tensor in stream_tensors(storage, name, ranks, wants):
+        for key, part, tensor in stream_tensors(storage, name, manifests, wants):
             wanted[key].add(part, tensor)
         tensors = {key: tensor.whole() for key, tensor in wanted.items()}
         parts = {key: decode(state, lambda key: tensors[own_names.get(key, key)]) for key, state in states.items()}
         replaced = set[str]()  # by what rank 0 had
         if not same_size:
-            for own in owns.values():
+            for own in own_by_rank.values():
                 replaced |= {*own["state"], *own["tensors"]}
-        random = [str(text) for text in first["random"]]
-        return Contents(parts, random, facts_of(first), seal, sorted(replaced))
+        rng_states = [str(text) for text in first["random"]]
+        return Contents(parts, rng_states, facts_of(first), seal, sorted(replaced))
     except DamagedError:
         raise
-    except DAMAGE as error:  # another program can have written it with a valid checksum
+    except DAMAGE as error:  # wrong contents with a valid checksum, as another program can have written them
         if not storage.is_damage(error):
             raise
         raise DamagedError("checksum mismatch of the JSON of a rank", seal) from None
@@ -131,7 +132,12 @@ class _Wanted:
         self._assembled: Tensor | None = None
 
     def add(self, part: Part, tensor: Tensor) -> None:
-        """Copy from a file's `part` of the tensor what it has in common with the part that is wanted."""
+        """Copy what is wanted from a part of the tensor that was read.
+
+        Args:
+            part: which part of the whole tensor was read from a file.
+            tensor: its values.
+        """
         if (common := part.overlap(self.part)) is None:
             return
         self._missing_elements -= math.prod(common.shape)
@@ -188,7 +194,10 @@ def read_checkpoint(path: str | os.PathLike[str], *, best: bool = False) -> dict
 
 
 def read_newest(path: str | os.PathLike[str], *, best: bool = False, only: str = "") -> Contents:
-    """Return what `read_checkpoint` returns, as `Contents`; `only`: name of the one part that is read, "": all."""
+    """Return what `read_checkpoint` returns, as `Contents`; `only`: name of the one part that is read, "": all.
+
+    It tries one checkpoint after the other until one is intact, and warns of the damaged ones.
+    """
     folder, names, is_checkpoint = open_folder(path, best=best)
     if best and (is_checkpoint or not names):
         requirement = "best=True needs the folder of a training with a reported value"
@@ -201,7 +210,7 @@ def read_newest(path: str | os.PathLike[str], *, best: bool = False, only: str =
             damaged[names[0]] = str(error)
             names = [] if is_checkpoint else folder.candidates(best=best)
             continue
-        # Without those that the training has deleted meanwhile, as it should.
+        # Without those that the training has deleted meanwhile, as it should: they were not damaged.
         still_listed = {*folder.names(), *folder.lost(best=best)} if damaged else {}
         skipped = [f"{folder.storage.at(name)} ({why})" for name, why in damaged.items() if name in still_listed]
         if skipped:
@@ -227,7 +236,8 @@ def open_folder(path: str | os.PathLike[str], *, best: bool = False) -> tuple[Fo
         raise value_error("path must be the folder of a checkpoint or of a training", path, "nothing is there")
     names = folder.candidates(best=best)
     parent, _, name = folder.storage.location.rpartition("/")
-    if names or not (MANIFEST in inside or is_name(name)):
+    is_checkpoint = not names and (MANIFEST in inside or is_name(name))
+    if not is_checkpoint:
         return folder, names, False
     return Folder(parent or "/"), [name], True
 
@@ -258,7 +268,10 @@ def read_first(
 def _read_together(
     folder: Folder, name: str, likes: Mapping[str, DTensor], agreement: Agreement, call: str
 ) -> tuple[Contents | None, str]:
-    """Return what this rank has read of a checkpoint, and the damage that one of the ranks has found, "" if none."""
+    """Return what this rank has read of a checkpoint, and the damage that one of the ranks has found, "" if none.
+
+    The damage is the same on all ranks, so that all of them then use the checkpoint, or none does.
+    """
     small_files: list[str] | None = None
     if agreement.world.size >= MANY_RANKS:
         small_files = json.loads(agreement.run_on_rank_0(call, lambda: _texts_as_json(folder, name)))
@@ -291,7 +304,7 @@ def _common_damage(location: str, answers: Sequence[str]) -> str:
     Raises:
         RuntimeError: if ranks have read different checkpoints.
     """
-    seals, damages = zip(*(text.split(" ", 1) for text in answers), strict=True)
+    seals, damages = zip(*(text.split(" ", 1) for text in answers), strict=True)  # checksums and damages, by rank
     for rank, seal in enumerate(seals):
         if seal != seals[0]:
             raise RuntimeError(

@@ -59,6 +59,7 @@ def _as_saved(loaded: Any, saved: Any, dtype: torch.dtype) -> Any:
 def check_reload(inner: Optimizer, known: set[object]) -> None:
     """Load states of parameters into a copy of an optimizer that is not torch's, and check that they come back equal.
 
+    Otherwise a restored training would continue with another state than it had saved, and only its results would show.
     In each group it tries one state of each kind, which `_kind` defines. It does not check what cannot be tried in this
     way, such as an optimizer whose attributes cannot be copied.
 

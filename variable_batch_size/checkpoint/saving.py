@@ -70,6 +70,8 @@ class Saver:
     def save(self, updates: int, wait: bool, *, in_loop: bool, reported: dict[str, Any]) -> str:
         """Save the state, and return the name of the checkpoint.
 
+        Every rank calls it. All ranks first compare what they hold, so that none writes before all can write.
+
         Args:
             updates: number of updates that were made.
             wait: whether to return only when all ranks have written.
@@ -94,16 +96,17 @@ class Saver:
             collected.append(state)
             if failed is not None:
                 raise failed
-            return json.dumps([compare.summarize(state.described, state.own), state.others, get_rng_states()])
+            return json.dumps([compare.summarize(state.described, state.own), state.rank_0_bytes, get_rng_states()])
 
         answers = [json.loads(text) for text in self._run_on_all(_SAVE, collect)]
         (state,) = collected
-        confirmed = self._mark_saved()  # the previous save: no rank had an error of its thread
+        deletes_old = self._mark_saved()  # the previous save: no rank had an error of its thread
 
         # Compare, and so find what each rank writes.
         self._compare(state, [summary for summary, *_ in answers], in_full=in_full, updates=updates)
-        ranks, number, to_write = self._choose_what_to_write(state, others=answers[0][1])
-        parts, copies = {key: Part.on_rank(tensor) for key, tensor in to_write.items()}, dict[str, Tensor]()
+        _, rank_0_bytes, _ = answers[0]
+        num_writers, writer_number, to_write = self._choose_what_to_write(state, rank_0_bytes)
+        tensor_parts, copies = {key: Part.on_rank(tensor) for key, tensor in to_write.items()}, dict[str, Tensor]()
 
         # Copy: what the thread writes does not change with the training.
         def copy_and_begin() -> str:
@@ -115,25 +118,28 @@ class Saver:
             else:
                 copies.update(self._copies.copy_to_host(local))
             with self._named_errors(updates):
-                return "" if world.rank else self._folder.begin(updates, ranks)
+                return "" if world.rank else self._folder.begin(updates, num_writers)
 
         name = self._agreement.run_on_all(_SAVE, copy_and_begin)[0]
         self._saves += 1
-        random = [rng for *_, rng in answers]
-        facts = self._facts_of_rank(state) if world.rank else self._facts(updates, state, reported, random)
+        rng_states = [rng for *_, rng in answers]  # of the host of each rank
+        if world.rank:
+            entries = self._json_of_other_rank(state)
+        else:
+            entries = self._json_of_rank_0(updates, state, reported, rng_states)
 
-        # Write, and seal: the JSON comes last.
+        # Write: the JSON comes last, and with it the checkpoint is complete.
         def write() -> str:
-            if number is not None:
+            if writer_number is not None:
                 with self._named_errors(updates):
-                    if confirmed:  # deleted in this function, because the training does not wait for the thread
+                    if deletes_old:  # in this function, because the training does not wait for the thread
                         self._folder.tidy(self._keep)
-                    self._folder.write(name, number, copies, parts, facts)
+                    self._folder.write(name, writer_number, copies, tensor_parts, entries)
             return ""
 
         if wait:
             self._run_on_all(_SAVE, write)
-        elif number is not None:
+        elif writer_number is not None:
             self.thread.submit(write)
         self._unfinished = name, reported
         if wait:
@@ -147,7 +153,10 @@ class Saver:
             self._agreement.run_on_all(call, self._tidy)
 
     def _run_on_all(self, call: str, work: Callable[[], str]) -> list[str]:
-        """Return the results of `work` by rank; if it raises on one of them, forget the save that was not finished."""
+        """Call `work` on all ranks, and return its results by rank; after an error forget the save under way.
+
+        That save may not be complete then, so that `_mark_saved` must not record it.
+        """
         try:
             return self._agreement.run_on_all(call, work)
         except RuntimeError:
@@ -157,7 +166,7 @@ class Saver:
     def _mark_saved(self) -> bool:
         """Record that all ranks have written the last save; return whether this rank has to delete old checkpoints.
 
-        Rank 0 has to, once for each save.
+        Only rank 0 has to, once for each save: before all ranks have written, an older checkpoint may still be needed.
         """
         unfinished, self._unfinished = self._unfinished, None
         if unfinished is None or self._agreement.world.rank:
@@ -198,12 +207,12 @@ class Saver:
 
     # The state of this rank, and what ranks share. --------------------------------------------------------------------
 
-    def _collect(self, in_loop: bool, contents: bool) -> _Collected:
-        """Return the state of all parts as this rank has it, and what is compared with other ranks.
+    def _collect(self, in_loop: bool, in_full: bool) -> _Collected:
+        """Return the state of all parts as this rank has it, with digests (hashes) to compare with other ranks.
 
         Args:
             in_loop: see `Parts.state_dicts`.
-            contents: whether to compute digests of all contents, and not only of what `Parts.names_to_compare` names.
+            in_full: whether to compute digests of all contents, and not only of what `Parts.names_to_compare` names.
         """
         parts = self._parts.state_dicts(in_loop=in_loop)
         tensors = dict[str, Tensor]()
@@ -211,7 +220,7 @@ class Saver:
         self._parts.check_reload()
         self._backend.mark_step()  # all ranks compute what is pending, so that rank 0 does not do it alone
         sampler = parts["optimizer"]["vbs"]["sampler"]
-        if self._agreement.world.size == 1:
+        if self._agreement.world.size == 1:  # nothing to compare
             return _Collected(state, tensors, set(), 0, {}, compare.Own({}, {}), sampler)
         whole = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
         if len(whole) < len(tensors) and not self._together:
@@ -219,21 +228,25 @@ class Saver:
                 f"every rank must write its part of a sharded model, but not all of them share the folder "
                 f"{self._folder.storage.location}; choose a folder that all ranks share"
             )
-        equal = self._parts.equal_on_ranks(tensors)
-        shared = {name: tensors[name] for name in tensors if name in equal and tensors[name].device.type != "xla"}
-        others = sum(tensor.nbytes for name, tensor in whole.items() if name not in shared)
+        # What must be equal on all ranks, and what may differ, so that each rank perhaps has to save its own.
+        must_be_equal = self._parts.equal_on_ranks(tensors)
+        comparable = {name: tensor for name, tensor in tensors.items() if tensor.device.type != "xla"}
+        shared = {name: tensor for name, tensor in comparable.items() if name in must_be_equal}
+        rank_0_bytes = sum(tensor.nbytes for name, tensor in whole.items() if name not in shared)
         changing, changing_parts = self._parts.names_to_compare(tensors)
         own_tensors = dict[str, Tensor]()
         for name, tensor in whole.items():
-            if name not in equal and (contents or name in changing):
+            if name not in must_be_equal and (in_full or name in changing):
                 own_tensors[name] = self._backend.host(tensor) if tensor.device.type == "xla" else tensor
-        own_parts = {name: part for name, part in state.items() if contents or name in changing_parts}
+        own_parts = {name: part for name, part in state.items() if in_full or name in changing_parts}
         own = compare.Own.of_state(own_tensors, own_parts)
-        described = compare.describe_shared(shared, contents=contents)
-        return _Collected(state, tensors, {*shared}, others, described, own, sampler)
+        described = compare.describe_shared(shared, contents=in_full)
+        return _Collected(state, tensors, {*shared}, rank_0_bytes, described, own, sampler)
 
     def _compare(self, state: _Collected, summaries: list[dict[str, str]], *, in_full: bool, updates: int) -> None:
         """Check that ranks hold the same in what they share, and find the tensors and parts that differ between them.
+
+        Those that may differ are noted in `_per_rank`: from now on each rank saves its own version of them.
 
         Args:
             state: what this rank has.
@@ -245,12 +258,12 @@ class Saver:
             RuntimeError: on every rank, if they differ in what they share by more than rounding.
         """
         differing, rank_0 = compare.differing_keys(summaries), self._agreement.world.rank == 0
-        if differing - {compare.OWN}:
+        if differing - {compare.OWN}:  # what is under `OWN` may differ, all else may not
             text = json.dumps(compare.add_sketches(state.described, state.tensors))
-            ranks = [json.loads(answer) for answer in self._agreement.gather(_SAVE, text)]
-            name, rank, rounding = compare.first_difference(ranks)
+            descriptions = [json.loads(answer) for answer in self._agreement.gather(_SAVE, text)]  # by rank
+            name, rank, only_by_rounding = compare.first_difference(descriptions)
             where = f"{self._parts.describe_tensor(name)} on rank {rank}"
-            if not rounding:
+            if not only_by_rounding:
                 raise RuntimeError(
                     f"ranks must hold the same parameters and states of optimizers, but {where} is another one than on "
                     f"rank 0; write weights on every rank alike, and begin with vbs.broadcast_parameters(model) or one "
@@ -269,9 +282,9 @@ class Saver:
         if compare.OWN in differing:
             answers = self._agreement.gather(_SAVE, json.dumps(state.own))
             self._per_rank |= compare.find_own([compare.Own(*json.loads(text)) for text in answers])
-        new = sorted((self._per_rank.tensors - before.tensors) | (self._per_rank.parts - before.parts))
-        if new and rank_0:
-            names = few_of(new)
+        newly_found = sorted((self._per_rank.tensors - before.tensors) | (self._per_rank.parts - before.parts))
+        if newly_found and rank_0:
+            names = few_of(newly_found)
             if self._together:
                 size = sum(state.tensors[name].nbytes for name in self._per_rank.tensors & state.tensors.keys())
                 line = f"Saved for each rank, because they differ: {names} ({size:,} bytes a rank)."
@@ -284,21 +297,23 @@ class Saver:
                     stacklevel=stacklevel_of_user(),
                 )
 
-    def _choose_what_to_write(self, state: _Collected, others: int) -> tuple[int, int | None, dict[str, Tensor]]:
+    def _choose_what_to_write(self, state: _Collected, rank_0_bytes: int) -> tuple[int, int | None, dict[str, Tensor]]:
         """Return how many ranks write, the number of this one among them, and the tensors that it writes.
 
-        The number is None if this rank writes nothing.
+        The number is None if this rank writes nothing. What is equal on all ranks is spread over them; a rank writes
+        its shard of a sharded tensor, and its own version of a tensor that differs between ranks.
 
         Args:
             state: what this rank has.
-            others: bytes of the tensors that only rank 0 can write.
+            rank_0_bytes: bytes of the tensors that only rank 0 can write, on rank 0.
         """
         rank, size = self._agreement.world.rank, self._agreement.world.size
         if not self._together:
             return (1, 0, state.tensors) if rank == 0 else (1, None, {})
         whole = {name: tensor for name, tensor in state.tensors.items() if not isinstance(tensor, DTensor)}
         sharded = {name: tensor for name, tensor in state.tensors.items() if isinstance(tensor, DTensor)}
-        writer_of = assign_writers({name: whole[name].nbytes for name in whole if name in state.shared}, size, others)
+        sizes = {name: tensor.nbytes for name, tensor in whole.items() if name in state.shared}
+        writer_of = assign_writers(sizes, size, rank_0_bytes)
         writers = [*range(size)] if sharded or any(self._per_rank) else sorted({0, *writer_of.values()})
         to_write = {name: tensor for name, tensor in whole.items() if writer_of.get(name, 0) == rank}
         to_write |= {name: tensor for name, tensor in sharded.items() if is_writer(name, tensor)}
@@ -307,22 +322,28 @@ class Saver:
 
     # What the JSON says. ----------------------------------------------------------------------------------------------
 
-    def _facts(self, updates: int, state: _Collected, reported: dict[str, Any], random: list[str]) -> dict[str, Any]:
+    def _json_of_rank_0(
+        self, updates: int, state: _Collected, reported: dict[str, Any], rng_states: list[str]
+    ) -> dict[str, Any]:
         """Return the entries of the JSON of rank 0, without the description of its file.
 
         Args:
             updates: number of updates that were made.
             state: what this rank has.
             reported: entries for values that `report()` got.
-            random: states of the host RNGs of each rank, as texts.
+            rng_states: states of the host RNGs of each rank, as texts.
         """
-        position = {"updates": updates, "world": len(random), "batch_size": self._parts.batch_size(updates - 1)}
+        batch_size = self._parts.batch_size(updates - 1)  # of the last update, as they count from 0
+        position = {"updates": updates, "world": len(rng_states), "batch_size": batch_size}
         position |= {key: state.sampler[key] for key in _POSITION} | {"reads_epoch": self._parts.reads_epoch}
         tensors = {name: describe(tensor) for name, tensor in state.tensors.items()}
-        return {**versions(), **position, **reported, "state": state.json, "random": random, "tensors": tensors}
+        return {**versions(), **position, **reported, "state": state.json, "random": rng_states, "tensors": tensors}
 
-    def _facts_of_rank(self, state: _Collected) -> dict[str, Any]:
-        """Return the entries of the JSON of a rank other than 0, without the description of its file."""
+    def _json_of_other_rank(self, state: _Collected) -> dict[str, Any]:
+        """Return the entries of the JSON of a rank other than 0, without the description of its file.
+
+        They hold only what differs between ranks; all else is in the JSON of rank 0.
+        """
         if not any(self._per_rank):  # a named tuple of two sets: both are empty
             return {}
         tensors = {name: describe(tensor) for name, tensor in state.tensors.items() if name in self._per_rank.tensors}
@@ -338,7 +359,7 @@ class Saver:
         except Exception as error:  # its class depends on the store
             storage, writer = self._folder.storage, self._folder.writer
             if writer.number and not writer.writes:
-                writer.check()  # another process is the cause
+                writer.check()  # raises: another process has taken over the folder, which is the cause
             remedy = "free disk space" if storage.on_disk else "restore the connection"  # and the next save succeeds
             raise OSError(
                 f"Checkpoint update-{updates:08d} could not be written to {storage.location} "
@@ -355,7 +376,7 @@ class _Collected(NamedTuple):
         json: the JSON of each part, by its name.
         tensors: all tensors by name.
         shared: names of the tensors that must be equal on all ranks or, if sharded, on ranks that have the same part.
-        others: bytes of the tensors that are neither shared nor sharded.
+        rank_0_bytes: bytes of the tensors that are neither shared nor sharded, which only rank 0 can write.
         described: what is compared of the shared tensors.
         own: digests of what may differ between ranks.
         sampler: the state of the sampler.
@@ -364,7 +385,7 @@ class _Collected(NamedTuple):
     json: dict[str, Json]
     tensors: dict[str, Tensor]
     shared: set[str]
-    others: int
+    rank_0_bytes: int
     described: dict[str, compare.Described]
     own: compare.Own
     sampler: Mapping[str, Any]
@@ -373,15 +394,16 @@ class _Collected(NamedTuple):
 def describe(tensor: Tensor) -> dict[str, Json]:
     """Return what the JSON says of a tensor: dtype and shape; also the stride if its dimensions lie permuted in memory.
 
-    Other strides, as of a slice, are not kept: the tensor is read as a contiguous one.
+    An example is the memory format channels_last. Other strides, as of a slice, are not kept: the tensor is read as a
+    contiguous one.
     """
-    facts: dict[str, Json] = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": [*tensor.shape]}
+    entries: dict[str, Json] = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": [*tensor.shape]}
     if not isinstance(tensor, DTensor) and not tensor.is_contiguous():
         strides = tensor.stride()
-        order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
-        if tensor.permute(order).is_contiguous():
-            facts["stride"] = [*strides]
-    return facts
+        from_outer_to_inner = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
+        if tensor.permute(from_outer_to_inner).is_contiguous():
+            entries["stride"] = [*strides]
+    return entries
 
 
 def versions() -> dict[str, str]:
@@ -421,21 +443,22 @@ class WriteThread:
                 raise
             self._executor = executor
         self.busy = True
-        self._executor.submit(_do, work, self._errors)
+        self._executor.submit(_run_and_keep_error, work, self._errors)
 
     def wait(self) -> str:
         """Wait until all submitted functions have run, and return "".
 
-        It asks again and again whether they have: a wait for a `Future`, which has a lock, may leave the lock in any
-        state if it is interrupted. It submits a function that does nothing and asks for the end of that one, because it
-        cannot know all earlier ones: their `submit` may have been interrupted.
+        It returns "" because `Agreement.run_on_all` takes functions that return a text. It polls, because an interrupt
+        of a blocking wait for a `Future` may leave its lock in any state. It submits a function that does nothing, and
+        waits for the end of that one, because it cannot know all earlier ones: their `submit` may have been
+        interrupted.
 
         Raises:
             Exception: the error of one of the functions; it is raised once.
         """
         if self.busy and self._executor is not None and self._pid == os.getpid():  # a forked process has no thread
-            last, pause = self._executor.submit(int), 1e-4  # seconds
-            while not last.done():
+            end_mark, pause = self._executor.submit(int), 1e-4  # seconds
+            while not end_mark.done():
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)
         self.busy = False
@@ -451,8 +474,8 @@ class WriteThread:
             warnings.warn(str(error), RuntimeWarning, stacklevel=4)  # at the user's close() or `with`
 
 
-def _do(work: Callable[[], object], errors: list[Exception]) -> None:
-    """Call `work`, and add an error of it to `errors`."""
+def _run_and_keep_error(work: Callable[[], object], errors: list[Exception]) -> None:
+    """Call `work` in the thread; add an error of it to `errors`, from which `WriteThread.wait` raises it."""
     try:
         work()
     except Exception as error:
@@ -477,7 +500,10 @@ class Copies:
         self._buffers = dict[str, Tensor]()
 
     def copy_to_host(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return copies of tensors in host memory of this object, complete on return."""
+        """Return copies of tensors in host memory, complete on return; they overwrite those of the previous call.
+
+        The memory of a tensor that no longer has the same name, dtype, shape and stride is released.
+        """
         earlier, self._buffers = self._buffers, {}
         copies = dict[str, Tensor]()
         for name, tensor in tensors.items():

@@ -34,8 +34,8 @@ def assign_writers(sizes: Mapping[str, int], world_size: int, others: int = 0) -
     {'a': 0, 'b': 1, 'c': 1}
     """
     writers = max(1, min(world_size, sum(sizes.values()) // SMALLEST))
-    loads = [(0 if index else others, index * world_size // writers) for index in range(writers)]
-    heapq.heapify(loads)
+    loads = [(0 if index else others, index * world_size // writers) for index in range(writers)]  # bytes, and rank
+    heapq.heapify(loads)  # the smallest load comes first
     ranks = dict[str, int]()
     for name in sorted(sizes, key=lambda name: -sizes[name]):  # stable: the same on all ranks
         load, ranks[name] = loads[0]
@@ -95,8 +95,8 @@ class Part(NamedTuple):
 
     def overlap(self, other: Part) -> Part | None:
         """Return the part of the whole tensor that is in both parts; None if they have no element in common."""
+        begins = [max(pair) for pair in zip(self.offset, other.offset, strict=True)]  # for each dimension, as below
         ends = [min(a + length, b + other_length) for a, length, b, other_length in zip(*self, *other, strict=True)]
-        begins = [max(pair) for pair in zip(self.offset, other.offset, strict=True)]
         shape = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
         return None if any(length <= 0 for length in shape) else Part(tuple(begins), shape)
 
@@ -109,7 +109,7 @@ class Part(NamedTuple):
 def is_writer(name: str, tensor: DTensor) -> bool:
     """Return whether this rank writes its part of a sharded tensor: among the ranks that have the same part, one does.
 
-    A hash of the name chooses it, so that the tensors are spread over these ranks.
+    A hash of the name chooses it, so that the tensors are spread over these ranks without communication.
     """
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     if coordinate is None or not bool((mesh.mesh == 0).any()) or not tensor.to_local().numel():

@@ -175,7 +175,7 @@ class Storage:
 
     def age(self, name: str) -> float:
         """Return the seconds since a file was written, by the clock of the disk or the store."""
-        probe = f".probe-{uuid4().hex}"  # a file written now tells the time by that clock
+        probe = f".probe-{uuid4().hex}"  # a new file, whose time of writing is now by that clock
         self.put("", probe, create=True)
         try:
             now, then = (self._fs.modified(self._path_of([file])) for file in (probe, name))

@@ -99,11 +99,11 @@ def _encode(value: Any, name: str, tensors: dict[str, Tensor], names: dict[objec
 def _encode_tensor(value: Tensor, name: str, tensors: dict[str, Tensor], names: dict[object, str]) -> Json:
     """Return the JSON of a tensor, and add it, or the parts of a sparse one, to `tensors`."""
     if value.layout is torch.sparse_coo:
-        parts = value.detach()._indices(), value.detach()._values()
-        of_parts = [_encode(part, f"{name}/{index}", tensors, {}) for index, part in enumerate(parts)]
-        return {_TAG: "sparse_coo", _OF: [*of_parts, [*value.shape], value.is_coalesced()]}
+        dense = value.detach()._indices(), value.detach()._values()
+        encoded = [_encode(tensor, f"{name}/{index}", tensors, {}) for index, tensor in enumerate(dense)]
+        return {_TAG: "sparse_coo", _OF: [*encoded, [*value.shape], value.is_coalesced()]}
     view = identity(value)
-    if view not in names:
+    if view not in names:  # otherwise the same tensor was at another place, as tied weights are
         names[view] = _free_name(name, tensors)
         tensors[names[view]] = value.detach()
     return {_TAG: "tensor", _OF: names[view]}
@@ -165,7 +165,7 @@ def _is_plain(tensor: Tensor) -> bool:
 def _free_name(name: str, taken: dict[str, Tensor]) -> str:
     """Return a name that is not taken: this name, or it with the lowest free number appended."""
     number, free = 1, name
-    while free in taken:  # keys of a dict can have the same text
+    while free in taken:  # keys of a dict can have the same text, as 1 and "1"
         number += 1
         free = f"{name}#{number}"
     return free

@@ -87,7 +87,7 @@ class Writer:
         Raises:
             OSError: if another process writes there.
         """
-        number, last = max(self._records().items(), default=(0, None))
+        number, last = max(self._records().items(), default=(0, None))  # of the last writer: its number and record
         earlier_writer = _open.get(self._key)  # of this process, as when a notebook's cell runs again
         if earlier_writer is not None and earlier_writer._pid != os.getpid():  # of the process that was forked
             earlier_writer = None
@@ -95,6 +95,7 @@ class Writer:
             earlier_writer._stop()
         try:
             locked = self._lock_file(last)
+            # A writer of this process, which was stopped above, needs no check.
             if last is not None and (earlier_writer is None or earlier_writer._record.token != last.token):
                 self._check_free(last, number, locked)
             self.number, host = max(number, highest) + 1, socket.gethostname()
@@ -146,7 +147,7 @@ class Writer:
                 f"followed by another one; {remedy} another Checkpoint"
             )
         records = self._records() or {self.number: self._record}  # all files were deleted: the next save begins anew
-        last, other = max(records.items())
+        last, other = max(records.items())  # the highest number, which writes, and its record
         if last > self.number:
             raise RuntimeError(
                 f"{folder} was taken over by {other.process}, so that this process writes no checkpoint; end it"
@@ -181,7 +182,7 @@ class Writer:
         self._stop()
 
     def _stop(self) -> None:
-        """Stop to write: end the thread that renews the file, and unlock the folder."""
+        """Stop being the writer: end the thread that renews the file, and unlock the folder."""
         if self._pid != os.getpid():  # forked while the other thread held `_writing`, it would wait for ever
             return
         self._ended.set()
@@ -239,7 +240,7 @@ class Writer:
         """
         if last.ended or (locked and last.locked) or (self._run and last.run == self._run):
             return
-        remaining = SECONDS - self._storage.age(_file_name(number))
+        remaining = SECONDS - self._storage.age(_file_name(number))  # its process would have written the file again
         if remaining > 0:
             raise OSError(self._refusal(last, f", wait for {remaining:.0f} s if it has ended"))
 

@@ -181,7 +181,7 @@ class Batches:
         return Position(position.epoch + 1, position.step) if self.ends_epoch(position) else position
 
     def place_after(self, place: Place, batch: Batch) -> Place:
-        """Return the place of a training that has made its next update."""
+        """Return the place of a training, its position and number of samples, after its next update, `batch`."""
         made = self.next_update(place.position)
         return Place(Position(made.epoch, made.step + 1), place.samples + batch.batch_size)
 
@@ -277,7 +277,7 @@ class Batches:
 
     @property
     def known_until(self) -> int:
-        """The first step whose batch size is not known yet."""
+        """The first step whose batch size is not known yet, because a controller has yet to decide it."""
         end = None if self.decided is None else self.decided.known_until
         return MAX_INT if end is None else end
 
@@ -299,12 +299,16 @@ class Batches:
         return self.plan.past(step)
 
     def past_of_state(self, state: dict[str, Any]) -> str:
-        """Return the fingerprint of the batch sizes that this training has before a saved position."""
+        """Return the fingerprint of the batch sizes that this training has before a saved position.
+
+        A state can be restored if it has the same one.
+        """
         step = check_int(state["step"], "step")
         if self.decided is None:
             return self.past_before(step)
         if "growth" in state:  # the decisions of the saved run, which replace those of this one: nothing to compare
             return str(state["past"])
+        # The saved run had a fixed trace: a controller continues it only if all its batch sizes were `start`.
         trace = DecidedTrace.after_constant(self.decided.adaptive, step).trace
         return replace(self.plan, trace=trace).past(step)
 

@@ -211,7 +211,7 @@ class Dealer:
             ValueError: if the state was saved with another dataset size, seed or past of the trace, unless `strict` is
                 False; or if there is no such position.
         """
-        if self.training.owned:  # the optimizer's state moves the training; a loop must still begin anew
+        if self.training.owned:  # the optimizer's state moves the training, but a loop must still begin anew
             self.training.restarts += 1
             return
         check_position(state_dict)
@@ -238,7 +238,7 @@ class Dealer:
         return partial(self.adopt_state, state, self.resume(state), owned=True)
 
     def adopt_state(self, state: dict[str, Any], batches: Batches, *, owned: bool) -> None:
-        """Continue at a saved position; `owned`: an optimizer has loaded it, and counts from there."""
+        """Continue at a saved position; `owned`: whether an optimizer has loaded it, and counts from there."""
         self.training.load(state, batches, owned=owned)
 
     def check_samples(self, state: dict[str, Any]) -> None:

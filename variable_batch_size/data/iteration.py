@@ -38,7 +38,7 @@ class Iteration:
 
     def __next__(self) -> list[int]:
         training = self._training
-        if self._rows is None:
+        if self._rows is None:  # the first read, see the docstring of the class
             self._reads = training.begin_iteration()
             self._step = self._reads.start.step
             self._rows = self._yield_rows(self._reads.start.epoch, training.batches)
@@ -48,7 +48,7 @@ class Iteration:
         return row
 
     def _yield_rows(self, number: int, batches: Batches) -> Iterator[list[int]]:
-        """Yield the indices of each microbatch to the end of epoch `number`."""
+        """Yield the indices in the dataset of each microbatch of this rank, to the end of epoch `number`."""
         order, plan = batches.order(number), batches.plan
         chunk = max(1, INDICES_PER_CHUNK // plan.minibatch_size)  # microbatches
         for deal in self._deals(number):
@@ -76,7 +76,10 @@ class Iteration:
             yield deal
 
     def _wait_for_next_step(self, number: int) -> Batches | None:
-        """Return the batches once a controller has decided the next step; None if nobody reads it any more."""
+        """Return the batches once a controller has decided the next step; None if no loop reads the iteration any more.
+
+        A loader's thread or process that reads ahead waits here for the training.
+        """
         training, reads = self._training, self._reads
         ahead = reads.number - reads.stepped + 1  # microbatches that are read and not trained on, with the next one
 
@@ -111,12 +114,12 @@ class Iteration:
         # A loader that was saved after the last update of an epoch may not have met its end: its position is that end,
         # and the training's is the first update of the next epoch.
         if position == due:
-            same = True
+            is_due = True
         elif position.epoch < batches.plan.first_epoch:  # the plan has forgotten that epoch
-            same = position == (due.epoch - 1, due.step)
+            is_due = position == (due.epoch - 1, due.step)
         else:
-            same = batches.next_update(position) == due
-        if state_dict["round"] or not same:
+            is_due = batches.next_update(position) == due
+        if state_dict["round"] or not is_due:
             within = f", before its microbatch {state_dict['round']}" if state_dict["round"] else ""
             raise RuntimeError(
                 f"the loader was saved at {position}{within}, but the optimizer is at {due}; save both when "

@@ -30,7 +30,12 @@ class BeforeReading:
         self._states: RandomStates | None = None
 
     def wait_for(self, position: Position | None, states: RandomStates) -> None:
-        """Set these states at a position; None: at none, because the saved run had not begun to read its epoch."""
+        """Keep states of a checkpoint until a loop begins to read at a position.
+
+        Args:
+            position: the position; None: none, because the saved run had not begun to read its epoch.
+            states: the states.
+        """
         self._position, self._states = position, states
 
     def waits_at(self, position: Position) -> bool:
@@ -38,14 +43,17 @@ class BeforeReading:
         return self._states is not None and self._position == position
 
     def set_waiting(self, position: Position) -> None:
-        """Set the states that wait for this position, and forget others."""
+        """Set the states if they wait for this position, where a loop begins to read now; forget any others."""
         if self._states is not None and self._position == position:
             self._states.set()
         else:
             self._states = None
 
     def wait_with_present(self, position: Position) -> None:
-        """Set, at this position, what there is now: undo what starting workers draws, which the saved run had."""
+        """Let the states that the generators have now wait for this position, in the place of the saved ones.
+
+        Starting workers draws random numbers. The saved run had drawn them before, so that this undoes it.
+        """
         if self._states is not None and self._position != position:
             self._states.keep()
             self._position = position

@@ -126,7 +126,7 @@ class Training:
         self._restart_outside()
 
     def _restart_outside(self) -> None:
-        """Begin without optimizers, and without loaders that wait."""
+        """Begin without optimizers, and without loaders that wait: these belong to one process, and not to a copy."""
         self.changed = threading.Condition()  # notified when the batches have changed
         self.trainer: int | None = None  # the thread of the last update
         self.members: WeakKeyDictionary[Any, _Report] = WeakKeyDictionary()  # the optimizers
@@ -165,7 +165,14 @@ class Training:
         self.batches = self._batches.grow(decided, self.position)
 
     def attach(self, member: Member | None, *, compiles_shapes: bool, elastic: bool, split: Split) -> None:
-        """Deal for an optimizer that will report every microbatch; see `Dealer.attach`."""
+        """Deal microbatches to an optimizer that will report each of them; see `Dealer.attach`.
+
+        Args:
+            member: the optimizer; None if it takes part already, and only needs another split.
+            compiles_shapes: whether its device compiles each shape, so that shapes are fixed by default.
+            elastic: whether the world may change between two steps.
+            split: how it needs steps to be split into microbatches.
+        """
         batches, choice = self._batches_before_choice, self._choice
         before, self._choice = batches.split, None
         # With batches that arrive each rank has its own number of rows. If several optimizers each have a
@@ -178,19 +185,24 @@ class Training:
             equal_rounds=before.equal_rounds or split.equal_rounds,
             unequal=before.unequal,
         )
-        fixed = True if compiles_shapes and not self._cut_is_known else None
+        fixed = True if compiles_shapes and not self._cut_is_known else None  # None: as it is, perhaps by the user
         self.batches = batches.with_split(split, fixed_shape=fixed)
         if choice is not None:  # repeat the choice of set_epoch, along the new batches
             self._choose_epoch(choice.position.epoch)
         self._cut_is_known, self.elastic = True, self.elastic or elastic
         if member is not None:
             for report in self.members.values():
-                report.works &= report.round > 0  # the new one may take the place of another, which then never works
+                # The new optimizer may take the place of another one, which then must not be waited for: what has
+                # counted no microbatch of this update takes part again only when it is next used.
+                report.works &= report.round > 0
             self.members[member] = _Report()
         self.restarts += 1  # microbatches that were read before are not for this optimizer
 
     def continue_with(self, other: Training) -> None:
-        """Continue with the batches of another training, from their beginning; no optimizer has begun that training."""
+        """Continue with the batches of another training, from their beginning; no optimizer has begun that training.
+
+        The updates and samples so far are kept as those of an earlier sampler, so that they are counted on.
+        """
         self.earlier = Earlier(self.earlier.stage + 1, self.updates, self.samples)
         self._choice, self._committed = None, other.place
         self.batches, self.epochs, self.read_epoch = other.batches, other.epochs, other.read_epoch
@@ -199,6 +211,8 @@ class Training:
 
     def enter_world(self, world: World, *, loaded: bool) -> bool:
         """Deal for a world from the next step on; return whether anything has changed.
+
+        If so, the step starts over, as its microbatches are now those of other ranks.
 
         Args:
             world: this rank, and the number of ranks.
@@ -215,12 +229,15 @@ class Training:
 
     @property
     def place(self) -> Place:
-        """How far the training is."""
+        """How far the training is: its position, which `set_epoch` may have moved, and the samples it has used."""
         return self._committed if self._choice is None else self._committed._replace(position=self._choice.position)
 
     @property
     def stage(self) -> int:
-        """How many samplers came before the one of the position, which is a later one than this if `later` is set."""
+        """How many samplers came before the one of the position, by `continue_with`.
+
+        It is this sampler, or a later one if `later` has a state of it.
+        """
         return self.earlier.stage if self.later is None else Earlier.of(self.later).stage
 
     @property
@@ -267,7 +284,10 @@ class Training:
 
     @property
     def end_pending(self) -> bool:
-        """Whether the epoch of the position has ended, but the loop has not yet done what it does at its end."""
+        """Whether the epoch of the position has ended, but the loop has not yet done what it does at its end.
+
+        That is so after a restore of a state that was saved in between, before evaluation and schedulers, for example.
+        """
         batches, position = self._batches, self.position
         if self.read_epoch >= position.epoch or position.epoch < batches.plan.first_epoch:
             return False
@@ -297,10 +317,10 @@ class Training:
         epoch = check_int(epoch, "epoch", 0, remedy="count epochs from 0")
         self.check_phase("set_epoch()", Phase.BETWEEN_STEPS, Phase.INSIDE_STEP)
         self.finish_update()
-        batches, before = self._batches_before_choice, self.position
+        batches, before = self._batches_before_choice, self.position  # an earlier choice is undone
         self._check_not_over(epoch, batches)
         batches.plan.epoch(epoch)  # raises if the trace ends before
-        self.batches, self._choice = batches, None  # this choice replaces an earlier one
+        self.batches, self._choice = batches, None
         if epoch > self._committed.position.epoch:
             self._choose_epoch(epoch)
         if not self._batches.epoch(self.position).updates:
@@ -331,12 +351,15 @@ class Training:
         return self._batches if decided is None else self._batches.grow(decided, self._committed.position)
 
     def _choose_epoch(self, epoch: int) -> None:
-        """Move to the first step of a later epoch, until the next commit or another choice; see `_Choice`."""
-        batches, position = self._batches, self._committed.position
-        chosen = batches.enter_epoch(batches.next_update(position), epoch)
+        """Move to the first step of a later epoch, until the next commit or another choice; see `_Choice`.
+
+        A controller that chooses batch sizes skips the updates in between.
+        """
+        batches, committed = self._batches, self._committed.position
+        chosen = batches.enter_epoch(batches.next_update(committed), epoch)
         self._choice = _Choice(chosen, batches.decided)
-        if batches.decided is not None and chosen.step > position.step:
-            self.batches = batches.grow(batches.decided.skip_to(chosen.step), position)
+        if batches.decided is not None and chosen.step > committed.step:
+            self.batches = batches.grow(batches.decided.skip_to(chosen.step), committed)
 
     def _warn_of_skipped(self, before: Position, epoch: int) -> None:
         """Warn of the updates between a position and the present one, which `set_epoch` has left out."""
@@ -352,19 +375,28 @@ class Training:
             )
 
     def load(self, state: dict[str, Any], batches: Batches, *, owned: bool) -> None:
-        """Continue at a saved position; `owned`: an optimizer has loaded it, and counts from there."""
+        """Continue at a saved position.
+
+        Args:
+            state: the saved state, with the position.
+            batches: the batches of the continued training.
+            owned: whether an optimizer has loaded the state, and counts from there; otherwise only the sampler has.
+        """
         place = Place(position_of(state), check_int(state["samples"], "samples"))
         self.batches, self._committed, self._choice = batches, place, None
         self.read_epoch = place.position.epoch
         if state["end_pending"] or not batches.ends_epoch(place.position):
-            self.read_epoch -= 1
+            self.read_epoch -= 1  # the loop is still to read this epoch, or to come to its end
         self.earlier, self.later = Earlier.of(state), None
         self.owned, self._cut_is_known = self.owned or owned, True
         self.unrestored = not owned and len(self.members) > 0 and place.position.step > 0
         self.restart(anew=True)
 
     def check_stage(self, state: dict[str, Any]) -> bool:
-        """Return whether a state is that of a later sampler; raise ValueError if it is that of an earlier one."""
+        """Return whether a state is one of a later sampler; raise ValueError if it is one of an earlier sampler.
+
+        Samplers that follow one another by `continue_with` are numbered by their stage.
+        """
         saved = Earlier.of(state).stage
         if saved < self.earlier.stage:
             remedy = "restore before continue_with(), which goes on where the state was"
@@ -411,7 +443,7 @@ class Training:
         return self.members[member].late or self._due()
 
     def _due(self) -> Due:
-        """Return the next update of the training."""
+        """Return the next update of the training, with the counts and the epoch before it."""
         return Due(self.batch, self.updates, self.samples, self.epoch)
 
     def batch_of(self, member: object) -> Batch:
@@ -422,6 +454,7 @@ class Training:
     def _planned_batch(self, position: Position) -> Batch:
         """Return the update at a position as it is planned; raise RuntimeError if the training has ended."""
         batches = self._batches
+        # Stored, because each microbatch asks for its update.
         if self._planned is None or self._planned[0] is not batches or self._planned[1] is not position:
             due = batches.next_update(position)
             if batches.ends_epoch(due):
@@ -435,6 +468,7 @@ class Training:
     def microbatch(self, member: object, ahead: int = 0) -> Microbatch:
         """Return the next microbatch that an optimizer counts, or the one that comes `ahead` rounds after it."""
         position, begins_update = self.position, self.round == 0 and self.members[member].late is None
+        # After the end of an epoch, the loop has to read the next one first: a schedule or `set_epoch` may come before.
         if begins_update and self._batches.ends_epoch(position) and self.read_epoch <= position.epoch:
             raise RuntimeError(
                 f"a microbatch must be of an epoch that has begun, but all updates of epoch {position.epoch} are "
@@ -461,7 +495,7 @@ class Training:
         return self.expected is not None and self.round_of(member) + 1 == self.handed_out
 
     def is_made_without(self, member: object) -> bool:
-        """Return whether another optimizer has made the update that an optimizer is to make."""
+        """Return whether another optimizer has already made the update that this optimizer is still to make."""
         report = self.members[member]
         if report.late is not None:
             return True
@@ -475,13 +509,19 @@ class Training:
         )
 
     def expect(self, batch: Batch, handed_out: int = 0) -> None:
-        """Note the update whose microbatches a loop over `vbs.updates` hands out, and how many it has handed out."""
+        """Note the update whose microbatches a loop over `vbs.updates` hands out, and how many it has handed out.
+
+        `step()` then accepts these microbatches only.
+        """
         self.expected, self.handed_out = batch, handed_out
 
     # Reading. --------------------------------------------------------------------------------------------------------
 
     def begin_iteration(self) -> Reads:
         """Begin an iteration in this thread, at its first read, where the training is.
+
+        Returns:
+            A record of the iteration: where it begins, and how many microbatches are read and trained on.
 
         Raises:
             RuntimeError: if the training has ended, and no `set_epoch` has announced an empty epoch.
@@ -507,7 +547,7 @@ class Training:
         return Reads(due, self.restarts, threading.get_ident())
 
     def note_iteration(self) -> None:
-        """Let the optimizers know that an iteration begins."""
+        """Let the optimizers know that a new iteration over the loader begins."""
         for member in list(self.members):
             member.note_iteration()
 
@@ -534,14 +574,14 @@ class Training:
                 loop has read a microbatch that is not counted.
         """
         if self.phase in (Phase.INTERRUPTED, Phase.HALF_UPDATED):
-            self.restarts += 1
+            self.restarts += 1  # so that the present loop over the loader is refused
         if self.phase in (Phase.INTERRUPTED, Phase.HALF_UPDATED, Phase.OUTSIDE):
-            self.check_phase("step()", Phase.BETWEEN_STEPS)
+            self.check_phase("step()", Phase.BETWEEN_STEPS)  # raises, as none of the three is that
         self.note_work(member)
         report = self.members[member]
         if report.late is None and self.round == 0:
             self.finish_update()
-        elif report.late is None and report.round == len(self.batch.microbatches):
+        elif report.late is None and report.round == len(self.batch.microbatches):  # it has made its update
             raise self._not_made_by_all()
 
     def note_work(self, member: object) -> None:
@@ -558,7 +598,7 @@ class Training:
         """Return the microbatch that the `step()` of an optimizer counts, after the checks that it is due.
 
         The phase says that the step was interrupted until `end_step` says otherwise, so that an exception in between
-        is remembered.
+        is remembered. A microbatch of the plan must have been read from the loader; several optimizers count it once.
         """
         if self.unrestored:
             raise RuntimeError(
@@ -593,9 +633,9 @@ class Training:
                 f"the optimizer has moved to {self.position}, but this loop over the loader was begun before; start a "
                 "new one after set_epoch(), discard_step() or load_state_dict(), and after an optimizer is created"
             )
-        if iteration.stepped >= iteration.number:
+        if iteration.stepped >= iteration.number:  # more steps than microbatches that were read
             raise too_many_steps(iteration.number, iteration.stepped + 1)
-        if self.expected is None:
+        if self.expected is None:  # a plain loop, not one over `vbs.updates`, which reads ahead
             if iteration is not self._feeding:
                 self._check_feeds(iteration)
             lost = iteration.count_lost(iteration.stepped)
@@ -612,7 +652,7 @@ class Training:
         iteration.stepped += 1
 
     def _check_feeds(self, iteration: Reads) -> None:
-        """Raise RuntimeError unless an iteration whose first microbatch comes now begins at the update that is due."""
+        """Raise RuntimeError unless an iteration whose first microbatch reaches `step()` began at the next update."""
         due = self._batches.next_update(self.position)
         if self.round:
             raise RuntimeError(
@@ -632,12 +672,17 @@ class Training:
         self.phase = Phase.HALF_UPDATED
 
     def end_step(self, member: object, *, ends_update: bool) -> None:
-        """Count a microbatch that an optimizer has accumulated; `ends_update`: the optimizer has made its update."""
+        """Count a microbatch that an optimizer has accumulated, and commit the update if all optimizers have made it.
+
+        Args:
+            member: the optimizer.
+            ends_update: whether it has made its update with this microbatch.
+        """
         report = self.members[member]
         report.round += 1
         if report.late is not None:
             self.phase = Phase.PARTLY_MADE
-            if ends_update:  # the update is committed already; the others were told then
+            if ends_update:  # the other optimizers have made the update before, and it is committed already
                 batch, report.late, report.round = report.late.batch, None, 0
                 self._tell([member], batch, leads=False)
             return
@@ -655,9 +700,12 @@ class Training:
         return [report for report in self.members.values() if report.works and report.late is None]
 
     def settle(self) -> None:
-        """Commit the update if all optimizers have made it: the last one that had not may have been deleted."""
-        made = self.phase is Phase.PARTLY_MADE and self.round > 0
-        if made and all(report.round == len(self.batch.microbatches) for report in self._reports):
+        """Commit the update if all optimizers have made it.
+
+        It is called from many places, because the last optimizer that had not made it may have been deleted meanwhile.
+        """
+        is_made_by_some = self.phase is Phase.PARTLY_MADE and self.round > 0
+        if is_made_by_some and all(report.round == len(self.batch.microbatches) for report in self._reports):
             self._commit()
 
     def finish_update(self) -> None:
@@ -671,7 +719,7 @@ class Training:
         self.settle()
         if self._is_made_by_some or any(report.late and report.works for report in self.members.values()):
             raise self._not_made_by_all()
-        for report in self.members.values():
+        for report in self.members.values():  # an optimizer that has not made the last update may not join any more
             report.passed |= report.late is not None
             report.late = None
 
@@ -683,7 +731,10 @@ class Training:
         )
 
     def _commit(self) -> None:
-        """Commit the update: move the position, at one moment, and tell the optimizers that have made it."""
+        """Commit the update: move the position, at one moment, and tell the optimizers that have made it.
+
+        An optimizer that was never used so far may still make the update, as its first one, before the next begins.
+        """
         self.phase = Phase.HALF_UPDATED  # until the optimizers know of it
         batch, update, makers = self.batch, self._due(), []
         for member, report in list(self.members.items()):  # in the order of creation, the same on all ranks
@@ -696,7 +747,13 @@ class Training:
         self._tell(makers, batch)
 
     def _tell(self, members: Sequence[Any], batch: Batch, *, leads: bool = True) -> None:
-        """Tell optimizers that an update is committed; `leads`: the first one does what only one has to do."""
+        """Tell optimizers that an update is committed.
+
+        Args:
+            members: the optimizers that have made it.
+            batch: the update.
+            leads: whether the first of them does what only one has to do, such as logging.
+        """
         for member in members:
             member.note_commit(batch)
         self.phase = Phase.BETWEEN_STEPS
@@ -712,7 +769,7 @@ class Training:
     def restart(self, *, anew: bool = False) -> None:
         """Return to the first microbatch of a step, which must come from a new iteration over the loader.
 
-        `anew`: a state was loaded, so that optimizers count as ones that have never worked.
+        `anew`: whether a state was loaded, so that optimizers count as ones that were never used.
         """
         self.phase, self.running, self.expected = Phase.BETWEEN_STEPS, False, None
         self.restarts += 1
@@ -727,7 +784,7 @@ class Training:
 
 
 def check_can_attach(batches: Batches, *, compiles_shapes: bool, elastic: bool) -> None:
-    """Raise ValueError if batches cannot be dealt for an optimizer; the arguments are as for `Dealer.attach`."""
+    """Raise ValueError if batches cannot be split as an optimizer needs it; arguments as for `Dealer.attach`."""
     if batches.arriving and elastic:
         found = "an elastic backend"
         raise value_error("batches that arrive need ranks that stay", found, "pass a vbs.CustomSampler")

@@ -58,10 +58,10 @@ def create_supervised_trainer(
         **settings: those of `variable_batch`; `check_loss`, whether updates 0, 1, 10, 100 and 1,000 warn of a loss
             that is no mean over rows.
     """
-    given = Settings.of(settings)
-    wrapped = given.wrap_optimizer(optimizer, sampler_for(loader, given), model=model)
+    checked_settings = Settings.of(settings)
+    wrapped = checked_settings.wrap_optimizer(optimizer, sampler_for(loader, checked_settings), model=model)
     broadcast_parameters(model, wrapped.backend)
-    check = LossCheck(given.check_loss)
+    check = LossCheck(checked_settings.check_loss)
 
     def forward(model: nn.Module, batch: Any) -> tuple[Any, Any, Any, Tensor]:
         x, y = prepare_batch(batch, device=device, non_blocking=non_blocking)

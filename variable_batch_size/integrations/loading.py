@@ -67,17 +67,18 @@ def _plain_batch_sampler(loader: DataLoader[Any]) -> BatchSampler:
 
 def _check_reads_each_sample_once(sampler: Any) -> None:
     """Raise TypeError if a sampler chooses samples, so that an epoch is not the whole dataset."""
-    whole = getattr(sampler, "replacement", True) is False and len(sampler) == len(sampler.data_source)
+    # A RandomSampler that draws all samples without replacement.
+    is_whole = getattr(sampler, "replacement", True) is False and len(sampler) == len(sampler.data_source)
     # A DistributedSampler has only the share of a rank, but all ranks together have the whole dataset.
-    if not whole and type(sampler) not in (SequentialSampler, DistributedSampler):
+    if not is_whole and type(sampler) not in (SequentialSampler, DistributedSampler):
         requirement = "the loader must read each sample once an epoch, in order or with shuffle=True"
         remedy = "leave out sampler=, and put a choice of samples into the dataset, as torch.utils.data.Subset does"
         raise type_error(requirement, sampler, remedy)
 
 
 def read_rows(dataset: Any, numbers: list[int]) -> Any:
-    """Return rows of a dataset, which may read them together, as a DataLoader does."""
-    return dataset.__getitems__(numbers) if hasattr(dataset, "__getitems__") else [dataset[one] for one in numbers]
+    """Return rows of a dataset, by their indices `numbers`, as a DataLoader reads them: together, if it can."""
+    return dataset.__getitems__(numbers) if hasattr(dataset, "__getitems__") else [dataset[index] for index in numbers]
 
 
 def with_sampler(loader: DataLoader[T], sampler: CustomSampler) -> DataLoader[T]:

@@ -96,18 +96,18 @@ def _compare(
     The rows are read once. Parts are collated by themselves or, if that cannot be compared, as where the collator draws
     random numbers, cut from the collated batch.
     """
-    numbers, counts = _drawn_rows(optimizer)
-    number, seeds = len(numbers), count(seed_of("microbatch", optimizer.updates))
+    indices, counts = _drawn_rows(optimizer)
+    num_rows, seeds = len(indices), count(seed_of("microbatch", optimizer.updates))
     seed_host(next(seeds))
-    read = read_rows(loader.dataset, numbers.tolist())
-    batch = loader.collate_fn(read)
-    order, counted = unlike_rows(batch, number), np.ones(number) if counts is None else counts
+    drawn_rows = read_rows(loader.dataset, indices.tolist())
+    batch = loader.collate_fn(drawn_rows)
+    order, counted = unlike_rows(batch, num_rows), np.ones(num_rows) if counts is None else counts
     take_functions = list[Callable[[IntArray], Any]]()  # two ways to get the batch of some rows, the better one first
-    if isinstance(read, list) and len(read) == number:
-        take_functions.append(lambda part: loader.collate_fn([read[row] for row in part]))
+    if isinstance(drawn_rows, list) and len(drawn_rows) == num_rows:
+        take_functions.append(lambda part: loader.collate_fn([drawn_rows[row] for row in part]))
     # If fewer rows do not make a shorter batch, the first dimension is not that of rows, but time, for example.
-    has_rows = has_tensor_rows(batch, number)
-    if has_rows and (not take_functions or has_tensor_rows(take_functions[0](order[1:]), number - 1)):
+    has_rows = has_tensor_rows(batch, num_rows)
+    if has_rows and (not take_functions or has_tensor_rows(take_functions[0](order[1:]), num_rows - 1)):
         take_functions.append(partial(take_rows, batch))
 
     def loss(take: Callable[[IntArray], Any], model: nn.Module, part: IntArray) -> Tensor:
@@ -123,12 +123,12 @@ def _compare(
 
 
 def _drawn_rows(optimizer: CustomOptimizer) -> tuple[IntArray, IntArray | None]:
-    """Return indices of the dataset, as many as a microbatch has, (rows,), and what each row counts, or None for 1."""
+    """Draw rows for a check: return their indices in the dataset, (rows,), and what each counts; None: all count 1."""
     sampler: Any = optimizer.sampler
     batches = sampler.batches
-    if isinstance(batches, TokenBatches):  # its budget knows rows that fit into a microbatch
-        numbers = np.array(batches.budget.unlike())
-        return numbers, batches.budget.counts[numbers]
+    if isinstance(batches, TokenBatches):  # its budget knows a short and a long row that fit into a microbatch
+        indices = np.array(batches.budget.unlike())
+        return indices, batches.budget.counts[indices]
     size = batches.dataset_size
     drawn = np.random.default_rng([sampler.seed, optimizer.updates]).permutation(size)
     return drawn[: max(2, sampler.plan.minibatch_size)], None

@@ -106,21 +106,21 @@ def check_gradient(
       rows 0 to 5: 0.66667
       rows 6 to 7: 2
     """
-    number = rows.count_rows(batch)
+    num_rows = rows.count_rows(batch)
     trained = model if trained is None else trained
     reference = copy.deepcopy(model)
-    required = _required_weights(counts, number)
+    required = _required_weights(counts, num_rows)
     counted_rows = np.flatnonzero(required).tolist()
-    groups = _rows_of_parts(parts, number) if parts else [[row] for row in counted_rows]
+    groups = _rows_of_parts(parts, num_rows) if parts else [[row] for row in counted_rows]  # each gets one weight
     with _without_dropout(reference, trained):
         step_gradients, cleared = update_gradients.gradients_of_step(step, trained)
-        gradient = _random_sums(step_gradients, 4 * number)  # (sums,)
-        by_row = np.zeros((number, len(gradient)))
+        gradient = _random_sums(step_gradients, 4 * num_rows)  # (sums,)
+        by_row = np.zeros((num_rows, len(gradient)))
         for row in counted_rows:
             reference.zero_grad()
             loss_fn(reference, rows.take_rows(batch, np.array([row]))).backward()  # type: ignore[no-untyped-call]
             row_gradients = update_gradients.gradients_of_model(reference, lambda name, _: name in step_gradients)
-            by_row[row] = _random_sums(row_gradients, 4 * number)
+            by_row[row] = _random_sums(row_gradients, 4 * num_rows)
     dtypes = {parameter.dtype for parameter in trained.parameters() if parameter.is_floating_point()}
     resolution = 3 * max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.5
     # A weight of 1 means that the rows of a group weigh what they have to.
@@ -128,7 +128,7 @@ def check_gradient(
     if error >= max(1e-3, resolution / 5) and residual <= resolution:
         remedy = "pass parts=, such as the rows of each rank, other rows, or a larger model"
         raise value_error("rows (or parts) must be told apart by their gradients", "some that are alike, or 0", remedy)
-    weights = np.full(number, np.nan)
+    weights = np.full(num_rows, np.nan)
     tolerance = max(resolution, 5 * error)
     for group, weight in zip(groups, by_group, strict=True):
         weights[group] = np.where(required[group] > 0, weight, np.nan)
@@ -137,10 +137,11 @@ def check_gradient(
     ascending = np.argsort(weights)[: np.isfinite(weights).sum()]  # rows by their weights; nan is last, and left out
     exact = cleared and residual <= resolution and bool((np.abs(weights[ascending] - 1) <= tolerance).all())
     # Without parts, the report shows groups of rows of nearly the same weight, unless there are many groups.
-    alike = np.split(ascending, np.flatnonzero(np.diff(weights[ascending]) > min(10 * tolerance, 0.5)) + 1)
+    ends_of_groups = np.flatnonzero(np.diff(weights[ascending]) > min(10 * tolerance, 0.5)) + 1
+    alike = np.split(ascending, ends_of_groups)
     few = sorted(map(np.sort, alike), key=min) if len(alike) <= 12 else []
-    shown = parts or {_describe_rows(numbers): numbers.tolist() for numbers in few}
-    by_part = {name: float(np.nanmean(weights[list(part)])) for name, part in shown.items()}
+    reported = parts or {_describe_rows(numbers): numbers.tolist() for numbers in few}
+    by_part = {name: float(np.nanmean(weights[list(part)])) for name, part in reported.items()}
     return GradientReport(exact, factor, weights, by_part, residual, resolution, cleared)
 
 
@@ -190,7 +191,12 @@ def _fit_weights(columns: FloatArray, gradient: FloatArray) -> tuple[FloatArray,
 def _random_sums(gradients: Mapping[str, FloatArray], least: int) -> FloatArray:
     """Return the elements of a gradient, with random signs, added up to at most 4099 or `least` sums.
 
-    The signs are the same at each call, so that the sums of two gradients add up as the gradients do.
+    The sums stand for the gradient, which may have billions of elements. The signs are the same at each call, so that
+    the sums of two gradients add up as the gradients do.
+
+    Args:
+        gradients: the gradients of parameters, flat, by name.
+        least: how many sums are needed, at least.
     """
     flat = np.concatenate([gradients[name] for name in sorted(gradients)])
     signs = np.random.default_rng(0).choice([-1.0, 1.0], len(flat))

@@ -129,19 +129,20 @@ def compare_parts(
     """
     number = len(order)
     weights = np.ones(number) if counts is None else counts
+    # The first sixth of the rows, the next third and the other half: unequal, so that a mean of means shows.
     whole, parts = np.arange(number), [part for part in np.split(order, [number // 6 or 1, number // 2]) if len(part)]
     # Five forward passes with any number of rows: they may communicate with ranks that have more.
     forwards = [whole, whole, *(parts if number > 1 else []), whole, whole][:5]
     # A forward pass of a DistributedDataParallel itself would wait for a backward().
     model = model.module if isinstance(model, DistributedDataParallel) else model
     with undisturbed_evaluation(model):
-        again, expected, *part_losses = [_Derived.of(loss_of, model, part) for part in forwards]
+        first, expected, *part_losses = [_Derived.of(loss_of, model, part) for part in forwards]
     part_losses = part_losses[: len(parts)]
     if number < 2:
         return Compared("a single row cannot be cut")
     if not all(math.isfinite(loss.value) for loss in (expected, *part_losses)):
         return Compared("it is not finite")
-    if again.value != expected.value:
+    if first.value != expected.value:  # both are of all rows
         return Compared("two forwards of the same rows differ: it draws random numbers, or changes what it depends on")
     shares = _weights_of_parts([weights[part].sum() for part in parts], reduction)
     by_parts = float(shares @ [loss.value for loss in part_losses])
@@ -190,7 +191,8 @@ class _Derived(NamedTuple):
     def tolerances(self, model: nn.Module) -> FloatArray:
         """Return what rounding explains, relative to the loss and to the norm of its gradient, (2,)."""
         floating = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
-        by_dtype = [_TOLERANCES.get(kind, _NARROW) for kind in {self.dtype, *(one.dtype for one in floating)}]
+        dtypes = {self.dtype, *(parameter.dtype for parameter in floating)}
+        by_dtype = [_TOLERANCES.get(dtype, _NARROW) for dtype in dtypes]
         on_cpu = all(parameter.device.type == "cpu" for parameter in floating)
         return np.asarray(np.max([*by_dtype, *([] if on_cpu else [_ON_DEVICES])], axis=0), np.float64)
 
@@ -206,9 +208,8 @@ def _project(gradients: Sequence[Tensor]) -> tuple[FloatArray, float]:
         dense = gradient.to_dense() if gradient.is_sparse else gradient
         flat = (torch.view_as_real(dense) if dense.is_complex() else dense).flatten()
         flat = (flat if flat.dtype == torch.float64 else flat.float()) / _SCALE
-        drawn = torch.randn(
-            len(flat), generator=torch.Generator(flat.device).manual_seed(number), dtype=flat.dtype, device=flat.device
-        )
+        generator = torch.Generator(flat.device).manual_seed(number)
+        drawn = torch.randn(len(flat), generator=generator, dtype=flat.dtype, device=flat.device)
         products = (drawn * flat).tensor_split(_DIRECTIONS)  # one tensor for each direction
         slopes += torch.stack([part.sum() for part in products]).double().cpu().numpy()
         square += float(flat.square().sum())

@@ -51,7 +51,7 @@ def assert_resumes_identically(
     seed = random.randrange(2**32) if seed is None else seed
     rng = random.Random(seed)
     ends = [*sorted(rng.sample(range(updates), min(stops, updates))), updates]
-    parts = [(end, rng.choice(list(worlds))) for end in ends]
+    parts = [(end, rng.choice(list(worlds))) for end in ends]  # of the training: its last update, and number of ranks
 
     def train(end: int, world: int, state: _State | None) -> _State:
         return run_ranks(lambda backend: _train(build(backend), loss_fn, end, state), world)[0]

@@ -41,15 +41,16 @@ def check_schedule(schedule: Any, sampler: CustomSampler, batches: int, updates:
         if batches <= _FEW or rest or not epochs or steps in (updates, plan.max_updates):
             continue
         try:
-            made = plan.epoch(epochs - 1).end_step
+            correct = plan.epoch(epochs - 1).end_step  # number of updates of these epochs
             ends = (plan.epoch(number).end_step for number in range(plan.first_epoch, steps))
-            is_right = steps in takewhile(steps.__ge__, ends)
+            is_right = steps in takewhile(steps.__ge__, ends)  # it ends with an epoch, in updates
         except ValueError:  # the trace ends before
             continue
         if not is_right:
             warnings.warn(
                 f"a schedule must count updates, but {name}={steps} is the number of batches of {epochs} epochs of the "
-                f"loader, which have {made} updates; pass {name}={made}, or the number of updates of the training",
+                f"loader, which have {correct} updates; pass {name}={correct}, or the number of updates of the "
+                f"training",
                 UserWarning,
                 stacklevel=stacklevel_of_user(),
             )

@@ -62,24 +62,24 @@ class KeptAttributes:
     """
 
     def __init__(self, *owners: object) -> None:
-        parts = list[Any]()
+        objects = list[Any]()  # the owners, or all submodules of owners that are modules
         for owner in owners:
-            parts.extend(owner.modules() if isinstance(owner, nn.Module) else [owner])
-        generators = _generators_within(parts)
+            objects.extend(owner.modules() if isinstance(owner, nn.Module) else [owner])
+        generators = _generators_within(objects)
         containers: dict[int, Any] = {}
-        for part in parts:
-            _collect_containers(getattr(part, "__dict__", None), containers)
+        for each in objects:
+            _collect_containers(getattr(each, "__dict__", None), containers)
         self._containers = [(container, _content_of(container)) for container in containers.values()]
-        values = {id(value): value for part in parts for value in getattr(part, "__dict__", {}).values()}.values()
+        values = {id(value): value for each in objects for value in getattr(each, "__dict__", {}).values()}.values()
         tensors = [value for value in values if isinstance(value, Tensor) and value.numel() <= _LARGEST]
-        tensors += [part.weight for part in parts if getattr(part, "max_norm", None) and hasattr(part, "weight")]
+        tensors += [each.weight for each in objects if getattr(each, "max_norm", None) and hasattr(each, "weight")]
         tensors = [tensor for tensor in tensors if not tensor.is_inference()]  # an inference tensor has no version
         self._tensors = [(tensor, versions_of([tensor]), tensor.detach().clone()) for tensor in tensors]
         self._set_states = [partial(set_state, state()) for state, set_state in generators]
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put back what has changed."""
+        """Put back what has changed since this object was created: containers, tensors and random generators."""
         for container, content in self._containers:
             if not _is_same(_content_of(container), content):
                 container.clear()
@@ -142,7 +142,8 @@ def _referred_by(value: Any) -> list[Any]:
         return [*value.values()]
     if isinstance(value, (list, tuple, set, deque)):
         return [*value]
-    enclosed = [cell.cell_contents for cell in getattr(value, "__closure__", None) or () if cell != CellType()]
+    cells = getattr(value, "__closure__", None) or ()  # of the variables that a function takes from the one around it
+    enclosed = [cell.cell_contents for cell in cells if cell != CellType()]  # an empty cell has no contents
     bound = list[Any]()  # the object of a method, and the arguments of a functools.partial
     if callable(value):
         bound = [getattr(value, "__self__", None), getattr(value, "args", None), getattr(value, "keywords", None)]

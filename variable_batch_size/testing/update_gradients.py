@@ -40,6 +40,7 @@ def _watch_uncleared(trained: nn.Module) -> Iterator[tuple[Callable[[], None], l
     uncleared = list[Tensor]()
 
     def look(parameter: Tensor) -> None:
+        """See whether the mark in `.grad` was cleared, and put the gradient back, at the first call for a parameter."""
         mark = marks.pop(parameter, None)
         PROBES.discard(id(mark))  # before another tensor gets the id
         if mark is not None and parameter.grad is mark:  # neither set to None nor replaced
@@ -56,7 +57,7 @@ def _watch_uncleared(trained: nn.Module) -> Iterator[tuple[Callable[[], None], l
             before[parameter] = gradient = parameter.grad
             empty = gradient is None or not gradient.to_dense().any()
             parameter.grad = marks[parameter] = torch.ones_like(parameter) if empty else gradient  # type: ignore[assignment]
-            if gradient is None:
+            if gradient is None:  # others, which find a gradient there, then know that it is none
                 PROBES.add(id(parameter.grad))
     handles = [leaf.register_hook(lambda _, leaf=leaf: look(leaf)) for leaf in before]  # type: ignore[no-untyped-call]
     try:
@@ -80,6 +81,7 @@ def _gradients_at_step(
     collected: dict[str, FloatArray] = {}
 
     def collect(optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> Any:
+        """Collect the gradients, as a hook right before each step; return the arguments of the step if they change."""
         closure = options.pop("closure", None) or dict(enumerate(arguments)).get(1)  # arguments[0] is the optimizer
         losses = [closure()] if closure else []  # it computes the gradients; the step below gets its loss
         look_at_all()

@@ -185,7 +185,8 @@ class Deal:
     def _cut_fixed(self, step: IntArray, microbatch: IntArray) -> tuple[IntArray, IntArray]:
         """Return where in its step each microbatch begins, and its distinct samples; the shape is fixed.
 
-        What is left of the step beyond full microbatches is split into partial ones, which come first.
+        What is left of the step beyond full microbatches is split into partial ones, which come first. How the
+        remainder is split depends on it alone: each remainder that occurs is split once, and its sizes are looked up.
 
         Args:
             step: as for `_cut_balanced`.
@@ -265,7 +266,10 @@ class Step:
         return self.cut.microbatches
 
     def rounds(self, world: World) -> int:
-        """Return how many microbatches a rank computes: its own and replays, at least one; see `Dealing`."""
+        """Return how many microbatches a rank computes: its own ones and those it repeats with weight 0; at least one.
+
+        See `Dealing` for when ranks repeat any.
+        """
         if self.dealing.shares_samples:
             share, _ = self._share_and_cut(world)
             return int(share.microbatches + share.replays)
@@ -278,8 +282,13 @@ class Step:
         return int(self.dealing.replays(self.cut.microbatches, world))
 
     def microbatch(self, round_index: int, world: World) -> Microbatch:
-        """Return a rank's microbatch of a round; replays come first."""
-        if self.dealing.shares_samples:
+        """Return the microbatch that a rank computes in a round of the step; those that only repeat one come first.
+
+        Args:
+            round_index: the round, from 0 to `rounds(world)` - 1.
+            world: the rank, and the number of ranks.
+        """
+        if self.dealing.shares_samples:  # the rank has consecutive samples, which it cuts into microbatches by itself
             share, sizes = self._share_and_cut(world)
             first = self.start + share.start
             number = round_index - share.replays
@@ -292,7 +301,7 @@ class Step:
         return Microbatch(
             step=self.number,
             batch_size=self.batch_size,
-            samples=size if 0 <= number < count else 0,
+            samples=size if 0 <= number < count else 0,  # a replay has the weight 0
             rows=self.minibatch_size if self.fixed_shape else size,
             start=first + start,
             number=number % sizes.microbatches,

@@ -51,7 +51,8 @@ def check_equal_rounds(
     Raises:
         ValueError: if a step has not; the message names the first such step.
     """
-    # Rounds are equal if no rank needs a replay to fill them up. If any does, the one with the smallest share does.
+    # Rounds are equal if no rank has to repeat a microbatch, a replay, to fill them up. If any rank has to, the one
+    # with the smallest share has, so that it is enough to look at that rank.
     padded = dealing._replace(padded=True)
     least_rank = world.size - 1 if dealing.unequal is None else dealing.unequal.slowest
     for deal in plan.deals(epoch, first_step, World(least_rank, world.size), padded, end_step):

@@ -72,12 +72,12 @@ def spread_evenly(lengths: IntArray, number: int) -> list[IntArray]:
         number: number of parts, at most as many as rows.
     """
     heap = [(0, part) for part in range(number)]  # the sum of the lengths of each part; the smallest comes first
-    parts: list[list[int]] = [[] for _ in range(number)]
+    rows_by_part: list[list[int]] = [[] for _ in range(number)]
     for row in np.argsort(-lengths, kind="stable").tolist():
         total, part = heapq.heappop(heap)
-        parts[part].append(row)
+        rows_by_part[part].append(row)
         heapq.heappush(heap, (total + int(lengths[row]), part))
-    return [np.array(sorted(rows)) for rows in parts]
+    return [np.array(sorted(rows)) for rows in rows_by_part]
 
 
 def padded_evenly(lengths: IntArray, capacity: int, number: int) -> list[IntArray]:

@@ -129,6 +129,9 @@ class Plan:
         it: the first step of the epoch, how many samples this and earlier epochs have used, and whether the epoch has
         ended with the dataset. If the saved run ended within the epoch, by `max_updates` or so, the epoch continues.
 
+        Args:
+            state: what `Batches.position_state` returned, and "fixed_shape".
+
         Raises:
             ValueError: if the trace ends before the step; or inside the epoch, and has `on_end="error"`.
         """
@@ -169,7 +172,10 @@ class Plan:
         return self._walk_to_epoch(number, through=None if self.ends else number)
 
     def _walk_to_epoch(self, number: int, through: int | None) -> Epoch:
-        """Return epoch `number`, from the epoch that was asked for last, or from the first one; store it as the last.
+        """Return epoch `number`, and store it as the one that was asked for last.
+
+        Where an epoch begins depends on all epochs before it. So it goes through them, from the epoch that was asked
+        for last or, if that is a later one, from the first one.
 
         Args:
             number: number of the epoch.
@@ -179,7 +185,7 @@ class Plan:
         if epoch is None or epoch.number > number:
             epoch = self.begin or self._next_epoch(0, 0, 0, through=through)
         while epoch.number < number:
-            if self.ends_with(epoch):
+            if self.ends_with(epoch):  # the training has ended: all later epochs are empty
                 offset = self._endless_trace.offset(epoch.end_step)
                 before = epoch.samples_before + epoch.samples
                 epoch = Epoch(number, epoch.end_step, epoch.end_step, 0, offset, before, complete=False)
@@ -194,14 +200,16 @@ class Plan:
     def epoch_runs(self, epochs: int | None) -> Iterator[tuple[Epoch, int]]:
         """Yield each run of epochs with equal numbers of steps and samples: its first epoch, and how many it has.
 
+        So a caller need not go through the epochs one by one, of which there may be millions.
+
         Args:
             epochs: number of epochs, >= 1; None: until the training ends, which it has to do by itself.
         """
         number = self.first_epoch
         while number != epochs:
             epoch = self.epoch(number)
-            most = epochs - number if epochs else 2**53  # without a number of epochs, any that no training reaches
-            alike = 1 if self.ends_with(epoch) else self._count_alike(epoch, most)
+            epochs_left = epochs - number if epochs else 2**53  # without `epochs`, a number that no training reaches
+            alike = 1 if self.ends_with(epoch) else self._count_alike(epoch, epochs_left)
             yield epoch, alike
             number += alike
             if self.ends_with(self.epoch(number - 1)):
@@ -222,6 +230,7 @@ class Plan:
         if self.max_updates is None or self.max_updates > steps:
             # An epoch has at least one step, so without a number of epochs the training ends in these.
             last = epochs - 1 if epochs else self.first_epoch + steps
+            # Raises the error if an epoch on the way needs steps that the trace does not have.
             self._walk_to_epoch(max(self.first_epoch, last), through=epochs - 1 if epochs else None)
 
     def ends_with(self, epoch: Epoch) -> bool:
@@ -242,14 +251,14 @@ class Plan:
             epochs: number of epochs of the training, if known.
         """
         samples = self.samples_before(epoch, step)
-        parts = [0.0]
+        fractions = [0.0]  # of each limit that may end the training; the one that comes first has the largest
         if self._end_step is not None:
-            parts.append(step / self._end_step)
+            fractions.append(step / self._end_step)
         if self.max_samples is not None:
-            parts.append(samples / self.max_samples)
+            fractions.append(samples / self.max_samples)
         if epochs:
-            parts.append(self.epochs_before(epoch, step) / epochs)
-        return min(1.0, max(parts))
+            fractions.append(self.epochs_before(epoch, step) / epochs)
+        return min(1.0, max(fractions))
 
     def epochs_before(self, epoch: Epoch, step: int) -> float:
         """Return how many epochs lie before a step, with the fraction of its own epoch, in samples."""
@@ -286,15 +295,19 @@ class Plan:
         return min((end for end in ends if end is not None), default=None)
 
     def _count_alike(self, epoch: Epoch, most: int) -> int:
-        """Return how many epochs from `epoch` on, at most `most`, have the same numbers of steps and samples."""
+        """Return how many epochs from `epoch` on, at most `most`, have the same numbers of steps and samples.
+
+        They are alike until the batch size changes, or the training ends.
+        """
         if epoch is self.begin:  # a run with another trace, or another end, may have made it: later ones may differ
             return 1
         steps, limits = epoch.updates, [most]
-        changes = self.trace.constant_until(epoch.first_step)  # the step with another batch size
-        if changes is not None:
-            # The steps whose sizes define an epoch: with drop_last one more than it has.
-            defining = -(-self.dataset_size // self.trace.batch_size(epoch.first_step))
-            limits.append((changes - epoch.first_step - defining) // steps + 1)
+        change = self.trace.constant_until(epoch.first_step)  # the next step with another batch size, None without one
+        if change is not None:
+            # The steps whose sizes decide where an epoch ends: with drop_last one more than it has. All of them must
+            # come before the change.
+            deciding_steps = -(-self.dataset_size // self.trace.batch_size(epoch.first_step))  # rounded up
+            limits.append((change - epoch.first_step - deciding_steps) // steps + 1)
         if self._end_step is not None:
             limits.append((self._end_step - epoch.first_step) // steps)
         if self.max_samples is not None:
@@ -304,7 +317,7 @@ class Plan:
     def _next_epoch(
         self, number: int, first_step: int, samples_before: int, offset: int | None = None, *, through: int | None
     ) -> Epoch:
-        """Return the epoch from `first_step` on.
+        """Return the epoch that begins at `first_step`: it ends with the dataset, or where the training ends.
 
         Args:
             number: number of the epoch.
@@ -322,18 +335,19 @@ class Plan:
         if self._ends_at(first_step, samples_before):
             return Epoch(number, first_step, first_step, 0, offset, samples_before, complete=False)
         end_sample = offset + self.dataset_size
-        whole_end, whole = self._whole_epoch(offset)
-        end_step = whole_end
-        samples = whole if self.max_samples is None else min(whole, self.max_samples - samples_before)
-        if samples < whole:
-            end_step = trace.step_at(offset + samples - 1) + 1
+        whole_end_step, whole_samples = self._whole_epoch(offset)
+        end_step, samples = whole_end_step, whole_samples
+        if self.max_samples is not None:
+            samples = min(whole_samples, self.max_samples - samples_before)
+        if samples < whole_samples:
+            end_step = trace.step_at(offset + samples - 1) + 1  # after the step that has the last of these samples
         if self._end_step is not None and self._end_step < end_step:
             end_step = self._end_step
             samples = trace.offset(end_step) - offset
-        complete = (end_step, samples) == (whole_end, whole)
-        steps = self.trace.steps if self.trace.on_end == "error" else None
-        if steps is not None and self.trace.total_samples < end_sample:
-            if end_step > steps or not self._ends_at(end_step, samples_before + samples):
+        complete = (end_step, samples) == (whole_end_step, whole_samples)
+        trace_steps = self.trace.steps if self.trace.on_end == "error" else None
+        if trace_steps is not None and self.trace.total_samples < end_sample:  # the trace ends inside the epoch
+            if end_step > trace_steps or not self._ends_at(end_step, samples_before + samples):
                 raise self._too_short(number, first_step, samples_before, offset, through)
             complete = False  # the next step might belong to it
         return Epoch(number, first_step, end_step, samples, offset, samples_before, complete)
@@ -370,13 +384,14 @@ class Plan:
             offset: its `Epoch.trace_offset`.
             through: the last epoch of the training, if it is known.
         """
-        in_epoch = self.trace.total_samples - offset  # samples of the epoch for which the trace has steps
-        missing_samples, missing = [], []  # (number, before what), of which the smallest is named; phrases
+        in_trace = self.trace.total_samples - offset  # samples of the epoch for which the trace has steps
+        missing_samples = []  # how many are missing before an end of the training, and that end; the smallest is named
+        missing = []  # phrases of the message
         if self.max_samples is not None:
-            missing_samples.append((self.max_samples - before - in_epoch, f"max_samples={self.max_samples}"))
+            missing_samples.append((self.max_samples - before - in_trace, f"max_samples={self.max_samples}"))
         if through is not None:
             up_to_end = (through - number + 1) * self.dataset_size
-            missing_samples.append((up_to_end - in_epoch, f"the end of epoch {through}"))
+            missing_samples.append((up_to_end - in_trace, f"the end of epoch {through}"))
         if missing_samples:
             missing.append("{} samples before {}".format(*min(missing_samples)))
         if self.max_updates is not None:
@@ -402,8 +417,18 @@ class Plan:
     def deal(
         self, epoch: Epoch, first_step: int, world: World, dealing: Dealing = _SIMPLE, end_step: int = MAX_INT
     ) -> Deal:
-        """Return a rank's microbatches in the next `STEPS_PER_DEAL` steps of `epoch`, up to its end or `end_step`."""
-        steps = np.arange(first_step, min(end_step, epoch.end_step, first_step + STEPS_PER_DEAL))  # (steps,), as below
+        """Return a rank's microbatches in the next `STEPS_PER_DEAL` steps of `epoch`, up to its end or `end_step`.
+
+        It does for many steps what `step` does for one, with arrays of shape (steps,).
+
+        Args:
+            epoch: the epoch.
+            first_step: the first step.
+            world: the rank, and the number of ranks.
+            dealing: how steps are split into microbatches, and these are dealt to ranks.
+            end_step: the step before which it ends, if its batch size is not known yet.
+        """
+        steps = np.arange(first_step, min(end_step, epoch.end_step, first_step + STEPS_PER_DEAL))
         start = self._endless_trace.offset(first_step) - epoch.trace_offset
         ends = np.minimum(start + np.cumsum(self.trace.batch_sizes(steps)), epoch.samples)
         starts = np.concatenate(([start], ends[:-1]))
@@ -414,14 +439,14 @@ class Plan:
             world = World()
             dealing = _SIMPLE
             starts = starts + share.start
-            sizes = np.maximum(1, share.samples)  # without samples, the one that the rank replays
+            sizes = np.maximum(1, share.samples)  # a rank without samples repeats one, with weight 0
             counts = np.maximum(1, share.microbatches)
             replays = share.replays
         else:
             counts = self.microbatches(sizes, dealing.multiple_of)
             replays = dealing.replays(counts, world)
             rounds = np.maximum(1, dealing.count_dealt(counts, world) + replays)
-        ends = np.cumsum(rounds)
+        ends = np.cumsum(rounds)  # now in microbatches, and not in samples
         cut_by = (self.minibatch_size, self.fixed_shape, dealing)
         return Deal(first_step, ends, counts, starts, sizes, replays, world, *cut_by)
 

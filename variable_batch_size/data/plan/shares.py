@@ -66,6 +66,7 @@ class Turns:
     """The turns of one rank. Methods take and return a number, or an array of any shape."""
 
     own_units: IntArray  # (speed,): which units of a period are the rank's
+    # A unit is a sample or a microbatch of a step; the turns of all ranks repeat after a period of units.
     counts: IntArray  # (period,): number of the rank's units before each unit of a period
     lower: IntArray  # (period,): number of units of lower ranks before each unit of a period
     lower_speeds: int  # sum of the speeds of lower ranks, which is the number of their units in a period
@@ -103,7 +104,7 @@ def owners(speeds: Speeds) -> IntArray:
 
 @lru_cache(maxsize=16)
 def turns(speeds: Speeds, rank: int) -> Turns:
-    """Return the turns of a rank."""
+    """Return the turns of a rank: which units of a step it takes, as tables of one period."""
     owner = owners(speeds)  # (period,)
     # Exclusive cumulative sums: how many units before each one belong to the rank, and to lower ones.
     counts, lower = (np.concatenate(([0], np.cumsum(owned)[:-1])) for owned in (owner == rank, owner < rank))
@@ -113,7 +114,8 @@ def turns(speeds: Speeds, rank: int) -> Turns:
 def share(speeds: Speeds, rank: int, batch_sizes: Any, minibatch_size: int, *, padded: bool) -> Share:
     """Return the share of a rank in steps of these sizes: its n_r samples in ceil(n_r / m) microbatches.
 
-    With `padded` every rank computes ceil(max_r n_r / m) rounds, and a rank with fewer samples begins with replays.
+    With `padded` every rank computes ceil(max_r n_r / m) rounds, and a rank with fewer samples begins with replays,
+    which repeat a microbatch with weight 0.
 
     >>> tuple(map(int, share((3, 1), 1, 100, 32, padded=True)))
     (75, 25, 3, 0)

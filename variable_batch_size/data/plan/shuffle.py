@@ -150,12 +150,12 @@ class _Feistel:
         return cast(IntArray, samples.astype(np.int64))
 
     def encrypt(self, cells: NDArray[Any]) -> NDArray[Any]:
-        """Return the cells after all rounds, a bijection of the rows * columns cells of the grid; words, (cells,)."""
+        """Return where the rounds of the network move cells of the grid, a bijection of all cells; words, (cells,)."""
         columns = self.word(self.columns)
         row = cells // columns
         column = cells - row * columns
         hashed, shifted = np.empty_like(cells), np.empty_like(cells)  # every operation below is in place, for speed
-        for i, (m, c, m_) in enumerate(self.keys):
+        for i, (m, c, m_) in enumerate(self.keys):  # the rounds; moved <- moved + size * hash(other) / 2^w, mod size
             moved, other = (row, column) if i % 2 == 0 else (column, row)
             size, size_bits, rest_bits = self.sides[i % 2]
             np.multiply(other, m, out=hashed)
@@ -193,7 +193,7 @@ def _words(n: int, seed: int, epoch: int, count: int) -> NDArray[np.uint64]:
     """
     limbs = [epoch >> shift & 2**64 - 1 for shift in range(0, max(epoch.bit_length(), 1), 64)]
     state = np.zeros(1, np.uint64)
-    for limb in (n, seed, *limbs):
+    for limb in (n, seed, *limbs):  # each number changes all bits of the state
         state = _mix((state + _GOLDEN) ^ np.uint64(limb))
     return _mix(state + _GOLDEN * np.arange(1, count + 1, dtype=np.uint64))
 

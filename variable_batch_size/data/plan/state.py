@@ -72,6 +72,7 @@ def check_same_samples(state: Mapping[str, Any], here: Mapping[str, Any], past: 
         ValueError: if not, naming each difference.
     """
     different = [f"{key} was {state.get(key)!r} and is {here[key]!r}" for key in here if state.get(key) != here[key]]
+    # The two errors that follow are for differences with a remedy of their own.
     if different and all(text.startswith("reproducible ") for text in different):
         raise ValueError(
             f"a state can be restored to the last bit only as it was saved, but {different[0]}; pass and set the same, "
@@ -142,7 +143,7 @@ class Past:
 
     def fingerprint(self, step: int) -> str:
         """Return the SHA-256, in hexadecimal, of the batch sizes of the steps 0 to `step` - 1."""
-        if step < self._step:
+        if step < self._step:  # a hash cannot go back: begin again
             self._step, self._hash = 0, hashlib.sha256()
         for begin in range(self._step, step, _CHUNK):
             sizes = self._trace.batch_sizes(np.arange(begin, min(step, begin + _CHUNK)))

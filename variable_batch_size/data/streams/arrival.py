@@ -29,6 +29,7 @@ def shares(size: int, capacities: Sequence[float]) -> list[int]:
         free = [shard for shard, capacity in enumerate(capacities) if capacity > result[shard]]
         if not free:
             break
+        # All free shards give equally many rows, until one of them is empty or none are missing.
         least_room = min(capacities[shard] - result[shard] for shard in free)
         rows_each = max(1, int(min(least_room, missing // len(free))))
         takers = free[:missing]  # the last rows are fewer than the free shards

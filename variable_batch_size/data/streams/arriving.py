@@ -45,7 +45,10 @@ class Report(NamedTuple):
 
 @final
 class Brought(NamedTuple):
-    """The rows of this rank in an update, before the ranks have agreed and `ArrivingBatches.arrange` cuts them."""
+    """The rows that this rank has read for an update, before all ranks know how they are cut into microbatches.
+
+    `ArrivingBatches.arrange` cuts them, given the reports of all ranks.
+    """
 
     given: list[int]  # what each shard gives to the update, over all ranks
     item: Any  # what was read
@@ -227,7 +230,10 @@ class ArrivingBatches(Dealer):
     # What this rank reads, and what all compute. ---------------------------------------------------------------------
 
     def begin(self, batches: Iterable[Any]) -> None:
-        """Begin a loop over `batches`, or continue with it if it is the last loop's iterator, or with the streams."""
+        """Begin a loop over `batches`, or continue with it if it is the last loop's iterator, or with the streams.
+
+        What the ranks had agreed on is kept if the same update is still due, as after a loop that was left.
+        """
         if self.streams is None:
             items = iter(batches)
             if self._items is None or self._items.items is not items:
@@ -236,7 +242,11 @@ class ArrivingBatches(Dealer):
             self.agreed = None
 
     def read(self) -> Brought | None:
-        """Return the rows of this rank in the next update; None if all ranks know that their streams have ended."""
+        """Return the rows of this rank in the next update; None if all ranks know that their streams have ended.
+
+        The result has a report, which ranks exchange before any of them computes: only together they know the batch
+        size, and how many microbatches each computes.
+        """
         if self._max_tokens is not None and self.plan.fixed_shape:
             found = "a device that compiles shapes"
             raise value_error("max_tokens= makes microbatches of any shape", found, "pass minibatch_size=")
@@ -246,7 +256,7 @@ class ArrivingBatches(Dealer):
             items = self._items.take(1, step)
         else:
             assert self.streams is not None
-            # A trace that has ended (size 0) is an error only if the streams have rows; so ask for one of these.
+            # A trace that has ended (size 0) is an error only if the streams have rows: to find out, ask for one row.
             with suppress(TraceEndError):
                 size = self.trace.batch_size(step)
             given = self.streams.shares(max(1, size))
@@ -285,6 +295,8 @@ class ArrivingBatches(Dealer):
     def arrange(self, brought: Brought, reports: Sequence[Report]) -> Agreed:
         """Return the next update, with the rows of each microbatch of this rank.
 
+        It is computed on each rank from the same reports, so that all ranks agree on it.
+
         Args:
             brought: the rows of this rank.
             reports: the reports of all ranks.
@@ -292,12 +304,12 @@ class ArrivingBatches(Dealer):
         Raises:
             ValueError: if a layer needs equal rounds, and a rank has too few rows for them.
         """
-        _, item, chosen, counts, parts, (step, *_) = brought
+        _, item, chosen, counts, microbatch_rows, (step, *_) = brought
         plan, equal, most = self.plan, self.dealing.padded, max(report.necessary for report in reports)
         # Where all ranks compute equally many microbatches, one with fewer rows cuts them into smaller microbatches, as
         # many as the rank that needs most, if it has so many rows. A fixed shape and packing allow no smaller ones.
-        splits_further = equal and not plan.fixed_shape and parts is None
-        by_rank = [min(report.rows, most) if splits_further else report.necessary for report in reports]
+        splits_further = equal and not plan.fixed_shape and microbatch_rows is None
+        by_rank = [min(report.rows, most) if splits_further else report.necessary for report in reports]  # microbatches
         own_microbatches, most = by_rank[self.world.rank], max(by_rank)
         if self.batches.split.equal_rounds and min(by_rank) < most:
             rank = by_rank.index(min(by_rank))
@@ -306,19 +318,22 @@ class ArrivingBatches(Dealer):
                 f"{reports[rank].rows} rows on rank {rank}",
                 "bring at least as many rows on every rank, or leave the update out on all",
             )
-        if parts is None:
+        if microbatch_rows is None:
             rounds = max(1, own_microbatches)
-            parts = rows_in_order(len(chosen), plan.minibatch_size, fixed_shape=plan.fixed_shape, rounds=rounds)
+            rows, fixed = len(chosen), plan.fixed_shape
+            microbatch_rows = rows_in_order(rows, plan.minibatch_size, fixed_shape=fixed, rounds=rounds)
         total = sum(report.samples for report in reports)
         rounds = most if equal else max(1, own_microbatches)
-        sizes = [(0, 1)] * (rounds - own_microbatches)  # samples and rows of each microbatch: replays come first
-        sizes += [(int(counts[np.unique(part)].sum()), int(counts[part].sum())) for part in parts]
+        # Samples and rows of each microbatch. First those that repeat one with weight 0, so that all ranks compute
+        # equally many; with a fixed shape rows may be there several times, and each counts once in the samples.
+        sizes = [(0, 1)] * (rounds - own_microbatches)
+        sizes += [(int(counts[np.unique(part)].sum()), int(counts[part].sum())) for part in microbatch_rows]
         microbatches = (
             Microbatch(step, total, samples, rows, start=number, number=number, ends_step=number == len(sizes) - 1)
             for number, (samples, rows) in enumerate(sizes)
         )
         batch = Batch(step, total, 0, sum(by_rank), tuple(microbatches))
-        return Agreed(item, batch, [chosen[part] for part in parts], reports)
+        return Agreed(item, batch, [chosen[part] for part in microbatch_rows], reports)
 
 
 def _check_streams(streams: object, trace: object, *, shared: bool) -> None:

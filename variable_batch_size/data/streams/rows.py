@@ -98,7 +98,7 @@ def count_rows(batch: Any) -> int:
 
 
 def is_list_of_rows(batch: Any) -> bool:
-    """Return whether a batch is a list of rows, which are to be collated, and not a list of fields."""
+    """Return whether a batch is a list of rows, which are to be collated, and not a list of fields (tensors)."""
     return isinstance(batch, list) and _is_leaf(batch)
 
 
@@ -114,10 +114,10 @@ def join_rows(batches: Sequence[Any]) -> Any:
         ValueError: if the batches have different fields, or fields of different shapes besides the number of rows.
     """
 
-    def join(*parts: Any) -> Any:
-        if isinstance(parts[0], (list, tuple)):
-            return [row for part in parts for row in part]
-        return np.concatenate(parts) if isinstance(parts[0], np.ndarray) else torch.cat(parts)
+    def join(*fields: Any) -> Any:  # the same field of each batch
+        if isinstance(fields[0], (list, tuple)):
+            return [row for field in fields for row in field]
+        return np.concatenate(fields) if isinstance(fields[0], np.ndarray) else torch.cat(fields)
 
     try:
         return _map_leaves(join, *batches)
@@ -133,21 +133,25 @@ def take_rows(batch: Any, index: IntArray) -> Any:
         batch: a batch.
         index: the rows, (rows,).
     """
-    if len(index) and index[-1] - index[0] == len(index) - 1 and (np.diff(index) == 1).all():
-        return _map_leaves(lambda leaf: leaf[int(index[0]) : int(index[-1]) + 1], batch)
+    is_consecutive = len(index) and index[-1] - index[0] == len(index) - 1 and (np.diff(index) == 1).all()
+    if is_consecutive:  # a slice is a view
+        return _map_leaves(lambda field: field[int(index[0]) : int(index[-1]) + 1], batch)
 
-    def of_leaf(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return leaf[torch.from_numpy(index).to(leaf.device)]
-        if isinstance(leaf, np.ndarray) or hasattr(leaf, "batch_size"):
-            return leaf[index]
-        return [leaf[number] for number in index.tolist()]
+    def take_from(field: Any) -> Any:
+        if isinstance(field, Tensor):
+            return field[torch.from_numpy(index).to(field.device)]
+        if isinstance(field, np.ndarray) or hasattr(field, "batch_size"):  # the latter: a TensorDict
+            return field[index]
+        return [field[number] for number in index.tolist()]
 
-    return _map_leaves(of_leaf, batch)
+    return _map_leaves(take_from, batch)
 
 
 def digest(value: Any) -> str:
-    """Return a text that is the same for equal rows or states; "" if there is none, as for tensors on a GPU."""
+    """Return a short hash, in hexadecimal, that is the same for equal rows or states.
+
+    It is "" if there is none, as for tensors on a GPU.
+    """
 
     def plain(tensor: Tensor) -> Any:  # a pickled tensor would depend on its storage, and not only on its values
         return str(tensor.dtype), tensor.shape, tensor.detach().ravel().view(torch.uint8).numpy().tobytes()

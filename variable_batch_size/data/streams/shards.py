@@ -83,7 +83,15 @@ class Shard:
         self._digest = ""  # of the first item, if several workers read items
 
     def read_until(self, size: int, update: int) -> int:
-        """Read until the rows that are left for an update count `size`, or all are read; return what they count."""
+        """Read until the rows that are left for an update count `size`, or all are read; return what they count.
+
+        Args:
+            size: what the rows are to count, at least.
+            update: number of the update; rows that were taken for an earlier one are used.
+
+        Raises:
+            RuntimeError: if the iterator has raised before, and has ended instead of going on.
+        """
         available = int(self.left(update).sum())
         while available < size and not self.ended:
             items, counts = self._read.items, self._read.counts
@@ -108,12 +116,15 @@ class Shard:
         return available
 
     def left(self, update: int) -> IntArray:
-        """Return the counts of the rows that are left for an update, (rows,); forget the rows of earlier updates."""
+        """Return the counts of the rows that are left for an update, (rows,); forget the rows of earlier updates.
+
+        A later update than the one for which rows were taken last shows that this one was made: its rows are used.
+        """
         while len(self._read.counts) < len(self._read.items):
             self._count_next()
         items, counts, before, taken_for, first, end = self._read
-        begin = end if taken_for < update else first
-        while counts and len(counts[0]) <= begin:
+        begin = end if taken_for < update else first  # the first row that is left, among the rows of `items`
+        while counts and len(counts[0]) <= begin:  # all rows of the first item are used: drop it
             before, begin = before + len(counts[0]), begin - len(counts[0])
             items, counts = items[1:], counts[1:]
         self._read = _Read(items, counts, before, update, begin, begin)
@@ -125,15 +136,15 @@ class Shard:
         Another call for the same update takes the same rows again.
         """
         counts = self.left(update)
-        number = 0
-        if size > 0:
-            number = min(len(counts), int(np.searchsorted(np.cumsum(counts), size)) + 1)
-        self._read = self._read._replace(end=self._read.first + number)
-        return self._first_left(number)
+        num_rows = 0
+        if size > 0:  # with the row at which the sum of counts reaches `size`
+            num_rows = min(len(counts), int(np.searchsorted(np.cumsum(counts), size)) + 1)
+        self._read = self._read._replace(end=self._read.first + num_rows)
+        return self._first_left(num_rows)
 
     def drop(self) -> None:
-        """Make the rows that were taken last used, although their update was not made: no rank has rows in them."""
-        self._read = self._read._replace(update=-1)  # any update comes later
+        """Leave out the items that were taken last: no rank has rows in them, so that there is no update to make."""
+        self._read = self._read._replace(update=-1)  # as if they were for an earlier update than any, and so used
 
     def unused(self, update: int) -> list[Any]:
         """Return the rows that are read and left for an update, as items."""
@@ -152,7 +163,7 @@ class Shard:
         item = self._read.items[len(self._read.counts)]
         counts = np.ones(1, np.int64) if self._by_item else self._layout.counts_of(item)
         self.key = self._layout.key_of(item)
-        if self._compares:
+        if self._compares:  # at the first two items, of which each is the first one of a worker
             first_digest, self._digest = self._digest, digest(item)
             self._compares = not first_digest
             if first_digest and first_digest == self._digest:
@@ -210,7 +221,11 @@ class Streams:
         self._saved: dict[int, tuple[str, int]] = {}  # digest of a source's last state, and `Shard.asked` at that time
 
     def shares(self, size: int) -> list[int]:
-        """Return what each shard is to give to an update, from what all ranks know; zeros if the pass has ended."""
+        """Return what each shard is to give to an update, (shards,); zeros if the pass has ended.
+
+        It is computed from what all ranks know, so that all get the same: a shard whose end is not known yet can give
+        any number.
+        """
         return shares(size, [self._left.get(number, size) for number in range(len(self._sources))])
 
     def read(self, given: Sequence[int], update: int) -> tuple[list[Any], list[list[Any]]]:
@@ -221,8 +236,8 @@ class Streams:
             update: number of the update.
 
         Returns:
-            The rows, as items; and a report for each shard that is read: its number, what its rows that are left count,
-            whether it has ended, and the key of its last item.
+            The rows, as items; and a report for each shard that is read, which all ranks then exchange: its number,
+            what its rows that are left count, whether it has ended, and the key of its last item.
         """
         items, reports = list[Any](), []
         for number in self._own:
@@ -234,12 +249,18 @@ class Streams:
         return items, reports
 
     def suffices(self, given: Sequence[int], reports: Sequence[Sequence[Any]]) -> bool:
-        """Return whether all shards have what they are to give, by the reports of all ranks; note which have ended."""
+        """Return whether all shards have what they are to give, by the reports of all ranks; note which have ended.
+
+        If not, the ranks compute shares again, with what is left of the ended ones.
+        """
         self._left.update({number: available for number, available, ended, _ in reports if ended})
         return all(available >= given[number] for number, available, *_ in reports)
 
     def next_pass(self, state: Any = None) -> Streams:
-        """Return the next pass, or the one of a state, in any world.
+        """Return the next pass over the shards, or the one in which a state was saved, in any world.
+
+        Args:
+            state: what `state_dict` returned; None for the next pass.
 
         Raises:
             ValueError: if the state is not one of as many shards.
@@ -257,9 +278,9 @@ class Streams:
         return Streams(self._sources, self._world, self._layout, passes, restored, spent)
 
     def _open(self, number: int) -> Shard:
-        """Return a shard from its beginning, or from where it was saved."""
+        """Open a shard for reading, from its beginning or from where it was saved, and return it."""
         source, state = self._sources[number], self._restored.get(number, _BEGIN)
-        for owner in (source, getattr(source, "dataset", None)):
+        for owner in (source, getattr(source, "dataset", None)):  # so that each pass is shuffled in another way
             set_epoch = getattr(owner, "set_epoch", None)
             if callable(set_epoch):
                 set_epoch(self.passes)
@@ -268,7 +289,7 @@ class Streams:
             source.load_state_dict(state["own"])
             self._saved[number] = _digest_of_place(source, state["own"]), 0
         items = iter(()) if state["ended"] else iter(source)
-        if items is source and number in self._spent and not resumes:
+        if items is source and number in self._spent and not resumes:  # iter() does not begin it again
             raise RuntimeError(
                 f"shard {number}, a {type(source).__name__}, is its own iterator and was read, but a stream must begin "
                 "anew in each pass and state; pass an iterable whose __iter__() begins it, or one with "
@@ -285,7 +306,7 @@ class Streams:
             RuntimeError: if the state of a source does not change, although more was read than between two snapshots.
             TypeError: if a state or rows have a type that could not be loaded again.
         """
-        numbers = self._own if not self.whole or self._world.rank == 0 else []
+        numbers = self._own if not self.whole or self._world.rank == 0 else []  # if all ranks read all, rank 0 saves
         return {number: as_text(self._state_of(number, update)) for number in numbers}
 
     def _state_of(self, number: int, update: int) -> dict[str, Any]:
@@ -313,11 +334,16 @@ class Streams:
         """Raise RuntimeError if the state of a source has not changed since it was last saved, although it should.
 
         Only warn if the source does not say how many items lie between two of its snapshots.
+
+        Args:
+            number: number of the shard.
+            shard: the shard.
+            own: the state that the source has returned now.
         """
         source = self._sources[number]
         current, (last, asked) = _digest_of_place(source, own), self._saved.get(number, ("", 0))
-        interval = getattr(source, "snapshot_every_n_steps", None)
-        if current != last or not current:
+        interval = getattr(source, "snapshot_every_n_steps", None)  # as a StatefulDataLoader has it
+        if current != last or not current:  # it has changed, or cannot be compared
             self._saved[number] = current, shard.asked
         elif shard.asked - asked > (interval or 1):
             sentence = (
@@ -342,6 +368,7 @@ def _digest_of_place(source: Any, own: Any) -> str:
     """
 
     def states_of_dataset(state: Any) -> list[Any]:
+        """Return the states of the dataset that are nested in the state of a loader, as those of its workers."""
         found = []
         for name, value in state.items() if isinstance(state, Mapping) else ():
             if name in ("dataset_state", "dataset_iter_state") and value is not None:

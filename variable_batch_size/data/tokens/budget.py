@@ -54,6 +54,7 @@ class Budget:
         Raises:
             ValueError: if the trace's start or lower bound is smaller than that.
         """
+        # A step ends at the sample boundary nearest to its size: with twice the longest sample it always has a sample.
         least = min(2 * int(self.counts.max()), self.total)
         if adaptive.bounds is None and adaptive.start is None:
             return replace(adaptive, bounds=(least, self.total))
@@ -94,16 +95,19 @@ class Budget:
         """
         lengths = self.lengths[samples].astype(np.int64)
         packed = (padded_groups if self.pad else first_fit_decreasing)(lengths, self.max_tokens)
-        number = min(len(samples), -(-len(packed) // ranks) * ranks)
+        number = min(len(samples), -(-len(packed) // ranks) * ranks)  # rounded up to a multiple of the ranks
         if self.pad:
-            parts = padded_evenly(lengths, self.max_tokens, number)
+            microbatches = padded_evenly(lengths, self.max_tokens, number)
         else:
-            parts = spread_evenly(lengths, number)
-            if max(int(lengths[rows].sum()) for rows in parts) > self.max_tokens:  # which packing has avoided
-                parts = packed
+            microbatches = spread_evenly(lengths, number)
+            if max(int(lengths[rows].sum()) for rows in microbatches) > self.max_tokens:  # which packing has avoided
+                microbatches = packed
         counts = self.counts[samples]
-        parts = sorted(parts, key=lambda rows: (counts[rows].any(), -int(lengths[rows].sum()), int(rows[0])))
-        return [samples[rows] for rows in parts]
+
+        def order(rows: IntArray) -> tuple[Any, ...]:  # rows as indices into `samples`
+            return counts[rows].any(), -int(lengths[rows].sum()), int(rows[0])
+
+        return [samples[rows] for rows in sorted(microbatches, key=order)]
 
 
 def checked(name: str, values: Any, size: int, least: int) -> IntArray:

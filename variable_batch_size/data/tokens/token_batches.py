@@ -44,7 +44,7 @@ def boundaries(ends: IntArray, targets: IntArray) -> IntArray:
     >>> boundaries(np.array([3, 5, 9, 10]), np.array([4, 10]))
     array([1, 4])
     """
-    number = np.searchsorted(ends, targets)  # (boundaries,): of samples that end before a target
+    number = np.searchsorted(ends, targets)  # (boundaries,): how many samples end before a target
     end_after = ends[np.minimum(number, len(ends) - 1)]  # (boundaries,): where the next sample ends
     end_before = np.where(number > 0, ends[np.maximum(number, 1) - 1], 0)  # (boundaries,)
     next_is_nearer = end_after - targets < targets - end_before
@@ -116,12 +116,16 @@ class TokenBatches(Batches):
     _cuts: dict[tuple[int, int], list[IntArray]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def _ordered(self, number: int) -> _Ordered:
-        """Return the samples of epoch `number` in its order, and where its steps begin."""
+        """Return the samples of epoch `number` in its order, and where its steps begin.
+
+        Batch sizes in tokens are only nominal: each step ends with the sample that brings the tokens of the epoch so
+        far nearest to the sum of the batch sizes.
+        """
         for stored in self._epochs:
             if stored.number == number:
                 return stored
         epoch = self.plan.epoch(number)
-        if number not in self._orders:
+        if number not in self._orders:  # the order does not depend on the trace, and is kept when that grows
             self._orders[number] = self._in_order(number)
             while len(self._orders) > _MAX_STORED_EPOCHS:
                 del self._orders[next(iter(self._orders))]
@@ -192,7 +196,10 @@ class TokenBatches(Batches):
         return order(len(self.budget.lengths), self.seed, epoch, shuffle=self.shuffle)
 
     def parts(self, number: int, step: int) -> list[IntArray]:
-        """Return the samples of each microbatch of a step of epoch `number`, over all ranks, (rows,) each."""
+        """Return the samples of each microbatch of a step of epoch `number`, over all ranks, (rows,) each.
+
+        They are indices in the dataset.
+        """
         ordered = self._ordered(number)
         key = number, step
         if key not in self._cuts:
@@ -212,7 +219,7 @@ class TokenBatches(Batches):
     def _numbers_of_rank(self, parts: int) -> list[tuple[int, bool]]:
         """Return the number of each of this rank's microbatches of a step, and whether it is a replay.
 
-        Replays come first.
+        A replay repeats a microbatch with weight 0, so that all ranks compute equally many. Replays come first.
 
         Args:
             parts: number of microbatches of the step, over all ranks.
@@ -227,7 +234,7 @@ class TokenBatches(Batches):
         ordered = self._ordered(position.epoch)
         parts = self.parts(*position)
         index = position.step - ordered.first_step
-        begin, end = ordered.offsets[index : index + 2].tolist()
+        begin, end = ordered.offsets[index : index + 2].tolist()  # what samples before and after the update count
         numbers = self._numbers_of_rank(len(parts))
         microbatches = []
         for round_index, (number, is_replay) in enumerate(numbers):

@@ -47,8 +47,8 @@ class Epochs(IterableDataset[Any]):
 
     def next_epoch(self) -> int:
         """Return the number of the epoch that the next update belongs to, as Keras counts from there."""
-        if self._optimizer.sampler.training.end_pending:  # the loop has not come to the end of the last epoch
-            for _ in self._updates:
+        if self._optimizer.sampler.training.end_pending:  # restored after the last update of an epoch, before its end
+            for _ in self._updates:  # there are none: it only comes to the end
                 pass
         return self._optimizer.epoch
 

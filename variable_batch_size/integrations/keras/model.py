@@ -96,7 +96,7 @@ class VariableBatchModelMixin(Base):
         del arguments["self"]
         self._loader = loader = pop_loader(arguments)
         optimizer = self._current_optimizer(loader, settings)
-        epochs = Epochs(with_sampler(loader, optimizer.sampler), optimizer)
+        epochs = Epochs(with_sampler(loader, optimizer.sampler), optimizer)  # of updates, each a batch for Keras
         batches: Any = DataLoader(epochs, None, generator=torch.Generator())  # it draws, but not from torch's
         offset = arguments["initial_epoch"] - epochs.next_epoch()  # of Keras' numbers of epochs to those of the trace
         with ExitStack() as stack:
@@ -107,10 +107,10 @@ class VariableBatchModelMixin(Base):
             check_schedule(self.optimizer._learning_rate, optimizer.sampler, len(loader))
             # Again, because a callback may have restored a later epoch.
             arguments["initial_epoch"] = arguments["epochs"] if optimizer.done else offset + epochs.next_epoch()
-            told = self._callbacks_with_steps(callbacks, arguments, epochs)
+            callback_list = self._callbacks_with_steps(callbacks, arguments, epochs)
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", "Your input ran out of data")  # at the end of an epoch
-            return super().fit(batches, **{**arguments, "shuffle": False, "callbacks": told})
+            return super().fit(batches, **{**arguments, "shuffle": False, "callbacks": callback_list})
 
     def _check_fit(self, arguments: dict[str, Any], callbacks: list[Any]) -> Settings:
         """Return the settings of the training; raise ValueError unless `fit` can train with its arguments."""
@@ -133,9 +133,9 @@ class VariableBatchModelMixin(Base):
         verbose = arguments["verbose"]
         params = {"verbose": verbose, "epochs": arguments["epochs"], "add_progbar": verbose != 0}
         # Called when an epoch begins, before the other callbacks.
-        tell = keras.callbacks.LambdaCallback(lambda *_: told.set_params({**told.params, "steps": epochs.steps}))
-        told: Any = keras.callbacks.CallbackList([tell, *callbacks], True, model=self, steps=epochs.steps, **params)
-        return told
+        tell = keras.callbacks.LambdaCallback(lambda *_: listed.set_params({**listed.params, "steps": epochs.steps}))
+        listed: Any = keras.callbacks.CallbackList([tell, *callbacks], True, model=self, steps=epochs.steps, **params)
+        return listed
 
     def _current_optimizer(self, loader: Any, settings: Settings) -> Any:
         """Return the optimizer with which `fit` continues its training, or a new one for a new training.

@@ -46,7 +46,10 @@ class StrategyLoader:
 
 
 def training_sampler(loader: Any, settings: Settings, trainer: Trainer, world: Mapping[str, Any]) -> CustomSampler:
-    """Return the sampler of a training, which ends with the Trainer if its trace must last until then."""
+    """Return the sampler of a training, which ends with the Trainer if its trace must last until then.
+
+    Only then its plan is told the numbers of epochs and updates, so that a trace that is too short raises at once.
+    """
     arguments = {"seed": int(os.environ.get("PL_GLOBAL_SEED", "0")), **world}
     sampler = sampler_for(loader, settings, **arguments)
     trace = sampler.plan.trace

@@ -122,7 +122,10 @@ class VariableBatch(ParallelStrategy):
         return dataloader
 
     def _training_loader(self, loader: Any) -> StrategyLoader:
-        """Return the loader of updates, and put the wrapped optimizers, at their position, in the place of theirs."""
+        """Return the loader of updates, and give Lightning the wrapped optimizers in the place of the module's own.
+
+        They begin at their position in the checkpoint, or at the first update.
+        """
         trainer = self._module.trainer
         if not self.optimizers:
             raise RuntimeError(
@@ -180,7 +183,7 @@ class VariableBatch(ParallelStrategy):
         return batch if self._module.trainer.training else super().batch_to_device(batch, device, dataloader_idx)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Take the microbatches of an update."""
+        """Keep the microbatches of an update, which `optimizer_step` or a manual `training_step` goes through."""
         self._update = batch
 
     def _microbatches(self, optimizer: CustomOptimizer) -> Iterator[Microbatch]:
@@ -195,17 +198,17 @@ class VariableBatch(ParallelStrategy):
             self._module.trainer.should_stop = True
 
     def _log_update(self, optimizer: CustomOptimizer, size: int) -> None:
-        """Log the means of an update of `size` samples and, as often as the Trainer says, with what it was made."""
+        """Log the means of an update of `size` samples and, as often as the Trainer says, learning rate and sizes."""
         module, trainer = self._module, self._module.trainer
-        means = {"on_step": True, "on_epoch": True, "batch_size": size, "sync_dist": self.world_size > 1}
-        module.log_dict({name: mean for one in self._wrapped for name, mean in one.logged.items()}, **means)
+        means = {name: mean for wrapped in self._wrapped for name, mean in wrapped.logged.items()}
+        module.log_dict(means, on_step=True, on_epoch=True, batch_size=size, sync_dist=self.world_size > 1)
         if trainer.loggers and trainer.log_every_n_steps and optimizer.updates % trainer.log_every_n_steps == 0:
             rates = {"lr_effective": optimizer.current_lr(), "lr_factor": optimizer.lr_factor()}
             facts = {f"vbs/{name}": float(fact) for name, fact in {**rates, **optimizer_facts(optimizer)}.items()}
             module.log_dict({"vbs/global_batch_size": size, **facts}, on_step=True, rank_zero_only=True)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Call `training_step` with the microbatch under way; with manual optimization, with each one."""
+        """Call the module's `training_step` with the present microbatch; with manual optimization, with all in turn."""
         if not self._module.automatic_optimization:
             return self._manual_training_step(*args, **kwargs)
         if self._microbatch is None:
@@ -244,14 +247,14 @@ class VariableBatch(ParallelStrategy):
         self._loss_check.leave(self._wrapped[0], "training_step steps by itself (manual optimization)")
         for _ in self._microbatches(self._wrapped[0]):
             output = super().training_step(self._rows, *args[1:], **kwargs)
-        counted = self._module.optimizers()
-        for optimizer in counted if isinstance(counted, list) else [counted]:
-            optimizer.step()  # which Lightning counts
+        lightning_optimizers = self._module.optimizers()
+        for optimizer in lightning_optimizers if isinstance(lightning_optimizers, list) else [lightning_optimizers]:
+            optimizer.step()  # only so that Lightning counts an update: `optimizer_step` does nothing here
         return output
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run a backward by the optimizer, which weighs the loss where that is needed."""
-        if any(other.microbatch != self._microbatch for other in self._wrapped):
+        if any(wrapped.microbatch != self._microbatch for wrapped in self._wrapped):  # one has counted this microbatch
             raise RuntimeError(
                 "all backwards of a training_step must run before its first step(), which changes weights only at the "
                 "end of an update, but one ran after a step(); call manual_backward() for every loss first"
@@ -324,7 +327,7 @@ class VariableBatch(ParallelStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _positions(self) -> dict[str, Any]:
-        """Return the positions of the optimizers, none if the training has not begun, and the random numbers."""
+        """Return the entry "vbs" of a checkpoint: positions of the optimizers, if training began, and RNG states."""
         states: list[str] = []
         for optimizer in self._wrapped:
             if self._interrupted and optimizer.inside_step:

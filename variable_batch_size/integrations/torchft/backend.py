@@ -108,9 +108,10 @@ class TorchftBackend(ElasticBackend):
                 "a group that comes back must get the state of another one, but none is registered; call "
                 "backend.register(model=model, optimizer=optimizer) before the loop"
             )
-        # torchft sends a state to the groups that are behind: a group with another model says that it is.
+        # torchft sends a state to the groups that are behind in updates: a group whose model differs from the others'
+        # reports 0 updates, to get their state.
         reported = 0 if self._model_differs else updates
-        self._has_failed()  # raises if a process of this group has ended, for which torchft would wait
+        self._has_failed()  # only to raise if a process of this group has ended, for which torchft would wait
         self._request_quorum(reported)
         while self._has_failed():  # a group was lost meanwhile
             self._request_quorum(reported, again=True)
@@ -240,9 +241,9 @@ class TorchftBackend(ElasticBackend):
         votes, taken, hashes, texts = zip(*self._gather_messages(message), strict=True)  # (groups,) each
         if len({*zip(taken, hashes, strict=True)}) == 1:  # all groups are alike
             return texts[0], []
-        usual = _majority(self._gather_messages(digests), votes)
+        of_most = _majority(self._gather_messages(digests), votes)  # a group that has just come has no vote
         self._manager.report_error(RuntimeError("replica groups have different models or settings"))
-        differing = sorted(name for name in {**digests, **usual} if digests.get(name) != usual.get(name))
+        differing = sorted(name for name in {**digests, **of_most} if digests.get(name) != of_most.get(name))
         self._model_differs = not differing and self._taken != _majority(taken, votes)
         if self._model_differs:
             log("This replica group has made an update alone; it takes over the model of the others", level=WARNING)

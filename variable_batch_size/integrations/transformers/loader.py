@@ -41,7 +41,7 @@ class TrainerLoader:
         self.loader: Any = loader if self.sampler.batches.arriving else with_sampler(loader, self.sampler)
 
     def _new_sampler(self, loader: Any, settings: Settings, args: Any) -> Any:
-        """Return the sampler of the training, which ends where the training arguments say.
+        """Return the sampler of the training, or batches of a stream, which end where the training arguments say.
 
         Rows of a stream, and those that Trainer groups by length, have no index: each rank reads all of them, in the
         order of Trainer, and `ArrivingBatches` cuts them into updates.

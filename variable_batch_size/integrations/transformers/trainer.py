@@ -116,7 +116,8 @@ class VariableBatchMixin(Base):
             *_, (last, alike) = sampler.plan.epoch_runs(None)
             self._epochs, updates = last.number + alike, last.first_step + alike * last.updates
             epochs = updates  # the loader ends the training; a callback may have ended some epochs before
-        # An epoch has at most all updates: the loader ends it. log() counts the samples.
+        # Epochs, updates of an epoch, samples of the dataset, samples of the training, batch size, batches of an epoch,
+        # and updates. An epoch has at most all updates: the loader ends it. log() counts the samples.
         return epochs, updates, sampler.batches.dataset_size, 0, sampler.max_batch_size, updates, updates
 
     def _create_optimizer(self) -> None:
@@ -155,21 +156,21 @@ class VariableBatchMixin(Base):
             The loss of the update, 0-D. Trainer logs its mean over the ranks.
         """
         optimizer = self.variable_optimizer
-        dealt, self._batch_size = optimizer.batch.microbatches, optimizer.batch.batch_size
+        descriptions, self._batch_size = optimizer.batch.microbatches, optimizer.batch.batch_size
         self._check_loss_if_due()
         own_tokens = {"average_tokens_across_devices": False}  # Trainer would multiply the loss by the number of ranks
-        counts, total, model_counts = self._label_counts(inputs, dealt)
+        counts, total, model_counts = self._label_counts(inputs, descriptions)
         update_loss = torch.zeros((), device=self.args.device)
-        for microbatch, facts, count, model_count in zip(inputs, dealt, counts, model_counts, strict=True):
+        for microbatch, sizes, count, model_count in zip(inputs, descriptions, counts, model_counts, strict=True):
             # The optimizer weighs a microbatch by its share of the rows; this turns it into its share of the labels.
-            factor = count * facts.batch_size / (total * facts.rows)
+            factor = count * sizes.batch_size / (total * sizes.rows)
             backward = {"backward": lambda loss, factor=factor, **_: optimizer.backward(scale_loss(loss, factor))}
             with patch_attributes(self.accelerator, **backward), patch_attributes(self.args, **own_tokens):
                 loss = super().training_step(model, microbatch, model_count)
             optimizer.step()
-            if facts.samples == 0:  # a repeated microbatch, which only lets all ranks communicate equally often
+            if sizes.samples == 0:  # a repeated microbatch, which only lets all ranks communicate equally often
                 loss = torch.zeros_like(loss)  # even if it is not finite
-            update_loss = update_loss + scale_loss(loss, factor * facts.samples / facts.batch_size)
+            update_loss = update_loss + scale_loss(loss, factor * sizes.samples / sizes.batch_size)
         self.accelerator.sync_gradients = False  # so that Trainer's own optimizer.step(), which follows, does nothing
         return update_loss * self.args.world_size  # Trainer divides it by the number of ranks, each of which has a part
 
@@ -197,6 +198,7 @@ class VariableBatchMixin(Base):
             return [part.rows for part in parts], self._batch_size, [None] * len(parts)
         dtype = torch.float32 if self.args.device.type in WITHOUT_FLOAT64 else torch.float64
         counts = [count.to(self.args.device, dtype) for count in counts]
+        # Without the labels of rows that are there more than once, or that another microbatch of this rank has.
         distinct = [count * part.distinct for count, part in zip(counts, parts, strict=True)]
         total = self.accelerator.reduce(torch.stack(distinct).sum(), "sum").clamp(min=1)
         return counts, total, [count.clamp(min=1) for count in counts]
