@@ -273,9 +273,10 @@ class Plan:
         return epoch.first_step + bisect_left(steps, wanted, key=lambda step: self.epochs_before(epoch, step))
 
     def ends_whatever_follows(self, epoch: Epoch) -> bool:
-        """Return whether an epoch is known to end before `end_step`, without the batch size of that step.
+        """Return whether an epoch ends before the step `end_step`, whatever batch size that step gets.
 
-        With `drop_last` that size may decide it: the step belongs to the epoch if the rest of the dataset suffices.
+        It does if it has used the whole dataset, or if the training ends there. With `drop_last` and samples left over,
+        the batch size of that step decides: the step still belongs to the epoch if enough samples are left for it.
         """
         return epoch.samples == self.dataset_size or self.ends_with(epoch)
 

@@ -154,15 +154,23 @@ class Updates(Generic[T]):
                 seeding.give_back(number)
 
     def _hand_out(self, microbatches: Iterator[T], batch: Batch, restarts: int) -> Iterator[T]:
-        """Yield the microbatches of an update, and tell the training which one `step()` must count next.
+        """Yield the microbatches of an update to the user's loop, and record which one the next `step()` has to count.
 
-        `restarts`: `training.restarts` when the loop began. A loop cannot continue after the training has moved.
+        Args:
+            microbatches: the microbatches of this rank.
+            batch: the update.
+            restarts: how often a state had been loaded, or a step had begun anew, when the loop began. If that has
+                changed, the loop yields microbatches of an earlier place, and raises.
+
+        Raises:
+            RuntimeError: if the training was moved, or if the update is read before its turn (without `ahead=`).
         """
         training = self._optimizer.sampler.training
         for number in range(len(batch.microbatches)):
             if training.restarts != restarts:
                 raise stale_loop()
-            if self._ahead == 0 and batch.step != training.position.step:
+            is_read_in_turn = batch.step == training.position.step
+            if self._ahead == 0 and not is_read_in_turn:
                 raise RuntimeError(
                     f"an update yields its microbatches until it is made, but update {batch.step} is read when "
                     f"{training.position.step} updates are made; read it within its turn of the loop"
