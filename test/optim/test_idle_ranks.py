@@ -169,7 +169,9 @@ def test_an_optimizer_that_measures_and_comes_late_needs_a_new_loop():
     run_ranks(train, 5)
 
 
-@pytest.mark.parametrize(("size", "message"), [(4, "in the last one 2 of 4; pass minibatch_size=2"), (2, "")])
+@pytest.mark.parametrize(
+    ("size", "message"), [(4, "2 of 4; pass minibatch_size=2"), (3, "1 of 3; pass minibatch_size=3"), (2, "")]
+)
 def test_ranks_that_measured_noise_leaves_idle_are_warned_of(size, message):
     def train(backend):
         run = training(vbs.AdaScaleOptimizer, [8] * 50, backend=backend, minibatch_size=4, dataset_size=400)

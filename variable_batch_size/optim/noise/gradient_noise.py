@@ -304,7 +304,11 @@ class CutWarning:
         if self._updates < _FIRST:
             return
         self._updates = -1
-        remedy = f"pass minibatch_size={max(1, batch.batch_size // max(2, ranks))} to the sampler"
+        wanted = max(2, ranks)  # microbatches
+        rows = math.ceil(batch.batch_size / wanted)  # so that there are no more than wanted: one round
+        if math.ceil(batch.batch_size / rows) < wanted:  # as for 5 samples on 4 ranks
+            rows = max(1, batch.batch_size // wanted)
+        remedy = f"pass minibatch_size={rows} to the sampler"
         if self._unmeasured == _FIRST:
             message = (
                 f"The gradient noise could not be estimated in the first {_FIRST} updates, because each had a single "
