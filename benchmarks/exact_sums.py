@@ -7,8 +7,8 @@ each tensor, so that the figures are less than such a sum would cost. All are mu
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from timeit import timeit
 
 import torch
 from torch import Tensor
@@ -19,13 +19,12 @@ from variable_batch_size.optim.reproducible import limbs
 
 NUMBERS, REPEATS, WARM_UP = 10_000_000, 15, 2
 M = 1.5 * 2.0**22  # ulp(M) is 2^-30
-CHUNK = limbs.CHUNK
 
 
 def add_float64(total: Tensor, numbers: Tensor, weight: Tensor, *, first: bool = False) -> Tensor:
     """Add `weight` times numbers to sums in float64, (n,), and return the largest absolute value, 0-D."""
     largest = []
-    for part, new in zip(torch.split(total, CHUNK), torch.split(numbers, CHUNK), strict=True):
+    for part, new in zip(torch.split(total, limbs.CHUNK), torch.split(numbers, limbs.CHUNK), strict=True):
         largest.append(torch.linalg.vector_norm(new, float("inf")))
         rounded = new.to(torch.float64).mul_(weight).add_(M).sub_(M)
         if first:
@@ -37,15 +36,8 @@ def add_float64(total: Tensor, numbers: Tensor, weight: Tensor, *, first: bool =
 
 def value_of_float64(total: Tensor, factor: Tensor, out: Tensor) -> None:
     """Write `factor` times sums to `out`."""
-    for part, result in zip(torch.split(total, CHUNK), torch.split(out, CHUNK), strict=True):
+    for part, result in zip(torch.split(total, limbs.CHUNK), torch.split(out, limbs.CHUNK), strict=True):
         result.copy_(part * factor)
-
-
-def seconds(function: Callable[[], object]) -> float:
-    """Return the time of a call."""
-    began = time.perf_counter()
-    function()
-    return time.perf_counter() - began
 
 
 def main() -> None:
@@ -65,9 +57,9 @@ def main() -> None:
     }
     times: dict[tuple[str, str], list[float]] = {part: [] for part in parts}
     for repeat in range(-WARM_UP, REPEATS):
-        copy = min(seconds(lambda: out.copy_(numbers)) for _ in range(3))
+        copy = min(timeit(lambda: out.copy_(numbers), number=1) for _ in range(3))
         for part, function in parts.items():
-            taken = seconds(function)
+            taken = timeit(function, number=1)
             if repeat >= 0:
                 times[part].append(taken / copy)
     for (what, case), ratios in times.items():

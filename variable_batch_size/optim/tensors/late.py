@@ -12,14 +12,14 @@ READ_EVERY = 16  # updates between two reads, each of a value that is as many up
 
 
 def copy_later(tensor: Tensor) -> Callable[[], Tensor]:
-    """Return a function that returns the present value of a tensor, on the CPU; called later, it does not wait.
+    """Return a function that returns a tensor on the CPU; called later, it does not wait for the device.
 
-    On a GPU, the copy begins now. A copy that begins later waits for all that the host has queued in the meantime.
+    Nothing may change the tensor in place in the meantime. On a GPU, the copy begins now. A copy that begins later
+    waits for all that the host has queued in the meantime.
     """
-    tensor = tensor.detach()
     if not tensor.is_cuda:
-        return lambda: tensor.cpu()  # without a step marker, which would cut the graph
-    copy = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+        return tensor.cpu  # without a step marker, which would cut the graph
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor.detach(), non_blocking=True)
     copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
     copied.record(torch.cuda.current_stream(tensor.device))  # type: ignore[no-untyped-call]
 
@@ -36,12 +36,12 @@ class LateReader:
 
     def __init__(self) -> None:
         self._updates = 0  # since the last read
-        self._due: Tensor | None = None  # the value then, which is read next
+        self._read_due: Callable[[], Tensor] | None = None  # returns the value then, which is read next
 
     def read(self, value: Tensor) -> Tensor | None:
         """Count an update that leaves this value. Every `READ_EVERY` updates, return the value of as many before."""
         self._updates += 1
         if self._updates < READ_EVERY:
             return None
-        due, self._due, self._updates = self._due, value, 0
-        return None if due is None else due.cpu()  # without a step marker, which would cut the graph
+        read_due, self._read_due, self._updates = self._read_due, copy_later(value), 0
+        return None if read_due is None else read_due()
