@@ -256,7 +256,7 @@ TABLES = [
         ("question", "what"),
         ("case",),
     ),
-    Table("operations that an update dispatches", ("operations of an update",), ("what",), ("case",)),
+    Table("operations that an update dispatches", ("operations of an update",), ("what",), ("where", "case")),
     Table("ended by", (REPEATED, KILLS, SAVED, SIMULATED, LOST), ("on",), ("question",), cases="columns"),
     Table("test accuracy by batch size / 32 (1, 4, 16, 64)", ("test accuracy", "samples of a run"), ("on",), ("what",)),
 ]

@@ -78,15 +78,18 @@ def network_and_samples(device: str) -> tuple[nn.Module, Tensor, Tensor]:
 
 
 def updates(
-    kind: type[vbs.CustomOptimizer], sizes: Sequence[int], device: str = DEVICE, **options: Any
+    kind: type[vbs.CustomOptimizer], sizes: Sequence[int], device: str = DEVICE, *, logs: bool = False, **options: Any
 ) -> Iterator[None]:
-    """Make one update with the library each time."""
+    """Make one update with the library each time. `logs`: whether the loss of each microbatch is logged, and a 1."""
     model, x, target = network_and_samples(device)
     sampler = vbs.CustomSampler(1_000_000, vbs.BatchTrace.from_sizes(sizes, on_end="cycle"), 1, 0, ROWS)
     optimizer = wrap(kind, EQUATIONS[kind].inners[0](model.parameters(), lr=1e-4), sampler, **options)  # type: ignore[call-arg]
     for indices in sampler:
         rows = len(indices)
-        (model(x[:rows]) - target[:rows]).square().mean().backward()
+        loss = (model(x[:rows]) - target[:rows]).square().mean()
+        loss.backward()
+        if logs:
+            optimizer.log(loss=loss, one=1)
         if optimizer.step():
             yield
 

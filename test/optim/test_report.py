@@ -184,7 +184,7 @@ def test_it_travels_in_the_message_of_the_gradients_and_costs_nothing_unless_ask
             if run.optimizer.step():
                 break
         (message,) = backend.messages
-        assert message[len(list(run.model.parameters())) :] == ([4] if log else [])
+        assert message[len(list(run.model.parameters())) :] == ([2] if log else [])
 
 
 def test_values_of_a_discarded_step_do_not_count():

@@ -47,9 +47,14 @@ class UpdateOptions(NamedTuple):
     skip_grad_norm: NormLimit | None = None
 
     @property
+    def limits_norm(self) -> bool:
+        """Whether the norm of the reduced gradient decides what is done with it."""
+        return self.max_grad_norm is not None or self.skip_grad_norm is not None
+
+    @property
     def measures_norm(self) -> bool:
         """Whether the norm of the reduced gradient is measured in each update."""
-        return self.grad_norm or self.max_grad_norm is not None or self.skip_grad_norm is not None
+        return self.grad_norm or self.limits_norm
 
     def validate(self) -> UpdateOptions:
         """Return the options with checked numbers; raise ValueError or TypeError for others."""

@@ -29,10 +29,10 @@ _WHOLE = 1e-3  # tolerance for the weights of a step, which sum to 1
 class StepMeans(Stage):
     """Averages the values of `optimizer.log` over the microbatches of a step and all ranks, as the gradients.
 
-    Of means v_j over rows: mean = sum_j w_j v_j / sum_j w_j with w_j = n_j / B, or the counts of `step(count=)`. With
-    `reduction="sum"` v_j is a sum over the r_j rows: mean = sum_j (n_j / r_j) v_j / sum_j w_j; in `updates(counts=)`
-    it is a part of the mean, sum_j (n_j / r_j) v_j. The sums travel in the message of the gradients. Nothing is read
-    from a device.
+    Of means v_j over rows: mean = sum_j w_j v_j with w_j = n_j / B, or c_j / sum_j c_j with the counts c_j of
+    `step(count=)`. With `reduction="sum"` v_j is a sum over the r_j rows: mean = sum_j (n_j / r_j) v_j / B, or / sum_j
+    c_j; in `updates(counts=)` it is a part of the mean, sum_j (n_j / r_j) v_j. The sums travel in the message of the
+    gradients. Nothing is read from a device.
     """
 
     name, by_microbatch = "means", True
@@ -42,8 +42,8 @@ class StepMeans(Stage):
         self.names: tuple[str, ...] | None = None  # those of the first update
         self._backend, self._counts = backend, counts
         self._current: dict[str, Tensor | float] = {}  # of the microbatch that the next `add` counts
-        self._sums: dict[str, tuple[Any, Any]] = {}  # name -> sum of w v and of w, on this rank
-        self._zeros: dict[str, tuple[Any, Any]] = {}  # with which they begin; kept, so that no graph changes
+        self._sums: dict[str, Any] = {}  # name -> sum of w v on this rank: a float, or 0-D on a device
+        self._weight: Any = 0.0  # sum of w: that of each name, because each has a value in every microbatch
         self._microbatches: dict[str, int] = {}  # name -> how many have a value
         self._added = 0  # microbatches of the step
         self._last: tuple[tuple[str, ...], Tensor] | None = None  # of the last update: names, and means, (names,)
@@ -70,18 +70,17 @@ class StepMeans(Stage):
             is_part_of_total = counted.divided or counted.count is not None
             value_weight = microbatch.distinct if is_part_of_total else microbatch.distinct / microbatch.batch_size
         self._added += 1
-        if self._current and not self._backend.reads(like):
-            weight, value_weight = self._on_device(weight, like), self._on_device(value_weight, like)
+        self._weight = self._weight + weight
+        if self._current and self._backend.static_graph:
+            value_weight = self._backend.number(value_weight, like, "weight of means")
         for name, value in self._current.items():
             self._microbatches[name] = self._microbatches.get(name, 0) + 1
-            if name not in self._zeros:
-                self._zeros[name] = tuple(self._backend.scalars([0.0, 0.0], like))
-            sum_of_values, sum_of_weights = self._sums.get(name, self._zeros[name])
-            self._sums[name] = sum_of_values + self._weigh(value, value_weight, like), sum_of_weights + weight
+            weighted = self._weigh(value, value_weight, like)
+            self._sums[name] = self._sums[name] + weighted if name in self._sums else weighted
         self._current = {}
 
     def part(self, like: Sequence[Tensor]) -> list[Tensor]:
-        """Return the sums of w v for each name, then those of w, (2 * names,), for the ranks to sum, if any."""
+        """Return the sums of w v for each name, (names,), for the ranks to sum, and those of w if there are others."""
         for name, number in self._microbatches.items():
             if number != self._added:
                 raise RuntimeError(
@@ -91,11 +90,11 @@ class StepMeans(Stage):
         self.names = self._names_of_step if self.names is None else self.names
         if not self.names:
             return []
-        sums = [self._sums.get(name, (0.0, 0.0))[index] for index in (0, 1) for name in self.names]
-        dtype = torch.float64 if like[0].dtype == torch.float64 else torch.float32
-        if not any(isinstance(number, Tensor) for number in sums):
-            return [torch.tensor(sums, dtype=dtype).to(like[0].device)]
-        return [torch.stack([torch.as_tensor(number, dtype=dtype, device=like[0].device) for number in sums])]
+        if self._backend.alone:  # a name has values for the whole step, or for nothing
+            return [self._as_vector([self._sums.get(name, math.nan) for name in self.names], like[0])]
+        sums = [self._sums.get(name, 0.0) for name in self.names]
+        weights = [self._weight if name in self._sums else 0.0 for name in self.names]
+        return [self._as_vector(sums, like[0]), self._as_vector(weights, like[0])]
 
     @property
     def _names_of_step(self) -> tuple[str, ...]:
@@ -113,22 +112,32 @@ class StepMeans(Stage):
         message = update.message[self.name]
         if not message:
             return
-        sums, weights = message[0].view(2, -1)
-        shares = weights if update.count is None else weights / update.count  # (names,): part of the step with values
-        whole = (shares - 1).abs() < _WHOLE  # (names,): whether that is all of it, up to rounding
-        if self._backend.reads(message[0]):
-            for name, share, complete in zip(self.names, shares.tolist(), whole.tolist(), strict=True):
+        sums, *others = message
+        means = sums if update.count is None else sums / update.count
+        for weights in others:
+            whole = self._find_whole(weights if update.count is None else weights / update.count)
+            means = torch.where(whole, means, math.nan)
+        self._last = self.names, means
+        update.means = self.last_means
+
+    def _find_whole(self, shares: Tensor) -> Tensor:
+        """Return for each name whether it has values for all samples, (names,), from the shares of those that have.
+
+        Raise RuntimeError if the host can read that a name has values for a part of them.
+        """
+        whole = (shares - 1).abs() < _WHOLE
+        if self._backend.reads(shares):
+            for name, share, complete in zip(self.names or (), shares.tolist(), whole.tolist(), strict=True):
                 if not complete and share > 0:
                     raise RuntimeError(
                         f"log() must be called for every microbatch of a step on every rank, but {name!r} has values "
                         f"for {share:.0%} of the samples of all ranks; call it before each step(), replays too"
                     )
-        self._last = self.names, torch.where(whole, sums / weights, math.nan)
-        update.means = self.last_means
+        return whole
 
     def clear(self) -> None:
         """Discard the values of the step."""
-        self._current, self._sums, self._microbatches, self._added = {}, {}, {}, 0
+        self._current, self._sums, self._microbatches, self._added, self._weight = {}, {}, {}, 0, 0.0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the names, where a world that changes has to know them."""
@@ -162,13 +171,18 @@ class StepMeans(Stage):
 
     def _weigh(self, value: Tensor | float, weight: Any, like: Tensor) -> Any:
         """Return `weight` times the value; 0 for a weight of 0, even if the value is not finite."""
-        if self._backend.reads(like):
-            return weight * (value.item() if isinstance(value, Tensor) else value) if weight else 0.0
-        return torch.where(weight > 0, self._on_device(value, like) * weight, 0.0)
+        if not isinstance(weight, Tensor) and not weight:
+            return 0.0
+        value = self._backend.number(value, like)
+        return torch.where(weight > 0, value * weight, 0.0) if isinstance(weight, Tensor) else value * weight
 
-    def _on_device(self, number: Any, like: Tensor) -> Tensor:
-        """Return a number as a 0-D tensor of float32, which is no constant of a graph."""
-        return torch.as_tensor(self._backend.number(number, like), dtype=torch.float32, device=like.device)
+    def _as_vector(self, numbers: Sequence[Any], like: Tensor) -> Tensor:
+        """Return floats and 0-D tensors as one tensor, (numbers,), in at least float32, without a wait for the host."""
+        like = like.new_empty(0, dtype=torch.float64 if like.dtype == torch.float64 else torch.float32)
+        if not any(isinstance(number, Tensor) for number in numbers):
+            return self._backend.vectors([numbers], like, "sums of means")[0].clone()  # the ranks sum it in place
+        tensors = [number if isinstance(number, Tensor) else like.new_full((), number) for number in numbers]
+        return torch.stack([tensor.to(like.dtype) for tensor in tensors])
 
     def _check_value(self, name: str, value: object) -> None:
         """Raise an error unless a value can be logged, and its name has no value yet and was in the first update."""

@@ -143,7 +143,7 @@ class GradientNoise(Stage):
         (weighted_squares,) = update.message[self.name]  # (1,)
         squared_grad_norm = squared_norm(update.gradients)
         if self.keeps_lr_on_device:
-            finite = torch.isfinite(weighted_squares[0] + squared_grad_norm)  # one test: no sum of squares is -inf
+            finite = weighted_squares[0] + squared_grad_norm < math.inf  # false for nan; no sum of squares is -inf
             self._statistics = Statistics(weighted_squares[0], squared_grad_norm, finite)
         else:
             numbers = weighted_squares.item(), squared_grad_norm.item()
@@ -367,7 +367,19 @@ def _check_deferred_lr(inner: Optimizer, parameters: Sequence[Tensor], rules: Se
 
 def _zero_tensors_unless(finite: Tensor, tensors: Sequence[Tensor]) -> None:
     """Set tensors to 0, in place, if `finite`, 0-D, is false."""
-    dtypes = dict.fromkeys(tensor.dtype for tensor in tensors)
-    zeros = {dtype: tensors[0].new_zeros((), dtype=dtype) for dtype in dtypes}
+    if finite.device.type == "xla":  # which makes one graph of all of them, and has no views of bits
+        zero = tensors[0].new_zeros(())
+        for tensor in tensors:
+            tensor.copy_(torch.where(finite, tensor, zero))
+        return
+    # A GPU starts one kernel for all of a list. Nan times 0 is nan, but the bits of nan times 0 are those of 0.
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
-        tensor.copy_(torch.where(finite, tensor, zeros[tensor.dtype]))
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        bits = real.view(_BITS[real.itemsize])
+        by_dtype.setdefault(bits.dtype, []).append(bits)
+    for dtype, all_bits in by_dtype.items():
+        torch._foreach_mul_(all_bits, finite.to(dtype))
+
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of a number -> an integer as long

@@ -188,7 +188,9 @@ class DeferredLrFactor:
             parameters = [parameter for parameter in dict.fromkeys(group["params"]) if parameter.grad is not None]
             if parameters and isinstance(scaling.lr, Tensor):
                 parts = local_parts(parameters)
-                self._saved.append((parts, [part.detach().clone() for part in parts], scaling.lr))
+                with torch.no_grad():  # a product with 1 is a copy, by one kernel for all of a list
+                    old = [*map(torch.clone, parts)] if self._backend.static_graph else torch._foreach_mul(parts, 1)
+                self._saved.append((parts, list(old), scaling.lr))
 
     def clear(self) -> None:
         """Drop the copies, after a step."""
