@@ -174,7 +174,9 @@ class StepMeans(Stage):
         if not isinstance(weight, Tensor) and not weight:
             return 0.0
         value = self._backend.number(value, like)
-        return torch.where(weight > 0, value * weight, 0.0) if isinstance(weight, Tensor) else value * weight
+        if not isinstance(weight, Tensor):
+            return value * weight
+        return torch.where(weight.bool(), value * weight, weight)  # without numbers, which XLA would send each time
 
     def _as_vector(self, numbers: Sequence[Any], like: Tensor) -> Tensor:
         """Return floats and 0-D tensors as one tensor, (numbers,), in at least float32, without a wait for the host."""
