@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from variable_batch_size.backend import Backend
 from variable_batch_size.optim.stage import Stage, UpdateUnderWay
 from variable_batch_size.optim.tensors.arithmetic import scalar_dtype
-from variable_batch_size.optim.tensors.late import READ_EVERY
+from variable_batch_size.optim.tensors.late import READ_EVERY, copy_later
 
 Facts = dict[str, Any]  # of an update, by their names in an error
 
@@ -49,7 +49,7 @@ def modulus(ranks: int) -> int:
 
 class _Sums(NamedTuple):
     facts: Facts
-    sums: Tensor  # of x and x^2 over the ranks, (2,)
+    read: Callable[[], Tensor]  # returns the sums of x and x^2 over the ranks, (2,)
 
 
 @final
@@ -108,7 +108,7 @@ class SameUpdates(Stage):
 
     def _compare(self, sums: Tensor) -> None:
         """Compare the ranks by the sums of x and x^2, (2,), if the host reads them at once. Otherwise store them."""
-        update = _Sums(self._facts, sums)
+        update = _Sums(self._facts, copy_later(sums))
         if self._backend.reads(sums):
             if self._differs(update):
                 raise RanksDifferError([self._facts], made=False)
@@ -139,7 +139,7 @@ class SameUpdates(Stage):
 
     def _differs(self, update: _Sums) -> bool:
         """Return whether the ranks differ in an update; reads its sums from the device."""
-        sum_of_x, sum_of_squares = update.sums.cpu().tolist()  # without a step marker, which would cut the graph
+        sum_of_x, sum_of_squares = update.read().tolist()
         return bool(self._ranks * sum_of_squares != sum_of_x**2)  # equal only if all ranks have the same x
 
 
