@@ -180,11 +180,14 @@ class StepMeans(Stage):
 
     def _as_vector(self, numbers: Sequence[Any], like: Tensor) -> Tensor:
         """Return floats and 0-D tensors as one tensor, (numbers,), in at least float32, without a wait for the host."""
-        like = like.new_empty(0, dtype=torch.float64 if like.dtype == torch.float64 else torch.float32)
-        if not any(isinstance(number, Tensor) for number in numbers):
-            return self._backend.vectors([numbers], like, "sums of means")[0].clone()  # the ranks sum it in place
-        tensors = [number if isinstance(number, Tensor) else like.new_full((), number) for number in numbers]
-        return torch.stack([tensor.to(like.dtype) for tensor in tensors])
+        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        if any(isinstance(number, Tensor) for number in numbers):
+            tensors = (number if isinstance(number, Tensor) else like.new_full((), number) for number in numbers)
+            return torch.stack([tensor.to(dtype) for tensor in tensors])
+        if self._backend.reads(like):
+            return torch.tensor(numbers, dtype=dtype)
+        example = like.new_empty(0, dtype=dtype)
+        return self._backend.vectors([numbers], example, "sums of means")[0].clone()  # the ranks sum it in place
 
     def _check_value(self, name: str, value: object) -> None:
         """Raise an error unless a value can be logged, and its name has no value yet and was in the first update."""
