@@ -129,7 +129,10 @@ class Batches:
 
     @cached_property
     def dealing(self) -> Dealing:
-        """How steps are split into microbatches and rounds."""
+        """How steps are split into microbatches and rounds, as the optimizers and the ranks need it.
+
+        A round is one microbatch on each rank.
+        """
         spread = self.split.spread and not self.plan.fixed_shape and not self.reproducible
         equal = self.split.padded or self.split.equal_rounds
         # Without `spread` ranks take whole microbatches. In equal rounds each takes one a round then, at any speed.
@@ -181,9 +184,14 @@ class Batches:
         return Position(position.epoch + 1, position.step) if self.ends_epoch(position) else position
 
     def place_after(self, place: Place, batch: Batch) -> Place:
-        """Return the place of a training, its position and number of samples, after its next update, `batch`."""
-        made = self.next_update(place.position)
-        return Place(Position(made.epoch, made.step + 1), place.samples + batch.batch_size)
+        """Return how far a training is after its next update: the position, and the number of samples so far.
+
+        Args:
+            place: how far it is before this update.
+            batch: the update.
+        """
+        position_of_batch = self.next_update(place.position)
+        return Place(Position(position_of_batch.epoch, position_of_batch.step + 1), place.samples + batch.batch_size)
 
     def enter_epoch(self, position: Position, epoch: int) -> Position:
         """Return where a training continues in an epoch: at its position, or at the start of a later epoch."""
@@ -200,14 +208,20 @@ class Batches:
         return self.plan.step(self.epoch(position), position.step, self.dealing)
 
     def batch(self, position: Position) -> Batch:
-        """Return the update at a position as this rank computes it."""
+        """Return the update at a position: its samples, and the microbatches that this rank computes."""
         step = self.step(position)
         world = self.world
         microbatches = tuple(step.microbatch(round_index, world) for round_index in range(step.rounds(world)))
         return Batch(step.number, step.batch_size, step.start, step.num_microbatches, microbatches)
 
     def deal(self, number: int, first_step: int, end_step: int) -> Dealt:
-        """Return this rank's microbatches in some of the next steps of epoch `number`, before `end_step`."""
+        """Return the microbatches of this rank in the next steps of an epoch, many steps at once.
+
+        Args:
+            number: number of the epoch.
+            first_step: the first step.
+            end_step: the step before which it ends at the latest.
+        """
         return self.plan.deal(self.plan.epoch(number), first_step, self.world, self.dealing, end_step)
 
     def count(self, position: Position) -> int:
@@ -238,7 +252,11 @@ class Batches:
         return changed.with_checked_rounds()
 
     def in_world(self, world: World, position: Position) -> Batches:
-        """Return the batches for another world; before the first step a controller decides again, for that world.
+        """Return the batches for another number of ranks; a controller decides its first batch size anew.
+
+        Args:
+            world: the rank, and the number of ranks, from now on.
+            position: the next update. If updates were made before, the decisions of the controller stay.
 
         Raises:
             ValueError: if equal rounds are needed, but not possible in that world.
@@ -257,13 +275,18 @@ class Batches:
     # Batch sizes that a controller decides. --------------------------------------------------------------------------
 
     def decide_first(self, adaptive: AdaptiveTrace) -> Batches:
-        """Return the batches with the sizes that a controller decides before the first step."""
+        """Return the batches with the sizes of the first updates, as a controller chooses them for this world."""
         rows, fixed = self.plan.minibatch_size, self.plan.fixed_shape
         decided = DecidedTrace.begin(adaptive, self.world.size, rows, fixed_shape=fixed)
         return self.grow(decided, self.first_position)
 
     def grow(self, decided: DecidedTrace, position: Position) -> Batches:
-        """Return the batches with later decisions of a controller; updates before `position` stay as they were."""
+        """Return the batches with later decisions of a controller; updates before `position` stay as they were.
+
+        Args:
+            decided: the decisions so far, which determine more batch sizes than before.
+            position: the next update.
+        """
         if self.decided is not None and decided.trace is self.decided.trace:  # no batch size was added
             return replace(self, decided=decided)
         # The plan begins at the position, as if it were resumed there: earlier epochs need not be planned again.
@@ -299,9 +322,9 @@ class Batches:
         return self.plan.past(step)
 
     def past_of_state(self, state: dict[str, Any]) -> str:
-        """Return the fingerprint of the batch sizes that this training has before a saved position.
+        """Return a hash of the batch sizes that this run has before a saved position.
 
-        A state can be restored if it has the same one.
+        A state can be restored if its own hash is the same.
         """
         step = check_int(state["step"], "step")
         if self.decided is None:
@@ -370,13 +393,13 @@ def position_of(state: dict[str, Any]) -> Position:
 def _resume(decided: DecidedTrace, state: dict[str, Any], devices: int | None, dataset_size: int) -> DecidedTrace:
     """Return the decisions of a controller at a saved position.
 
-    They are those of the saved run. If that had a fixed trace instead of a controller, the updates so far count as ones
-    of a constant size.
+    They are the decisions of the saved run. If that run had a fixed trace instead of a controller, its updates count as
+    ones of a constant size.
 
     Args:
         decided: the decisions of the controller of this run, before the state.
         state: the saved state.
-        devices: as for `Batches.resume`.
+        devices: number of devices of this run; a controller whose answer depends on it decides again. None: as saved.
         dataset_size: samples of an epoch.
     """
     updates = check_int(state["step"], "step")

@@ -42,12 +42,16 @@ class Dealer:
         facts: dict[str, Any] | None = None,
         content: Callable[[], str] | None = None,
     ) -> None:
+        """Begin the training of these batches, at their first update."""
         super().__init__()
         self.training = Training(batches, epochs=epochs, cut_is_known=cut_is_known)
         self.facts, self._content = facts or {}, content
 
     def content(self) -> str:
-        """Return a text that is the same for equal rows, empty if none are compared; the first call may read some."""
+        """Return a text that is equal on two ranks if their datasets have the same rows; empty if that is not compared.
+
+        The first call may read some rows.
+        """
         return "" if self._content is None else self._content()
 
     def __copy__(self) -> Any:
@@ -173,7 +177,7 @@ class Dealer:
 
     @property
     def batch(self) -> Batch:
-        """The next update, for a loop that has no optimizer of this library: its samples and microbatches."""
+        """The next update, its samples and microbatches, for a loop without an optimizer of this library."""
         return self.batches.batch(self.batches.next_update(self.position))
 
     def advance(self) -> None:
@@ -203,9 +207,13 @@ class Dealer:
         return {**state, ROWS: self.content(), **training.earlier.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Move to a saved position, unless an optimizer already defines the position.
+        """Move to a saved position, unless an optimizer, whose state has the position, already defines it.
 
         The past of the trace must be that of the saved run; its future may change, with a UserWarning.
+
+        Args:
+            state_dict: what `state_dict` has returned, in a run with any number of ranks.
+            strict: whether the samples so far must be those of the saved run.
 
         Raises:
             ValueError: if the state was saved with another dataset size, seed or past of the trace, unless `strict` is
@@ -238,7 +246,13 @@ class Dealer:
         return partial(self.adopt_state, state, self.resume(state), owned=True)
 
     def adopt_state(self, state: dict[str, Any], batches: Batches, *, owned: bool) -> None:
-        """Continue at a saved position; `owned`: whether an optimizer has loaded it, and counts from there."""
+        """Continue at a saved position.
+
+        Args:
+            state: the saved state.
+            batches: the batches of the continued training.
+            owned: whether an optimizer has loaded the state, and counts from there.
+        """
         self.training.load(state, batches, owned=owned)
 
     def check_samples(self, state: dict[str, Any]) -> None:

@@ -39,7 +39,7 @@ def wait_for(
         RuntimeError: if the thread of the training would have to wait.
         PrefetchCancelled: if what the caller would read is not needed any more.
     """
-    begun: float | None = None
+    wait_began: float | None = None
     while True:
         batches = training.batches  # once, because the training may replace them
         decided = batches.decided
@@ -57,27 +57,36 @@ def wait_for(
         with training.changed:
             if training.batches is batches:  # no decision has come meanwhile
                 training.changed.wait(WAIT_SECONDS)
-        begun = _warn_of_long_wait(begun)
+        wait_began = _warn_of_long_wait(wait_began)
 
 
 def _reads_too_far_error(delay: int, step: int, end_step: int, ahead: int) -> RuntimeError:
-    """Return the error of a loader that reads `step` in the thread of the training, which cannot wait for itself.
+    """Return the error of a loader that reads ahead of a controller in the thread that trains, and so cannot wait.
 
-    `end_step` is the first step of unknown size, and `ahead` is how far the loader reads ahead of the training.
+    Args:
+        delay: number of updates from a decision of the controller to its use.
+        step: the update that the loader reads.
+        end_step: the first update whose batch size is not known yet.
+        ahead: number of reads by which the loader is ahead of the training.
     """
-    last, needed = end_step - 1, max(delay + 1, ahead + ADOPTED_AFTER)
+    last_known = end_step - 1
+    needed_delay = max(delay + 1, ahead + ADOPTED_AFTER)
     return RuntimeError(
-        f"the loader reads update {step}, {ahead} reads ahead of step(), but sizes are known up to {last}; pass "
-        f"delay=num_workers * prefetch_factor + 4 (at least {needed}) to AdaptiveTrace, or prefetch less"
+        f"the loader reads update {step}, {ahead} reads ahead of step(), but sizes are known up to {last_known}; pass "
+        f"delay=num_workers * prefetch_factor + 4 (at least {needed_delay}) to AdaptiveTrace, or prefetch less"
     )
 
 
-def _warn_of_long_wait(begun: float | None) -> float:
-    """Warn once if a wait is longer than `WARN_SECONDS`.
+def _warn_of_long_wait(wait_began: float | None) -> float:
+    """Warn once if a loader has waited for a batch size for longer than `WARN_SECONDS`.
 
-    `begun` is what the last call returned, None in the first one: when the wait began, or infinity after the warning.
+    Args:
+        wait_began: what the last call returned; None in the first one.
+
+    Returns:
+        When the wait began, in seconds of the monotonic clock; infinity after the warning.
     """
-    if begun is not None and time.monotonic() - begun > WARN_SECONDS:
+    if wait_began is not None and time.monotonic() - wait_began > WARN_SECONDS:
         thread = threading.current_thread().name
         warnings.warn(
             f"A loader has waited {WARN_SECONDS:.0f} seconds in {thread} for a batch size of the training; if the "
@@ -86,4 +95,4 @@ def _warn_of_long_wait(begun: float | None) -> float:
             stacklevel=3,
         )
         return float("inf")
-    return time.monotonic() if begun is None else begun
+    return time.monotonic() if wait_began is None else wait_began

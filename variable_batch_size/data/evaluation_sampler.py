@@ -71,6 +71,7 @@ class EvaluationSampler(Sampler[list[int]]):
         *,
         fixed_shape: bool | None = None,
     ) -> None:
+        """Cut the whole dataset into batches once: each iteration yields those that are dealt to this rank."""
         super().__init__()
         self.world = resolve_world(rank, num_replicas)
         self.passes = 0
@@ -101,12 +102,17 @@ class EvaluationSampler(Sampler[list[int]]):
         Args:
             batch: its number in the iteration, `0 <= batch < len(sampler)`.
         """
-        number = self.world.rank + batch * self.world.size  # over all ranks
-        if number >= self._batches:
+        batch_number = self.world.rank + batch * self.world.size  # over all ranks
+        if batch_number >= self._batches:
             return 0
         _, (size,) = self._locate(np.array([batch]))
         return int(size)
 
     def _locate(self, batches: IntArray) -> tuple[IntArray, IntArray]:
-        """Return the first sample and the number of distinct samples of batches, (batches,) each."""
-        return self._deal.microbatches(np.zeros_like(batches), batches)
+        """Return the first sample of batches of this rank, and their number of distinct samples, (batches,) each.
+
+        Args:
+            batches: numbers of the batches in the iteration of this rank, (batches,).
+        """
+        in_step = np.zeros_like(batches)  # an evaluation is a single step, number 0, with all samples
+        return self._deal.microbatches(in_step, batches)

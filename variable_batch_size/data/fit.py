@@ -71,13 +71,14 @@ def fit_batch(
     world = check_int(world_size, "world_size", 1, MAX_INT)
     fixed = runs_on_xla() if fixed_shape is None else fixed_shape
     # Microbatches of a step, if each has at most 1, 2, ... rows, (sizes,). More rows than the batch are of no use.
-    counts = microbatch_counts(batch, min(largest, batch), fixed_shape=fixed)
-    rounds = -(-counts // world)  # (sizes,)
+    microbatches = microbatch_counts(batch, min(largest, batch), fixed_shape=fixed)
+    rounds = -(-microbatches // world)  # (sizes,)
     sizes = np.flatnonzero(rounds == rounds.min()) + 1  # (candidates,), those with the fewest rounds
-    computed = sizes * np.maximum(counts[sizes - 1], float(world))  # (candidates,), rows; float64 does not overflow
-    size = int(sizes[computed.argmin() if fixed else 0])  # the smallest one of several
+    # Rows that all ranks compute, with replays, (candidates,); float64 does not overflow.
+    rows_computed = sizes * np.maximum(microbatches[sizes - 1], float(world))
+    size = int(sizes[rows_computed.argmin() if fixed else 0])  # the smallest one of several
     fewest = int(rounds[size - 1])
-    return BatchFit(size, fewest, int(counts[size - 1]) if fixed else min(batch, world * fewest))
+    return BatchFit(size, fewest, int(microbatches[size - 1]) if fixed else min(batch, world * fewest))
 
 
 def find_minibatch_size(
@@ -119,36 +120,36 @@ def find_minibatch_size(
         requirement = "model_fn must be a function that creates the model of each trial"
         raise type_error(requirement, model_fn, "pass one, such as lambda: Model().to(device)")
     limit = check_int(limit, "limit", 1)
-    size = min(check_int(start, "start", 1), limit)
-    number = rows.count_rows(example)
-    if number != 1:
-        raise value_error("the example must be a batch of one row", f"{number} rows", "pass one, as data[:1]")
-    fits, too_large = 0, limit + 1  # the largest size that is known to fit, and the smallest one that is not
+    trial_rows = min(check_int(start, "start", 1), limit)
+    num_rows = rows.count_rows(example)
+    if num_rows != 1:
+        raise value_error("the example must be a batch of one row", f"{num_rows} rows", "pass one, as data[:1]")
+    largest_fitting, smallest_failing = 0, limit + 1  # in rows, as far as known
     message = ""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     devices = [] if accelerator is None else [torch.accelerator.current_device_index()]
     device_type = "cuda" if accelerator is None else accelerator.type
-    while too_large - fits > 1:
+    while smallest_failing - largest_fitting > 1:
         try:
             with torch.random.fork_rng(devices, device_type=device_type):
-                _try_batch(model_fn(), loss_fn, rows.take_rows(example, np.zeros(size, np.int64)), optimizer_fn)
-            fits = size
+                _try_batch(model_fn(), loss_fn, rows.take_rows(example, np.zeros(trial_rows, np.int64)), optimizer_fn)
+            largest_fitting = trial_rows
         except (MemoryError, RuntimeError) as error:
             message = str(error).partition("\n")[0] or type(error).__name__
             names_memory = any(text in f"{error}".lower() for text in _OUT_OF_MEMORY)
             if not names_memory and not isinstance(error, (MemoryError, torch.OutOfMemoryError)):
                 raise
-            too_large = size
+            smallest_failing = trial_rows
         gc.collect()  # the exception, which is deleted by now, had frames with tensors
         torch.accelerator.empty_cache()  # accelerators keep free memory
-        nothing_failed = too_large > limit
-        size = min(2 * fits, limit) if nothing_failed else (fits + too_large) // 2
-    if fits == 0:
+        nothing_failed = smallest_failing > limit
+        trial_rows = min(2 * largest_fitting, limit) if nothing_failed else (largest_fitting + smallest_failing) // 2
+    if largest_fitting == 0:
         raise MemoryError(
             f"a microbatch of one row must fit into memory beside the model, but the device raised {message!r:.200}; "
             f"use a smaller model or row, activation checkpointing, or a device with more memory"
         )
-    return fits
+    return largest_fitting
 
 
 def _try_batch(
@@ -157,7 +158,17 @@ def _try_batch(
     batch: Any,
     optimizer_fn: Callable[[Iterable[torch.nn.Parameter]], Optimizer] | None,
 ) -> None:
-    """Compute forward and backward of a batch twice, as in an accumulation, with a step after each."""
+    """Compute forward and backward of a batch twice, as in an accumulation, to find out whether memory suffices.
+
+    Args:
+        model: a model, on its device.
+        loss_fn: returns the loss of a batch.
+        batch: the batch.
+        optimizer_fn: creates an optimizer, which steps after each backward, so that memory holds its state; None: none.
+
+    Raises:
+        MemoryError, RuntimeError: what the device raises if memory does not suffice, among other errors.
+    """
     backend = detect(model.parameters())
     optimizer = None if optimizer_fn is None else optimizer_fn(model.parameters())
     for _ in range(2):

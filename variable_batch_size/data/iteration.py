@@ -27,6 +27,7 @@ class Iteration:
     """
 
     def __init__(self, training: Training) -> None:
+        """Wait for the first read, at which the iteration begins; see the docstring of the class for why."""
         self._training, self._reads = training, Reads(training.due, training.restarts, 0)
         self._rows: Iterator[list[int]] | None = None
         self._deal: Dealt | None = None
@@ -37,15 +38,19 @@ class Iteration:
         return self
 
     def __next__(self) -> list[int]:
+        """Return the indices in the dataset of the next microbatch of this rank.
+
+        The first call begins the iteration, where the training is at that time.
+        """
         training = self._training
         if self._rows is None:  # the first read, see the docstring of the class
             self._reads = training.begin_iteration()
             self._step = self._reads.start.step
             self._rows = self._yield_rows(self._reads.start.epoch, training.batches)
         training.iteration = self._reads
-        row = next(self._rows)
+        indices = next(self._rows)
         self._reads.number += 1
-        return row
+        return indices
 
     def _yield_rows(self, number: int, batches: Batches) -> Iterator[list[int]]:
         """Yield the indices in the dataset of each microbatch of this rank, to the end of epoch `number`."""
@@ -53,9 +58,9 @@ class Iteration:
         chunk = max(1, INDICES_PER_CHUNK // plan.minibatch_size)  # microbatches
         for deal in self._deals(number):
             for begin in range(0, len(deal), chunk):
-                for row in deal.rows(begin, min(len(deal), begin + chunk), order):
+                for indices in deal.rows(begin, min(len(deal), begin + chunk), order):
                     self._read_of_deal += 1
-                    yield Indices(row, batches.seed, number) if batches.reproducible else row
+                    yield Indices(indices, batches.seed, number) if batches.reproducible else indices
         self._reads.exhausted = True
 
     def _deals(self, number: int) -> Iterator[Dealt]:
@@ -94,7 +99,10 @@ class Iteration:
     # The state of a loader that saves the position of its iterator. --------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which microbatch comes next: the epoch, the step, and its round in the step."""
+        """Return which microbatch comes next: the epoch, the step, and the round, its number in the step on this rank.
+
+        A loader such as StatefulDataLoader saves it with its own state.
+        """
         step, round_index = self._step, 0
         if self._deal is not None and self._read_of_deal < len(self._deal):
             index = int(np.searchsorted(self._deal.ends, self._read_of_deal, side="right"))  # of the step in the deal
@@ -120,9 +128,9 @@ class Iteration:
         else:
             is_due = batches.next_update(position) == due
         if state_dict["round"] or not is_due:
-            within = f", before its microbatch {state_dict['round']}" if state_dict["round"] else ""
+            where_in_step = f", before its microbatch {state_dict['round']}" if state_dict["round"] else ""
             raise RuntimeError(
-                f"the loader was saved at {position}{within}, but the optimizer is at {due}; save both when "
+                f"the loader was saved at {position}{where_in_step}, but the optimizer is at {due}; save both when "
                 "optimizer.step() has returned True, with snapshot_every_n_steps=1, and restore the optimizer before "
                 "iterating"
             )

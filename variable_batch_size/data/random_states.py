@@ -30,11 +30,11 @@ class BeforeReading:
         self._states: RandomStates | None = None
 
     def wait_for(self, position: Position | None, states: RandomStates) -> None:
-        """Keep states of a checkpoint until a loop begins to read at a position.
+        """Keep states of a checkpoint until a loop begins to read at a position, where `set_waiting` sets them.
 
         Args:
             position: the position; None: none, because the saved run had not begun to read its epoch.
-            states: the states.
+            states: the states of the random number generators.
         """
         self._position, self._states = position, states
 
@@ -43,7 +43,10 @@ class BeforeReading:
         return self._states is not None and self._position == position
 
     def set_waiting(self, position: Position) -> None:
-        """Set the states if they wait for this position, where a loop begins to read now; forget any others."""
+        """Set the generators to a checkpoint's states if these wait for this position; forget states of another one.
+
+        A loop calls it right before it reads its first microbatch at the position.
+        """
         if self._states is not None and self._position == position:
             self._states.set()
         else:

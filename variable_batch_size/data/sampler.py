@@ -27,7 +27,7 @@ from variable_batch_size.trace.batch_trace import BatchTrace, OnEnd
 
 
 def number_of_samples(dataset: object) -> Any:
-    """Return the length of a dataset, or the argument itself if it has none, such as a number of samples.
+    """Return the number of samples of a dataset; or the argument itself if it has no length, as it is such a number.
 
     Raises:
         TypeError: if it is a loader or a string, whose length is not a number of samples.

@@ -106,7 +106,7 @@ class Reads:
 
 
 def too_many_steps(read: int, number: int) -> RuntimeError:
-    """Return the error of call `number` of `step()`, when the sampler has yielded only `read` microbatches."""
+    """Return the error of call `number` of `optimizer.step()` if the sampler has yielded only `read` microbatches."""
     return RuntimeError(
         f"this is step() {number}, but the optimizer's sampler has yielded {read} microbatches; pass it as "
         "batch_sampler= to the loader (in Ignite: VariableBatchEngine), and optimizer.inner to get_state_dict()"

@@ -110,6 +110,7 @@ class Training:
     """
 
     def __init__(self, batches: Batches, *, epochs: int | None, cut_is_known: bool) -> None:
+        """Begin before the first update, without optimizers."""
         self._batches, self.epochs = batches, epochs
         self.earlier, self.left = Earlier(), False
         self.later: dict[str, Any] | None = None
@@ -126,7 +127,10 @@ class Training:
         self._restart_outside()
 
     def _restart_outside(self) -> None:
-        """Begin without optimizers, and without loaders that wait: these belong to one process, and not to a copy."""
+        """Create what belongs to one process: locks, threads, and optimizers with the loops that feed them.
+
+        A copy, as in another process, begins without them.
+        """
         self.changed = threading.Condition()  # notified when the batches have changed
         self.trainer: int | None = None  # the thread of the last update
         self.members: WeakKeyDictionary[Any, _Report] = WeakKeyDictionary()  # the optimizers
@@ -143,6 +147,7 @@ class Training:
         return {**{name: getattr(self, name) for name in names}, "_batches": batches}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copy, which is between two steps, and has no optimizers and no iteration over a loader."""
         vars(self).update(state, phase=Phase.BETWEEN_STEPS, running=False)
         vars(self).update(iteration=None, expected=None, handed_out=0)
         self._restart_outside()
@@ -151,7 +156,7 @@ class Training:
 
     @property
     def batches(self) -> Batches:
-        """What is dealt: pure functions of positions."""
+        """What is dealt: which samples make up which update, as pure functions of positions."""
         return self._batches
 
     @batches.setter
@@ -161,7 +166,7 @@ class Training:
             self.changed.notify_all()
 
     def grow(self, decided: DecidedTrace) -> None:
-        """Plan with later decisions of a controller; updates before the position stay as they were."""
+        """Continue with batch sizes that a controller has chosen; updates before the position stay as they were."""
         self.batches = self._batches.grow(decided, self.position)
 
     def attach(self, member: Member | None, *, compiles_shapes: bool, elastic: bool, split: Split) -> None:
@@ -174,16 +179,16 @@ class Training:
             split: how it needs steps to be split into microbatches.
         """
         batches, choice = self._batches_before_choice, self._choice
-        before, self._choice = batches.split, None
+        earlier_split, self._choice = batches.split, None
         # With batches that arrive each rank has its own number of rows. If several optimizers each have a
         # DistributedDataParallel, the first forward of each after a sum is a collective, which needs equal rounds.
         padded = split.padded or (batches.arriving and len(self.members) > 0)
         # The split has to suit this optimizer and those that were attached before.
         split = Split(
-            spread=before.spread and split.spread,
-            padded=before.padded or padded,
-            equal_rounds=before.equal_rounds or split.equal_rounds,
-            unequal=before.unequal,
+            spread=earlier_split.spread and split.spread,
+            padded=earlier_split.padded or padded,
+            equal_rounds=earlier_split.equal_rounds or split.equal_rounds,
+            unequal=earlier_split.unequal,
         )
         fixed = True if compiles_shapes and not self._cut_is_known else None  # None: as it is, perhaps by the user
         self.batches = batches.with_split(split, fixed_shape=fixed)
@@ -199,9 +204,12 @@ class Training:
         self.restarts += 1  # microbatches that were read before are not for this optimizer
 
     def continue_with(self, other: Training) -> None:
-        """Continue with the batches of another training, from their beginning; no optimizer has begun that training.
+        """Continue with the batches of another sampler, from their beginning, for `optimizer.continue_with(sampler)`.
 
-        The updates and samples so far are kept as those of an earlier sampler, so that they are counted on.
+        The updates and samples so far are added to those of earlier samplers.
+
+        Args:
+            other: the training of that sampler, with which no optimizer has begun.
         """
         self.earlier = Earlier(self.earlier.stage + 1, self.updates, self.samples)
         self._choice, self._committed = None, other.place
@@ -210,7 +218,7 @@ class Training:
         self.restart()
 
     def enter_world(self, world: World, *, loaded: bool) -> bool:
-        """Deal for a world from the next step on; return whether anything has changed.
+        """Deal microbatches for another number of ranks from the next step on; return whether anything has changed.
 
         If so, the step starts over, as its microbatches are now those of other ranks.
 
@@ -229,7 +237,7 @@ class Training:
 
     @property
     def place(self) -> Place:
-        """How far the training is: its position, which `set_epoch` may have moved, and the samples it has used."""
+        """How far the training is: the next update, which `set_epoch` may have chosen, and the samples it has used."""
         return self._committed if self._choice is None else self._committed._replace(position=self._choice.position)
 
     @property
@@ -257,7 +265,10 @@ class Training:
 
     @property
     def round(self) -> int:
-        """How many microbatches of the step this rank has counted, by the optimizer that is ahead of the others."""
+        """How many microbatches of the update under way this rank has counted.
+
+        With several optimizers, it is the count of the one that is ahead of the others.
+        """
         if len(self.members) == 1:  # each microbatch asks several times, and values() of weak keys is slow
             (report,) = self.members.data.values()  # type: ignore[attr-defined]
             return report.round if report.late is None else 0
@@ -317,7 +328,7 @@ class Training:
         epoch = check_int(epoch, "epoch", 0, remedy="count epochs from 0")
         self.check_phase("set_epoch()", Phase.BETWEEN_STEPS, Phase.INSIDE_STEP)
         self.finish_update()
-        batches, before = self._batches_before_choice, self.position  # an earlier choice is undone
+        batches, position_before = self._batches_before_choice, self.position  # an earlier choice is undone
         self._check_not_over(epoch, batches)
         batches.plan.epoch(epoch)  # raises if the trace ends before
         self.batches, self._choice = batches, None
@@ -325,14 +336,19 @@ class Training:
             self._choose_epoch(epoch)
         if not self._batches.epoch(self.position).updates:
             self.read_epoch = min(self.read_epoch, self.position.epoch - 1)  # so that an empty epoch is read, too
-        skips_updates = before.step != self.position.step
+        skips_updates = position_before.step != self.position.step
         if skips_updates and self.members:
-            self._warn_of_skipped(before, epoch)
+            self._warn_of_skipped(position_before, epoch)
         if skips_updates or self.round:
             self.restart()
 
     def _check_not_over(self, epoch: int, batches: Batches) -> None:
-        """Raise RuntimeError if all updates of an epoch are committed."""
+        """Raise RuntimeError if `set_epoch` goes back to an epoch whose updates are all committed.
+
+        Args:
+            epoch: the chosen epoch.
+            batches: the batches before any choice of an epoch.
+        """
         committed = self._committed.position
         due = batches.next_update(committed) if self.read_epoch >= committed.epoch else committed
         if epoch >= due.epoch:
@@ -408,8 +424,8 @@ class Training:
 
         All updates of the saved run count as ones of earlier samplers, until `continue_with` names the later one.
         """
-        before = Earlier.of(state)
-        updates, samples = before.updates + state["step"], before.samples + state["samples"]
+        earlier_samplers = Earlier.of(state)
+        updates, samples = earlier_samplers.updates + state["step"], earlier_samplers.samples + state["samples"]
         self.later, self.earlier = state, Earlier(self.earlier.stage, updates, samples)
         self._committed, self._choice = Place(self._batches.first_position, 0), None
         self.owned, self.unrestored = True, False
@@ -425,7 +441,7 @@ class Training:
 
     @property
     def batch(self) -> Batch:
-        """The next update.
+        """The next update: its samples, and its microbatches on this rank.
 
         Raises:
             RuntimeError: if there is none, or it is not known.
@@ -439,7 +455,10 @@ class Training:
         return self._planned_batch(self.position)
 
     def due_of(self, member: object) -> Due:
-        """Return the update that an optimizer is to make: the next one, or one that others have just made."""
+        """Return the update that an optimizer is to make, with the number of updates and samples before it.
+
+        It is the next update, or one that the other optimizers of the sampler have just made.
+        """
         return self.members[member].late or self._due()
 
     def _due(self) -> Due:
@@ -447,7 +466,10 @@ class Training:
         return Due(self.batch, self.updates, self.samples, self.epoch)
 
     def batch_of(self, member: object) -> Batch:
-        """Return the batch of `due_of(member)`, without its counts, which is faster: each microbatch asks for it."""
+        """Return the samples and microbatches of the update that an optimizer is to make.
+
+        It is `due_of(member).batch`, but faster: each microbatch asks for it.
+        """
         late = self.members[member].late
         return self.batch if late is None else late.batch
 
@@ -466,7 +488,11 @@ class Training:
         return self._planned[2]
 
     def microbatch(self, member: object, ahead: int = 0) -> Microbatch:
-        """Return the next microbatch that an optimizer counts, or the one that comes `ahead` rounds after it."""
+        """Return the microbatch that an optimizer counts next, or the one that comes `ahead` microbatches after it.
+
+        Raises:
+            RuntimeError: if its epoch has not begun, or the training has ended.
+        """
         position, begins_update = self.position, self.round == 0 and self.members[member].late is None
         # After the end of an epoch, the loop has to read the next one first: a schedule or `set_epoch` may come before.
         if begins_update and self._batches.ends_epoch(position) and self.read_epoch <= position.epoch:
@@ -474,9 +500,9 @@ class Training:
                 f"a microbatch must be of an epoch that has begun, but all updates of epoch {position.epoch} are "
                 f"committed; read the loader first"
             )
-        microbatches, number = self.batch_of(member).microbatches, self.round_of(member) + ahead
-        if number < len(microbatches):
-            return microbatches[number]
+        microbatches, round_index = self.batch_of(member).microbatches, self.round_of(member) + ahead
+        if round_index < len(microbatches):
+            return microbatches[round_index]
         # This optimizer has counted the whole update, but others are still to make it: look into the following one.
         following = self._batches.place_after(self.place, self.batch)
         return self._planned_batch(following.position).microbatches[0]
@@ -491,7 +517,7 @@ class Training:
             return None
 
     def is_handed_out_last(self, member: object) -> bool:
-        """Return whether the next microbatch of an optimizer is the one that `vbs.updates` has yielded last."""
+        """Return whether an optimizer's next microbatch is the one that a loop over `vbs.updates` has yielded last."""
         return self.expected is not None and self.round_of(member) + 1 == self.handed_out
 
     def is_made_without(self, member: object) -> bool:
@@ -509,9 +535,11 @@ class Training:
         )
 
     def expect(self, batch: Batch, handed_out: int = 0) -> None:
-        """Note the update whose microbatches a loop over `vbs.updates` hands out, and how many it has handed out.
+        """Note the update whose microbatches a loop over `vbs.updates` yields; `step()` accepts only these.
 
-        `step()` then accepts these microbatches only.
+        Args:
+            batch: the update.
+            handed_out: number of its microbatches that were yielded.
         """
         self.expected, self.handed_out = batch, handed_out
 
@@ -553,7 +581,7 @@ class Training:
 
     @property
     def reads_epoch(self) -> bool:
-        """Whether a loop has begun to read the epoch of the position, in this run or before that was saved."""
+        """Whether a loop has begun to read the epoch of the next update, in this run or in the one that was saved."""
         return self.before_reading.waits_at(self.position) or self.read_epoch == self.position.epoch
 
     # What a loop calls. ----------------------------------------------------------------------------------------------
@@ -585,7 +613,11 @@ class Training:
             raise self._not_made_by_all()
 
     def note_work(self, member: object) -> None:
-        """Note that an optimizer takes part; raise RuntimeError if the training has gone on without it."""
+        """Note that an optimizer works: from now on, an update is committed only when this optimizer has made it.
+
+        Raises:
+            RuntimeError: if the training has continued without it.
+        """
         report = self.members[member]
         if report.passed:
             raise RuntimeError(
@@ -610,20 +642,20 @@ class Training:
         # Once another optimizer has made the update, its weights have changed, and discard_step() cannot repair it.
         self.phase = Phase.HALF_UPDATED if late or self.phase is Phase.PARTLY_MADE else Phase.INTERRUPTED
         step = self.position.step if report.late is None else report.late.batch.step
-        expected, number = self.expected, report.round
-        if expected is not None and (step, number) >= (expected.step, self.handed_out):
+        expected, round_index = self.expected, report.round
+        if expected is not None and (step, round_index) >= (expected.step, self.handed_out):
             raise self._not_handed_out(self.handed_out if expected.step == step else 0)
-        if number == self.round and not (late or self._batches.arriving):  # the first optimizer that reports it
+        if round_index == self.round and not (late or self._batches.arriving):  # the first optimizer that reports it
             self._count_read_microbatch()
         microbatch = self.microbatch(member)
         self.owned = True
         return microbatch
 
     def _count_read_microbatch(self) -> None:
-        """Count a microbatch of the iteration that was read last; check that it was read, and that none was lost.
+        """Count a microbatch that reaches `step()`, if it was read by the present loop and none before it was lost.
 
         Raises:
-            RuntimeError: if the iteration is outdated, has not yielded so many, or has yielded more that were lost.
+            RuntimeError: if the loop was begun before the training has moved, or microbatches that were read are lost.
         """
         iteration, step = self.iteration, self.position.step
         if iteration is None:
@@ -696,7 +728,10 @@ class Training:
 
     @property
     def _reports(self) -> list[_Report]:
-        """The reports of the optimizers that take part in the update under way."""
+        """What the optimizers that take part in the update under way have counted.
+
+        An optimizer that was never used, or that makes the last update after the others, does not take part.
+        """
         return [report for report in self.members.values() if report.works and report.late is None]
 
     def settle(self) -> None:
@@ -761,15 +796,18 @@ class Training:
             member.follow_up(batch, first=leads and member is members[0])
 
     def advance(self) -> None:
-        """Commit the next update, in a loop that has no optimizer of this library."""
+        """Commit the next update in a loop that has no optimizer of this library, which would do so in `step()`."""
         batch = self._batches.batch(self._batches.next_update(self.position))
         self._committed, self._choice = self._batches.place_after(self.place, batch), None
         self.read_epoch = max(self.read_epoch, self.position.epoch)
 
     def restart(self, *, anew: bool = False) -> None:
-        """Return to the first microbatch of a step, which must come from a new iteration over the loader.
+        """Start the step over: its first microbatch must come from a new iteration over the loader.
 
-        `anew`: whether a state was loaded, so that optimizers count as ones that were never used.
+        It is called when the training has moved, as by a restored state, and by `discard_step()`.
+
+        Args:
+            anew: whether a state was loaded, so that optimizers count as ones that were never used.
         """
         self.phase, self.running, self.expected = Phase.BETWEEN_STEPS, False, None
         self.restarts += 1
@@ -784,7 +822,16 @@ class Training:
 
 
 def check_can_attach(batches: Batches, *, compiles_shapes: bool, elastic: bool) -> None:
-    """Raise ValueError if batches cannot be split as an optimizer needs it; arguments as for `Dealer.attach`."""
+    """Check that the steps of these batches can be split as an optimizer that attaches needs it.
+
+    Args:
+        batches: the batches of the sampler.
+        compiles_shapes: whether the device of the optimizer compiles each shape, as XLA does.
+        elastic: whether the number of ranks may change between two steps.
+
+    Raises:
+        ValueError: if they cannot.
+    """
     if batches.arriving and elastic:
         found = "an elastic backend"
         raise value_error("batches that arrive need ranks that stay", found, "pass a vbs.CustomSampler")

@@ -49,34 +49,47 @@ class Content:
     def digest(self) -> str:
         """Return a text that is equal on two ranks if they read the same rows, and empty if that cannot be compared.
 
-        The first call reads `ROWS` rows twice, and moves no random state of torch, NumPy or `random`.
+        So a run finds out that its ranks have different datasets, such as ones that were split without a seed. The
+        first call reads `ROWS` rows twice, and moves no random state of torch, NumPy or `random`.
         """
         if self._fingerprint is None and hasattr(self._dataset, "__getitem__"):
-            indices, rows = _digest_of_indices(self._dataset), self._digest_of_rows()
-            if indices or rows:
-                self._fingerprint = f"{indices or 'all'} {rows or 'random'}"
+            hash_of_indices, hash_of_rows = _digest_of_indices(self._dataset), self._digest_of_rows()
+            if hash_of_indices or hash_of_rows:
+                self._fingerprint = f"{hash_of_indices or 'all'} {hash_of_rows or 'random'}"
         self._dataset = None  # it is read once
         return self._fingerprint or ""
 
     def _digest_of_rows(self) -> str | None:
-        """Return a hash of a few rows, or log why and return None if they cannot be read here or are random."""
+        """Return a hash of a few rows of the dataset; None if they cannot be read in this process, or are random.
+
+        Each row is read twice, under two seeds: if the hashes differ, an augmentation draws random numbers. A message
+        in the log says why there is no hash.
+        """
         size = len(self._dataset)
         indices = np.random.default_rng(self._seed).choice(size, min(ROWS, size), replace=False).tolist()
         try:
             dataset = _without_handles(self._dataset)
             with _lock, kept_states():
-                first, second = (_hash_rows(dataset, indices, self._seed, random_seed) for random_seed in (1, 2))
+                hash_of_rows = _hash_rows(dataset, indices, self._seed, random_seed=1)
+                hash_with_other_seed = _hash_rows(dataset, indices, self._seed, random_seed=2)
         except Exception as error:  # what only workers can read, for example
             log(f"The rows of ranks are not compared: dataset[{indices[0]}] raises {error!r:.100}.")
             return None
-        if first != second:  # an augmentation draws random numbers
+        if hash_of_rows != hash_with_other_seed:  # an augmentation draws random numbers
             log("The rows of ranks are not compared: they are random. Pass vbs.Seeded(dataset), or fingerprint=.")
             return None
-        return first
+        return hash_of_rows
 
 
 def _hash_rows(dataset: Any, indices: list[int], seed: int, random_seed: int) -> str:
-    """Return a hash of rows, whose random numbers follow from `random_seed`, or in `Seeded` from `seed`."""
+    """Return a hash of some rows of a dataset.
+
+    Args:
+        dataset: the dataset.
+        indices: which rows.
+        seed: the seed of the sampler, from which the random numbers of a `Seeded` dataset follow.
+        random_seed: seed of the generators of torch, NumPy and `random`, from which those of other datasets follow.
+    """
     seed_host(random_seed)
     digest = hashlib.sha256()
     read_batch = getattr(dataset, "__getitems__", None)  # as a loader reads them
@@ -87,7 +100,10 @@ def _hash_rows(dataset: Any, indices: list[int], seed: int, random_seed: int) ->
 
 
 def _digest_of_indices(dataset: Any) -> str | None:
-    """Return a hash of the indices of a `Subset`, and of those within it, or None if the dataset is none."""
+    """Return a hash of the indices of a `Subset`, and of the subsets within it; None if the dataset is no subset.
+
+    Two ranks whose `random_split` had different seeds have different indices.
+    """
     digest = None
     while isinstance(dataset, (Subset, Seeded)):
         if isinstance(dataset, Subset):
@@ -100,16 +116,17 @@ def _digest_of_indices(dataset: Any) -> str | None:
 
 
 def _without_handles(value: Any) -> Any:
-    """Return a shallow copy of a dataset, and of those within it, so that workers inherit no file which reading opens.
+    """Return a shallow copy of a dataset, and of the datasets within it, which opens files by itself when it is read.
 
-    One with `__del__`, which would close what the copy shares, and one that Python cannot copy so, stay as they are.
+    Without the copy, workers of a loader would inherit a file that this process has opened. A dataset with `__del__`,
+    which would close what the copy shares, and one that Python cannot copy in this way, is returned itself.
     """
     if type(value) in (list, tuple) and any(isinstance(item, Dataset) for item in value):
         return type(value)(map(_without_handles, value))
     if not isinstance(value, Dataset) or hasattr(type(value), "__del__") or not hasattr(value, "__dict__"):
         return value
     try:
-        copy = object.__new__(type(value))
+        copy = object.__new__(type(value))  # without __init__, which may need arguments
     except TypeError:
         return value
     vars(copy).update({name: _without_handles(attribute) for name, attribute in vars(value).items()})
@@ -117,7 +134,13 @@ def _without_handles(value: Any) -> Any:
 
 
 def _update_digest(digest: Any, value: Any) -> None:
-    """Add a row of a dataset, or a value within it, to a hash: its bytes, with its type and shape where needed."""
+    """Add a row of a dataset, or a value within it, to a hash: its bytes, with type and shape where needed.
+
+    Args:
+        digest: a hash object of hashlib, which is changed.
+        value: a tensor, array, image, number, text, or a mapping, list, tuple or dataclass of such. Of anything else
+            only the name of its type counts.
+    """
     if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_quantized:
         digest.update(repr((value.dtype, tuple(value.shape))).encode())
         digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

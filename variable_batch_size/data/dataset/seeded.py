@@ -29,7 +29,12 @@ class Indices(list[int]):
 
 
 def seed_of(stream: Literal["sample", "microbatch"], *numbers: int) -> int:
-    """Return a seed in [0, 2^63): a hash of what it is for, and of numbers such as seed, epoch and index."""
+    """Return a seed in [0, 2^63) that depends on some numbers alone, and not on the rank or the worker of a loader.
+
+    Args:
+        stream: what the random numbers are for; seeds of different streams are independent.
+        *numbers: what they depend on, such as seed, epoch and index of a sample.
+    """
     digest = hashlib.sha256(repr((stream, *numbers)).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
@@ -50,6 +55,7 @@ class Seeded(Dataset[T], Generic[T]):
     """
 
     def __init__(self, dataset: Any) -> None:
+        """Store the dataset, after a check that it has a length and an index."""
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise type_error("dataset must have a length and dataset[index]", dataset, "pass a map-style dataset")
         self.dataset = dataset
@@ -59,7 +65,18 @@ class Seeded(Dataset[T], Generic[T]):
         return len(self.dataset)
 
     def __getitems__(self, indices: Sequence[int]) -> list[T]:
-        """Return the samples of a microbatch, whose random numbers depend on seed, epoch and index of each alone."""
+        """Return the samples of a microbatch; a loader calls it in the place of `__getitem__`.
+
+        Before each sample the generators of torch, NumPy and `random` are seeded by seed, epoch and index of the
+        sample, so that its augmentation is the same on any rank and in any worker. Afterwards they have the states that
+        they had before.
+
+        Args:
+            indices: the list of a `CustomSampler` with `reproducible=True`, which holds seed and epoch.
+
+        Raises:
+            TypeError: if another sampler has made the list.
+        """
         if not isinstance(indices, Indices):
             requirement = "vbs.Seeded must be read by a loader with batch_sampler=CustomSampler(..., reproducible=True)"
             raise type_error(requirement, indices, "read another sampler's samples from the dataset within")

@@ -79,18 +79,36 @@ class Dealing(NamedTuple):
         return self.unequal is not None and self.multiple_of > 1
 
     def share(self, batch_sizes: Any, minibatch_size: int, world: World) -> Share:
-        """Return the share of a rank in a step, or in each of several; call it only if `shares_samples`."""
+        """Return which samples of a step, or of each of several, a rank of unequal speed gets, and how it cuts them.
+
+        Call it only if `shares_samples`.
+
+        Args:
+            batch_sizes: samples of the step over all ranks: a number, or an array, (steps,).
+            minibatch_size: maximum number of rows of a microbatch.
+            world: the rank, and the number of ranks.
+        """
         assert self.unequal is not None
         return self.unequal.share(world.rank, batch_sizes, minibatch_size, padded=self.padded)
 
     def count_dealt(self, microbatches: Any, world: World) -> Any:
-        """Return how many of the microbatches of a step, or of each of several, are dealt to a rank."""
+        """Return how many of the microbatches of a step, or of each of several, a rank computes, without replays.
+
+        Ranks take the microbatches in turns, like cards: of 5 microbatches on 2 ranks, rank 0 computes 0, 2 and 4.
+
+        Args:
+            microbatches: number of microbatches of the step over all ranks: a number, or an array, (steps,).
+            world: the rank, and the number of ranks.
+        """
         if self.unequal is not None:
             return self.unequal.count_dealt(world.rank, microbatches)
         return -(-(microbatches - world.rank) // world.size)  # rounded up: the numbers rank, rank + size, ...
 
     def number_in_step(self, index: Any, world: World) -> Any:
-        """Return which microbatch of the step is the rank's microbatch `index`; both count from 0, or are arrays."""
+        """Return which microbatch of a step a rank computes as its microbatch `index`: numbers from 0, or arrays.
+
+        Ranks take the microbatches in turns: with 2 ranks, rank 1 computes the microbatches 1, 3, 5, ... of the step.
+        """
         if self.unequal is not None:
             return self.unequal.number_in_step(world.rank, index)
         return world.rank + index * world.size
@@ -98,11 +116,19 @@ class Dealing(NamedTuple):
     def replays(self, microbatches: Any, world: World) -> Any:
         """Return how many replays a rank computes before its own microbatches in a step, or in each of several.
 
+        A replay is a microbatch that a rank repeats with weight 0, so that all ranks compute equally many: of 5
+        microbatches on 4 ranks, rank 0 gets two, and each of the others gets one and a replay.
+
+        Args:
+            microbatches: number of microbatches of the step over all ranks: a number, or an array, (steps,).
+            world: the rank, and the number of ranks.
+
         >>> [Dealing(padded=True).replays(5, World(rank, 4)) for rank in range(4)]
         [0, 1, 1, 1]
         """
         last_rank = (microbatches - 1) % world.size  # the rank that gets the last microbatch
-        return (world.rank > last_rank) * self.padded  # 0 or 1, also of arrays
+        gets_one_fewer = world.rank > last_rank  # a bool, or an array of bools, (steps,)
+        return gets_one_fewer * self.padded  # times a bool: 0 or 1 for each step
 
 
 @final
@@ -140,14 +166,17 @@ class Deal:
         return int(self.ends[-1])
 
     def locate(self, begin: int, end: int) -> tuple[IntArray, IntArray]:
-        """Return the step and the round in it of microbatches `begin .. end - 1` of this deal.
+        """Return the step and the round of microbatches `begin .. end - 1` of this rank, counted from the first step.
+
+        A round is one microbatch on each rank: the round of a microbatch is its number in the step on this rank.
 
         Returns:
-            Two arrays, (microbatches,): indices of steps in this deal, and rounds.
+            Two arrays, (microbatches,): the step of each microbatch, as an index into this deal; and its round, from 0.
         """
         microbatch = np.arange(begin, end)  # (microbatches,)
         step = np.searchsorted(self.ends, microbatch, side="right")  # (microbatches,)
-        return step, microbatch - np.where(step > 0, self.ends[step - 1], 0)
+        before_step = np.where(step > 0, self.ends[step - 1], 0)  # (microbatches,): microbatches of earlier steps
+        return step, microbatch - before_step
 
     def microbatches(self, step: IntArray, round_index: IntArray) -> tuple[IntArray, IntArray]:
         """Return the position of the first sample, and the number of distinct samples, of each microbatch.
@@ -170,6 +199,9 @@ class Deal:
     def _cut_balanced(self, step: IntArray, microbatch: IntArray) -> tuple[IntArray, IntArray]:
         """Return where in its step each microbatch begins, and its size; sizes of a step differ by at most one sample.
 
+        For a step of B samples in c microbatches, B = c s + l with 0 <= l < c: the first c - l have s samples, the
+        others s + 1.
+
         Args:
             step: step of each microbatch, as an index into this deal, (microbatches,).
             microbatch: its number in the step, over all ranks, (microbatches,).
@@ -177,10 +209,10 @@ class Deal:
         Returns:
             Two arrays, (microbatches,).
         """
-        small, num_larger = np.divmod(self.sizes[step], self.counts[step])  # (microbatches,) each
+        smaller_size, num_larger = np.divmod(self.sizes[step], self.counts[step])  # of the step, (microbatches,) each
         first_larger = self.counts[step] - num_larger  # (microbatches,): the larger ones come last
         larger_before = np.maximum(microbatch - first_larger, 0)  # (microbatches,)
-        return microbatch * small + larger_before, small + (microbatch >= first_larger)
+        return microbatch * smaller_size + larger_before, smaller_size + (microbatch >= first_larger)
 
     def _cut_fixed(self, step: IntArray, microbatch: IntArray) -> tuple[IntArray, IntArray]:
         """Return where in its step each microbatch begins, and its distinct samples; the shape is fixed.
@@ -201,12 +233,12 @@ class Deal:
         lengths = np.array([len(split) for split in splits], dtype=np.int64)  # (splits,)
         # All splits one after another, each with an end mark, so that every lookup below stays inside its own split.
         sizes = np.array([size for split in splits for size in (*split, 0)], dtype=np.int64)  # (entries,)
-        before = np.concatenate(([0], np.cumsum(sizes)[:-1]))  # (entries,): samples of all entries before
+        samples_before = np.concatenate(([0], np.cumsum(sizes)[:-1]))  # (entries,): samples of all entries before
         first_entry = (np.cumsum(lengths + 1) - lengths - 1)[split_of]  # (microbatches,): of the split
         entry = first_entry + np.minimum(microbatch, lengths[split_of])  # (microbatches,)
         full_before = np.maximum(microbatch - lengths[split_of], 0)  # (microbatches,): full ones before this one
         size = np.where(microbatch < lengths[split_of], sizes[entry], self.minibatch_size)  # (microbatches,)
-        return before[entry] - before[first_entry] + full_before * self.minibatch_size, size
+        return samples_before[entry] - samples_before[first_entry] + full_before * self.minibatch_size, size
 
     def rows(self, begin: int, end: int, order: Callable[[IntArray], IntArray]) -> list[list[int]]:
         """Return the samples of microbatches `begin .. end - 1` of this deal.
@@ -259,21 +291,26 @@ class Step:
 
     @property
     def num_microbatches(self) -> int:
-        """The number of microbatches of the update over all ranks, without replays."""
+        """The number of microbatches into which the samples of this update are cut, over all ranks.
+
+        Replays, which a rank computes with weight 0 so that all ranks make equally many, are not counted.
+        """
         unequal, padded = self.dealing.unequal, self.dealing.padded
         if unequal is not None and self.dealing.shares_samples:
             return unequal.count_of_all(self.batch_size, self.minibatch_size, padded=padded)
         return self.cut.microbatches
 
     def rounds(self, world: World) -> int:
-        """Return how many microbatches a rank computes: its own ones and those it repeats with weight 0; at least one.
+        """Return how many microbatches a rank computes in this update, replays included; at least one.
 
-        See `Dealing` for when ranks repeat any.
+        A replay is a microbatch that a rank repeats with weight 0, so that it takes part in as many rounds as the
+        others. See `Dealing` for when ranks have any.
         """
         if self.dealing.shares_samples:
             share, _ = self._share_and_cut(world)
             return int(share.microbatches + share.replays)
-        return max(1, int(self.dealing.count_dealt(self.cut.microbatches, world)) + self._count_replays(world))
+        dealt = int(self.dealing.count_dealt(self.cut.microbatches, world))  # the rank's own microbatches
+        return max(1, dealt + self._count_replays(world))
 
     def _share_and_cut(self, world: World) -> tuple[Share, Cut]:
         return _share_and_cut(self.dealing, self.batch_size, self.minibatch_size, world)
@@ -282,28 +319,30 @@ class Step:
         return int(self.dealing.replays(self.cut.microbatches, world))
 
     def microbatch(self, round_index: int, world: World) -> Microbatch:
-        """Return the microbatch that a rank computes in a round of the step; those that only repeat one come first.
+        """Return the microbatch that a rank computes in a round of this update; replays come first, with weight 0.
+
+        A replay repeats a microbatch, so that all ranks compute equally many.
 
         Args:
-            round_index: the round, from 0 to `rounds(world)` - 1.
+            round_index: the round, from 0 to `rounds(world)` - 1: which of the rank's microbatches.
             world: the rank, and the number of ranks.
         """
         if self.dealing.shares_samples:  # the rank has consecutive samples, which it cuts into microbatches by itself
             share, sizes = self._share_and_cut(world)
-            first = self.start + share.start
+            first_sample = self.start + share.start
             number = round_index - share.replays
-            count = share.microbatches
+            num_microbatches = share.microbatches
         else:
-            first, sizes, count = self.start, self.cut, self.cut.microbatches
+            first_sample, sizes, num_microbatches = self.start, self.cut, self.cut.microbatches
             number = int(self.dealing.number_in_step(round_index - self._count_replays(world), world))
         # A replay has a number that is negative, or too large: it repeats the microbatch that modulo gives.
         start, size = sizes.locate(number % sizes.microbatches)
         return Microbatch(
             step=self.number,
             batch_size=self.batch_size,
-            samples=size if 0 <= number < count else 0,  # a replay has the weight 0
+            samples=size if 0 <= number < num_microbatches else 0,  # a replay has the weight 0
             rows=self.minibatch_size if self.fixed_shape else size,
-            start=first + start,
+            start=first_sample + start,
             number=number % sizes.microbatches,
             ends_step=round_index == self.rounds(world) - 1,
         )
@@ -311,9 +350,15 @@ class Step:
 
 @lru_cache(maxsize=1024)  # a loop asks for each microbatch
 def _share_and_cut(dealing: Dealing, batch_size: int, minibatch_size: int, world: World) -> tuple[Share, Cut]:
-    """Return the share of a rank in a step, and its cut into microbatches.
+    """Return the part of a rank in a step whose ranks differ in speed, and how the rank cuts it into microbatches.
 
-    A rank without samples has the cut of a single sample, which it replays.
+    A rank without samples has the cut of a single sample, which it replays with weight 0.
+
+    Args:
+        dealing: how ranks of unequal speed share a step.
+        batch_size: samples of the step over all ranks.
+        minibatch_size: maximum number of rows of a microbatch.
+        world: the rank, and the number of ranks.
     """
     rank_share = Share(*map(int, dealing.share(batch_size, minibatch_size, world)))
     samples, count = max(1, rank_share.samples), max(1, rank_share.microbatches)

@@ -14,7 +14,10 @@ from variable_batch_size.world import World
 def next_equal(
     batch_size: int, minibatch_size: int, world_size: int, *, fixed_shape: bool, multiple_of: int = 1
 ) -> int:
-    """Return the smallest batch size >= `batch_size` with which a step has equal rounds.
+    """Return the smallest batch size >= `batch_size` for which all ranks compute equally many microbatches.
+
+    None of these is a replay, which repeats another one with weight 0. The error about a step without such equal rounds
+    advises this batch size.
 
     >>> next_equal(33, 32, 4, fixed_shape=False), next_equal(3, 32, 4, fixed_shape=False, multiple_of=4)
     (97, 4)
@@ -24,7 +27,7 @@ def next_equal(
         minibatch_size: maximum number of rows of a microbatch.
         world_size: number of ranks.
         fixed_shape: whether every microbatch has exactly `minibatch_size` rows.
-        multiple_of: `Dealing.multiple_of`, 1 or `world_size`.
+        multiple_of: `world_size` if steps are cut into a multiple of so many microbatches, otherwise 1.
     """
     if fixed_shape:
         full, remainder = divmod(batch_size, minibatch_size)
@@ -46,7 +49,17 @@ def next_equal(
 def check_equal_rounds(
     plan: Plan, epoch: Epoch, first_step: int, world: World, dealing: Dealing, end_step: int = MAX_INT
 ) -> None:
-    """Check that the steps of `epoch` from `first_step` on, up to its end or `end_step`, have equal rounds.
+    """Check that in all steps of an epoch every rank computes equally many microbatches, and none with weight 0.
+
+    Layers that communicate in forward need that: a rank with fewer microbatches would leave the others waiting.
+
+    Args:
+        plan: which samples make up which step.
+        epoch: the epoch.
+        first_step: the first step that is checked.
+        world: this rank, and the number of ranks.
+        dealing: how steps are split into microbatches, and these are dealt to ranks.
+        end_step: the step before which the check ends, if that is earlier than the end of the epoch.
 
     Raises:
         ValueError: if a step has not; the message names the first such step.
@@ -56,18 +69,19 @@ def check_equal_rounds(
     padded = dealing._replace(padded=True)
     least_rank = world.size - 1 if dealing.unequal is None else dealing.unequal.slowest
     for deal in plan.deals(epoch, first_step, World(least_rank, world.size), padded, end_step):
-        with_replay = np.flatnonzero(deal.replays)  # steps, as indices into the deal
-        if len(with_replay):
-            raise _unequal_rounds_of_step(plan, epoch, deal.first_step + int(with_replay[0]), world, dealing)
+        steps_with_replay = np.flatnonzero(deal.replays)  # as indices into the deal
+        if len(steps_with_replay):
+            raise _unequal_rounds_of_step(plan, epoch, deal.first_step + int(steps_with_replay[0]), world, dealing)
 
 
 def check_constant(plan: Plan, world: World, dealing: Dealing) -> None:
-    """Check that the steps of a constant trace have equal rounds; do nothing for any other trace.
+    """Check that all ranks compute equally many microbatches in every step, if the batch size never changes.
 
-    All epochs of a constant trace are alike, wherever a training begins, so that the first one tells of all.
+    All epochs of a constant trace are alike, so that the first one tells of all, and the user learns of a mistake
+    before the first update. Epochs of any other trace are checked when they are read.
 
     Raises:
-        ValueError: as `check_equal_rounds`.
+        ValueError: if a rank would have to repeat a microbatch; the message names the step.
     """
     if plan.trace.constant_until(0) is None and not plan.ends:
         epoch = plan.epoch(plan.first_epoch)
@@ -75,7 +89,7 @@ def check_constant(plan: Plan, world: World, dealing: Dealing) -> None:
 
 
 def _unequal_rounds_of_step(plan: Plan, epoch: Epoch, number: int, world: World, dealing: Dealing) -> ValueError:
-    """Return the error of step `number`, which has no equal rounds."""
+    """Return the error about step `number`, in which some rank would have fewer microbatches than the others."""
     step = plan.step(epoch, number, dealing)
     count = f"{step.num_microbatches} {'microbatches' if step.num_microbatches > 1 else 'microbatch'}"
     size, rows, remedy = step.batch_size, plan.minibatch_size, _remedy_for_step(plan, epoch, step, world, dealing)
@@ -86,7 +100,15 @@ def _unequal_rounds_of_step(plan: Plan, epoch: Epoch, number: int, world: World,
 
 
 def _remedy_for_step(plan: Plan, epoch: Epoch, step: Step, world: World, dealing: Dealing) -> str:
-    """Return the part of the error that tells the user how to give a step equal rounds."""
+    """Return the last part of an error, which tells the user how all ranks get equally many microbatches in a step.
+
+    Args:
+        plan: which samples make up which step.
+        epoch: the epoch of the step.
+        step: the step in which some rank has fewer.
+        world: this rank, and the number of ranks.
+        dealing: how steps are split into microbatches, and these are dealt to ranks.
+    """
     if step.batch_size < plan.trace.batch_size(step.number):  # it was shortened: the trace's batch size is not used
         if step.start + step.batch_size == plan.dataset_size:
             return f"pass drop_last=True, because the step is the rest of epoch {epoch.number}"

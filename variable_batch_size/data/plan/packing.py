@@ -68,8 +68,11 @@ def spread_evenly(lengths: IntArray, number: int) -> list[IntArray]:
     """Return the rows of `number` parts of similar size: the longest row first, each into the emptiest part.
 
     Args:
-        lengths: length of each row, (rows,).
+        lengths: length of each row, in tokens, (rows,).
         number: number of parts, at most as many as rows.
+
+    >>> [rows.tolist() for rows in spread_evenly(np.array([3, 6, 4, 5, 2]), 2)]
+    [[0, 1, 4], [2, 3]]
     """
     heap = [(0, part) for part in range(number)]  # the sum of the lengths of each part; the smallest comes first
     rows_by_part: list[list[int]] = [[] for _ in range(number)]
@@ -81,15 +84,21 @@ def spread_evenly(lengths: IntArray, number: int) -> list[IntArray]:
 
 
 def padded_evenly(lengths: IntArray, capacity: int, number: int) -> list[IntArray]:
-    """Return at most `number` padded groups, by the smallest capacity up to `capacity` with which so few suffice.
+    """Return the rows of at most `number` microbatches of similar size, in which rows are padded to the longest one.
 
-    A smaller capacity makes the groups more equal. With `capacity` itself, `number` groups must suffice.
+    It looks for the smallest capacity with which `padded_groups` makes so few microbatches: a smaller capacity makes
+    them more equal.
+
+    Args:
+        lengths: length of each row, in tokens, (rows,).
+        capacity: the largest product of the number of rows and the length of the longest one.
+        number: number of microbatches; with `capacity` so many must suffice.
     """
     low, high = int(lengths.max()), capacity  # bisection: `high` suffices, what is below `low` does not
     while low < high:
-        middle = (low + high) // 2
-        if len(padded_groups(lengths, middle)) <= number:
-            high = middle
+        candidate = (low + high) // 2
+        if len(padded_groups(lengths, candidate)) <= number:
+            high = candidate
         else:
-            low = middle + 1
+            low = candidate + 1
     return padded_groups(lengths, low)

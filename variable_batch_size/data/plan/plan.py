@@ -95,6 +95,7 @@ class Plan:
     _latest: list[Epoch] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        """Check the arguments, and derive the trace that never ends, with which steps beyond its end are counted."""
         for name in ("dataset_size", "minibatch_size", "max_updates", "max_samples"):
             if not (name.startswith("max") and getattr(self, name) is None):
                 number = check_int(getattr(self, name), name, 1, MAX_INT, remedy="pass a positive integer")
@@ -114,7 +115,7 @@ class Plan:
         return 0 if self.begin is None else self.begin.number
 
     def past(self, step: int) -> str:
-        """Return a fingerprint of the batch sizes before a step.
+        """Return a hash of the batch sizes before a step, to check that the trace of a restored run has the same past.
 
         Raises:
             ValueError: if the trace ends earlier and has `on_end="error"`.
@@ -136,7 +137,7 @@ class Plan:
             ValueError: if the trace ends before the step; or inside the epoch, and has `on_end="error"`.
         """
         keys = "epoch", "step", "first_step", "samples_before", "epoch_samples"
-        number, step, first_step, samples_before, samples = (check_int(state[key], key, 0) for key in keys)
+        number, step, first_step, samples_before, epoch_samples = (check_int(state[key], key, 0) for key in keys)
         self._check_trace_reaches(step)
         complete = bool(state["ended"])
         offset = self._endless_trace.offset(first_step)
@@ -144,17 +145,20 @@ class Plan:
         # If the saved run had an end, that may have shortened the last update. Then the batch sizes of the trace before
         # the step sum to more than the samples used. The epoch continues as if the excess lay before it. An update
         # has at least one sample: fewer samples than updates have another reason.
-        unused = self._endless_trace.offset(step) - offset - samples
-        if unused and not complete and samples >= step - first_step:
-            offset += unused
+        excess = self._endless_trace.offset(step) - offset - epoch_samples
+        if excess and not complete and epoch_samples >= step - first_step:
+            offset += excess
             known_from = step
-        begin = Epoch(number, first_step, step, samples, offset, samples_before, complete)
-        if not (complete or self._ends_at(step, samples_before + samples)):
-            begin = self._next_epoch(number, first_step, samples_before, offset, through=None if self.ends else number)
+        begin = Epoch(number, first_step, step, epoch_samples, offset, samples_before, complete)
+        if not (complete or self._ends_at(step, samples_before + epoch_samples)):
+            through = None if self.ends else number
+            begin = self._next_epoch(number, first_step, samples_before, offset, through=through)
         return replace(self, fixed_shape=bool(state["fixed_shape"]), begin=replace(begin, known_from=known_from))
 
     def epoch(self, number: int) -> Epoch:
-        """Return the steps of epoch `number`; epochs follow one another along the trace, and after the end are empty.
+        """Return which steps of the trace make up epoch `number`: the epochs follow one another along the trace.
+
+        An epoch after the end of the training has no steps.
 
         Raises:
             ValueError: if the number is negative, the epoch lies before that of `begin`, or the trace ends inside the
@@ -187,13 +191,13 @@ class Plan:
         while epoch.number < number:
             if self.ends_with(epoch):  # the training has ended: all later epochs are empty
                 offset = self._endless_trace.offset(epoch.end_step)
-                before = epoch.samples_before + epoch.samples
-                epoch = Epoch(number, epoch.end_step, epoch.end_step, 0, offset, before, complete=False)
+                samples_before = epoch.samples_before + epoch.samples
+                epoch = Epoch(number, epoch.end_step, epoch.end_step, 0, offset, samples_before, complete=False)
             else:  # skip all epochs that are alike at once
-                alike = self._count_alike(epoch, number - epoch.number)
-                first_step = epoch.first_step + alike * epoch.updates
-                before = epoch.samples_before + alike * epoch.samples
-                epoch = self._next_epoch(epoch.number + alike, first_step, before, through=through)
+                num_alike = self._count_alike(epoch, number - epoch.number)
+                first_step = epoch.first_step + num_alike * epoch.updates
+                samples_before = epoch.samples_before + num_alike * epoch.samples
+                epoch = self._next_epoch(epoch.number + num_alike, first_step, samples_before, through=through)
         self._latest[:] = [epoch]
         return epoch
 
@@ -205,14 +209,14 @@ class Plan:
         Args:
             epochs: number of epochs, >= 1; None: until the training ends, which it has to do by itself.
         """
-        number = self.first_epoch
-        while number != epochs:
-            epoch = self.epoch(number)
-            epochs_left = epochs - number if epochs else 2**53  # without `epochs`, a number that no training reaches
-            alike = 1 if self.ends_with(epoch) else self._count_alike(epoch, epochs_left)
-            yield epoch, alike
-            number += alike
-            if self.ends_with(self.epoch(number - 1)):
+        epoch_number = self.first_epoch
+        while epoch_number != epochs:
+            epoch = self.epoch(epoch_number)
+            epochs_left = epochs - epoch_number if epochs else 2**53  # without `epochs`, more than any training has
+            num_alike = 1 if self.ends_with(epoch) else self._count_alike(epoch, epochs_left)
+            yield epoch, num_alike
+            epoch_number += num_alike
+            if self.ends_with(self.epoch(epoch_number - 1)):
                 return
 
     def check_trace(self, epochs: int | None) -> None:
@@ -229,9 +233,9 @@ class Plan:
             return
         if self.max_updates is None or self.max_updates > steps:
             # An epoch has at least one step, so without a number of epochs the training ends in these.
-            last = epochs - 1 if epochs else self.first_epoch + steps
+            last_epoch = epochs - 1 if epochs else self.first_epoch + steps
             # Raises the error if an epoch on the way needs steps that the trace does not have.
-            self._walk_to_epoch(max(self.first_epoch, last), through=epochs - 1 if epochs else None)
+            self._walk_to_epoch(max(self.first_epoch, last_epoch), through=epochs - 1 if epochs else None)
 
     def ends_with(self, epoch: Epoch) -> bool:
         """Return whether the training ends with this epoch, or has ended before."""
@@ -261,16 +265,21 @@ class Plan:
         return min(1.0, max(fractions))
 
     def epochs_before(self, epoch: Epoch, step: int) -> float:
-        """Return how many epochs lie before a step, with the fraction of its own epoch, in samples."""
-        used = self.samples_before(epoch, step) - epoch.samples_before
-        return epoch.number + used / self.whole_samples(epoch)
+        """Return how many epochs lie before a step, with the fraction of the samples of its own epoch that are used.
+
+        Args:
+            epoch: the epoch of the step.
+            step: the step, a number in the trace.
+        """
+        used_samples = self.samples_before(epoch, step) - epoch.samples_before
+        return epoch.number + used_samples / self.whole_samples(epoch)
 
     def updates_in(self, epochs: float) -> int:
         """Return how many updates a number of epochs > 0 has; it may be a fraction, which is reached in samples."""
         epoch = self.epoch(math.ceil(epochs) - 1)
         steps = range(epoch.first_step, epoch.end_step)
-        wanted = round(epochs, 9)  # a product such as 0.1 * 3 exceeds 0.3, which would cost one more update
-        return epoch.first_step + bisect_left(steps, wanted, key=lambda step: self.epochs_before(epoch, step))
+        target_epochs = round(epochs, 9)  # a product such as 0.1 * 3 exceeds 0.3, which would cost one more update
+        return epoch.first_step + bisect_left(steps, target_epochs, key=lambda step: self.epochs_before(epoch, step))
 
     def ends_whatever_follows(self, epoch: Epoch) -> bool:
         """Return whether an epoch ends before the step `end_step`, whatever batch size that step gets.
@@ -291,18 +300,19 @@ class Plan:
 
     @property
     def _end_step(self) -> int | None:
-        """The step before which the training ends at the latest."""
-        ends = [self.max_updates, self.trace.steps if self.trace.on_end == "stop" else None]
-        return min((end for end in ends if end is not None), default=None)
+        """The step before which the training ends at the latest, by `max_updates` or with its trace; or None."""
+        possible_ends = [self.max_updates, self.trace.steps if self.trace.on_end == "stop" else None]
+        return min((end for end in possible_ends if end is not None), default=None)
 
     def _count_alike(self, epoch: Epoch, most: int) -> int:
         """Return how many epochs from `epoch` on, at most `most`, have the same numbers of steps and samples.
 
-        They are alike until the batch size changes, or the training ends.
+        So callers can skip many epochs at once. They are alike until the batch size changes, or the training ends.
         """
         if epoch is self.begin:  # a run with another trace, or another end, may have made it: later ones may differ
             return 1
-        steps, limits = epoch.updates, [most]
+        steps = epoch.updates
+        limits = [most]  # numbers of epochs; the smallest one is the result
         change = self.trace.constant_until(epoch.first_step)  # the next step with another batch size, None without one
         if change is not None:
             # The steps whose sizes decide where an epoch ends: with drop_last one more than it has. All of them must
@@ -397,22 +407,33 @@ class Plan:
             missing.append("{} samples before {}".format(*min(missing_samples)))
         if self.max_updates is not None:
             missing.append(f"{self.max_updates - len(self.trace)} updates before max_updates={self.max_updates}")
-        steps, begin, lacks = len(self.trace), first_step, " and ".join(missing)
+        steps, begin, what_is_missing = len(self.trace), first_step, " and ".join(missing)
         return ValueError(
             f"the trace must last longer, but its {steps} steps end in epoch {number}, which begins at step {begin}, "
-            f'{lacks}; add steps (shortened ones count), train less, or pass on_end="stop", "hold" or "cycle"'
+            f'{what_is_missing}; add steps (shortened ones count), train less, or pass on_end="stop", "hold" or "cycle"'
         )
 
     def step(self, epoch: Epoch, number: int, dealing: Dealing = _SIMPLE) -> Step:
-        """Return update `number` of the trace, which lies in `epoch`, with its cut into microbatches."""
-        rows, fixed = self.minibatch_size, self.fixed_shape
-        start = self._endless_trace.offset(number) - epoch.trace_offset
+        """Return update `number` of the trace: its samples, and how they are cut into microbatches.
+
+        Args:
+            epoch: the epoch in which the update lies.
+            number: number of the update in the trace.
+            dealing: how steps are split into microbatches, and these are dealt to ranks.
+        """
+        minibatch_size, fixed_shape = self.minibatch_size, self.fixed_shape
+        start = self._endless_trace.offset(number) - epoch.trace_offset  # position in the epoch's order
         batch_size = min(self.trace.batch_size(number), epoch.samples - start)
-        sizes = cut(batch_size, rows, fixed_shape=fixed, multiple_of=dealing.multiple_of)
-        return Step(number, batch_size, start, rows, sizes, fixed, dealing)
+        step_cut = cut(batch_size, minibatch_size, fixed_shape=fixed_shape, multiple_of=dealing.multiple_of)
+        return Step(number, batch_size, start, minibatch_size, step_cut, fixed_shape, dealing)
 
     def samples_before(self, epoch: Epoch, number: int) -> int:
-        """Return the number of samples of all updates before step `number` of `epoch`, over all epochs and ranks."""
+        """Return how many samples all updates before step `number` use, over all epochs and ranks.
+
+        Args:
+            epoch: the epoch of the step.
+            number: number of the step in the trace.
+        """
         return epoch.samples_before + min(epoch.samples, self._endless_trace.offset(number) - epoch.trace_offset)
 
     def deal(
@@ -454,16 +475,36 @@ class Plan:
     def deals(
         self, epoch: Epoch, first_step: int, world: World, dealing: Dealing, end_step: int = MAX_INT
     ) -> Iterator[Deal]:
-        """Yield a rank's microbatches from `first_step` to the end of `epoch` or to `end_step`, many steps at once."""
+        """Yield the microbatches of one rank from `first_step` to the end of `epoch`, for thousands of steps at a time.
+
+        Args:
+            epoch: the epoch.
+            first_step: the first step.
+            world: the rank, and the number of ranks.
+            dealing: how steps are split into microbatches, and these are dealt to ranks.
+            end_step: the step before which it ends, if its batch size is not known yet.
+        """
         for step in range(first_step, min(end_step, epoch.end_step), STEPS_PER_DEAL):
             yield self.deal(epoch, step, world, dealing, end_step)
 
     def microbatches(self, batch_sizes: IntArray, multiple_of: int) -> IntArray:
-        """Return the number of microbatches into which each step of these sizes is cut, (steps,)."""
+        """Return the number of microbatches into which each step of these sizes is cut, over all ranks, (steps,).
+
+        Args:
+            batch_sizes: samples of each step, (steps,).
+            multiple_of: the numbers are multiples of this number, where a step has as many samples.
+        """
         return count_microbatches(
             batch_sizes, self.minibatch_size, fixed_shape=self.fixed_shape, multiple_of=multiple_of
         )
 
     def count(self, epoch: Epoch, first_step: int, world: World, dealing: Dealing) -> int:
-        """Return how many microbatches this rank computes from `first_step` to the end of `epoch`."""
+        """Return how many microbatches one rank computes from `first_step` to the end of `epoch`.
+
+        Args:
+            epoch: the epoch.
+            first_step: the first step.
+            world: the rank, and the number of ranks.
+            dealing: how steps are split into microbatches, and these are dealt to ranks.
+        """
         return sum(map(len, self.deals(epoch, first_step, world, dealing)))

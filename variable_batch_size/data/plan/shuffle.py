@@ -68,17 +68,23 @@ class Permutation:
     _samples: Callable[[IntArray], IntArray] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        """Check the arguments, and derive the order: a table of a short one, keys of a cipher of a long one."""
         object.__setattr__(self, "n", check_int(self.n, "n", 1, _LONGEST, "pass the number of samples of the dataset"))
         object.__setattr__(self, "seed", check_int(self.seed, "seed", 0, 2**64 - 1, "take it modulo 2**64"))
         object.__setattr__(self, "epoch", check_int(self.epoch, "epoch", remedy="count epochs from 0"))
         if self.n <= _TABLE:
-            ranks = np.argsort(_words(self.n, self.seed, self.epoch, self.n), kind="stable")
-            object.__setattr__(self, "_samples", ranks.astype(np.int64).take)
+            samples = np.argsort(_words(self.n, self.seed, self.epoch, self.n), kind="stable")  # of random words
+            object.__setattr__(self, "_samples", samples.astype(np.int64).take)
         else:
-            object.__setattr__(self, "_samples", _Feistel(self.n, _words(self.n, self.seed, self.epoch, 3 * _ROUNDS)))
+            keys = _words(self.n, self.seed, self.epoch, 3 * _ROUNDS)  # three words for each round
+            object.__setattr__(self, "_samples", _Feistel(self.n, keys))
 
     def __call__(self, positions: IntArray) -> IntArray:
-        """Return the samples at these positions; int64, of the same shape."""
+        """Return the samples at these positions of the shuffled order; int64, of the same shape.
+
+        Args:
+            positions: integers in [0, n), of any shape.
+        """
         flat = _check_positions(positions, self.n).reshape(-1)
         samples = np.empty_like(flat)
         for start in range(0, flat.size, _BLOCK):
@@ -127,9 +133,13 @@ class _Feistel:
     """
 
     def __init__(self, n: int, words: NDArray[np.uint64]) -> None:
+        """Derive the keys of each round, and the sides of the grid, for a permutation of n samples.
+
+        A word is an unsigned integer of 32 bits, or of 64 if n is large. Three words are the key of a round.
+        """
         width, word = (32, np.uint32) if n <= 2**28 else (64, np.uint64)
         keys: NDArray[Any] = (words >> np.uint64(64 - width)).astype(word).reshape(-1, 3)
-        keys[:, [0, 2]] |= word(1)  # m and m' are odd
+        keys[:, [0, 2]] |= word(1)  # m and m' are odd, so that a multiplication by them is a bijection of words
         self.keys = [tuple(key) for key in keys]
         self.columns = _columns(n)
         sizes = -(-n // self.columns), self.columns  # rows and columns of the grid
@@ -140,7 +150,11 @@ class _Feistel:
         self.half = word(width // 2)
 
     def __call__(self, positions: IntArray) -> IntArray:
-        """Return the samples at positions, both int64, (positions,)."""
+        """Return the samples at some positions of a shuffled order; both are int64, (positions,).
+
+        The network permutes the cells of a grid that has a few more cells than there are samples. A position that falls
+        on such a cell is encrypted again, until it falls on a sample: so the samples are permuted among themselves.
+        """
         samples: NDArray[Any] = self.encrypt(positions.astype(self.word))
         outside = np.flatnonzero(samples >= self.word(self.n))
         while outside.size:  # cycle walking: cells beyond the samples are encrypted again
@@ -150,12 +164,21 @@ class _Feistel:
         return cast(IntArray, samples.astype(np.int64))
 
     def encrypt(self, cells: NDArray[Any]) -> NDArray[Any]:
-        """Return where the rounds of the network move cells of the grid, a bijection of all cells; words, (cells,)."""
+        """Return where the rounds of a Feistel network move cells of a grid, a bijection of all cells; words, (cells,).
+
+        A cell is row * columns + column. Each round moves the row by a hash of the column, or the column by a hash of
+        the row:
+
+            moved <- (moved + floor(size * hash(other) / 2^w)) mod size
+
+        for words of w bits, the size of the side along which the cell moves, and hash(x) = (y ^ y >> w/2) * m' with
+        y = m x + c. A subtraction would undo it, whatever the hash is.
+        """
         columns = self.word(self.columns)
         row = cells // columns
         column = cells - row * columns
         hashed, shifted = np.empty_like(cells), np.empty_like(cells)  # every operation below is in place, for speed
-        for i, (m, c, m_) in enumerate(self.keys):  # the rounds; moved <- moved + size * hash(other) / 2^w, mod size
+        for i, (m, c, m_) in enumerate(self.keys):  # one iteration is one round
             moved, other = (row, column) if i % 2 == 0 else (column, row)
             size, size_bits, rest_bits = self.sides[i % 2]
             np.multiply(other, m, out=hashed)
@@ -176,20 +199,22 @@ class _Feistel:
 
 
 def _columns(n: int) -> int:
-    """Return the width of a grid of at least n cells with few extra: the best of 512 even numbers from sqrt(n) on.
+    """Return the number of columns of a grid that has at least n cells, but as few more as possible.
 
-    None is larger than 1.5 sqrt(n). The width is even so that odd permutations are possible: to rotate an even number
-    of cells by one is an odd permutation, but an even one if the number of cells is odd.
+    It tries up to 512 even numbers from sqrt(n) to 1.5 sqrt(n). The width is even so that odd permutations are
+    possible: to rotate an even number of cells by one is an odd permutation, but an even one if the number of cells is
+    odd.
     """
     least = math.isqrt(n - 1) + 2 & -2  # the square root, rounded up to an even number
     candidates = np.arange(least, least + min(least // 2, 1024), 2, dtype=np.int64)
-    return int(candidates[np.argmin(-n % candidates)])  # -n % columns cells lie beyond the samples
+    extra_cells = -n % candidates  # of a grid with so many columns, whose last row is full
+    return int(candidates[np.argmin(extra_cells)])
 
 
 def _words(n: int, seed: int, epoch: int, count: int) -> NDArray[np.uint64]:
-    """Return `count` distinct pseudo-random words, (count,), which (n, seed, epoch) determine.
+    """Return `count` distinct pseudo-random words of 64 bits, (count,), which (n, seed, epoch) determine.
 
-    The epoch may be any integer; it is read in limbs of 64 bits.
+    They are the keys of a shuffled order. The epoch may be any integer; it is read in limbs of 64 bits.
     """
     limbs = [epoch >> shift & 2**64 - 1 for shift in range(0, max(epoch.bit_length(), 1), 64)]
     state = np.zeros(1, np.uint64)
@@ -199,14 +224,22 @@ def _words(n: int, seed: int, epoch: int, count: int) -> NDArray[np.uint64]:
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return a bijection of 64-bit words in which each input bit changes half of the output bits; x is not modified."""
+    """Return a bijection of 64-bit words in which each input bit changes half of the output bits; x is not modified.
+
+    It is the finalizer of SplitMix64 (Steele, Lea and Flood 2014), which has these constants.
+    """
     x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return cast(NDArray[np.uint64], x ^ x >> np.uint64(31))
 
 
 def _check_positions(positions: IntArray, n: int) -> IntArray:
-    """Return the positions as contiguous int64 of the same shape, each in [0, n)."""
+    """Return positions in an order of n samples as contiguous int64 of the same shape, after checks.
+
+    Raises:
+        TypeError: if they are not integers.
+        IndexError: if one is outside [0, n).
+    """
     array = np.asarray(positions)
     if array.dtype.kind not in "iu":
         raise TypeError(f"positions must be integers, got an array of {array.dtype}; use np.int64")

@@ -37,7 +37,10 @@ NUMBER = (float, int)
 
 
 def check_position(state: Mapping[str, Any]) -> None:
-    """Check that a state is of the version that this release reads, and holds a possible position.
+    """Check that a saved state of a sampler is of the version that this release reads, with possible numbers.
+
+    Args:
+        state: what a checkpoint holds of a sampler; it may be damaged, or of another release.
 
     Raises:
         ValueError: if not.
@@ -48,47 +51,47 @@ def check_position(state: Mapping[str, Any]) -> None:
         remedy = "load it with the release of variable_batch_size that has saved it"
         raise value_error(f"a state must be of version {VERSION}", f"one of version {version}", remedy)
     check_entries(state, POSITION)
-    dealt = state["samples_before"] + state["epoch_samples"]  # trained on or skipped by set_epoch
+    dealt_samples = state["samples_before"] + state["epoch_samples"]  # trained on or skipped by set_epoch
     updates_of_epoch = state["step"] - state["first_step"]
     # With `lengths=` steps end at the ends of samples, so that more tokens may be trained on than the trace says.
-    too_many_samples = state["samples"] > dealt and "lengths or counts" not in state
+    too_many_samples = state["samples"] > dealt_samples and "lengths or counts" not in state
     if updates_of_epoch < 0 or state["epoch_samples"] > state["dataset_size"] or too_many_samples:
-        found = ", ".join(f"{name} {state[name]}" for name, kinds in POSITION.items() if kinds == (int,))
-        raise value_error("the numbers of a state must agree with one another", found, "restore one as it was saved")
+        numbers = ", ".join(f"{name} {state[name]}" for name, types in POSITION.items() if types == (int,))
+        raise value_error("the numbers of a state must agree with one another", numbers, "restore one as it was saved")
     if "growth" in state:
         check_entries(state, {"growth": (dict,)})
         check_entries(state["growth"], GROWTH, "growth.")
 
 
 def check_same_samples(state: Mapping[str, Any], here: Mapping[str, Any], past: str) -> None:
-    """Check that a state was saved with the same samples up to its position.
+    """Check that a state was saved by a run that used the same samples, in the same order, up to its position.
 
     Args:
         state: the state.
         here: what determines the order of the samples in this run, by name.
-        past: the fingerprint of the batch sizes that this run's trace has before the position.
+        past: a hash of the batch sizes that this run's trace has before the position.
 
     Raises:
         ValueError: if not, naming each difference.
     """
-    different = [f"{key} was {state.get(key)!r} and is {here[key]!r}" for key in here if state.get(key) != here[key]]
+    differing = [f"{key} was {state.get(key)!r} and is {here[key]!r}" for key in here if state.get(key) != here[key]]
     # The two errors that follow are for differences with a remedy of their own.
-    if different and all(text.startswith("reproducible ") for text in different):
+    if differing and all(text.startswith("reproducible ") for text in differing):
         raise ValueError(
-            f"a state can be restored to the last bit only as it was saved, but {different[0]}; pass and set the same, "
+            f"a state can be restored to the last bit only as it was saved, but {differing[0]}; pass and set the same, "
             f"or {REGARDLESS}"
         )
-    only_rows_differ = len(different) == 1 and different[0].startswith(ROWS)
+    only_rows_differ = len(differing) == 1 and differing[0].startswith(ROWS)
     if only_rows_differ and past == state["past"]:
         raise ValueError(
             f"a state can be restored only with the rows it was saved with, but {ROWS} are others; pass the same "
             f"dataset, split with a seeded generator, or {REGARDLESS}"
         )
     if past != state["past"]:
-        different.append(f"the first {int(state['step'])} batch sizes of the trace are not the same")
-    if different:
+        differing.append(f"the first {int(state['step'])} batch sizes of the trace are not the same")
+    if differing:
         raise ValueError(
-            f"a state can be restored only with the samples it was saved with, but {', '.join(different)}; restore "
+            f"a state can be restored only with the samples it was saved with, but {', '.join(differing)}; restore "
             f"these arguments, or {REGARDLESS}"
         )
 
@@ -106,17 +109,23 @@ def check_entries(state: Mapping[str, Any], kinds: Kinds, where: str = "") -> No
     """
     for name, allowed in kinds.items():
         if name not in state or not _is_one_of(state[name], allowed):
-            found = f"has {state[name]!r:.60}" if name in state else "lacks it"
-            words = " or ".join("None" if kind is NoneType else kind.__name__ for kind in allowed)
+            problem = f"has {state[name]!r:.60}" if name in state else "lacks it"
+            types = " or ".join("None" if kind is NoneType else kind.__name__ for kind in allowed)
             raise ValueError(
-                f"a state of version {VERSION} must hold {where}{name}, of type {words}, but this one {found}; restore "
-                f"one as it was saved"
+                f"a state of version {VERSION} must hold {where}{name}, of type {types}, but this one {problem}; "
+                f"restore one as it was saved"
             )
 
 
 def check_items(values: Sequence[Any], allowed: tuple[type, ...], name: str) -> None:
-    """Check that all items of the list of this name have these types, as `check_entries` does."""
-    entries = {str(number): value for number, value in enumerate(values)}
+    """Check that all items of a list in a saved state have one of these types; raise ValueError if not.
+
+    Args:
+        values: the list.
+        allowed: the types.
+        name: the name of the list in the state, for the error.
+    """
+    entries = {str(index): value for index, value in enumerate(values)}
     check_entries(entries, dict.fromkeys(entries, allowed), f"{name}.")
 
 
@@ -142,7 +151,10 @@ class Past:
         self._step, self._hash = 0, hashlib.sha256()
 
     def fingerprint(self, step: int) -> str:
-        """Return the SHA-256, in hexadecimal, of the batch sizes of the steps 0 to `step` - 1."""
+        """Return the SHA-256, in hexadecimal, of the batch sizes of the steps 0 to `step` - 1.
+
+        The hash so far is kept, so that a later step hashes only the sizes in between.
+        """
         if step < self._step:  # a hash cannot go back: begin again
             self._step, self._hash = 0, hashlib.sha256()
         for begin in range(self._step, step, _CHUNK):

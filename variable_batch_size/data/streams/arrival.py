@@ -23,27 +23,27 @@ def shares(size: int, capacities: Sequence[float]) -> list[int]:
     >>> shares(10, [2, 10, 10]), shares(10, [10, 10, 10]), shares(10, [1, 2, 3])
     ([2, 4, 4], [4, 3, 3], [1, 2, 3])
     """
-    result = [0] * len(capacities)
-    missing = size
-    while missing > 0:
-        free = [shard for shard, capacity in enumerate(capacities) if capacity > result[shard]]
-        if not free:
+    rows_of_shards = [0] * len(capacities)
+    rows_missing = size
+    while rows_missing > 0:
+        shards_with_rows = [shard for shard, capacity in enumerate(capacities) if capacity > rows_of_shards[shard]]
+        if not shards_with_rows:
             break
-        # All free shards give equally many rows, until one of them is empty or none are missing.
-        least_room = min(capacities[shard] - result[shard] for shard in free)
-        rows_each = max(1, int(min(least_room, missing // len(free))))
-        takers = free[:missing]  # the last rows are fewer than the free shards
+        # All shards with rows give equally many rows, until one of them is empty or none are missing.
+        least_room = min(capacities[shard] - rows_of_shards[shard] for shard in shards_with_rows)
+        rows_each = max(1, int(min(least_room, rows_missing // len(shards_with_rows))))
+        takers = shards_with_rows[:rows_missing]  # the last rows are fewer than these shards
         for shard in takers:
-            result[shard] += rows_each
-        missing -= rows_each * len(takers)
-    return result
+            rows_of_shards[shard] += rows_each
+        rows_missing -= rows_each * len(takers)
+    return rows_of_shards
 
 
 def rows_in_order(rows: int, minibatch_size: int, *, fixed_shape: bool, rounds: int = 1) -> list[IntArray]:
-    """Return the rows of each microbatch: consecutive ones, which are repeated where the shape is fixed.
+    """Return which rows of a batch make up each microbatch: consecutive ones, repeated where the shape is fixed.
 
     Args:
-        rows: number of rows.
+        rows: number of rows of the batch.
         minibatch_size: maximum number of rows of a microbatch.
         fixed_shape: whether each microbatch has exactly that many rows.
         rounds: number of microbatches to make without a fixed shape, if there are as many rows and fewer suffice.

@@ -86,11 +86,11 @@ class _Unplanned(Batches):
         return self.updates is not None and position.step >= self.updates
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what all ranks have in common."""
+        """Return what must be equal on all ranks and in a saved run: no trace, as batches arrive as they are."""
         return {**super().fingerprint(), "trace": _ARRIVES}
 
     def past_before(self, step: int) -> str:
-        """Return what a state says of the batches so far."""
+        """Return what a state says of the batches so far: the same for all, as no trace has determined them."""
         return _ARRIVES
 
     def enter_epoch(self, position: Position, epoch: int) -> Position:
@@ -100,11 +100,11 @@ class _Unplanned(Batches):
         return position
 
     def state_dict(self, place: Place, *, end_pending: bool) -> dict[str, Any]:
-        """Return a place, with the samples that have arrived."""
+        """Return the state of a training: the next update, and the samples of all updates, which count as one epoch."""
         return {**super().state_dict(place, end_pending=end_pending), "epoch_samples": place.samples}
 
     def resume(self, state: dict[str, Any], devices: int | None) -> Batches:
-        """Return the batches of a training that continues at a saved position; only the cut is in the state."""
+        """Return the batches of a training that continues at a saved position: the state decides only the cut."""
         return replace(self, plan=replace(self.plan, fixed_shape=bool(state["fixed_shape"])))
 
 
@@ -172,6 +172,7 @@ class ArrivingBatches(Dealer):
         rank: int | None = None,
         fixed_shape: bool | None = None,
     ) -> None:
+        """Check the arguments, and begin at the first update of one epoch without an end."""
         if not isinstance(shared, bool):
             raise type_error("shared must be a bool", shared, "pass True if each rank is given the whole batch")
         for name, function in {"lengths": lengths, "counts": counts, "collate_fn": collate_fn, "key": key}.items():
@@ -223,7 +224,13 @@ class ArrivingBatches(Dealer):
         return self._trace
 
     def adopt_state(self, state: dict[str, Any], batches: Batches, *, owned: bool) -> None:
-        """Continue at a saved position, as `Dealer.adopt_state`; what the ranks had agreed on is not due any more."""
+        """Continue at a saved position; the update that the ranks had agreed on before is forgotten.
+
+        Args:
+            state: the saved state.
+            batches: the batches of the continued training.
+            owned: whether an optimizer has loaded the state, and counts from there.
+        """
         self.agreed = None
         super().adopt_state(state, batches, owned=owned)
 
@@ -232,7 +239,7 @@ class ArrivingBatches(Dealer):
     def begin(self, batches: Iterable[Any]) -> None:
         """Begin a loop over `batches`, or continue with it if it is the last loop's iterator, or with the streams.
 
-        What the ranks had agreed on is kept if the same update is still due, as after a loop that was left.
+        If that loop was left before its update was made, the ranks need not agree on this update once more.
         """
         if self.streams is None:
             items = iter(batches)
@@ -242,15 +249,15 @@ class ArrivingBatches(Dealer):
             self.agreed = None
 
     def read(self) -> Brought | None:
-        """Return the rows of this rank in the next update; None if all ranks know that their streams have ended.
+        """Return the rows that this rank brings to the next update; None if all ranks know that all streams ended.
 
-        The result has a report, which ranks exchange before any of them computes: only together they know the batch
-        size, and how many microbatches each computes.
+        The result has a report. Ranks exchange their reports before any of them computes: only from all reports follow
+        the batch size, and how many microbatches each rank computes.
         """
         if self._max_tokens is not None and self.plan.fixed_shape:
             found = "a device that compiles shapes"
             raise value_error("max_tokens= makes microbatches of any shape", found, "pass minibatch_size=")
-        step, size, given = self.position.step, 0, [1]
+        step, size, wanted_by_shard = self.position.step, 0, [1]
         if self._items is not None:  # without streams: an update takes one item
             shards = [[0, self._items.read_until(1, step), self._items.ended, self._items.key]]
             items = self._items.take(1, step)
@@ -259,10 +266,10 @@ class ArrivingBatches(Dealer):
             # A trace that has ended (size 0) is an error only if the streams have rows: to find out, ask for one row.
             with suppress(TraceEndError):
                 size = self.trace.batch_size(step)
-            given = self.streams.shares(max(1, size))
-            if not any(given):
+            wanted_by_shard = self.streams.shares(max(1, size))
+            if not any(wanted_by_shard):
                 return None
-            items, shards = self.streams.read(given, step)
+            items, shards = self.streams.read(wanted_by_shard, step)
         item, plan, rank, ranks = self.layout.join(items), self.plan, self.world.rank, self.world.size
         counts = self.layout.counts_of(item)
         chosen = np.flatnonzero(counts)  # (rows,)
@@ -285,7 +292,7 @@ class ArrivingBatches(Dealer):
             total=len(counts),
             digest=digest(item) if self.last is None and ranks > 1 and len(counts) else "",
         )
-        return Brought(given, item, chosen, counts[chosen], packed, report)
+        return Brought(wanted_by_shard, item, chosen, counts[chosen], packed, report)
 
     def pass_over(self) -> None:
         """Leave out the items that were read last, because no rank has rows in them."""
@@ -293,9 +300,9 @@ class ArrivingBatches(Dealer):
         self._items.drop()
 
     def arrange(self, brought: Brought, reports: Sequence[Report]) -> Agreed:
-        """Return the next update, with the rows of each microbatch of this rank.
+        """Return the next update, with the rows of each microbatch of this rank, from the reports of all ranks.
 
-        It is computed on each rank from the same reports, so that all ranks agree on it.
+        Each rank calls it with the same reports, so that all agree on the batch size and on the number of microbatches.
 
         Args:
             brought: the rows of this rank.
@@ -305,14 +312,15 @@ class ArrivingBatches(Dealer):
             ValueError: if a layer needs equal rounds, and a rank has too few rows for them.
         """
         _, item, chosen, counts, microbatch_rows, (step, *_) = brought
-        plan, equal, most = self.plan, self.dealing.padded, max(report.necessary for report in reports)
+        plan, equal_rounds = self.plan, self.dealing.padded
+        most = max(report.necessary for report in reports)  # microbatches of a rank
         # Where all ranks compute equally many microbatches, one with fewer rows cuts them into smaller microbatches, as
         # many as the rank that needs most, if it has so many rows. A fixed shape and packing allow no smaller ones.
-        splits_further = equal and not plan.fixed_shape and microbatch_rows is None
-        by_rank = [min(report.rows, most) if splits_further else report.necessary for report in reports]  # microbatches
-        own_microbatches, most = by_rank[self.world.rank], max(by_rank)
-        if self.batches.split.equal_rounds and min(by_rank) < most:
-            rank = by_rank.index(min(by_rank))
+        splits_further = equal_rounds and not plan.fixed_shape and microbatch_rows is None
+        microbatches_by_rank = [min(report.rows, most) if splits_further else report.necessary for report in reports]
+        own_microbatches, most = microbatches_by_rank[self.world.rank], max(microbatches_by_rank)
+        if self.batches.split.equal_rounds and min(microbatches_by_rank) < most:
+            rank = microbatches_by_rank.index(min(microbatches_by_rank))
             raise value_error(
                 f"every rank must compute {most} microbatches in update {step}, as a layer communicates",
                 f"{reports[rank].rows} rows on rank {rank}",
@@ -322,17 +330,17 @@ class ArrivingBatches(Dealer):
             rounds = max(1, own_microbatches)
             rows, fixed = len(chosen), plan.fixed_shape
             microbatch_rows = rows_in_order(rows, plan.minibatch_size, fixed_shape=fixed, rounds=rounds)
-        total = sum(report.samples for report in reports)
-        rounds = most if equal else max(1, own_microbatches)
+        batch_size = sum(report.samples for report in reports)
+        rounds = most if equal_rounds else max(1, own_microbatches)
         # Samples and rows of each microbatch. First those that repeat one with weight 0, so that all ranks compute
         # equally many; with a fixed shape rows may be there several times, and each counts once in the samples.
         sizes = [(0, 1)] * (rounds - own_microbatches)
         sizes += [(int(counts[np.unique(part)].sum()), int(counts[part].sum())) for part in microbatch_rows]
         microbatches = (
-            Microbatch(step, total, samples, rows, start=number, number=number, ends_step=number == len(sizes) - 1)
+            Microbatch(step, batch_size, samples, rows, start=number, number=number, ends_step=number == len(sizes) - 1)
             for number, (samples, rows) in enumerate(sizes)
         )
-        batch = Batch(step, total, 0, sum(by_rank), tuple(microbatches))
+        batch = Batch(step, batch_size, 0, sum(microbatches_by_rank), tuple(microbatches))
         return Agreed(item, batch, [chosen[part] for part in microbatch_rows], reports)
 
 

@@ -43,6 +43,9 @@ def _flat_items(batch: object) -> Iterator[object]:
 def _map_leaves(function: Callable[..., Any], *batches: Any) -> Any:
     """Return a batch of the same structure, with the result of `function(*fields)` in the place of each field.
 
+    A field is a tensor, array or list whose items are rows. It is like `tree_map` of torch, but a list of rows is one
+    field.
+
     Args:
         function: function of one field of each of the batches.
         *batches: batches of the same structure.
@@ -103,18 +106,19 @@ def is_list_of_rows(batch: Any) -> bool:
 
 
 def has_tensor_rows(batch: Any, number: int) -> bool:
-    """Return whether all fields of a batch are tensors with this number of rows, so that some can be taken."""
+    """Return whether all fields of a batch are tensors with this number of rows, so that rows can be selected."""
     return all(isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == number for leaf in leaves(batch))
 
 
 def join_rows(batches: Sequence[Any]) -> Any:
-    """Return the rows of several batches, one after another.
+    """Return one batch with the rows of several batches, one after another.
 
     Raises:
         ValueError: if the batches have different fields, or fields of different shapes besides the number of rows.
     """
 
     def join(*fields: Any) -> Any:  # the same field of each batch
+        """Return the rows of one field of several batches, one after another."""
         if isinstance(fields[0], (list, tuple)):
             return [row for field in fields for row in field]
         return np.concatenate(fields) if isinstance(fields[0], np.ndarray) else torch.cat(fields)
@@ -138,19 +142,20 @@ def take_rows(batch: Any, index: IntArray) -> Any:
         return _map_leaves(lambda field: field[int(index[0]) : int(index[-1]) + 1], batch)
 
     def take_from(field: Any) -> Any:
+        """Return some rows of one field."""
         if isinstance(field, Tensor):
             return field[torch.from_numpy(index).to(field.device)]
         if isinstance(field, np.ndarray) or hasattr(field, "batch_size"):  # the latter: a TensorDict
             return field[index]
-        return [field[number] for number in index.tolist()]
+        return [field[row] for row in index.tolist()]
 
     return _map_leaves(take_from, batch)
 
 
 def digest(value: Any) -> str:
-    """Return a short hash, in hexadecimal, that is the same for equal rows or states.
+    """Return a short hash, in hexadecimal, that is the same for equal rows or states; "" for what cannot be hashed.
 
-    It is "" if there is none, as for tensors on a GPU.
+    Ranks compare it to find out whether they read the same rows. Tensors on a GPU, for example, have none.
     """
 
     def plain(tensor: Tensor) -> Any:  # a pickled tensor would depend on its storage, and not only on its values
@@ -169,30 +174,37 @@ class Layout:
     def __init__(
         self, counts: Measure | None, key: Callable[[Any], str | int] | None, collate: Callable[[list[Any]], Any] | None
     ) -> None:
+        """Store the user's functions: what each row counts, an item's name, and how rows become a microbatch."""
         self._counts, self._key, self._collate = counts, key, collate
 
     def counts_of(self, item: Any) -> IntArray:
-        """Return what each row of an item counts, (rows,): 1 without `counts`."""
+        """Return what each row of an item counts in the batch size, such as its tokens with a label, (rows,).
+
+        Without the user's function `counts` each row counts 1.
+        """
         if self._collate is None:
-            number = count_rows(item)
+            num_rows = count_rows(item)
         elif item is None or (isinstance(item, Sequence) and not isinstance(item, str)):
-            number = len(item or ())
+            num_rows = len(item or ())
         else:
             raise type_error("with collate_fn= each item must be a list of rows", item, "pass a list, or omit it")
-        if self._counts is None or not number:
-            return np.ones(number, dtype=np.int64)
-        return checked_numbers("counts", self._counts(item), number)
+        if self._counts is None or not num_rows:
+            return np.ones(num_rows, dtype=np.int64)
+        return checked_numbers("counts", self._counts(item), num_rows)
 
     def key_of(self, item: Any) -> str | int | None:
-        """Return the name that the user's function `key` gives to an item; None without `key`."""
+        """Return the name that the user's function `key` gives to an item, such as a rollout's number; or None.
+
+        Ranks compare the names, to find out whether they have rows of the same item.
+        """
         key = None if self._key is None or item is None else self._key(item)
         if not isinstance(key, (str, int, type(None))):
             raise type_error("key= must return a str or an int", key, "return the number of the rollout, or its name")
         return key
 
     def select(self, item: Any, index: IntArray) -> Any:
-        """Return some rows of an item; `index`: which, (rows,)."""
-        return take_rows(item, index) if self._collate is None else [item[number] for number in index.tolist()]
+        """Return an item with some rows of an item; `index`: which rows, (rows,)."""
+        return take_rows(item, index) if self._collate is None else [item[row] for row in index.tolist()]
 
     def join(self, items: Sequence[Any]) -> Any:
         """Return one item with the rows of several items; None for no item."""
@@ -201,7 +213,7 @@ class Layout:
         return join_rows(items) if self._collate is None else [row for item in items for row in item]
 
     def microbatch(self, item: Any, index: IntArray | None = None) -> Any:
-        """Return some rows of an item as a microbatch; `index`: which, (rows,), or None for all."""
+        """Return some rows of an item, collated as the user wants it; `index`: which rows, (rows,), or None for all."""
         item = item if index is None else self.select(item, index)
         return item if self._collate is None else self._collate(item)
 

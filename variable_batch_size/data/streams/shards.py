@@ -73,6 +73,7 @@ class Shard:
         used: int = 0,
         skipped: int = 0,
     ) -> None:
+        """Begin with no item read, but for the one with rows that a restored state holds."""
         self.items, self._layout, self._by_item = items, layout, by_item
         self.ended, self.asked = False, 0
         self._failed = False  # whether the last read has raised
@@ -83,11 +84,14 @@ class Shard:
         self._digest = ""  # of the first item, if several workers read items
 
     def read_until(self, size: int, update: int) -> int:
-        """Read until the rows that are left for an update count `size`, or all are read; return what they count.
+        """Read items of the iterator until the rows for an update count at least `size`, or it has ended.
 
         Args:
-            size: what the rows are to count, at least.
+            size: what the rows are to count, in samples or tokens.
             update: number of the update; rows that were taken for an earlier one are used.
+
+        Returns:
+            What the rows that are left for the update count: less than `size` if the iterator has ended.
 
         Raises:
             RuntimeError: if the iterator has raised before, and has ended instead of going on.
@@ -122,16 +126,16 @@ class Shard:
         """
         while len(self._read.counts) < len(self._read.items):
             self._count_next()
-        items, counts, before, taken_for, first, end = self._read
+        items, counts, rows_before, taken_for, first, end = self._read
         begin = end if taken_for < update else first  # the first row that is left, among the rows of `items`
         while counts and len(counts[0]) <= begin:  # all rows of the first item are used: drop it
-            before, begin = before + len(counts[0]), begin - len(counts[0])
+            rows_before, begin = rows_before + len(counts[0]), begin - len(counts[0])
             items, counts = items[1:], counts[1:]
-        self._read = _Read(items, counts, before, update, begin, begin)
+        self._read = _Read(items, counts, rows_before, update, begin, begin)
         return np.concatenate([np.zeros(0, np.int64), *counts])[begin:]
 
     def take(self, size: int, update: int) -> list[Any]:
-        """Take the first rows that count at least `size`, as few as possible, for an update; return them as items.
+        """Take rows for an update, as few as count at least `size`, in their order; return them as items.
 
         Another call for the same update takes the same rows again.
         """
@@ -147,16 +151,16 @@ class Shard:
         self._read = self._read._replace(update=-1)  # as if they were for an earlier update than any, and so used
 
     def unused(self, update: int) -> list[Any]:
-        """Return the rows that are read and left for an update, as items."""
+        """Return the rows that were read and are left for an update, as items: a checkpoint saves them."""
         return self._first_left(len(self.left(update)))
 
     def used(self, update: int) -> int:
-        """Return how many rows are used by the updates before `update`."""
+        """Return how many rows of the shard are used by the updates before `update`."""
         self.left(update)
         return self._read.before + self._read.first
 
     def _count_next(self) -> IntArray:
-        """Return and store the counts of the first item that is not counted yet, (rows,).
+        """Return, and store, what each row counts of the first item that was read and not counted yet, (rows,).
 
         Warn if it is the second item of a loader with several workers, and equal to the first one.
         """
@@ -175,12 +179,14 @@ class Shard:
         return counts
 
     def _first_left(self, number: int) -> list[Any]:
-        """Return the first `number` rows that are left, as items, of which the first and the last may be cut."""
-        items, begin = [], -self._read.first  # number of the item's first row, among the rows that are left
+        """Return the first `number` rows that are left, as items; the first and the last item may be cut."""
+        items = []
+        begin = -self._read.first  # number of an item's first row, among the rows that are left; negative if it is used
         for item, counts in zip(self._read.items, self._read.counts, strict=True):
-            low, high = max(0, -begin), min(len(counts), number - begin)
-            if low < high:
-                items.append(item if high - low == len(counts) else self._layout.select(item, np.arange(low, high)))
+            first_row, end_row = max(0, -begin), min(len(counts), number - begin)
+            if first_row < end_row:
+                is_whole = end_row - first_row == len(counts)
+                items.append(item if is_whole else self._layout.select(item, np.arange(first_row, end_row)))
             begin += len(counts)
         return items
 
@@ -211,6 +217,7 @@ class Streams:
         restored: Mapping[int, dict[str, Any]] | None = None,
         spent: Iterable[int] = (),
     ) -> None:
+        """Choose the shards that this rank reads; each is opened when its first row is needed."""
         self._sources, self._world, self._layout, self.passes = list(sources), world, layout, passes
         self.whole = len(self._sources) < world.size
         # The numbers of the shards that this rank reads.
@@ -221,12 +228,15 @@ class Streams:
         self._saved: dict[int, tuple[str, int]] = {}  # digest of a source's last state, and `Shard.asked` at that time
 
     def shares(self, size: int) -> list[int]:
-        """Return what each shard is to give to an update, (shards,); zeros if the pass has ended.
+        """Return what each shard, a stream of rows, is to give to an update, (shards,); zeros if all shards have ended.
 
         It is computed from what all ranks know, so that all get the same: a shard whose end is not known yet can give
         any number.
+
+        Args:
+            size: what the rows of the update are to count, over all shards.
         """
-        return shares(size, [self._left.get(number, size) for number in range(len(self._sources))])
+        return shares(size, [self._left.get(shard, size) for shard in range(len(self._sources))])
 
     def read(self, given: Sequence[int], update: int) -> tuple[list[Any], list[list[Any]]]:
         """Read and take what the shards of this rank give to an update.
@@ -249,9 +259,14 @@ class Streams:
         return items, reports
 
     def suffices(self, given: Sequence[int], reports: Sequence[Sequence[Any]]) -> bool:
-        """Return whether all shards have what they are to give, by the reports of all ranks; note which have ended.
+        """Return whether all shards have what they are to give to an update, by the reports of all ranks.
 
-        If not, the ranks compute shares again, with what is left of the ended ones.
+        If not, the ranks compute shares again, with what is left of the shards that have ended, which this call
+        remembers.
+
+        Args:
+            given: what each shard is to give, (shards,).
+            reports: what `read` has returned of each shard, on all ranks.
         """
         self._left.update({number: available for number, available, ended, _ in reports if ended})
         return all(available >= given[number] for number, available, *_ in reports)
@@ -278,7 +293,11 @@ class Streams:
         return Streams(self._sources, self._world, self._layout, passes, restored, spent)
 
     def _open(self, number: int) -> Shard:
-        """Open a shard for reading, from its beginning or from where it was saved, and return it."""
+        """Begin to read a shard, at its beginning or where it was saved.
+
+        Raises:
+            RuntimeError: if it is an iterator that was read, and so cannot begin anew.
+        """
         source, state = self._sources[number], self._restored.get(number, _BEGIN)
         for owner in (source, getattr(source, "dataset", None)):  # so that each pass is shuffled in another way
             set_epoch = getattr(owner, "set_epoch", None)
@@ -310,10 +329,11 @@ class Streams:
         return {number: as_text(self._state_of(number, update)) for number in numbers}
 
     def _state_of(self, number: int, update: int) -> dict[str, Any]:
-        """Return the state of a shard before an update.
+        """Return the state of a shard before an update, from which another run continues to read it.
 
-        It has "ended" and "used"; "own", the state of the source, if that has one; and then, or at the end, "rows", the
-        rows that were read and are left. Without "own" a restored shard reads anew, and skips the rows that are used.
+        Its entries are "ended": whether the shard has; "used": number of rows of earlier updates; "own": the state of
+        the source, if that has one; and "rows": the rows that were read and are left, beside "own" or at the end.
+        Without "own" a restored shard reads anew, and skips the rows that are used.
         """
         restored, source = self._restored.get(number, _BEGIN), self._sources[number]
         shard = self._shards.get(number)
@@ -341,10 +361,10 @@ class Streams:
             own: the state that the source has returned now.
         """
         source = self._sources[number]
-        current, (last, asked) = _digest_of_place(source, own), self._saved.get(number, ("", 0))
+        digest_now, (saved_digest, asked) = _digest_of_place(source, own), self._saved.get(number, ("", 0))
         interval = getattr(source, "snapshot_every_n_steps", None)  # as a StatefulDataLoader has it
-        if current != last or not current:  # it has changed, or cannot be compared
-            self._saved[number] = current, shard.asked
+        if digest_now != saved_digest or not digest_now:  # it has changed, or cannot be compared
+            self._saved[number] = digest_now, shard.asked
         elif shard.asked - asked > (interval or 1):
             sentence = (
                 f"the state of a stream must move with its rows, but {shard.asked - asked} items of shard {number}, a "
@@ -361,21 +381,25 @@ class Streams:
 
 
 def _digest_of_place(source: Any, own: Any) -> str:
-    """Return a digest of the state of a source, without what moves even if the source stands still.
+    """Return a hash of the state of a source, which changes only if the source has moved.
 
-    The state of a StatefulDataLoader counts what it yields; only the states of its dataset, if there are any, tell
-    whether that moves.
+    The state of a StatefulDataLoader also counts what the loader yields; only the states of its dataset, if there are
+    any, tell whether the dataset moves.
+
+    Args:
+        source: the iterable of a stream.
+        own: what its `state_dict()` has returned.
     """
 
     def states_of_dataset(state: Any) -> list[Any]:
         """Return the states of the dataset that are nested in the state of a loader, as those of its workers."""
-        found = []
+        states = []
         for name, value in state.items() if isinstance(state, Mapping) else ():
             if name in ("dataset_state", "dataset_iter_state") and value is not None:
-                found.append(value)
+                states.append(value)
             else:
-                found += states_of_dataset(value)
-        return found
+                states += states_of_dataset(value)
+        return states
 
     is_loader = isinstance(getattr(source, "dataset", None), IterableDataset)
     return digest((states_of_dataset(own) if is_loader else []) or own)
@@ -387,7 +411,11 @@ def warn(sentence: str) -> None:
 
 
 def as_text(value: Any) -> str:
-    """Return rows or a state as text; raise TypeError if `from_text`, which executes no code, could not load it."""
+    """Return rows or a state as text, for a checkpoint or another rank.
+
+    Raises:
+        TypeError: if `from_text`, which executes no code, could not load it.
+    """
     compact = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), value)  # shares no memory with larger ones
     file = io.BytesIO()
     torch.save(compact, file)

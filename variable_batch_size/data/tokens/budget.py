@@ -49,13 +49,16 @@ class Budget:
         return int(self.counts[samples].sum())
 
     def limit(self, adaptive: AdaptiveTrace) -> AdaptiveTrace:
-        """Return a trace whose controller only chooses batch sizes large enough for every update to have a sample.
+        """Return an adaptive trace whose controller chooses only batch sizes with which every update has a sample.
+
+        Args:
+            adaptive: the trace, with the user's bounds of batch sizes, in tokens.
 
         Raises:
             ValueError: if the trace's start or lower bound is smaller than that.
         """
         # A step ends at the sample boundary nearest to its size: with twice the longest sample it always has a sample.
-        least = min(2 * int(self.counts.max()), self.total)
+        least = min(2 * int(self.counts.max()), self.total)  # tokens
         if adaptive.bounds is None and adaptive.start is None:
             return replace(adaptive, bounds=(least, self.total))
         smallest = adaptive.bounds[0] if adaptive.bounds else adaptive.start
@@ -66,7 +69,7 @@ class Budget:
 
     @cached_property
     def digest(self) -> str:
-        """A text that is the same for equal lengths and counts."""
+        """A text that is the same for equal lengths and counts; ranks and a restored run compare it."""
         digest = hashlib.sha256()
         for numbers in (self.lengths, self.counts):
             for begin in range(0, len(numbers), _CHUNK):
@@ -76,7 +79,7 @@ class Budget:
     def unlike(self) -> list[int]:
         """Return a short and a long sample that fit into a microbatch together, also padded; only sample 0 if none do.
 
-        A check of the loss runs them together and apart.
+        They are indices in the dataset. A check of the loss runs them together and apart: the losses must agree.
         """
         fitting = np.flatnonzero(self.lengths <= self.max_tokens // 2)
         lengths = self.lengths[fitting]
@@ -95,11 +98,11 @@ class Budget:
         """
         lengths = self.lengths[samples].astype(np.int64)
         packed = (padded_groups if self.pad else first_fit_decreasing)(lengths, self.max_tokens)
-        number = min(len(samples), -(-len(packed) // ranks) * ranks)  # rounded up to a multiple of the ranks
+        num_microbatches = min(len(samples), -(-len(packed) // ranks) * ranks)  # rounded up to a multiple of the ranks
         if self.pad:
-            microbatches = padded_evenly(lengths, self.max_tokens, number)
+            microbatches = padded_evenly(lengths, self.max_tokens, num_microbatches)
         else:
-            microbatches = spread_evenly(lengths, number)
+            microbatches = spread_evenly(lengths, num_microbatches)
             if max(int(lengths[rows].sum()) for rows in microbatches) > self.max_tokens:  # which packing has avoided
                 microbatches = packed
         counts = self.counts[samples]
@@ -111,7 +114,9 @@ class Budget:
 
 
 def checked(name: str, values: Any, size: int, least: int) -> IntArray:
-    """Return the numbers that a user has passed, one for each sample, as an array; a memory-mapped one is not copied.
+    """Return the numbers that a user passes for all samples, as an array, after checks.
+
+    They are lengths, for example; a memory-mapped array is not copied.
 
     Args:
         name: the name of the argument, for the error.
@@ -138,14 +143,14 @@ def checked(name: str, values: Any, size: int, least: int) -> IntArray:
 
 
 def budget_of(lengths: Any, max_tokens: Any, counts: Any, size: int, *, pad: bool) -> Budget:
-    """Return the budget that the arguments of a `CustomSampler` describe.
+    """Return how many tokens samples have and a microbatch may hold, by arguments of a `CustomSampler`.
 
     Args:
-        lengths: as for `CustomSampler`.
-        max_tokens: as for `CustomSampler`.
-        counts: as for `CustomSampler`.
+        lengths: number of tokens of each sample, (samples,).
+        max_tokens: the most tokens that a microbatch holds.
+        counts: how many of the tokens of each sample count in the loss, (samples,); None: all.
         size: number of samples of the dataset.
-        pad: as for `Budget`.
+        pad: whether each row is as long as the longest one of its microbatch.
 
     Raises:
         TypeError, ValueError: if an argument is not as `CustomSampler` describes it.

@@ -44,15 +44,15 @@ def boundaries(ends: IntArray, targets: IntArray) -> IntArray:
     >>> boundaries(np.array([3, 5, 9, 10]), np.array([4, 10]))
     array([1, 4])
     """
-    number = np.searchsorted(ends, targets)  # (boundaries,): how many samples end before a target
-    end_after = ends[np.minimum(number, len(ends) - 1)]  # (boundaries,): where the next sample ends
-    end_before = np.where(number > 0, ends[np.maximum(number, 1) - 1], 0)  # (boundaries,)
+    num_samples = np.searchsorted(ends, targets)  # (boundaries,): how many samples end before a target
+    end_after = ends[np.minimum(num_samples, len(ends) - 1)]  # (boundaries,): where the next sample ends
+    end_before = np.where(num_samples > 0, ends[np.maximum(num_samples, 1) - 1], 0)  # (boundaries,)
     next_is_nearer = end_after - targets < targets - end_before
-    number = number + (next_is_nearer & (number < len(ends)))
+    num_samples = num_samples + (next_is_nearer & (num_samples < len(ends)))
     index = np.arange(len(targets))
     # At least one more sample than before the last boundary: without the index the numbers must not decrease.
-    number = np.maximum.accumulate(np.maximum(number, 1) - index) + index
-    return np.minimum(number, len(ends) - (len(targets) - 1 - index))  # and one for each step that follows
+    num_samples = np.maximum.accumulate(np.maximum(num_samples, 1) - index) + index
+    return np.minimum(num_samples, len(ends) - (len(targets) - 1 - index))  # and one for each step that follows
 
 
 @final
@@ -162,7 +162,10 @@ class TokenBatches(Batches):
         return ordered
 
     def _in_order(self, number: int) -> NDArray[Any]:
-        """Return the samples in the order of epoch `number`, (samples,), in 4 bytes each if that is possible."""
+        """Return the indices of all samples in the order of an epoch, (samples,), in 4 bytes each if possible.
+
+        The order is computed in chunks, so that no array of 8 bytes for each sample is needed.
+        """
         size, order = len(self.budget.lengths), self.order(number)
         samples = np.empty(size, np.uint32 if size <= 2**32 else np.int64)
         for begin in range(0, size, _CHUNK):
@@ -180,7 +183,7 @@ class TokenBatches(Batches):
         return bool(self.budget.counts.max() > 1)
 
     def check_reference(self, reference: int) -> None:
-        """Warn if a batch size is smaller than the largest sample, as one in samples often is."""
+        """Warn if a reference batch size is less than the longest sample, as if it were in samples, not tokens."""
         longest = int(self.budget.counts.max())
         if reference < longest and self.world.rank == 0:
             mean = self.budget.total / self.dataset_size
@@ -196,9 +199,13 @@ class TokenBatches(Batches):
         return order(len(self.budget.lengths), self.seed, epoch, shuffle=self.shuffle)
 
     def parts(self, number: int, step: int) -> list[IntArray]:
-        """Return the samples of each microbatch of a step of epoch `number`, over all ranks, (rows,) each.
+        """Return the samples of each microbatch of a step, over all ranks: indices in the dataset, (rows,) each.
 
-        They are indices in the dataset.
+        The cuts of some steps are stored, because the loader and the training both ask for them.
+
+        Args:
+            number: number of the epoch.
+            step: number of the step in the trace.
         """
         ordered = self._ordered(number)
         key = number, step
@@ -217,7 +224,7 @@ class TokenBatches(Batches):
         return self.parts(epoch, microbatch.step)[microbatch.number]
 
     def _numbers_of_rank(self, parts: int) -> list[tuple[int, bool]]:
-        """Return the number of each of this rank's microbatches of a step, and whether it is a replay.
+        """Return which microbatches of a step this rank computes: the number of each, and whether it is a replay.
 
         A replay repeats a microbatch with weight 0, so that all ranks compute equally many. Replays come first.
 
@@ -227,7 +234,8 @@ class TokenBatches(Batches):
         rank, ranks = self.world.rank, self.world.size
         numbers = [(number, False) for number in range(rank, parts, ranks)]
         rounds = -(-parts // ranks) if self.split.padded else max(1, len(numbers))  # rounded up
-        return [(rank % parts, True)] * (rounds - len(numbers)) + numbers
+        replays = [(rank % parts, True)] * (rounds - len(numbers))
+        return replays + numbers
 
     def batch(self, position: Position) -> Batch:
         """Return the update at a position as this rank computes it, in tokens."""
@@ -254,7 +262,10 @@ class TokenBatches(Batches):
         return Batch(position.step, end - begin, begin, num_counted, tuple(microbatches))
 
     def deal(self, number: int, first_step: int, end_step: int) -> TokenDeal:
-        """Return this rank's microbatches in some of the next steps of epoch `number`, before `end_step`."""
+        """Return the microbatches of this rank in a few steps of an epoch, from `first_step` on, before `end_step`.
+
+        They are few, because each step has to be cut on its own.
+        """
         end = min(end_step, self.plan.epoch(number).end_step, first_step + _STEPS_PER_DEAL)
         rounds, samples = [], []  # number of microbatches of each step; samples of each microbatch
         for step in range(first_step, end):
@@ -292,12 +303,12 @@ class TokenBatches(Batches):
     # A position that is saved. ---------------------------------------------------------------------------------------
 
     def _count_taken(self, position: Position) -> int:
-        """Return how many samples of its epoch lie before a position."""
+        """Return how many samples of its epoch the updates before a position have used."""
         index = position.step - self.epoch(position).first_step
         return int(self._ordered(position.epoch).starts[index]) if index else 0
 
     def position_state(self, position: Position) -> dict[str, Any]:
-        """Return a position and what its epoch has used before it, in tokens and in samples ("taken")."""
+        """Return a position and what its epoch has used before it, in tokens and, as "taken", in samples."""
         return {**super().position_state(position), "taken": self._count_taken(position)}
 
     def resume(self, state: dict[str, Any], devices: int | None) -> Batches:
