@@ -79,7 +79,10 @@ class Criterion(NamedTuple):
                 raise type_error(f"{name} must be a number or a tensor with one", value, "pass its value")
 
     def manifest_entries(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entries of the manifest for reported values; one that is not finite becomes None."""
+        """Return what the manifest of a checkpoint says of reported values: the criterion, and the values by name.
+
+        A value that is not finite becomes None, because JSON has no NaN or infinity.
+        """
         values = {name: float(value.item() if isinstance(value, Tensor) else value) for name, value in metrics.items()}
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         return {_CRITERION: str(self), _METRICS: finite}

@@ -100,6 +100,7 @@ class Checkpoint:
         on_interrupt: Literal["save"] | None = None,
         **parts: Stateful,
     ) -> None:
+        """Lock the folder on rank 0, check on all ranks that the parts can be saved, and find out who writes."""
         optional = {"sampler": sampler, "scheduler": scheduler}
         passed = {name: part for name, part in optional.items() if part is not None}
         self._parts = Parts(model, optimizer, passed | parts)
@@ -176,9 +177,9 @@ class Checkpoint:
 
     def _save(self, wait: bool, *, in_loop: bool, reported: dict[str, Any] | None = None) -> str:
         """Save the state, add the time that it took to the events, and return the location; see `Saver.save`."""
-        updates, began = self._optimizer.updates, time.monotonic()
+        updates, start_time = self._optimizer.updates, time.monotonic()
         name = self._saver.save(updates, wait, in_loop=in_loop, reported=reported or {})
-        self._events.add("save", updates, seconds=time.monotonic() - began)
+        self._events.add("save", updates, seconds=time.monotonic() - start_time)
         self._mark_saved()
         return self._folder.storage.at(name)
 
@@ -201,20 +202,21 @@ class Checkpoint:
         self._stepped, updates = True, self._optimizer.updates
         if updates == self._last_update or self._optimizer.inside_step:
             return False
-        before, self._last_update = self._last_update, updates
+        updates_before, self._last_update = self._last_update, updates
         self._events.note_update(updates, self._optimizer.skipped)
-        in_loop = updates == before + 1  # and not once an epoch, after what the loop does at its end
+        in_loop = updates == updates_before + 1  # and not once an epoch, after what the loop does at its end
         if not self._updated:  # an update may have added to the state what no checkpoint can hold
             self._updated = True
             self._agreement.run_on_all("Checkpoint.step()", partial(self._parts.check_storable, updated=True))
         self._wish_to_meet()
         if self._agreement.take_granted(_STOP):
             self._save_and_exit(in_loop)
-        due = isinstance(self._every, int) and updates // self._every > before // self._every  # passed a multiple
-        due = self._agreement.take_granted(self._due) or due  # or all ranks have agreed, after an interval of time
-        if due:
+        # The training has passed a multiple of `every`, or all ranks have agreed, after an interval of time.
+        is_due = isinstance(self._every, int) and updates // self._every > updates_before // self._every
+        is_due = self._agreement.take_granted(self._due) or is_due
+        if is_due:
             self._save(wait=False, in_loop=in_loop)
-        return due
+        return is_due
 
     @uncompiled
     def report(self, **metrics: float | Tensor | None) -> bool:
@@ -377,6 +379,7 @@ class Checkpoint:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        """Close the checkpoint at the end of a `with` block, after an exception or without one."""
         self._close_after(error)
 
     def _close_after(self, error: BaseException | None) -> None:

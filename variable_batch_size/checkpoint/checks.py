@@ -37,9 +37,13 @@ def check_parts(location: str, saved: Iterable[str], passed: Iterable[str], *, s
 
 
 def check_outside(location: str, optimizer: str, saved: Mapping[int, Tensor], here: Mapping[int, Tensor]) -> None:
-    """Check the shapes of the parameters of an optimizer that no module among the parts has, by their numbers in it.
+    """Check the shapes of the parameters of an optimizer that no module among the parts of a checkpoint has.
 
-    `saved` are those in the checkpoint, `here` those of this training.
+    Args:
+        location: path or URL of the checkpoint, for the error.
+        optimizer: the name of the optimizer, for the error.
+        saved: these parameters in the checkpoint, by their numbers in the optimizer.
+        here: these parameters in this run.
 
     Raises:
         ValueError: if numbers or shapes differ.
@@ -52,9 +56,13 @@ def check_outside(location: str, optimizer: str, saved: Mapping[int, Tensor], he
 
 
 def check_model(location: str, saved: Mapping[str, Any], here: Mapping[str, Any], *, warn: bool) -> None:
-    """Check that the state dict of a model in a checkpoint, `saved`, has the names and shapes of this model's, `here`.
+    """Check that the model of a checkpoint has the names and shapes of this run's model.
 
-    If `warn` is True, it warns of tensors with another dtype.
+    Args:
+        location: path or URL of the checkpoint, for messages.
+        saved: the state dict of the model in the checkpoint.
+        here: the state dict of the model of this run.
+        warn: whether to warn of tensors with another dtype.
 
     Raises:
         ValueError: if a tensor is missing or has another shape or name.
@@ -66,9 +74,9 @@ def check_model(location: str, saved: Mapping[str, Any], here: Mapping[str, Any]
                 f"Checkpoint {location} is of another model: the shape of {name} is {shapes.get(name, 'missing')} in "
                 f"it and {shapes_here.get(name, 'missing')} here; create the model that was saved"
             )
-    different = [name for name in shapes_here if saved[name].dtype != here[name].dtype]
-    if different and warn:
-        name, others = different[0], f" (and {len(different) - 1} others)" if len(different) > 1 else ""
+    other_dtypes = [name for name in shapes_here if saved[name].dtype != here[name].dtype]
+    if other_dtypes and warn:
+        name, others = other_dtypes[0], f" (and {len(other_dtypes) - 1} others)" if len(other_dtypes) > 1 else ""
         was, now = saved[name].dtype, here[name].dtype
         warnings.warn(
             f"Checkpoint {location} is converted to other dtypes, {name}{others} from {was} to {now}, so that the "
@@ -84,7 +92,7 @@ def _shapes(state: Mapping[Any, Any]) -> dict[Any, tuple[int, ...]]:
 
 
 def hyperparameters(optimizer: Any) -> list[dict[str, Any]]:
-    """Return the learning rate, weight decay and momentum of each group, as plain numbers, where a group has them."""
+    """Return the learning rate, weight decay and momentum of each group of an optimizer, as plain numbers."""
     return [{name: _plain(group[name]) for name in _COMPARED if name in group} for group in optimizer.param_groups]
 
 
@@ -93,14 +101,19 @@ def warn_of_hyperparameters(
 ) -> None:
     """Warn if this script has created its optimizer with other hyperparameters than the script that saved.
 
-    A restore sets those of the checkpoint, so that an edit of the script would have no effect. `saved` and `here` have
-    the hyperparameters of each group when the two scripts created their `Checkpoint`, before a schedule changes them.
+    A restore sets the values of the checkpoint, so that an edit of the script would have no effect.
+
+    Args:
+        location: path or URL of the checkpoint, for the warning.
+        optimizer: the name of the optimizer, for the warning.
+        saved: the hyperparameters of each group when the saving script had created its `Checkpoint`.
+        here: the same of this script, before a schedule changes them.
     """
     differences = [
-        f"{name} of group {number} was {group[name]} and is {other[name]}"
-        for number, (group, other) in enumerate(zip(saved, here, strict=False))
-        for name in group.keys() & other.keys()
-        if _differ(group[name], other[name])
+        f"{name} of group {number} was {group[name]} and is {group_here[name]}"
+        for number, (group, group_here) in enumerate(zip(saved, here, strict=False))
+        for name in group.keys() & group_here.keys()
+        if _differ(group[name], group_here[name])
     ]
     if differences:
         warnings.warn(
@@ -112,7 +125,7 @@ def warn_of_hyperparameters(
 
 
 def _differ(first: Any, second: Any) -> bool:
-    """Return whether two values of a hyperparameter differ by more than the rounding to float32 in a tensor."""
+    """Return whether two values of a hyperparameter differ by more than rounding to float32, as in a tensor."""
     if isinstance(first, list) and isinstance(second, list) and len(first) == len(second):  # such as betas
         return any(map(_differ, first, second))
     if isinstance(first, (int, float)) and isinstance(second, (int, float)):

@@ -56,17 +56,17 @@ class Own(NamedTuple):
 
     @staticmethod
     def of_state(tensors: Mapping[str, Tensor], parts: Mapping[str, Json]) -> Own:
-        """Return the digests of tensors, on the host or a GPU, and of the JSON of parts; both are given by name."""
+        """Return digests (hashes) of tensors, on the host or a GPU, and of the JSON of parts; all are given by name."""
         digests = byte_digests(tensors)
         tensor_digests = {name: f"{digests[name]} {tensor.dtype} {[*tensor.shape]}" for name, tensor in tensors.items()}
         return Own(tensor_digests, {name: digest(part) for name, part in parts.items()})
 
 
 def find_own(ranks: Sequence[Own]) -> PerRank:
-    """Return the names of the tensors and parts whose digests are not the same on all ranks.
+    """Return the names of the tensors and parts that are not the same on all ranks, so that each rank saves its own.
 
     Args:
-        ranks: the digests of each rank.
+        ranks: the digests (hashes) of each rank, by name.
 
     Raises:
         RuntimeError: if a rank lacks a part that another one has.
@@ -119,14 +119,18 @@ def summarize(described: Mapping[str, Described], own: Own) -> dict[str, str]:
         own: digests of what may differ.
     """
     # The first entry of a description tells whether the tensor is whole, the last one is the digest of its contents.
-    whole = [[name, *row] for name, row in described.items() if row[0]]
-    sharded = [[name, *row] for name, row in described.items() if not row[0] and row[-1] is not None]
-    which_parts, contents = digest([row[:-1] for row in sharded]), digest([row[-1] for row in sharded])
-    return {"whole": digest(whole), OWN: digest(own), which_parts: contents}
+    rows_of_whole = [[name, *row] for name, row in described.items() if row[0]]
+    rows_of_sharded = [[name, *row] for name, row in described.items() if not row[0] and row[-1] is not None]
+    which_parts, contents = digest([row[:-1] for row in rows_of_sharded]), digest([row[-1] for row in rows_of_sharded])
+    return {"whole": digest(rows_of_whole), OWN: digest(own), which_parts: contents}
 
 
 def differing_keys(summaries: Sequence[Mapping[str, str]]) -> set[str]:
-    """Return the keys of summaries whose digests differ between ranks."""
+    """Return the keys under which two ranks have different digests (hashes); a rank may lack a key.
+
+    Args:
+        summaries: what `summarize` returned on each rank.
+    """
     digests_by_key = defaultdict[str, set[str]](set)
     for summary in summaries:
         for key, value in summary.items():
@@ -135,7 +139,10 @@ def differing_keys(summaries: Sequence[Mapping[str, str]]) -> set[str]:
 
 
 def add_sketches(described: Mapping[str, Described], tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
-    """Return the descriptions of tensors with a sketch at their end, from which `first_difference` tells rounding."""
+    """Return the descriptions of tensors with a sketch at their end: some norms and sums of the tensor.
+
+    From the sketches of two ranks `first_difference` tells whether a tensor differs only by rounding.
+    """
     return {name: [*row, _sketch(tensors[name])] for name, row in described.items()}
 
 
@@ -166,14 +173,14 @@ def first_difference(ranks: Sequence[Mapping[str, list[Any]]]) -> tuple[str, int
 
 
 def _sketch(tensor: Tensor) -> list[list[float]]:
-    """Return 8 norms and 8 sums, by which two ranks tell a difference by rounding from a larger one.
+    """Return 8 norms and 8 sums of elements of a tensor, by which ranks tell rounding from a larger difference.
 
-    Each is of every eighth element, from element 0, 1, ... 7 on. A tensor that is not of floating point has [].
+    Number i of each is of the elements i, i + 8, i + 16, ... A tensor that is not of floating point has [].
     """
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if not local.is_floating_point():
         return []
-    subsets = [local.detach().reshape(-1)[first::8].double() for first in range(8)]
+    subsets = [local.detach().reshape(-1)[first_element::8].double() for first_element in range(8)]
     return [[float(elements.norm()) for elements in subsets], [float(elements.sum()) for elements in subsets]]
 
 

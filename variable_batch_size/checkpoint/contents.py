@@ -55,7 +55,10 @@ class DamagedError(ValueError):
 
 
 def write_manifest(facts: Mapping[str, Any]) -> str:
-    """Return the JSON of a rank.
+    """Return the JSON file that a rank writes into a checkpoint, as text, with its own checksum at the end.
+
+    Args:
+        facts: its entries, beside the name and the version of the format.
 
     Raises:
         ValueError: if a key is not in `KEYS`.
@@ -67,7 +70,7 @@ def write_manifest(facts: Mapping[str, Any]) -> str:
 
 
 def parse_manifest(text: str) -> dict[str, Any]:
-    """Return the contents of a text that `write_manifest` returned, with the seal.
+    """Return the entries of a rank's JSON file, after a check of its checksum, which is the entry "seal".
 
     Raises:
         VersionError: if it has another version.
@@ -114,9 +117,9 @@ def read_texts(storage: Storage, name: str) -> list[str]:
         VersionError: if it has another version.
     """
     with _as_damage(storage, name, "the JSON of a rank"):
-        first = storage.read(name, MANIFEST).decode()
-        others = range(1, int(parse_manifest(first)["ranks"]))
-        return [first, *(storage.read(name, f"rank-{rank}.json").decode() for rank in others)]
+        text_of_rank_0 = storage.read(name, MANIFEST).decode()
+        other_ranks = range(1, int(parse_manifest(text_of_rank_0)["ranks"]))
+        return [text_of_rank_0, *(storage.read(name, f"rank-{rank}.json").decode() for rank in other_ranks)]
 
 
 def read_manifests(storage: Storage, name: str, texts: Sequence[str] | None = None) -> list[dict[str, Any]]:
@@ -152,12 +155,20 @@ def facts_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def name_on(rank: int, name: str) -> str:
-    """Return the name in a checkpoint of a tensor that differs between ranks, and of which each rank writes its own."""
+    """Return the name in a checkpoint of a tensor that differs between ranks, so that each rank writes its own.
+
+    >>> name_on(0, "model/running_mean"), name_on(2, "model/running_mean")
+    ('model/running_mean', '/2/model/running_mean')
+    """
     return f"/{rank}/{name}" if rank else name  # no other name begins with "/"
 
 
 def describe_tensors(ranks: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return what the JSON of all ranks says of tensors, by their names in the checkpoint."""
+    """Return dtype and shape of each tensor of a checkpoint, as the JSON of its ranks says, by names in the checkpoint.
+
+    Args:
+        ranks: the JSON of each rank; rank 0's names all tensors, the others only what differs from it.
+    """
     described: dict[str, dict[str, Any]] = dict(ranks[0]["tensors"])
     for rank, manifest in enumerate(ranks[1:], start=1):
         own_tensors = manifest.get("own", {}).get("tensors", {})
@@ -190,24 +201,24 @@ def stream_tensors(
         with _as_damage(storage, name, f"tensors-{rank}.safetensors", seal_of(ranks)):
             chunks = file["chunks"]  # where each tensor, or part of one, is in the file
             parts = {key: Part(tuple(chunk["offset"]), tuple(chunk["shape"])) for key, chunk in chunks.items()}
-            wanted = [key for key, part in parts.items() if wants(key, part)]
-            if not wanted:
+            wanted_keys = [key for key, part in parts.items() if wants(key, part)]
+            if not wanted_keys:
                 continue
             with storage.open(name, f"tensors-{rank}.safetensors") as stream:
                 tensor_file.check(stream, file)
-                for key in sorted(wanted, key=lambda key: int(chunks[key]["begin"])):
+                for key in sorted(wanted_keys, key=lambda key: int(chunks[key]["begin"])):
                     yield key, parts[key], tensor_file.read(stream, chunks[key], dtypes[key])
 
 
 def verify(storage: Storage, name: str) -> None:
-    """Read all bytes of a checkpoint.
+    """Check that all bytes of a checkpoint are as they were written, by their checksums.
 
     Raises:
-        DamagedError: if they are not as they were written.
+        DamagedError: if they are not.
         VersionError: if it has another version.
     """
     for _ in stream_tensors(storage, name, read_manifests(storage, name)):
-        pass
+        pass  # a tensor that is yielded was verified
 
 
 @contextmanager

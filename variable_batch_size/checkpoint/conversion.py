@@ -73,7 +73,7 @@ def to_safetensors(checkpoint: str | os.PathLike[str], file: Path, *, best: bool
 
 
 def _check_place(file: Path) -> None:
-    """Raise ValueError unless a file can be written at this path."""
+    """Raise ValueError unless a file can be written at this path, before a large checkpoint is read for it."""
     if not file.parent.is_dir():
         raise value_error("FILE must be in a folder that there is", file, "create the folder")
     if file.exists() and not file.is_file():
@@ -82,7 +82,9 @@ def _check_place(file: Path) -> None:
 
 @contextmanager
 def _replaced(file: Path) -> Iterator[Path]:
-    """Yield the path of a new file, which takes the place of `file` when it is written, with the mode of `open()`.
+    """Yield a path at which to write a new file; at the end of the block it takes the place of `file` at once.
+
+    A reader finds the earlier file or the new one, which is flushed to the disk, with the mode that `open()` gives.
 
     Raises:
         OSError: if it cannot be written; the earlier file is unchanged.
@@ -146,8 +148,8 @@ def _check_state_dicts(states: Any) -> None:
     remedy = 'write it by torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)'
     if not isinstance(states, Mapping):
         raise type_error(requirement, states, remedy)
-    if others := [name for name, state in states.items() if not isinstance(state, Mapping)]:
-        kinds = ", ".join(f"{name!r}, of type {type(states[name]).__name__}" for name in others)
+    if non_dicts := [name for name, state in states.items() if not isinstance(state, Mapping)]:
+        kinds = ", ".join(f"{name!r}, of type {type(states[name]).__name__}" for name in non_dicts)
         raise TypeError(f"{requirement}, got {kinds}; {remedy}")
     if "model" not in states:
         raise value_error(requirement, ", ".join(map(repr, states)) or "an empty one", remedy)

@@ -37,6 +37,7 @@ class Events:
     """
 
     def __init__(self, folder: Storage, world: World) -> None:
+        """Read on rank 0 how far the run before this one came; other ranks read and write no events."""
         self._folder, self._world, self._lines = folder, world, list[str]()
         self._name = FILE if folder.on_disk else f"events-{time.time():.6f}.jsonl"
         earlier = list[dict[str, Any]]()
@@ -47,10 +48,12 @@ class Events:
         self._last, self._skipped, self.large_told = time.monotonic(), False, 0
 
     def add(self, event: str, update: int, **facts: float | str) -> None:
-        """Add an event to the file, on rank 0; if it cannot be written, nothing is said.
+        """Add a line about an event to the file of the folder, on rank 0; other ranks do nothing.
+
+        If it cannot be written, nothing is said: a training must not end because of its log.
 
         Args:
-            event: the kind of the event; see the docstring of this module.
+            event: the kind of the event, such as "save" or "restore".
             update: number of updates that were made.
             facts: further entries of the line.
         """

@@ -57,6 +57,7 @@ class Folder:
     """
 
     def __init__(self, location: str | os.PathLike[str], run: str | None = None) -> None:
+        """Open the folder for reading; it is written to only after `lock`."""
         self.storage = Storage(location)
         self.writer = Writer(self.storage, run)
         self.id, self.goes_on = "", False
@@ -73,7 +74,7 @@ class Folder:
         return self._list_all()[0]
 
     def _list_all(self) -> tuple[list[str], dict[str, set[str]]]:
-        """Return the checkpoints, the newest first; and all other names in the folder with the files in them.
+        """Return the names of complete checkpoints, the newest first; and other names in the folder, with files.
 
         A checkpoint is complete if it has the JSON of each rank that writes, as many as its name says.
         """
@@ -88,14 +89,18 @@ class Folder:
         return sorted(complete, key=_order, reverse=True), {name: listed[name] for name in listed.keys() - complete}
 
     def candidates(self, *, best: bool, criterion: Criterion | None = None) -> list[str]:
-        """Return the checkpoints in the order in which to try them: the newest first, or the best, see `best_first`.
+        """Return the names of the checkpoints in the order in which a restore tries them.
+
+        Args:
+            best: whether the best one comes first, see `best_first`; otherwise the newest one does.
+            criterion: what makes a checkpoint better, for `best`.
 
         Raises:
             VersionError: if there are only checkpoints whose names are of another version.
         """
-        names, others = self._list_all()
+        names, folders = self._list_all()
         unknown = [
-            name for name in others if name.startswith("update-") and any(others[name]) and not _NAME.fullmatch(name)
+            name for name in folders if name.startswith("update-") and any(folders[name]) and not _NAME.fullmatch(name)
         ]
         if not names and unknown:
             raise VersionError(
@@ -105,7 +110,10 @@ class Folder:
         return self.best_first(criterion) if best else names
 
     def incomplete(self) -> list[str]:
-        """Return the names of folders that are no checkpoints because the JSON of a rank is missing, newest first."""
+        """Return the names of folders, newest first, that are no checkpoints because the JSON of a rank is missing.
+
+        A rank is still writing there, or was killed while it wrote.
+        """
         return sorted(filter(_NAME.fullmatch, self._list_all()[1]), key=_order, reverse=True)
 
     def lost(self, *, best: bool = False) -> dict[str, str]:
@@ -117,20 +125,20 @@ class Folder:
             best: whether to look for the best ones, and not for the newest one.
         """
         newest, bests = self.writer.last_saved()  # read before the list, which then has it or a newer one
-        names, others = self._list_all()
+        names, folders = self._list_all()
         lost = [name for name in bests if name not in names]
         if best and lost:  # unless a training has meanwhile found a better one, and deleted it
             lost = [name for name in self.writer.last_saved()[1] if name in lost]
         if not best:  # the newest one is lost if no checkpoint is as new
             lost = [newest] if _NAME.fullmatch(newest) and not (names and _order(names[0]) >= _order(newest)) else []
-        return {name: "the JSON of a rank is missing" if name in others else "its folder is missing" for name in lost}
+        return {name: "the JSON of a rank is missing" if name in folders else "its folder is missing" for name in lost}
 
     def newest(self) -> str | None:
         """Return the newest intact checkpoint, or None."""
         return self._first_intact(self.names)
 
     def _first_intact(self, listed: Callable[[], list[str]]) -> str | None:
-        """Return the first intact checkpoint that `listed` returns, or None.
+        """Return the name of the first intact checkpoint that the function `listed` returns, or None.
 
         It calls `listed` again after each damaged one: a training may have saved meanwhile, and deleted what was
         listed.
@@ -163,7 +171,12 @@ class Folder:
         return self._first_intact(partial(self.best_first, criterion))
 
     def is_better(self, facts: Mapping[str, Any], criterion: Criterion) -> bool:
-        """Return whether reported values are better than those of every intact checkpoint."""
+        """Return whether reported values are better than the values of every intact checkpoint in the folder.
+
+        Args:
+            facts: the reported values, as the JSON of a checkpoint has them.
+            criterion: the metric that counts, and whether low or high values of it are better.
+        """
         best = self.best(criterion)
         score_to_beat = criterion.score(self.reported(best) or {}) if best else math.inf  # the lower, the better
         return criterion.score(facts) < score_to_beat
@@ -260,15 +273,15 @@ class Folder:
             RuntimeError: if this process is not the writer.
         """
         self.writer.check()
-        names, others = self._list_all()
+        names, other_folders = self._list_all()
         # `_earlier` is empty after a restore: then the training continues what is in the folder.
         not_ours = [name for name in self._earlier if name in names and (not self.goes_on or update_of(name) > update)]
-        if other := next(filter(self.is_intact, not_ours), None):
+        if foreign := next(filter(self.is_intact, not_ours), None):
             raise ValueError(
-                f"Checkpoint {self.storage.at(other)} is not one of this training, which has made {update} updates, "
+                f"Checkpoint {self.storage.at(foreign)} is not one of this training, which has made {update} updates, "
                 f"and saves would delete it; restore() it first; another folder begins another training"
             )
-        for name in filter(_NAME.fullmatch, others):
+        for name in filter(_NAME.fullmatch, other_folders):
             self.discard(name)
         self._saves += 1
         return f"update-{update:08d}-{self.writer.number:04d}-{self._saves}-{ranks}"
@@ -409,8 +422,12 @@ def update_of(name: str) -> int:
 
 
 def _order(name: str) -> tuple[int, int]:
-    """Return the numbers of the writer of a checkpoint and of its save, which tell what is newer."""
-    _, writer, save, _ = map(int, _NAME.fullmatch(name).groups())  # type: ignore[union-attr]
+    """Return two numbers by which a later checkpoint compares greater: of its writer, and of the writer's save.
+
+    >>> _order("update-00000812-0003-1-2")
+    (3, 1)
+    """
+    _update, writer, save, _ranks = map(int, _NAME.fullmatch(name).groups())  # type: ignore[union-attr]
     return writer, save
 
 

@@ -32,13 +32,14 @@ class Names:
     """The names in a checkpoint of what one model and its optimizers have."""
 
     def __init__(self, model: nn.Module) -> None:
+        """Find the name of each parameter in the model itself, without what wrappers insert."""
         self.model = unwrapped(model)
         self._parameters = {
             id(parameter): _clean_name(name) for name, parameter in self.model.named_parameters(remove_duplicate=False)
         }
 
     def model_state(self) -> State:
-        """Return the state of the model by the names of a checkpoint."""
+        """Return the state dict of the model under the names that a checkpoint has: without what wrappers insert."""
         state = self.model.state_dict()
         named = OrderedDict((_clean_name(name), value) for name, value in state.items())
         if metadata := getattr(state, "_metadata", None):  # torch's private record of the version of each module
@@ -46,11 +47,11 @@ class Names:
         return named
 
     def load_model(self, saved: Mapping[str, Any]) -> None:
-        """Load a state that `model_state` returned."""
-        present = self.model.state_dict()
-        state = OrderedDict((name, saved[_clean_name(name)]) for name in present)
+        """Load a state dict that `model_state` has returned, perhaps of a model in other wrappers, into the model."""
+        state_here = self.model.state_dict()
+        state = OrderedDict((name, saved[_clean_name(name)]) for name in state_here)
         if metadata := getattr(saved, "_metadata", None):
-            named = {name: metadata.get(_clean_name(name)) for name in getattr(present, "_metadata", {})}
+            named = {name: metadata.get(_clean_name(name)) for name in getattr(state_here, "_metadata", {})}
             state._metadata = OrderedDict((name, version) for name, version in named.items() if version is not None)  # type: ignore[attr-defined]
         self.model.load_state_dict(state)
 
@@ -92,15 +93,15 @@ class Names:
             ValueError: if it has others, or in another order.
         """
         names = [name for name, _ in self.named_parameters(optimizer)]
-        begin = 0
+        first_parameter = 0
         for number, group in enumerate(saved["param_groups"]):
-            end = begin + len(group["params"])
-            present, numbers = names[begin:end], [*range(begin, end)]
-            begin = end
-            if group["params"] not in (present, numbers):
+            next_first = first_parameter + len(group["params"])
+            names_here, numbers = names[first_parameter:next_first], [*range(first_parameter, next_first)]
+            first_parameter = next_first
+            if group["params"] not in (names_here, numbers):
                 raise ValueError(
                     f"the optimizer must have the parameters that were saved, in the same order, but group {number} "
-                    f"has {_in_words(present)} in the place of {_in_words(group['params'])}; create the groups that "
+                    f"has {_in_words(names_here)} in the place of {_in_words(group['params'])}; create the groups that "
                     f"were saved"
                 )
 
@@ -138,7 +139,7 @@ def _in_words(names: Sequence[str | int]) -> str:
 
 
 def _as_parameter(value: Any, parameter: Tensor) -> Any:
-    """Return a value of an optimizer's state, with the placements of its parameter if it is sharded in the same shape.
+    """Return a value of an optimizer's state, with the placements of its parameter if it is sharded alike.
 
     With weight decay and tensor parallelism within FSDP2, torch 2.9 labels momentum with other placements than its
     memory has.

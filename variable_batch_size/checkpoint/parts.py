@@ -72,6 +72,7 @@ class Parts:
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: CustomOptimizer, others: dict[str, Stateful]) -> None:
+        """Check the parts, and keep the hyperparameters with which this script has created its optimizers."""
         self._by_name: dict[str, Stateful] = {"optimizer": optimizer, "model": model, **others}
         for name, part in self._by_name.items():
             if "/" in name:
@@ -95,7 +96,7 @@ class Parts:
         _check_scheduler(list(self._by_name.values()), optimizer)
 
     def state_dicts(self, *, in_loop: bool) -> dict[str, Any]:
-        """Return the states by name.
+        """Return the state dicts of all parts of a checkpoint, such as "model" and "optimizer", by name.
 
         Args:
             in_loop: whether the loop has yet to run its code for the end of the epoch, if the last update was the last
@@ -135,6 +136,9 @@ class Parts:
 
         A rank may change them alone at any time. Left out are optimizers and averages, which only updates change, and
         the parameters of the model: those that are frozen may be large, and rarely change.
+
+        Args:
+            tensors: all tensors of the checkpoint, by name.
         """
         parts = self._by_name.items()
         changed_by_updates = {name for name, part in parts if isinstance(part, (CustomOptimizer, WeightAverage))}
@@ -170,7 +174,11 @@ class Parts:
         return ""
 
     def check_reload(self) -> None:
-        """Raise TypeError if an optimizer would load another state than it has saved; see `reload.check_reload`."""
+        """Check that each optimizer loads the state that it has saved, and no other; see `reload.check_reload`.
+
+        Raises:
+            TypeError: if one does not, so that a restored training would continue with another state.
+        """
         for part in self._by_name.values():
             if isinstance(part, OPTIMIZERS):
                 check_reload(inner_of(part), self._reloaded)
@@ -193,7 +201,8 @@ class Parts:
     def describe_tensor(self, tensor: str) -> str:
         """Return words for the tensor with this name in a checkpoint, such as "weight of the model (Linear)".
 
-        They are its name within its part, and the name and class of the part.
+        Args:
+            tensor: the name: the name of a part, a "/", and the name within the part.
         """
         part_name, _, name_in_part = tensor.partition("/")
         part = self._by_name.get(part_name)
@@ -232,7 +241,10 @@ class Parts:
         return state
 
     def _parameters_outside(self, optimizer: Stateful) -> dict[int, Tensor]:
-        """Return the parameters of an optimizer that no module among the parts has, by their numbers in it."""
+        """Return the parameters of an optimizer that no module of the checkpoint has, by their numbers.
+
+        The checkpoint has to save them with the state of the optimizer.
+        """
         modules = [part for part in self._by_name.values() if isinstance(part, torch.nn.Module)]
         in_modules = {id(parameter) for module in modules for parameter in module.parameters()}
         named = self._names.named_parameters(optimizer)  # those of the model have a text as name, others a number

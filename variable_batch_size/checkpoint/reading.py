@@ -105,7 +105,11 @@ def read_contents(
 
 
 def _like(name: str, likes: Mapping[str, DTensor]) -> DTensor | None:
-    """Return the sharded tensor under a name, or under the longest prefix of it before a "/", as states are nested."""
+    """Return the tensor in `likes` like which a tensor of a checkpoint is to be sharded; None: it is read whole.
+
+    It is the one under the tensor's name, or under the longest prefix of it before a "/": the state of an optimizer has
+    names such as "optimizer/state/weight/exp_avg", and is sharded like the parameter under "optimizer/state/weight".
+    """
     while name and name not in likes:
         name = name.rpartition("/")[0]
     return likes.get(name)
@@ -125,6 +129,7 @@ class _Wanted:
     """
 
     def __init__(self, facts: Mapping[str, Any], like: DTensor | None) -> None:
+        """Begin with nothing read: which part of the whole tensor is wanted follows from `like`."""
         self._facts = facts
         self._like = like if like is not None and [*like.shape] == facts["shape"] else None
         self.part = Part.whole(facts["shape"]) if self._like is None else Part.on_rank(self._like)
@@ -132,7 +137,7 @@ class _Wanted:
         self._assembled: Tensor | None = None
 
     def add(self, part: Part, tensor: Tensor) -> None:
-        """Copy what is wanted from a part of the tensor that was read.
+        """Copy what this rank wants of a tensor from a part of it that was read from a file.
 
         Args:
             part: which part of the whole tensor was read from a file.
@@ -231,12 +236,12 @@ def open_folder(path: str | os.PathLike[str], *, best: bool = False) -> tuple[Fo
         ValueError: if nothing is there.
     """
     folder = Folder(path)
-    inside = folder.storage.names()
-    if not inside:
+    names_inside = folder.storage.names()
+    if not names_inside:
         raise value_error("path must be the folder of a checkpoint or of a training", path, "nothing is there")
     names = folder.candidates(best=best)
     parent, _, name = folder.storage.location.rpartition("/")
-    is_checkpoint = not names and (MANIFEST in inside or is_name(name))
+    is_checkpoint = not names and (MANIFEST in names_inside or is_name(name))
     if not is_checkpoint:
         return folder, names, False
     return Folder(parent or "/"), [name], True
@@ -315,7 +320,10 @@ def _common_damage(location: str, answers: Sequence[str]) -> str:
 
 
 def _texts_as_json(folder: Folder, name: str) -> str:
-    """Return the JSON of all ranks as one JSON list; [""] if one is damaged, so that each rank finds the damage."""
+    """Return the JSON files of a checkpoint as one JSON list of texts, which rank 0 sends to all ranks.
+
+    If one is damaged, it is [""], so that each rank finds the damage.
+    """
     try:
         return json.dumps(read_texts(folder.storage, name))
     except DamagedError:

@@ -45,7 +45,13 @@ def restore_dtypes(inner: Optimizer, saved: Mapping[str, Any], dtypes: Sequence[
 
 
 def _as_saved(loaded: Any, saved: Any, dtype: torch.dtype) -> Any:
-    """Return a value of a loaded state as it was saved; `dtype`: the dtype of the saved parameter."""
+    """Return a value of an optimizer's state as it was saved, if the optimizer has cast it in a load.
+
+    Args:
+        loaded: the value that the optimizer has now.
+        saved: the value that was saved.
+        dtype: the dtype of the saved parameter; a tensor that was saved in this dtype stays as it was loaded.
+    """
     if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
         return loaded if saved.dtype in (loaded.dtype, dtype) else saved.to(loaded.device)
     if isinstance(saved, dict) and isinstance(loaded, dict):
@@ -90,13 +96,20 @@ def check_reload(inner: Optimizer, known: set[object]) -> None:
 
 
 def _samples(inner: Optimizer, known: set[object]) -> Iterator[tuple[Tensor, dict[str, Any], dict[str, Any]]]:
-    """Yield one parameter for each kind of state that is not `known`, with its state and its group, without parameters.
+    """Yield one parameter for each kind of optimizer state that was not tried before.
 
     A kind becomes known when the generator continues: not if the caller has raised an error for it.
+
+    Args:
+        inner: the optimizer.
+        known: the kinds that were tried, to which this generator adds.
+
+    Yields:
+        The parameter, its state, and its group without parameters.
     """
     saved = inner.state_dict()
-    for index, (group, packed) in enumerate(zip(inner.param_groups, saved["param_groups"], strict=True)):
-        for parameter, number in zip(group["params"], packed["params"], strict=True):
+    for index, (group, saved_group) in enumerate(zip(inner.param_groups, saved["param_groups"], strict=True)):
+        for parameter, number in zip(group["params"], saved_group["params"], strict=True):
             state = saved["state"].get(number)
             if not state:
                 continue
@@ -107,7 +120,10 @@ def _samples(inner: Optimizer, known: set[object]) -> Iterator[tuple[Tensor, dic
 
 
 def _kind(value: Any) -> object:
-    """Return the names, types, dtypes and layouts in a state, as one hashable value."""
+    """Return what two states of parameters have in common if they are of one kind, as a hashable value.
+
+    These are the names, types, dtypes and layouts in the state, and not its values.
+    """
     if isinstance(value, Tensor):
         return type(value), value.dtype, value.layout, value.dim(), value.is_conj(), value.is_neg()
     if isinstance(value, dict):
@@ -115,7 +131,7 @@ def _kind(value: Any) -> object:
     if isinstance(value, (list, tuple)):
         return type(value), *map(_kind, value)
     if isinstance(value, (set, frozenset)):
-        return type(value), *{*map(type, value)}
+        return type(value), *{*map(type, value)}  # each type once
     return (type(value),)
 
 

@@ -22,11 +22,11 @@ def get_rng_states() -> str:
 
 
 def set_rng_states(text: str) -> None:
-    """Restore the RNG states that `get_rng_states` returned."""
+    """Restore the states of the global RNGs of torch (CPU), NumPy and `random` from the text of `get_rng_states`."""
     states = json.loads(text)
-    version, numbers, gauss = states["python"]  # lists in JSON; `random.setstate` takes tuples only
+    version, numbers, next_gauss = states["python"]  # lists in JSON; `random.setstate` takes tuples only
     torch_state = torch.frombuffer(bytearray.fromhex(states["torch"]), dtype=torch.uint8)
-    HostStates(torch_state, states["numpy"], (version, tuple(numbers), gauss)).restore()
+    HostStates(torch_state, states["numpy"], (version, tuple(numbers), next_gauss)).restore()
 
 
 @final

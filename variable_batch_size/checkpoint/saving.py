@@ -58,6 +58,7 @@ class Saver:
     def __init__(
         self, backend: Backend, agreement: Agreement, parts: Parts, folder: Folder, keep: int, *, together: bool
     ) -> None:
+        """Begin without a save under way."""
         self._backend, self._agreement, self._parts, self._folder = backend, agreement, parts, folder
         self._keep, self._together = keep, together
         self._copies, self.thread = Copies(backend), WriteThread()
@@ -87,6 +88,7 @@ class Saver:
         in_full = world.size > 1 and self._saves % COMPARED_EVERY == 0
 
         def collect() -> str:
+            """Collect the state of this rank, and return what the ranks compare of it, as text."""
             failed: Exception | None = None
             try:
                 self.thread.wait()  # for the previous save
@@ -110,6 +112,7 @@ class Saver:
 
         # Copy: what the thread writes does not change with the training.
         def copy_and_begin() -> str:
+            """Copy to host memory what this rank writes, and on rank 0 return the name of the new checkpoint."""
             local = {
                 key: tensor.to_local() if isinstance(tensor, DTensor) else tensor for key, tensor in to_write.items()
             }
@@ -130,6 +133,7 @@ class Saver:
 
         # Write: the JSON comes last, and with it the checkpoint is complete.
         def write() -> str:
+            """Write the files of this rank, if it has any; on rank 0 delete older checkpoints before."""
             if writer_number is not None:
                 with self._named_errors(updates):
                     if deletes_old:  # in this function, because the training does not wait for the thread
@@ -153,9 +157,13 @@ class Saver:
             self._agreement.run_on_all(call, self._tidy)
 
     def _run_on_all(self, call: str, work: Callable[[], str]) -> list[str]:
-        """Call `work` on all ranks, and return its results by rank; after an error forget the save under way.
+        """Call `work` on all ranks, and return its results by rank; an error on one rank is raised on all.
 
-        That save may not be complete then, so that `_mark_saved` must not record it.
+        After an error the save under way may be incomplete, and is not recorded as written.
+
+        Args:
+            call: name of the method of the user's call, for errors.
+            work: function that returns a text.
         """
         try:
             return self._agreement.run_on_all(call, work)
@@ -351,7 +359,11 @@ class Saver:
 
     @contextmanager
     def _named_errors(self, updates: int) -> Iterator[None]:
-        """Turn an error of a disk or a store into an OSError that names the checkpoint, and what to do."""
+        """Turn errors of a disk or a store within a block into an OSError that names the checkpoint and a remedy.
+
+        Args:
+            updates: number of updates that were made, which is in the name of the checkpoint.
+        """
         try:
             yield
         except (ValueError, RuntimeError):  # raised by this package, with its own message
@@ -427,6 +439,7 @@ class WriteThread:
     """
 
     def __init__(self) -> None:
+        """Begin without a thread; the first `submit` starts it. Errors that `wait` has not raised become warnings."""
         self._executor: ThreadPoolExecutor | None = None
         self._errors = list[Exception]()
         self._pid, self.busy = os.getpid(), False
@@ -457,8 +470,8 @@ class WriteThread:
             Exception: the error of one of the functions; it is raised once.
         """
         if self.busy and self._executor is not None and self._pid == os.getpid():  # a forked process has no thread
-            end_mark, pause = self._executor.submit(int), 1e-4  # seconds
-            while not end_mark.done():
+            last_function, pause = self._executor.submit(int), 1e-4  # seconds
+            while not last_function.done():
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)
         self.busy = False
@@ -467,7 +480,10 @@ class WriteThread:
         return ""
 
     def warn(self) -> None:
-        """Wait without other ranks, and warn of an error instead of raising it, while another exception propagates."""
+        """Wait until all functions have run, and warn of an error instead of raising it.
+
+        It is called on a single rank, while another exception propagates.
+        """
         try:
             self.wait()
         except Exception as error:
@@ -526,5 +542,5 @@ class Copies:
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what two tensors must have in common for one to be copied into the memory of the other."""
+    """Return dtype, shape and strides, which must be equal for a tensor to be copied into the memory of another."""
     return tensor.dtype, tensor.shape, tensor.stride()

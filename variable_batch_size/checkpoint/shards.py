@@ -33,14 +33,15 @@ def assign_writers(sizes: Mapping[str, int], world_size: int, others: int = 0) -
     >>> assign_writers({"a": 20 << 20, "b": 10 << 20, "c": 10 << 20}, world_size=2)
     {'a': 0, 'b': 1, 'c': 1}
     """
-    writers = max(1, min(world_size, sum(sizes.values()) // SMALLEST))
-    loads = [(0 if index else others, index * world_size // writers) for index in range(writers)]  # bytes, and rank
+    num_writers = max(1, min(world_size, sum(sizes.values()) // SMALLEST))
+    # Bytes that a rank writes so far, and the rank.
+    loads = [(0 if index else others, index * world_size // num_writers) for index in range(num_writers)]
     heapq.heapify(loads)  # the smallest load comes first
-    ranks = dict[str, int]()
+    rank_by_name = dict[str, int]()
     for name in sorted(sizes, key=lambda name: -sizes[name]):  # stable: the same on all ranks
-        load, ranks[name] = loads[0]
-        heapq.heapreplace(loads, (load + sizes[name], ranks[name]))
-    return ranks
+        load, rank_by_name[name] = loads[0]
+        heapq.heapreplace(loads, (load + sizes[name], rank_by_name[name]))
+    return rank_by_name
 
 
 @final
@@ -95,21 +96,22 @@ class Part(NamedTuple):
 
     def overlap(self, other: Part) -> Part | None:
         """Return the part of the whole tensor that is in both parts; None if they have no element in common."""
-        begins = [max(pair) for pair in zip(self.offset, other.offset, strict=True)]  # for each dimension, as below
+        # For each dimension, the part from the larger begin to the smaller end.
+        begins = [max(offsets) for offsets in zip(self.offset, other.offset, strict=True)]
         ends = [min(a + length, b + other_length) for a, length, b, other_length in zip(*self, *other, strict=True)]
         shape = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
         return None if any(length <= 0 for length in shape) else Part(tuple(begins), shape)
 
     def slices(self, within: Part) -> tuple[slice, ...]:
         """Return the slices that cut this part out of the tensor of another part, `within`, which contains it."""
-        firsts = [begin - other for begin, other in zip(self.offset, within.offset, strict=True)]
-        return tuple(slice(first, first + length) for first, length in zip(firsts, self.shape, strict=True))
+        first_indices = [begin - outer_begin for begin, outer_begin in zip(self.offset, within.offset, strict=True)]
+        return tuple(slice(first, first + length) for first, length in zip(first_indices, self.shape, strict=True))
 
 
 def is_writer(name: str, tensor: DTensor) -> bool:
-    """Return whether this rank writes its part of a sharded tensor: among the ranks that have the same part, one does.
+    """Return whether this rank writes its part of a sharded tensor: one of the ranks that have the same part does.
 
-    A hash of the name chooses it, so that the tensors are spread over these ranks without communication.
+    A hash of the name chooses that rank, so that tensors are spread over the ranks without communication.
     """
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     if coordinate is None or not bool((mesh.mesh == 0).any()) or not tensor.to_local().numel():
@@ -119,6 +121,11 @@ def is_writer(name: str, tensor: DTensor) -> bool:
 
 
 def placed_like(part: Tensor, like: DTensor) -> DTensor:
-    """Return a sharded tensor from the `part` on this rank, with the device mesh, placements and shape of `like`."""
+    """Return a sharded tensor made of the parts on all ranks, with mesh, placements and shape of another one.
+
+    Args:
+        part: the part on this rank.
+        like: the other tensor.
+    """
     placement = like.device_mesh, like.placements
     return DTensor.from_local(part.to(like.device), *placement, shape=like.shape, stride=like.stride())

@@ -59,6 +59,7 @@ class Storage:
     """
 
     def __init__(self, location: str | os.PathLike[str]) -> None:
+        """Find the file system of a path, or the object store of a URL."""
         text = str(location)
         if not text:
             raise value_error("the folder of checkpoints must be a path or a URL", "''", 'pass for example "runs/a"')
@@ -99,8 +100,8 @@ class Storage:
             return {name: {*self.names(name)} for name in self.names()}
         by_name: dict[str, set[str]] = {}
         for path in self._fs.find(self._path):
-            name, _, inside = path.removeprefix(self._path + "/").partition("/")
-            by_name.setdefault(name, set()).add(inside)
+            name, _, file = path.removeprefix(self._path + "/").partition("/")
+            by_name.setdefault(name, set()).add(file)
         return by_name
 
     def read(self, *names: str) -> bytes:
@@ -109,7 +110,13 @@ class Storage:
         return contents
 
     def put(self, text: str, *names: str, create: bool = False) -> None:
-        """Write a small file, so that it is there whole or not at all; `create`: raise FileExistsError if it exists."""
+        """Write a small file, so that a reader finds all of it or nothing.
+
+        Args:
+            text: its contents.
+            names: folders and name of the file.
+            create: whether to raise FileExistsError if it exists.
+        """
         if not self.on_disk:
             self._fs.pipe_file(self._path_of(names), text.encode(), mode="create" if create else "overwrite")
         elif create:
@@ -174,17 +181,23 @@ class Storage:
                 self._fs.rm_file(self._path_of(names))
 
     def age(self, name: str) -> float:
-        """Return the seconds since a file was written, by the clock of the disk or the store."""
+        """Return the seconds since a file was written, by the clock of the disk or the store.
+
+        Clocks of hosts may differ, so it compares with the time of a file that it writes and deletes.
+        """
         probe = f".probe-{uuid4().hex}"  # a new file, whose time of writing is now by that clock
         self.put("", probe, create=True)
         try:
-            now, then = (self._fs.modified(self._path_of([file])) for file in (probe, name))
-            return float((now - then).total_seconds())
+            time_now, time_written = (self._fs.modified(self._path_of([file])) for file in (probe, name))
+            return float((time_now - time_written).total_seconds())
         finally:
             self.remove(probe)
 
     def is_damage(self, error: BaseException) -> bool:
-        """Return whether an error of `DAMAGE` means that files are damaged, and not that a store cannot be reached."""
+        """Return whether an error of `DAMAGE` means that files are damaged, and not that a store cannot be reached.
+
+        A disk is always reached; a store that cannot be reached raises an OSError other than FileNotFoundError.
+        """
         return self.on_disk or not isinstance(error, OSError) or isinstance(error, FileNotFoundError)
 
     def _path_of(self, names: Any) -> str:

@@ -114,18 +114,18 @@ def read(file: IO[bytes], chunk: Mapping[str, Any], dtype: str) -> Tensor:
     """
     tensor = torch.empty(chunk["shape"], dtype=DTYPES[dtype])
     contents = bytes_of(tensor)  # the memory of the tensor, into which the file is read
-    count = 0
+    total = 0
     if len(contents) != chunk["end"] - chunk["begin"]:
         raise ValueError("a tensor has another size than its shape")
     file.seek(chunk["begin"])
-    while count < len(contents) and (more := file.readinto(contents[count:])):  # type: ignore[attr-defined]
-        count += more
-    if count != len(contents) or hashlib.sha256(contents).hexdigest() != chunk["sha256"]:
+    while total < len(contents) and (num_read := file.readinto(contents[total:])):  # type: ignore[attr-defined]
+        total += num_read
+    if total != len(contents) or hashlib.sha256(contents).hexdigest() != chunk["sha256"]:
         raise ValueError("the bytes of a tensor have another checksum")
     return tensor
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor of the host."""
+    """Return the bytes of a contiguous tensor in host memory: its memory itself, and not a copy."""
     flat = tensor.as_strided((tensor.numel(),), (1,))  # a single element of a view may have another stride
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -56,7 +56,18 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor], names: dict[object
 
 
 def _encode(value: Any, name: str, tensors: dict[str, Tensor], names: dict[object, str]) -> Json:
-    """Return a value as JSON, see `encode`; raise RecursionError if it contains itself."""
+    """Return a value as JSON, and add its tensors to `tensors`; `encode` calls it for each value within its argument.
+
+    Args:
+        value: the value.
+        name: its place, such as "optimizer/state/0", under which its tensors are added.
+        tensors: the tensors by name.
+        names: the names of the tensors by `identity`.
+
+    Raises:
+        RecursionError: if the value contains itself.
+        TypeError: if there is a value of a type that a checkpoint cannot hold.
+    """
     kind = type(value)
 
     def encode_items(values: Iterable[Any]) -> list[Json]:
@@ -97,10 +108,13 @@ def _encode(value: Any, name: str, tensors: dict[str, Tensor], names: dict[objec
 
 
 def _encode_tensor(value: Tensor, name: str, tensors: dict[str, Tensor], names: dict[object, str]) -> Json:
-    """Return the JSON of a tensor, and add it, or the parts of a sparse one, to `tensors`."""
+    """Return the JSON of a tensor, which has its name, and add it, or the parts of a sparse one, to `tensors`.
+
+    Arguments as for `_encode`. A tensor that is at two places, such as tied weights, is added once.
+    """
     if value.layout is torch.sparse_coo:
-        dense = value.detach()._indices(), value.detach()._values()
-        encoded = [_encode(tensor, f"{name}/{index}", tensors, {}) for index, tensor in enumerate(dense)]
+        indices_and_values = value.detach()._indices(), value.detach()._values()
+        encoded = [_encode(tensor, f"{name}/{index}", tensors, {}) for index, tensor in enumerate(indices_and_values)]
         return {_TAG: "sparse_coo", _OF: [*encoded, [*value.shape], value.is_coalesced()]}
     view = identity(value)
     if view not in names:  # otherwise the same tensor was at another place, as tied weights are
@@ -163,9 +177,13 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _free_name(name: str, taken: dict[str, Tensor]) -> str:
-    """Return a name that is not taken: this name, or it with the lowest free number appended."""
-    number, free = 1, name
-    while free in taken:  # keys of a dict can have the same text, as 1 and "1"
+    """Return a name under which no tensor is stored yet: `name`, or `name` with the lowest free number appended.
+
+    >>> _free_name("model/1", {"model/1": torch.zeros(1)})
+    'model/1#2'
+    """
+    number, candidate = 1, name
+    while candidate in taken:  # keys of a dict can have the same text, as 1 and "1"
         number += 1
-        free = f"{name}#{number}"
-    return free
+        candidate = f"{name}#{number}"
+    return candidate

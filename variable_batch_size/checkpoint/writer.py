@@ -69,6 +69,7 @@ class Writer:
     _pid = 0  # until __init__ has created everything that __del__ needs: an interrupt may end it before
 
     def __init__(self, storage: Storage, run: str | None) -> None:
+        """Prepare to write, which `acquire` begins; the number of a writer is 0 until then."""
         jobs = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")]
         self._key = os.path.realpath(storage.location) if storage.on_disk else storage.location
         self._storage = storage
@@ -87,7 +88,7 @@ class Writer:
         Raises:
             OSError: if another process writes there.
         """
-        number, last = max(self._records().items(), default=(0, None))  # of the last writer: its number and record
+        last_number, last = max(self._records().items(), default=(0, None))  # of the last writer: its number and record
         earlier_writer = _open.get(self._key)  # of this process, as when a notebook's cell runs again
         if earlier_writer is not None and earlier_writer._pid != os.getpid():  # of the process that was forked
             earlier_writer = None
@@ -97,8 +98,8 @@ class Writer:
             locked = self._lock_file(last)
             # A writer of this process, which was stopped above, needs no check.
             if last is not None and (earlier_writer is None or earlier_writer._record.token != last.token):
-                self._check_free(last, number, locked)
-            self.number, host = max(number, highest) + 1, socket.gethostname()
+                self._check_free(last, last_number, locked)
+            self.number, host = max(last_number, highest) + 1, socket.gethostname()
             newest, best = (last.newest, last.best) if last else ("", "")
             process = f"process {os.getpid()} on {host}"
             self._record = Record(self._run, process, host, uuid4().hex, locked, newest=newest, best=best)
@@ -147,14 +148,14 @@ class Writer:
                 f"followed by another one; {remedy} another Checkpoint"
             )
         records = self._records() or {self.number: self._record}  # all files were deleted: the next save begins anew
-        last, other = max(records.items())  # the highest number, which writes, and its record
-        if last > self.number:
+        last_number, last_record = max(records.items())  # the highest number, which writes, and its record
+        if last_number > self.number:
             raise RuntimeError(
-                f"{folder} was taken over by {other.process}, so that this process writes no checkpoint; end it"
+                f"{folder} was taken over by {last_record.process}, so that this process writes no checkpoint; end it"
             )
-        if records.get(self.number, other).token not in ("", self.token):
+        if records.get(self.number, last_record).token not in ("", self.token):
             raise RuntimeError(
-                f"{folder} was deleted, and created again by {other.process}, so that this process writes no "
+                f"{folder} was deleted, and created again by {last_record.process}, so that this process writes no "
                 f"checkpoint; end it"
             )
 
@@ -170,7 +171,11 @@ class Writer:
         return True
 
     def renew(self, **changes: Any) -> None:
-        """Write the file again, with changes; a folder that cannot be reached is tried again later."""
+        """Write the file of this writer again, by which others see that it is alive; a failure is tried again later.
+
+        Args:
+            changes: entries of the record that change.
+        """
         with suppress(Exception):  # which class it has depends on the store
             self.check()
             self._put(**changes)
@@ -222,21 +227,24 @@ class Writer:
         except OSError as error:
             file, self._file = self._file, None
             os.close(file)
-            other = last or _UNREADABLE
+            other_writer = last or _UNREADABLE
             # The lock of a process on another host may outlive it, so that the age of its file decides.
-            on_this_host = other.host in ("", socket.gethostname())
+            on_this_host = other_writer.host in ("", socket.gethostname())
             if isinstance(error, (BlockingIOError, PermissionError)) and on_this_host:
-                raise OSError(self._refusal(other)) from None
+                raise OSError(self._refusal(other_writer)) from None
             return False
         return True
 
     def _check_free(self, last: Record, number: int, locked: bool) -> None:
-        """Raise OSError if the last writer may still run and is of another job.
+        """Check that no other process may still write to the folder.
 
         Args:
-            last: its record.
+            last: the record of the last writer.
             number: its number.
             locked: whether this process has locked the folder, so that no running process has.
+
+        Raises:
+            OSError: if the last writer may still run and is of another job.
         """
         if last.ended or (locked and last.locked) or (self._run and last.run == self._run):
             return
@@ -279,7 +287,12 @@ class Writer:
 
 
 def _keep_alive(writer: weakref.ref[Writer], ended: threading.Event) -> None:
-    """Renew the file of a writer at intervals, until it has ended."""
+    """Renew the file of a writer at intervals in a thread, until the writer has ended or is garbage.
+
+    Args:
+        writer: a weak reference, so that this thread does not keep the writer alive.
+        ended: set when the writer has ended.
+    """
     while not ended.wait(RENEWAL):
         alive = writer()
         if alive is None:
