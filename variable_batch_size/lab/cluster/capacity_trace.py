@@ -57,6 +57,7 @@ class CapacityTrace:
         end: float | None = None,
         prices: npt.ArrayLike | None = None,
     ) -> None:
+        """Check the arguments, and keep a row only where the number of nodes or the price changes."""
         times = _check_numbers(seconds, "seconds")  # (rows,), as all below
         counts = _check_nodes(nodes)
         costs = None if prices is None else _check_numbers(prices, "prices")
@@ -136,11 +137,12 @@ class CapacityTrace:
             ValueError: if a time is not in [0, end].
         """
         times = np.asarray(seconds, np.float64)
-        inside = (times >= 0) & (times <= self._end)
-        if not inside.all():
-            found = times if times.ndim == 0 else times[~inside][0]
+        is_inside = (times >= 0) & (times <= self._end)
+        if not is_inside.all():
+            found = times if times.ndim == 0 else times[~is_inside][0]
             raise value_error(f"seconds must be in [0, {self._end}]", found, "pass times within the trace")
-        nodes = self._nodes[self._seconds.searchsorted(times, side="right") - 1]
+        rows = self._seconds.searchsorted(times, side="right") - 1  # the last change at or before each time
+        nodes = self._nodes[rows]
         return int(nodes) if times.ndim == 0 else nodes
 
     def slice(self, start: float = 0.0, stop: float | None = None) -> CapacityTrace:
@@ -176,7 +178,13 @@ class CapacityTrace:
         return CapacityTrace(self._seconds, self._nodes.clip(low, high), self._end, self._prices)
 
     def devices(self, per_node: int) -> CapacityTrace:
-        """Return the trace of devices, such as GPUs, if each node has `per_node` of them. Prices are those of a device.
+        """Return the trace of devices, such as GPUs, from a trace of nodes; prices become prices of a device.
+
+        >>> CapacityTrace([0, 60], [15, 2], end=90).devices(per_node=8).nodes.tolist()
+        [120, 16]
+
+        Args:
+            per_node: number of devices of each node.
 
         Raises:
             TypeError, ValueError: if `per_node` is not an integer >= 1.
@@ -199,7 +207,9 @@ class CapacityTrace:
         return CapacityTrace(self._seconds, self._nodes // number, self._end, prices)
 
     def resampled(self, every: float) -> CapacityTrace:
-        """Return the trace as it is when sampled at 0, `every`, 2 `every`, ... seconds.
+        """Return the trace as a log would have it that reads the number of nodes at 0, `every`, 2 `every`, ... seconds.
+
+        Changes between two readings appear at the later one, or not at all.
 
         Raises:
             TypeError, ValueError: if `every` is not a number > 0.
@@ -207,8 +217,8 @@ class CapacityTrace:
         interval = check_positive(every, "every", "pass seconds")
         # Only readings next to a change matter, as all others repeat the one before.
         first = np.ceil(self._seconds / interval)  # (rows,): number of the first reading after a change, up to rounding
-        near = np.unique(np.concatenate([first - 1, first, first + 1]))  # (readings,), as below
-        times = near[near >= 0] * interval
+        readings = np.unique(np.concatenate([first - 1, first, first + 1]))  # (readings,), as below
+        times = readings[readings >= 0] * interval
         times = times[times <= self._end]
         rows = self._seconds.searchsorted(times, side="right") - 1  # of this trace, at each of the times
         prices = None if self._prices is None else self._prices[rows]
@@ -333,7 +343,16 @@ def _check_nodes(values: npt.ArrayLike) -> IntArray:
 
 
 def _check_rows(times: FloatArray, counts: IntArray, costs: FloatArray | None) -> None:
-    """Raise ValueError if there is no row, the arrays have other shapes, or the times do not ascend."""
+    """Check that a capacity trace has at least one row, and that times ascend.
+
+    Args:
+        times: seconds of each row, (rows,).
+        counts: number of nodes from each time on; its shape has to be that of `times`.
+        costs: price of a node from each time on, of the same shape; None: not known.
+
+    Raises:
+        ValueError: if not.
+    """
     for name, rows in (("nodes", counts), ("prices", times if costs is None else costs)):
         if rows.shape != times.shape:
             raise value_error(f"{name} must have the shape {times.shape} of seconds", rows.shape, "pass a row each")

@@ -104,7 +104,10 @@ def fetch(name: str, *, cache: str | os.PathLike[str] | None = None) -> Capacity
 
 
 def _failure_reason(error: OSError) -> str:
-    """Return in a few words why a download failed. Errors of `requests` repeat the address and nest other errors."""
+    """Return in a few words why a download failed, such as "HTTP status 404".
+
+    Errors of `requests` repeat the address and nest other errors, which would make a message long.
+    """
     response = getattr(error, "response", None)
     if response is None:
         return error.strerror or type(error).__name__

@@ -86,7 +86,7 @@ def read(
     reader = READERS[format] if format is not None else _recognize(text)
     for option, value, default in zip(ReaderOptions._fields, options, ReaderOptions(), strict=True):
         if value != default and option not in reader.options:
-            formats = ", ".join(name for name, known in READERS.items() if option in known.options)
+            formats = ", ".join(name for name, other_reader in READERS.items() if option in other_reader.options)
             found = f"the format {reader.name} ({text.path})"
             raise value_error(f"{option} must be left out except for the format {formats}", found, f"remove {option}=")
     trace = CapacityTrace(*reader.read_checked(text, options))
@@ -112,7 +112,12 @@ def _warn_of_hours(trace: CapacityTrace, path: str) -> None:
 
 
 def _check_options(inverted: bool | int, max_gap: float | None) -> ReaderOptions:
-    """Check two options of `read`, and return them. `inverted` is then the number of nodes, and 0 if it is False."""
+    """Return the options of `read` after checks.
+
+    Args:
+        inverted: number of nodes of a cluster whose file counts those that are not available; True: 1, False: 0.
+        max_gap: seconds for which a row holds at most; None: up to the next row.
+    """
     remedy = "pass True for a cluster of one node, or the number of its nodes"
     size = int(inverted) if isinstance(inverted, bool) else check_int(inverted, "inverted", 1, MAX_INT, remedy)
     if max_gap is None:
@@ -140,9 +145,9 @@ def _recognize(text: Text) -> Reader:
     if set(SIZE_COLUMNS) & set(split_cells(first)):
         requirement = "a capacity trace must have numbers of nodes, not the batch sizes of a batch trace"
         raise text.error(line, requirement, first, "pass a log, or show this file with vbs trace show")
-    known = " or ".join(f"{reader.example} ({name})" for name, reader in READERS.items())
+    forms = " or ".join(f"{reader.example} ({name})" for name, reader in READERS.items())
     remedy = (
         "pass time_column= (--time-column) and nodes_column= (--nodes-column) for another table, "
         f"{in_documentation('Any other log')}"
     )
-    raise text.error(line, f"a file must begin like {known}", first, remedy)
+    raise text.error(line, f"a file must begin like {forms}", first, remedy)

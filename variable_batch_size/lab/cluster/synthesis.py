@@ -65,10 +65,10 @@ def synthetic(
     every = None if bulk_every is None else check_positive(bulk_every, "bulk_every", SECONDS)
     fraction = _check_bulk_fraction(bulk_fraction, every)
     bulks = 0.0 if every is None else end / every  # expected number of bulk preemptions
-    expected = bulks + count * (1 + 2 * end / (up + down) + fraction * bulks)
-    if expected > _MAX_CHANGES:
+    expected_changes = bulks + count * (1 + 2 * end / (up + down) + fraction * bulks)
+    if expected_changes > _MAX_CHANGES:
         requirement = f"nodes, mean_up, mean_down, bulk_every and duration must make at most {_MAX_CHANGES:,} changes"
-        raise value_error(requirement, f"{expected:.3g}, expected", "choose longer means or a shorter duration")
+        raise value_error(requirement, f"{expected_changes:.3g}, expected", "choose longer means or a shorter duration")
 
     rng = np.random.Generator(np.random.PCG64(check_int(seed, "seed")))
     at_start = _up_at_start(rng, count, up, down, every, fraction)  # (nodes,)
@@ -82,11 +82,11 @@ def synthetic(
     begins_up = np.insert(np.zeros(len(node), bool), first, at_start)
     stops = np.append(starts[1:], 0.0)
     stops[np.append(first[1:], len(node)) + np.arange(count)] = end  # of the last stretch of each node
-    gained, lost = _alternate(rng, starts, stops, begins_up, up, down)
-    lost = lost[lost < end]
+    up_times, down_times = _alternate(rng, starts, stops, begins_up, up, down)
+    down_times = down_times[down_times < end]
 
-    seconds = np.concatenate([[0.0], gained, lost])  # (changes + 1,)
-    change = np.concatenate([[0], np.ones(len(gained), np.int64), -np.ones(len(lost), np.int64)])
+    seconds = np.concatenate([[0.0], up_times, down_times])  # (changes + 1,)
+    change = np.concatenate([[0], np.ones(len(up_times), np.int64), -np.ones(len(down_times), np.int64)])
     order = np.argsort(seconds, kind="stable")
     return CapacityTrace(seconds[order], np.cumsum(change[order]), end)
 
@@ -97,14 +97,22 @@ def _up_at_start(
     """Draw which nodes are up at time 0, (nodes,), as if the process had run for ever before.
 
     A node that a bulk preemption hit last a time t ago is up with probability p (1 - exp(-t (u + d))), where p is the
-    probability for a node that is never hit, u = 1 / `mean_up` and d = 1 / `mean_down`. Bulk preemptions come `every`
-    so many seconds on average, and hit a node with probability `fraction`.
+    probability for a node that is never hit, u = 1 / `mean_up` and d = 1 / `mean_down`.
+
+    Args:
+        rng: draws the random numbers.
+        nodes: number of nodes.
+        mean_up: mean seconds for which a node is up.
+        mean_down: mean seconds until it returns.
+        every: mean seconds between two bulk preemptions; None: there are none.
+        fraction: probability with which one of them hits a node.
     """
     p_never_hit, rate = 1 / (1 + mean_down / mean_up), 1 / mean_up + 1 / mean_down
     since_hit = np.full(nodes, np.inf)  # seconds
     if every is not None and fraction > 0:
         bulks_back = rng.geometric(fraction, nodes)  # (nodes,): how many bulk preemptions back the last hit is
         distinct, place = np.unique(bulks_back, return_inverse=True)
+        # The time of k preemptions of a Poisson process has a gamma distribution of shape k.
         since_hit = np.cumsum(rng.gamma(np.diff(distinct, prepend=0), every))[place]
     return rng.random(nodes) < -p_never_hit * np.expm1(-since_hit * rate)
 
@@ -114,12 +122,12 @@ def _choose_cells(rng: np.random.Generator, cells: int, fraction: float) -> IntA
 
     It draws the gaps between them, which are geometric, because they may be few of many.
     """
-    batches, last = [np.empty(0, np.int64)], -1
+    chosen_in_batches, last = [np.empty(0, np.int64)], -1
     while fraction > 0 and last < cells - 1:
         size = 16 + int((cells - last) * fraction)  # about as many as are left
-        batches.append(last + np.cumsum(np.minimum(rng.geometric(fraction, size), cells + 1)))
-        last = int(batches[-1][-1])
-    chosen = np.concatenate(batches)
+        chosen_in_batches.append(last + np.cumsum(np.minimum(rng.geometric(fraction, size), cells + 1)))
+        last = int(chosen_in_batches[-1][-1])
+    chosen = np.concatenate(chosen_in_batches)
     return chosen[chosen < cells]
 
 
@@ -140,7 +148,7 @@ def _alternate(
         begins_up: whether its node begins it up, (stretches,); every node ends it down.
         mean_up, mean_down: see `synthetic`.
     """
-    gained, lost = [], []
+    up_times, down_times = [], []
     time = starts + np.where(begins_up, 0, rng.exponential(mean_down, len(starts)))  # (stretches,): up from then on
     while (is_left := time < stops).any():
         time, stops = time[is_left], stops[is_left]
@@ -150,20 +158,29 @@ def _alternate(
         cycle_ends = time[:, None] + np.cumsum(up + down, axis=1)
         cycle_begins = np.concatenate([time[:, None], cycle_ends[:, :-1]], axis=1)
         limit = np.broadcast_to(stops[:, None], shape)
-        inside = cycle_begins < limit
-        gained.append(cycle_begins[inside])
-        lost.append(np.minimum(np.minimum(cycle_begins + up, cycle_ends), limit)[inside])  # never later by rounding
+        begins_inside = cycle_begins < limit
+        up_times.append(cycle_begins[begins_inside])
+        # Never later than the end of the cycle, as by rounding.
+        down_times.append(np.minimum(np.minimum(cycle_begins + up, cycle_ends), limit)[begins_inside])
         time = cycle_ends[:, -1]
-    return np.concatenate([np.empty(0), *gained]), np.concatenate([np.empty(0), *lost])
+    return np.concatenate([np.empty(0), *up_times]), np.concatenate([np.empty(0), *down_times])
 
 
 def _check_bulk_fraction(bulk_fraction: float | None, bulk_every: float | None) -> float:
-    """Return the probability that a bulk preemption takes a node, by default 1. Raise ValueError if it is not valid."""
+    """Return the probability that a bulk preemption takes a node, by default 1, after checks.
+
+    Args:
+        bulk_fraction: what the user has passed; None: nothing.
+        bulk_every: mean seconds between bulk preemptions; None: there are none.
+
+    Raises:
+        TypeError, ValueError: if it is not a probability, or there are no bulk preemptions.
+    """
     if bulk_fraction is None:
         return 1.0
     if bulk_every is None:
         raise value_error("bulk_fraction needs bulk_every", f"bulk_fraction={bulk_fraction!r}", "pass both, or neither")
-    number = check_number(bulk_fraction, "bulk_fraction", "pass a probability")
-    if number > 1:
+    fraction = check_number(bulk_fraction, "bulk_fraction", "pass a probability")
+    if fraction > 1:
         raise value_error("bulk_fraction must be in [0, 1]", bulk_fraction, "pass a probability")
-    return number
+    return fraction

@@ -28,6 +28,7 @@ class Curve:
     """
 
     def __init__(self, time: SimulatedTime | None, minibatch_size: int, before: int = 0) -> None:
+        """Begin with an empty curve."""
         self._time, self._minibatch_size, self._before = time, minibatch_size, before
         self._microbatches: list[tuple[float, int]] = []  # mean loss and samples of each since the last update
         self.rows: list[dict[str, Any]] = []
@@ -69,15 +70,22 @@ class Curve:
         return not self.diverged
 
     def add_update(self, updates: int, lr: float) -> None:
-        """Record an update: its learning rate, its batch size and mean loss, and the simulated time at its end."""
+        """Record an update: its learning rate, its batch size and mean loss, and the simulated time at its end.
+
+        Batch size and loss come from the microbatches that were added since the last update.
+
+        Args:
+            updates: number of updates so far, with this one.
+            lr: learning rate of the update.
+        """
         batch_size = sum(samples for _, samples in self._microbatches)
         self.last = sum(loss * samples for loss, samples in self._microbatches) / batch_size
         self.first = self.last if self.first is None else self.first
         self._microbatches = []
         self.since.append((batch_size, lr, self.last))
         if self._time is not None:
-            number = updates - self._before  # since the checkpoint from which the training starts
-            self.seconds = self._time.update_end(self.seconds, number, batch_size, self._minibatch_size)
+            updates_since_start = updates - self._before  # since the checkpoint from which the training starts
+            self.seconds = self._time.update_end(self.seconds, updates_since_start, batch_size, self._minibatch_size)
 
     def add_evaluation(self, updates: int, samples: int, progress: float, metrics: Mapping[str, float]) -> None:
         """Add a row: metrics of the model, and means over the updates since the last row.

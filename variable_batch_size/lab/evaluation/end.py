@@ -31,11 +31,14 @@ class End:
 
     @classmethod
     def parse(cls, text: str) -> End:
-        """Return the end that a text stands for.
+        """Return the end of a training for a text such as "samples" or "seconds:3600".
 
         Raises:
             TypeError: if it is no text.
-            ValueError: if it does not stand for one.
+            ValueError: if it does not stand for an end.
+
+        >>> End.parse("seconds:3600")
+        End(by='seconds', amount=3600.0)
         """
         if not isinstance(text, str):
             raise type_error(f"an end must be {FORMS}", text, "pass one of these")
@@ -50,7 +53,14 @@ class End:
         return cls(by, amount)  # type: ignore[arg-type]
 
     def with_amount(self, samples: int, ref_batchsize: int | None) -> End:
-        """Return the end with an amount, by default the progress of `samples` at the reference batch size."""
+        """Return the end with an amount, so that all trainings of an experiment end at the same.
+
+        For the end "progress" it is by default samples / ref_batchsize: what they make at the reference batch size.
+
+        Args:
+            samples: samples of a training of the experiment.
+            ref_batchsize: batch size at which progress is counted; None: not known.
+        """
         if self.amount is not None or self.by == "samples":
             return self
         if ref_batchsize is None:
@@ -62,9 +72,13 @@ class End:
         return samples if self.by == "samples" else MOST * samples
 
     def share(self, curve: Curve, progress: float) -> float:
-        """Return which share of the amount a training has had so far: 0 at its begin, 1 or a little more at its end.
+        """Return how much of its end a training has reached: 0 at its begin, 1 or a little more at its end.
 
-        0 if there is no amount; nan if the cost is not known. `progress` is in updates at the reference batch size.
+        It is 0 for an end in samples, and nan if the cost is not known.
+
+        Args:
+            curve: what the training has measured so far, with seconds and cost.
+            progress: progress so far, in updates at the reference batch size.
         """
         if self.amount is None:
             return 0.0
@@ -72,7 +86,12 @@ class End:
         return math.nan if value is None else value / self.amount
 
     def is_reached(self, curve: Curve, progress: float) -> bool:
-        """Return whether a training has had the amount; False for an end in samples, with which the sampler ends."""
+        """Return whether a training has reached its end; False for an end in samples, with which its sampler ends.
+
+        Args:
+            curve: what the training has measured so far.
+            progress: progress so far, in updates at the reference batch size.
+        """
         return self.by != "samples" and reached(self.share(curve, progress))
 
     def name_trace(self, trace: str) -> str:

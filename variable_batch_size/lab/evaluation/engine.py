@@ -118,7 +118,12 @@ def run(
 
 
 def _remove_checkpoints(folder: Path, keys: Container[str]) -> None:
-    """Remove checkpoints of runs whose results are in the file: an evaluation was killed before it removed them."""
+    """Remove the checkpoints of training runs that have ended, if an evaluation was killed before it removed them.
+
+    Args:
+        folder: folder of the evaluation.
+        keys: names of the runs whose results are in its file.
+    """
     for path in folder.glob("checkpoints/*"):
         if path.name in keys:
             shutil.rmtree(path, ignore_errors=True)
@@ -133,7 +138,12 @@ def _group_by_training(cells: Iterable[Cell]) -> dict[str, list[Cell]]:
 
 
 def cells_without_line(cells: Iterable[Cell], folder: Path) -> dict[str, Cell]:
-    """Return the cells that were not trained yet, by their keys: those without a line in the file of a folder."""
+    """Return the training runs (cells) that a folder has no results of, by their keys.
+
+    Args:
+        cells: the planned runs.
+        folder: folder of the evaluation, which may not exist yet.
+    """
     try:
         keys = set(read(folder).trainings["key"])
     except (FileNotFoundError, NotADirectoryError):
@@ -151,9 +161,16 @@ def _checkpoint_folder(folder: Path, key: str) -> Path:
 
 
 def _train_cell(cell: Cell, folder: Path, threads: int, save_every: timedelta | int, driver: int | None = None) -> Line:
-    """Make a training run, and return its results, see `train`, in the process or on the machine that trains.
+    """Make a training run, and return its results; it is called in the process, or on the machine, that trains.
 
-    It saves no checkpoints if the folder of the evaluation is not on this machine, as may be with Ray.
+    Without the folder of the evaluation on this machine, as may be with Ray, it saves no checkpoints.
+
+    Args:
+        cell: the settings of the run.
+        folder: folder of the evaluation.
+        threads: number of threads of torch.
+        save_every: interval of the checkpoints: time, or a number of updates.
+        driver: number of the process that waits for the results, with whose end the run ends; None: no such process.
     """
     checkpoints = _checkpoint_folder(folder, cell.key) if folder.is_dir() else None
     return train(cell, checkpoints, threads, save_every, driver)
@@ -179,8 +196,8 @@ def _check_tasks(cells: Iterable[Cell], lines: Iterable[Line]) -> None:
         if cell is None or line["status"] == "killed":
             continue
         for name, value in _facts_of_task(cell).items():
-            before = line["environment"].get(name)
-            if None in (value, before) or value == before:  # unknown, or the same
+            earlier_value = line["environment"].get(name)
+            if None in (value, earlier_value) or value == earlier_value:  # unknown, or the same
                 continue
             remedy = "give the task another version, or choose another folder"
             if name == "source of the task":
@@ -190,7 +207,7 @@ def _check_tasks(cells: Iterable[Cell], lines: Iterable[Line]) -> None:
                 del tasks[task]  # warned once for each task
                 break
             requirement = f"the dataset of the task {cell.task} must be that of its training {line['key']}"
-            raise value_error(requirement, f"{name} {value} instead of {before}", remedy)
+            raise value_error(requirement, f"{name} {value} instead of {earlier_value}", remedy)
 
 
 def _run_here(cells: Sequence[Cell], options: Mapping[str, Any], jobs: int) -> Iterator[Line]:
@@ -212,6 +229,7 @@ def _run_here(cells: Sequence[Cell], options: Mapping[str, Any], jobs: int) -> I
     to_repeat = list[Cell]()  # one at a time
 
     def hand_out(cells_to_train: Iterable[Cell]) -> Iterator[Any]:
+        """Yield the calls that joblib is to make, and note which runs are under way."""
         for cell in cells_to_train:
             running[cell.key] = cell
             yield joblib.delayed(_train_cell)(cell, **options, driver=os.getpid())
@@ -272,9 +290,9 @@ def _run_on_ray(cells: Sequence[Cell], options: Mapping[str, Any], jobs: int | N
 
 def _check_ray_machines(ray: Any, threads: int) -> None:
     """Raise ValueError if no machine of Ray has as many CPUs as a run has threads: the runs would wait forever."""
-    most = max((int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]), default=0)
-    if 0 < most < threads:  # a cluster without any CPUs may still start machines
-        requirement = f"threads must be at most the {most} CPUs of the largest machine of Ray"
+    most_cpus = max((int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]), default=0)
+    if 0 < most_cpus < threads:  # a cluster without any CPUs may still start machines
+        requirement = f"threads must be at most the {most_cpus} CPUs of the largest machine of Ray"
         raise value_error(requirement, threads, "pass less")
 
 

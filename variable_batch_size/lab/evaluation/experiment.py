@@ -95,6 +95,7 @@ class Experiment:
     start: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
+        """Check the arguments that need no task; `cells` checks the others."""
         for name in ("tasks", "traces", "rules", "lr_factors", "ends"):
             values = getattr(self, name)
             if isinstance(values, str) or not isinstance(values, (Sequence, Mapping, AbstractSet)):
@@ -163,9 +164,13 @@ class Experiment:
                 yield from self._cells_of_trace({**fixed, "seed": seed}, lr, trace, timed)
 
     def _cells_of_trace(self, fixed: Mapping[str, Any], lr: float, trace: str, timed: TimedTrace) -> Iterator[Cell]:
-        """Yield the training runs under a trace: each rule at each factor on the learning rate `lr`.
+        """Yield the training runs under a trace: each rule at each factor on the learning rate.
 
-        `fixed` are the arguments of `Cell` that the runs of this task and seed have in common.
+        Args:
+            fixed: the arguments of `Cell` that the runs of this task and seed have in common.
+            lr: the learning rate, of which the factors make others.
+            trace: the name of the trace.
+            timed: its batch sizes and times.
         """
         rules = dict.fromkeys((self.baseline, *self.rules))  # each once
         factors = dict.fromkeys((1.0, *map(float, self.lr_factors)))
@@ -174,8 +179,8 @@ class Experiment:
         of_trace = {"trace": trace, "trace_fingerprint": timed.fingerprint, "timed": timed}
         for rule in rules:
             for factor in factors:
-                scaled = {"rule": rule, "lr": lr * factor, "lr_factor": factor}
-                yield Cell(**{**fixed, **of_trace, **scaled}, end=str(timed.end))
+                rule_and_lr = {"rule": rule, "lr": lr * factor, "lr_factor": factor}
+                yield Cell(**{**fixed, **of_trace, **rule_and_lr}, end=str(timed.end))
 
     @property
     def _seeds(self) -> Sequence[int]:
@@ -183,7 +188,16 @@ class Experiment:
         return range(check_int(self.seeds, "seeds", 1)) if isinstance(self.seeds, int) else self.seeds
 
     def _given_or_default(self, attribute: str, defaults: Defaults, name: str) -> Any:
-        """Return an attribute of the experiment or, if it is None, of the task. Raise ValueError if both are None."""
+        """Return an attribute of the experiment, such as `lr`; if it is None, the default that the task has.
+
+        Args:
+            attribute: the name of the attribute.
+            defaults: the attributes of the task.
+            name: the name of the task, for the error.
+
+        Raises:
+            ValueError: if neither has a value.
+        """
         value = getattr(self, attribute)
         if value is None:
             value = getattr(defaults, attribute)
@@ -193,9 +207,17 @@ class Experiment:
         return value
 
     def _check_start(self, task: Task, name: str, start: Start, samples: int, seeds: int) -> None:
-        """Raise ValueError if the task cannot continue from a checkpoint, or several `seeds` would change nothing.
+        """Check that the training runs can continue from a checkpoint.
 
-        `samples` is the total of a training, with those before the checkpoint.
+        Args:
+            task: the task.
+            name: its name, for errors.
+            start: the checkpoint.
+            samples: samples of a run, with those before the checkpoint.
+            seeds: number of seeds; several need an epoch that has not begun, whose order they change.
+
+        Raises:
+            ValueError: if they cannot, or the seeds would change nothing.
         """
         where, size = f"the checkpoint in {start.path}", len(dataset_of(task))  # type: ignore[arg-type]
         if self.lr is not None or (self.ref_batchsize or start.ref_batchsize) != start.ref_batchsize:
@@ -219,14 +241,14 @@ class Experiment:
         )
         reference, start = fixed["ref_batchsize"], fixed["start"]
         ends = [End.parse(end) for end in self.ends]
-        wanted = [(end.name_trace(name), name, source, end) for end in ends for name, source in traces.items()]
+        wanted_traces = [(end.name_trace(name), name, source, end) for end in ends for name, source in traces.items()]
         if reference is not None:
-            wanted.append((REFERENCE, REFERENCE, BatchTrace.constant(reference), SAMPLES))
+            wanted_traces.append((REFERENCE, REFERENCE, BatchTrace.constant(reference), SAMPLES))
         timed_traces: dict[str, TimedTrace] = {}
-        for label, name, source, end in wanted:
+        for label, name, source, end in wanted_traces:
             needs_size = start is not None or depends_on_the_dataset(source)
             size = len(dataset_of(task)) if needs_size else MAX_INT  # type: ignore[arg-type]
-            before = (0, 0) if start is None else (start.updates, start.samples)
+            before = (0, 0) if start is None else (start.updates, start.samples)  # updates and samples
             training = TimedTraining(size, fixed["samples"], reference, fixed["minibatch_size"], before=before)
             try:
                 training = training._replace(end=end.with_amount(fixed["samples"], reference))

@@ -36,10 +36,11 @@ def constant_batchsize(curve: Mapping[str, Sequence[Any]]) -> float:
     Updates at the end of an epoch or of the training may be smaller: the mean between two evaluations may be 2 % less,
     and at the end any number.
     """
-    sizes = curve.get("batch_size", [])[1:]  # means since the evaluation before; the first one is of no update
-    most = curve.get("batch_most", curve.get("batch_size", []))[1:]
-    constant = len(set(most)) == 1 and all(size >= 0.98 * most[0] for size in sizes[:-1] or sizes)
-    return float(most[0]) if constant else np.nan
+    mean_sizes = curve.get("batch_size", [])[1:]  # means since the evaluation before; the first one is of no update
+    largest_sizes = curve.get("batch_most", curve.get("batch_size", []))[1:]
+    means = mean_sizes[:-1] or mean_sizes  # without the last one, of the end of the training
+    is_constant = len(set(largest_sizes)) == 1 and all(size >= 0.98 * largest_sizes[0] for size in means)
+    return float(largest_sizes[0]) if is_constant else np.nan
 
 
 def failure_limit(trainings: pd.DataFrame) -> float:

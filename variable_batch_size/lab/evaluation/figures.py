@@ -116,8 +116,8 @@ def _draw_updates(batch: Axes, lr: Axes, trainings: pd.DataFrame, style: dict[st
         return
     batch.step(samples, _floats(curve["batch_size"]), where="pre", lw=1.2, **style)
     if "batch_least" in curve:
-        least, most = _floats(curve["batch_least"]), _floats(curve["batch_most"])
-        batch.fill_between(samples, least, most, step="pre", color=style["color"], alpha=0.08, lw=0)
+        least_sizes, largest_sizes = _floats(curve["batch_least"]), _floats(curve["batch_most"])
+        batch.fill_between(samples, least_sizes, largest_sizes, step="pre", color=style["color"], alpha=0.08, lw=0)
     lr.step(samples, _floats(curve["lr"]), where="pre", lw=1.2, **style)
 
 
@@ -161,7 +161,14 @@ def _draw_responses(axes: Axes, trainings: pd.DataFrame, styles: dict[str, dict[
 
 
 def _label_axes(panels: Any, metric: str, reference: float) -> None:
-    """Give the panels, (rows, traces), their labels, scales and grids, and draw the reference's final metric."""
+    """Give the panels of a figure their labels, scales and grids, and draw the final metric of the reference as a line.
+
+    Args:
+        panels: axes of matplotlib, (rows, traces): batch sizes, learning rates, the metric and, perhaps, its final
+            value.
+        metric: the name of the metric.
+        reference: its final value in the reference's training; nan: not known.
+    """
     for axes, name in zip(panels[:, 0], ("batch size", "learning rate", metric, f"final {metric}"), strict=False):
         axes.set_ylabel(name)
     for axes in panels[0]:
@@ -184,7 +191,11 @@ def _label_axes(panels: Any, metric: str, reference: float) -> None:
 def _limit_metric_axis(axes: Axes, reference: float) -> None:
     """Limit the vertical axis to the second half of each median line, where the rules can be told apart.
 
-    The `reference` value is also shown. The cross of a failed run that is outside of the limits moves to the edge.
+    The cross of a failed run that is outside of the limits moves to the edge.
+
+    Args:
+        axes: axes with the lines of the rules.
+        reference: a value that is also shown; nan: none.
     """
     lines = [(line, str(line.get_label()), np.asarray(line.get_ydata(), np.float64)) for line in axes.get_lines()]
     medians = [values for _, label, values in lines if not label.startswith("_")]  # other labels are of failed runs

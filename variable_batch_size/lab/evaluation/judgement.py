@@ -242,9 +242,13 @@ class _Family(NamedTuple):
 
 
 def _family_of(trainings: pd.DataFrame, evaluation: Evaluation) -> _Family:
-    """Choose from the runs of a task, `trainings`, those that are judged: those of the seeds that were planned last.
+    """Choose which training runs of a task are judged: the runs of the seeds that were planned last.
 
     An earlier report may have shown the results of earlier seeds, so these cannot confirm what it suggested.
+
+    Args:
+        trainings: the runs of the task that have ended.
+        evaluation: all runs that have ended, and the plans.
     """
     ended = set(evaluation.trainings["key"])
     seed_of = dict(zip(trainings["key"], trainings["seed"], strict=True))
@@ -265,7 +269,8 @@ def _family_of(trainings: pd.DataFrame, evaluation: Evaluation) -> _Family:
 def _count_earlier_reports(evaluation: Evaluation) -> dict[str, int]:
     """Return how many reports could be made before each training run was planned: the key of the run -> number.
 
-    A plan whose runs have fewer than SEEDS seeds does not count: its report claims nothing.
+    Each report that could be seen before makes later claims harder. A plan whose runs have fewer than SEEDS seeds does
+    not count: its report claims nothing.
     """
     seed_of = dict(zip(evaluation.trainings["key"], evaluation.trainings["seed"], strict=True))
     reports_before, reports = dict[str, int](), 0
@@ -296,9 +301,9 @@ def _task_names(trainings: pd.DataFrame) -> pd.Series[str]:
     frame = trainings.assign(tuned=[tuned_rate(lr, factor) for lr, factor in rates])
     names = frame["task"].astype(str)
     for column, word in DIFFERS_IN.items():
-        several = frame.groupby("task")[column].transform("nunique") > 1
+        has_several = frame.groupby("task")[column].transform("nunique") > 1
         text = frame[column].map(lambda value: value if isinstance(value, str) else f"{value:g}")
-        names += (f", {word} " + text).where(several, "")
+        names += (f", {word} " + text).where(has_several, "")
     return names
 
 
@@ -346,7 +351,7 @@ def _judge(
 
 
 def _failures_by_rule(rules: Sequence[str], claimed: Claims, waiting: int) -> dict[str, Failures]:
-    """Return how often each rule failed, of those that did, or whose baseline did."""
+    """Return how often each rule failed, for the rules that did or whose baseline did."""
     signs = np.zeros_like(claimed.fails) if waiting else claimed.fails  # nothing is claimed while runs are missing
     failures = {}
     for rule, counts, sign in zip(rules, claimed.failures, signs, strict=True):
@@ -407,7 +412,7 @@ def _judge_traces(table: _Table, claimed: Claims, trainings: pd.DataFrame, waiti
     _, means, variances = moments(table.values)  # (traces, rules)
     level = DIFFERENCES / parts / max(1, int(claimed.tested.sum()))
     for trace, name in enumerate(table.traces):
-        rules = [rule for rule, number in enumerate(table.trained[trace]) if number]  # indices; 0 is the baseline
+        rules = [rule for rule, num_runs in enumerate(table.trained[trace]) if num_runs]  # indices; 0 is the baseline
         rows = {rule: _judge_rule(table, claimed, trace, rule, waiting) for rule in rules}
         candidates = [rule for rule in rules if _may_be_best(rows[rule], rows.get(0))]
         best = min(candidates, key=means[trace].__getitem__, default=0)
@@ -452,14 +457,14 @@ def _stuck_seed(table: _Table, trace: int, rule: int) -> tuple[int, float, float
     It is far behind if its distance to the next one is more than STUCK times the range of the others.
     """
     values = table.values[trace, rule]  # (seeds,), less is better
-    known = np.flatnonzero(~np.isnan(values))
-    if len(known) < MIN_FOR_STUCK:
+    trained_seeds = np.flatnonzero(~np.isnan(values))
+    if len(trained_seeds) < MIN_FOR_STUCK:
         return None
-    *others, worst = known[np.argsort(values[known])]
-    least, most = values[others[0]], values[others[-1]]
-    if values[worst] - most <= STUCK * (most - least):
+    *others, worst = trained_seeds[np.argsort(values[trained_seeds])]
+    least_of_others, most_of_others = values[others[0]], values[others[-1]]
+    if values[worst] - most_of_others <= STUCK * (most_of_others - least_of_others):
         return None
-    range_of_others = sorted(table.sign * value for value in (least, most))
+    range_of_others = sorted(table.sign * value for value in (least_of_others, most_of_others))
     return table.seeds[worst], float(table.sign * values[worst]), *map(float, range_of_others)
 
 
@@ -502,18 +507,19 @@ def _judge_reference(trainings: pd.DataFrame, sign: float, parts: int) -> Refere
     """
     if trainings.empty:
         return Reference("missing")
+    # Batch size and learning rate of the reference.
     tuned_at = float(trainings["ref_batchsize"].iloc[0]), float((trainings["lr"] / trainings["lr_factor"]).iloc[0])
     by_factor_and_seed = trainings.groupby([trainings["lr_factor"].round(9), "seed"])
-    values, fails = (by_factor_and_seed[name].first().unstack() for name in ("value", "failed"))  # (factors, seeds)
+    values, failed = (by_factor_and_seed[name].first().unstack() for name in ("value", "failed"))  # (factors, seeds)
     factors = [1.0, *(factor for factor in values.index if factor != 1)]
     values = values.reindex(factors)
-    fails = fails.reindex(factors).eq(True)
-    if fails.loc[1.0].any() and values.loc[1.0].isna().all():
+    failed = failed.reindex(factors).eq(True)
+    if failed.loc[1.0].any() and values.loc[1.0].isna().all():
         return Reference("failed", *tuned_at)
-    intervals, answer = judge_tuning(sign * values.to_numpy(np.float64), fails.to_numpy(), parts)
+    intervals, answer = judge_tuning(sign * values.to_numpy(np.float64), failed.to_numpy(), parts)
     gains = {factor: ConfidenceInterval(*gain.tolist()) for factor, gain in zip(factors[1:], intervals, strict=True)}
     gains = {factor: gain for factor, gain in gains.items() if np.isfinite(gain.low)}
-    failure_rates = fails.sum(axis=1) / (fails | values.notna()).sum(axis=1)
+    failure_rates = failed.sum(axis=1) / (failed | values.notna()).sum(axis=1)
     failing = tuple(sorted(factor for factor in factors[1:] if failure_rates[factor] > failure_rates[1.0]))
     return Reference(_TUNED[int(answer)] if gains or failing else "untried", *tuned_at, gains, failing)
 
@@ -523,8 +529,8 @@ _TUNED: Mapping[int, Tuned] = {-1: "tuned", 0: "open", 1: "not tuned"}
 
 def _labels(trainings: pd.DataFrame) -> pd.Series[str]:
     """Return the name of each run's trace, and after it the end of the run where runs of the trace end differently."""
-    several = trainings.groupby("trace")["end"].transform("nunique") > 1
-    return trainings["trace"] + (", " + trainings["end"]).where(several, "")
+    has_several_ends = trainings.groupby("trace")["end"].transform("nunique") > 1
+    return trainings["trace"] + (", " + trainings["end"]).where(has_several_ends, "")
 
 
 def _final_value(curve: Mapping[str, Sequence[float | None]], name: str) -> float:

@@ -44,7 +44,11 @@ def lower_is_better(metric: str, mode: Mode | None = None, remedy: str = ASK) ->
 
 
 def _directions(metric: str) -> tuple[bool, bool]:
-    """Return whether a name has words for metrics that are better when they are lower, and when they are higher."""
+    """Return whether the name of a metric has a word for "less is better", and whether it has one for "more is better".
+
+    >>> _directions("val_accuracy"), _directions("dice_loss"), _directions("size")
+    ((False, True), (True, False), (False, False))
+    """
     name = metric.lower()
     parts = set(re.split(r"[^a-z0-9]+", name))
     if any(word in name for word in ALWAYS_LESS):  # also a dice_loss

@@ -74,6 +74,7 @@ def content_hash(value: Any) -> str:
     """
 
     def to_plain(leaf: Any) -> Any:
+        """Return a tensor as its dtype, shape and bytes; any other value unchanged."""
         if not isinstance(leaf, Tensor):
             return leaf
         numbers = leaf.detach().cpu().contiguous().view(-1)
@@ -83,14 +84,14 @@ def content_hash(value: Any) -> str:
 
 
 def _commit() -> str | None:
-    """Return the Git commit of the library, with "-dirty" if files have changed since, or None if it is not in Git."""
+    """Return the Git commit of the library, with "-dirty" if its files have changed since; None if it is not in Git."""
     git = ["git", "-C", str(Path(__file__).parent)]
-    described = [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    describe_command = [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        is_tracked = [*git, "ls-files", "--error-unmatch", Path(__file__).name]
-        if subprocess.run(is_tracked, capture_output=True, check=False).returncode:
+        list_command = [*git, "ls-files", "--error-unmatch", Path(__file__).name]
+        if subprocess.run(list_command, capture_output=True, check=False).returncode:
             return None
-        return subprocess.run(described, capture_output=True, text=True, check=False).stdout.strip() or None
+        return subprocess.run(describe_command, capture_output=True, text=True, check=False).stdout.strip() or None
     except OSError:  # there is no git
         return None
 

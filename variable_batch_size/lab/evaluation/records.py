@@ -118,9 +118,9 @@ def read(place: str | os.PathLike[str]) -> Evaluation:
         EvaluationPlan(line["command"], tuple(line["keys"]), line.get("baseline")) for line in lines if "keys" in line
     )
     latest_first = reversed([*enumerate(plans)])  # so that the first plan of a key counts
-    order = {key: (number, place) for number, plan in latest_first for place, key in enumerate(plan.keys)}
+    place_in_plans = {key: (number, place) for number, plan in latest_first for place, key in enumerate(plan.keys)}
     unplanned = len(plans), 0  # after all that is planned
-    runs = sorted((order.get(line["key"], unplanned), line["key"], line) for line in lines if "key" in line)
+    runs = sorted((place_in_plans.get(line["key"], unplanned), line["key"], line) for line in lines if "key" in line)
     return Evaluation(_trainings_frame([(number, line) for (number, _), _, line in runs]), plans)
 
 
@@ -156,6 +156,7 @@ class Journal:
     """
 
     def __init__(self, folder: Path) -> None:
+        """Open and lock the file, cut off an incomplete last line, and read the lines before it."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = (folder / NAME).open("a+b")
@@ -192,7 +193,15 @@ class Journal:
 
 
 def _lock(file: Any, folder: Path) -> None:
-    """Lock the file until it is closed. Raise BlockingIOError if another process has locked it."""
+    """Lock the file of an evaluation until it is closed, so that only one process appends to it.
+
+    Args:
+        file: the open file.
+        folder: its folder, for the error.
+
+    Raises:
+        BlockingIOError: if another process has locked it.
+    """
     with suppress(ImportError):  # on Windows, which has no fcntl, nothing is locked
         import fcntl
 
@@ -250,7 +259,11 @@ def _read_table(path: Path) -> list[dict[str, Any]]:
 
 
 def _trainings_frame(lines: Sequence[tuple[int, Mapping[str, Any]]]) -> pd.DataFrame:
-    """Return the table `Evaluation.trainings` from `lines`: for each run the number of its plan, and its line."""
+    """Return the table of training runs, a row for each, as `Evaluation.trainings` has it.
+
+    Args:
+        lines: for each run the number of its plan, and its line in the file.
+    """
     import pandas as pd
 
     types: dict[str, Any] = {

@@ -154,8 +154,8 @@ def _notes(judgement: Judgement) -> list[str]:
 
 def _reference_moments(rows: pd.DataFrame) -> tuple[float, float]:
     """Return mean and standard deviation over the seeds of the final metric of the reference, at its learning rate."""
-    values = reference_trainings(rows)["value"]  # nan where a training failed
-    return float(values.mean()), float(values.std())
+    final_values = reference_trainings(rows)["value"]  # nan where a training failed
+    return float(final_values.mean()), float(final_values.std())
 
 
 def _rule_rows(trace: Trace) -> list[dict[str, str]]:

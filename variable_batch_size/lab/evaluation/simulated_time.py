@@ -33,6 +33,7 @@ class ModelTime:
     price: float | None = None
 
     def __post_init__(self) -> None:
+        """Check the arguments."""
         if not isinstance(self.throughput, Throughput):
             raise type_error("throughput must be a Throughput", self.throughput, "pass Throughput.simple(500)")
         object.__setattr__(self, "devices", check_int(self.devices, "devices", 1))
@@ -40,7 +41,14 @@ class ModelTime:
             object.__setattr__(self, "price", check_number(self.price, "price", "pass the price of a device-hour"))
 
     def update_end(self, seconds: float, updates: int, batch_size: int, minibatch_size: int) -> float:
-        """Return when update number `updates` (from 1) ends, in seconds; the one before it ended at `seconds`."""
+        """Return when an update ends, in simulated seconds.
+
+        Args:
+            seconds: when the update before it ended.
+            updates: its number, from 1.
+            batch_size: its samples.
+            minibatch_size: maximum number of rows of a microbatch.
+        """
         return seconds + self.throughput.seconds(batch_size, self.devices, minibatch_size)
 
     def cost(self, seconds: float) -> float | None:
@@ -74,10 +82,18 @@ class RunTime:
         return cls(productive["begin"].to_numpy(np.float64), productive["end"].to_numpy(np.float64), ends, run.capacity)
 
     def update_end(self, seconds: float, updates: int, batch_size: int, minibatch_size: int) -> float:
-        """Return when an update ends, see `ModelTime`."""
+        """Return when an update of the simulated training ends, in seconds.
+
+        Args:
+            seconds: not used; `ModelTime` adds to it.
+            updates: number of the update, from 1.
+            batch_size: not used.
+            minibatch_size: not used.
+        """
         row = min(int(self.updates.searchsorted(updates)), len(self.updates) - 1)  # the interval of this update
-        before = int(self.updates[row - 1]) if row else 0
-        share = (updates - before) / (int(self.updates[row]) - before)  # the updates of an interval are equally long
+        updates_before = int(self.updates[row - 1]) if row else 0
+        # The updates of an interval are equally long.
+        share = (updates - updates_before) / (int(self.updates[row]) - updates_before)
         return float(self.begin[row] + share * (self.end[row] - self.begin[row]))
 
     def cost(self, seconds: float) -> float | None:

@@ -39,7 +39,10 @@ class Comparison(NamedTuple):
 
     @property
     def p(self) -> FloatArray:
-        """The p value: probability of so large a difference if the means are equal, (...). nan for samples of one."""
+        """The p value of each difference: probability of so large a one if the means are equal, (...).
+
+        It is nan for samples of one value.
+        """
         with np.errstate(divide="ignore", invalid="ignore"):
             p_values: FloatArray = 2 * _scipy_stats().t.sf(np.abs(self.value / self.error), self.freedom)
         return p_values
@@ -141,13 +144,13 @@ def judge_tuning(values: FloatArray, failed: BoolArray, parts: int = 1) -> tuple
     gain = compare(values[..., :1, :], values, smallest_step(values)[..., None])  # (..., factors), as all below
     trained = (failed | ~np.isnan(values)).sum(-1)
     failures = failed.sum(-1)
-    half = gain.half_width(1 - TUNING / parts / max(1, values.shape[-2] - 1))
-    half[failures * trained[..., :1] > failures[..., :1] * trained] = np.nan  # it failed more often than factor 1
-    value = np.where(np.isnan(half), np.nan, gain.value)
-    gains = np.stack([value, value - half, value + half], -1)[..., 1:, :]  # (..., factors - 1, 3)
+    half_width = gain.half_width(1 - TUNING / parts / max(1, values.shape[-2] - 1))
+    half_width[failures * trained[..., :1] > failures[..., :1] * trained] = np.nan  # it failed more often than factor 1
+    value = np.where(np.isnan(half_width), np.nan, gain.value)
+    gains = np.stack([value, value - half_width, value + half_width], -1)[..., 1:, :]  # (..., factors - 1, 3)
     succeeded = trained - failures
-    enough = np.minimum(succeeded[..., 1:], succeeded[..., :1]) >= SEEDS
-    is_claimed = (gains[..., 1] > 0) & enough
+    has_enough_seeds = np.minimum(succeeded[..., 1:], succeeded[..., :1]) >= SEEDS
+    is_claimed = (gains[..., 1] > 0) & has_enough_seeds
     has_better_mean = gain.value[..., 1:] > 0
     answers = np.where(is_claimed.any(-1), 1, np.where(has_better_mean.any(-1), 0, -1))
     return gains, answers
@@ -159,7 +162,12 @@ def _merge_last_axes(values: FloatArray) -> FloatArray:
 
 
 def _compare_rates(counts: IntArray) -> IntArray:
-    """Return 1 where the first of two rates is larger, -1 where it is smaller, else 0; counts as in `fisher`."""
+    """Return 1 where the first of two failure rates is larger than the second, -1 where it is smaller, else 0, (...).
+
+    Args:
+        counts: failed and trained of the first, failed and trained of the second, (..., 4).
+    """
+    # a / b > c / d if a d > c b, which needs no division by 0.
     signs: IntArray = np.sign(counts[..., 0] * counts[..., 3] - counts[..., 2] * counts[..., 1])
     return signs
 
@@ -195,23 +203,27 @@ def moments(values: FloatArray) -> tuple[IntArray, FloatArray, FloatArray]:
     The mean is nan without a value, and the variance with fewer than two.
     """
     is_known = ~np.isnan(values)
-    number = is_known.sum(-1)
+    num_values = is_known.sum(-1)
     with np.errstate(divide="ignore", invalid="ignore"):
-        mean = np.where(is_known, values, 0.0).sum(-1) / number
+        mean = np.where(is_known, values, 0.0).sum(-1) / num_values
         deviation = np.where(is_known, values - mean[..., None], 0.0)
-        return number, mean, (deviation**2).sum(-1) / np.where(number > 1, number - 1, np.nan)
+        return num_values, mean, (deviation**2).sum(-1) / np.where(num_values > 1, num_values - 1, np.nan)
 
 
 def mean_interval(values: FloatArray, confidence: float = CONFIDENCE) -> ConfidenceInterval:
     """Return the mean of independent values, (seeds,), with Student's t interval."""
-    number, mean, variance = moments(values)
-    return Comparison(mean, np.sqrt(variance / np.maximum(number, 1)), np.maximum(number - 1, 1)).interval(confidence)
+    num_values, mean, variance = moments(values)
+    error = np.sqrt(variance / np.maximum(num_values, 1))
+    return Comparison(mean, error, np.maximum(num_values - 1, 1)).interval(confidence)
 
 
 def smallest_step(values: FloatArray) -> FloatArray:
-    """Return the smallest difference of two distinct values, (..., rules, seeds), as of an accuracy, (...).
+    """Return the step of a metric such as an accuracy: the smallest difference of two distinct values, (...).
 
-    It is at least the rounding error of a float32. Values that are nan are left out.
+    It is at least the rounding error of a float32.
+
+    Args:
+        values: values of the metric, (..., rules, seeds); nan is left out.
     """
     values = np.sort(_merge_last_axes(values), axis=-1)
     steps = np.diff(values, axis=-1)
@@ -230,11 +242,11 @@ def holm(p: FloatArray, level: float) -> BoolArray:
         level: probability that any hypothesis is rejected if all are true.
     """
     order = np.argsort(p, axis=-1)  # nan comes last
-    remaining = (~np.isnan(p)).sum(-1, keepdims=True) - np.arange(p.shape[-1])
+    num_remaining = (~np.isnan(p)).sum(-1, keepdims=True) - np.arange(p.shape[-1])
     with np.errstate(invalid="ignore"):
-        small = np.take_along_axis(p, order, -1) <= level / np.maximum(remaining, 1)
+        is_small = np.take_along_axis(p, order, -1) <= level / np.maximum(num_remaining, 1)
     rejected = np.zeros(p.shape, bool)
-    np.put_along_axis(rejected, order, np.logical_and.accumulate(small, axis=-1), -1)
+    np.put_along_axis(rejected, order, np.logical_and.accumulate(is_small, axis=-1), -1)
     return rejected
 
 

@@ -91,7 +91,12 @@ class Defaults:
 
     @classmethod
     def read(cls, task: Task, name: str) -> Defaults:
-        """Read the optional attributes of a task, and check them. Errors call the task `name`."""
+        """Return the optional attributes of a task, such as `lr` and `samples`, after checks.
+
+        Args:
+            task: the task.
+            name: its name, for errors.
+        """
         values: dict[str, Any] = {}
         for attribute in cls.__dataclass_fields__:
             value = getattr(task, attribute, None)
@@ -152,7 +157,7 @@ def load_task(name: str, arguments: Mapping[str, Any] | None = None, data_dir: s
 
 @lru_cache(maxsize=8)
 def _load(name: str, arguments_json: str, data_dir: str | None) -> Task:
-    """Load and check a task, see `load_task`. The same arguments return the same object."""
+    """Load and check a task, see `load_task`; the same arguments return the same object, with its dataset."""
     task = _find_object(name)
     arguments = json.loads(arguments_json)
     if callable(task):
@@ -170,7 +175,14 @@ def _load(name: str, arguments_json: str, data_dir: str | None) -> Task:
 
 
 def _create(make: Callable[..., Any], name: str, arguments: dict[str, Any], data_dir: str | None) -> Any:
-    """Create a task: call its class or function with the arguments, and with `data_dir` if it takes this one."""
+    """Create a task: call its class or function.
+
+    Args:
+        make: the class or the function.
+        name: the name of the task, for errors.
+        arguments: what it is called with.
+        data_dir: folder of its files, which it also gets if it has an argument of this name; None: not passed.
+    """
     signature = inspect.signature(make)
     if data_dir is not None and "data_dir" in signature.parameters:
         arguments = {"data_dir": data_dir} | arguments

@@ -134,7 +134,10 @@ class TimedTrace:
 
 
 def depends_on_the_dataset(source: TraceSource) -> bool:
-    """Return whether the batch sizes depend on the size of the dataset, as those under a capacity trace do."""
+    """Return whether the batch sizes of a trace depend on the size of the dataset.
+
+    Under a capacity trace they do, because updates end with the epochs; in text such a trace is "POLICY@LOG".
+    """
     return isinstance(source, UnderCapacity) or (isinstance(source, str) and "@" in source)  # "POLICY@LOG"
 
 
@@ -218,8 +221,8 @@ def _after_checkpoint(trace: BatchTrace, training: TimedTraining) -> BatchTrace:
     The sampler counts steps from the beginning of the first training. So there is a step for each update before the
     checkpoint; they are over, and have the batch size 1.
     """
-    before = training.before[0]  # updates
-    if not before:
+    updates_before = training.before[0]  # updates
+    if not updates_before:
         return trace
     if trace.steps is not None and trace.on_end == "error":  # checked now: the sampler would count the steps of size 1
         if trace.total_samples < training.rest:
@@ -229,11 +232,11 @@ def _after_checkpoint(trace: BatchTrace, training: TimedTraining) -> BatchTrace:
         trace = trace.with_on_end("hold")
     if trace.steps is not None and trace.on_end == "cycle":  # written out, as the shifted trace would cycle otherwise
         # The last update of each epoch may have fewer samples, so that there may be one step more for each epoch.
-        most = trace.step_at(training.rest) + 2 + training.rest // training.dataset_size
-        trace = BatchTrace.from_sizes(trace.batch_sizes(np.arange(most)), on_end="hold")
+        max_steps = trace.step_at(training.rest) + 2 + training.rest // training.dataset_size
+        trace = BatchTrace.from_sizes(trace.batch_sizes(np.arange(max_steps)), on_end="hold")
     starts, sizes = trace.runs
-    steps = None if trace.steps is None else before + trace.steps
-    return BatchTrace(np.append(0, before + starts), np.append(1, sizes), steps, trace.on_end)
+    steps = None if trace.steps is None else updates_before + trace.steps
+    return BatchTrace(np.append(0, updates_before + starts), np.append(1, sizes), steps, trace.on_end)
 
 
 def _check_end(timed: TimedTrace) -> None:
@@ -293,9 +296,9 @@ def _check_simulated_run(run: Run, training: TimedTraining) -> None:
     """Raise ValueError if a simulation has too few samples for a training, or a batch exceeds its dataset."""
     if training.end.by == "samples" and run.summary["samples"] < training.rest:
         requirement = f"the capacity trace must last for the {training.rest:,} samples of the training"
-        least = math.ceil(100 * training.rest / max(1, run.summary["samples"])) / 100
+        scale = math.ceil(100 * training.rest / max(1, run.summary["samples"])) / 100
         remedy = (
-            f"train on fewer samples, pass a faster throughput, or a log whose time is scaled by {least:g} or more, "
+            f"train on fewer samples, pass a faster throughput, or a log whose time is scaled by {scale:g} or more, "
             f"see vbs capacity convert --scale-time"
         )
         raise value_error(requirement, f"{run.summary['samples']:,.0f} until second {run.capacity.end:,.6g}", remedy)

@@ -102,6 +102,7 @@ def _create_schedules(
         return None, None
 
     def lr_factor(samples: int, total: int) -> float:
+        """Return the factor on the learning rate after `samples` of `total` samples: schedule times warm-up."""
         after_update = samples + (ref_batchsize or 0)  # the warm-up does not begin at 0
         warmup = min(1.0, after_update / cell.warmup) if cell.warmup else 1.0
         return warmup * (1.0 if task_schedule is None else task_schedule(samples, total))
@@ -136,9 +137,9 @@ def _restore_start(parts: TrainingParts, start: Start, lr_factor: float) -> None
 
     It loads a copy, because a `Checkpoint` locks its folder and writes into it.
     """
-    others: dict[str, Any] = {name: _Unused() for name in start.others}
+    other_parts: dict[str, Any] = {name: _Unused() for name in start.others}
     if parts.scheduler is not None:
-        others["scheduler"] = parts.scheduler
+        other_parts["scheduler"] = parts.scheduler
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of another rule than in the checkpoint: rules are compared here
         try:
@@ -146,7 +147,7 @@ def _restore_start(parts: TrainingParts, start: Start, lr_factor: float) -> None
         except FileNotFoundError:
             message = f"the checkpoint {start.path} must stay until all trainings have ended, but it is gone"
             raise FileNotFoundError(f"{message}; pass a copy of it") from None
-        saved = {"model": parts.model, "optimizer": parts.optimizer, **others}
+        saved = {"model": parts.model, "optimizer": parts.optimizer, **other_parts}
         with _without_info_logs(), Checkpoint(folder, **saved) as checkpoint:
             checkpoint.restore(strict=False, required=True)
     if parts.schedule is not None:
@@ -204,7 +205,7 @@ def train(
 
 def _train(cell: Cell, checkpoints: Path | None, save_every: timedelta | int, driver: int | None) -> dict[str, Any]:
     """Make a training run, and return its results, see `train`."""
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     seed_all(cell.seed)
     curve = Curve(cell.timed.time, cell.minibatch_size, 0 if cell.start is None else cell.start.updates)
     parts = create_parts(cell, curve)
@@ -215,7 +216,7 @@ def _train(cell: Cell, checkpoints: Path | None, save_every: timedelta | int, dr
         if checkpoints is not None and any(checkpoints.glob("update-*")):
             checkpoint = stack.enter_context(Checkpoint(checkpoints, keep=1, every=save_every, **saved))
             checkpoint.restore()
-        before = curve.wall_seconds  # of earlier processes
+        wall_seconds_before = curve.wall_seconds  # of earlier processes
         if not curve.rows:
             evaluate(parts, curve)  # before the first update
         # A run that was restored may already be over.
@@ -225,10 +226,10 @@ def _train(cell: Cell, checkpoints: Path | None, save_every: timedelta | int, dr
                 parts.scheduler.step()
             if optimizer.samples // cell.between > curve.samples // cell.between:  # a multiple of `between` was passed
                 evaluate(parts, curve)
-            curve.wall_seconds = before + time.perf_counter() - began
+            curve.wall_seconds = wall_seconds_before + time.perf_counter() - start_time
             if checkpoint is not None:
                 checkpoint.step()
-            elif checkpoints is not None and _is_due(save_every, optimizer.updates, time.perf_counter() - began):
+            elif checkpoints is not None and _is_due(save_every, optimizer.updates, time.perf_counter() - start_time):
                 checkpoint = stack.enter_context(Checkpoint(checkpoints, keep=1, every=save_every, **saved))
                 checkpoint.save(wait=False)  # the first one, created late: short trainings need no folder
             if driver is not None and os.getppid() != driver:
@@ -237,7 +238,7 @@ def _train(cell: Cell, checkpoints: Path | None, save_every: timedelta | int, dr
                 break
         if curve.samples < optimizer.samples and not curve.diverged:
             evaluate(parts, curve)
-    return _line(cell, parts, curve, before + time.perf_counter() - began)
+    return _line(cell, parts, curve, wall_seconds_before + time.perf_counter() - start_time)
 
 
 def _is_over(cell: Cell, parts: TrainingParts, curve: Curve) -> bool:
@@ -246,7 +247,14 @@ def _is_over(cell: Cell, parts: TrainingParts, curve: Curve) -> bool:
 
 
 def _line(cell: Cell, parts: TrainingParts, curve: Curve, wall_seconds: float) -> dict[str, Any]:
-    """Return the results of a run that has ended, as values of JSON: a line of the evaluation's file."""
+    """Return the results of a run that has ended, as values of JSON: a line of the evaluation's file.
+
+    Args:
+        cell: the settings of the run.
+        parts: its objects.
+        curve: what it has measured.
+        wall_seconds: how long it took, in all processes that have trained it.
+    """
     return {
         "key": cell.key,
         "cell": cell.as_json(),
@@ -259,7 +267,13 @@ def _line(cell: Cell, parts: TrainingParts, curve: Curve, wall_seconds: float) -
 
 
 def _is_due(every: timedelta | int, updates: int, seconds: float) -> bool:
-    """Return whether the first checkpoint is due after so many updates and seconds, if `every` is the interval."""
+    """Return whether the first checkpoint of a run is due.
+
+    Args:
+        every: the interval: time, or a number of updates.
+        updates: number of updates so far.
+        seconds: seconds since the run began in this process.
+    """
     return seconds >= every.total_seconds() if isinstance(every, timedelta) else updates % every == 0
 
 
@@ -372,20 +386,20 @@ def _failed_by_divergence(model: nn.Module, curve: Curve, error: Exception) -> b
 @contextmanager
 def _without_info_logs() -> Iterator[None]:
     """Disable log messages below WARNING within a block."""
-    before = logging.root.manager.disable
+    level_before = logging.root.manager.disable
     logging.disable(logging.INFO)
     try:
         yield
     finally:
-        logging.disable(before)
+        logging.disable(level_before)
 
 
 @contextmanager
 def _limited_threads(number: int) -> Iterator[None]:
     """Limit torch to a number of threads within a block."""
-    before = torch.get_num_threads()
+    threads_before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads_before)

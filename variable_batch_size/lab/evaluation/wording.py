@@ -25,26 +25,27 @@ class Sentence(NamedTuple):
 
 def verdict(judgement: Judgement, trace: Trace) -> list[Sentence]:
     """Return the report's sentences about one trace: first which rule is best, if that is known, then the others."""
-    others = [row for row in trace.rows if row.answer != "baseline"]
-    if len(others) == len(trace.rows):
+    rows_of_others = [row for row in trace.rows if row.answer != "baseline"]
+    if len(rows_of_others) == len(trace.rows):
         return [Sentence(OPEN, f"no training of {judgement.baseline} ended under this trace"), *_failing(trace)]
     if all(row.failed == row.trained for row in trace.rows):
         return [Sentence(FAILS, "nothing trains under this trace: all trainings failed")]
     if judgement.waiting:
         return [Sentence(OPEN, "nothing is claimed before all trainings of the plan have ended")]
-    claimed = [row for row in others if row.answer in ("better", "worse")]
+    claimed = [row for row in rows_of_others if row.answer in ("better", "worse")]
     claimed.sort(key=lambda row: (row.answer, -abs(row.difference.value)))  # better ones first, by size
     sentences = [_claim(judgement, row) for row in claimed]
     if not any(row.answer == "better" for row in claimed):
         sentences.insert(0, _none_better(judgement, trace))
-    same = [row.rule for row in others if row.answer == "same"]
-    if same and len(same) < len(others):
-        sentences.append(Sentence(SAME, f"{join_names(same)}: the same trainings as {judgement.baseline}, bit for bit"))
-    undecided = [row for row in others if row.answer == "open" and row.failed < row.trained]
+    same_rules = [row.rule for row in rows_of_others if row.answer == "same"]
+    if same_rules and len(same_rules) < len(rows_of_others):
+        text = f"{join_names(same_rules)}: the same trainings as {judgement.baseline}, bit for bit"
+        sentences.append(Sentence(SAME, text))
+    undecided = [row for row in rows_of_others if row.answer == "open" and row.failed < row.trained]
     if claimed and undecided:
         sentences.append(Sentence(OPEN, f"not decided: {join_names([row.rule for row in undecided])}"))
     sentences += _failing(trace)
-    if trace.constant and others:
+    if trace.constant and rows_of_others:
         sentences.append(Sentence(SAME, "the batch size is constant: a rule is a learning rate here"))
     return sentences
 
@@ -52,24 +53,24 @@ def verdict(judgement: Judgement, trace: Trace) -> list[Sentence]:
 def _claim(judgement: Judgement, row: Row) -> Sentence:
     """Say by how much a rule is better or worse, and whether another learning rate might bring as much."""
     size = _absolute(row.difference)
-    most = judgement.reference.most  # that another rate may bring
+    possible_gain = judgement.reference.most  # that another rate may bring
     text = f"{row.rule}: {row.answer} than {judgement.baseline} by {format_interval(*size)}"
-    if size.value <= most:
-        text += f", which another learning rate may bring, too (up to {format_number(most, most)})"
+    if size.value <= possible_gain:
+        text += f", which another learning rate may bring, too (up to {format_number(possible_gain, possible_gain)})"
     return Sentence(BETTER if row.answer == "better" else WORSE, text)
 
 
 def _none_better(judgement: Judgement, trace: Trace) -> Sentence:
     """Say which rule to use where none is claimed to be better than the baseline, and how sure that is."""
     baseline = judgement.baseline
-    others = [row for row in trace.rows if row.answer != "baseline"]
-    if not others:
+    rows_of_others = [row for row in trace.rows if row.answer != "baseline"]
+    if not rows_of_others:
         return Sentence(SAME, f"{baseline} is the only rule")
-    if all(row.answer == "same" for row in others):
+    if all(row.answer == "same" for row in rows_of_others):
         return Sentence(SAME, f"all rules have the same trainings, bit for bit: use {baseline}")
-    if all(row.answer in ("same", "worse") or row.failed == row.trained for row in others):
+    if all(row.answer in ("same", "worse") or row.failed == row.trained for row in rows_of_others):
         return Sentence(SAME, f"{baseline}: no other rule is better")
-    best = next((row for row in others if row.rule == trace.best), None)
+    best = next((row for row in rows_of_others if row.rule == trace.best), None)
     of_baseline = trace.rows[0]
     if best is not None and best.failed * of_baseline.trained < of_baseline.failed * best.trained:
         counts = f"in {best.failed} of {best.trained}, {baseline} in {of_baseline.failed} of {of_baseline.trained}"
@@ -201,6 +202,6 @@ def join_names(names: Sequence[str], last: str = "and") -> str:
 
 
 def _absolute(difference: ConfidenceInterval) -> ConfidenceInterval:
-    """Return the absolute value of a difference, with its interval. If it is negative, the bounds change places."""
+    """Return the absolute value of a difference, with its interval, whose bounds change places if it is negative."""
     value, low, high = difference
     return difference if value >= 0 else ConfidenceInterval(-value, -high, -low)

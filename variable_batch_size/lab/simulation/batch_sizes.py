@@ -36,7 +36,7 @@ class ControllerSizes:
         return math.inf
 
     def advance(self, pending: Decisions, input_of: InputOf, restarted: bool) -> Decisions:
-        """Call the controller if a decision is due, and return the decision in effect now, then the pending ones.
+        """Return the batch-size decision in effect now, then the pending ones; ask the controller if a decision is due.
 
         Args:
             pending: what this method returned before the last update, or before the one that a checkpoint has; () at
@@ -46,12 +46,12 @@ class ControllerSizes:
         """
         if not pending:
             return first_decisions(self.trace, input_of(self.trace.start))
-        now = input_of(pending[-1].batch_size)
+        present_input = input_of(pending[-1].batch_size)
         if restarted:
-            pending = decide_again(self.trace, pending, now.devices, now.updates)
-        if is_due(self.trace, now.updates):
+            pending = decide_again(self.trace, pending, present_input.devices, present_input.updates)
+        if is_due(self.trace, present_input.updates):
             pending = (*pending, decide(self.trace, pending, input_of(pending[-1].batch_size)))
-        return in_effect(pending, now.updates)
+        return in_effect(pending, present_input.updates)
 
     def next_change(self, pending: Decisions, updates: int) -> float:
         """Return the number of updates after which the batch size may change, so that `advance` has to be called again.
@@ -78,7 +78,13 @@ class TraceSizes:
         return float(len(self.trace)) if stops else math.inf
 
     def advance(self, pending: Decisions, input_of: InputOf, restarted: bool) -> Decisions:
-        """Return the batch size of the next step, as the only decision; see `ControllerSizes.advance`."""
+        """Return the batch size of the next step as the only decision, in the form of `ControllerSizes.advance`.
+
+        Args:
+            pending: not used.
+            input_of: called for the number of updates so far.
+            restarted: not used.
+        """
         input = input_of(None)
         return (Decision(input.updates, self.trace.batch_size(input.updates)),)
 

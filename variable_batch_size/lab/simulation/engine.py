@@ -61,6 +61,7 @@ class Overheads:
     grow_every: float = 0.0
 
     def __post_init__(self) -> None:
+        """Check the arguments."""
         names = ["save", "notice", "grow_every"]
         names += [] if callable(self.restart) else ["restart"]
         for name in names:
@@ -155,6 +156,7 @@ class Engine:
     restarts: int = 0
 
     def __post_init__(self) -> None:
+        """Begin before the first update, with an empty checkpoint that is complete."""
         self._position = SimulatedPosition(0, 0, 0.0, 0, ())
         self._saved = _Saved(0.0, self._position, 0, 0)  # the last complete checkpoint
         self._writing: _Saved | None = None  # the one that is being written while the training continues
@@ -183,7 +185,11 @@ class Engine:
         return has_ended or self.now >= self.end
 
     def _snap(self, time: float) -> float:
-        """Return the event, a change of the nodes or the end, to which `time` is equal up to rounding, or `time`."""
+        """Return the event, a change of nodes or the end, that equals `time` up to rounding; `time` without one.
+
+        Sums of seconds have rounding errors, by which an update would end just before or after an event at the same
+        time.
+        """
         return snap(self.present.snap(self.staying.snap(time)), [self.end])
 
     def _spend_time(self, state: State, until: float, nodes: int = 0, batch_size: int = 0) -> None:
@@ -195,17 +201,17 @@ class Engine:
 
     def _restart(self, nodes: int) -> bool:
         """Restart the training with a number of nodes. Return False if some of them leave before the restart ends."""
-        started = self._snap(self.now + self.overheads.restart_seconds(nodes, self._cause))
-        aborted = self.staying.time_below(nodes, self.now)
-        self.restarts += self._cause != "start"
-        self._spend_time("restarting", min(started, aborted), nodes)
-        if aborted < min(started, self.end):
+        restart_end = self._snap(self.now + self.overheads.restart_seconds(nodes, self._cause))
+        abort_time = self.staying.time_below(nodes, self.now)
+        self.restarts += self._cause != "start"  # the first start is not counted
+        self._spend_time("restarting", min(restart_end, abort_time), nodes)
+        if abort_time < min(restart_end, self.end):
             self.preemptions = self.preemptions + 1
             self._cause = "preemption"
-        return aborted >= started
+        return abort_time >= restart_end
 
     def _train(self, nodes: int) -> None:
-        """Train on `nodes` nodes since a restart, until the training stops, is killed or ends."""
+        """Simulate the time from a restart on `nodes` nodes until the training stops, is killed or ends."""
         overheads, restarted, last_save, has_updated = self.overheads, self.now, self.now, False  # times in seconds
         kill = self.present.time_below(nodes, self.now) if self.kills else math.inf
         notice = self.staying.time_below(nodes, self.now)
@@ -246,7 +252,7 @@ class Engine:
             limit: time at which its nodes leave, or the simulation ends.
             restarted: whether it is the first update after a restart.
         """
-        before = self._position
+        before = self._position  # before these updates
         begin = self.now
         devices = nodes * self.model.devices_per_node
         decisions = self.sizes.advance(before.decisions, partial(self._control_input, devices), restarted)
@@ -266,8 +272,8 @@ class Engine:
         total, of_updates = getattr(before, unit), getattr(updates_alike, unit)
         updates = updates_alike.first_with(lambda n: total + of_updates(n), value, updates)
         self.now = self._snap(begin + updates_alike.seconds(updates))
-        made = updates, updates_alike.samples(updates), updates_alike.progress(updates)
-        self.intervals.append(Interval(begin, self.now, "productive", nodes, size, *made))
+        sums = updates, updates_alike.samples(updates), updates_alike.progress(updates)
+        self.intervals.append(Interval(begin, self.now, "productive", nodes, size, *sums))
         self.runs.append((size, updates))
         self._position = before.after(updates_alike, updates, decisions)
         return True
@@ -301,16 +307,16 @@ class Engine:
         return True
 
     def _stop(self, nodes: int, kill: float) -> None:
-        """Save what is not saved, and stop, so that the training restarts with other nodes.
+        """Stop the training, after a save of what is not saved, so that it restarts with another number of nodes.
 
         Args:
             nodes: number of nodes until now.
-            kill: time at which some of them leave.
+            kill: time at which some of them leave, in seconds.
         """
         if self._saved.position.updates == self._position.updates or self._save(nodes, kill, blocking=True):
-            fewer = self.staying.at(self.now) < nodes
-            self.preemptions = self.preemptions + fewer
-            self._cause = "preemption" if fewer else "growth"
+            has_fewer_nodes = self.staying.at(self.now) < nodes
+            self.preemptions = self.preemptions + has_fewer_nodes
+            self._cause = "preemption" if has_fewer_nodes else "growth"
 
     def _finish_checkpoint(self, now: float) -> None:
         """Make the checkpoint that is being written the last complete one, if it is complete by now."""

@@ -86,11 +86,11 @@ def _cut_spans(spans: Iterable[_Span], update: int) -> tuple[float, list[_Span]]
 
     A span that is cut in two is assumed to have updates of equal length.
     """
-    seconds_cut, kept = 0.0, list[_Span]()
+    seconds_cut, kept_spans = 0.0, list[_Span]()
     for span in spans:
-        end = min(span.end, max(span.begin, update))
-        share = (end - span.begin) / (span.end - span.begin)  # that is kept
-        seconds_cut += (1 - share) * span.seconds
-        if share:
-            kept.append(_Span(span.begin, end, share * span.seconds))
-    return seconds_cut, kept
+        end_kept = min(span.end, max(span.begin, update))
+        share_kept = (end_kept - span.begin) / (span.end - span.begin)  # that is kept
+        seconds_cut += (1 - share_kept) * span.seconds
+        if share_kept:
+            kept_spans.append(_Span(span.begin, end_kept, share_kept * span.seconds))
+    return seconds_cut, kept_spans

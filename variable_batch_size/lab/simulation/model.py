@@ -40,14 +40,15 @@ class EqualUpdates:
         seconds: Callable[[int], float],
         progress: Callable[[int], float],
     ) -> None:
+        """Compute the sizes of an update that is full, ends this epoch, or ends a later one, and what each brings."""
         self._dataset_size, self._used = dataset_size, used
         self._updates_left, self._updates_per_epoch = math.inf, 1  # in the current epoch, and in each later one
         end_of_this_epoch = end_of_later_epoch = size  # batch sizes of the updates that end an epoch
         if dataset_size is not None:
-            left = dataset_size - used
-            updates_left = -(-left // size)  # rounded up
+            samples_left = dataset_size - used
+            updates_left = -(-samples_left // size)  # rounded up
             self._updates_left, self._updates_per_epoch = updates_left, -(-dataset_size // size)
-            end_of_this_epoch = left - (updates_left - 1) * size
+            end_of_this_epoch = samples_left - (updates_left - 1) * size
             end_of_later_epoch = dataset_size - (self._updates_per_epoch - 1) * size
         self._sizes = size, end_of_this_epoch, end_of_later_epoch
         self._seconds_of = tuple(map(seconds, self._sizes))  # of an update of each of these sizes
@@ -81,17 +82,32 @@ class EqualUpdates:
         return bisect_right(range(1, at_most), end, key=lambda n: begin + self.seconds(n))
 
     def first_with(self, total: Callable[[int], float], value: float, most: int) -> int:
-        """Return the least number of updates n >= 1 with total(n) >= value, which ascends, but at most `most`."""
+        """Return the least number of updates n >= 1, at most `most`, with which a total reaches a value.
+
+        Args:
+            total: number of updates -> total, which ascends.
+            value: the value.
+            most: the largest number of updates, which is also the result if no number suffices.
+        """
         return most if total(most) < value else bisect_left(range(1, most), value, key=total) + 1
 
     def _total(self, amounts: tuple[float, ...], updates: int) -> float:
-        """Return the sum over the first `updates` updates. `amounts` are the values of an update of each size."""
+        """Return a sum, such as of seconds, over the first `updates` updates.
+
+        Args:
+            amounts: what one update adds to it: of the full size, at the end of the current epoch, and of a later
+                epoch.
+            updates: number of updates.
+        """
         full, ends, later_ends = self._counts(updates)
         of_full, of_end, of_later_end = amounts
         return full * of_full + ends * of_end + later_ends * of_later_end
 
     def _counts(self, updates: int) -> tuple[int, int, int]:
-        """Return how many of the first `updates` have the full size, how many end the current epoch, and later ones."""
+        """Return how many of the first updates have the full size, end the current epoch, and end later epochs.
+
+        An update that ends an epoch is shortened to the rest of the dataset.
+        """
         if updates < self._updates_left:
             return updates, 0, 0
         later_ends = int(updates - self._updates_left) // self._updates_per_epoch
@@ -159,6 +175,7 @@ class Model:
             raise value_error(requirement, f"{size} on {devices} devices", "limit it with bounds=, or use fewer nodes")
 
         def progress(batch_size: int) -> float:
+            """Return the progress of an update of this size, by the learning-rate rule and the noise before it."""
             noise = self.noise_at(before.progress, before.updates, batch_size)
             reference = self.ref_batchsize or batch_size
             scaling = self.rule(RuleInput(batch_size, reference, before.updates, before.samples, noise))
@@ -167,7 +184,7 @@ class Model:
         return EqualUpdates(size, self.dataset_size, before.used, partial(self.seconds, devices=devices), progress)
 
     def seconds(self, batch_size: int, devices: int) -> float:
-        """Return the seconds of an update of `batch_size` samples. Each combination is computed once."""
+        """Return the seconds of an update of `batch_size` samples on some devices; each is computed once."""
         key = batch_size, devices
         if key not in self._seconds:
             options = {"spread": self.spread, "fixed_shape": self.fixed_shape}

@@ -40,15 +40,16 @@ class Nodes:
     """
 
     def __init__(self, times: list[float], nodes: list[int]) -> None:
-        rows = [row for row, number in enumerate(nodes) if row == 0 or number != nodes[row - 1]]
+        """Merge equal neighbors, and find for each row the next one with fewer nodes, for `time_below`."""
+        rows = [row for row, count in enumerate(nodes) if row == 0 or count != nodes[row - 1]]
         self._times = [times[row] for row in rows] + [math.inf]
         self._nodes = [nodes[row] for row in rows]
         # For each row the next row with fewer nodes. `stack` has the rows for which none was found yet: they have
         # ascending numbers of nodes.
         self._lower = [len(rows)] * len(rows)
         stack: list[int] = []
-        for row, number in enumerate(self._nodes):
-            while stack and self._nodes[stack[-1]] > number:
+        for row, count in enumerate(self._nodes):
+            while stack and self._nodes[stack[-1]] > count:
                 self._lower[stack.pop()] = row
             stack.append(row)
 
@@ -57,7 +58,10 @@ class Nodes:
         return self._nodes[self._row(time)]
 
     def time_below(self, nodes: int, time: float) -> float:
-        """Return the first time, from `time` on, with fewer than `nodes` nodes; infinity if there is none."""
+        """Return the first time, from `time` on, with fewer than `nodes` nodes; infinity if there is none.
+
+        It jumps from each row to the next row with fewer nodes, so that it need not look at all rows.
+        """
         row = self._row(time)
         while row < len(self._nodes) and self._nodes[row] >= nodes:
             row = self._lower[row]

@@ -44,6 +44,7 @@ class NoiseCurve:
     mu2: Sequence[float]
 
     def __post_init__(self) -> None:
+        """Check that the columns are numbers in their ranges, of equal lengths, and that the progress ascends."""
         for name in ("progress", "sigma2", "mu2"):
             try:
                 values = enumerate(getattr(self, name))
@@ -97,7 +98,17 @@ class NoiseCurve:
         return Noise(self.sigma2[row], self.mu2[row], gain, updates)
 
     def gain(self, progress: float, batch_size: int, ref_batchsize: int) -> float:
-        """Return how many updates at `ref_batchsize` an update of `batch_size` is worth: AdaScale's gain."""
+        """Return how many updates at `ref_batchsize` an update of `batch_size` is worth: AdaScale's gain.
+
+        With the variance sigma^2 and the squared norm mu^2 of the gradient at this progress, it is
+
+            (sigma^2 / r + mu^2) / (sigma^2 / B + mu^2)
+
+        Args:
+            progress: progress of the training, in updates at `ref_batchsize`.
+            batch_size: B, samples of the update.
+            ref_batchsize: r, batch size at which progress is counted.
+        """
         noise = self.at(progress)
         larger = max(noise.sigma2, noise.mu2)  # the gain depends on their ratio alone; nothing overflows
         return float(adascale_gain(noise.sigma2 / larger, noise.mu2 / larger, batch_size, ref_batchsize))

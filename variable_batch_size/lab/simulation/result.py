@@ -187,12 +187,19 @@ def _draw_capacity(axes: Axes, runs: list[Run]) -> None:
 
 
 def _draw_training(batch: Axes, progress: Axes, timeline: pd.DataFrame, **style: Any) -> None:
-    """Draw the batch size of a training, between updates that of the last one, and its progress over the hours."""
+    """Draw the batch size and the progress of a training over the hours; between updates it is the last batch size.
+
+    Args:
+        batch: axes for the batch size.
+        progress: axes for the progress.
+        timeline: `Run.timeline` of the training.
+        style: color, width and label of the lines.
+    """
     hours = _hours(timeline)
-    held = timeline["batch_size"].where(timeline["batch_size"] > 0).ffill().where(timeline["nodes"] > 0)
-    batch.stairs(held, hours, baseline=None, **style)
-    made = timeline["progress"].where(timeline["state"] == "productive", 0.0)
-    progress.plot(hours, np.append(0.0, made.cumsum()), **style)
+    size_held = timeline["batch_size"].where(timeline["batch_size"] > 0).ffill().where(timeline["nodes"] > 0)
+    batch.stairs(size_held, hours, baseline=None, **style)
+    progress_made = timeline["progress"].where(timeline["state"] == "productive", 0.0)
+    progress.plot(hours, np.append(0.0, progress_made.cumsum()), **style)
 
 
 def _draw_losses(axes: Axes, timeline: pd.DataFrame) -> None:

@@ -195,7 +195,14 @@ def to_batch_trace(
 
 
 def _check_type(value: object, name: str, kind: type, optional: bool = False) -> None:
-    """Raise TypeError if an argument has another type; `optional`: it may be None."""
+    """Raise TypeError if an argument of `simulate` has another type.
+
+    Args:
+        value: the argument.
+        name: its name, for the error.
+        kind: the type that it must have.
+        optional: whether it may be None.
+    """
     if not isinstance(value, kind) and not (optional and value is None):
         article = "an" if kind is Overheads else "a"
         raise type_error(f"{name} must be {article} {kind.__name__}", value, "pass one")

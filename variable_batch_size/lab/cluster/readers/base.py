@@ -96,11 +96,25 @@ class Text:
         return cls(source, content, lines)
 
     def error(self, line: int, requirement: str, found: object, remedy: str) -> LogError:
-        """Return an error that names the file and the line. What was `found` there is cut to 60 characters."""
+        """Return an error about a damaged file, which names the file and the line.
+
+        Args:
+            line: number of the line.
+            requirement: what the file must be there.
+            found: what it is there, which is cut to 60 characters.
+            remedy: what the user can do.
+        """
         return LogError(f"capacity trace ({self.path}:{line}): {requirement}, got {found!r:.60}; {remedy}")
 
     def cells(self, line: int, row: str, example: str, separator: str = ",") -> list[str]:
-        """Split a row into cells. Raise LogError if it does not have as many as the example."""
+        """Split a row of the file into cells; raise LogError if it does not have as many as an example of a row.
+
+        Args:
+            line: number of its line, for the error.
+            row: the text of the row.
+            example: a row with the right number of cells.
+            separator: what separates cells.
+        """
         cells = split_cells(row, separator)
         if len(cells) != len(split_cells(example, separator)):
             raise self.error(line, f"a row must have the cells of {example}", row, "correct the row")
@@ -124,11 +138,25 @@ class Text:
         return float(value)  # type: ignore[arg-type]
 
     def cell(self, line: int, name: str, cell: str, whole: bool = False) -> float:
-        """Return the number in a cell of text. The other arguments and the errors are those of `number`."""
+        """Return the number in a cell of text; raise LogError if it is not one, or not finite and >= 0.
+
+        Args:
+            line: number of its line, for the error.
+            name: what the error message calls it.
+            cell: the text of the cell.
+            whole: whether it has to be an integer, of at most 2**53.
+        """
         return self.number(line, name, as_number(cell), whole, cell)
 
     def moment(self, line: int, requirement: str, cell: str, remedy: str) -> float:
-        """Return the Unix time of a cell with a time of ISO 8601. Raise LogError if it has none."""
+        """Return the Unix time of a cell with a time of ISO 8601, in seconds; raise LogError if it has none.
+
+        Args:
+            line: number of its line, for the error.
+            requirement: what the cell must be, for the error.
+            cell: the text of the cell.
+            remedy: what the user can do, for the error.
+        """
         moment = unix_seconds(cell)
         if moment is None:
             raise self.error(line, requirement, cell, remedy)
@@ -191,7 +219,7 @@ class Reader(ABC):
 
 
 def from_first_row(seconds: FloatArray, end: float, clock: bool = False) -> tuple[FloatArray, float]:
-    """Make times of a trace relative to its first row if they are Unix times. Other times stay as they are.
+    """Return times and end of a trace in seconds since its first row, if they are Unix times; others unchanged.
 
     Args:
         seconds: times of the rows, (rows,), at least one.
@@ -201,15 +229,15 @@ def from_first_row(seconds: FloatArray, end: float, clock: bool = False) -> tupl
     Raises:
         ValueError: if they are milliseconds, or only some are Unix times.
     """
-    first, last = seconds[0], seconds[-1]
-    if MILLISECONDS <= last < math.inf:
-        found = f"{last:.15g}, which looks like Unix milliseconds"
+    first_time, last_time = seconds[0], seconds[-1]
+    if MILLISECONDS <= last_time < math.inf:
+        found = f"{last_time:.15g}, which looks like Unix milliseconds"
         raise value_error("times must be seconds", found, "divide them by 1000")
-    if first < UNIX <= last < math.inf:
+    if first_time < UNIX <= last_time < math.inf:
         requirement = "times must all be seconds since the beginning, or all Unix times"
-        raise value_error(requirement, f"{first:g} and {last:.15g}", "correct the rows")
-    if (clock or first >= UNIX) and end < math.inf:  # to the microsecond, as float64 has the seconds since 1970
-        return (seconds - first).round(6), round(end - float(first), 6)
+        raise value_error(requirement, f"{first_time:g} and {last_time:.15g}", "correct the rows")
+    if (clock or first_time >= UNIX) and end < math.inf:  # to the microsecond, as float64 has the seconds since 1970
+        return (seconds - first_time).round(6), round(end - float(first_time), 6)
     return seconds, end
 
 
@@ -294,7 +322,14 @@ _DECODER = json.JSONDecoder(parse_int=lambda digits: int(digits) if len(digits) 
 def json_values(text: Text, content: str) -> Iterator[tuple[int, object]]:
     """Yield each JSON value of a text, on one line or several, with the number of its first line.
 
-    NaN and Infinity are read, as in Python: `Text.number` raises for them. Raise LogError if it is not JSON.
+    NaN and Infinity are read, as in Python; `Text.number` then raises for them.
+
+    Args:
+        text: the file, for the error.
+        content: its text, in which some lines may have been emptied.
+
+    Raises:
+        LogError: if it is not JSON.
     """
     line, start = 1, 0
     while (begin := _BLANKS.match(content, start).end()) < len(content):  # type: ignore[union-attr]

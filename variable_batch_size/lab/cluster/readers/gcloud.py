@@ -68,12 +68,18 @@ def _parse_moment(text: Text, line: int, date: str, time: str) -> datetime:
 
 
 def _fill_gaps(seconds: list[float], nodes: list[int], max_gap: float) -> Rows:
-    """Add a row of 0 nodes `max_gap` seconds after each row that the next one follows later than that."""
-    result = Rows([], [])
-    for second, number, next_second in zip(seconds, nodes, [*seconds[1:], seconds[-1]], strict=True):
-        result.seconds.append(second)
-        result.nodes.append(number)
+    """Return the rows of a trace, in which nodes count as gone `max_gap` seconds after a row if the next one is later.
+
+    Args:
+        seconds: time of each row, (rows,), ascending.
+        nodes: number of nodes from each time on, (rows,).
+        max_gap: seconds for which a row holds at most.
+    """
+    filled = Rows([], [])
+    for second, count, next_second in zip(seconds, nodes, [*seconds[1:], seconds[-1]], strict=True):
+        filled.seconds.append(second)
+        filled.nodes.append(count)
         if next_second - second > max_gap:
-            result.seconds.append(second + max_gap)
-            result.nodes.append(0)
-    return result
+            filled.seconds.append(second + max_gap)
+            filled.nodes.append(0)
+    return filled

@@ -51,18 +51,18 @@ class SacctReader(Reader):
     def _changes(self, text: Text) -> list[tuple[float, int]]:
         """Return a (Unix time, change of nodes) for each start of a job, > 0, and for each end, < 0."""
         _, header = text.lines[0]
-        places = [split_cells(header, "|").index(name) for name in COLUMNS]
+        column_indices = [split_cells(header, "|").index(name) for name in COLUMNS]
         changes: list[tuple[float, int]] = []
         for line, row in text.lines[1:]:
             cells = text.cells(line, row, header, "|")
-            job, start, end, count = (cells[place] for place in places)
+            job, start, end, count = (cells[column] for column in column_indices)
             if "." in job or start in ABSENT:
                 continue
             nodes = int(text.cell(line, "NNodes", count, whole=True))
-            begun = text.moment(line, f"Start {FORM}", start, "correct it")
-            changes.append((begun, nodes))
+            start_time = text.moment(line, f"Start {FORM}", start, "correct it")
+            changes.append((start_time, nodes))
             if end not in ABSENT:
                 changes.append((text.moment(line, f"End {FORM}", end, "correct it"), -nodes))
-                if changes[-1][0] < begun:
+                if changes[-1][0] < start_time:
                     raise text.error(line, f"End must not be before Start, {start}", end, "correct it")
         return changes

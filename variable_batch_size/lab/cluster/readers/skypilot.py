@@ -52,18 +52,33 @@ class SkyPilotReader(Reader):
 
 
 def _read_numbers(text: Text, line: int, key: str, values: list[object], whole: bool = False) -> list[float]:
-    """Return the list at a key of the file as numbers, integers if `whole`. Raise LogError if a value is not one."""
+    """Return a list of the file as numbers; raise LogError if a value is not one.
+
+    Args:
+        text: the file, for the error.
+        line: number of the line, for the error.
+        key: the key of the list, for the error.
+        values: the list.
+        whole: whether they must be integers.
+    """
     return [text.number(line, f"{key}[{index}]", value, whole) for index, value in enumerate(values)]
 
 
 def _invert(text: Text, line: int, nodes: list[int], size: int) -> list[int]:
-    """Turn numbers of nodes that are not available into available ones of a cluster. Raise LogError if one is larger.
+    """Return how many nodes of a cluster are available at each tick, if the file counts those that are not.
 
-    `size` is the number of nodes of the cluster.
+    Args:
+        text: the file, for the error.
+        line: number of the line, for the error.
+        nodes: number of nodes that are not available at each tick.
+        size: number of nodes of the cluster.
+
+    Raises:
+        LogError: if a number is larger than the cluster.
     """
-    for tick, number in enumerate(nodes):
-        if number > size:
+    for tick, unavailable in enumerate(nodes):
+        if unavailable > size:
             requirement = f"data[{tick}] must be <= {size}, the nodes of the cluster, with inverted={size}"
             remedy = "pass the number of nodes of the cluster as inverted= (--inverted)"
-            raise text.error(line, requirement, number, remedy)
-    return [size - number for number in nodes]
+            raise text.error(line, requirement, unavailable, remedy)
+    return [size - unavailable for unavailable in nodes]

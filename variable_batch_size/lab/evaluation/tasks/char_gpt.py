@@ -108,6 +108,7 @@ class Layer(nn.Module):
     """A layer of a transformer: causal attention and a feed-forward network, each after a layer norm."""
 
     def __init__(self, width: int, heads: int) -> None:
+        """Create the layer for embeddings of size `width`, with attention of so many `heads`."""
         super().__init__()
         self.heads = heads
         self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
@@ -129,6 +130,7 @@ class GPT(nn.Module):
     """A small GPT: from tokens it computes the logits of the token that follows each of them."""
 
     def __init__(self, width: int = 64, layers: int = 2, heads: int = 4) -> None:
+        """Create the model; the weights of matrices are normal with standard deviation 0.02."""
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, width)
         self.positions = nn.Embedding(LENGTH, width)
@@ -157,9 +159,9 @@ def loss_of(model: nn.Module, blocks: Tensor) -> Tensor:
 
 def parameter_groups(model: nn.Module) -> list[dict[str, object]]:
     """Return two parameter groups for an optimizer: matrices with weight decay, biases and norms without."""
-    decays = [parameter for parameter in model.parameters() if parameter.ndim == 2]
-    others = [parameter for parameter in model.parameters() if parameter.ndim < 2]
-    return [{"params": decays, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    with_decay = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+    without_decay = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    return [{"params": with_decay, "weight_decay": 0.1}, {"params": without_decay, "weight_decay": 0.0}]
 
 
 def warmup_cosine(total: int) -> Callable[[int], float]:
@@ -170,6 +172,7 @@ def warmup_cosine(total: int) -> Callable[[int], float]:
     warmup = total // 10
 
     def factor(update: int) -> float:
+        """Return the factor on the learning rate of an update, counted from 0."""
         if update < warmup:
             return (update + 1) / (warmup + 1)
         share = min(1.0, (update - warmup) / (total - warmup))
