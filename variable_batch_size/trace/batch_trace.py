@@ -47,7 +47,7 @@ class BatchTrace:
     _source: str = ""
 
     def __post_init__(self) -> None:
-        """Merge neighboring runs of equal batch size, so that equal traces have equal runs."""
+        """Check `on_end`, and merge neighboring runs of equal batch size, so that equal traces have equal runs."""
         check_choice(self.on_end, "on_end", get_args(OnEnd))
         for name, array in merge_equal_runs(self._first_step, self._size, self.steps)._asdict().items():
             object.__setattr__(self, f"_{name}", array)
@@ -307,8 +307,8 @@ class BatchTrace:
             ValueError: if `step` is negative.
             TraceEndError: if `step` is beyond the last one and `on_end` is "error" or "stop".
         """
-        _, inside = self._fold(check_int(step, "step"), self.steps, "step")
-        return int(self._size[run_at(self._first_step, inside)])
+        _, step_in_trace = self._fold(check_int(step, "step"), self.steps, "step")
+        return int(self._size[run_at(self._first_step, step_in_trace)])
 
     def batch_sizes(self, steps: npt.ArrayLike) -> IntArray:
         """Return `batch_size` of each element of `steps`, an array of ints of any shape, as int64 of this shape."""
@@ -318,8 +318,8 @@ class BatchTrace:
             return np.array([self.batch_size(step) for step in array.flat], np.int64).reshape(array.shape)
         for extreme in (array.min(), array.max()):
             self.batch_size(extreme)  # raises if it is out of range
-        inside = array.astype(np.int64) % self.steps if self.on_end == "cycle" and self.steps else array
-        return self._size[self._first_step.searchsorted(inside, side="right") - 1]  # same shape as `steps`
+        step_in_trace = array.astype(np.int64) % self.steps if self.on_end == "cycle" and self.steps else array
+        return self._size[self._first_step.searchsorted(step_in_trace, side="right") - 1]  # same shape as `steps`
 
     def offset(self, step: int) -> int:
         """Return the number of samples in all steps before `step`, which may be the one after the last.
@@ -328,10 +328,10 @@ class BatchTrace:
             TypeError, ValueError, TraceEndError: as `batch_size`, but not for the step after the last one.
         """
         step = check_int(step, "step")
-        cycles, inside = (0, step) if step == self.steps else self._fold(step, self.steps, "step")
-        run = run_at(self._first_step, inside)
-        samples = int(self._offset[run]) + (inside - int(self._first_step[run])) * int(self._size[run])
-        return cycles * self.total_samples + samples if cycles else samples
+        cycles, step_in_trace = (0, step) if step == self.steps else self._fold(step, self.steps, "step")
+        run = run_at(self._first_step, step_in_trace)
+        samples_in_trace = int(self._offset[run]) + (step_in_trace - int(self._first_step[run])) * int(self._size[run])
+        return cycles * self.total_samples + samples_in_trace if cycles else samples_in_trace
 
     def step_at(self, sample: int) -> int:
         """Return the step of sample number `sample`, counted from 0: offset(step) <= sample < offset(step + 1).
@@ -340,9 +340,10 @@ class BatchTrace:
             TypeError, ValueError, TraceEndError: as `batch_size`.
         """
         steps, total = (self.steps, self.total_samples) if self.steps else (0, None)
-        cycles, inside = self._fold(check_int(sample, "sample"), total, "sample")
-        run = run_at(self._offset, inside)
-        return cycles * steps + int(self._first_step[run]) + (inside - int(self._offset[run])) // int(self._size[run])
+        cycles, sample_in_trace = self._fold(check_int(sample, "sample"), total, "sample")
+        run = run_at(self._offset, sample_in_trace)
+        steps_in_run = (sample_in_trace - int(self._offset[run])) // int(self._size[run])  # before that of the sample
+        return cycles * steps + int(self._first_step[run]) + steps_in_run
 
     def __len__(self) -> int:
         """Return the number of steps; raise TypeError if the trace is infinite."""
@@ -379,8 +380,8 @@ class BatchTrace:
         """Return the step after `step` at which the batch size may change or the trace ends; None if neither does."""
         if self.constant_from is not None and step >= self.constant_from:
             return None
-        _, inside = self._fold(step, self.steps, "step")
-        return step - inside + end_of_run(self._first_step, self._length, inside)
+        _, step_in_trace = self._fold(step, self.steps, "step")
+        return step - step_in_trace + end_of_run(self._first_step, self._length, step_in_trace)
 
     def round_to(self, multiple: int) -> BatchTrace:
         """Return the trace of multiples of `multiple` that stays closest to the cumulative samples of this one.
@@ -412,10 +413,10 @@ class BatchTrace:
     def with_on_end(self, on_end: OnEnd) -> BatchTrace:
         """Return the trace with the same batch sizes and another `on_end`; raise ValueError if it is none."""
         check_choice(on_end, "on_end", get_args(OnEnd))
-        other = copy.copy(self)  # the runs are the same
-        vars(other).pop("fingerprint", None)
-        object.__setattr__(other, "on_end", on_end)
-        return other
+        changed = copy.copy(self)  # the runs are the same
+        vars(changed).pop("fingerprint", None)  # a cached property, which depends on `on_end`
+        object.__setattr__(changed, "on_end", on_end)
+        return changed
 
     @property
     def _name(self) -> str:
@@ -428,7 +429,9 @@ class BatchTrace:
         return self.steps
 
     def _fold(self, position: int, end: int | None, unit: str) -> tuple[int, int]:
-        """Return how many cycles of the trace end at or before a position, and the position within its cycle.
+        """Return how many times the trace is over before a position, and the position within the trace.
+
+        With `on_end="cycle"` the trace begins again after its end: position 7 of a trace of 5 steps is (1, 2).
 
         Args:
             position: a step or a sample, counted from 0.
@@ -449,7 +452,7 @@ class BatchTrace:
 
 
 def _integer_array(sizes: Any) -> npt.NDArray[np.integer] | None:
-    """Return an array, a tensor or a Series of integers as an array, (steps,); None for anything else.
+    """Return batch sizes in an array, a tensor or a Series of integers as an array, (steps,); None for others.
 
     32.0 counts as an integer: pandas stores a column with a missing value as floats.
     """

@@ -114,18 +114,27 @@ def separator_of(header: str) -> str:
 
 
 def _find_column(header: list[str], names: tuple[str, ...], where: str) -> int:
-    """Return the place of the only column with one of these names; raise ValueError if there are none or several."""
-    present = [name for name in names if name in header]
-    if len(present) > 1:
+    """Return the index of the only column with one of these names.
+
+    Args:
+        header: names of the columns of the file.
+        names: the allowed names.
+        where: file and line, for the error.
+
+    Raises:
+        ValueError: if there are none or several.
+    """
+    names_in_header = [name for name in names if name in header]
+    if len(names_in_header) > 1:
         requirement = f"trace header ({where}) must have only one of the columns {' and '.join(names)}"
-        raise value_error(requirement, "both", f"drop the column {present[-1]}")
-    if not present:
+        raise value_error(requirement, "both", f"drop the column {names_in_header[-1]}")
+    if not names_in_header:
         requirement = f"trace header ({where}) must have one column {' or '.join(names)}"
         raise value_error(requirement, _describe_header(header), "add or rename a column")
-    if header.count(present[0]) > 1:
-        requirement = f"trace header ({where}) must have one column {present[0]}"
+    if header.count(names_in_header[0]) > 1:
+        requirement = f"trace header ({where}) must have one column {names_in_header[0]}"
         raise value_error(requirement, _describe_header(header), "drop or rename the duplicates")
-    return header.index(present[0])
+    return header.index(names_in_header[0])
 
 
 def _describe_header(header: list[str]) -> str:
@@ -136,20 +145,26 @@ def _describe_header(header: list[str]) -> str:
 def _read_columns(
     rows: list[tuple[int, list[str]]], step_column: int | None, size_column: int, cells: int
 ) -> IntArray | None:
-    """Return the batch sizes of all rows at once, (rows,); None if the rows must be read one by one.
+    """Return the batch sizes of all rows at once, (rows,), which is fast; None if the rows must be read one by one.
 
-    That is so for wrong rows, and for numbers such as 32.0.
+    That is so for wrong rows, whose error has to name the first one, and for numbers such as 32.0.
+
+    Args:
+        rows: line number and cells of each row.
+        step_column: index of the column with the step; None: it is ignored.
+        size_column: index of the column with the batch size.
+        cells: number of columns.
     """
     if not rows or any(len(row) != cells for _, row in rows):
         return None
-    column = [row[size_column] for _, row in rows]
-    digits = "".join(column)  # one test for all cells
-    if not (digits.isascii() and digits.isdecimal()):
+    size_cells = [row[size_column] for _, row in rows]
+    all_cells = "".join(size_cells)  # one test for all cells
+    if not (all_cells.isascii() and all_cells.isdecimal()):
         return None
     if step_column is not None and [row[step_column] for _, row in rows] != [*map(str, range(len(rows)))]:
         return None
     try:
-        sizes = np.array([*map(int, column)], np.int64)  # (steps,)
+        sizes = np.array([*map(int, size_cells)], np.int64)  # (steps,)
     except (OverflowError, ValueError):  # an empty cell
         return None
     return sizes if ((sizes >= 1) & (sizes <= MAX_INT)).all() else None
@@ -163,27 +178,35 @@ def _read_rows(
     path: str,
     every: Every,
 ) -> list[tuple[int, int]]:
-    """Return step and batch size of each row; raise ValueError at the first wrong row.
+    """Return step and batch size of each row, read one by one; raise ValueError at the first wrong row.
 
     Warn if each step has a row, and they are numbered from 0 again in a later row.
+
+    Args:
+        lines: line number and cells of each row.
+        header: names of the columns.
+        step_column: index of the column with the step; None: rows are numbered.
+        size_column: index of the column with the batch size.
+        path: the file, for the error.
+        every: what has a row: each "step", or each "change" of the batch size.
     """
     rows: list[tuple[int, int]] = []
-    begun = 0  # number of the row at which the numbering of the steps has last begun
+    restart_row = 0  # number of the row at which the numbering of the steps has last begun
     for line, cells in lines:
         try:
             if len(cells) != len(header):
                 raise value_error(f"it must have {len(header)} cells, like the header", len(cells), "fix the row")
             step = len(rows)
             if step_column is not None and every == "change":
-                least = rows[-1][0] + 1 if rows else 0
+                min_step = rows[-1][0] + 1 if rows else 0
                 name = "step" if rows else "the first step"
-                step = check_int(_parse_integer(cells[step_column]), name, least, MAX_INT if rows else 0, _ORDER)
+                step = check_int(_parse_integer(cells[step_column]), name, min_step, MAX_INT if rows else 0, _ORDER)
             elif step_column is not None:
-                if step - begun > 1 and _parse_integer(cells[step_column]) == 0:  # not a row that is there twice
-                    if not begun:
+                if step - restart_row > 1 and _parse_integer(cells[step_column]) == 0:  # not a row that is there twice
+                    if not restart_row:
                         _warn_of_restart(step + 1, f"{path}:{line}")
-                    begun = step
-                _check_step(cells[step_column], cells[size_column], rows, begun)
+                    restart_row = step
+                _check_step(cells[step_column], cells[size_column], rows, restart_row)
             rows.append((step, _parse_size(cells[size_column], header[size_column])))
         except (TypeError, ValueError) as error:
             raise ValueError(f"trace row {len(rows) + 1} ({path}:{line}): {error}") from None
@@ -200,25 +223,25 @@ def _warn_of_restart(row: int, where: str) -> None:
     )
 
 
-def _check_step(cell: str, size: str, rows: list[tuple[int, int]], begun: int) -> None:
+def _check_step(cell: str, size: str, rows: list[tuple[int, int]], restart_row: int) -> None:
     """Raise ValueError unless the step in a cell is the next one.
 
     Args:
         cell: the cell with the step.
         size: the cell with the batch size, for the message.
         rows: step and batch size of the rows before it.
-        begun: number of the row in which step 0 is.
+        restart_row: number of the row in which step 0 is.
     """
     step = _parse_integer(cell)
-    expected = len(rows) - begun
-    if step == expected:
+    expected_step = len(rows) - restart_row
+    if step == expected_step:
         return
-    requirement = f"step must be {expected}, because each update has a row and they are numbered 0, 1, 2, ..."
+    requirement = f"step must be {expected_step}, because each update has a row and they are numbered 0, 1, 2, ..."
     remedy = "fix the column, or ignore it with renumber=True in BatchTrace.from_csv"
-    if isinstance(step, int) and step > expected > 0:
+    if isinstance(step, int) and step > expected_step > 0:
         remedy += '; if a row is where the batch size changes, pass every="change" instead'
-        if 0 < expected < 3:  # the steps jump in one of the first rows: probably a file of changes
-            points = [*rows[begun:], (step, f"{_parse_integer(size)!s:.20}")]
+        if 0 < expected_step < 3:  # the steps jump in one of the first rows: probably a file of changes
+            points = [*rows[restart_row:], (step, f"{_parse_integer(size)!s:.20}")]
             remedy += f', or the schedule "{" ".join(f"{number}:{size}" for number, size in points)} ..."'
     raise value_error(requirement, f"{step!r:.60}", remedy)
 

@@ -40,12 +40,23 @@ def merge_equal_runs(first_step: IntArray, size: IntArray, steps: int | None) ->
 
 
 def run_at(starts: IntArray, position: int) -> int:
-    """Return the index of the last run that starts at or before `position`, which may exceed int64."""
+    """Return the index of the last run that starts at or before a position.
+
+    Args:
+        starts: first step, or first sample, of each run of equal batch sizes, ascending, (runs,).
+        position: a step or a sample, which may exceed int64.
+    """
     return bisect_right(starts, position) - 1  # takes an eighth of the time of searchsorted if there are few runs
 
 
 def end_of_run(starts: IntArray, length: IntArray, step: int) -> int:
-    """Return the step after the last one of the run of `step`, whose length is known."""
+    """Return the step after the last one of the run that has `step`; a run is a range of steps with equal batch sizes.
+
+    Args:
+        starts: first step of each run, (runs,).
+        length: steps of each run, (runs,).
+        step: the step.
+    """
     run = run_at(starts, step)
     return int(starts[run]) + int(length[run])
 
@@ -72,9 +83,9 @@ def round_runs(
         run = too_small.argmax()
         requirement = f"{name} step {first_step[run]}: batch_size must be >= {multiple} to be rounded"
         raise value_error(requirement, size[run], "raise it, or round to a smaller multiple")
-    exact = size % multiple == 0  # (runs,)
-    new_runs = np.where(exact, 1, length)  # (runs,)
-    new_length = np.repeat(np.where(exact, length, 1), new_runs)  # (new runs,)
-    end = np.cumsum(np.repeat(size, new_runs) * new_length)  # (new runs,), samples
-    rounded = (end // multiple + (end % multiple * 2 >= multiple)) * multiple  # (new runs,)
-    return np.cumsum(new_length) - new_length, np.diff(rounded, prepend=0) // new_length
+    is_multiple = size % multiple == 0  # (runs,)
+    new_runs = np.where(is_multiple, 1, length)  # (runs,)
+    new_length = np.repeat(np.where(is_multiple, length, 1), new_runs)  # (new runs,)
+    run_ends = np.cumsum(np.repeat(size, new_runs) * new_length)  # (new runs,), samples
+    rounded_ends = (run_ends // multiple + (run_ends % multiple * 2 >= multiple)) * multiple  # (new runs,)
+    return np.cumsum(new_length) - new_length, np.diff(rounded_ends, prepend=0) // new_length

@@ -61,10 +61,10 @@ def first_steps_of_epochs(epochs: list[tuple[int, int]], dataset: Dataset) -> li
     for (begin, size), (end, next_size) in pairwise(epochs):
         step += (end - begin) * dataset.steps(size)
         # With drop_last, the samples that the last epoch of a size drops must not suffice for a step of the next size.
-        rest = dataset.size % size
-        if dataset.drop_last and next_size <= rest:
-            least = f"{rest}, what epoch {end - 1} drops"
-            requirement = f"with drop_last=True the batch size from epoch {end} on must be > {least}"
+        dropped_samples = dataset.size % size
+        if dataset.drop_last and next_size <= dropped_samples:
+            least_size = f"{dropped_samples}, what epoch {end - 1} drops"
+            requirement = f"with drop_last=True the batch size from epoch {end} on must be > {least_size}"
             raise value_error(requirement, f"{next_size}, which would begin in it", "omit drop_last")
         runs.append((step, next_size))
     dataset.steps(runs[-1][1])  # raises an error if an epoch has no step of the last size
@@ -165,9 +165,14 @@ def _divisor_of(unit: Unit, sequence_length: int | None) -> int:
 
 
 def _parse_entry(word: str, number: int, minimum: int, unit: Unit, divisor: int) -> tuple[int, int]:
-    """Return the threshold and the batch size of one entry, whose threshold must be at least `minimum`.
+    """Return the threshold and the batch size of one entry of a schedule, such as "2000:256".
 
-    A threshold in tokens is returned in samples, rounded down.
+    Args:
+        word: the text of the entry.
+        number: its number in the schedule, from 1, for errors.
+        minimum: the least threshold that is allowed.
+        unit: what the threshold counts, for errors.
+        divisor: the threshold is divided by this number, and rounded down: tokens of a sample, or 1.
     """
     match = _ENTRY.fullmatch(word)
     threshold, size = map(parse_count, match.groups()) if match else (None, None)
