@@ -55,6 +55,7 @@ class AdaptiveTrace:
     delay: int = 16
 
     def __post_init__(self) -> None:
+        """Check the arguments, and that a multiple of `multiple_of` lies within the bounds."""
         check_controller(self.controller)
         if self.bounds is not None:
             object.__setattr__(self, "bounds", check_bounds(self.bounds))
@@ -113,7 +114,15 @@ def largest_size(trace: AdaptiveTrace) -> int:
 
 
 def limit_to_dataset(trace: AdaptiveTrace, dataset_size: int) -> AdaptiveTrace:
-    """Return a trace whose batch sizes are at most the dataset's size; raise ValueError if its upper bound is not."""
+    """Return an adaptive trace whose batch sizes are at most the dataset's size, because a batch is a part of an epoch.
+
+    Args:
+        trace: the trace; without bounds it gets the dataset's size as upper bound.
+        dataset_size: number of samples.
+
+    Raises:
+        ValueError: if the upper bound, `start` or `multiple_of` of the trace exceeds it.
+    """
     if trace.bounds is None:
         for value, name in (trace.multiple_of, "multiple_of"), (trace.start or 1, "start"):
             if value > dataset_size:

@@ -80,9 +80,9 @@ def check_controller(value: object) -> None:
 
 
 def describe_controller(controller: object) -> str:
-    """Return a text that is the same on all ranks and in a run that resumes, and another one for other arguments.
+    """Return a text for a controller; ranks, and a run that resumes, compare it to find out whether it is the same.
 
-    That of a function has the values that it takes from the function around it.
+    The text of a function has the values that it takes from the function around it.
 
     >>> def times(factor):
     ...     return lambda input: factor * input.devices
@@ -97,7 +97,11 @@ def describe_controller(controller: object) -> str:
 
 
 def as_samples(value: float, rounded: Callable[[float], int] = round) -> int:
-    """Return a number other than nan as a batch size in [1, 2**53], rounded by `rounded`.
+    """Return a number other than nan as a batch size: an integer in [1, 2**53].
+
+    Args:
+        value: the number, which may be infinite.
+        rounded: function that makes it an integer, such as `math.ceil`.
 
     >>> from math import ceil, inf
     >>> as_samples(0.2), as_samples(99.5, ceil), as_samples(inf) == 2**53

@@ -127,7 +127,7 @@ class DecidedTrace:
         return next_question + delay
 
     def so_far(self, updates: int) -> BatchTrace:
-        """Return the batch sizes of the first `updates` steps.
+        """Return the batch sizes of the first `updates` steps, as a trace.
 
         Raises:
             AttributeError: if there are none; it is raised by a property, which `hasattr` then finds missing.
@@ -135,13 +135,16 @@ class DecidedTrace:
         if updates == 0:
             raise AttributeError("the trace so far needs at least one update, but there was none; train first")
         first_step, size = self.trace.runs
-        made = first_step < updates  # (runs,)
-        return BatchTrace(first_step[made], size[made], updates)
+        is_made = first_step < updates  # (runs,)
+        return BatchTrace(first_step[is_made], size[is_made], updates)
 
     def ask(self, known: Measurements) -> DecidedTrace:
-        """Return this object with a further question to the controller, whose measurements are `known`.
+        """Return this object with a further question to the controller, which is answered some updates later.
 
-        The answer comes some updates later, by `decide` and `adopt`, when the device has computed them.
+        By then the device has computed what the controller reads, so that no update waits; see `decide` and `adopt`.
+
+        Args:
+            known: what is known of the training now.
         """
         return replace(self, unanswered=(*self.unanswered, known), asked=known.updates)
 
@@ -173,7 +176,7 @@ class DecidedTrace:
         last = self.decisions[-1]
         trace = self.trace
         # A decision that begins at the same step or later was made before, and is replaced.
-        earlier = tuple(other for other in self.decisions if other.begins < decision.begins)
+        earlier = tuple(known for known in self.decisions if known.begins < decision.begins)
         decisions = in_effect((*earlier, decision), updates)
         if decision.batch_size != last.batch_size or decision.begins <= last.begins:  # else the trace stays as it is
             trace = _join_runs(self._runs, decisions, updates)
@@ -227,12 +230,17 @@ def describe(adaptive: AdaptiveTrace) -> str:
 
 
 def warn_if_changed(adaptive: AdaptiveTrace, state: dict[str, Any]) -> None:
-    """Warn if another controller, or one that is asked at other updates, decides than in the training of `state`."""
-    before = (state["decides"], state["asked"])
-    now = _describe_parts(adaptive)
-    if before != now:
-        chosen = f"batch sizes were chosen by {', '.join(before)}, and are by {', '.join(now)} from now on"
-        message = f"Resumed with another AdaptiveTrace: {chosen}"
+    """Warn if a run resumes with another controller, or asks it at other updates, than the run that was saved.
+
+    Args:
+        adaptive: the controller of this run, and when it is asked.
+        state: what `DecidedTrace.state_dict` has returned in the saved run.
+    """
+    saved = (state["decides"], state["asked"])
+    present = _describe_parts(adaptive)
+    if saved != present:
+        change = f"batch sizes were chosen by {', '.join(saved)}, and are by {', '.join(present)} from now on"
+        message = f"Resumed with another AdaptiveTrace: {change}"
         warnings.warn(message, UserWarning, stacklevel=stacklevel_of_user())
 
 
@@ -268,7 +276,7 @@ def _join_runs(runs: Sequence[tuple[int, int]], decisions: Decisions, updates: i
         updates: number of updates so far.
     """
     # Of decisions that begin at the same step the last one counts.
-    later = {max(decision.begins, updates): decision.batch_size for decision in decisions}
-    rows = [*(run for run in runs if run[0] < min(later)), *sorted(later.items())]
-    first_step, size = np.array(rows, np.int64).T  # (runs,), (runs,)
+    size_by_step = {max(decision.begins, updates): decision.batch_size for decision in decisions}
+    all_runs = [*(run for run in runs if run[0] < min(size_by_step)), *sorted(size_by_step.items())]
+    first_step, size = np.array(all_runs, np.int64).T  # (runs,), (runs,)
     return BatchTrace(first_step, size, None)

@@ -37,12 +37,12 @@ class Decision:
         if (input := self.input) is None:
             return [self.begins, self.batch_size, None]
         numbers = {name: getattr(input, name) for name in _NUMBERS}
-        known = {name: list(astuple(value)) for name in _VALUES if (value := getattr(input, name)) is not None}
-        return [self.begins, self.batch_size, numbers | known]
+        known_values = {name: list(astuple(value)) for name in _VALUES if (value := getattr(input, name)) is not None}
+        return [self.begins, self.batch_size, numbers | known_values]
 
     @classmethod
     def from_plain(cls, plain: list[Any]) -> Decision:
-        """Return the decision of which `to_plain` returned `plain`."""
+        """Return the decision that `to_plain` has turned into plain numbers, lists and dictionaries."""
         begins, batch_size, fields = plain
         if fields is None:
             return cls(begins, batch_size)
@@ -55,8 +55,14 @@ Decisions: TypeAlias = tuple[Decision, ...]  # the one in effect, then those tha
 
 
 def in_effect(decisions: Decisions, updates: int) -> Decisions:
-    """Return the decision in effect after this number of updates, then the pending ones; earlier ones are left out."""
-    return decisions[max(row for row, decision in enumerate(decisions) if decision.begins <= updates) :]
+    """Return the decision that gives the batch size after this number of updates, then the pending ones.
+
+    Args:
+        decisions: decisions in the order of the updates at which they begin.
+        updates: number of updates so far.
+    """
+    latest = max(row for row, decision in enumerate(decisions) if decision.begins <= updates)
+    return decisions[latest:]
 
 
 def is_due(trace: AdaptiveTrace, updates: int) -> bool:
@@ -83,8 +89,8 @@ def decide(trace: AdaptiveTrace, decisions: Decisions, input: ControlInput) -> D
         decisions: the decision in effect, and pending ones.
         input: what the controller gets; its `batch_size` is replaced by the batch size of the last decision.
     """
-    asked = replace(input, batch_size=decisions[-1].batch_size)
-    return Decision(input.updates + trace.delay, trace.next(asked), asked)
+    completed_input = replace(input, batch_size=decisions[-1].batch_size)
+    return Decision(input.updates + trace.delay, trace.next(completed_input), completed_input)
 
 
 def decide_again(
@@ -103,24 +109,27 @@ def decide_again(
         step: the first step whose batch size may change.
         changed: whether the controller, or the limits of its answers, are others than in the training that stopped.
     """
-    decided: list[Decision] = []
+    new_decisions: list[Decision] = []
     for decision in in_effect(decisions, step):
-        asked = None if decision.input is None else with_noise(trace, decision.input)
-        if asked is None:  # `start`, which no controller has chosen
+        new_input = None if decision.input is None else with_noise(trace, decision.input)
+        if new_input is None:  # `start`, which no controller has chosen
             allowed = round_to_allowed(trace, decision.batch_size)
             decision = decision if allowed == decision.batch_size else Decision(step, allowed)
-        elif changed or devices not in (None, asked.devices):
-            asked = replace(asked, devices=devices or asked.devices)
-            changed = changed or trace.next(asked) != decision.batch_size
-            decision = replace(decision, input=asked)
+        elif changed or devices not in (None, new_input.devices):
+            new_input = replace(new_input, devices=devices or new_input.devices)
+            changed = changed or trace.next(new_input) != decision.batch_size
+            decision = replace(decision, input=new_input)
             if changed:  # the first other answer, or a later one
-                present = decided[-1].batch_size if decided else decision.batch_size
-                asked = replace(asked, batch_size=present)
-                decision = Decision(max(decision.begins, step), trace.next(asked), asked)
-        decided.append(decision)
-    return tuple(decided)
+                present_size = new_decisions[-1].batch_size if new_decisions else decision.batch_size
+                new_input = replace(new_input, batch_size=present_size)
+                decision = Decision(max(decision.begins, step), trace.next(new_input), new_input)
+        new_decisions.append(decision)
+    return tuple(new_decisions)
 
 
 def with_noise(trace: AdaptiveTrace, input: ControlInput) -> ControlInput:
-    """Return the input; if the controller reads the noise and none was measured, with a noise of nan."""
+    """Return the input of a controller; if it reads the gradient noise and none was measured yet, with a noise of nan.
+
+    So a controller need not tell a missing noise from an unknown one.
+    """
     return replace(input, noise=UNKNOWN) if trace.needs_noise and input.noise is None else input

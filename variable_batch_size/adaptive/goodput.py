@@ -94,9 +94,9 @@ class Goodput:
         return min(max(size, self.bounds[0]), self.bounds[1])
 
     def _explored_size(self, present: int) -> int:
-        """Return another batch size, for updates whose time tells more about the throughput: twice the present one.
+        """Return another batch size than the present one, by whose updates a training learns how long updates take.
 
-        At the upper bound it is half of that bound, so that the sizes begin to grow again.
+        It is twice the present one, and at the upper bound half of that bound, so that the sizes begin to grow again.
         """
         return 2 * present if present < self.bounds[1] else self.bounds[1] // 2
 
@@ -105,9 +105,9 @@ class Goodput:
         low, high = self.bounds
         # From `low` to `high` with a constant ratio of one size to the next.
         grid = {round(low * (high / low) ** (index / (CANDIDATES - 1))) for index in range(CANDIDATES)} | {low, high}
-        full = {-(-size // unit) * unit for size in grid for unit in _units(input)}  # rounded up to multiples
-        present = low if input.batch_size is None else input.batch_size
-        return np.array(sorted(size for size in grid | full | {present} if low <= size <= high))
+        full_sizes = {-(-size // unit) * unit for size in grid for unit in _units(input)}  # rounded up to multiples
+        present_size = low if input.batch_size is None else input.batch_size
+        return np.array(sorted(size for size in grid | full_sizes | {present_size} if low <= size <= high))
 
 
 def _units(input: ControlInput) -> tuple[int, ...]:

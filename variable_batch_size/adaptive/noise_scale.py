@@ -20,16 +20,29 @@ def required_noise(controller: Controller, input: ControlInput) -> Noise:
 
 
 def finite_noise_scale(controller: Controller, input: ControlInput) -> float | None:
-    """Return the noise scale sigma^2 / mu^2, in samples; None while there is no estimate of mu^2 > 0.
+    """Return the noise scale of the gradients, sigma^2 / mu^2, in samples; None while there is no estimate of mu^2 > 0.
 
-    Raise ValueError if the noise is not measured.
+    Args:
+        controller: the controller that needs it, for the error.
+        input: what the controller gets.
+
+    Raises:
+        ValueError: if the noise is not measured.
     """
     scale = float(required_noise(controller, input).noise_scale)
     return scale if math.isfinite(scale) else None
 
 
 def keep_batch_size(controller: Controller, input: ControlInput) -> int:
-    """Return the batch size that was chosen last; raise ValueError if there is none."""
+    """Return the batch size that was chosen last, for a controller that knows too little to choose one.
+
+    Args:
+        controller: the controller, for the error.
+        input: what the controller gets.
+
+    Raises:
+        ValueError: if no batch size was chosen yet.
+    """
     if input.batch_size is None:
         requirement = f"{controller} needs a batch size to keep while it knows too little to choose one"
         raise value_error(requirement, "batch_size=None", "pass start=")

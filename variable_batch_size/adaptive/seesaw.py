@@ -45,6 +45,7 @@ class Seesaw:
     critical: int
 
     def __post_init__(self) -> None:
+        """Check the arguments."""
         schedule: object = self.schedule
         if not callable(schedule):
             requirement = "schedule must be a function of the samples so far"

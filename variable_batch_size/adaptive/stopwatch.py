@@ -28,6 +28,7 @@ class UpdateStopwatch:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Begin without measurements: seconds by devices, rows of the largest microbatch, and rounds."""
         self._clock = clock
         self._seconds: dict[tuple[int, int, int], deque[float]] = {}
         self._last: float | None = None  # when the last update ended
@@ -51,7 +52,7 @@ class UpdateStopwatch:
         self._last = now
 
     def throughput(self) -> Throughput | None:
-        """Return the model that is closest to the medians; None if there are too few measurements, or no model fits.
+        """Return the model of an update's seconds that fits the medians; None if too few are known, or none fits.
 
         There must be two kinds with at least `_LEAST` updates that differ in rows or rounds: kinds that differ only in
         the number of devices say nothing about other batch sizes.

@@ -56,6 +56,7 @@ class Throughput:
     overlap: float = 1.0
 
     def __post_init__(self) -> None:
+        """Check the parameters: seconds >= 0, an overlap in [1, 10], and a microbatch that takes time."""
         for field in fields(self):
             number = check_number(getattr(self, field.name), field.name, "pass seconds, or an overlap in [1, 10]")
             object.__setattr__(self, field.name, number)
@@ -132,10 +133,10 @@ class Throughput:
         most_rows = largest_batch if minibatch_size is None else min(minibatch_size, largest_batch)
         multiple_of = min(devices, largest_batch) if spread or minibatch_size is None else 1
         microbatches = count_microbatches(batch_sizes, most_rows, fixed_shape=False, multiple_of=multiple_of)
-        rows, larger = np.divmod(batch_sizes, microbatches)  # `larger` of the microbatches have one row more
+        rows, num_larger = np.divmod(batch_sizes, microbatches)  # so many of the microbatches have one row more
         rounds = -(-microbatches // devices)
-        busiest = rounds * rows + -(-larger // devices)  # devices get the smaller microbatches first
-        return self.of_rounds(busiest, rows + (larger > 0), rounds, devices)
+        rows_of_busiest = rounds * rows + -(-num_larger // devices)  # devices get the smaller microbatches first
+        return self.of_rounds(rows_of_busiest, rows + (num_larger > 0), rounds, devices)
 
     def of_rounds(
         self, busiest: npt.ArrayLike, rows: npt.ArrayLike, rounds: npt.ArrayLike, devices: npt.ArrayLike
@@ -220,7 +221,15 @@ class Throughput:
 def _seconds(
     parameters: FloatArray, busiest: FloatArray, rows: FloatArray, rounds: FloatArray, devices: FloatArray
 ) -> FloatArray:
-    """Return the seconds of updates by the equations of `Throughput`, whose parameters are in its order, (5,)."""
+    """Return the seconds of updates, (updates,), by the equations of `Throughput`.
+
+    Args:
+        parameters: accum_base, accum_row, net_base, net_device and overlap, (5,).
+        busiest: rows of all microbatches of the busiest device.
+        rows: rows of its last microbatch, after which the devices communicate.
+        rounds: number of its microbatches.
+        devices: number of devices.
+    """
     accum_base, accum_row, net_base, net_device, overlap = parameters
     before_last = accum_base * (rounds - 1) + accum_row * (busiest - rows)  # all microbatches but the last one
     accum = accum_base + accum_row * rows  # the last microbatch, which overlaps with the communication
@@ -264,8 +273,9 @@ def measured_updates(values: npt.ArrayLike) -> Measured:
 def _fit_parameters(updates: Measured) -> FloatArray:
     """Return the parameters with the least squares of the relative errors, in the order of `Throughput`, (5,)."""
     devices, rows, rounds, seconds = updates
-    several = devices > 1
-    worlds, worlds_above_one = len(np.unique(devices)), len(np.unique(devices[several]))  # different numbers of devices
+    on_several = devices > 1
+    # How many different numbers of devices were measured.
+    worlds, worlds_above_one = len(np.unique(devices)), len(np.unique(devices[on_several]))
     # Which parameters the measurements determine; the others keep their lowest value.
     fits_net_base = worlds_above_one > 0 and (worlds > worlds_above_one or len(np.unique(rounds)) > 1)
     is_fitted = np.array(
@@ -274,7 +284,7 @@ def _fit_parameters(updates: Measured) -> FloatArray:
             True,  # accum_row
             fits_net_base,  # it counts once an update, and computation once a round
             worlds > 1 and worlds_above_one > 1,  # net_device
-            worlds > 1 and len(np.unique(rows[several])) > 1,  # overlap: it shows where computation varies
+            worlds > 1 and len(np.unique(rows[on_several])) > 1,  # overlap: it shows where computation varies
         ]
     )
     # The search begins with half of the time of a round, a row, an update and a device, and with an overlap of 2.
