@@ -68,13 +68,23 @@ def run_child(work: Callable[..., int], args: Sequence[Any], environment: Mappin
 
 
 def run_by(launcher: Callable[..., object], work: Callable[..., object], args: Sequence[Any]) -> None:
-    """Call `launcher(work, args=args)`; within a `Preemption`, the processes that it starts handle its signals too."""
+    """Call `launcher(work, args=args)`; within a `Preemption`, the processes that it starts handle its signals.
+
+    Args:
+        launcher: starts processes that call `work(*args)`, such as `torch_xla.launch`.
+        work: picklable function.
+        args: its arguments.
+
+    Raises:
+        SystemExit: with code 143 if a signal came before the processes had handlers for it.
+    """
     preemption = active_preemption()
     if preemption is None:
         launcher(work, args=tuple(args))
         return
 
     def forward(signum: signal.Signals) -> None:
+        """Send a signal to all processes that the launcher has started."""
         for child in multiprocessing.active_children():
             if child.pid is not None:
                 with suppress(ProcessLookupError):
@@ -109,12 +119,12 @@ class _WithPreemption:
 @contextmanager
 def environment_with(variables: Mapping[str, str]) -> Iterator[None]:
     """Set these environment variables for the block, and restore the previous values after it."""
-    before = {name: os.environ.get(name) for name in variables}
+    values_before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in values_before.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
@@ -148,15 +158,19 @@ class Rendezvous:
         self._change = threading.Condition()
 
     def wait(self) -> None:
-        """Return when all ranks have called it."""
+        """Return when all ranks have called it: a barrier for ranks that are threads of this process.
+
+        Raises:
+            RuntimeError: if a rank has returned instead of coming here.
+        """
         with self._change:
-            barrier = self._barriers  # how many barriers all ranks have passed
+            barriers_before = self._barriers  # how many barriers all ranks have passed
             self._arrived += 1
             if self._arrived == self._size:  # the last rank releases the others
                 self._arrived, self._barriers = 0, self._barriers + 1
                 self._change.notify_all()
-            self._change.wait_for(lambda: self._barriers != barrier or self.left)
-            if self._barriers == barrier:  # a rank has returned instead of coming here
+            self._change.wait_for(lambda: self._barriers != barriers_before or self.left)
+            if self._barriers == barriers_before:  # a rank has returned instead of coming here
                 raise RuntimeError(
                     f"every rank must take part in each update, but {threading.current_thread().name} waits for a rank "
                     f"that has returned; give all ranks the same number of updates"
@@ -184,11 +198,11 @@ def _on_sigterm(handler: Callable[[int, FrameType | None], None]) -> Iterator[No
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, handler)
+    handler_before = signal.signal(signal.SIGTERM, handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)  # None: not installed by Python
+        signal.signal(signal.SIGTERM, handler_before or signal.SIG_DFL)  # None: not installed by Python
 
 
 def _start_child(child: BaseProcess) -> None:
@@ -253,6 +267,7 @@ def _terminate_with_parent() -> None:
     parent = multiprocessing.parent_process()
 
     def watch() -> None:
+        """Wait in a thread until the parent process has ended."""
         if parent is not None:
             parent.join()
             os.kill(os.getpid(), signal.SIGTERM)
@@ -261,7 +276,10 @@ def _terminate_with_parent() -> None:
 
 
 def _exit_after_thread(failure: threading.ExceptHookArgs) -> None:
-    """End the process after the first exception in a thread, as its `threading.excepthook`."""
+    """End the process after the first exception in a thread; it is installed as `threading.excepthook`.
+
+    The other ranks, which are threads, may wait in a collective that never completes.
+    """
     with _first_failure:  # later failures block here while the process exits, so that only the first is printed
         code = _print_failure(failure.exc_value)
         if code:  # a SystemExit of code 0 is no failure

@@ -62,6 +62,7 @@ class Agreement:
     """
 
     def __init__(self, backend: Backend) -> None:
+        """Connect the ranks: give them a store under a new name, and let each know the processes of the others."""
         self._backend, self.world = backend, backend.world
         self._gathered, self._restores = 0, 0  # number of calls of `gather` and of `forget` so far
         self._wishes: set[str] = set()  # of this rank, for the next meeting
@@ -80,6 +81,7 @@ class Agreement:
             weak_look = WeakMethod(self._look_while_waiting)  # so that the backend does not keep this object alive
 
             def look() -> None:
+                """Look whether another rank waits in a call that this one has left out."""
                 look_while_waiting = weak_look()
                 if look_while_waiting is not None:
                     look_while_waiting()
@@ -87,7 +89,7 @@ class Agreement:
             backend.while_waiting = look
 
     def _restart_counts(self) -> None:
-        """Forget updates and meetings, and count them from 0 again."""
+        """Count updates, and meetings of the ranks after an update, from 0 again."""
         self._updates = 0
         self._meetings, self._met_at = 0, 0  # meetings so far, and the update after which the last one was held
         self._reserved = 1  # the update up to which this rank continues without a look; at first one after a meeting
@@ -113,9 +115,9 @@ class Agreement:
         if self.world.size == 1:
             return [message]
         self._gathered += 1
-        number = self._gathered
-        keys = {rank: f"{number}/{rank}" for rank in range(self.world.size)}
-        list_key = f"{number}/all"  # of the list of all messages, which rank 0 writes
+        call_number = self._gathered
+        keys = {rank: f"{call_number}/{rank}" for rank in range(self.world.size)}
+        list_key = f"{call_number}/all"  # of the list of all messages, which rank 0 writes
         with _absence_if_store_ends(call):
             self._store.set(keys[self.world.rank], json.dumps([call, message]))
             if self.world.rank == 0:
@@ -123,7 +125,7 @@ class Agreement:
                 texts = [text.decode() for text in self._store.multi_get([*keys.values()])]
                 self._store.set(list_key, f"[{','.join(texts)}]")
                 # All ranks have read the list of the call before, as they have come to this one: it can be deleted.
-                for key in (*keys.values(), f"{number - 1}/all"):
+                for key in (*keys.values(), f"{call_number - 1}/all"):
                     self._store.delete_key(key)
             else:
                 self._wait_for_keys(call, keys, ready=list_key, patience=patience)
@@ -174,7 +176,12 @@ class Agreement:
         return self.run_on_all(call, lambda: "" if self.world.rank else work())[0]
 
     def any_rank(self, call: str, condition: bool) -> bool:
-        """Return whether the condition is true on any rank."""
+        """Return whether a condition is true on any rank; every rank makes this call.
+
+        Args:
+            call: name of the call, for an error.
+            condition: the condition on this rank.
+        """
         return "1" in self.gather(call, str(int(condition)))
 
     # What one rank publishes, and no other rank waits for before it needs it. --------------------------------------
@@ -241,23 +248,27 @@ class Agreement:
             self._meet_ranks()
 
     def _look_for_request(self) -> None:
-        """Request a meeting if this rank has wishes, otherwise reserve updates; if one was requested, agree when."""
-        began = time.perf_counter()
+        """Look whether a rank wants all to meet after the same update, and agree on that update; or request it.
+
+        A rank with wishes requests a meeting. Any other rank reserves the updates that it makes before it looks next:
+        all ranks meet after the last reserved update.
+        """
+        look_began = time.perf_counter()
         self._check_no_call_passed(self._updates)
         if self._wishes:
             self._store.set(self._meeting_key(_REQUESTED), "")
         else:
-            self._reserve_until(self._updates + self._updates_to_next_look(began))
+            self._reserve_until(self._updates + self._updates_to_next_look(look_began))
         # A rank writes its reservation before it looks for a request, and a rank that wants to meet writes its request
         # before it reads the reservations. So either the first one sees the request, or the second one sees the
         # reservation: no rank passes the update of the meeting.
         if self._store.check([self._meeting_key(_REQUESTED)]):
             self._reserve_until(self._updates)  # this rank makes no further update before it knows the next meeting
-            last = max(map(self._reserved_by, range(self.world.size)))
+            last_reserved = max(map(self._reserved_by, range(self.world.size)))
             # Ranks may find different ones: the first one that is written counts.
-            self._next = int(self._store.compare_set(self._meeting_key(_LAST), "", str(last)))
+            self._next = int(self._store.compare_set(self._meeting_key(_LAST), "", str(last_reserved)))
         self._looked_at, self._looked_time = self._updates, time.perf_counter()
-        self._look_seconds += (self._looked_time - began - self._look_seconds) / 4  # a moving average
+        self._look_seconds += (self._looked_time - look_began - self._look_seconds) / 4  # a moving average
 
     def _meet_ranks(self) -> None:
         """Exchange wishes with all ranks, after the update of the meeting; all wishes are granted on all ranks."""
@@ -292,7 +303,11 @@ class Agreement:
         return int(self._store.get(key)) if self._store.check([key]) else self._met_at + 1
 
     def _updates_to_next_look(self, now: float) -> int:
-        """Return the number of updates until the next look, such that looks take a small share of the time."""
+        """Return the number of updates until the next look into the store, so that looks take a small share of time.
+
+        Args:
+            now: the time, in seconds of `time.perf_counter`.
+        """
         update_seconds = (now - self._looked_time) / (self._updates - self._looked_at)
         interval = min(self._look_seconds / _MAX_SHARE, _MAX_INTERVAL)  # seconds between two looks
         return max(1, math.ceil(interval / max(update_seconds, 1e-9)))
@@ -349,7 +364,10 @@ class Agreement:
             pause = min(waited / 8 + 1e-5, _MAX_PAUSE)
 
     def _look_while_waiting(self) -> None:
-        """Raise an error if another rank waits in a call, while this one waits for it in the sum of the next update."""
+        """Raise an error if another rank waits in a call while this one waits for it in the sum of the next update.
+
+        The backend calls it every second during a sum, because the two ranks would wait for each other for ever.
+        """
         with suppress(dist.DistNetworkError):
             self._check_no_call_passed(self._updates + 1)
 
@@ -363,8 +381,10 @@ class Agreement:
         """
         if not self._store.check([_WAITS]):
             return
-        number, updates, rank, call = json.loads(self._store.get(_WAITS))
-        if number > self._gathered and made > updates:  # this rank was not there, and has gone on to a later update
+        call_number, updates, rank, call = json.loads(self._store.get(_WAITS))
+        if (
+            call_number > self._gathered and made > updates
+        ):  # this rank was not there, and has gone on to a later update
             sentence = (
                 f"every rank must come to {call}, but rank {rank} waits there and rank {self.world.rank} makes the "
                 f"next update; load, save, read metrics and change param_groups on every rank, after the same updates"

@@ -56,9 +56,10 @@ class Backend(ABC):
         """
 
     def _gather_bytes(self, message: bytes) -> list[bytes]:
-        """Return the messages of all ranks, by rank, through two sums; with a store, `Agreement.gather` does it.
+        """Return the messages of all ranks, by rank, through two sums, while the ranks have no store.
 
-        In each sum a rank fills its own row and leaves zeros in the rows of the others.
+        The first sum exchanges the lengths, the second one the bytes: in each, a rank fills its own row and leaves
+        zeros in the rows of the others.
         """
         world = self.world
         lengths = torch.zeros(world.size, dtype=torch.int64)
@@ -122,7 +123,7 @@ class Backend(ABC):
         return self._sent is None and tensor.device.type == "cpu"
 
     def scalars(self, values: Sequence[float], like: Tensor, place: str = "") -> Sequence[Any]:
-        """Return factors for `like` that do not become constants of a graph.
+        """Return Python numbers as factors for the tensor `like`, which do not become constants of a compiled graph.
 
         Tensors are float64 for a float64 `like`, otherwise float32: the product with one in half precision is computed
         in float32 and rounded once, as with a Python number.
@@ -159,12 +160,18 @@ class Backend(ABC):
 
     @final
     def scalar(self, value: float, like: Tensor, place: str = "") -> Any:
-        """Return one factor for `like`, as `scalars` does."""
+        """Return a Python number as a factor for a tensor, which does not become a constant of a graph; see `scalars`.
+
+        Args:
+            value: the number.
+            like: tensor whose device and dtype the factor must fit.
+            place: name of the place in the graphs that use the factor.
+        """
         return self.scalars([value], like, place)[0]
 
     @final
     def number(self, value: Tensor | float, like: Tensor, place: str = "") -> Any:
-        """Return a number that a user has computed anywhere, a float or a tensor with one element, for `like`.
+        """Return a user's number, a float or a tensor with one element on any device, as a factor for `like`.
 
         A tensor on the host is read there, because one of 0 or 1 that is moved would be a constant of a graph. One on a
         device stays there, 0-D, unless the host may read both.
@@ -186,9 +193,13 @@ class Backend(ABC):
         return value
 
     def numbers_as_inputs(self, inner: Optimizer, *, unread: bool = False) -> AbstractContextManager[object]:
-        """Return a context for steps of `inner`, in which each number is an input of the graph, and no constant.
+        """Return a context for steps of an optimizer in which each number is an input of the graph, and no constant.
 
-        `unread`: whether numbers that are on the device already stay there, see `NumbersAsInputs`.
+        A changed learning rate then needs no new graph. On devices that compile no graphs the context does nothing.
+
+        Args:
+            inner: the optimizer of torch.
+            unread: whether numbers that are on the device already stay there, see `NumbersAsInputs`.
         """
         if self._sent is None:
             return nullcontext()

@@ -32,6 +32,8 @@ class AskedOnce:
         self._store, self._ended = store, False
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
+        """Return a method of the store that raises at once if the process of the store was found to have ended."""
+
         def call(*arguments: Any) -> Any:
             if self._ended:
                 raise dist.DistNetworkError("the process that holds the store has ended")
@@ -69,7 +71,13 @@ def register_leave(party: Any, world: World, store: AskedOnce, *, in_memory: boo
 
 
 def _tell_leaving(store: AskedOnce, rank: int, pid: int) -> None:
-    """Record in the store that a rank has left, unless this is a fork of its process `pid`."""
+    """Record in the store that a rank has left, so that no other rank waits for it.
+
+    Args:
+        store: the store of the ranks.
+        rank: the rank.
+        pid: id of its process; a fork of it records nothing.
+    """
     with suppress(RuntimeError):  # the process with the store has ended
         if os.getpid() == pid:
             store.set(f"{LEFT}/{rank}", "")
@@ -81,7 +89,7 @@ def _leave_all() -> None:
 
     Its process usually holds the store, which ends with it.
     """
-    ends = time.monotonic() + _SECONDS_AT_EXIT
+    deadline = time.monotonic() + _SECONDS_AT_EXIT
     parties = list(_open_parties)
     for party in parties:
         party.leave()
@@ -89,7 +97,7 @@ def _leave_all() -> None:
         is_own = os.getpid() == pid  # in a fork, these are the agreements of the parent process
         with suppress(RuntimeError):
             exited = store.add(_EXITED, int(is_own))
-            while world.rank == 0 and is_own and exited < world.size and time.monotonic() < ends:
+            while world.rank == 0 and is_own and exited < world.size and time.monotonic() < deadline:
                 time.sleep(0.01)
                 exited = store.add(_EXITED, 0)  # adds nothing: it returns how many there are
     for party in parties:
@@ -107,18 +115,23 @@ def identity() -> str:
 
 
 def has_ended(process: str) -> bool:
-    """Return whether the process with an `identity` has ended; False if it is on another machine."""
+    """Return whether a process of this machine has ended; False if it is on another machine, or that is not known.
+
+    Args:
+        process: what `identity` has returned in that process.
+    """
     try:
-        machine, pid, start = process.rsplit(" ", 2)
+        machine, pid, saved_start = process.rsplit(" ", 2)
         if machine != _machine_identity():
             return False
     except (OSError, ValueError):
         return False
     try:
-        state, began = _state_and_start(int(pid))
+        state, start_now = _state_and_start(int(pid))
     except OSError:
         return True
-    return state in "ZX" or began != start  # Z, X: zombie, dead; with another start, another process has the id now
+    # Z, X: zombie, dead; with another start, another process has the id now.
+    return state in "ZX" or start_now != saved_start
 
 
 def _machine_identity() -> str:
@@ -127,7 +140,11 @@ def _machine_identity() -> str:
 
 
 def _state_and_start(pid: int) -> tuple[str, str]:
-    """Return the state of a process and when it began, as proc(5) has them; raise OSError if there is none."""
+    """Return the state of a process, such as "S" for sleeping, and when it began, in clock ticks since the boot.
+
+    Raises:
+        OSError: if there is no such process.
+    """
     # The second field, the name in parentheses, may contain spaces: `fields` begin with the third one.
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return fields[0], fields[19]  # fields 3 and 22 of proc(5)

@@ -34,6 +34,7 @@ class DistributedBackend(Backend):
     def __init__(
         self, group: dist.ProcessGroup | None = None, *, job: bool = False, sent: SentNumbers | None = None
     ) -> None:
+        """Take rank and size of the world from the process group."""
         super().__init__(World(dist.get_rank(group), dist.get_world_size(group)), sent)
         self._group, self._of_job = group, job
         self._messages = FlatMessages()
@@ -49,6 +50,7 @@ class DistributedBackend(Backend):
         self._messages.reduce_flat(tensors, reduce)
 
     def _gather_bytes(self, message: bytes) -> list[bytes]:
+        """Return the messages of all ranks, by rank, through one collective."""
         messages: list[Any] = [message] * self.world.size
         dist.all_gather_object(messages, message, group=self._group)
         return messages
@@ -74,14 +76,17 @@ class DistributedBackend(Backend):
         return torch.device("cpu" if "cpu" in kinds else kinds[0])
 
     def _own_group(self) -> dist.ProcessGroup:
+        """Return the process group of this backend: the one that was passed, or the default one."""
         group = self._group or dist.group.WORLD
         assert group is not None  # for mypy: the constructor has raised otherwise
         return group
 
     def _wait_for_sum(self, work: Any, flat: Tensor) -> None:
-        """Wait for the sum of `flat`; on the CPU, where the host waits, call `while_waiting` every second.
+        """Wait for the sum of a tensor; on the CPU, where the host waits, call `while_waiting` every second.
 
-        `work` is what the asynchronous all-reduce returned.
+        Args:
+            work: what the asynchronous all-reduce returned.
+            flat: the tensor.
         """
         while flat.device.type == "cpu":
             with suppress(RuntimeError):  # the second is over, or the sum has failed

@@ -34,6 +34,7 @@ class ElasticBackend(Backend):
     elastic: ClassVar[bool] = True
 
     def __init__(self, job: Backend | None = None) -> None:
+        """Begin with a world of this rank alone, which `meet` replaces."""
         super().__init__(World())
         self._job = job or LocalBackend()
         self.facts: dict[str, Any] = {}

@@ -34,11 +34,18 @@ class FlatMessages:
             torch.cat([tensor.detach().reshape(-1) for tensor in members], out=flat)
             reduce(flat)
             sums = torch.split(flat, [tensor.numel() for tensor in members])
-            shaped = [total.view(tensor.shape) for total, tensor in zip(sums, members, strict=True)]
-            torch._foreach_copy_(members, shaped)
+            sums_in_shape = [total.view(tensor.shape) for total, tensor in zip(sums, members, strict=True)]
+            torch._foreach_copy_(members, sums_in_shape)
 
     def _buffer_of_length(self, like: Tensor, length: int) -> Tensor:
-        """Return the buffer of this length, and drop those of other lengths with the device and dtype of `like`."""
+        """Return a tensor of this length to which tensors are joined; the last one of this length is used again.
+
+        Buffers of other lengths with the same device and dtype are dropped, so that they take no memory.
+
+        Args:
+            like: tensor whose device and dtype it gets.
+            length: number of elements.
+        """
         key = (like.device, like.dtype, length)
         if key not in self._buffers:
             self._buffers = {other: buffer for other, buffer in self._buffers.items() if other[:2] != key[:2]}

@@ -42,6 +42,7 @@ class NumbersAsInputs(TorchFunctionMode):
     def __init__(
         self, inner: Optimizer, send: Callable[[float, Tensor], Tensor], device_type: str, *, unread: bool = False
     ) -> None:
+        """Begin without numbers on the device; those that were sent stay for later steps."""
         super().__init__()
         self._unread = unread
         self._binary = _BINARY | _POWERS if unread else _BINARY
@@ -85,10 +86,18 @@ class NumbersAsInputs(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _added_term(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the term that a function adds to its first argument, computed with its number as an input.
+        """Return the term that a function adds to its first argument, with its number as an input of the graph.
 
-        None if it is another function, or gets no number. The result is the same up to rounding. PyTorch/XLA traces
-        sums and products faster than these functions.
+        For x.addcmul(a, b, value=v), for example, it is a * b * v; x + this term is the same up to rounding, and
+        PyTorch/XLA traces sums and products faster.
+
+        Args:
+            name: name of the function, without underscores.
+            args: its arguments.
+            kwargs: its keyword arguments.
+
+        Returns:
+            The term; None for another function, or one without a number.
         """
         start, other, *third = args
         if name == "lerp" and third and not kwargs and not isinstance(third[0], Tensor):

@@ -14,7 +14,13 @@ Send = Callable[[Sequence[Any], torch.dtype, torch.device], "list[Tensor]"]
 
 
 def copy_to_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Return numbers, or tuples of them, as tensors on a device, each copied, without a wait for it."""
+    """Return each number, or tuple of numbers, as a tensor on a device, without a wait for the device.
+
+    Args:
+        values: the numbers, or tuples.
+        dtype: of the tensors.
+        device: the device.
+    """
     return [torch.tensor(value, dtype=dtype).to(device, non_blocking=True) for value in values]
 
 

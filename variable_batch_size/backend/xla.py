@@ -55,6 +55,7 @@ class XlaBackend(Backend):
     threads = True
 
     def __init__(self) -> None:
+        """Find the rank of this thread; refuse replicas on XLA:CPU that `launch` did not start."""
         runtime = _import_torch_xla("torch_xla.runtime")
         super().__init__(World(runtime.global_ordinal(), runtime.world_size()), SentNumbers("xla", _send_numbers))
         self._on_cpu = runtime.device_type() == "CPU"
@@ -88,8 +89,8 @@ class XlaBackend(Backend):
         if self.world.size == 1:
             return [message]
         if _store is not None:
-            number = _store.add(f"messages/{self.world.rank}", 1)  # of this call, the same on all ranks
-            keys = [f"message {number}/{rank}" for rank in range(self.world.size)]
+            call_number = _store.add(f"messages/{self.world.rank}", 1)  # of this call, the same on all ranks
+            keys = [f"message {call_number}/{rank}" for rank in range(self.world.size)]
             _store.set(keys[self.world.rank], message.decode())
             return [_store.get(key) for key in keys]
         messages: list[bytes] = _import_torch_xla("torch_xla.core.xla_model").rendezvous("variable_batch_size", message)
@@ -120,9 +121,9 @@ class XlaBackend(Backend):
         return device
 
     def hyperparameter(self, value: Any) -> Any:
-        """Return a number that does not become a constant of the graph, which would compile again when it changes.
+        """Return a hyperparameter that does not become a constant of the graph, which would then compile again.
 
-        PyTorch/XLA makes constants of 0, 1 and -1 alone; they are replaced by neighbors, see `_REPLACEMENTS`.
+        PyTorch/XLA makes constants of 0, 1 and -1 alone; they are replaced by neighboring numbers, see `_REPLACEMENTS`.
         """
         if os.environ.get("XLA_NO_SPECIAL_SCALARS") == "1" or isinstance(value, Tensor):
             return value  # with this variable, which `launch` sets, no number becomes a constant
@@ -198,7 +199,13 @@ def compiled_graphs() -> int:
 
 
 def _send_numbers(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Return numbers as tensors on an XLA device, which are no constants of its graphs."""
+    """Return each number as a tensor on an XLA device, so that it is data of the graphs there, and no constant.
+
+    Args:
+        values: the numbers.
+        dtype: of the tensors.
+        device: the XLA device.
+    """
     if not values:
         return []
     # A 0-D tensor of 0 or 1 that is moved by .to(device) would be a constant of the graph.
@@ -243,12 +250,17 @@ def _cpu_environment(cores: int) -> dict[str, str]:
 
 
 def _without_ordinal(fn: Callable[..., object], ordinal: int, *args: Any) -> None:
-    """Call `fn(*args)`: torch_xla.launch passes the ordinal of the process before the arguments of the user."""
+    """Call `fn(*args)` without the number of the process, which torch_xla.launch passes before the arguments."""
     fn(*args)
 
 
 def _run_replicas(fn: Callable[..., object], args: Sequence[Any]) -> int:
-    """Run `fn(*args)` in this child process, in one thread for each XLA device, and return the exit code."""
+    """Call `fn(*args)` in one thread for each XLA device of this child process, and return the exit code.
+
+    Args:
+        fn: the function of the user, which trains.
+        args: its arguments.
+    """
     global _rendezvous, _store
     code = 0
     torch_xla, xm = _import_torch_xla(), _import_torch_xla("torch_xla.core.xla_model")
@@ -259,6 +271,7 @@ def _run_replicas(fn: Callable[..., object], args: Sequence[Any]) -> int:
     _store = dist.HashStore()
 
     def replica(index: int) -> None:
+        """Call the user's function in the thread of one replica, and tell the others when it has returned."""
         nonlocal code
         torch_xla.device(index)  # makes it the default device of this thread
         try:
@@ -291,6 +304,7 @@ def _serialize_step_markers(xlac: Any) -> None:
     def serialized_mark_step(
         device: str = "", devices: Sequence[str] = (), wait: bool = False, reset_scope: bool = True
     ) -> None:
+        """End and run the graph of one replica; the arguments are those of torch_xla's own step marker."""
         own_devices = xlac._xla_real_devices([device or xlac._xla_get_default_device()])
         xlac._xla_wait_device_ops(devices=own_devices)  # without `devices` it would wait for all of them: a deadlock
         with lock:
