@@ -165,7 +165,10 @@ def _capacity_facts(capacity: CapacityTrace) -> dict[str, float]:
 
 
 def _edges(capacity: CapacityTrace) -> tuple[Any, str]:
-    """Return the times of a picture: of the changes and of the end, (rows + 1,), and the name of their unit."""
+    """Return the times at which the nodes change, and the end, for a picture, (rows + 1,); and the name of their unit.
+
+    The unit is the largest one, from days to seconds, of which the trace has at least three.
+    """
     seconds = np.append(capacity.seconds, capacity.end)
     for unit, seconds_per_unit in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if capacity.end >= 3 * seconds_per_unit:  # so that the axis has some whole numbers

@@ -71,7 +71,9 @@ def show(folder: Source, json: output.Json = False) -> None:
 def _show_list(checkpoints: Folder, listed: dict[str, list[dict[str, Any]]]) -> None:
     """Print a table of the checkpoints of a folder, also of those that are damaged or incomplete.
 
-    `listed` has the JSON of each rank by the name of a checkpoint, and none for a damaged one.
+    Args:
+        checkpoints: the folder.
+        listed: the JSON of each rank by the name of a checkpoint; an empty list for a damaged one.
     """
     rows = []
     best = checkpoints.best_first()[:1]
@@ -91,16 +93,21 @@ def _show_list(checkpoints: Folder, listed: dict[str, list[dict[str, Any]]]) -> 
 
 
 def _show_states(facts: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
-    """Print facts of a checkpoint, and a table of its states, from the JSON of each rank: their tensors and sizes."""
-    first = ranks[0]
+    """Print facts of one checkpoint, and a table of its states, such as "model": how many tensors and bytes each has.
+
+    Args:
+        facts: what the checkpoint says of the training.
+        ranks: the JSON of each rank.
+    """
+    manifest_of_rank_0 = ranks[0]
     output.print_facts({name: str(value) for name, value in facts.items()})
     files = [manifest["file"] for manifest in ranks if manifest["file"]]
     chunks = [named_chunk for file in files for named_chunk in file["chunks"].items()]
     rows = []
-    for state in first["state"]:  # such as "model", whose tensors are named model/...
+    for state in manifest_of_rank_0["state"]:  # such as "model", whose tensors are named model/...
         size = sum(chunk["end"] - chunk["begin"] for name, chunk in chunks if name.split("/", 1)[0] == state)
-        number = sum(name.split("/", 1)[0] == state for name in first["tensors"])
-        rows.append([state, output.format_number(number), _format_bytes(size)])
+        num_tensors = sum(name.split("/", 1)[0] == state for name in manifest_of_rank_0["tensors"])
+        rows.append([state, output.format_number(num_tensors), _format_bytes(size)])
     output.print_table(["state", "tensors", "size"], rows)
 
 

@@ -41,6 +41,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(function)
     def call(**values: Any) -> None:
+        """Join the options of each group to its dataclass, and call the function."""
         for name, group in groups.items():
             values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
         function(**values)
@@ -52,6 +53,6 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _keyword(name: str, default: Any, annotation: Any) -> Parameter:
-    """Return a keyword-only parameter of a signature, required if a dataclass field has no default."""
+    """Return a parameter of a command's signature, which typer makes an option; one without a default is required."""
     default = Parameter.empty if default is MISSING else default
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

@@ -39,9 +39,12 @@ def print_runs(runs: Mapping[str, Run], json: bool, currency: str | None) -> Non
 
 
 def print_sweep(table: pd.DataFrame, json: bool, currency: str | None) -> None:
-    """Print the means over the traces of each fact and policy and, of several policies, the paired differences.
+    """Print the means over several capacity traces of each fact and policy and, of several policies, the differences.
 
-    `table` is the result of `sweep`: a row for each capacity trace and policy, and a column for each fact.
+    Args:
+        table: the result of `sweep`: a row for each capacity trace and policy, and a column for each fact.
+        json: whether to print JSON instead.
+        currency: currency of the costs; None: not known.
     """
     if json:
         output.print_json(_as_json(table))
@@ -123,10 +126,10 @@ def _describe_devices(measured: FloatArray, simulated: int) -> str:
         measured: a row for each measured update; column 0 is its number of devices.
         simulated: the largest number of devices in the simulation.
     """
-    least, most = int(measured[:, 0].min()), int(measured[:, 0].max())
-    devices = "1 device" if most == 1 else f"{most} devices"
-    words = f"{least} to {devices}" if least < most else devices
-    return f"{words}; the simulation has up to {simulated}" if simulated > most else words
+    min_devices, max_devices = int(measured[:, 0].min()), int(measured[:, 0].max())
+    devices = "1 device" if max_devices == 1 else f"{max_devices} devices"
+    words = f"{min_devices} to {devices}" if min_devices < max_devices else devices
+    return f"{words}; the simulation has up to {simulated}" if simulated > max_devices else words
 
 
 def _as_json(table: pd.DataFrame) -> dict[str, object]:
@@ -148,7 +151,11 @@ def _nested(rows: pd.DataFrame) -> dict[str, dict[str, float | None]]:
 
 
 def _label(fact: str, currency: str | None) -> str:
-    """Return the name of a fact as a table shows it, with its unit if it is a cost."""
+    """Return the name of a fact as a table shows it, with its unit if it is a cost.
+
+    >>> _label("restarting_share", None), _label("cost_per_hour", "USD")
+    ('  restarting', 'cost per hour (USD)')
+    """
     if fact.endswith("_share"):
         return f"  {fact.removesuffix('_share')}"
     name = NAMES.get(fact, fact.replace("_", " ").replace("node hour", "node-hour"))
@@ -159,8 +166,8 @@ def _label(fact: str, currency: str | None) -> str:
 def _format_interval(fact: str, *values: float) -> str:
     """Return the mean, low and high end of a confidence interval as text: "12.5% (10.0 to 15.0)"."""
     is_share = fact.endswith("_share")
-    most = 1.0 if is_share else math.inf  # no fact is negative, but an interval of few traces may be
-    clipped = [min(most, max(0.0, value)) if math.isfinite(value) else value for value in values]
+    largest = 1.0 if is_share else math.inf  # no fact is negative, but an interval of few traces may be
+    clipped = [min(largest, max(0.0, value)) if math.isfinite(value) else value for value in values]
     mean, low, high = (f"{100 * value:.1f}" if is_share else _format_number(value) for value in clipped)
     has_interval = math.isfinite(clipped[1])
     return mean + ("%" if is_share else "") + (f" ({low} to {high})" if has_interval else "")

@@ -90,21 +90,22 @@ class DryRun:
             ValueError: if it is not >= 1.
         """
         world = check_int(world_size, "world_size", 1)
-        counts = self.plan.microbatches(self.sizes, world if spread else 1)  # (sizes,), as all below
-        rounds = -(-counts // world)  # rounded up
-        idle = np.maximum(world - counts, 0)
+        microbatches = self.plan.microbatches(self.sizes, world if spread else 1)  # (sizes,), as all below
+        rounds = -(-microbatches // world)  # rounded up
+        idle = np.maximum(world - microbatches, 0)
         if self.plan.fixed_shape:
-            most = self.plan.minibatch_size
-            rows = np.full_like(counts, most)
-            repeated = (counts + idle) * most - self.sizes
-            return Load(world, counts, rounds, rounds * most, rows, rows, idle, repeated)
-        smallest, larger = np.divmod(self.sizes, counts)  # `larger` microbatches, the last ones, have a row more
-        rows = smallest + (larger > 0)
-        busiest = rounds * smallest + -(-larger // world)  # the busiest rank has the last microbatch
+            max_rows = self.plan.minibatch_size
+            rows = np.full_like(microbatches, max_rows)
+            repeated = (microbatches + idle) * max_rows - self.sizes
+            return Load(world, microbatches, rounds, rounds * max_rows, rows, rows, idle, repeated)
+        # So many microbatches, the last ones, have a row more than the smallest one.
+        smallest, num_larger = np.divmod(self.sizes, microbatches)
+        rows = smallest + (num_larger > 0)
+        rows_of_busiest = rounds * smallest + -(-num_larger // world)  # the busiest rank has the last microbatch
         # Idle ranks repeat the microbatches from the first on: all of them `turns` times, and then the first `rest`.
-        turns, rest = np.divmod(idle, counts)
-        repeated = turns * self.sizes + rest * smallest + np.maximum(rest - (counts - larger), 0)
-        return Load(world, counts, rounds, busiest, rows, smallest, idle, repeated)
+        turns, remaining = np.divmod(idle, microbatches)
+        repeated = turns * self.sizes + remaining * smallest + np.maximum(remaining - (microbatches - num_larger), 0)
+        return Load(world, microbatches, rounds, rows_of_busiest, rows, smallest, idle, repeated)
 
 
 def dry_run(plan: Plan, epochs: int | None = None) -> DryRun:
@@ -127,10 +128,10 @@ def dry_run(plan: Plan, epochs: int | None = None) -> DryRun:
     runs = tuple(plan.epoch_runs(limit))
     last = plan.epoch(runs[-1][0].number + runs[-1][1] - 1)
     counts = _count_sizes(plan.trace, last.end_step)
-    for epoch, alike in runs:  # the last update of each epoch may be smaller than the trace says
+    for epoch, num_alike in runs:  # the last update of each epoch may be smaller than the trace says
         last_step = epoch.end_step - 1
-        counts[plan.trace.batch_size(last_step)] -= alike
-        counts[plan.step(epoch, last_step).batch_size] += alike
+        counts[plan.trace.batch_size(last_step)] -= num_alike
+        counts[plan.step(epoch, last_step).batch_size] += num_alike
     sizes = sorted(size for size, count in counts.items() if count)
     return DryRun(plan, runs, last, np.array(sizes), np.array([counts[size] for size in sizes]))
 
@@ -142,10 +143,11 @@ def _count_sizes(trace: BatchTrace, end_step: int) -> Counter[int]:
     counts: Counter[int] = Counter()
     for times, end in ((cycles, trace.steps or 0), (1, rest)):  # whole cycles, and the steps after them
         if times and end:
-            used = first_step < end  # (runs,)
-            lengths = np.diff(first_step[used], append=end)  # (used runs,), in steps
-            different, which = np.unique(size[used], return_inverse=True)  # (sizes,), (used runs,)
-            totals = np.zeros(len(different), np.int64)  # steps of each size
-            np.add.at(totals, which, lengths)
-            counts.update({int(size): times * int(total) for size, total in zip(different, totals, strict=True)})
+            is_used = first_step < end  # (runs,)
+            lengths = np.diff(first_step[is_used], append=end)  # (used runs,), in steps
+            distinct_sizes, size_index = np.unique(size[is_used], return_inverse=True)  # (sizes,), (used runs,)
+            steps_of_size = np.zeros(len(distinct_sizes), np.int64)  # steps of each size
+            np.add.at(steps_of_size, size_index, lengths)
+            for distinct_size, steps in zip(distinct_sizes, steps_of_size, strict=True):
+                counts[int(distinct_size)] += times * int(steps)
     return counts

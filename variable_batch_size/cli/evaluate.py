@@ -203,15 +203,19 @@ def evaluate(
 
 
 def _check_without_training(cells: list[Cell], folder: Path) -> None:
-    """Check the trainings, or cells, that a folder has no result of, and print how many they and their samples are."""
+    """Check the training runs (cells) that a folder has no results of, and print how many they and their samples are.
+
+    It is what `vbs evaluate --dry-run` does.
+    """
     from variable_batch_size.lab.evaluation.engine import cells_without_line
     from variable_batch_size.lab.evaluation.experiment import check_cells
 
     cells_left = cells_without_line(cells, folder).values()
     check_cells(cells_left)
-    most = sum(cell.timed.end.max_samples(cell.samples) for cell in cells_left)
+    max_samples = sum(cell.timed.end.max_samples(cell.samples) for cell in cells_left)
     up_to = "up to " if any(cell.end != "samples" for cell in cells_left) else ""
-    typer.echo(f"{folder}: {len(cells):,} trainings, {len(cells_left):,} to make, of {up_to}{most:,} samples in all")
+    count = f"{len(cells):,} trainings, {len(cells_left):,} to make"
+    typer.echo(f"{folder}: {count}, of {up_to}{max_samples:,} samples in all")
 
 
 @contextmanager

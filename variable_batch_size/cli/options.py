@@ -79,7 +79,12 @@ def parse_float(text: str) -> float:
 def list_option(help: str, *names: str, of: Callable[[str], Any] = str, metavar: str, **settings: Any) -> Any:
     """Return an option with several values: it may be repeated, and each time have values with commas between them.
 
-    `of` makes a value of the text between two commas, and a `callback` among the settings gets all values.
+    Args:
+        help: the text in the help.
+        *names: names of the option; by default, that of the argument.
+        of: makes a value of the text between two commas.
+        metavar: what the help calls the values.
+        **settings: further arguments of `typer.Option`; a `callback` gets all values.
     """
 
     def parse(text: str) -> list[Any]:
@@ -97,7 +102,16 @@ duration_option = partial(option, parser=parse_duration, metavar="DURATION")
 
 
 def count_option(help: str, *names: str, least: int = 1, most: int = MAX_INT, metavar: str, **settings: Any) -> Any:
-    """Return an option for an integer in [least, most], such as 60k, and `metavar` names what it counts."""
+    """Return an option for an integer, which may be written such as 60k.
+
+    Args:
+        help: the text in the help.
+        *names: names of the option; by default, that of the argument.
+        least: the least integer that is allowed.
+        most: the largest one.
+        metavar: what the integer counts, for the help.
+        **settings: further arguments of `typer.Option`.
+    """
 
     def parse(text: str) -> int:
         return check_count(text, least, most)
@@ -229,8 +243,8 @@ class Reading:
 
     def read(self, path: Path) -> CapacityTrace:
         """Read the capacity trace of a log, where the path "-" is standard input."""
-        given = {name: value for name, value in vars(self).items() if value is not None and name != "cores_per_node"}
-        capacity = read(Path("/dev/stdin") if str(path) == "-" else path, **given)
+        options = {name: value for name, value in vars(self).items() if value is not None and name != "cores_per_node"}
+        capacity = read(Path("/dev/stdin") if str(path) == "-" else path, **options)
         return capacity.machines(self.cores_per_node)
 
 
@@ -344,12 +358,16 @@ class Costs:
     ] = None
 
     def overheads(self, scale_time: float = 1.0) -> dict[str, Overheads | None]:
-        """Return the overheads for each time of --save-every, by what is added to the name of a policy that has them.
+        """Return the costs of restarts and saves for each --save-every, by what is added to a policy's name.
 
-        All times are multiplied by `scale_time`, as those of the capacity trace. None: no option was given.
+        Args:
+            scale_time: factor on all times, as on the times of the capacity trace.
+
+        Returns:
+            Label -> overheads; None if no option of them was given.
         """
-        given = {name: value for name, value in vars(self).items() if value is not None and name != "save_every"}
-        times = {name: value if name == "least_nodes" else scale_time * value for name, value in given.items()}
+        numbers = {name: value for name, value in vars(self).items() if value is not None and name != "save_every"}
+        times = {name: value if name == "least_nodes" else scale_time * value for name, value in numbers.items()}
         intervals: Sequence[float | None] = self.save_every or [None]
         by_label: dict[str, Overheads | None] = {}
         for interval in intervals:

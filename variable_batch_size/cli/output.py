@@ -48,7 +48,13 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def write(path: Path, save: Callable[[Path], object], text: str = "") -> None:
-    """Write a file with `save(path)`, and print what is in it, or print to standard error if it is standard output."""
+    """Write a file, and print what is in it; if the file is standard output, print that to standard error.
+
+    Args:
+        path: the file.
+        save: function that writes a file at the path that it gets.
+        text: what is in the file, in words.
+    """
     overwritten = path != STDOUT and path.is_file()
     save(path)
     if overwritten:

@@ -97,13 +97,13 @@ def plan(
 def _training_facts(run: DryRun) -> dict[str, Any]:
     """Return what a training will do on any number of ranks, as values of JSON."""
     return {
-        "epochs": sum(alike for _, alike in run.epochs) - run.ends_early,  # complete ones
+        "epochs": sum(num_alike for _, num_alike in run.epochs) - run.ends_early,  # complete ones
         "updates": int(run.updates.sum()),
         "samples": run.samples,
         "batch_sizes": {"min": int(run.sizes.min()), "max": int(run.sizes.max()), "different": len(run.sizes)},
         "ends_within_epoch": run.last.number if run.ends_early else None,
         "samples_of_last_epoch": run.last.samples,
-        "updates_per_epoch": [{"updates": epoch.updates, "epochs": alike} for epoch, alike in run.epochs],
+        "updates_per_epoch": [{"updates": epoch.updates, "epochs": num_alike} for epoch, num_alike in run.epochs],
     }
 
 
@@ -126,7 +126,13 @@ def _load_facts(run: DryRun, load: Load, model: Throughput | None) -> dict[str, 
 
 
 def _print_plan(run: DryRun, loads: list[Load], model: Throughput | None) -> None:
-    """Print what a training does, and a table of what each world computes, with its seconds if there is a model."""
+    """Print what a training does, and a table with a row for each number of ranks.
+
+    Args:
+        run: the updates of the training.
+        loads: what each number of ranks computes.
+        model: the seconds of an update; None: not known.
+    """
     facts = _training_facts(run)
     per_epoch = [epochs["updates"] for epochs in facts["updates_per_epoch"]]
     share = run.last.samples / run.plan.dataset_size

@@ -175,7 +175,15 @@ def _read_traces(
 
 
 def _check_outputs(json: bool, trace_out: Path | None, png: Path | None, policies: int, traces: int) -> None:
-    """Raise UsageError if an output does not suit the numbers of policies and traces, or two are standard output."""
+    """Raise UsageError if an output does not suit the numbers of policies and traces, or two are standard output.
+
+    Args:
+        json: whether JSON is printed.
+        trace_out: file for the batch trace of the only run; None: none.
+        png: file for a picture; None: none.
+        policies: number of policies.
+        traces: number of capacity traces.
+    """
     if trace_out is not None and (policies, traces) != (1, 1):
         found = f"{policies} and {traces}"
         raise UsageError(f"--trace-out is for one policy and one capacity trace, got {found}; pass one of each")
@@ -246,8 +254,13 @@ def _simulate_and_print(
 ) -> tuple[dict[str, Run], float]:
     """Simulate each policy under each capacity trace, and print the results.
 
-    A policy is the controller that chooses batch sizes, with the costs of restarts and saves. `arguments` are further
-    ones of `simulate`, and `trace_out` is a file for the batch trace of the only run.
+    Args:
+        traces: the capacity traces by name.
+        policies: by name: the controller that chooses batch sizes, and the costs of restarts and saves.
+        arguments: further arguments of `simulate`.
+        json: whether to print JSON.
+        currency: currency of the costs; None: not known.
+        trace_out: file for the batch trace of the only run; None: none.
 
     Returns:
         The runs by policy, if there is one capacity trace, and the largest progress, in reference updates.
