@@ -23,6 +23,6 @@ class PositionState:
         return {"vbs": self._optimizer.state_dict()["vbs"]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Move the optimizer, whose own state was restored, to the position."""
+        """Move the optimizer to a saved position; Accelerate has restored the state of its inner optimizer before."""
         optimizer = self._optimizer
         optimizer.load_state_dict({**optimizer.inner.state_dict(), "vbs": state_dict["vbs"]})

@@ -64,11 +64,13 @@ def create_supervised_trainer(
     check = LossCheck(checked_settings.check_loss)
 
     def forward(model: nn.Module, batch: Any) -> tuple[Any, Any, Any, Tensor]:
+        """Compute inputs, targets, predictions and the loss of a batch."""
         x, y = prepare_batch(batch, device=device, non_blocking=non_blocking)
         y_pred = model_transform(model_fn(model, x))
         return x, y, y_pred, loss_fn(y_pred, y)
 
     def step(_: Engine, batch: Any) -> Any:
+        """Train on one microbatch: the process function of the engine."""
         if check.takes(wrapped):
             loss_of: Any = lambda model, rows, _: forward(model, rows)[-1]  # noqa: E731
             check(wrapped, loader, model, loss_of, reduction=wrapped.reduction, owner=loss_fn, remedy=_REMEDY)
@@ -88,9 +90,9 @@ def variable_batch(optimizer: Optimizer, loader: DataLoader[Any], **settings: An
     see `CustomOptimizer`, whose errors it raises. The loss is not checked, which a line of the log says. With
     DistributedDataParallel, `optimizer_options={"model": model}`.
     """
-    given = Settings.of(settings)
-    wrapped = given.wrap_optimizer(optimizer, sampler_for(loader, given))
-    LossCheck(given.check_loss).leave(wrapped, "the step is not Ignite's own")
+    checked_settings = Settings.of(settings)
+    wrapped = checked_settings.wrap_optimizer(optimizer, sampler_for(loader, checked_settings))
+    LossCheck(checked_settings.check_loss).leave(wrapped, "the step is not Ignite's own")
     return wrapped
 
 
@@ -107,6 +109,7 @@ class VariableBatchEngine(Engine):
     """
 
     def __init__(self, step: Callable[[Engine, Any], Any], optimizer: CustomOptimizer) -> None:
+        """Add the handlers that keep Ignite's counters at the position in the training."""
         super().__init__(self._make_update)
         self.optimizer, self._step = optimizer, step
         self._epoch_end_handler: Any = None
@@ -144,12 +147,18 @@ class VariableBatchEngine(Engine):
         return sampler.batches.epoch(sampler.position)
 
     def _make_update(self, _: Engine, update: Sequence[Any]) -> Any:
-        """Train on the microbatches of an update, and return its output."""
+        """Train on the microbatches of an update, and return its output: the mean, or all rows, of their outputs.
+
+        Ignite calls it as the process function, once an update.
+
+        Args:
+            update: the microbatches of this rank.
+        """
         parts = ((self.optimizer.microbatch, batch) for batch in update)  # each is that of the step that follows
         outputs = [(part.samples / part.batch_size, self._step(self, batch)) for part, batch in parts]
         self.state.epoch_length = self._epoch.updates  # an estimate, if a controller decides
-        weights, (first, *others) = zip(*outputs, strict=True)
-        return tree_map(lambda *parts: self._mean_leaf(weights, parts), first, *others)
+        weights, (first_output, *other_outputs) = zip(*outputs, strict=True)
+        return tree_map(lambda *parts: self._mean_leaf(weights, parts), first_output, *other_outputs)
 
     def _mean_leaf(self, weights: Sequence[float], outputs: Sequence[Any]) -> Any:
         """Return the output of an update, from the outputs of its microbatches.
@@ -169,14 +178,17 @@ class VariableBatchEngine(Engine):
         return mean.to(first.device, torch.result_type(first, 1.0)) if isinstance(first, Tensor) else mean.item()
 
     def _begin_run(self) -> None:
-        """Set the counters of Ignite, which takes all epochs to be as long as the first one, to the position."""
+        """Set Ignite's counters of updates and epochs to the position in the training, as a run begins or resumes.
+
+        Ignite would compute them from the length of the first epoch, but epochs have unequal lengths.
+        """
         state, optimizer = self.state, self.optimizer
         if optimizer.sampler.training.end_pending:  # restored at the end of an epoch, whose handlers are not run again
             deque(state.dataloader, maxlen=0)  # reads the rest of the epoch, which has no update
         state.iteration, state.epoch, state.epoch_length = optimizer.updates, optimizer.epoch, None
 
     def _start_epoch(self) -> None:
-        """Set the counters of Ignite to those of the epoch, and end it after the handlers of the user."""
+        """Set Ignite's counters to the epoch that begins; let `_end_epoch` run after the user's handlers at its end."""
         optimizer, state = self.optimizer, self.state
         epoch = optimizer.sampler.plan.epoch(optimizer.epoch)
         state.iteration = optimizer.updates

@@ -22,9 +22,12 @@ _REPLACED_ARGUMENTS = {"batch_size", "shuffle", "sampler", "batch_sampler", "dro
 
 
 def sampler_for(loader: DataLoader[Any], settings: Settings, **defaults: Any) -> CustomSampler:
-    """Return a sampler for the dataset of `loader`, with its order, its `drop_last`, and its batch as the microbatch.
+    """Return a sampler for a loader's dataset, with the loader's order, `drop_last`, and batch as the microbatch.
 
-    `defaults` are arguments that the trainer determines, such as `rank`; `sampler_options` win over all.
+    Args:
+        loader: the loader that the user has passed to a trainer.
+        settings: the trace, and the user's options of the sampler, which win over all others.
+        **defaults: arguments of the sampler that the trainer determines, such as `rank`.
 
     Raises:
         TypeError: if `loader` is not a DataLoader, its dataset has no index, or its sampler chooses samples.
@@ -77,7 +80,12 @@ def _check_reads_each_sample_once(sampler: Any) -> None:
 
 
 def read_rows(dataset: Any, numbers: list[int]) -> Any:
-    """Return rows of a dataset, by their indices `numbers`, as a DataLoader reads them: together, if it can."""
+    """Return rows of a dataset as a DataLoader reads them: together if the dataset can, otherwise one by one.
+
+    Args:
+        dataset: a map-style dataset.
+        numbers: indices of the rows.
+    """
     return dataset.__getitems__(numbers) if hasattr(dataset, "__getitems__") else [dataset[index] for index in numbers]
 
 
@@ -106,9 +114,14 @@ def with_sampler(loader: DataLoader[T], sampler: CustomSampler) -> DataLoader[T]
 
 @cache
 def _seeded_class(loader_class: Any) -> Any:
-    """Return the subclass whose loaders draw from another generator in each iteration, seeded by the position."""
+    """Return a subclass of a DataLoader's class whose random numbers depend on the position in the training alone.
+
+    In each iteration it draws the seed of its workers from a generator of its own, seeded by the sampler's seed, epoch
+    and update, so that a run that resumes draws the same numbers.
+    """
 
     def iterate(self: Any) -> Iterator[Any]:
+        """Begin an iteration with a generator that is seeded by the position in the training."""
         sampler = self.batch_sampler
         seed = np.random.SeedSequence([sampler.seed, sampler.due.epoch, sampler.due.step]).generate_state(1, np.uint64)
         self.generator = torch.Generator().manual_seed(int(seed[0]))

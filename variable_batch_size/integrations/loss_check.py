@@ -45,9 +45,9 @@ class LossCheck:
 
     def takes(self, optimizer: CustomOptimizer) -> bool:
         """Return whether the loss is to be checked before the next update; True at most once for each update."""
-        due = optimizer.updates in self._due
+        is_due = optimizer.updates in self._due
         self._due.discard(optimizer.updates)
-        return due
+        return is_due
 
     def leave(self, optimizer: CustomOptimizer, why: str) -> None:
         """Say once why the loss is not checked, and end all checks."""

@@ -38,6 +38,7 @@ class RunCheckpoint:
     """
 
     def __init__(self, *, model: nn.Module, optimizer: CustomOptimizer, every: int, **parts: Stateful) -> None:
+        """Begin without a checkpoint, which `restore` or the first save opens."""
         self._every, self._optimizer = check_int(every, "every", 1), optimizer
         self._parts: dict[str, Any] = {"model": model, "optimizer": optimizer, **parts}
         self._last_update = optimizer.updates
@@ -64,10 +65,10 @@ class RunCheckpoint:
         """
         if self._optimizer.inside_step:
             return False
-        before, self._last_update = self._last_update, self._optimizer.updates
-        is_due = self._last_update // self._every > before // self._every
+        updates_before, self._last_update = self._last_update, self._optimizer.updates
+        is_due = self._last_update // self._every > updates_before // self._every
         if is_due:
-            self._save(metrics, in_loop=self._last_update == before + 1)  # otherwise the call is after an epoch
+            self._save(metrics, in_loop=self._last_update == updates_before + 1)  # otherwise the call is after an epoch
         return is_due
 
     def save(self, **metrics: float | Tensor) -> None:
@@ -85,17 +86,19 @@ class RunCheckpoint:
     def _save(self, metrics: dict[str, float | Tensor], *, in_loop: bool) -> None:
         """Save a checkpoint in the storage of the run, and report it with the metrics to Ray.
 
-        `in_loop` says whether the loop has yet to run its code for the end of an epoch.
+        Args:
+            metrics: values by name.
+            in_loop: whether the loop has yet to run its code for the end of an epoch.
         """
 
         def write(run: ray.train.Checkpoint, name: str) -> ray.train.Checkpoint:
             """Save into a folder of the run, and return it, after closing the checkpoint that was open before."""
-            new = ray.train.Checkpoint(f"{run.path}/{name}", run.filesystem)
-            before, self._latest = self._latest, self._open(new)
+            new_checkpoint = ray.train.Checkpoint(f"{run.path}/{name}", run.filesystem)
+            checkpoint_before, self._latest = self._latest, self._open(new_checkpoint)
             self._latest.save(in_loop=in_loop)
-            if before is not None:
-                before.close()
-            return new
+            if checkpoint_before is not None:
+                checkpoint_before.close()
+            return new_checkpoint
 
         numbers = {name: _checked_number(name, value) for name, value in metrics.items()}
         optimizer, storage = self._optimizer, ray.train.get_context().get_storage()
@@ -115,7 +118,11 @@ class RunCheckpoint:
 
 
 def _checked_number(name: str, value: object) -> object:
-    """Return a metric as a number, also from a tensor with one, and raise TypeError if it is none."""
+    """Return a metric as a number, also from a tensor with one.
+
+    Raises:
+        TypeError: if it is none.
+    """
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     if not isinstance(value, Real):

@@ -35,6 +35,7 @@ class Settings:
     check_loss: bool = True
 
     def __post_init__(self) -> None:
+        """Check the rule and the names of the options, before a trainer begins."""
         groups = len(self.rule) if isinstance(self.rule, (list, tuple)) else 1
         for rule in rules_for_groups(self.rule, groups):
             check_reference(rule, self.ref_batchsize)

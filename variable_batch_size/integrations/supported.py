@@ -28,7 +28,16 @@ class Setting(NamedTuple):
 
 
 def check_settings(settings: Iterable[Setting], trainer: Any, page: str) -> None:
-    """Raise ValueError if a setting of a trainer is not supported, which names the page with the title `page`."""
+    """Check that all settings of a trainer are supported, before a training begins.
+
+    Args:
+        settings: the table of settings, with the supported values.
+        trainer: the trainer, from which the present values are read.
+        page: title of the page of the documentation, for the error.
+
+    Raises:
+        ValueError: if one is not; it names the setting and a remedy.
+    """
     for name, supported, value, allowed, remedy in settings:
         present = value(trainer)
         is_allowed = allowed(present) if callable(allowed) else present in allowed

@@ -8,7 +8,17 @@ from torch.torch_version import TorchVersion
 
 
 def require_version(library: str, at_least: str, extra: str, *, below: str | None = None) -> None:
-    """Raise ImportError, with the command that mends it, if a library is missing, too old, or as new as `below`."""
+    """Check that a library is installed in a supported version, before an integration imports it.
+
+    Args:
+        library: its name on PyPI.
+        at_least: the oldest supported version.
+        extra: the extra of this package that installs it, for the error.
+        below: the first version that is too new; None: no limit.
+
+    Raises:
+        ImportError: if not, with the command that mends it.
+    """
     try:
         installed = metadata.version(library)
     except metadata.PackageNotFoundError:

@@ -27,6 +27,7 @@ class VariableBatchCheckpoint(keras.callbacks.Callback):
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, every: int | timedelta | None = None, **options: Any) -> None:
+        """Store the arguments of the `vbs.Checkpoint`, which `fit` creates."""
         super().__init__()
         self._options: dict[str, Any] = {"dir": folder, "every": every, **options}
         self._checkpoint: Any = None

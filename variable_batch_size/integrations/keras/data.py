@@ -46,7 +46,7 @@ class Epochs(IterableDataset[Any]):
         return iter(self._updates)
 
     def next_epoch(self) -> int:
-        """Return the number of the epoch that the next update belongs to, as Keras counts from there."""
+        """Return the number of the epoch that the next update belongs to, from which Keras then counts."""
         if self._optimizer.sampler.training.end_pending:  # restored after the last update of an epoch, before its end
             for _ in self._updates:  # there are none: it only comes to the end
                 pass

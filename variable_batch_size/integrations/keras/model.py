@@ -73,6 +73,7 @@ class VariableBatchModelMixin(Base):
     """
 
     def __init__(self, *args: Any, count: Callable[[Any, Any], Any] | None = None, **options: Any) -> None:
+        """Take the settings of this library out of the arguments, and pass the others to the model's class."""
         settings = Settings.taken_from(options) if "trace" in options else None
         super().__init__(*args, **options)
         self.count, self.settings = count, settings
@@ -113,7 +114,15 @@ class VariableBatchModelMixin(Base):
             return super().fit(batches, **{**arguments, "shuffle": False, "callbacks": callback_list})
 
     def _check_fit(self, arguments: dict[str, Any], callbacks: list[Any]) -> Settings:
-        """Return the settings of the training; raise ValueError unless `fit` can train with its arguments."""
+        """Return the settings of the training, after checks.
+
+        Args:
+            arguments: the arguments of `fit`.
+            callbacks: its callbacks.
+
+        Raises:
+            ValueError: if `fit` cannot train with them, or with the model.
+        """
         backups = [callback for callback in callbacks if isinstance(callback, keras.callbacks.BackupAndRestore)]
         check_settings(SETTINGS, {**arguments, "optimizer": self.optimizer, "backups": backups}, "Keras")
         if self.settings is None:
@@ -190,7 +199,11 @@ class VariableBatchModelMixin(Base):
         return {**metrics, **self._end_update(size)}
 
     def _end_update(self, size: int) -> dict[str, Any]:
-        """Add the loss of an update of `size` samples to the mean of the epoch, and return the metrics."""
+        """Add the loss of an update to the mean of the epoch, and return what Keras logs, such as metrics.
+
+        Args:
+            size: samples of the update, over all ranks.
+        """
         optimizer = self.custom_optimizer
         for metric in self.metrics:
             if metric.name == "loss":  # the name that Keras' guides to train_step go by
@@ -203,6 +216,7 @@ class VariableBatchModelMixin(Base):
         """Warn if the loss is no mean over rows, or over what `count` says: its gradients would be scaled wrongly."""
 
         def loss_of(_: Any, batch: Any, counted: float) -> Any:
+            """Return the loss of a batch, times its count if the model has one."""
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
             loss = self.compute_loss(x, y, self(x, training=False), sample_weight)
             return loss if self.count is None else loss * self.count(y, sample_weight)
@@ -227,6 +241,7 @@ class VariableBatchModel(VariableBatchModelMixin, keras.Model):
     """
 
     def __init__(self, inner: Any, **options: Any) -> None:
+        """Check that the model within leaves to Keras what this class changes."""
         if not isinstance(inner, keras.Model) or inner.compiled:
             remedy = "load_model(path, compile=False) loads one so; call compile() of what is returned"
             raise type_error("inner must be a keras.Model, not compiled", inner, remedy)

@@ -18,6 +18,7 @@ class KerasOptimizer(Optimizer):
     """
 
     def __init__(self, wrapped: Any, variables: Sequence[Any]) -> None:
+        """Show the values of Keras' variables to torch as one parameter group."""
         self.wrapped = wrapped
         self._trained = list(variables)
         super().__init__([variable.value for variable in variables], {"lr": float(wrapped.learning_rate)})

@@ -28,11 +28,13 @@ class StrategyLoader:
     """
 
     def __init__(self, loader: DataLoader[Any], wrapped: list[CustomOptimizer], trainer: Trainer, ahead: int) -> None:
+        """Store the loader of microbatches, and the optimizers that it feeds."""
         self.rows, self._wrapped, self._lightning = loader, wrapped, trainer
         self._ahead = ahead  # how many epochs more than the optimizer Lightning has counted, see VariableBatch._reset
         self.worker_init_fn = loader.worker_init_fn  # which `seed_everything(workers=True)` sets
 
     def __iter__(self) -> Iterator[list[Any]]:
+        """Yield the updates that are left of the epoch, each as a list of this rank's microbatches."""
         first, *others = self._wrapped
         if self._lightning.current_epoch - first.epoch > self._ahead:
             raise RuntimeError(

@@ -41,6 +41,6 @@ class Output(NamedTuple):
             raise type_error("training_step must return a loss for every microbatch", loss, "return one of gradient 0")
         means = entries.get("log", {})
         if rows is not None:
-            number = torch.as_tensor(rows if count is None else count)
-            means = {name: torch.where(number > 0, mean * number, 0.0) for name, mean in means.items()}
+            count_or_rows = torch.as_tensor(rows if count is None else count)
+            means = {name: torch.where(count_or_rows > 0, mean * count_or_rows, 0.0) for name, mean in means.items()}
         return Output(loss, count, {MEAN_LOSS: loss, **means})

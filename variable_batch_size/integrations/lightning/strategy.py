@@ -60,9 +60,10 @@ class VariableBatch(ParallelStrategy):
         check_loss: bool = True,
         **options: Any,
     ) -> None:
+        """Take the settings of this library, and pass the other options to the strategy of Lightning."""
         if isinstance(self, DDPStrategy):  # which takes any name, for a DistributedDataParallel that may never be made
-            known = {*signature(DDPStrategy).parameters, *signature(DistributedDataParallel).parameters}
-            if unknown := ", ".join(sorted({*options} - known)):
+            known_names = {*signature(DDPStrategy).parameters, *signature(DistributedDataParallel).parameters}
+            if unknown := ", ".join(sorted({*options} - known_names)):
                 names = "trace, rule, ref_batchsize, sampler_options, optimizer_options and check_loss"
                 raise TypeError(f"{type(self).__name__} has no {unknown}; beside arguments of DDPStrategy pass {names}")
         super().__init__(**options)
@@ -90,6 +91,7 @@ class VariableBatch(ParallelStrategy):
 
     @property
     def _module(self) -> LightningModule:
+        """The module that is trained, which Lightning has connected."""
         assert self.lightning_module is not None
         return self.lightning_module
 
@@ -122,9 +124,12 @@ class VariableBatch(ParallelStrategy):
         return dataloader
 
     def _training_loader(self, loader: Any) -> StrategyLoader:
-        """Return the loader of updates, and give Lightning the wrapped optimizers in the place of the module's own.
+        """Return the loader of updates for a training, and put the wrapped optimizers in the place of the module's own.
 
         They begin at their position in the checkpoint, or at the first update.
+
+        Args:
+            loader: the DataLoader of the module.
         """
         trainer = self._module.trainer
         if not self.optimizers:
@@ -162,7 +167,12 @@ class VariableBatch(ParallelStrategy):
                 check_schedule(config.scheduler, sampler, batches, trainer.max_steps)
 
     def _wrap_optimizer(self, inner: Optimizer, sampler: CustomSampler) -> CustomOptimizer:
-        """Return the wrapper of an optimizer, which clips as the Trainer says, and calls the hooks before a step."""
+        """Return a `CustomOptimizer` around an optimizer of the module, which clips as the Trainer says.
+
+        Args:
+            inner: the optimizer of torch.
+            sampler: the sampler of the training.
+        """
         clip = self._module.trainer.gradient_clip_val
         clipping = {"max_grad_norm": float(clip)} if clip else {}
         optimizer = self.settings.wrap_optimizer(inner, sampler, model=_gradient_reducer(self.model), **clipping)
@@ -187,7 +197,10 @@ class VariableBatch(ParallelStrategy):
         self._update = batch
 
     def _microbatches(self, optimizer: CustomOptimizer) -> Iterator[Microbatch]:
-        """Yield the microbatches of an update, whose rows `training_step` gets; after the last one, log the update."""
+        """Yield the microbatches of an update; while the caller has one, `training_step` gets its rows.
+
+        After the last one it logs the update, and lets the Trainer stop if the training has ended.
+        """
         for rows in self._update:
             self._microbatch = microbatch = optimizer.microbatch
             self._rows = self._on_device(rows)
@@ -198,7 +211,12 @@ class VariableBatch(ParallelStrategy):
             self._module.trainer.should_stop = True
 
     def _log_update(self, optimizer: CustomOptimizer, size: int) -> None:
-        """Log the means of an update of `size` samples and, as often as the Trainer says, learning rate and sizes."""
+        """Log the means of an update and, as often as the Trainer says, learning rate, batch size and further facts.
+
+        Args:
+            optimizer: the first optimizer.
+            size: samples of the update, over all ranks.
+        """
         module, trainer = self._module, self._module.trainer
         means = {name: mean for wrapped in self._wrapped for name, mean in wrapped.logged.items()}
         module.log_dict(means, on_step=True, on_epoch=True, batch_size=size, sync_dist=self.world_size > 1)
@@ -226,9 +244,16 @@ class VariableBatch(ParallelStrategy):
         return returned
 
     def _check_loss(self, optimizer: CustomOptimizer, others: Sequence[Any], options: Mapping[str, Any]) -> None:
-        """Warn if the loss of a microbatch is not the mean, or the sum, of those of its rows; all ranks call it."""
+        """Warn if the loss of a batch is not the mean, or the sum, of the losses of parts of it; all ranks call it.
+
+        Args:
+            optimizer: the optimizer.
+            others: the arguments of `training_step` after the batch.
+            options: its keyword arguments.
+        """
 
         def loss_of(module: LightningModule, batch: Any, _: float) -> Tensor:
+            """Return the loss of a batch, without the log entries of the module."""
             vars(module)["log"] = lambda *_, **__: None  # the check restores attributes of the module
             with self.precision_plugin.train_step_context():
                 return Output.of(module.training_step(self._on_device(batch), *others, **options)).loss
@@ -402,6 +427,6 @@ class VariableBatchModelParallelStrategy(VariableBatch, ModelParallelStrategy):
 
 
 def _gradient_reducer(model: Module | None) -> Module | None:
-    """Return what sums gradients: a DistributedDataParallel, or the root of what a module has sharded."""
+    """Return the module that sums gradients over ranks: a DistributedDataParallel, or the root of what FSDP2 shards."""
     sharded = [part for part in model.modules() if isinstance(part, FSDPModule)] if model is not None else []
     return sharded[0] if sharded and {*sharded} <= {*sharded[0].modules()} else model

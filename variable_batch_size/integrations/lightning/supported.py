@@ -27,6 +27,7 @@ def _hook(name: str) -> Callable[[Any], str]:
     """Return a function of a Trainer that says which class of its module and its data overrides a hook, or "none"."""
 
     def overriding_class(trainer: Any) -> str:
+        """Return the class that overrides the hook, in words, or "none"."""
         owners = (trainer.lightning_module, LightningModule), (trainer.datamodule, LightningDataModule)
         having = [owner for owner, kind in owners if hasattr(kind, name) and owner]
         overriding = [type(owner).__name__ for owner in having if is_overridden(name, owner)]

@@ -54,6 +54,7 @@ class TorchftBackend(ElasticBackend):
     """
 
     def __init__(self, manager: Manager) -> None:
+        """Check the manager, and put a client between it and the lighthouse; see `QuorumClient`."""
         if not isinstance(manager, Manager):
             raise type_error("manager must be a torchft.Manager", manager, "pass the one of this replica group")
         if manager._use_async_quorum:
@@ -133,8 +134,8 @@ class TorchftBackend(ElasticBackend):
                 "world_size_mode=WorldSizeMode.DYNAMIC to the Manager"
             )
         self._groups.world = World(group_rank, groups)
-        inside = self.job.world  # this process within its group
-        self.world = World(group_rank * inside.size + inside.rank, groups * inside.size)
+        world_of_group = self.job.world  # this process within its group
+        self.world = World(group_rank * world_of_group.size + world_of_group.rank, groups * world_of_group.size)
 
     def _request_quorum(self, updates: int, *, again: bool = False) -> None:
         """Ask the lighthouse which groups take part in the next update, of which torchft sends a state to those behind.
@@ -165,7 +166,11 @@ class TorchftBackend(ElasticBackend):
             raise _state_error(self._failure) from self._failure
 
     def _has_failed(self) -> bool:
-        """Return whether the manager of a process of this group has an error; all of them have to call it."""
+        """Return whether the manager of any process of this group has an error; all of them have to call it.
+
+        Raises:
+            RuntimeError: if a process of the group has ended.
+        """
         errors = torch.full((1,), float(self._manager.errored() is not None), device=self.job.device)
         try:
             self.job.all_reduce_sum([errors])
@@ -177,7 +182,7 @@ class TorchftBackend(ElasticBackend):
         return bool(errors.item())
 
     def _set_updates(self, updates: int) -> None:
-        """Tell torchft how many updates this group has made, from which it counts on."""
+        """Tell torchft how many updates this group has made; it sends the state to groups that have made fewer."""
         self._manager.load_state_dict({"step": updates, "batches_committed": self._manager.batches_committed()})
 
     def _log(self, message: str) -> None:
@@ -290,9 +295,14 @@ class _Groups(Backend):
         self._manager, self._messages = manager, FlatMessages()
 
     def all_reduce_sum(self, tensors: Sequence[Tensor]) -> None:
-        """Sum the tensors over the groups, in place; raise BrokenStepError if one is lost."""
+        """Sum the tensors over the replica groups of the quorum, in place.
+
+        Raises:
+            BrokenStepError: if a group is lost, so that the sum is not valid.
+        """
 
         def reduce(flat: Tensor) -> None:
+            """Sum a flat tensor over the groups, in place, on the device of the gradients."""
             on_device = flat.to(self.device)
             self._manager.allreduce(on_device, reduce_op=dist.ReduceOp.SUM).wait()  # which keeps an error of the work
             flat.copy_(on_device)
@@ -317,7 +327,7 @@ def _processes_of(manager: Manager) -> DistributedBackend:
 
 
 def _state_error(error: Exception) -> RuntimeError:
-    """Return the error to raise for one of a part's `state_dict` or `load_state_dict`."""
+    """Return the error to raise if a registered object's `state_dict` or `load_state_dict` has failed."""
     return RuntimeError(
         f"what is registered must be saved by one group and loaded by another, but that failed with "
         f"{type(error).__name__}: {error}; build the same objects in every group"
@@ -329,6 +339,11 @@ def _hash(value: object) -> str:
 
 
 def _majority(values: Sequence[Any], votes: Sequence[bool]) -> Any:
-    """Return the most frequent of the values with a vote, or of all if none has one: the first if several are."""
+    """Return the most frequent one of the groups' values; of several, the first.
+
+    Args:
+        values: the value of each group.
+        votes: whether each group's value counts; if none does, all count.
+    """
     candidates = [value for value, vote in zip(values, votes, strict=True) if vote] or [*values]
     return max(candidates, key=candidates.count)

@@ -27,6 +27,7 @@ class QuorumClient:
     """
 
     def __init__(self, manager: Manager) -> None:
+        """Take the place of the manager's client, and tell other groups how many processes this one has."""
         self._manager, self._client = manager, manager._client
         self.members: list[str] = []
         if manager._group_rank == 0:
@@ -51,7 +52,14 @@ class QuorumClient:
         return quorum
 
     def _check_size(self, address: str) -> None:
-        """Raise ValueError if the group with the store at `address` has another number of processes than this one."""
+        """Check that another replica group has as many processes as this one.
+
+        Args:
+            address: address of the store of that group, "HOST:PORT".
+
+        Raises:
+            ValueError: if it has not.
+        """
         host, _, port = address.rpartition(":")
         try:
             store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=_PATIENCE)

@@ -47,10 +47,14 @@ def predicts_next_label(model: Any) -> bool:
 
 
 def count_labels(microbatch: Any, *, shifted: bool) -> Tensor | None:
-    """Return how many labels of a microbatch are not ignored, 0-D.
+    """Return how many labels of a microbatch count in the loss, 0-D; a label of -100 does not.
 
-    None if it has no labels, or others than a tensor, as for object detection. `shifted`: whether the first label of
-    each row is predicted by no position.
+    Args:
+        microbatch: the microbatch, a dict of tensors.
+        shifted: whether no position predicts the first label of each row, as in a language model.
+
+    Returns:
+        None if it has no labels, or others than a tensor, as for object detection.
     """
     try:
         if "shift_labels" in microbatch:  # shifted already

@@ -34,6 +34,7 @@ class TrainerLoader:
     """
 
     def __init__(self, trainer: Any, loader: Any) -> None:
+        """Create the sampler, or batches of a stream, and the loader that reads its microbatches."""
         loader = getattr(loader, "base_dataloader", loader)  # not Accelerate's, which distributes batches over ranks
         self.trainer, self._inside_epoch, args = trainer, False, trainer.args
         self._seed = args.seed if args.data_seed is None else args.data_seed
@@ -73,6 +74,7 @@ class TrainerLoader:
         return self.sampler.plan.epoch(self.sampler.due.epoch).updates  # type: ignore[no-any-return]
 
     def __iter__(self) -> Iterator[list[Any]]:
+        """Yield the updates of an epoch, each as a list of this rank's microbatches."""
         optimizer = self.trainer.variable_optimizer
         if self._inside_epoch:  # a callback has ended the epoch early: its other samples come now
             optimizer.discard_step()  # called on all ranks; it waits at most ten seconds for the others
@@ -91,6 +93,7 @@ class UnreadRows:
         self._trainer, self._loader, self._seed = trainer, loader, seed
 
     def __iter__(self) -> Iterator[list[Any]]:
+        """Yield lists of rows, from the first one that was not trained on; after the end the next pass begins."""
         to_skip = self._trainer.variable_optimizer.samples
         loader, dataset, order = self._loader, self._trainer.train_dataset, None
         if not isinstance(dataset, IterableDataset):  # group_by_length, whose sampler gives the order
@@ -98,12 +101,12 @@ class UnreadRows:
             order = getattr(batches, "batch_sampler", batches).sampler
         workers = {"num_workers": loader.num_workers, "prefetch_factor": loader.prefetch_factor}
         lists_of_rows: Any = DataLoader(dataset, loader.batch_size or 1, sampler=order, collate_fn=list, **workers)
-        for number in count():
+        for pass_number in count():
             if callable(set_epoch := getattr(dataset, "set_epoch", None)):
-                set_epoch(number)
+                set_epoch(pass_number)
             if order is not None:  # the same on all ranks
-                order.generator = torch.Generator().manual_seed(self._seed + number)
-            for rows in self._read_pass(lists_of_rows, number):
+                order.generator = torch.Generator().manual_seed(self._seed + pass_number)
+            for rows in self._read_pass(lists_of_rows, pass_number):
                 if to_skip < len(rows):
                     yield rows[to_skip:]
                 to_skip = max(0, to_skip - len(rows))

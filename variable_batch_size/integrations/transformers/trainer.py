@@ -80,6 +80,7 @@ class VariableBatchMixin(Base):
             raise TypeError(f"VariableBatchMixin must come first; write class {cls.__name__}(VariableBatchMixin, ...)")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Take the settings of this library out of the arguments, pass the others on, and check them early."""
         self.settings = Settings.taken_from(kwargs)
         self._batch_size = 0
         super().__init__(*args, **kwargs)
@@ -183,7 +184,7 @@ class VariableBatchMixin(Base):
             self._check_loss()
 
     def _label_counts(self, update: list[Any], parts: Sequence[Microbatch]) -> tuple[list[Any], Any, list[Any]]:
-        """Return the numbers by which the microbatches of an update are weighed.
+        """Return the numbers of labels by which the microbatches of an update are weighed: each label counts once.
 
         Args:
             update: the microbatches.
@@ -204,9 +205,13 @@ class VariableBatchMixin(Base):
         return counts, total, [count.clamp(min=1) for count in counts]
 
     def _check_loss(self) -> None:
-        """Warn if the loss of rows, times the number of their labels or rows, is not the sum over parts of them."""
+        """Warn if the loss of rows, times their number of labels or rows, is not the sum of this over parts of them.
+
+        If it is not, its gradient depends on how an update is cut into microbatches.
+        """
 
         def summed_loss(model: Any, batch: Any, row_weight: float) -> Any:
+            """Return the loss of a batch times the number of its labels, or of its rows."""
             self.__dict__["log"] = lambda *_, **__: None  # restored after the check, as an attribute of `owner`
             batch = send_to_device(batch, self.args.device)
             labels = self._count_labels(batch)
@@ -288,18 +293,23 @@ def sum_in_float32(accelerator: Any) -> None:
 
 
 def scale_loss(loss: Tensor, factor: Tensor | float) -> Tensor:
-    """Return a loss times a factor; 0 if the factor is a tensor of 0, although the mean of no labels is nan."""
+    """Return a loss times a factor; 0 for a factor of 0, although the loss may be nan, as the mean over no labels is.
+
+    Args:
+        loss: the loss, 0-D.
+        factor: a number > 0, or a tensor, 0-D.
+    """
     return torch.where(factor > 0, loss * factor, 0) if isinstance(factor, Tensor) else loss * factor
 
 
 @contextmanager
 def patch_attributes(owner: Any, **values: Any) -> Iterator[None]:
     """Set attributes of an object within a block, and restore or delete them afterwards."""
-    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    values_before = {name: vars(owner)[name] for name in values if name in vars(owner)}
     vars(owner).update(values)
     try:
         yield
     finally:
-        for name in values.keys() - before.keys():
+        for name in values.keys() - values_before.keys():
             del vars(owner)[name]
-        vars(owner).update(before)
+        vars(owner).update(values_before)
