@@ -198,9 +198,16 @@ class DecidedTrace:
         }
 
     def copy(self) -> DecidedTrace:
-        """Return a copy whose measurements were read, so that they wait for no device and can be pickled."""
-        read = tuple(Measurements(question.updates, partial(dict, question.read())) for question in self.unanswered)
-        return replace(self, unanswered=read)
+        """Return a copy that can be pickled: the numbers of its unanswered questions are read from the device now.
+
+        A question to the controller holds a function that reads its measurements later. In the copy, this function
+        returns a dict that is on the host already.
+        """
+        questions_on_host = []
+        for question in self.unanswered:
+            measurements = question.read()
+            questions_on_host.append(Measurements(question.updates, partial(dict, measurements)))
+        return replace(self, unanswered=tuple(questions_on_host))
 
     @property
     def _runs(self) -> list[tuple[int, int]]:

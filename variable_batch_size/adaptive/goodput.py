@@ -65,7 +65,10 @@ class Goodput:
         object.__setattr__(self, "threshold", check_number(self.threshold, "threshold", "pass 0.05 for 5 percent"))
 
     def __call__(self, input: ControlInput, /) -> int:
-        """Return the best candidate, or the present batch size if that is nearly as good.
+        """Return the batch size with the most progress per second, or the present one if it is nearly as good.
+
+        The progress of an update follows from the gradient noise, and its time from the measured throughput. While
+        only the noise is known, return a size that is not measured yet; while it is unknown, keep the present size.
 
         Raises:
             ValueError: if the noise is not measured, or too little is known and there is no batch size to keep.

@@ -117,20 +117,24 @@ class Folder:
         return sorted(filter(_NAME.fullmatch, self._list_all()[1]), key=_order, reverse=True)
 
     def lost(self, *, best: bool = False) -> dict[str, str]:
-        """Return the checkpoints that the writer has recorded and that are gone, by name, with what is missing.
+        """Return the checkpoints that were saved but are gone: name -> what is missing.
 
-        A folder alone does not show that a file was lost, after which an older checkpoint would be restored silently.
+        The writer keeps a record of the newest and of the best checkpoints that it has saved. Without this record, a
+        deleted checkpoint would not be noticed, and `restore()` would silently use an older one.
 
         Args:
-            best: whether to look for the best ones, and not for the newest one.
+            best: whether to compare the record of the best checkpoints, instead of the record of the newest one.
         """
         newest, bests = self.writer.last_saved()  # read before the list, which then has it or a newer one
-        names, folders = self._list_all()
-        lost = [name for name in bests if name not in names]
-        if best and lost:  # unless a training has meanwhile found a better one, and deleted it
-            lost = [name for name in self.writer.last_saved()[1] if name in lost]
-        if not best:  # the newest one is lost if no checkpoint is as new
-            lost = [newest] if _NAME.fullmatch(newest) and not (names and _order(names[0]) >= _order(newest)) else []
+        names, folders = self._list_all()  # complete checkpoints, the newest first; and all folders
+        if best:
+            lost = [name for name in bests if name not in names]
+            if lost:  # read the record again: the run may have found a better checkpoint and deleted these
+                lost = [name for name in self.writer.last_saved()[1] if name in lost]
+        else:
+            is_recorded = _NAME.fullmatch(newest) is not None
+            has_one_as_new = bool(names) and _order(names[0]) >= _order(newest)
+            lost = [newest] if is_recorded and not has_one_as_new else []
         return {name: "the JSON of a rank is missing" if name in folders else "its folder is missing" for name in lost}
 
     def newest(self) -> str | None:
@@ -215,7 +219,7 @@ class Folder:
     # What the writer does. --------------------------------------------------------------------------------------------
 
     def lock(self) -> str:
-        """Create the folder, become its writer, and return a token by which other ranks recognize the folder.
+        """Create the folder, lock it for this run, and return a token by which other ranks recognize the folder.
 
         Raises:
             OSError: if the folder cannot be created or is itself a checkpoint, or another process writes there.

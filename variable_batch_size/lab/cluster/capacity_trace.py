@@ -57,7 +57,10 @@ class CapacityTrace:
         end: float | None = None,
         prices: npt.ArrayLike | None = None,
     ) -> None:
-        """Check the arguments, and keep a row only where the number of nodes or the price changes."""
+        """Check the arguments, and keep a row only where the number of nodes or the price changes.
+
+        Unix times become seconds since the first row. Of several rows at one time, the last one counts.
+        """
         times = _check_numbers(seconds, "seconds")  # (rows,), as all below
         counts = _check_nodes(nodes)
         costs = None if prices is None else _check_numbers(prices, "prices")

@@ -36,10 +36,11 @@ class OwnReader(Reader):
     may_be_hours = True
 
     def recognizes(self, text: Text) -> bool:
-        """Return whether the header has the columns `seconds`, `time` or `timestamp`, and `nodes`."""
-        first = text.lines[0][1]
-        header, _ = _split_header(first)
-        return first[0] not in "[{#" and "nodes" in header and any(name in header for name in TIMES)
+        """Return whether a file is a CSV table with a column `nodes`, and one of `seconds`, `time` and `timestamp`."""
+        _, first_line = text.lines[0]  # with its number
+        begins_otherwise = first_line[0] in "[{#"  # JSON, or a comment of another format
+        header, _ = _split_header(first_line)
+        return not begins_otherwise and "nodes" in header and any(name in header for name in TIMES)
 
     def read(self, text: Text, options: ReaderOptions) -> Rows:
         """Return the time, the number of nodes and, if known, the price of each row. The times have to ascend."""
