@@ -42,8 +42,8 @@ def by_hand(make: Make, batches: Batches, *, fused: bool = False) -> Callable[[]
     return update
 
 
-def cores(pairs: int) -> None:
-    """Compare on this PyTorch/XLA core."""
+def cores(pairs: int, only: str) -> None:
+    """Compare on this PyTorch/XLA core. `only`: what is in the names of the ratios to measure; "" for all."""
     import torch_xla
 
     backend = vbs.backend.XlaBackend()  # on a CPU, its step marker waits for the computation of this core
@@ -53,6 +53,7 @@ def cores(pairs: int) -> None:
         "AdaScale / linear rule": (adascale, linear),
         **LOGGING,
     }
+    sides = {name: pair for name, pair in sides.items() if only in name}
     models = {"small CNN": MODELS["small CNN"], "6M parameters": lambda: perceptron(2048, 1)}
     where = f"XLA, {backend.world.size} core{'s' if backend.world.size > 1 else ''}"
     compare(models, pairs, where, sides, [1, 4], barrier=backend.barrier, device=torch_xla.device())
@@ -62,7 +63,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=21, help="pairs of blocks per ratio")
     parser.add_argument("--cores", type=int, nargs="*", default=[1, 2, 4], help="numbers of cores")
+    parser.add_argument("--only", default="", help="measure the ratios with these words in their names, and no memory")
     flags = parser.parse_args()
     for number in flags.cores:
-        xla.launch(cores, (flags.pairs,), cores=number)
-    memory(xla=True)
+        xla.launch(cores, (flags.pairs, flags.only), cores=number)
+    if not flags.only:
+        memory(xla=True)
