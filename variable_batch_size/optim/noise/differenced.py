@@ -35,7 +35,7 @@ class DifferencedEstimator:
         self._previous: _Previous | None = None
 
     def has_previous(self, gradient: Gradient) -> bool:
-        """Return whether there is a previous gradient of the same parameters."""
+        """Return whether the gradient of an earlier update is there to compare `gradient`, by parameter, with it."""
         if self._previous is None or len(self._previous.gradients) != len(gradient):
             return False
         pairs = zip(self._previous.gradients, gradient, strict=True)
@@ -74,47 +74,54 @@ class DifferencedEstimator:
         self._previous = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the previous gradient, an empty dict if there is none; reads it from a device."""
+        """Return the previous gradient, read from a device, and its numbers; an empty dict if there is none."""
         if self._previous is None:
             return {}
         gradients, *numbers = self._previous
         copy = self._backend.host if self._on_device else torch.clone  # a clone on the device would add a graph
-        values = [None if part is None else copy(part) for part in gradients], *map(float, numbers)
-        return {"earlier": dict(zip(_KEYS, values, strict=True))}
+        copies = [None if gradient is None else copy(gradient) for gradient in gradients]
+        return {"earlier": dict(zip(_KEYS, (copies, *map(float, numbers)), strict=True))}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError if a state is damaged."""
+        """Raise ValueError if the gradient of the previous update, in a state, is damaged; a state may have none."""
         if "earlier" in state:
             check_entries(state, {"earlier": (dict,)}, "noise.")
             gradients, *numbers = _KEYS
             check_entries(state["earlier"], {gradients: (list,), **dict.fromkeys(numbers, NUMBER)}, "noise.earlier.")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state; one without a previous gradient drops it."""
+        """Restore the gradient of the previous update, to compare the next one with; drop it if the state has none."""
         earlier = state.get("earlier")
         self._previous = None if earlier is None else _Previous(*(earlier[key] for key in _KEYS))
 
     def _replace_previous(
         self, previous: Gradient, gradient: Gradient, finite: bool | Tensor
     ) -> tuple[Number, list[Tensor | None]]:
-        """Return |G - G'|^2, and a copy of the present gradient G in the memory of the previous one G'."""
-        device = next(part.device for part in gradient if part is not None)  # a restored gradient may be elsewhere
+        """Return |G - G'|^2, and a copy of the present gradient G in the memory of the previous one G'.
+
+        Args:
+            previous: G', by parameter; None counts as 0.
+            gradient: G, by parameter.
+            finite: whether G is finite, 0-D on a device. If it is false there, G is 0, and the copy is G' instead.
+        """
+        device = next(part.device for part in gradient if part is not None)  # a restored G' may be on another one
         moved = [None if old is None else old.to(device) for old in previous]
         pairs = list(zip(moved, gradient, strict=True))
-        stored = [_gradient_or_zeros(old, like=new) for old, new in pairs]
-        now = [_gradient_or_zeros(new, like=old) for old, new in pairs]
-        stored_and_now = zip(stored, now, strict=True)
-        whole = [old.to(new) for old, new in stored_and_now if old is not None and new is not None]
-        old_parts, new = local_parts(whole), local_parts(tensor for tensor in now if tensor is not None)
-        torch._foreach_sub_(old_parts, new)  # also changes `whole`, which has the same memory
-        square = squared_norm(whole)
-        if isinstance(finite, Tensor):  # a non-finite gradient was zeroed, so that the difference is the previous one
-            torch._foreach_mul_(old_parts, (~finite).to(scalar_dtype(old_parts)))
-            torch._foreach_add_(old_parts, new)
+        old_or_zeros = [_gradient_or_zeros(old, like=new) for old, new in pairs]
+        new_or_zeros = [_gradient_or_zeros(new, like=old) for old, new in pairs]
+        old_and_new = zip(old_or_zeros, new_or_zeros, strict=True)
+        memory = [old.to(new) for old, new in old_and_new if old is not None and new is not None]
+        memory_parts = local_parts(memory)
+        new_parts = local_parts(tensor for tensor in new_or_zeros if tensor is not None)
+        torch._foreach_sub_(memory_parts, new_parts)  # also changes `memory`, whose parts they are, to G' - G
+        square = squared_norm(memory)
+        if isinstance(finite, Tensor):  # G' - G is multiplied by 0 if G is finite, and by 1 if G is 0; then G is added
+            torch._foreach_mul_(memory_parts, (~finite).to(scalar_dtype(memory_parts)))
+            torch._foreach_add_(memory_parts, new_parts)
         else:
-            torch._foreach_copy_(old_parts, new)
-        remaining = iter(whole)
-        stored = [old if old is None else next(remaining) for old in stored]
+            torch._foreach_copy_(memory_parts, new_parts)
+        tensors = iter(memory)
+        stored = [None if old is None else next(tensors) for old in old_or_zeros]
         return square if self._on_device else square.item(), stored
 
 

@@ -100,7 +100,7 @@ def coefficients(batch_size: int, groups: int, one_minus_theta: float, *, paired
     """
     weight = one_minus_theta if groups > 1 or paired else 0.0
     pair_weight = weight if paired else 0.0
-    inverse_dof = 1 / (groups - 1) if groups > 1 else 0.0
+    inverse_dof = 1 / (groups - 1) if groups > 1 else 0.0  # one over the degrees of freedom of the variance
     # The estimate is linear in S and |G|^2: with one of them 1 and the other 0, it is the coefficient of that one.
     units = (1.0, 0.0), (0.0, 1.0)
     of_squares, of_norm = (estimate_from_groups(*unit, batch_size, groups, inverse_dof) for unit in units)

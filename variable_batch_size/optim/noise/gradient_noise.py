@@ -115,11 +115,14 @@ class GradientNoise(Stage):
         self._uncommitted: NoiseState | None = None
 
     def needs(self, batch: Batch | None) -> Needs:
-        """Return that |g|^2 is needed if an update has several microbatches."""
+        """Return that |g|^2 of each microbatch's gradient g is needed if an update has several microbatches."""
         return Needs(norm=self._backend.static_graph or batch is None or batch.num_microbatches > 1)
 
     def add(self, counted: Counted, squares: MeasuredSquares, like: Tensor) -> None:
-        """Add n_j |g_j|^2 of a microbatch to the sum of the step, if it was measured: 0 if it has weight 0."""
+        """Add n_j |g_j|^2 of a microbatch to the sum of the step; its gradient is g_j, and n_j its number of samples.
+
+        `squares`: |g_j|^2, None if it was not measured, and n_j up to the weight of the loss, 0 for a replay.
+        """
         square = squares.norm
         if square is None:
             return
@@ -132,12 +135,15 @@ class GradientNoise(Stage):
         self._squares = square if self._squares is None else self._squares + square
 
     def part(self, like: Sequence[Tensor]) -> list[Tensor]:
-        """Return this rank's part of S = sum_j n_j |g_j|^2, (1,), which the ranks sum."""
+        """Return this rank's part of S = sum_j n_j |g_j|^2 over the microbatches j, (1,), for the ranks to sum."""
         squares = like[0].new_zeros((), dtype=torch.float32) if self._squares is None else self._squares
         return [squares.to(scalar_dtype(like)).view(1)]
 
     def reduce(self, update: UpdateUnderWay) -> None:
-        """Store S = sum_j n_j |g_j|^2, which the ranks have summed, and |G|^2 of the reduced gradient."""
+        """Store S = sum_j n_j |g_j|^2, which the ranks have summed, and |G|^2 of the gradient of the update.
+
+        Where the host may read numbers without delay they become floats, otherwise they stay 0-D tensors.
+        """
         if not update.gradients:
             return
         (weighted_squares,) = update.message[self.name]  # (1,)
@@ -151,7 +157,7 @@ class GradientNoise(Stage):
         update.square = self._statistics.squared_norm
 
     def judge(self, update: UpdateUnderWay) -> None:
-        """Skip an update whose gradient is not finite, if the host knows it."""
+        """Skip an update, with a warning, if the host knows that its gradient is not finite."""
         if self._statistics is not None and self._statistics.finite is False and update.skipped is False:
             warnings.warn(_SKIPPED, RuntimeWarning, stacklevel=stacklevel_of_user())
             update.skip(True)
@@ -161,7 +167,7 @@ class GradientNoise(Stage):
         assert self._statistics is not None
         statistics = self._statistics
         if isinstance(statistics.finite, Tensor) and isinstance(update.skipped, Tensor):
-            statistics = statistics._replace(finite=statistics.finite & ~update.skipped)
+            statistics = statistics._replace(finite=statistics.finite & ~update.skipped)  # a skipped one counts as not
         update.finite = statistics.finite
         if isinstance(update.finite, Tensor):
             _zero_tensors_unless(update.finite, local_parts(update.gradients))
@@ -170,7 +176,7 @@ class GradientNoise(Stage):
     def scale(self, update: UpdateUnderWay) -> None:
         """Make the learning rate and the progress 0 in an update that the device finds not finite, or skips."""
         if isinstance(update.finite, Tensor):
-            made = update.finite.to(scalar_dtype(update.parameters))
+            made = update.finite.to(scalar_dtype(update.parameters))  # 1 if the update counts, else 0
             update.scalings = [
                 scaling_if(made, scaling, self._backend, group) for group, scaling in enumerate(update.scalings)
             ]
@@ -192,10 +198,11 @@ class GradientNoise(Stage):
         like = torch.as_tensor(squared_grad_norm)
         numbers = [float(batch_size), float(ref), float(paired)]
         size, reference, use_pair = self._backend.scalars(numbers, like, "noise")
+        # The averages are linear in the measurements: `rows` has the coefficients of each, (4,).
         measurements, rows = [weighted_squares, squared_grad_norm], [weights.weighted_squares, weights.squared_norm]
         if self._pairs is not None:
             pair_estimate, valid = self._pairs.estimate(gradient, squared_grad_norm, size, is_included)
-            measurements += pair_estimate
+            measurements += pair_estimate  # its sigma^2 and mu^2
             rows += [weights.pair_sigma2, weights.pair_mu2]
             is_included = is_included & (valid >= use_pair)  # an estimate that is used must be valid
         decay, constant, *factors = self._as_vectors([weights.decay, weights.constant, *rows], like, "noise")
@@ -211,25 +218,31 @@ class GradientNoise(Stage):
         return debias(averages, gain_of_update)
 
     def _as_vectors(self, rows: Sequence[Sequence[float]], like: Tensor, place: str) -> Sequence[Any]:
-        """Return rows of numbers as arrays, or as tensors on the device of `like`."""
+        """Return rows of numbers as arrays, or as tensors on the device of `like` if the noise is kept there.
+
+        `place`: a name by which a compiled graph finds the inputs that hold these numbers.
+        """
         return self._backend.vectors(rows, like, place) if self.keeps_lr_on_device else list(np.array(rows))
 
     def end(self, update: UpdateUnderWay) -> None:
-        """Keep what was measured, now that the update is made. There is nothing if it was skipped before."""
+        """Keep the noise that was measured, now that the update is made; nothing was if the update was skipped."""
         if self._uncommitted is not None:
             self._state, self._uncommitted = self._uncommitted, None
             ranks = self._backend.world.size
             self._cut.after_update(update.batch, ranks, measured=self._measured > 0)
 
     def clear(self) -> None:
-        """Discard the microbatches of the step, and an update that was not committed."""
+        """Forget the microbatches of a step, after its update or because it starts over.
+
+        If it starts over, the noise that was measured for its update is discarded.
+        """
         self._squares = self._statistics = None
         if self._uncommitted is not None:
             self._uncommitted = None
             self.forget()  # `measure` has overwritten the previous gradient
 
     def forget(self) -> None:
-        """Drop the previous gradient: the next one may be of other parameters."""
+        """Drop the gradient of the update before: the next one may be of other parameters, so do not compare them."""
         if self._pairs is not None:
             self._pairs.forget()
 
@@ -238,8 +251,8 @@ class GradientNoise(Stage):
         read = _averages_and_gain_later(self._state)
 
         def read_noise() -> Noise:
-            *averages, own_gain = read()
-            return debias(np.array(averages), own_gain)
+            *averages, last_gain = read()
+            return debias(np.array(averages), last_gain)
 
         return read_noise
 
@@ -248,13 +261,13 @@ class GradientNoise(Stage):
         return self.reader()()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain numbers and, if it is kept, the previous gradient; reads them from a device."""
+        """Return the averages of the noise as plain numbers, and the previous gradient if it is compared; waits."""
         numbers = _averages_and_gain_later(self._state)()
         state: dict[str, Any] = dict(zip((*AVERAGES, "gain"), numbers, strict=True))
         return {"noise": {**state, **(self._pairs.state_dict() if self._pairs is not None else {})}}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError if its entry is damaged."""
+        """Raise ValueError if the averages of the noise in a state are damaged, before anything is loaded."""
         if state.get("noise", {}) != {}:
             check_entries(state["noise"], dict.fromkeys((*AVERAGES, "gain"), NUMBER), "noise.")
             weight, numbers = state["noise"]["weight"], [state["noise"][name] for name in (*AVERAGES, "gain")]
@@ -264,20 +277,20 @@ class GradientNoise(Stage):
                 self._pairs.check_state(state["noise"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state; one without its entry resets everything."""
-        state = state.get("noise") or {}
-        averages = np.array([float(state.get(name, 0)) for name in AVERAGES])
-        self._state = NoiseState(averages, float(state.get("gain", 1)))
+        """Restore the averages of the noise from a state; one without them resets everything."""
+        noise = state.get("noise") or {}
+        averages = np.array([float(noise.get(name, 0)) for name in AVERAGES])
+        self._state = NoiseState(averages, float(noise.get("gain", 1)))
         self._uncommitted = None
         if self._pairs is not None:
-            self._pairs.load_state_dict(state)
+            self._pairs.load_state_dict(noise)
 
 
 def _averages_and_gain_later(state: NoiseState) -> Callable[[], list[float]]:
     """Return a function that returns the averages and the gain as floats, by one transfer from a device."""
-    averages, own_gain, packed = state
-    if packed is None:
-        return lambda: [*averages.tolist(), float(own_gain)]
+    averages, last_gain, packed = state
+    if packed is None:  # they are floats already
+        return lambda: [*averages.tolist(), float(last_gain)]
     read = copy_later(packed)
     return lambda: read().tolist()
 
@@ -295,7 +308,10 @@ class CutWarning:
         self._updates = self._unmeasured = 0  # too few microbatches so far; of these without any estimate
 
     def after_update(self, batch: Batch, ranks: int, *, measured: bool) -> None:
-        """Count an update. Warn if the first ones had too few microbatches. `measured`: if there was an estimate."""
+        """Count an update, and warn once if each of the first `_FIRST` had too few microbatches.
+
+        `ranks`: their number. `measured`: whether there was an estimate of the noise, in this update or before.
+        """
         if self._updates < 0:  # -1 ends the counting
             return
         too_few = not measured or batch.num_microbatches < ranks
@@ -352,10 +368,11 @@ def _check_deferred_lr(inner: Optimizer, parameters: Sequence[Tensor], rules: Se
             f"on {device} a learning rate that depends on the noise needs an optimizer whose change is "
             f"proportional to it, but that of {type(inner).__name__} is not; use another inner optimizer"
         )
-    if small := {str(p.dtype) for p in parameters if is_narrow(p)}:
+    narrow_dtypes = {str(parameter.dtype) for parameter in parameters if is_narrow(parameter)}
+    if narrow_dtypes:
         raise TypeError(
             f"on {device} a learning rate that depends on the noise needs parameters of at least 32 bits, but some are "
-            f"{' and '.join(sorted(small))}; keep the parameters in float32, and use torch.autocast"
+            f"{' and '.join(sorted(narrow_dtypes))}; keep the parameters in float32, and use torch.autocast"
         )
     for rule in rules:
         if isinstance(rule, ConstantTimescale) and rule.needs_noise:
@@ -366,7 +383,7 @@ def _check_deferred_lr(inner: Optimizer, parameters: Sequence[Tensor], rules: Se
 
 
 def _zero_tensors_unless(finite: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Set tensors to 0, in place, if `finite`, 0-D, is false."""
+    """Set tensors to 0, in place, if the 0-D bool tensor `finite` is false, without reading it from the device."""
     if finite.device.type == "xla":  # which makes one graph of all of them, and has no views of bits
         zero = tensors[0].new_zeros(())
         for tensor in tensors:

@@ -79,9 +79,13 @@ class SecondMoment(Stage):
                 )
 
     def add(self, counted: Counted, squares: MeasuredSquares, like: Tensor) -> None:
-        """Add n_j g_j^2 of a microbatch, elementwise, to the sum of each parameter."""
+        """Add n_j g_j^2 of a microbatch, elementwise, to the sum of each parameter.
+
+        n_j is its number of samples, and g_j its gradient, whose squares were measured.
+        """
         self._batch_size = counted.microbatch.batch_size
-        _, elements, factor, scale = squares  # `factor`: n_j, divided by the square of the weight of the loss
+        # By parameter g_j^2; n_j, divided by the square of the weight of the loss; the scale of a GradScaler.
+        _, elements, factor, scale = squares
         if not (self._needs_squares(self._batch_size) and elements and (factor or self._backend.static_graph)):
             return
         tensors = list(elements.values())
@@ -100,11 +104,14 @@ class SecondMoment(Stage):
         )
         missing = [parameter for parameter in parameters if parameter not in self._sums]
         self._sums |= {parameter: widen(torch.zeros_like(parameter)) for parameter in missing}
-        self._sums = {parameter: self._sums[parameter] for parameter in parameters}
+        self._sums = {parameter: self._sums[parameter] for parameter in parameters}  # in the same order on all ranks
         return list(self._sums.values())
 
     def measure(self, update: UpdateUnderWay) -> None:
-        """Turn the sums over all ranks, B A, into A - G^2, elementwise, or into 0 if a device finds G not finite."""
+        """Turn the sums over all ranks, B A = sum_j n_j g_j^2, into A - G^2, elementwise; G is the mean gradient.
+
+        They become 0 if a device finds G not finite.
+        """
         self._sums = {tensor: total for tensor, total in self._sums.items() if tensor.grad is not None}
         if not self._sums:
             return
@@ -113,7 +120,8 @@ class SecondMoment(Stage):
         multiply(sums, 1 / update.batch.batch_size, self._backend)
         torch._foreach_addcmul_(sums, gradients, gradients, value=-1)
         torch._foreach_clamp_min_(sums, 0)  # by rounding alone it may be negative
-        if isinstance(finite := update.finite, Tensor):
+        finite = update.finite
+        if isinstance(finite, Tensor):
             pairs = self._sums.items()
             self._sums = {tensor: torch.where(finite, total, torch.zeros_like(total)) for tensor, total in pairs}
 
@@ -122,7 +130,11 @@ class SecondMoment(Stage):
         multiply(list(self._sums.values()), factor.square(), self._backend)
 
     def begin_step(self, update: UpdateUnderWay) -> None:
-        """Add a (1 - beta2) / beta2 (A - G^2), see the module, to second moments of groups whose rule needs it."""
+        """Before Adam's step, add a (1 - beta2) / beta2 (A - G^2) to second moments of groups whose rule needs it.
+
+        A - G^2 is the variance between microbatches, see `measure`, and a = (B / ref - 1) / (J - 1) for J of them: so
+        the second moment becomes that of updates of `ref` samples.
+        """
         step = update.batch
         weight = max(0.0, step.batch_size / self._reference - 1) / max(1, step.num_microbatches - 1)
         for group, rule in zip(self._inner.param_groups, update.rules, strict=True):
@@ -150,17 +162,17 @@ class SecondMoment(Stage):
         parameters = list(self._sums)
         before = Gradients.of(parameters)
 
-        def check(*_: object) -> None:
+        def raise_if_changed(*_: object) -> None:
             if before.first_changed(Gradients.of(parameters)) is not None:
                 raise RuntimeError(
                     "with a rule of Adam's second moment no step_pre_hook may change gradients, because their squares "
                     "stay as they were, but one did; clip with max_grad_norm=, or choose another rule"
                 )
 
-        self._watch = self._inner.register_step_pre_hook(check)
+        self._watch = self._inner.register_step_pre_hook(raise_if_changed)
 
     def clear(self) -> None:
-        """Discard the microbatches of the step."""
+        """Discard the sums of squares of a step, after its update or because it starts over."""
         self._sums = {}
 
 
@@ -187,16 +199,14 @@ def create_second_moment(inner: Optimizer, reference: int | None, backend: Backe
             "change that, or choose another rule",
         )
     if sampler.batches.reproducible:
-        found = "invariant-adam"
-        raise value_error(
-            "reproducible=True needs a rule without the squares of elements", found, "choose another rule"
-        )
+        requirement = "reproducible=True needs a rule without the squares of elements"
+        raise value_error(requirement, "invariant-adam", "choose another rule")
     _check_microbatches(reference, sampler)
     return SecondMoment(inner, backend, reference)
 
 
 def _is_of_torch(inner: Optimizer) -> bool:
-    """Return whether an optimizer is an Adam that stores its state as torch's does, with wrapped methods or not."""
+    """Return whether an optimizer is an Adam that stores its state as torch's does; its methods may be wrapped."""
 
     def functions_of(kind: type[Optimizer]) -> list[Any]:
         """Return the methods of a class that create and use its state, without wrappers of torch or torch._dynamo."""

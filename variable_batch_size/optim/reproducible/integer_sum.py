@@ -53,11 +53,14 @@ class IntegerSum(TakenOut):
 
     def _begin_step(self) -> None:
         super()._begin_step()
-        self._added = 0  # microbatches of this rank
-        self._largest: Tensor | None = None  # absolute value of an element of any of them, 0-D
+        self._added = 0  # number of microbatches of this rank in the sums
+        self._largest: Tensor | None = None  # largest absolute value of an element of their gradients, 0-D
 
     def _accumulate(self, microbatch: Microbatch, following: Microbatch | None) -> None:
-        """Add the weighted gradients to the integers, 0 where a parameter has none, and drop them from `.grad`."""
+        """Add the weighted gradients of a microbatch to integers, whose sum has no order, and drop them from `.grad`.
+
+        A parameter without a gradient adds 0.
+        """
         present = [parameter for parameter in self.parameters if parameter.grad is not None]
         gradient_of = dict(zip(present, collect_gradients(present), strict=True))
         self._set_grads(None)
@@ -67,20 +70,23 @@ class IntegerSum(TakenOut):
         gradients = [gradient_of[key] if key in gradient_of else torch.zeros_like(key) for key in self.parameters]
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         weight = self._backend.scalar(microbatch.samples / self._present_factor(microbatch), flat, "microbatch")
-        if self._added % limbs.CARRIED == limbs.CARRIED - 1:  # before lower digits may overflow
+        if self._added % limbs.CARRIED == limbs.CARRIED - 1:  # carry to the upper integers before lower ones overflow
             limbs.carry(self._sums)
         largest = limbs.add(self._sums, flat, weight, first=self._added == 0)
         self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
         self._added += 1
 
     def _reduce(self, batch: Batch, factor: float | None) -> list[Tensor]:
-        """Leave `factor` times the mean gradient in `.grad`; all of it is nan if a number was out of range."""
-        takes_part = self._participation.select()  # for each parameter
+        """Sum the integers over the ranks, and leave `factor` times the mean gradient in `.grad`.
+
+        All of it is nan if a number of any rank was out of the range that integers represent.
+        """
+        takes_part = self._participation.select()  # for each parameter, whether it is summed over the ranks
         sums = self._sums
-        if self._added == 0:  # the memory still has the sums of the step before
+        if self._added == 0:  # this rank had replays only, and the memory still has the sums of the step before
             sums.zero_()
         if self._ranks.number > 1:
-            limbs.carry(sums)
+            limbs.carry(sums)  # so that the sums of the lower integers over the ranks cannot overflow
         like = sums.new_zeros((), dtype=torch.float64)
         limit = self._backend.scalar(limbs.LARGEST / batch.batch_size, like, "range")
         # Not `largest >= limit`, which is false for nan. The ranks sum it: 0 if all numbers are in range on all ranks.
@@ -98,7 +104,7 @@ class IntegerSum(TakenOut):
         return collect_gradients(self.parameters)
 
     def _set_means(self, weight: Tensor) -> None:
-        """Set `.grad` of each parameter to the sum of its integers, as floats, times `weight`, 0-D."""
+        """Set `.grad` of each parameter to its summed integers, converted to floats, times `weight`, 0-D."""
         sizes = [parameter.numel() for parameter in self.parameters]
         for parameter, total in zip(self.parameters, torch.split(self._sums, sizes, 1), strict=True):
             mean = limbs.value(total, weight, parameter.new_empty(parameter.numel()))
@@ -131,11 +137,14 @@ class ByMicrobatch(Message):
         self._table: list[Tensor] = []  # that the ranks sum, until the sums are asked for
 
     def count(self, microbatch: Microbatch, like: Sequence[Tensor]) -> None:
-        """Move what the entries have measured of one microbatch from their sums to a row of its own."""
+        """After each microbatch, move what stages have measured of it to a row of its own, and clear these stages.
+
+        Rows are added later in the order of the microbatches, whatever ranks had them: so all bits are the same.
+        """
         measured = {entry.name: entry for entry in self.entries if entry.by_microbatch}
         parts = {name: [part.to(torch.float64) for part in entry.part(like)] for name, entry in measured.items()}
         self._widths = {name: list(map(len, parts_of_entry)) for name, parts_of_entry in parts.items()}
-        flat = [part for parts_of_entry in parts.values() for part in parts_of_entry]
+        flat = [part for parts_of_entry in parts.values() for part in parts_of_entry]  # 1-D tensors of float64
         if flat and self._backend.static_graph:
             row = torch.cat(flat)
             if self._integers is None:
@@ -169,9 +178,10 @@ class ByMicrobatch(Message):
                     )
                 self._sums[entry.name] = [part.long() for part in parts]
         self._table = []
+        width = sum(map(sum, self._widths.values()))  # numbers of a microbatch
         if self._integers is not None:
             self._table = [self._integers]
-        elif width := sum(map(sum, self._widths.values())):
+        elif width:
             table = like[0].new_zeros((microbatches, width), dtype=torch.float64)
             for number, row in self._rows.items():
                 table[number] = row
@@ -179,8 +189,11 @@ class ByMicrobatch(Message):
         return [*self._table, *(tensor for sums in self._sums.values() for tensor in sums)]
 
     def __getitem__(self, name: str) -> list[Tensor]:
-        """Return the sums of an entry. The rows of microbatches are added in their order, at the first call."""
-        for table in self._table if name in self._widths else ():
+        """Return the sums over the ranks of the entry `name`: of a stage that measures microbatches, or of another.
+
+        The rows of microbatches, which the ranks have exchanged, are added in their order at the first call.
+        """
+        for table in self._table if name in self._widths else ():  # one table, or none after the first call
             if self._integers is not None:
                 total = limbs.value(table, 1.0, torch.empty_like(table[0], dtype=torch.float64))
             else:
@@ -191,6 +204,6 @@ class ByMicrobatch(Message):
         return super().__getitem__(name)
 
     def clear(self) -> None:
-        """Forget the step."""
+        """Forget what was measured in a step, after its update or because it starts over."""
         super().clear()
         self._rows, self._integers = {}, None

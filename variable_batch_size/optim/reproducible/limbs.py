@@ -32,22 +32,25 @@ def add(total: Tensor, numbers: Tensor, weight: float | Tensor = 1.0, *, first: 
 
 def _add(total: Tensor, numbers: Tensor, weight: float | Tensor, first: bool) -> Tensor:
     """Add numbers to sums as `add` does, all at once: hi is x rounded to 2^-20, and lo the rest in units of 2^-74."""
-    rest = numbers.to(torch.float64)
+    weighted = numbers.to(torch.float64)
     if isinstance(weight, Tensor) or weight != 1:
-        rest = rest * weight
-    high = (rest * HIGH).round_()
-    low = torch.sub(rest, high, alpha=1 / HIGH).mul_(LOW).round_()  # exact until it is rounded
+        weighted = weighted * weight
+    high = (weighted * HIGH).round_()
+    low = torch.sub(weighted, high, alpha=1 / HIGH).mul_(LOW).round_()  # exact until it is rounded
     if first:
         total[0].copy_(high)
         total[1].copy_(low)
     else:
         total[0] += high.long()
         total[1] += low.long()
-    return rest.abs_().max()
+    return weighted.abs_().max()
 
 
 def carry(total: Tensor) -> None:
-    """Move what lo has too much to hi, in place, so that -2^53 <= lo < 2^53."""
+    """Move multiples of 2^54 from lo to hi, in place, so that -2^53 <= lo < 2^53: the pair of each sum is then unique.
+
+    `total`: sums, (2, n), int64: hi and lo, where a number is (hi 2^54 + lo) 2^-74.
+    """
     for high, low in torch.split(total, CHUNK, 1) if total.device.type == "cpu" else [total]:
         carried = (low + 2**53) >> 54  # low / 2^54, rounded to the nearest integer
         low -= carried << 54
@@ -57,10 +60,11 @@ def carry(total: Tensor) -> None:
 def value(total: Tensor, factor: float | Tensor, out: Tensor) -> Tensor:
     """Write `factor` times sums, as floats, to `out`, (n,), and return it. `carry` must have been called for the sums.
 
-    It is a function of the integers and the factor alone; before the dtype of `out` it is rounded thrice at most.
+    The result depends on nothing but the integers and the factor; it is rounded at most three times before it gets the
+    dtype of `out`. `total`: (2, n), int64: hi and lo.
     """
     chunk = CHUNK if out.device.type == "cpu" else max(1, len(out))
     for (high, low), result in zip(torch.split(total, chunk, 1), torch.split(out, chunk), strict=True):
-        whole = torch.add(high.to(torch.float64) / HIGH, low.to(torch.float64), alpha=1 / LOW)
-        result.copy_(whole * factor)
+        as_float = torch.add(high.to(torch.float64) / HIGH, low.to(torch.float64), alpha=1 / LOW)
+        result.copy_(as_float * factor)
     return out

@@ -70,7 +70,7 @@ class Seeding(LoopStage):
             )
 
     def end_microbatch(self, *, ends_update: bool) -> None:
-        """Give the generators back after an update."""
+        """After the last microbatch of an update, restore the user's random generators, which were seeded for it."""
         if ends_update:
             self.give_back()
 
@@ -83,7 +83,10 @@ class Seeding(LoopStage):
         self.discard()
 
     def seed(self, microbatch: Microbatch) -> int:
-        """Seed the generators for a microbatch, after it was read. Return a number of it for `give_back`."""
+        """Seed the random generators by the number of a microbatch, before its forward pass (`reproducible=True`).
+
+        Return a number by which `give_back` knows whether a later microbatch was seeded since.
+        """
         self.give_back()
         training = self._training
         update = training.earlier.updates + microbatch.step
@@ -97,7 +100,10 @@ class Seeding(LoopStage):
         return self._begun
 
     def give_back(self, number: int | None = None) -> None:
-        """Restore the generators as `seed` has found them, unless a later microbatch than `number` uses them."""
+        """Restore the user's random generators as `seed` has found them; nothing if they were restored already.
+
+        `number`: what `seed` has returned: nothing is restored if a later microbatch was seeded since. None: restore.
+        """
         if self._states is not None and number in (None, self._begun):
             states, self._states = self._states, None
             states.restore()

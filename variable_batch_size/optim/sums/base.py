@@ -89,14 +89,14 @@ class Sum(ABC):
         return Message()
 
     def _begin_step(self) -> None:
-        """Reset what is known of the step under way."""
+        """Reset what is known of the step under way: at its beginning, and when it starts over."""
         self._inside = False  # whether a microbatch of the step was added
         self._divided = False  # whether the loop has divided the losses by the totals of the update, so that B is not
         self._scaled: bool | None = None  # whether the losses of the step are scaled; None before the first one
         self._scale: Tensor | None = None  # scale of a GradScaler in this step, 0-D
 
     def _create_squares(self, needs: Callable[[], Needs]) -> Squares | SquaresOfGrad:
-        """Return what measures the gradients of a microbatch."""
+        """Return what measures the squares of a microbatch's gradient: here by hooks in `backward()`."""
         squares = Squares(self.parameters, needs)
         squares.add_hooks()
         return squares
@@ -131,7 +131,7 @@ class Sum(ABC):
         return self._by_rows or self._divided
 
     def _weight_of_loss(self, microbatch: Microbatch) -> float:
-        """Return the factor on the loss as the loop computes it, a mean or a sum over rows."""
+        """Return the factor by which `backward` multiplies the loss that the loop has computed, a mean or a sum."""
         factor = self._loss_factor(microbatch)
         return factor / microbatch.rows if self._is_sum else factor
 
@@ -163,20 +163,20 @@ class Sum(ABC):
         with ExitStack() as stack:
             stack.enter_context(self._name_absent_ranks())
             scale = self._begin_scaling(loss, scaler, sums)
-            for each in sums:
-                each._divided = divided
-            factor = self._loss_factor(microbatch)
-            for each in sums:
-                each._check_factor(microbatch, factor)
-                each._before_backward(microbatch)
-            weight = self._weight_of_loss(microbatch)
-            if weight != 1 or self._backend.static_graph:  # a static graph has no special case for 1
+            for gradient_sum in sums:
+                gradient_sum._divided = divided
+            factor = self._loss_factor(microbatch)  # on the mean loss over rows
+            for gradient_sum in sums:
+                gradient_sum._check_factor(microbatch, factor)
+                gradient_sum._before_backward(microbatch)
+            weight = self._weight_of_loss(microbatch)  # on the loss itself, which may be a sum over rows
+            if weight != 1 or self._backend.static_graph:  # where another graph would compile for a weight of 1
                 loss = loss * self._backend.scalar(weight, loss, "loss")
-            for each in unnamed:
-                stack.enter_context(each._check.note_other_backward())
+            for gradient_sum in unnamed:
+                stack.enter_context(gradient_sum._check.note_other_backward())
             (loss if scale is None else loss * scale).backward(**options)  # type: ignore[no-untyped-call]
-            for each in sums:
-                each._after_backward(microbatch, factor)
+            for gradient_sum in sums:
+                gradient_sum._after_backward(microbatch, factor)
 
     def _prepare_backward(  # noqa: B027 (a no-op unless `backward()` sums)
         self, microbatch: Microbatch, scaler: GradScaler | None, options: Mapping[str, Any]
@@ -222,13 +222,13 @@ class Sum(ABC):
             )
 
     def _before_backward(self, microbatch: Microbatch) -> None:
-        """Check that the gradients are as the last microbatch has left them, and begin to measure."""
+        """Check, before a `backward()`, that gradients are as the last one has left them, and begin to measure."""
         self._check.before_backward()
         if self._factor is None:  # the first backward of this microbatch: earlier squares do not belong to it
             self._forget_squares()
 
     def _after_backward(self, microbatch: Microbatch, factor: float) -> None:
-        """Record that a backward has run, and the factor by which its mean loss was multiplied."""
+        """Record that a `backward()` of a microbatch has run, and the factor by which it has weighed the mean loss."""
         self._check.after_backward()
         self._factor = factor
 
@@ -253,9 +253,9 @@ class Sum(ABC):
         if counted.divided and microbatch.samples and self._factor is None:
             raise RuntimeError(NOT_DIVIDED.format("step() came without optimizer.backward()"))
         scaled.check(self._scale)
-        like = local_parts(self.parameters[:1])
-        take(self._measure(microbatch, counted=counted.divided or counted.count is not None), like[0])
-        self.message.count(microbatch, like)
+        example = local_parts(self.parameters[:1])  # one tensor, for the device and the dtype of what stages add
+        take(self._measure(microbatch, counted=counted.divided or counted.count is not None), example[0])
+        self.message.count(microbatch, example)
         self._add_gradients(microbatch, following)
         self._inside, self._factor = True, None
         if scaled.found_inf is not None and self._overflows.add(microbatch, scaled.found_inf):
@@ -264,7 +264,10 @@ class Sum(ABC):
 
     @abstractmethod
     def _measure(self, microbatch: Microbatch, *, counted: bool) -> MeasuredSquares:
-        """Check that the backward of a microbatch has run, and nothing else, and return its squares."""
+        """Return the squares of a microbatch's gradient, after a check that only its `backward()` has changed it.
+
+        `counted`: whether its loss is divided by a count, as of tokens, and not by its samples.
+        """
 
     def _take_squares(self, microbatch: Microbatch, fresh: Sequence[bool], factor: float) -> MeasuredSquares:
         """Return the squares of a gradient, and the factor that makes them n_j times those of the mean loss.
@@ -290,7 +293,7 @@ class Sum(ABC):
         """Weigh the gradients of a microbatch, where its loss was not weighed."""
 
     def _zero(self) -> None:
-        """Set the sum of the step so far to 0."""
+        """Set the sum of the step so far to 0, because a gradient was not finite: the update will be skipped."""
         gradients = local_parts(collect_gradients(self.parameters))
         if gradients:
             torch._foreach_zero_(gradients)
@@ -300,12 +303,12 @@ class Sum(ABC):
             self._squares.clear()
 
     def _set_grads(self, gradients: Sequence[Tensor | None] | None) -> None:
-        """Set `.grad` of each parameter; None for all."""
+        """Set `.grad` of each parameter to the gradient at its index; `gradients=None` sets all to None."""
         for number, parameter in enumerate(self.parameters):
             parameter.grad = None if gradients is None else gradients[number]
 
     def _clear_uncounted(self) -> None:
-        """Drop the gradients that came since the last `add`.
+        """Drop the gradients that came since the last `add`, which no `step()` has counted; `zero_grad()` calls it.
 
         After the first microbatch of a step `.grad` also has earlier ones: then raise RuntimeError if any came.
         """
@@ -342,8 +345,11 @@ class Sum(ABC):
         return self.message.collect(batch.num_microbatches, local_parts(self.parameters))
 
     def _remaining_factor(self, factor: float | None) -> float | Tensor:
-        """Return what the sum of the step must still be multiplied by: `factor`, divided by the scale of the losses."""
-        self._check.forget()
+        """Return what the sum of the step must still be multiplied by: `factor`, divided by the scale of the losses.
+
+        The scale is that of a `GradScaler`, 0-D. `factor`: a rule's factor on the gradient; None if it has none.
+        """
+        self._check.forget()  # releases the gradients, which the sum over the ranks replaces
         scaled_by = 1.0 if factor is None else factor
         return scaled_by if self._scale is None else scaled_by / self._scale.to(scalar_dtype(self.parameters))
 
@@ -366,14 +372,14 @@ class Sum(ABC):
         self._drop_gradients()
 
     def _drop_gradients(self) -> None:
-        """Set all gradients to None, and forget what was measured."""
+        """Set `.grad` of all parameters to None, and forget what was measured of a microbatch that was not counted."""
         self._factor = None
         self._forget_squares()
         self._set_grads(None)
         self._check.remember()
 
     def reset(self, timeout: float | None = None) -> None:
-        """Let the step begin anew, whatever an exception has interrupted.
+        """Let the step start over, whatever an exception has interrupted.
 
         Args:
             timeout: seconds to wait for other ranks that have to do the same; None if every rank loads a state.

@@ -42,13 +42,14 @@ class DDP(InBackward):
     ) -> None:
         _check_ranks(module, ranks.backend)
         self.module: DistributedDataParallel = module
-        words = (
+        message = (
             "the DistributedDataParallel that is passed as model= must have all parameters of the optimizer, but {} is "
             "not in it; put all of them in one module, and wrap that"
         )
-        self._check_members(parameters, module.parameters(), words)
+        self._check_members(parameters, module.parameters(), message)
         buckets = module.reducer._get_zeros_like_grad_buckets()  # private: the only list of what the reducer averages
         averaged = {id(parameter) for bucket in buckets for parameter in bucket.parameters()}
+        # Numbers of the optimizer's parameters that the module does not average, such as frozen ones.
         self._left_out = [number for number, parameter in enumerate(parameters) if id(parameter) not in averaged]
         self._narrow = any(map(is_narrow, parameters))
         super().__init__(ranks, parameters, agreement, **options)
@@ -62,11 +63,16 @@ class DDP(InBackward):
         self._averaged = False  # whether that backward() has run: the step is complete on this rank
 
     def prepare(self, microbatch: Microbatch | None, *, forward: bool = False) -> None:
-        """Let the module sum gradients in the last `backward()` of this rank in a step, and in no other."""
+        """Let the DistributedDataParallel average in the last `backward()` of this rank in a step, and in no other.
+
+        Args:
+            microbatch: the next one; None if the forward pass is of anything else.
+            forward: whether a forward pass begins now: the module reads its setting there.
+        """
         super().prepare(microbatch, forward=forward)
         if not forward:
             return
-        is_last = microbatch is not None and microbatch.ends_step
+        is_last = microbatch is not None and microbatch.ends_step  # of this rank in the step
         self._check_module(several=microbatch is not None and not is_last)
         self.module.require_backward_grad_sync = is_last and not self._averaged
         if self._of_forward != microbatch:  # the first of several forward passes of a microbatch
@@ -131,9 +137,9 @@ class DDP(InBackward):
                 ) from error
 
     def _measure(self, microbatch: Microbatch, *, counted: bool) -> MeasuredSquares:
-        """Check that the loss of a microbatch has carried its weight, and return its squares."""
-        fresh = self._check.find_fresh()
-        factor = self._check_carried(fresh, needed=microbatch.samples > 0)
+        """Check that the loss of a microbatch has carried its weight in the step, and return the gradient's squares."""
+        fresh = self._check.find_fresh()  # for each parameter, whether its gradient has changed
+        factor = self._check_carried(fresh, needed=microbatch.samples > 0)  # 0 samples: a replay, with weight 0
         # The last backward() also gives this rank the gradients of parameters that others have used.
         return self._take_squares(microbatch, () if microbatch.ends_step else fresh, factor)
 
@@ -160,12 +166,12 @@ class DDP(InBackward):
         super()._clear_uncounted()
 
     def _expect_forward(self) -> None:
-        """Let the module expect no gradients of an earlier forward, if torch can."""
-        getattr(self.module.reducer, "_reset_state", lambda: None)()
+        """After an exception, let the module expect no gradients of the interrupted forward pass, if torch can."""
+        getattr(self.module.reducer, "_reset_state", lambda: None)()  # private, and not in every version
 
 
 def _check_ranks(module: DistributedDataParallel, backend: Backend) -> None:
-    """Raise ValueError unless a module sums over the ranks of a backend."""
+    """Raise ValueError unless a module averages over the same ranks as the optimizer, which its backend has."""
     ranks = dist.get_process_group_ranks(module.process_group)
     expected = backend.ranks if isinstance(backend, DistributedBackend) else [*range(backend.world.size)]
     if ranks != expected:

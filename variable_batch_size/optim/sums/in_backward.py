@@ -29,15 +29,15 @@ class InBackward(Sum):
         super().__init__(ranks, parameters, **options)
 
     @staticmethod
-    def _check_members(parameters: Sequence[Tensor], members: Iterable[Tensor], words: str) -> None:
-        """Raise ValueError if a parameter of the optimizer is not among those that the wrapper sums.
+    def _check_members(parameters: Sequence[Tensor], members: Iterable[Tensor], message: str) -> None:
+        """Raise ValueError if a parameter of the optimizer is not among `members`, which the model's wrapper sums.
 
-        `words`: the message, in which {} is replaced by the parameter.
+        `message`: the message of the error, in which {} is replaced by the parameter in words.
         """
         summed = set(map(id, members))
         for number, parameter in enumerate(parameters):
             if id(parameter) not in summed:
-                raise ValueError(words.format(f"parameter {number}, of shape {tuple(parameter.shape)},"))
+                raise ValueError(message.format(f"parameter {number}, of shape {tuple(parameter.shape)},"))
 
     def _prepare_backward(self, microbatch: Microbatch, scaler: GradScaler | None, options: Mapping[str, Any]) -> None:
         """Raise RuntimeError if the graph of the gradients is asked for, which a sum over the ranks does not have."""
@@ -88,15 +88,18 @@ class InBackward(Sum):
         return gradients, message
 
     def _common_scale(self, scale: Tensor) -> Tensor:
-        """Return the scale of rank 0: the scalers of others have seen other microbatches."""
+        """Return rank 0's scale of losses, 0-D: scaled gradients are added over ranks, whose scalers may differ."""
         backend = self._backend.job
         if backend.world.size > 1:
-            scale = scale * (backend.world.rank == 0)
+            scale = scale * (backend.world.rank == 0)  # 0 on other ranks, so that the sum is the scale of rank 0
             backend.all_reduce_sum([scale.view(1)])
         return scale
 
     def reset(self, timeout: float | None = None) -> None:
-        """Let the step begin anew, on all ranks: one rank cannot take back what it has summed with others."""
+        """Let the step start over, on all ranks: one rank cannot take back what it has summed with others.
+
+        `timeout`: seconds to wait for the other ranks; None if all of them load a state, which needs no waiting.
+        """
         if timeout is not None:
             self._agreement.gather("discard_step()", "", timeout)
         self._ranks.interrupted = False

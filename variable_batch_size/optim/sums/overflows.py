@@ -68,7 +68,10 @@ class Overflows:
         return bool(overflows)
 
     def part(self, like: Sequence[Tensor]) -> list[Tensor]:
-        """Return this rank's number of overflows, (1,), which the ranks sum, or nothing without a scaler."""
+        """Return in how many microbatches this rank's gradient was not finite, (1,), for the ranks to sum.
+
+        Without a `GradScaler` the list is empty. `like`: tensors on the device of the parameters.
+        """
         if self._number is None:
             return []
         return [torch.as_tensor(self._number, dtype=torch.float32, device=like[0].device).view(1)]

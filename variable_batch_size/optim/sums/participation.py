@@ -37,6 +37,7 @@ class Participation(Stage):
 
     def __init__(self, parameters: Parameters, backend: Backend, *, find_unused: bool) -> None:
         self.parameters, self._backend = parameters, backend
+        # Whether the ranks count in each update which parameters were used; else they agree on them once.
         self._counts = find_unused or backend.reads(parameters[0])
         self._members: tuple[bool, ...] | None = None  # for each parameter, whether it takes part, as ranks agreed
         self._constants: tuple[Tensor, Tensor] | None = None  # flags 0 and 1 on the device, (1,)
@@ -44,13 +45,13 @@ class Participation(Stage):
         self._forget_flags()
 
     def _forget_flags(self) -> None:
-        """Begin without a flag of another gradient than agreed."""
+        """Reset the flags by which ranks tell one another that other parameters than agreed have gradients."""
         self._flags: Tensor | None = None  # sum of the flags over ranks and updates, (1,), read some updates later
         self._late = LateReader()
         self._first_change = ""  # in words: the first parameter with another gradient, on this rank
 
     def forget_use(self) -> None:
-        """Begin a step, in which no parameter was used yet."""
+        """At the beginning of a step, note that none of its microbatches has used any parameter yet."""
         # For each parameter, whether a microbatch of this step, other than a replay, has used it on this rank.
         self._used = [False] * len(self.parameters)
 
@@ -64,7 +65,7 @@ class Participation(Stage):
         return not (self._counts or self._backend.alone)
 
     def meet(self, agreement: Agreement) -> None:
-        """Compare before the first update which parameters have gradients, and remember them.
+        """Compare before the first update, over all ranks, which parameters have gradients, and remember them.
 
         Raises:
             RuntimeError: on every rank, if they differ between ranks.
@@ -75,11 +76,11 @@ class Participation(Stage):
         has_no_samples = not any(self._used) and agreement.world.size > 1
         row = "" if has_no_samples else "".join("1" if used else "0" for used in self._used)
         rows = agreement.gather(FIRST_UPDATE, row)
-        first, *others = (tuple(flag == "1" for flag in row) for row in rows if row)
+        first, *others = (tuple(flag == "1" for flag in row) for row in rows if row)  # of each rank with samples
         for other in others:
             if other != first:
                 pairs = enumerate(zip(first, other, strict=True))
-                number = next(number for number, (used, used_there) in pairs if used != used_there)
+                number = next(number for number, (used, used_by_other) in pairs if used != used_by_other)
                 raise RuntimeError(
                     f"the same parameters must have gradients on every rank, but parameter {number}, of shape "
                     f"{tuple(self.parameters[number].shape)}, has one on some ranks only; {_REMEDY}"
@@ -90,7 +91,9 @@ class Participation(Stage):
         """Return, for each parameter, whether its gradient is summed over the ranks; the same on every rank."""
         if self._backend.alone:
             return tuple(self._used)
-        return (True,) * len(self.parameters) if self._counts else self._members or ()
+        if self._counts:  # the ranks count in each update which parameters were used: until then, all of them
+            return (True,) * len(self.parameters)
+        return self._members or ()  # as the ranks agreed before the first update
 
     def message(self) -> list[Tensor]:
         """Return what the ranks have to sum: for each parameter whether this rank has used it; or one flag, (1,).
@@ -128,31 +131,31 @@ class Participation(Stage):
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return for each parameter whether it takes part, if the ranks have agreed; waits for the device.
+        """Return for each parameter whether it has a gradient, if the ranks have agreed on it; waits for the device.
 
         Raises:
-            RuntimeError: if a rank had other parameters than agreed.
+            RuntimeError: if a rank has had gradients of other parameters than agreed.
         """
         self._raise_if_flagged(self._flags)
         return {} if self._members is None else {"has_gradient": list(map(int, self._members))}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError if the entry of this stage is damaged."""
+        """Raise ValueError if the entry of a state that says which parameters have gradients is damaged."""
         if "has_gradient" in state:
             check_entries(state, {"has_gradient": (list,)})
             check_items(state["has_gradient"], (int,), "has_gradient")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore which parameters take part. Without a fitting entry the ranks compare theirs at the next update."""
-        members = state.get("has_gradient") or ()
-        fits = self._is_agreed_on and len(members) == len(self.parameters)
-        self._members = tuple(map(bool, members)) if fits else None
+        """Restore which parameters have gradients. Without a fitting entry the ranks compare at the next update."""
+        has_gradient = state.get("has_gradient") or ()
+        fits = self._is_agreed_on and len(has_gradient) == len(self.parameters)
+        self._members = tuple(map(bool, has_gradient)) if fits else None
         self._forget_flags()
 
     def _first_change_in_words(self, has_gradient: Sequence[bool]) -> str:
-        """Return, for an error, which parameter has another gradient than agreed, and on which rank."""
+        """Return, in words for an error, the first parameter that has a gradient, or none, other than agreed before."""
         pairs = zip(has_gradient, self._members or (), strict=True)
-        number = next(number for number, (has_one, had_one) in enumerate(pairs) if has_one != had_one)
+        number = next(number for number, (has_one, as_agreed) in enumerate(pairs) if has_one != as_agreed)
         which = (
             f"parameter {number}, of shape {tuple(self.parameters[number].shape)}, on rank {self._backend.world.rank}"
         )

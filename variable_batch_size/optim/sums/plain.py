@@ -33,18 +33,17 @@ class Plain(Sum):
     _takes_out = False  # whether `.grad` holds the present microbatch alone
 
     def __init__(self, ranks: Ranks, parameters: Parameters, *, find_unused: bool = False, **options: Any) -> None:
-        self._sums_alone = not ranks.backend.alone
+        self._sums_alone = not ranks.backend.alone  # whether nothing else may sum gradients over ranks
         self._participation = Participation(parameters, ranks.backend, find_unused=find_unused)
-        self._partial = has_dtensor(parameters)
+        self._partial = has_dtensor(parameters)  # whether summands of a gradient may be on several ranks
         super().__init__(ranks, parameters, **options)
         self.stages = [self._participation]
 
     def _begin_step(self) -> None:
         super()._begin_step()
         self._participation.forget_use()
-        self._raw: bool | None = (
-            None  # whether losses carry no weight, as the loop calls loss.backward(); None: unknown
-        )
+        # Whether losses carry no weight, because the loop calls loss.backward(); None before the first microbatch.
+        self._raw: bool | None = None
         self._weight = 1.0  # by which the accumulated gradients of such losses must still be multiplied
 
     def _loss_factor(self, microbatch: Microbatch) -> float:
@@ -52,11 +51,11 @@ class Plain(Sum):
         return microbatch.samples / self._divisor(microbatch)
 
     def _measure(self, microbatch: Microbatch, *, counted: bool) -> MeasuredSquares:
-        """Check that the backward of a microbatch has run, and nothing else, and return its squares."""
+        """Return the squares of a microbatch's gradient, after a check that only its `backward()` has changed it."""
         fresh = self._check.find_fresh()  # for each parameter, whether its gradient has changed
         by_optimizer = self._check.has_backward  # by optimizer.backward(), and not by loss.backward()
         replay = microbatch.samples == 0  # repeats others with weight 0, so that ranks communicate equally often
-        accumulating = self._inside and not self._takes_out
+        accumulating = self._inside and not self._takes_out  # whether `.grad` also has earlier microbatches
         self._check.check(fresh, needed=not replay, accumulating=accumulating)
         if by_optimizer or any(fresh):
             if self._raw is by_optimizer:  # `_raw` would have to be its opposite, or None in the first microbatch
@@ -70,7 +69,7 @@ class Plain(Sum):
         return self._take_squares(microbatch, fresh, self._present_factor(microbatch))
 
     def _factor_as_is(self, microbatch: Microbatch) -> float:
-        """Return the loss of a microbatch, as the user's loop computes it, divided by the mean over its rows."""
+        """Return by what the loop's loss exceeds the mean over rows: 1 if it is a mean, the rows if it is a sum."""
         return float(microbatch.rows) if self._is_sum else 1.0
 
     def _present_factor(self, microbatch: Microbatch) -> float:
@@ -81,8 +80,8 @@ class Plain(Sum):
         return self._factor_as_is(microbatch) if self._factor is None else self._factor
 
     def _add_gradients(self, microbatch: Microbatch, following: Microbatch | None) -> None:
-        """Add the gradients of a microbatch to the step, after adding parts of DTensors that several ranks have."""
-        if self._partial:
+        """Add the gradients of a microbatch to the step; first sum DTensors whose summands are on several ranks."""
+        if self._partial:  # some parameters are DTensors
             pairs = [(parameter.grad, parameter) for parameter in self.parameters]
             self._set_grads([grad if grad is None else sum_over_parts(grad, parameter) for grad, parameter in pairs])
         self._accumulate(microbatch, following)
@@ -123,10 +122,10 @@ class Plain(Sum):
 
         A parameter of which no rank has a gradient has none afterwards.
         """
-        takes_part = self._participation.select()
+        takes_part = self._participation.select()  # for each parameter, whether it is summed: the same on all ranks
         self._complete_gradients(takes_part, factor)
         self._clear_excluded(takes_part)
-        self._backend.mark_step()  # operations so far may differ between ranks, but the graph of the sum must not
+        self._backend.mark_step()  # on XLA: operations so far may differ between ranks, the graph of the sum must not
         used = self._participation.message()
         self._sum_over_ranks(local_parts(collect_gradients(self.parameters)), [*used, *self._collect_message(batch)])
         self._clear_excluded(self._participation.find_used(used) or takes_part)
@@ -165,10 +164,10 @@ class TakenOut(Plain):
         return SquaresOfGrad(self.parameters, needs)
 
     def _check_factor(self, microbatch: Microbatch, factor: float) -> None:
-        """Do nothing: gradients of any factor are weighed here."""
+        """Do nothing: each gradient gets its weight when it is added, whatever factor its loss had."""
 
     def _clear_uncounted(self) -> None:
-        """Clear the gradients that have come since the last `add`."""
+        """Clear the gradients that have come since the last `add`: `.grad` has no others, as each `add` takes them."""
         self._drop_gradients()
 
 
@@ -180,7 +179,10 @@ class Buffered(TakenOut):
         self._buffer: dict[Tensor, Tensor] = {}  # by parameter: the sum of its gradients
 
     def _accumulate(self, microbatch: Microbatch, following: Microbatch | None) -> None:
-        """Add the weighted gradients to the buffer, and drop them from `.grad`."""
+        """Add a microbatch's gradients, times its weight, to the buffer, and drop them from `.grad`.
+
+        The weight is n_j / B, its samples over those of the update, divided by the factor that its loss had.
+        """
         present = [parameter for parameter in self.parameters if parameter.grad is not None]
         gradients = list(map(widen, collect_gradients(present)))
         self._set_grads(None)
@@ -198,7 +200,7 @@ class Buffered(TakenOut):
 
         `members`: for each parameter, whether it is summed over the ranks. One without a gradient here brings zeros.
         """
-        for parameter, member in zip(self.parameters, members, strict=True):
+        for parameter, member in zip(self.parameters, members, strict=True):  # all ranks must sum the same tensors
             if member and parameter not in self._buffer:
                 self._buffer[parameter] = widen(torch.zeros_like(parameter))
         remaining = self._remaining_factor(factor)

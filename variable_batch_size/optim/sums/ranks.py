@@ -37,11 +37,15 @@ class Ranks:
         return self.backend.world.size
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
-        """Sum tensors over the ranks, in place. Every rank has to call it."""
+        """Sum tensors over the ranks, in place. Every rank has to call it.
+
+        If an exception interrupts it, `interrupted` stays True, unless ranks may come and go: other ranks may have
+        completed the sum.
+        """
         self.interrupted = self.number > 1
         try:
             self.backend.all_reduce_sum(tensors)
-        except (AbsentRankError, OutOfMemoryError):
+        except (AbsentRankError, OutOfMemoryError):  # both say what is wrong
             raise
         except RuntimeError as error:
             if self.backend.elastic:  # its error says what is wrong, and its other ranks continue without this one

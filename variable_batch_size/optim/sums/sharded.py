@@ -74,12 +74,12 @@ class Sharded(InBackward):
         self._narrow = _narrow_dtype(self._groups)
         self._reads_grads = False  # whether a GradScaler reads `.grad` after each microbatch
         self._watched = set[int]()  # numbers of the parameters that have hooks, when they are gathered
-        words = (
+        message = (
             "the model that is passed as model= must shard all parameters of the optimizer, but {} is not sharded by "
             "it; call fully_shard() on the root module, without ignored_params, and create the optimizer after that"
         )
         sharded = (fsdp_parameter.sharded_param for group in self._groups for fsdp_parameter in group.fsdp_params)
-        self._check_members(parameters, sharded, words)
+        self._check_members(parameters, sharded, message)
         self._number_of = {id(parameter): number for number, parameter in enumerate(parameters)}
         super().__init__(ranks, parameters, agreement, **options)
         self._only_sum()
@@ -165,7 +165,10 @@ class Sharded(InBackward):
         self._summed = True
 
     def _measure(self, microbatch: Microbatch, *, counted: bool) -> MeasuredSquares:
-        """Check that the loss of a microbatch has carried its samples, and return its squares."""
+        """Check that the loss of a microbatch was multiplied by its samples, and return the gradient's squares.
+
+        `counted`: whether the loss is divided by a count, such as of tokens, that `step(count=)` gets.
+        """
         if not counted and self._needs_counts:
             raise RuntimeError(
                 "ranks compute parts of the same samples, as in context parallelism, but the step has no count; pass "
@@ -206,6 +209,7 @@ class Sharded(InBackward):
 
 def data_parallel_group(module: FSDPModule) -> dist.ProcessGroup | None:
     """Return the process group over which FSDP2 shards and replicates a module, None if it contains all ranks."""
+    # A dict, as a set that keeps its order: the meshes of ranks over which the parts of the model are sharded.
     meshes = {group.mesh_info.mesh: None for part in _sharded_parts(module) for group in param_groups(part)}
     if not meshes:
         raise ValueError("the model must have parameters, but fully_shard() found none; create them before")
@@ -223,7 +227,8 @@ def data_parallel_group(module: FSDPModule) -> dist.ProcessGroup | None:
 def param_groups(part: FSDPModule) -> list[Any]:
     """Return FSDP2's groups of parameters that it gathers together. `part`: a module that `fully_shard` has sharded."""
     state = part._get_fsdp_state()  # private, as all of FSDP2's groups are
-    if (groups := getattr(state, "_fsdp_param_groups", None)) is not None:
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is not None:
         return list(groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch < 2.12
 
@@ -287,7 +292,8 @@ class SameForwards:
     def __init__(self, parts: Iterable[tuple[str, Any]], agreement: Agreement) -> None:
         self._agreement = agreement
         for name, part in parts:
-            call_before_forward(part, self._compare, name or "the root", first=True, once=True)  # before that of FSDP2
+            # First: before the hook by which FSDP2 gathers the parameters.
+            call_before_forward(part, self._compare, name or "the root", first=True, once=True)
 
     def _compare(self, name: str) -> None:
         """Wait until all ranks call the forward pass of this part of the model. Raise an error if one does not."""

@@ -47,7 +47,7 @@ class Squares:
         self.clear()
 
     def clear(self) -> None:
-        """Forget the microbatch."""
+        """Forget the squares of a microbatch's gradient, before the next microbatch is measured."""
         self._needs: Needs | None = None  # what the microbatch is measured for, once it is known
         # By number of the parameter: |g| of this rank's part, and the groups of ranks that have other parts.
         self._measured: dict[int, tuple[Tensor, tuple[dist.ProcessGroup, ...]]] = {}
@@ -61,8 +61,8 @@ class Squares:
 
     @property
     def needs(self) -> Needs:
-        """What this microbatch is measured for."""
-        if self._needs is None:
+        """Which squares of this microbatch are needed: of the norm of its gradient, of elements, or none."""
+        if self._needs is None:  # ask once a microbatch
             self._needs = self._ask() or Needs()
         return self._needs
 
@@ -81,7 +81,10 @@ class Squares:
                 parameter.requires_grad_(requires_grad)
 
     def _measure_first(self, number: int, gradients: Sequence[Tensor | None]) -> None:
-        """Measure what a backward is about to add to the gradient of a parameter, the only one of `gradients`."""
+        """Measure, as a hook of autograd, what a backward is about to add to `.grad` of a parameter.
+
+        `number`: index of the parameter. `gradients`: that one gradient.
+        """
         (gradient,) = gradients
         if gradient is not None:
             # Compiled autograd would compile `_measure`, and again for each gradient.
@@ -98,9 +101,10 @@ class Squares:
         self._measure(number, gradient)
 
     def _measure(self, number: int, gradient: Tensor, *, whole: bool = False) -> None:
-        """Store |g|, and g^2 if it is needed, of the gradient of a parameter.
+        """Store |g|, and g^2 elementwise if it is needed, of the gradient of a parameter.
 
-        `whole`: whether it also contains what earlier backward passes of this microbatch have added.
+        `number`: index of the parameter. `whole`: whether the gradient also contains what earlier backward passes of
+        this microbatch have added; otherwise a second one is noted, and `total_square` raises.
         """
         needs = self._needs or self.needs
         if not (needs.norm or needs.elements):
@@ -134,8 +138,8 @@ class Squares:
                 f"{_EACH}, but there were several; add its losses, call backward() once, and recompute activations "
                 f"with use_reentrant=False"
             )
-        for number, new in enumerate(fresh):
-            if new and number not in self._measured:
+        for number, is_fresh in enumerate(fresh):
+            if is_fresh and number not in self._measured:
                 raise RuntimeError(
                     f"{_EACH}, but that of parameter {number}, of shape {tuple(self.parameters[number].shape)}, was "
                     f"not seen; call the model as it was passed to the optimizer, and set no gradient by hand"
@@ -167,7 +171,10 @@ class SquaresOfGrad:
         self.elements = {}
 
     def total_square(self, fresh: Iterable[bool]) -> Tensor | None:
-        """Return |g|^2 over all parameters, 0-D, None if it is not needed. `fresh` is not used here."""
+        """Return |g|^2 over all parameters, 0-D, None if it is not needed. Store g^2 elementwise if that is needed.
+
+        `fresh` is not used: `.grad` has the gradient of this microbatch only.
+        """
         needs = self._ask() or Needs()
         present = [parameter for parameter in self.parameters if parameter.grad is not None]
         gradients = collect_gradients(present)

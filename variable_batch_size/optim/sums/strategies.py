@@ -162,7 +162,7 @@ def strategy_for(
 
 
 def _check_reproducible(module: Module | None, parameters: Sequence[Tensor], backend: Backend) -> None:
-    """Raise an error unless gradients of a model on this device can be the same to the last bit."""
+    """Raise an error unless this model, device and backend can give the same bits with any number of ranks."""
     requirement = "reproducible=True needs"
     if isinstance(module, (DistributedDataParallel, FSDPModule)):
         remedy = "pass the bare model, after vbs.broadcast_parameters(model)"
@@ -181,8 +181,8 @@ def _check_reproducible(module: Module | None, parameters: Sequence[Tensor], bac
 
 
 def _check_elastic(module: object, backend: ElasticBackend) -> None:
-    """Raise TypeError unless an elastic backend can sum the gradients of a model."""
-    if backend.job.world.size == 1:
+    """Raise TypeError unless an elastic backend, whose replicas of the model come and go, can sum its gradients."""
+    if backend.job.world.size == 1:  # each replica is one process
         if isinstance(module, (DistributedDataParallel, FSDPModule)):
             requirement = "where the world may change, the gradients must be summed by the backend"
             raise type_error(requirement, module, "pass the bare model")

@@ -41,22 +41,28 @@ def collect_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def add_to(sums: dict[Tensor, Tensor], new: Mapping[Tensor, Tensor], weight: float = 1.0) -> None:
-    """Add `weight` times gradients to sums, both by parameter. A parameter without a sum gets its tensor as one."""
-    known = [parameter for parameter in new if parameter in sums]
-    if known:
-        terms = local_parts(map(sums.__getitem__, known)), local_parts(map(new.__getitem__, known))
-        if known[0].device.type == "xla":  # which takes half the time to trace sums that are new tensors
-            sums.update(zip(known, torch._foreach_add(*terms, alpha=weight), strict=True))
+    """Add `weight` times the tensors `new` to `sums`, both by parameter; `sums` changes.
+
+    Where a parameter has no sum yet, the tensor itself becomes the sum, multiplied in place.
+    """
+    with_sum = [parameter for parameter in new if parameter in sums]
+    if with_sum:
+        terms = local_parts(map(sums.__getitem__, with_sum)), local_parts(map(new.__getitem__, with_sum))
+        if with_sum[0].device.type == "xla":  # where sums that are new tensors take half the time to trace
+            sums.update(zip(with_sum, torch._foreach_add(*terms, alpha=weight), strict=True))
         else:
             torch._foreach_add_(*terms, alpha=weight)
-    others = {parameter: gradient for parameter, gradient in new.items() if parameter not in sums}
-    if others and weight != 1:
-        torch._foreach_mul_(local_parts(others.values()), weight)
-    sums.update(others)
+    without_sum = {parameter: tensor for parameter, tensor in new.items() if parameter not in sums}
+    if without_sum and weight != 1:
+        torch._foreach_mul_(local_parts(without_sum.values()), weight)
+    sums.update(without_sum)
 
 
 def multiply(gradients: Sequence[Tensor], factor: Any, backend: Backend) -> None:
-    """Multiply gradients in place by a float or a 0-D tensor. A factor of 1 is left out unless a graph is static."""
+    """Multiply gradients in place by a float or a 0-D tensor.
+
+    A float of 1 does nothing, unless the device compiles graphs: there every update must run the same operations.
+    """
     if not gradients or (isinstance(factor, float) and factor == 1 and not backend.static_graph):
         return
     parts = local_parts(gradients)
@@ -64,7 +70,7 @@ def multiply(gradients: Sequence[Tensor], factor: Any, backend: Backend) -> None
 
 
 def check_dense(parameters: Sequence[Tensor]) -> None:
-    """Raise TypeError if a gradient is sparse."""
+    """Raise TypeError if the gradient of a parameter is sparse, as of an embedding with sparse=True."""
     for number, parameter in enumerate(parameters):
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:
             raise TypeError(
@@ -79,9 +85,10 @@ def has_dtensor(tensors: Iterable[Tensor]) -> bool:
 
 
 def sum_over_parts(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """Return a tensor after adding its parts over ranks, if it is a DTensor with partial placements, else itself.
+    """Return a DTensor with partial placements after adding its summands, which are on several ranks.
 
-    The gradient of a replicated parameter may be one. The sum is placed as the parameter `like`, or else replicated.
+    The gradient of a replicated parameter may have such placements. The sum is placed as the parameter `like`, or else
+    replicated. Any other tensor is returned as it is.
     """
     if not isinstance(tensor, DTensor) or not any(placement.is_partial() for placement in tensor.placements):
         return tensor
@@ -97,23 +104,23 @@ def groups_of_parts(tensors: Iterable[Tensor]) -> list[tuple[list[Tensor], list[
     """
     by_groups: dict[tuple[object, ...], tuple[list[Tensor], list[ProcessGroup]]] = {}
     for tensor in tensors:
-        whole = sum_over_parts(tensor)
+        summed = sum_over_parts(tensor)
         groups = list[ProcessGroup]()
         key: tuple[object, ...] = ()
-        if isinstance(whole, DTensor):
-            mesh = whole.device_mesh
-            split = [dim for dim, placement in enumerate(whole.placements) if not placement.is_replicate()]
-            key = (mesh, *split)
-            groups = [mesh.get_group(dim) for dim in split]
-        by_groups.setdefault(key, ([], groups))[0].extend(local_parts([whole]))
+        if isinstance(summed, DTensor):
+            mesh = summed.device_mesh
+            split_dims = [dim for dim, placement in enumerate(summed.placements) if not placement.is_replicate()]
+            key = (mesh, *split_dims)
+            groups = [mesh.get_group(dim) for dim in split_dims]
+        by_groups.setdefault(key, ([], groups))[0].extend(local_parts([summed]))
     return [*by_groups.values()]
 
 
 def shard_coordinates(tensor: DTensor) -> list[int]:
     """Return which part of a tensor this rank has: its coordinates in the dimensions of the mesh that split it."""
-    coordinate = tensor.device_mesh.get_coordinate() or []
-    pairs = zip(coordinate, tensor.placements, strict=True)
-    return [index for index, placement in pairs if not placement.is_replicate()]
+    coordinates = tensor.device_mesh.get_coordinate() or []  # one in each dimension of the mesh
+    pairs = zip(coordinates, tensor.placements, strict=True)
+    return [coordinate for coordinate, placement in pairs if not placement.is_replicate()]
 
 
 def check_whole(tensors: Sequence[Tensor], call: str, remedy: str) -> None:
@@ -157,14 +164,14 @@ def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def norm_of(tensor: Tensor) -> Tensor:
-    """Return |t|, 0-D, as `squared_norm` measures it; one operation for a small tensor."""
+    """Return the norm |t|, 0-D, by one operation unless torch would lose digits, as with a large tensor on the CPU."""
     if tensor.numel() > _LARGE and tensor.is_cpu:
         return squared_norm([tensor]).sqrt()
     return torch.linalg.vector_norm(tensor, dtype=_at_least_float32(tensor))  # type: ignore[no-any-return]
 
 
 def sum_of_squares(norms: Sequence[Tensor]) -> Tensor:
-    """Return sum |t|^2 of what `norm_of` returned, 0-D each: float64 on the CPU."""
+    """Return the sum of the squares of norms, each 0-D as `norm_of` returns it: 0-D, float64 on the CPU."""
     dtypes = dict.fromkeys(norm.dtype for norm in norms)
     if len(dtypes) > 1:
         norms = [norm.to(torch.float64) for norm in norms]
@@ -173,7 +180,7 @@ def sum_of_squares(norms: Sequence[Tensor]) -> Tensor:
 
 
 def _norm_over_ranks(parts: Sequence[Tensor], groups: Sequence[dist.ProcessGroup]) -> Tensor:
-    """Return sum |t|^2, 0-D, over the parts that this rank and those of the groups have."""
+    """Return sum |t|^2, 0-D, over the parts that this rank and the ranks of the process groups have."""
     square = squared_norm(parts)
     for group in groups:
         dist.all_reduce(square, group=group)
@@ -181,9 +188,9 @@ def _norm_over_ranks(parts: Sequence[Tensor], groups: Sequence[dist.ProcessGroup
 
 
 def _squared_norm_by_product(tensor: Tensor) -> Tensor:
-    """Return sum |t|^2, 0-D. XLA:CPU sums a matrix product three times as fast, which does not write the squares.
+    """Return sum |t|^2, 0-D, on XLA:CPU: a matrix product with ones sums three times as fast, and writes no squares.
 
-    A TPU would round the squares to bfloat16.
+    It is not used on a TPU, which would round the squares to bfloat16.
     """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)

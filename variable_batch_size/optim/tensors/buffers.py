@@ -31,19 +31,22 @@ class KeptBuffers:
         ]
 
     def drop_unwritten(self) -> KeptBuffers:
-        """Release the values of buffers that were neither written nor replaced since, and return this object."""
+        """Release the copies of buffers that were neither written nor replaced since, and return this object.
+
+        It saves memory: only what a forward pass has changed needs to be restored.
+        """
         self._kept = [
-            kept
-            for kept in self._kept
-            if kept.owner._buffers[kept.name] is not kept.buffer
-            or versions_of([kept.buffer]) != [kept.version]
-            or kept.name.startswith("running_")  # batch normalization on a CPU writes them and leaves the version
+            saved
+            for saved in self._kept
+            if saved.owner._buffers[saved.name] is not saved.buffer
+            or versions_of([saved.buffer]) != [saved.version]  # counts changes in place
+            or saved.name.startswith("running_")  # batch normalization on a CPU writes them and leaves the version
         ]
         return self
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore the values, in the same tensors if these still have their shapes."""
+        """Give the buffers the values that they had when this object was created, in the same tensors if shapes fit."""
         for owner, name, buffer, _, value in self._kept:
             has_same_shape = buffer.shape == value.shape
             if has_same_shape and all(buffer.stride()):  # an expanded one cannot be written

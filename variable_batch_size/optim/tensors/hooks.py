@@ -26,7 +26,12 @@ def weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
     For hooks: torch keeps the hook of a parameter, which must not keep an optimizer alive.
     """
     weak_method = WeakMethod(method)
-    return lambda *args: None if (call := weak_method()) is None else call(*first, *args)
+
+    def call_while_alive(*args: Any) -> Any:
+        live_method = weak_method()
+        return None if live_method is None else live_method(*first, *args)
+
+    return call_while_alive
 
 
 def remove_with(owner: object, hooks: list[RemovableHandle]) -> None:
@@ -35,7 +40,7 @@ def remove_with(owner: object, hooks: list[RemovableHandle]) -> None:
 
 
 def remove_all(hooks: list[RemovableHandle]) -> None:
-    """Remove hooks, and empty the list."""
+    """Remove hooks of torch by their handles, and empty the list of handles."""
     for hook in hooks:
         hook.remove()
     hooks.clear()
@@ -51,7 +56,12 @@ def call_before_forward(
 ) -> None:
     """Call a method before each forward pass of a module, if gradients are enabled, as long as its object lives.
 
-    `first`: before all other hooks; `once`: before one forward only.
+    Args:
+        module: the module; None does nothing.
+        method: a bound method, which is referred to weakly.
+        args: its arguments.
+        first: whether it is called before all other hooks.
+        once: whether it is called before one forward pass only.
     """
     if module is None:
         return
@@ -72,9 +82,11 @@ class _Hook:
 
     @uncompiled
     def __call__(self, module: Module, args: Any) -> None:
-        if torch.is_grad_enabled() and (call := self._method()) is not None:
-            self.remove()
-            call(*self._args)
+        """Call the method, before a forward pass, if gradients are enabled and its object still lives."""
+        method = self._method() if torch.is_grad_enabled() else None
+        if method is not None:
+            self.remove()  # does nothing unless the hook is called once only
+            method(*self._args)
 
     def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
         return _Hook, ()

@@ -20,7 +20,7 @@ def copy_later(tensor: Tensor) -> Callable[[], Tensor]:
     if not tensor.is_cuda:
         return tensor.cpu  # without a step marker, which would cut the graph
     copy = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor.detach(), non_blocking=True)
-    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # occurs when the copy is complete
     copied.record(torch.cuda.current_stream(tensor.device))  # type: ignore[no-untyped-call]
 
     def read() -> Tensor:
@@ -39,7 +39,10 @@ class LateReader:
         self._read_due: Callable[[], Tensor] | None = None  # returns the value then, which is read next
 
     def read(self, value: Tensor) -> Tensor | None:
-        """Count an update that leaves this value. Every `READ_EVERY` updates, return the value of as many before."""
+        """Count an update, and return None, or every `READ_EVERY` updates the value of as many updates before.
+
+        The device has computed that value by then, so that the host does not wait. `value`: what this update leaves.
+        """
         self._updates += 1
         if self._updates < READ_EVERY:
             return None

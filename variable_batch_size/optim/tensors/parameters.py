@@ -30,16 +30,16 @@ class Parameters(tuple[Tensor, ...]):
 
     @classmethod
     def of_groups(cls, groups: Sequence[dict[str, Any]]) -> Parameters:
-        """Return the parameters that groups have now."""
+        """Return the parameters that parameter groups have now, each once, with the parameters of each group."""
         parameters = cls(list_parameters(groups))
         parameters.groups = tuple(tuple(group["params"]) for group in groups)
         return parameters
 
     def are_those_of(self, groups: Sequence[dict[str, Any]]) -> bool:
-        """Return whether groups, whose lists may be changed in place, still have these parameters."""
+        """Return whether groups, whose lists a user may change in place, still have these parameters, as objects."""
         return len(groups) == len(self.groups) and all(
-            len(group["params"]) == len(known) and all(map(is_, group["params"], known))
-            for group, known in zip(groups, self.groups, strict=True)
+            len(group["params"]) == len(before) and all(map(is_, group["params"], before))
+            for group, before in zip(groups, self.groups, strict=True)
         )
 
 
@@ -65,7 +65,7 @@ class Gradients(NamedTuple):
     def of(cls, parameters: Iterable[Tensor], *, norms: bool = False) -> Gradients:
         """Return the present gradients, with their norms if `norms` is true; None in the place of a probe."""
         gradients = [parameter.grad for parameter in parameters]
-        if PROBES:
+        if PROBES:  # ids of tensors that a test has put into `.grad` where there was no gradient
             gradients = [None if id(gradient) in PROBES else gradient for gradient in gradients]
         if not norms:
             return cls(gradients, versions_of(gradients))
@@ -74,7 +74,10 @@ class Gradients(NamedTuple):
         return cls(gradients, versions_of(gradients), list(torch._foreach_norm(local_parts(tensors))))
 
     def first_changed(self, later: Gradients) -> int | None:
-        """Return the index of the first parameter whose gradient was replaced or changed; None if there is none."""
+        """Return the index of the first parameter whose gradient was replaced or changed until `later`; None if none.
+
+        A change in place raises the version of a tensor. Norms, where both have them, show changes that do not.
+        """
         if self.versions != later.versions or not all(map(is_, self.tensors, later.tensors)):
             columns = zip(*self[:2], *later[:2], strict=True)
             changed = (old is not new or version != now for old, version, new, now in columns)
@@ -86,7 +89,7 @@ class Gradients(NamedTuple):
 
 
 def versions_of(gradients: Sequence[Tensor | None]) -> list[int]:
-    """Return how often each gradient was changed in place, -1 for None. For a DTensor its part here counts, too."""
+    """Return how often each tensor was changed in place, -1 for None; for a DTensor with changes of its local part."""
     versions = [-1 if gradient is None else gradient._version for gradient in gradients]
     if DTensor in set(map(type, gradients)):  # FSDP2 adds to the part of this rank
         pairs = zip(versions, gradients, strict=True)
