@@ -53,15 +53,19 @@ class ControllerRunner(LoopStage):
     ) -> None:
         self._training, self._updater, self._noise, self._tracker = training, updater, noise, tracker
         self._backend, decided = backend, training.batches.decided
-        timed = decided is not None and needs_throughput(decided.adaptive.controller)
+        timed = decided is not None and needs_throughput(decided.adaptive.controller)  # whether updates are timed
         self._stopwatch = UpdateStopwatch() if timed else None
         self._asked = _Asked()
         self._same_estimates: list[float] = []  # at the questions since the last new one
         self._begun = False  # whether an update was made
 
     def follow_up(self, batch: Batch, agreement: Agreement, *, leads: bool) -> None:
-        """Ask the controller if it is time, and plan with its answer some updates later, when no host has to wait."""
-        decided = before = self._training.batches.decided
+        """After an update, ask the controller of batch sizes if it is time, and plan with an answer that is due.
+
+        An answer is adopted some updates after its question, on all ranks after the same one, when no host has to wait.
+        `leads`: whether this optimizer is the first of its sampler, which asks for all of them.
+        """
+        decided = before = self._training.batches.decided  # the batch sizes, with questions and answers; immutable
         if decided is None or not leads:
             return
         updates = self._training.position.step
@@ -83,7 +87,7 @@ class ControllerRunner(LoopStage):
             self._training.grow(decided)
 
     def _time_update(self, step: Batch) -> None:
-        """Let the stopwatch, if there is one, take the time of an update."""
+        """Let the stopwatch, if the controller needs one, note that an update of this batch was made."""
         if self._stopwatch is not None:
             plan, ranks = self._training.batches.plan, self._backend.world.size
             rows = plan.minibatch_size if plan.fixed_shape else -(-step.batch_size // step.num_microbatches)
@@ -103,20 +107,23 @@ class ControllerRunner(LoopStage):
         return {} if self._stopwatch is None else {"stopwatch": self._stopwatch.state_dict()}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError if its entry is damaged."""
+        """Raise ValueError if the entry of the stopwatch in a state is damaged."""
         if "stopwatch" in state:
             check_entries(state, {"stopwatch": (dict,)})
             check_entries(state["stopwatch"], {"seconds": (list,)}, "stopwatch.")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what an earlier run has measured."""
+        """Restore the times that the stopwatch of an earlier run has measured, if a controller needs them."""
         if self._stopwatch is not None and "stopwatch" in state:
             self._stopwatch.load_state_dict(state["stopwatch"])
 
     def _measure_later(self) -> Callable[[], dict[str, Any]]:
-        """Return a function that returns the measurements as of now; calling it later avoids a wait for a device."""
+        """Return a function that returns what a controller decides by, as it is now: noise, progress, samples, ranks.
+
+        Called some updates later, it does not wait for a device.
+        """
         place, updater = self._training.place, self._updater
-        known = {"devices": self._backend.world.size, "updates": place.position.step, "samples": place.samples}
+        on_host = {"devices": self._backend.world.size, "updates": place.position.step, "samples": place.samples}
         read_progress = updater.progress.reader()
         read_noise = None if self._noise is None else self._noise()
         reference = updater.ref_batchsize
@@ -124,12 +131,15 @@ class ControllerRunner(LoopStage):
         def read() -> dict[str, Any]:
             noise = None if read_noise is None else read_noise()
             estimates = None if noise is None else [float(noise.sigma2), float(noise.mu2), int(noise.updates)]
-            return {**known, "progress": float(read_progress()), "noise": estimates, "ref_batchsize": reference}
+            return {**on_host, "progress": float(read_progress()), "noise": estimates, "ref_batchsize": reference}
 
         return read
 
     def _publish_answer(self, decided: DecidedTrace, agreement: Agreement) -> None:
-        """On rank 0, let the controller answer the oldest question, once, and publish the answer for other ranks."""
+        """On rank 0, let the controller answer the oldest question, once, and publish the answer for other ranks.
+
+        On other ranks, only note the question, by whose number they will find the answer.
+        """
         oldest = decided.unanswered[0]
         if oldest is not self._asked.question:  # all ranks count questions, to find the answer by its number
             self._asked = _Asked(oldest, self._asked.number + 1)
@@ -140,7 +150,7 @@ class ControllerRunner(LoopStage):
         self._asked = self._asked._replace(answer=answer)
 
     def _answer_of_controller(self, decided: DecidedTrace) -> str:
-        """Return the controller's answer to the oldest question, or its error, which every rank raises."""
+        """Return the controller's answer to the oldest question, as JSON, or its error, which every rank raises."""
         plan, stopwatch = self._training.batches.plan, self._stopwatch
         try:
             throughput = None if stopwatch is None else stopwatch.throughput()
@@ -150,7 +160,7 @@ class ControllerRunner(LoopStage):
             return json.dumps({"error": f"{type(error).__name__}: {error}"[:500]})
 
     def _adopt(self, decided: DecidedTrace, updates: int, agreement: Agreement) -> DecidedTrace:
-        """Return the decisions with the answer of rank 0, for which other ranks wait. Raise its error if it failed."""
+        """Return the batch sizes with the controller's answer, which other ranks get from rank 0; raise its error."""
         asked = self._asked
         if isinstance(self._backend, ElasticBackend):  # its sum has brought the answer to the first rank of each job
             answer = self._backend.received if agreement.world.rank == 0 else None
@@ -172,15 +182,20 @@ class ControllerRunner(LoopStage):
         return decided
 
     def _log_decision(self, scalars: Mapping[str, float], updates: int) -> None:
+        """Log what the controller has decided, on rank 0; `updates`: made so far with the present sampler."""
         if self._tracker is not None and self._backend.leads:
             updates += self._training.earlier.updates
             self._tracker.log(updates, {f"decision/{name}": value for name, value in scalars.items()})
 
     def _warn_if_unmeasured(self, estimates: float | None) -> None:
-        """Warn once if a controller gets noise of as many estimates again and again: nothing measures it any more."""
+        """Warn once if a controller gets the same gradient noise in several questions: no update measures it any more.
+
+        `estimates`: the number of estimates in the noise; None if the controller does not use it.
+        """
         if estimates is None or not estimates:
             return
-        self._same_estimates = [*(known for known in self._same_estimates if known == estimates), estimates]
+        # One entry for each question with this number; a new number, as of a new estimate, begins the list again.
+        self._same_estimates = [*(earlier for earlier in self._same_estimates if earlier == estimates), estimates]
         if len(self._same_estimates) == _REPEATED + 1 and self._backend.leads:
             times = _REPEATED + 1
             warnings.warn(

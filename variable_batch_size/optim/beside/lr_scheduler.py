@@ -174,9 +174,9 @@ class ProgressScheduler:
         Reading the present one would make the host wait for the device. If `updates` has gone back since the last call,
         read all that is pending.
         """
-        while self._pending:
+        while self._pending:  # the oldest first
             updates_then, read_progress = self._pending[0]
-            if updates - DELAY < updates_then < updates:  # too new
+            if updates - DELAY < updates_then < updates:  # not `DELAY` updates old yet
                 break
             self._pending.popleft()
             self._progress = read_progress()
@@ -212,7 +212,7 @@ def _check_scheduler(scheduler: LRScheduler, optimizer: CustomOptimizer) -> LRSc
 
 
 def _check_total(total: object) -> float:
-    """Return the total as a finite number > 0; infinity for None."""
+    """Return `total`, the length of a training in reference updates, as a finite number > 0; infinity for None."""
     if total is None:
         return math.inf
     remedy = (
@@ -225,7 +225,7 @@ def _check_total(total: object) -> float:
 
 
 def _nested_schedulers(scheduler: LRScheduler) -> Iterator[LRScheduler]:
-    """Yield a scheduler, and all within it, as a SequentialLR has them."""
+    """Yield a scheduler, and all schedulers within it, as a SequentialLR or a ChainedScheduler has them."""
     yield scheduler
-    for part in getattr(scheduler, "_schedulers", ()):
+    for part in getattr(scheduler, "_schedulers", ()):  # private: there is no public list
         yield from _nested_schedulers(part)

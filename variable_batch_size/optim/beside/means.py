@@ -50,19 +50,22 @@ class StepMeans(Stage):
 
     @uncompiled
     def log(self, values: Mapping[str, Any]) -> None:
-        """Record values of the current microbatch; several calls may add different names."""
+        """Record values that the loop logs of the current microbatch; several calls may add different names."""
         for name, value in values.items():
             self._check_value(name, value)
             self._current[name] = value.detach().reshape(()) if isinstance(value, Tensor) else float(value)
 
     def meet(self, agreement: Agreement) -> None:
-        """Compare the names, which all ranks must have before they sum values."""
+        """Compare the names of the logged values over all ranks, before they sum values for the first time."""
         if agreement.world.size > 1:
             names = json.dumps(self._names_of_step or self.names or ())
             check_names("log()", [*map(json.loads, agreement.gather(FIRST_UPDATE, names))])
 
     def add(self, counted: Counted, squares: MeasuredSquares, like: Tensor) -> None:
-        """Add the logged values of a microbatch, times its weight in the mean, to the sums of the step."""
+        """Add the logged values of a microbatch, times its weight in the mean, to the sums of the step.
+
+        `counted`: the microbatch, and the count that `step(count=)` got. `like`: a tensor on the device.
+        """
         microbatch = counted.microbatch
         weight = microbatch.samples / microbatch.batch_size if counted.count is None else self._counts.weight  # w_j
         value_weight = weight  # the factor on the value, while `weight` measures how much of the step has values
@@ -80,8 +83,11 @@ class StepMeans(Stage):
         self._current = {}
 
     def part(self, like: Sequence[Tensor]) -> list[Tensor]:
-        """Return the sums of w v for each name, (names,), for the ranks to sum, and those of w if there are others."""
-        for name, number in self._microbatches.items():
+        """Return, for the ranks to sum, the weighted sum of the values of each name, (names,), over this rank.
+
+        With several ranks, also return the sum of the weights of each name: 0 if this rank has no value of it.
+        """
+        for name, number in self._microbatches.items():  # of microbatches that have a value of this name
             if number != self._added:
                 raise RuntimeError(
                     f"log() must be called for every microbatch of a step, but {name!r} has {number} values for "
@@ -112,45 +118,46 @@ class StepMeans(Stage):
         message = update.message[self.name]
         if not message:
             return
-        sums, *others = message
+        sums, *weights_if_several_ranks = message
         means = sums if update.count is None else sums / update.count
-        for weights in others:
-            whole = self._find_whole(weights if update.count is None else weights / update.count)
-            means = torch.where(whole, means, math.nan)
+        for weights in weights_if_several_ranks:  # none or one
+            is_whole = self._find_whole(weights if update.count is None else weights / update.count)
+            means = torch.where(is_whole, means, math.nan)
         self._last = self.names, means
         update.means = self.last_means
 
     def _find_whole(self, shares: Tensor) -> Tensor:
-        """Return for each name whether it has values for all samples, (names,), from the shares of those that have.
+        """Return for each name whether it has values for all samples of the update, (names,).
 
-        Raise RuntimeError if the host can read that a name has values for a part of them.
+        Raise RuntimeError if the host can read that a name has values for a part of them. `shares`: for each name, the
+        share of the samples that have a value, 1 up to rounding if all have, (names,).
         """
-        whole = (shares - 1).abs() < _WHOLE
+        is_whole = (shares - 1).abs() < _WHOLE
         if self._backend.reads(shares):
-            for name, share, complete in zip(self.names or (), shares.tolist(), whole.tolist(), strict=True):
+            for name, share, complete in zip(self.names or (), shares.tolist(), is_whole.tolist(), strict=True):
                 if not complete and share > 0:
                     raise RuntimeError(
                         f"log() must be called for every microbatch of a step on every rank, but {name!r} has values "
                         f"for {share:.0%} of the samples of all ranks; call it before each step(), replays too"
                     )
-        return whole
+        return is_whole
 
     def clear(self) -> None:
-        """Discard the values of the step."""
+        """Discard the logged values of a step, after its update or because it starts over."""
         self._current, self._sums, self._microbatches, self._added, self._weight = {}, {}, {}, 0, 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the names, where a world that changes has to know them."""
+        """Return the names of logged values, if ranks may come and go: one that joins has to know them."""
         return {"logged": list(self.names)} if self._backend.elastic and self.names is not None else {}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError if its entry is damaged."""
+        """Raise ValueError if the names of logged values in a state are damaged."""
         if "logged" in state:
             check_entries(state, {"logged": (list,)})
             check_items(state["logged"], (str,), "logged")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state; without names those of the next update count."""
+        """Restore the names of logged values; without an entry, the names of the next update must stay."""
         self.names = tuple(state["logged"]) if self._backend.elastic and "logged" in state else None
 
     @property
@@ -170,7 +177,10 @@ class StepMeans(Stage):
         return lambda: dict(zip(names, read().tolist(), strict=True))
 
     def _weigh(self, value: Tensor | float, weight: Any, like: Tensor) -> Any:
-        """Return `weight` times the value; 0 for a weight of 0, even if the value is not finite."""
+        """Return `weight` times a logged value; 0 for a weight of 0, as of a replay, even if the value is not finite.
+
+        Both are floats or 0-D tensors. `like`: a tensor on the device to which values go.
+        """
         if not isinstance(weight, Tensor) and not weight:
             return 0.0
         value = self._backend.number(value, like)
@@ -179,7 +189,7 @@ class StepMeans(Stage):
         return torch.where(weight.bool(), value * weight, weight)  # without numbers, which XLA would send each time
 
     def _as_vector(self, numbers: Sequence[Any], like: Tensor) -> Tensor:
-        """Return floats and 0-D tensors as one tensor, (numbers,), in at least float32, without a wait for the host."""
+        """Return floats and 0-D tensors as one tensor, (numbers,), in at least float32, on the device of `like`."""
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
         if any(isinstance(number, Tensor) for number in numbers):
             tensors = (number if isinstance(number, Tensor) else like.new_full((), number) for number in numbers)
@@ -243,7 +253,7 @@ class TokenCount(Stage):
         return {"count= in step()": bool(self.used)}
 
     def check(self, counted: Counted) -> None:
-        """Raise an error unless a step may have this count, None for none."""
+        """Raise an error unless `step()` may be called with this count, None for none; nothing has changed yet."""
         count: object = counted.count
         if counted.divided and count is not None:
             raise RuntimeError(
@@ -274,19 +284,22 @@ class TokenCount(Stage):
             check_number(number, "count", "pass the number of tokens of the microbatch")
 
     def add(self, counted: Counted, squares: MeasuredSquares, like: Tensor) -> None:
-        """Add the count of a microbatch, if it has one, without its repeated rows."""
+        """Add the count that `step(count=)` got for a microbatch, if any, to that of the step, without repeated rows.
+
+        `counted`: the microbatch, and its count. `like`: a tensor on the device.
+        """
         count = counted.count
         self.used = count is not None
         if count is None:
             return
         count = self._backend.number(count, like)
-        distinct = counted.microbatch.distinct
+        distinct = counted.microbatch.distinct  # the share of its rows that are not repeated; 0 for a replay
         self.weight = count * (self._backend.scalar(distinct, like) if isinstance(count, Tensor) else distinct)
         self._zero = self._backend.scalar(0.0, like) if self._zero is None else self._zero
         self._sum = (self._zero if self._sum is None else self._sum) + self.weight
 
     def part(self, like: Sequence[Tensor]) -> list[Tensor]:
-        """Return what the ranks have to sum: the counts of this rank, (1,); nothing if there are none."""
+        """Return the sum of this rank's counts in the step, (1,), for the ranks to sum; nothing without counts."""
         if not self.used:
             return []
         dtype = torch.float64 if like[0].dtype == torch.float64 else torch.float32
@@ -298,15 +311,15 @@ class TokenCount(Stage):
         The update is skipped if nothing was counted on any rank, so that there is no gradient. On a device, where the
         host does not know it, the gradients become 0.
         """
-        message, size = update.message[self.name], update.batch.batch_size  # the sum over the ranks in a list, or []
+        message, batch_size = update.message[self.name], update.batch.batch_size
         self.last = update.count = message[0][0] if message else None
-        for total in message:
+        for total in message:  # one tensor, (1,): the sum of the counts over all ranks; none without counts
             if self._backend.reads(total):
                 total_count = total.item()
-                multiply(update.gradients, size / total_count if total_count else 0.0, self._backend)
+                multiply(update.gradients, batch_size / total_count if total_count else 0.0, self._backend)
                 update.skip(not total_count)
             else:
-                factor = torch.as_tensor(self._backend.scalar(size, total)) / total[0]
+                factor = torch.as_tensor(self._backend.scalar(batch_size, total)) / total[0]
                 multiply(update.gradients, torch.where(total[0] > 0, factor, 0.0), self._backend)
 
     def state_dict(self) -> dict[str, Any]:

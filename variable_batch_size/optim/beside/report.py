@@ -64,7 +64,7 @@ class Reporter(LoopStage):
         self._samples = None if log_samples is None else check_int(log_samples, "log_samples", 1)
         default = 10 if log_samples is None else None  # updates between two rows
         self._steps = default if log_steps is None else check_int(log_steps, "log_steps", 1)
-        logs = backend.leads or backend.elastic  # an elastic rank may become the first one
+        logs = backend.leads or backend.elastic  # the first rank; where ranks may come and go, any may become it
         if not logs:
             tracker.mute()  # a loop may log to it on every rank
         self._tracker = tracker if logs else None
@@ -113,11 +113,11 @@ class Reporter(LoopStage):
         return has_computed and updater.parameters[0].device.type != "cpu"
 
     def _is_row_due(self, batch: Batch) -> bool:
-        """Return whether the update, of this batch, has passed a multiple of `log_steps` or `log_samples`."""
+        """Return whether the last update, of this batch, has reached a multiple of `log_steps` or `log_samples`."""
         if self._steps is not None and self._training.updates % self._steps == 0:
             return True
-        samples, every = self._training.samples, self._samples
-        return every is not None and samples // every > (samples - batch.batch_size) // every
+        samples, interval = self._training.samples, self._samples
+        return interval is not None and samples // interval > (samples - batch.batch_size) // interval
 
     def _known_scalars(self, batch: Batch, now: _Moment) -> dict[str, float]:
         """Return the scalars of a row that the host knows, such as speeds, by their tags without the prefix vbs/."""
@@ -143,7 +143,7 @@ class Reporter(LoopStage):
         here, before the next update changes it.
         """
         updater, measured = self._updater, self._measured
-        known = self._known_scalars(batch, now)
+        known_scalars = self._known_scalars(batch, now)
         skipped = {} if measured.skipped is None else {"skipped": measured.skipped}
         scaling = updater.last_scaling
         read_factors = _float_later(scaling.lr), _float_later(scaling.gradient)
@@ -152,8 +152,9 @@ class Reporter(LoopStage):
         read_progress, read_means = updater.progress.reader(), measured.means.reader()
 
         def read() -> dict[str, float]:
+            """Return the scalars, by tag; called later, it waits for no device."""
             factor = math.prod(read_factor() for read_factor in read_factors)
-            row = {**known, "lr_effective": read_lr() * factor, "lr_factor": factor, **skipped}
+            row = {**known_scalars, "lr_effective": read_lr() * factor, "lr_factor": factor, **skipped}
             if updater.options.grad_norm:
                 row["grad_norm"] = read_norm()
             if read_noise is not None:
@@ -177,7 +178,10 @@ class Reporter(LoopStage):
 
 
 def _estimate_seconds_left(begin: _Moment, now: _Moment) -> float | None:
-    """Return the seconds to the end of the training at the speed since `begin`; None if that is not known."""
+    """Return the seconds to the end of the training at the speed since `begin`; None if that is not known.
+
+    `fraction` of a moment: the share of the whole training that was done then.
+    """
     if now.fraction <= begin.fraction:
         return None
     return (now.seconds - begin.seconds) * (1 - now.fraction) / (now.fraction - begin.fraction)
@@ -189,7 +193,10 @@ def _per_second(number: int, seconds: float) -> float:
 
 
 def _float_later(value: Any) -> Callable[[], float]:
-    """Return a function that returns the present value of a number, or of a tensor on any device, or nan for None."""
+    """Return a function that returns the present value of a number or a tensor, or nan for None.
+
+    Called some updates later, it does not wait for the device of the tensor.
+    """
     if isinstance(value, Tensor):
         read = copy_later(value)
         return lambda: float(read())

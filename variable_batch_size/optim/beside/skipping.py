@@ -72,23 +72,26 @@ class LargeGradients(Stage):
 
     @property
     def _skips_on_device(self) -> Tensor | None:
-        """Whether the update under way is skipped, 0-D, where the device decides."""
+        """Whether the update under way is skipped, a 0-D tensor where the device decides; None where the host does."""
         skips = self._books.skips
         return skips if isinstance(skips, Tensor) else None
 
     def _limit_of(self, batch_size: int) -> float:
-        """Return the largest norm with which an update of a batch size is made."""
-        if not callable(self._limit):
+        """Return the largest norm of the gradient with which an update of this batch size, in samples, is made."""
+        if not callable(self._limit):  # the user has passed a number, and no function of the batch size
             return self._limit
         return check_norm(self._limit(batch_size), f"skip_grad_norm({batch_size})", "return a number > 0, or math.inf")
 
     def begin(self, update: UpdateUnderWay) -> None:
-        """Compute the limit of this update, and let the ranks compare it: `facts` must be equal on all of them."""
+        """Compute the largest norm with which this update is made, and let the ranks compare it.
+
+        `update.facts` has what must be equal on all ranks.
+        """
         update.facts["skip_grad_norm"] = self._limit_of(update.batch.batch_size)
 
     def judge(self, update: UpdateUnderWay) -> None:
         """Skip the update if the norm of its gradient, summed over the ranks, is above the limit."""
-        if update.square is None:
+        if update.square is None:  # |G|^2, which another stage may have computed
             update.norm = squared_norm(update.gradients).sqrt()
         else:
             dtype = None if isinstance(update.square, Tensor) else torch.float64
@@ -129,7 +132,7 @@ class LargeGradients(Stage):
 
     def end(self, update: UpdateUnderWay) -> None:
         """Count the update as made or skipped, unless another stage has skipped it before a decision."""
-        books = self._books
+        books = self._books  # how many updates were skipped, and the decision about this one, None without one
         if isinstance(books.skips, Tensor):
             self._commit_on_device(books, books.skips)
         elif books.skips is not None:
@@ -137,8 +140,11 @@ class LargeGradients(Stage):
             self._warn_if_many(self._books.in_a_row)
 
     def _commit_on_device(self, books: _Books, skips: Tensor) -> None:
-        """Count an update that the device may skip, and read what it has counted some updates ago."""
-        skip = skips.to(torch.float32)
+        """Count an update that the device may skip, on the device, and read what it has counted some updates ago.
+
+        `skips`: whether it is skipped, 0-D. `books`: the counts so far.
+        """
+        skip = skips.to(torch.float32)  # 1 if the update is skipped, else 0
         counts = books.on_device
         if counts is None:
             start = [books.skipped, books.in_a_row, books.in_a_row]
@@ -152,7 +158,7 @@ class LargeGradients(Stage):
             self._read_counts(earlier_counts)
 
     def _read_counts(self, counts: Tensor) -> None:
-        """Take over what the device has counted, (3,), and warn of a long row."""
+        """Read what the device has counted, (3,): skipped updates, in a row now, and the longest row; warn if long."""
         skipped, in_a_row, longest = map(int, counts.cpu().tolist())  # without a step marker, which would cut the graph
         self._books = self._books._replace(skipped=skipped, in_a_row=in_a_row)
         self._warn_if_many(longest)
@@ -175,21 +181,21 @@ class LargeGradients(Stage):
         self._books = self._books._replace(skips=None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the books as plain numbers; reads them from a device."""
+        """Return how many updates were skipped, in all and in a row now, as ints; reads them from a device."""
         if self._books.on_device is not None:
             self._read_counts(self._books.on_device)
         return {"skipped": {"updates": self._books.skipped, "in_a_row": self._books.in_a_row}}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError if its entry is damaged."""
+        """Raise ValueError if the numbers of skipped updates in a state are damaged."""
         if "skipped" in state:
             check_entries(state, {"skipped": (dict,)})
             check_entries(state["skipped"], {"updates": (int,), "in_a_row": (int,)}, "skipped.")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state; one without books begins them."""
-        known = state.get("skipped", {})
-        self._books = _Books(known.get("updates", 0), known.get("in_a_row", 0))
+        """Restore how many updates were skipped; 0 if the state has no entry."""
+        saved = state.get("skipped", {})
+        self._books = _Books(saved.get("updates", 0), saved.get("in_a_row", 0))
         self._late = LateReader()
 
     # The selection. ----------------------------------------------------------------------------------------------
@@ -205,7 +211,10 @@ class LargeGradients(Stage):
             self._saved.clear()
 
     def _save_tensors(self) -> None:
-        """Copy what the step may change. A number that the optimizer keeps on the host is sent to the device before."""
+        """Before the optimizer's step, copy the parameters and the tensors of its state, which the step may change.
+
+        A number that the optimizer keeps on the host, such as its count of steps, is sent to the device first.
+        """
         for parameter in (parameter for group in self._inner.param_groups for parameter in group["params"]):
             if parameter.grad is None:
                 continue
@@ -218,7 +227,7 @@ class LargeGradients(Stage):
             self._saved += [(tensor, tensor.detach().clone()) for tensor in tensors]
 
     def _select_tensors(self, *_: object) -> None:
-        """Give each saved tensor its value from before the step if the device skips the update."""
+        """After the optimizer's step, give saved tensors their values from before it if the device skips the update."""
         skips = self._skips_on_device
         if skips is None:
             return
@@ -229,7 +238,7 @@ class LargeGradients(Stage):
     def _begins_state(self) -> bool:
         """Return whether the optimizer has no state yet of a parameter that has a gradient: the step will create it."""
         for group in self._inner.param_groups:
-            if type(self._inner) is SGD and group["momentum"] == 0:
+            if type(self._inner) is SGD and group["momentum"] == 0:  # which has no state
                 continue
             if any(
                 parameter.grad is not None and not self._inner.state.get(parameter) for parameter in group["params"]
@@ -239,7 +248,7 @@ class LargeGradients(Stage):
 
 
 def _check_can_skip(inner: Optimizer, backend: Backend, parameters: Sequence[Tensor]) -> None:
-    """Raise an error unless updates of this optimizer can be skipped with this backend."""
+    """Raise an error unless updates of this optimizer can be skipped (`skip_grad_norm`) with this backend."""
     if backend.elastic:
         raise value_error(
             "skip_grad_norm needs a fixed world, whose ranks take one decision in a sum of its own",

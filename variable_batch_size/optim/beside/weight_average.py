@@ -97,7 +97,7 @@ class WeightAverage:
             average.copy_(parameter)
 
     def _add_new(self, *_: object) -> None:
-        """Begin averages, with the present weights, of parameters that the optimizer has got since the last call."""
+        """Begin averages of parameters that the optimizer has got since the last call, with their present values."""
         parameters = list_parameters(self._optimizer.param_groups)
         new = [parameter for parameter in parameters if id(parameter) not in self._known]
         self._known |= set(map(id, new))
@@ -105,7 +105,10 @@ class WeightAverage:
         self.averages += map(_copy_widened, new)
 
     def _share_of_weights(self, commit: Commit, like: Tensor) -> Any:
-        """Return 1 - decay^p, the share of the present weights in the average: a float, or 0-D."""
+        """Return 1 - decay^p, the share of the present weights in the average: a float, or 0-D.
+
+        p is the progress of the update, in updates at the reference batch size. `like`: a tensor on the device.
+        """
         progress = commit.scaling.progress
         if self._by == "samples":
             assert self._optimizer.ref_batchsize is not None
@@ -152,7 +155,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the averages of a state.
+        """Restore the averages from a state, in the order of the parameters.
 
         Raises:
             ValueError: if it has other parameters.
@@ -172,8 +175,8 @@ def _check_not_gathered(parameters: list[Tensor], updated: list[Tensor]) -> None
         updated: the parameters of the optimizer.
     """
     updated_ids = {id(parameter) for parameter in updated}
-    others = [parameter for parameter in parameters if id(parameter) not in updated_ids]
-    if has_dtensor(updated) and any(not isinstance(parameter, DTensor) for parameter in others):
+    not_updated = [parameter for parameter in parameters if id(parameter) not in updated_ids]
+    if has_dtensor(updated) and any(not isinstance(parameter, DTensor) for parameter in not_updated):
         raise value_error(
             "parameters must be those that the optimizer updates",
             "one of a module that FSDP2 has gathered in a forward",
@@ -189,13 +192,16 @@ def _check_shapes(what: str, tensors: list[Tensor], averages: list[Tensor], reme
 
 
 def _copy_widened(parameter: Tensor) -> Tensor:
-    """Return a copy, at least in float32: a narrower average would lose the small changes of an update."""
+    """Return a copy of a parameter, at least in float32: a narrower average would lose the small changes of updates."""
     copy = parameter.detach().clone()
     return copy.float() if is_narrow(copy) else copy
 
 
 def _placed_as(average: Tensor, whole: Tensor) -> Tensor:
-    """Return a whole tensor, which every rank has, so that it can be copied into an average, also into a DTensor."""
+    """Return a whole tensor, which every rank has, in a form that `average.copy_()` accepts.
+
+    For a DTensor that is a replicated DTensor on the same mesh of ranks.
+    """
     if not isinstance(average, DTensor):
         return whole
     mesh = average.device_mesh

@@ -73,7 +73,10 @@ class BackwardCheck:
         ]
 
     def before_backward(self) -> None:
-        """Check that gradients are as the last `step()` or `optimizer.backward()` has left them, or raise an error."""
+        """Raise RuntimeError if gradients are not as the last `step()` or `optimizer.backward()` has left them.
+
+        It is called right before a `backward()` of the optimizer.
+        """
         if not self._sums:  # hooks are not needed: no DistributedDataParallel can sum within `backward()`
             self._to_watch = {False: 0, True: 0}
             self._remove_hooks()
@@ -90,13 +93,16 @@ class BackwardCheck:
 
     @contextmanager
     def note_other_backward(self) -> Iterator[None]:
-        """Record if the `backward()` of another optimizer, in a block, adds to these gradients. `check` then raises."""
+        """Record whether a `backward()` of another optimizer, within a block, changes the gradients of this one.
+
+        `check` then raises an error.
+        """
         before = Gradients.of(self._parameters)
         yield
         self._of_another |= before.first_changed(Gradients.of(self._parameters)) is not None
 
     def _check_unchanged(self, before: Gradients, now: Gradients) -> None:
-        """Raise RuntimeError if a gradient is not as it was before."""
+        """Raise RuntimeError if a gradient was replaced or changed between two moments, `before` and `now`."""
         number = before.first_changed(now)
         if number is not None:
             shape = tuple(self._parameters[number].shape)
@@ -113,7 +119,7 @@ class BackwardCheck:
             needed: whether there must be gradients. A microbatch with weight 0 need not have any.
             accumulating: whether `.grad` also holds earlier microbatches of the step.
         """
-        if self._ours is not None:
+        if self._ours is not None:  # the gradients as `optimizer.backward()` has left them
             self._check_unchanged(self._ours, self._now)
         elif self._of_another:
             raise RuntimeError(
@@ -137,9 +143,10 @@ class BackwardCheck:
             )
 
     def _check_accumulated_stays(self) -> None:
-        """Check that the gradients of the earlier microbatches are still in `.grad`."""
-        for parameter, seen in zip(self._parameters, self._seen.tensors, strict=True):
-            if seen is None or (gradient := parameter.grad) is seen:
+        """Raise RuntimeError unless the gradients of the step's earlier microbatches are still in `.grad`."""
+        for parameter, gradient_before in zip(self._parameters, self._seen.tensors, strict=True):
+            gradient = parameter.grad
+            if gradient_before is None or gradient is gradient_before:
                 continue
             # backward(create_graph=True) also replaces .grad, by a sum that has a grad_fn.
             if gradient is None or gradient.grad_fn is None:
@@ -164,7 +171,11 @@ class BackwardCheck:
         self._ours, self._counted, self._of_another = None, {}, False
 
     def begin(self, *, several: bool) -> None:
-        """Add or remove the hooks, which watch the first `WATCHED` updates of `several` microbatches, and of one."""
+        """Before each microbatch, add or remove hooks that count what autograd adds to gradients.
+
+        They watch the first `WATCHED` updates of a run, where a wrong loop is wrong from the start: so many with
+        `several` microbatches on this rank, and so many with one.
+        """
         self._probes = self._to_probe.get(several, 0) > 0
         if self._probes:
             self._to_probe[several] -= 1
@@ -187,8 +198,8 @@ class BackwardCheck:
         self._hooked.clear()
 
     def _restart_counts(self) -> None:
-        """Let `_count` begin with the gradients that the last `step()` has left."""
-        self._changed = False
+        """Let the hooks count from the gradients that the last `step()` has left."""
+        self._changed = False  # whether a hook has seen a change that was not autograd's
         self._counted = {}
         for number in self._hooked:
             gradient = self._seen.tensors[number]
@@ -196,7 +207,10 @@ class BackwardCheck:
                 self._counted[number] = gradient, self._seen.versions[number]
 
     def _count(self, index: int, parameter: Tensor) -> None:
-        """Record that autograd has added to a gradient, and whether anything else did: its version counts changes."""
+        """Record, as a hook, that autograd has added to a parameter's gradient, and whether anything else changed it.
+
+        The version of a tensor counts its changes in place: autograd adds 1 to it. `index`: of the parameter.
+        """
         gradient = parameter.grad
         if gradient is None:
             return

@@ -55,8 +55,8 @@ class Buffers(LoopStage):
     def __init__(self, module: Module | None, backend: Backend, training: Training, *, reproducible: bool) -> None:
         self._module = bare(module)
         self._backend, self._training, self._reproducible = backend, training, reproducible
-        self._microbatches = 0
-        self._before: list[_Kept] | None = None
+        self._microbatches = 0  # number of microbatches for which `step()` was called
+        self._before: list[_Kept] | None = None  # buffers before the second forward pass
         call_before_forward(self._module, self._keep)
 
     def _keep(self) -> None:
@@ -76,14 +76,14 @@ class Buffers(LoopStage):
     def begin_microbatch(self, member: object, *, has_backward: bool) -> None:
         """Raise ValueError, or warn, if the forward pass of the second microbatch has written a buffer."""
         self._microbatches += 1
-        before, self._before = self._before, None
-        for buffer in before or []:
+        buffers_before, self._before = self._before, None  # copies from before the forward pass; None but once
+        for buffer in buffers_before or []:
             if buffer.is_written:
                 self._tell(f"{buffer.name!r} of {type(buffer.owner).__name__}")
                 return
 
     def _tell(self, name: str) -> None:
-        """Raise ValueError if updates must be reproducible, otherwise warn, that forward writes a buffer."""
+        """Warn that the forward pass writes this buffer; raise ValueError instead if updates must be reproducible."""
         remedy = 'change it once an update, in a hook, see "Buffers that forward writes" in losses.md'
         if self._reproducible:
             raise value_error("reproducible=True needs buffers that forward leaves alone", f"writes to {name}", remedy)

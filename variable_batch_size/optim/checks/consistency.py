@@ -70,7 +70,8 @@ def broadcast_tensors(tensors: Sequence[Tensor], backend: Backend) -> None:
     """Copy the tensors of rank 0 to every rank, in place. Every rank has to call it, with the same shapes."""
     if backend.world.size == 1 or not tensors:
         return
-    is_source = torch.tensor([backend.world.rank == 0]).to(tensors[0].device)  # (1,): as data, in one graph for all
+    # (1,). It is data, and no `if`, so that on XLA all ranks compile the same graph.
+    is_source = torch.tensor([backend.world.rank == 0]).to(tensors[0].device)
     values = [_as_summable(tensor) for tensor in tensors]
     sums = [torch.where(is_source.view((1,) * value.dim()), value, torch.zeros_like(value)) for value in values]
     backend.all_reduce_sum(sums)
@@ -175,7 +176,7 @@ def check_names(method: str, by_rank: Sequence[Sequence[str]]) -> None:
 
 
 def checksum(parameters: Iterable[Tensor], backend: Backend) -> int:
-    """Return the CRC-32 of the bytes of the parameters, in row-major order."""
+    """Return the CRC-32 of the bytes of the parameters, by which ranks compare them without exchanging them."""
     crc = 0
     for parameter in parameters:
         host = backend.host(parameter).contiguous()
@@ -203,8 +204,8 @@ def sampler_facts(sampler: Dealer) -> dict[str, Any]:
 
 def update_facts(updater: Updater, inner: Optimizer, backend: Backend) -> dict[str, Any]:
     """Return the settings of an optimizer that ranks compare, by name, and a checksum of its unsharded parameters."""
-    whole = (parameter for parameter in updater.parameters if not isinstance(parameter, DTensor))
-    return {**_facts_of_update(updater, inner, backend), "parameters": checksum(whole, backend)}
+    unsharded = (parameter for parameter in updater.parameters if not isinstance(parameter, DTensor))
+    return {**_facts_of_update(updater, inner, backend), "parameters": checksum(unsharded, backend)}
 
 
 def _facts_of_update(updater: Updater, inner: Optimizer, backend: Backend) -> dict[str, Any]:
@@ -249,20 +250,22 @@ def _hyperparameters(inner: Optimizer, backend: Backend) -> dict[str, Any]:
 def _excerpts_of_difference(first: str, other: str) -> tuple[str, str]:
     """Return two texts, shortened to `_SHOWN` characters around their first difference if one of them is longer."""
     is_long = max(len(first), len(other)) > _SHOWN
-    differing = (number for number, (one, two) in enumerate(zip(first, other, strict=False)) if one != two)
+    pairs = enumerate(zip(first, other, strict=False))
+    differing = (position for position, (character, other_character) in pairs if character != other_character)
     num_equal = next(differing, min(len(first), len(other)))  # number of equal characters at the beginning
     begin = max(0, num_equal - _SHOWN // 2) if is_long else 0
 
     def excerpt(text: str) -> str:
-        before = "..." if begin else ""
-        after = "..." if len(text) > begin + _SHOWN else ""
-        return before + text[begin : begin + _SHOWN] + after
+        """Return `_SHOWN` characters of the text, with dots where it is cut off."""
+        dots_before = "..." if begin else ""
+        dots_after = "..." if len(text) > begin + _SHOWN else ""
+        return dots_before + text[begin : begin + _SHOWN] + dots_after
 
     return excerpt(first), excerpt(other)
 
 
 def _as_summable(tensor: Tensor) -> Tensor:
-    """Return the same values in a dtype that every backend can sum: 16-bit integers, for example, become int64."""
+    """Return a tensor's values in a dtype that every backend can sum: 16-bit integers, for example, become int64."""
     if tensor.is_complex() or (tensor.is_floating_point() and tensor.dtype.itemsize > 1):
         return tensor
     return tensor.to(torch.float32 if tensor.is_floating_point() else torch.int64)

@@ -101,7 +101,10 @@ def remember_model(model: torch.nn.Module) -> None:
 
 
 def check_remembered_models(parameters: Sequence[Tensor], sampler: Dealer) -> None:
-    """Check the remembered models that have one of these parameters."""
+    """Before the first update, check the batch normalization of models that `broadcast_parameters` has seen.
+
+    Only models that have one of these parameters, of the optimizer, are checked, each once.
+    """
     identities = {*map(id, parameters)} if _seen else set()
     for model in list(_seen):
         if not identities.isdisjoint(map(id, model.parameters())):
@@ -132,7 +135,10 @@ def cut_options(
 
 
 def check_reproducible(model: torch.nn.Module | None, parameters: Sequence[Tensor]) -> None:
-    """Raise ValueError if updates cannot be the same to the last bit in any world."""
+    """Raise ValueError if a layer keeps updates from having the same bits with any number of ranks.
+
+    Such layers see several samples of a microbatch together, or keep statistics of microbatches.
+    """
     requirement = "reproducible=True needs"
     for module in _known_modules(model, parameters):
         is_batch_norm = isinstance(module, _BatchNorm)
@@ -144,7 +150,7 @@ def check_reproducible(model: torch.nn.Module | None, parameters: Sequence[Tenso
 
 
 def _known_modules(model: torch.nn.Module | None, parameters: Sequence[Tensor]) -> list[torch.nn.Module]:
-    """Return all modules of a model, and of models of `broadcast_parameters` that have some of the parameters."""
+    """Return all modules of a model, and of models that `broadcast_parameters` got, if they have some parameters."""
     identities = {*map(id, parameters)}
     models = [broadcast for broadcast in _seen if not identities.isdisjoint(map(id, broadcast.parameters()))]
     return [module for known_model in (model, *models) if known_model is not None for module in known_model.modules()]
@@ -164,4 +170,5 @@ def _smallest_microbatch(sampler: Dealer) -> _Smallest:
     batch_sizes = np.unique(np.concatenate([deal.sizes for deal in deals])).tolist()
     options: dict[str, Any] = {"fixed_shape": plan.fixed_shape, "multiple_of": dealing.multiple_of}
     cuts = ((cut(size, plan.minibatch_size, **options), size) for size in batch_sizes)
-    return min(_Smallest(cut_of_step.locate(0)[1], size) for cut_of_step, size in cuts)  # the first one is the smallest
+    # The first microbatch of a step is its smallest: `locate(0)` returns the position and the size of it.
+    return min(_Smallest(cut_of_step.locate(0)[1], size) for cut_of_step, size in cuts)

@@ -46,30 +46,34 @@ class Owners(Stage, LoopStage):
         self._inner = inner
         module = bare(module)
         self._named: list[tuple[str, Tensor]] | None = None if module is None else [*module.named_parameters()]
-        self._done, self._updates = False, 0
-        self._seen: list[_Seen] = []
+        self._done, self._updates = False, 0  # whether the check is complete; number of updates that were checked
+        self._seen: list[_Seen] = []  # copies of parameters, from before the step of the update under way
 
     def begin_backward(self, member: object, loss: Tensor, *, divided: bool) -> None:
-        """Find the parameters in the graph of the first loss, if the model is not known."""
+        """Before the first `backward()`, find the parameters in the graph of its loss, if the model is not known."""
         if self._named is None and not self._done:
             self._named = [(f"of shape {tuple(leaf.shape)}", leaf) for leaf in _leaves(loss)]
 
     def begin_step(self, update: UpdateUnderWay) -> None:
-        """Copy the parameters that have a gradient, and are in no group."""
+        """Copy, before the inner optimizer's step, parameters that have a gradient and are in none of its groups.
+
+        `end` compares: a wrapped optimizer may train them by another optimizer inside it.
+        """
         if self._done:
             return
         in_groups = {*map(id, update.parameters)}
-        others = [pair for pair in self._named or [] if id(pair[1]) not in in_groups and pair[1].grad is not None]
-        versions = versions_of([parameter for _, parameter in others])
+        not_in_groups = [(name, parameter) for name, parameter in self._named or [] if id(parameter) not in in_groups]
+        named = [(name, parameter) for name, parameter in not_in_groups if parameter.grad is not None]
+        versions = versions_of([parameter for _, parameter in named])
         self._seen = [
             _Seen(name, parameter, version, parameter.detach().clone())
-            for (name, parameter), version in zip(others, versions, strict=True)
+            for (name, parameter), version in zip(named, versions, strict=True)
         ]
 
     def end(self, update: UpdateUnderWay) -> None:
-        """Raise RuntimeError if the inner optimizer's step has changed one of the copied parameters."""
-        seen, self._seen, written = self._seen, [], False
-        for name, parameter, version, value in seen:
+        """Raise RuntimeError if the inner optimizer's step has changed a parameter that is in none of its groups."""
+        copied, self._seen, written = self._seen, [], False  # as they were before the step
+        for name, parameter, version, value in copied:
             written |= versions_of([parameter]) != [version]
             if not _is_equal(parameter.detach(), value):
                 raise RuntimeError(
@@ -86,7 +90,7 @@ class Owners(Stage, LoopStage):
 
 
 def _is_equal(now: Tensor, before: Tensor) -> bool:
-    """Return whether two tensors are equal, also where both are nan."""
+    """Return whether two tensors have equal elements, where two nan count as equal; compare this rank's parts only."""
     (now,), (before,) = local_parts([now]), local_parts([before])
     return bool(((now == before) | ((now != now) & (before != before))).all())  # only nan differs from itself
 

@@ -64,7 +64,7 @@ class SameUpdates(Stage):
     name, whole = "facts", True
 
     def __init__(self, inner: Optimizer, backend: Backend) -> None:
-        job = backend.job
+        job = backend.job  # communicates between all ranks, also where only some of them share a batch
         self._inner, self._backend, self._job, self._ranks = inner, backend, job, job.world.size
         self._apart = job is not backend  # not all ranks of the job share a batch: the number has a sum of its own
         self._modulus = modulus(job.world.size)
@@ -76,7 +76,10 @@ class SameUpdates(Stage):
         self._unread = list[_Sums]()  # of earlier ones, on a device that is not read at once
 
     def begin(self, update: UpdateUnderWay) -> None:
-        """Collect the hyperparameters, and which parameters are trained. Other stages may add to this dict."""
+        """Add the hyperparameters, and which parameters are trained, to what ranks compare in an update.
+
+        Other stages may add to the same dict, `update.facts`.
+        """
         self._facts = update.facts
         self._facts |= numbers_of_groups(self._inner.param_groups)
         trained = [number for number, parameter in enumerate(update.parameters) if parameter.requires_grad]
@@ -129,32 +132,34 @@ class SameUpdates(Stage):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Begin anew."""
+        """Discard what was to be compared: before the next update the ranks compare everything by other means."""
         self.forget()
 
     def _check_made(self, updates: Sequence[_Sums]) -> None:
-        """Read the sums of updates, without a kernel of their own, and raise RanksDifferError if the ranks differ."""
-        if differing := [update.facts for update in updates if self._differs(update)]:
+        """Read from the device how updates compare, some updates after them: raise RanksDifferError if ranks differ."""
+        differing = [update.facts for update in updates if self._differs(update)]
+        if differing:
             raise RanksDifferError(differing, made=True)
 
     def _differs(self, update: _Sums) -> bool:
-        """Return whether the ranks differ in an update; reads its sums from the device."""
+        """Return whether the ranks differ in an update, by the sums over them of a checksum x and of x^2."""
         sum_of_x, sum_of_squares = update.read().tolist()
         return bool(self._ranks * sum_of_squares != sum_of_x**2)  # equal only if all ranks have the same x
 
 
 def numbers_of_groups(groups: Sequence[Mapping[str, Any]]) -> Facts:
     """Return the hyperparameters that are Python numbers, or tuples of them, as floats, by name and group."""
-    return {
-        f"{name} of parameter group {number}": as_floats
-        for number, group in enumerate(groups)
-        for name, value in sorted(group.items())
-        if (as_floats := _as_floats(value)) is not None
-    }
+    facts: Facts = {}
+    for number, group in enumerate(groups):
+        for name, value in sorted(group.items()):
+            as_floats = _as_floats(value)  # None if it is no number
+            if as_floats is not None:
+                facts[f"{name} of parameter group {number}"] = as_floats
+    return facts
 
 
 def _as_floats(value: Any) -> float | tuple[float, ...] | None:
-    """Return numbers as floats, among which equal ones have equal texts; None for anything else."""
+    """Return a number, or a tuple of numbers, as floats, so that equal ones have equal texts; None for others."""
     numbers: tuple[Any, ...] = value if isinstance(value, tuple) else (value,)
     if any(number.__class__ not in _NUMBERS for number in numbers):
         return None

@@ -43,7 +43,7 @@ class Arrivals(Generic[T]):
             raise type_error("batches must be iterable", batches, "pass this rank's part of each batch, in their order")
         self._batches: Any = batches
         self._optimizer, self._source, self._counts = optimizer, source, counts
-        self._last_microbatch: Any = None  # the one that was handed out last
+        self._last_microbatch: Any = None  # the last one that was yielded to the user's loop
 
     @property
     def passes(self) -> int:
@@ -94,25 +94,25 @@ class Arrivals(Generic[T]):
         """
         source, streams = self._source, self._source.streams
         while True:
-            brought = source.read()
-            if brought is None:
-                source.streams = streams and streams.next_pass()
+            rows_read = source.read()  # of this rank, and a report of them for the other ranks
+            if rows_read is None:
+                source.streams = None if streams is None else streams.next_pass()
                 return None
-            reports = [Report(*fields) for fields in self._gather_by_rank(brought.report)]
+            reports = [Report(*fields) for fields in self._gather_by_rank(rows_read.report)]
             self._check(reports)
             shards = [shard for report in reports for shard in report.shards]
-            if streams is not None and not streams.suffices(brought.given, shards):
+            if streams is not None and not streams.suffices(rows_read.given, shards):
                 continue  # a shard has ended: read again, because the other ones have to give more rows
             if any(report.samples for report in reports):
-                if streams is not None and not brought.report.size:
-                    source.trace.batch_size(brought.report.step)  # the trace has ended: raises on all ranks
-                return source.arrange(brought, reports)
+                if streams is not None and not rows_read.report.size:
+                    source.trace.batch_size(rows_read.report.step)  # the trace has ended: raises on all ranks
+                return source.arrange(rows_read, reports)
             if not any(available for _, available, *_ in shards):  # no shard has a next batch or row
                 return None
             source.pass_over()  # no rank has rows in this batch, but more batches follow
 
     def _gather_by_rank(self, message: Sequence[Any]) -> list[Any]:
-        """Return the message of each rank, any JSON value.
+        """Exchange a message, any JSON value, with all ranks, and return the messages by rank. Every rank calls it.
 
         With tensor parallelism several processes have one rank, and must send equal messages.
         """
@@ -132,7 +132,8 @@ class Arrivals(Generic[T]):
         The reports have digests of rows, by which that is seen, before the first update only.
         """
         source = self._source
-        if len(steps := {report.step for report in reports}) > 1:
+        steps = {report.step for report in reports}  # the number of the update that each rank reads
+        if len(steps) > 1:
             raise RuntimeError(
                 f"all ranks must read the same update, but they are at {' and '.join(map(str, sorted(steps)))}, as "
                 f"after an error on one of them; restart all ranks from the last checkpoint"
@@ -159,7 +160,7 @@ class Arrivals(Generic[T]):
                 )
 
     def _complete(self, agreed: Agreed) -> Agreed:
-        """Return the update with what else all ranks have to exchange: rows to repeat, and totals of counts.
+        """Return the update, on which the ranks have agreed, with rows to repeat and with totals of counts.
 
         A rank with fewer microbatches than others repeats one with weight 0, so that all communicate equally often.
         Each result is stored in `source.agreed` at once, so that a loop that is restarted after an error on this rank
@@ -183,29 +184,34 @@ class Arrivals(Generic[T]):
         """
         source, layout, texts = self._source, self._source.layout, [""]
         item, batch, parts, reports, _ = agreed  # `parts`: the rows of each microbatch of this rank, in `item`
-        if not all(report.can_repeat for report in reports):
+        if not all(report.can_repeat for report in reports):  # a rank has neither of the two: all of them exchange
             is_sender = source.world.rank == next(rank for rank, report in enumerate(reports) if report.rows)
+            # A function, because an error in it is then raised on all ranks. `str` returns "" on other ranks.
             first_row_as_text = (lambda: as_text(layout.select(item, parts[0][:1]))) if is_sender else str
             texts = self._optimizer.agreement.run_on_all(_ROW, first_row_as_text)
         if len(parts) == len(batch.microbatches):  # all microbatches have rows of this rank
             return ()
-        if source.last is not None:
+        if source.last is not None:  # the last microbatch of the update before
             return (source.last[0],)
         if parts:
             return (layout.microbatch(item, parts[0]),)
         device = self._optimizer.param_groups[0]["params"][0].device
-        return (layout.microbatch(from_text(max(texts, key=len), device)),)  # str() is "": all other ranks send that
+        return (layout.microbatch(from_text(max(texts, key=len), device)),)  # the longest text: others send ""
 
     def _microbatches(self, agreed: Agreed) -> Iterator[Any]:
         """Yield this rank's microbatches of an update, first those that it only repeats, with weight 0."""
-        yield from (agreed.replay or ()) * (len(agreed.batch.microbatches) - len(agreed.parts))
+        num_repeated = len(agreed.batch.microbatches) - len(agreed.parts)  # all ranks compute equally many
+        yield from (agreed.replay or ()) * num_repeated  # `replay` has one microbatch, or none
         for part in agreed.parts:
             yield self._source.layout.microbatch(agreed.item, part)
 
     def _hand_out(self, batch: Batch, microbatches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the microbatches of an update, and tell the training which one `step()` must count next."""
+        """Yield the microbatches of an update to the user's loop, and note which one `step()` must count next.
+
+        `batch`: the update. `microbatches`: this rank's.
+        """
         for number in range(len(batch.microbatches)):
-            if self._optimizer.updates != batch.step:
+            if self._optimizer.updates != batch.step:  # it was made already, or is read before its turn
                 raise RuntimeError(
                     f"an update yields its microbatches until it is made, but update {batch.step} is read when "
                     f"{self._optimizer.updates} updates are made; read it within its turn of the loop"

@@ -69,7 +69,7 @@ class Counts(Stage, LoopStage):
 
     def __init__(self, training: Training, ranks: Ranks, example: Tensor, *, whole: bool) -> None:
         self._training, self._backend, self._ranks, self._whole = training, ranks.backend, ranks, whole
-        self._parameter = example
+        self._parameter = example  # a parameter, for the device and the dtype of totals
         self.load_state_dict({})
 
     def begin_backward(self, member: object, loss: Tensor, *, divided: bool) -> None:
@@ -89,8 +89,8 @@ class Counts(Stage, LoopStage):
         A total of 0 is stored as inf. On other devices the host does not read the totals, which are tensors.
         """
         totals = () if update.batch.totals is None else update.batch.totals.values()
-        numbers = [total for total in totals if not isinstance(total, Tensor)]
-        if totals and len(numbers) == len(totals) and all(total == math.inf for total in numbers):
+        host_knows = not any(isinstance(total, Tensor) for total in totals)
+        if totals and host_knows and all(total == math.inf for total in totals):
             update.skip(True)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -144,7 +144,11 @@ class Counts(Stage, LoopStage):
         return totals
 
     def _count_microbatches(self, count: Count, microbatches: Iterable[Any], batch: Batch) -> dict[str, Any]:
-        """Return what this rank counts, by name in alphabetical order: floats, or 0-D tensors on a device."""
+        """Return what this rank's microbatches count together, by name in alphabetical order.
+
+        A repeated row counts in part, so that each sample counts once. The numbers are floats, or 0-D tensors where the
+        host does not read the device.
+        """
         counted = dict[str, Any]()
         for loaded, microbatch in zip(microbatches, batch.microbatches, strict=True):
             counts = _checked_counts(count(loaded))
@@ -193,7 +197,10 @@ class Counts(Stage, LoopStage):
         self._names = names
 
     def _sum_over_ranks(self, counted: Mapping[str, Any]) -> Totals:
-        """Return the sums of the counts over all ranks, by name, with inf in the place of 0."""
+        """Return the sums of the counts over all ranks, by name, with inf in the place of 0.
+
+        `counted`: what this rank counts, by name: floats, or 0-D tensors where the host does not read the device.
+        """
         example = self._example
         if self._backend.reads(example):  # the host reads such tensors without delay, as on the CPU
             message = torch.tensor([*counted.values()], dtype=torch.float64)  # (names,)
@@ -213,13 +220,13 @@ class Counts(Stage, LoopStage):
 
     @property
     def _example(self) -> Tensor:
-        """An empty tensor, 0-D, whose device (that of the parameters) and dtype (that of sums there) are used."""
+        """An empty tensor, 0-D, which shows the device of the parameters and the dtype of sums there."""
         (local_part,) = local_parts([self._parameter])
         return local_part.new_empty((), dtype=scalar_dtype([local_part]))
 
 
 def _checked_counts(counts: object) -> Mapping[str, Any]:
-    """Return what a user's function has returned for a microbatch; raise an error unless it has names."""
+    """Return what a user's function `counts=` has returned for a microbatch; raise an error unless it has names."""
     requirement = "counts= must return a dict from names to numbers"
     if not isinstance(counts, Mapping):
         raise type_error(requirement, counts, _REMEDY)

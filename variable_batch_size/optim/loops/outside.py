@@ -33,7 +33,7 @@ def outside(training: Training) -> Iterator[None]:
         if training.batches.reproducible:  # random numbers of the block must not change the ones that follow
             stack.enter_context(kept_states())
         for member in members:
-            module = member._abilities.module
+            module = member._abilities.module  # None if the optimizer was created without model=
             # The forward of a DistributedDataParallel would send its buffers, where other ranks may call none.
             if isinstance(module, DistributedDataParallel):
                 stack.callback(setattr, module, "require_forward_param_sync", module.require_forward_param_sync)

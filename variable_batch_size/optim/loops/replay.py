@@ -35,17 +35,21 @@ class Replays:
         """
         if self.module is None or microbatch is None or microbatch.samples or self._before is not None:
             return
-        on_cuda = [torch.cuda.get_rng_state(device) for device in self._cuda_devices()]
-        self._before = KeptBuffers(self.module), [torch.get_rng_state(), *on_cuda]
+        cuda_states = [torch.cuda.get_rng_state(device) for device in self._cuda_devices()]
+        self._before = KeptBuffers(self.module), [torch.get_rng_state(), *cuda_states]
 
     def restore_state(self) -> None:
-        """Restore what was saved before the forward of a replay, if anything was."""
+        """Restore buffers and random numbers after a replay, which repeats a microbatch with weight 0.
+
+        It does nothing if nothing was saved before its forward pass.
+        """
         if self._before is None:
             return
-        (buffers, (on_cpu, *on_cuda)), self._before = self._before, None  # states of generators, by device
+        buffers, (cpu_state, *cuda_states) = self._before  # states of random generators
+        self._before = None
         buffers.restore()
-        torch.set_rng_state(on_cpu)
-        for device, state in zip(self._cuda_devices(), on_cuda, strict=True):
+        torch.set_rng_state(cpu_state)
+        for device, state in zip(self._cuda_devices(), cuda_states, strict=True):
             torch.cuda.set_rng_state(state, device)
 
     def drop_state(self) -> None:
@@ -53,6 +57,6 @@ class Replays:
         self._before = None
 
     def _cuda_devices(self) -> list[torch.device]:
-        """Return the CUDA devices of the parameters."""
+        """Return the CUDA devices of the model's parameters, whose random generators a forward pass may use."""
         parameters = [] if self.module is None else self.module.parameters()
         return list(dict.fromkeys(parameter.device for parameter in parameters if parameter.is_cuda))

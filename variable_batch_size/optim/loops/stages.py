@@ -63,14 +63,14 @@ def check_not_begun(wrapper: object, sampler: object) -> None:
 
 
 def _check_fresh(training: Training) -> None:
-    """Raise ValueError if a sampler was used before, or has an optimizer."""
+    """Raise ValueError if the new sampler, whose training this is, was used before or has an optimizer."""
     if training.members or training.owned or training.left or training.updates:
         found = "one that another optimizer reads" if training.members else "one that was used"
         raise value_error("continue_with() needs a sampler of its own", found, "create another CustomSampler")
 
 
 def _check_suits(sampler: CustomSampler, optimizer: ObservedOptimizer) -> None:
-    """Raise ValueError unless an optimizer, as it was created, can continue with a sampler."""
+    """Raise ValueError unless an optimizer, as it was created for its first sampler, can continue with this one."""
     backend = optimizer.backend
     check_world(sampler, backend)
     check_can_attach(sampler.batches, compiles_shapes=backend.static_graph, elastic=backend.elastic)

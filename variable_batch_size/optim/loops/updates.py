@@ -63,7 +63,7 @@ class Updates(Generic[T]):
         return plan.epoch(self._optimizer.epoch if self._epoch is None else self._epoch).updates
 
     def __iter__(self) -> Iterator[Update[T]]:
-        """Set the epoch of the next update, and yield the updates that are left of it."""
+        """Set the epoch of the next update, and yield the updates of it that were not made yet."""
         try:
             world_has_changed = True
             while world_has_changed:  # then the rest of the epoch is read again
@@ -112,23 +112,24 @@ class Updates(Generic[T]):
             if _meet_world(optimizer):
                 return True
             batch = training.batches.batch(Position(number, step))
-            read = self._read_microbatches(microbatches, batch)
+            of_update = self._read_microbatches(microbatches, batch)
             if self._counts is not None:
                 begins = step == batches.plan.epoch(number).first_step
-                batch, read = self._with_totals(self._counts, [*read], batch, compares=begins)
-            update = self._hand_out(read, batch, restarts)
+                batch, of_update = self._with_totals(self._counts, [*of_update], batch, compares=begins)
+            update = self._hand_out(of_update, batch, restarts)
             if training.batches.reproducible:
                 update = self._seed_microbatches(update, batch)
             if self._ahead:  # the loader must be read in its order, whenever the framework trains on the update
                 update = iter(list(update))
             yield Update(update, batch)
-        for _ in microbatches:  # reads to the end of the loader, so that its workers end as in a plain loop
+        # Read to the end of the loader, so that its workers end as in a plain loop: it must yield nothing more.
+        for _ in microbatches:
             raise RuntimeError(
                 f"the loader must yield the microbatches of the optimizer's sampler, but it yields more than epoch "
                 f"{number} has; create it with batch_sampler=sampler, and filter or repeat samples in the dataset"
             )
         if optimizer.done and isinstance(optimizer.backend, ElasticBackend):
-            optimizer.backend.part(optimizer.updates)
+            optimizer.backend.part(optimizer.updates)  # this rank leaves the others
         return False
 
     def _with_totals(self, counts: Count, read: list[T], batch: Batch, *, compares: bool) -> tuple[Batch, Iterator[T]]:
@@ -142,16 +143,20 @@ class Updates(Generic[T]):
         return batch._replace(totals=totals), iter(read)
 
     def _seed_microbatches(self, update: Iterator[T], batch: Batch) -> Iterator[T]:
-        """Yield the microbatches of an update that is reproducible, with random numbers that are seeded for each."""
+        """Yield the microbatches of an update, each with random generators that are seeded by its number.
+
+        So random numbers, as of dropout, do not depend on the ranks (`reproducible=True`). `update`: what the loader
+        yields for the microbatches of `batch`.
+        """
         seeding = self._optimizer._abilities.seeding
         assert seeding is not None
         # In between, the loader is read with the user's generators in their own state, which `give_back` restores.
         for microbatch, loaded in zip(batch.microbatches, update, strict=True):
-            number = seeding.seed(microbatch)
+            seeding_number = seeding.seed(microbatch)
             try:
                 yield loaded
             finally:
-                seeding.give_back(number)
+                seeding.give_back(seeding_number)
 
     def _hand_out(self, microbatches: Iterator[T], batch: Batch, restarts: int) -> Iterator[T]:
         """Yield the microbatches of an update to the user's loop, and record which one the next `step()` has to count.
@@ -235,10 +240,11 @@ def _check_reads_batches(loader: object, sampler: object) -> None:
             f"batch_size={loader.batch_size} of them; pass it as batch_sampler=, and no batch_size, shuffle or "
             "drop_last"
         )
-    reads = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    if reads is not sampler:
+    sampler_of_loader = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    if sampler_of_loader is not sampler:
+        kind = type(sampler_of_loader).__name__
         raise ValueError(
-            f"the loader must read the optimizer's own sampler, but it reads another {type(reads).__name__}; create it "
+            f"the loader must read the optimizer's own sampler, but it reads another {kind}; create it "
             "with batch_sampler=optimizer.sampler, and keep it out of accelerator.prepare() and the like"
         )
 
@@ -353,7 +359,10 @@ def remaining_epochs(
 def _yield_remaining(
     sampler: CustomSampler, optimizers: Sequence[CustomOptimizer], until: float | ProgressScheduler, by: Unit
 ) -> Iterator[int]:
-    """Yield each epoch that is left, after setting it; see `remaining_epochs`."""
+    """Yield the number of each epoch that is left, after setting it on all optimizers; see `remaining_epochs`.
+
+    `until` and `by`: the end of the training and its unit; a scheduler ends it by itself.
+    """
     first = optimizers[0]
     epoch, has_yielded = -1, False
     is_within_epoch = sampler.batches.is_within_epoch(sampler.position)

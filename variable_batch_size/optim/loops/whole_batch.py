@@ -186,8 +186,13 @@ class _Columns(NamedTuple):
         return _Columns([tensor.detach() for tensor in self.tensors], self.names)
 
     def named(self, columns: Sequence[Tensor]) -> tuple[Sequence[Tensor], Mapping[str, Tensor]]:
-        """Return columns of the batch as arguments of the loss: by position, or by name if there were names."""
-        return (columns, {}) if self.names is None else ((), dict(zip(self.names, columns, strict=True)))
+        """Return tensors of the whole batch as arguments of the loss: by position, or by name.
+
+        They have names if the user's function has returned a dict for a microbatch.
+        """
+        if self.names is None:
+            return columns, {}
+        return (), dict(zip(self.names, columns, strict=True))
 
 
 @final
@@ -222,7 +227,7 @@ class _Part:
         return columns
 
     def undo(self) -> None:
-        """Restore the buffers of the model that pass 1 has written, because pass 2 writes them again."""
+        """Restore the model's buffers, which pass 1 of two has written, because pass 2 writes them again."""
         if self._buffers is not None:
             self._buffers.restore()
 
@@ -230,7 +235,7 @@ class _Part:
         self,
         encode: Callable[[Any], Embeddings],
         gradients: Sequence[Tensor | None],
-        own: Sequence[tuple[Tensor, Tensor]],
+        of_loss: Sequence[tuple[Tensor, Tensor]],
         *,
         sums: bool,
     ) -> Tensor:
@@ -239,7 +244,7 @@ class _Part:
         Args:
             encode: as for `whole_batch`.
             gradients: the gradient of L by the rows of each column, (rows, ...); None for a column without one.
-            own: the parameters of the loss itself, with their gradients, of which each microbatch brings n_j / B.
+            of_loss: the parameters of the loss itself, with their gradients, of which each microbatch brings n_j / B.
             sums: whether `backward()` takes a loss for the sum over the rows of a microbatch, and not for the mean.
         """
         if self._states is not None:
@@ -251,14 +256,14 @@ class _Part:
             for column, gradient in zip(columns, gradients, strict=True)
             if gradient is not None and column.requires_grad
         ]
-        if not (terms or own):
+        if not (terms or of_loss):
             raise ValueError(
                 "encode must return tensors that depend on what is trained, but none of them requires a gradient; "
                 "compute them with gradients enabled"
             )
         # The gradient of sum(z * dL/dz) is (dz / dw)^T dL/dz, if dL/dz is a constant.
         samples, rows_if_sum = self.microbatch.samples, self.microbatch.rows if sums else 1
-        products = [(parameter * gradient).sum() * rows_if_sum for parameter, gradient in own]
+        products = [(parameter * gradient).sum() * rows_if_sum for parameter, gradient in of_loss]
         if terms:
             # `optimizer.backward` multiplies a mean by n_j / B; the gradients of the rows are parts of a sum already.
             factor = rows_if_sum * self.microbatch.batch_size / samples if samples else 0.0
@@ -298,19 +303,19 @@ def _gather(
         batch: the update.
         backend: how the ranks communicate.
     """
-    place, whole = torch.cat([*places]), []
-    for column_of_parts in zip(*parts, strict=True):
-        rows = torch.cat([*column_of_parts]).to(place.device)
+    indices, sums = torch.cat([*places]), []
+    for column_of_parts in zip(*parts, strict=True):  # the same tensor of each microbatch
+        rows = torch.cat([*column_of_parts]).to(indices.device)
         sent = rows.to(torch.uint8) if rows.dtype == torch.bool else rows  # bools cannot be summed
-        whole.append(sent.new_zeros((batch.batch_size + 1, *rows.shape[1:])).index_copy_(0, place, sent))
+        sums.append(sent.new_zeros((batch.batch_size + 1, *rows.shape[1:])).index_copy_(0, indices, sent))
     backend.mark_step()  # graphs so far may differ between ranks, but that of the sum must not
-    backend.all_reduce_sum(whole)  # each row comes from one rank
+    backend.all_reduce_sum(sums)  # each row comes from one rank
     backend.mark_step()
     gathered = []
-    for column_of_parts, sums in zip(zip(*parts, strict=True), whole, strict=True):
+    for column_of_parts, column in zip(zip(*parts, strict=True), sums, strict=True):
         dtype = column_of_parts[0].dtype
         wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
-        gathered.append(sums[: batch.batch_size].to(wide))
+        gathered.append(column[: batch.batch_size].to(wide))
     return gathered
 
 
@@ -321,8 +326,8 @@ def _evaluate(
     labels: Mapping[str, Tensor],
 ) -> Tensor:
     """Return the user's loss of the batch, 0-D, with its graph, by which embeddings can be differentiated."""
-    for column in (*by_position, *by_name.values()):
-        column.requires_grad_(column.is_floating_point())
+    for embeddings in (*by_position, *by_name.values()):
+        embeddings.requires_grad_(embeddings.is_floating_point())
     with torch.set_grad_enabled(True):
         value = loss(*by_position, **by_name, **labels)
     requirement, remedy = "loss must return a tensor with one element", "return the mean over the batch"

@@ -49,7 +49,7 @@ class Update(Generic[T]):
 
 
 def incomplete_update(update: int) -> RuntimeError:
-    """Return the error of a loop that asks for the next update when this one is not made."""
+    """Return the error for a loop that asks for the next update although this one, of this number, is not made."""
     return RuntimeError(
         f"update {update} is not complete, but the loop asks for the next one; call step() for each microbatch (with "
         "gradient 0 for a nan loss), discard_step() and begin a new loop, or pass ahead= to read early"
@@ -57,7 +57,7 @@ def incomplete_update(update: int) -> RuntimeError:
 
 
 def stale_loop() -> RuntimeError:
-    """Return the error of a loop that continues after the optimizer has moved."""
+    """Return the error for a loop that continues after `discard_step()` or `load_state_dict()` of the optimizer."""
     return RuntimeError(
         "the loop must end after discard_step() or load_state_dict(), but it asks for another update; break, and begin "
         "a new loop over vbs.updates"

@@ -74,7 +74,10 @@ class BiasCorrection:
         ]
 
     def commit(self, skips: Tensor | None = None) -> None:
-        """Count the update of the last `correct`, unless the device skips it."""
+        """After an update, store the terms that `correct` has computed for it, unless the device skips the update.
+
+        `skips`: whether it does, 0-D; None if the host knows that the update was made.
+        """
         for index, new in self._uncommitted.items():
             old = self._terms[index]
             pairs = zip(old, new, strict=True)
@@ -84,8 +87,8 @@ class BiasCorrection:
     def state_dict(self) -> dict[str, Any]:
         """Return [updates, C_1, C_2] for each group, [] for a group without terms; an empty dict if none has any."""
         terms = (self._terms.get(index, ()) for index in range(len(self._inner.param_groups)))
-        groups = [[term.cpu().item() if isinstance(term, Tensor) else term for term in of_group] for of_group in terms]
-        return {"bias_correction": groups} if self._terms else {}
+        plain = [[term.cpu().item() if isinstance(term, Tensor) else term for term in of_group] for of_group in terms]
+        return {"bias_correction": plain} if self._terms else {}
 
     def regroup(self, before: Groups, after: Groups) -> None:
         """Give each new group the terms of the old group that has had its first parameter.
@@ -103,21 +106,25 @@ class BiasCorrection:
         self._members.clear()
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError if its entry is damaged."""
+        """Raise ValueError if the terms of the bias correction in a state are damaged."""
         if "bias_correction" in state:
             check_entries(state, {"bias_correction": (list,)})
             check_items(state["bias_correction"], (list,), "bias_correction")
-            for group in state["bias_correction"]:  # empty or three numbers: for another length None is an error
-                check_items(group + [None] * (len(group) not in (0, 3)), NUMBER, "bias_correction.")
+            for group in state["bias_correction"]:  # must be empty, or three numbers
+                has_wrong_length = len(group) not in (0, 3)
+                check_items([*group, None] if has_wrong_length else group, NUMBER, "bias_correction.")  # refuses None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state; a state without terms resets everything."""
+        """Restore the terms of the bias correction of each group; a state without terms resets them."""
         groups = state.get("bias_correction", [])
         self._terms = {index: BiasTerms(*group) for index, group in enumerate(groups) if group}
         self._checked.clear()
 
     def _next_terms(self, scalings: Sequence[Scaling]) -> dict[int, BiasTerms]:
-        """Return the number of updates, C1 and C2 after this update, by index of the groups that need a correction."""
+        """Return the number of updates, C1 and C2 after this update, by index of the groups that need a correction.
+
+        C1 and C2 are what Adam's averages would be if every gradient had been 1: C <- beta C + (1 - beta).
+        """
         terms = {}
         for index, (group, scaling) in enumerate(zip(self._inner.param_groups, scalings, strict=True)):
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -133,7 +140,15 @@ class BiasCorrection:
         return terms
 
     def _present_terms(self, index: int, betas: Sequence[float], parameters: Sequence[Tensor]) -> BiasTerms:
-        """Return the number of updates, C1 and C2 of a group before this update, at first torch's 1 - beta^updates."""
+        """Return the number of updates, C1 and C2 of a group before this update, at first torch's 1 - beta^updates.
+
+        Raise ValueError if parameters of the group have made different numbers of updates.
+
+        Args:
+            index: of the group.
+            betas: of the group, without the factors of a rule.
+            parameters: those of the group that have a gradient.
+        """
         if index in self._checked or (index in self._terms and isinstance(self._terms[index].updates, Tensor)):
             return self._terms[index]
         counts = self._update_counts(parameters) | ({self._terms[index].updates} if index in self._terms else set())
@@ -158,7 +173,7 @@ class BiasCorrection:
         """Return the numbers of updates that the inner optimizer has made of the parameters, with one host sync."""
         states = [self._inner.state.get(parameter) for parameter in parameters]
         steps = [torch.as_tensor(state["step"]) for state in states if state]
-        zero_if_any_is_new = {0} if len(steps) < len(parameters) else set()
+        zero_if_any_is_new = {0} if len(steps) < len(parameters) else set()  # some have no state yet
         if not steps:
             return zero_if_any_is_new
         stacked = torch.stack([step.to(steps[0].device) for step in steps])
@@ -176,7 +191,11 @@ def _scaled_betas(group: Group, scaling: Scaling) -> list[float]:
 
 
 def _correct_scaling(group: Group, scaling: Scaling, terms: BiasTerms) -> Scaling:
-    """Return the scaling whose lr and eps make torch's Adam, which divides by c1 and c2, divide by C1 and C2."""
+    """Return the scaling whose lr and eps make torch's Adam correct the bias of its averages if betas change.
+
+    torch divides the averages by c = 1 - beta^t, after t updates. `terms` has t, and the C1 and C2 by which they must
+    be divided.
+    """
     torch_c1, torch_c2 = (1 - beta**terms.updates for beta in _scaled_betas(group, scaling))
     eps_factor = (terms.c2 / torch_c2) ** 0.5
     lr_factor = eps_factor * torch_c1 / terms.c1

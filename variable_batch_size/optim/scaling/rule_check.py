@@ -40,7 +40,7 @@ def choose_rules(rule: Any, inner: Optimizer, ref_batchsize: int | None, sampler
     rule = "constant" if rule is None else rule
     rules = rules_for_groups(rule, len(inner.param_groups))
     reference = [check_reference(chosen, ref_batchsize) for chosen in rules][0]  # noqa: RUF015 (checks all of them)
-    per_group = isinstance(rule, Sequence) and not isinstance(rule, str)
+    per_group = isinstance(rule, Sequence) and not isinstance(rule, str)  # whether the user has passed a list
     check_sampler(sampler)
     _check_rules(rule if per_group else [rule] * len(rules), rules, inner, reference, sampler)
     return Chosen(rules, reference, per_group)
@@ -116,7 +116,10 @@ def _call_rule(rule: Rule, update: RuleInput) -> Any:
 
 
 def _checked_scaling(rule: Rule, scaling: Any, device: torch.device | None) -> Scaling:
-    """Return the scaling that a rule has returned, with factors that can be used; raise an error otherwise."""
+    """Return the scaling that a rule has returned, with finite factors; raise an error if they cannot be used.
+
+    `device`: where some factors may stay 0-D tensors; all other factors become floats.
+    """
     if not isinstance(scaling, Scaling):
         raise type_error(
             f"a rule must return a vbs.rules.Scaling, but {rule} did not", scaling, "return Scaling(lr=factor)"

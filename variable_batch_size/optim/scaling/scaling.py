@@ -58,6 +58,7 @@ class HyperparameterScaling:
     ) -> None:
         self._inner, self._backend = inner, backend
         self._bias_correction = BiasCorrection(inner, backend, on_device=selects, always=scale_betas)
+        # Contexts in which numbers are inputs of compiled graphs and no constants: of the step, of bias terms.
         self._numbers_as_inputs = backend.numbers_as_inputs(inner, unread=selects)
         self._numbers_of_terms = backend.numbers_as_inputs(inner, unread=True)
         self._capturable = {"capturable": True} if selects and type(inner) in CAPTURABLE else {}
@@ -82,8 +83,8 @@ class HyperparameterScaling:
                 self._plain_options(group) | self._scale_lr(index, group, scaling) | _scaled_others(group, scaling)
                 for index, (group, scaling) in indexed
             ]
-        columns = enumerate(zip(groups, scalings, corrected, changes, strict=True))
-        self._decays = [self._separate_decay(index, *row) for index, row in columns]  # also alters `changes`
+        by_group = enumerate(zip(groups, scalings, corrected, changes, strict=True))
+        self._decays = [self._separate_decay(index, *of_group) for index, of_group in by_group]  # also alters `changes`
         _check_all_scaled(changes, corrected)
         saved = [{name: group[name] for name in change} for group, change in zip(groups, changes, strict=True)]
         try:
@@ -104,6 +105,13 @@ class HyperparameterScaling:
         """Return the weight decay of a group that `_apply_decays` has to make, and set the optimizer's own to 0.
 
         It is empty unless a device corrects lr: torch compares the weight decay, which would be a tensor, with 0.
+
+        Args:
+            index: of the group.
+            group: the parameter group.
+            scaling: the factors of its rule.
+            corrected: the same with the bias correction of Adam.
+            change: the hyperparameters that the group gets for this step; its weight decay may be set here.
         """
         eps: Any = corrected.eps  # a tensor if, and only if, lr is corrected on the device
         if not (isinstance(eps, Tensor) and group.get("decoupled_weight_decay") and group["weight_decay"]):
@@ -126,9 +134,14 @@ class HyperparameterScaling:
                 parameter.mul_(remaining)
 
     def _plain_options(self, group: Group) -> Group:
-        """Return options of torch's optimizers for a device that compiles graphs: a step parameter by parameter."""
-        plain = {name: False for name in ("foreach", "fused") if self._backend.static_graph and name in group}
-        return plain | self._capturable
+        """Return options of torch's optimizers for a device that compiles graphs, which a group gets for a step.
+
+        `foreach` and `fused` are off, so that the step is made parameter by parameter. Some optimizers need
+        `capturable=True` to compute on the device.
+        """
+        if not self._backend.static_graph:
+            return {**self._capturable}
+        return {name: False for name in ("foreach", "fused") if name in group} | self._capturable
 
     def _scale_lr(self, index: int, group: Group, scaling: Scaling) -> Group:
         """Return {"lr": scaled value} for the step of a group, or {} if it has no lr.
@@ -183,7 +196,7 @@ class DeferredLrFactor:
         inner.register_step_post_hook(self._apply_factors)
 
     def save(self, groups: Sequence[Group], scalings: Sequence[Scaling]) -> None:
-        """Copy the parameters of each group whose factor on lr is a tensor, before a step."""
+        """Before a step, copy the parameters of groups whose factor on lr is a tensor, to scale their change later."""
         for group, scaling in zip(groups, scalings, strict=True):
             parameters = [parameter for parameter in dict.fromkeys(group["params"]) if parameter.grad is not None]
             if parameters and isinstance(scaling.lr, Tensor):
@@ -197,7 +210,7 @@ class DeferredLrFactor:
         self._saved.clear()
 
     def _apply_factors(self, *_: object) -> None:
-        """Multiply the change of the saved parameters in the step by their factor."""
+        """After a step, multiply its change of the saved parameters by their factor: old + factor (new - old)."""
         with torch.no_grad():
             for parameters, old, factor in self._saved:
                 if self._backend.static_graph:  # there it takes a third of the time of the same in place to trace
@@ -210,9 +223,13 @@ class DeferredLrFactor:
 
 
 def scaling_if(made: Tensor, scaling: Scaling, backend: Backend, place: object) -> Scaling:
-    """Return a scaling whose factor on lr and progress are 0 if a device skips the update.
+    """Return a scaling whose factor on lr and progress are 0 if a device skips the update, which the host cannot know.
 
-    `made`: 1 if it is made, else 0, 0-D of a float dtype. `place`: a name for numbers that the graph gets.
+    Args:
+        made: 1 if the update is made, else 0, 0-D of a float dtype.
+        scaling: the factors of a rule.
+        backend: sends numbers to the device.
+        place: a name by which a compiled graph finds the inputs that hold these numbers.
     """
     factors = {"lr": scaling.lr, "progress": scaling.progress}
     for name, factor in factors.items():
@@ -245,13 +262,13 @@ def _takes_lr_on_device(inner: Optimizer) -> bool:
 
 
 def _update_groups(groups: Sequence[Group], values: Sequence[Group]) -> None:
-    """Set some hyperparameters of each parameter group, by name."""
+    """Set hyperparameters of parameter groups: those that `values` has for each group, by name."""
     for group, new in zip(groups, values, strict=True):
         group.update(new)
 
 
 def _scaled_others(group: Group, scaling: Scaling) -> Group:
-    """Return the weight decay, eps and betas of a group that a rule scales, scaled, by name; not lr."""
+    """Return the scaled weight decay, eps and betas of a group, by name: those that a rule scales; lr is left out."""
     changes: Group = {}
     for name, factor in (("weight_decay", scaling.weight_decay), ("eps", scaling.eps)):
         if _scales(factor) and isinstance(group.get(name), (int, float, Tensor)):  # the eps of Adafactor is a pair
@@ -265,7 +282,7 @@ def _scales(factor: Any) -> bool:
 
 
 def _scaled_betas(group: Group, scaling: Scaling) -> Group:
-    """Return the scaled betas of a group, or its alpha, by name; nothing if no beta is scaled."""
+    """Return the scaled betas of a group, or its alpha, as {name: value}; an empty dict if no beta is scaled."""
     if scaling.scales_betas and "betas" in group:
         return {"betas": scaling.scaled_betas(group["betas"])}
     if scaling.scales_betas and "alpha" in group and "lambd" not in group:  # as in RMSprop; an exponent in ASGD
@@ -274,13 +291,14 @@ def _scaled_betas(group: Group, scaling: Scaling) -> Group:
 
 
 def _check_betas(groups: Sequence[Group], scalings: Sequence[Scaling]) -> None:
-    """Raise ValueError if a scaling takes a beta out of [0, 1)."""
+    """Raise ValueError if the factors of a rule, one scaling for each group, take a beta of Adam out of [0, 1)."""
     for group, scaling in zip(groups, scalings, strict=True):
         for name, changed in _scaled_betas(group, scaling).items():
             # "betas" is a pair of numbers, "alpha" is one.
             pairs = zip(group[name], changed, strict=True) if name == "betas" else [(group[name], changed)]
-            if outside := [(beta, scaled) for beta, scaled in pairs if not 0 <= scaled < 1]:
-                raise ValueError(_message_of_beta(*outside[0], scaling))
+            for beta, scaled in pairs:
+                if not 0 <= scaled < 1:
+                    raise ValueError(_message_of_beta(beta, scaled, scaling))
 
 
 def _message_of_beta(beta: float, scaled: float, scaling: Scaling) -> str:
@@ -302,7 +320,8 @@ def _check_all_scaled(changes: Sequence[Group], scalings: Sequence[Scaling]) -> 
         "betas": any(scaling.scales_betas for scaling in scalings),
     }
     scaled = {"betas" if name == "alpha" else name for change in changes for name in change}
-    if missing := [name for name, is_requested in requested.items() if is_requested and name not in scaled]:
+    missing = [name for name, is_requested in requested.items() if is_requested and name not in scaled]
+    if missing:
         raise ValueError(
             f"a rule can scale only hyperparameters that the optimizer has, but no parameter group has "
             f"{' or '.join(missing)}; use another rule with this optimizer"
@@ -312,7 +331,8 @@ def _check_all_scaled(changes: Sequence[Group], scalings: Sequence[Scaling]) -> 
 def _check_unchanged(groups: Sequence[Group], changes: Sequence[Group]) -> None:
     """Raise RuntimeError if a hyperparameter is not the one that was set for the step."""
     for group, change in zip(groups, changes, strict=True):
-        if changed := [name for name, value in change.items() if group[name] is not value]:
+        changed = [name for name, value in change.items() if group[name] is not value]
+        if changed:
             raise RuntimeError(
                 f"hyperparameters stay constant within an update, but {' and '.join(changed)} changed in the inner "
                 "optimizer's step(), as by a scheduler in a hook; call scheduler.step() after optimizer.step() has "
@@ -321,5 +341,8 @@ def _check_unchanged(groups: Sequence[Group], changes: Sequence[Group]) -> None:
 
 
 def _identity_of_lr(lr: object) -> object:
-    """Return a value to compare that differs if lr was changed, without reading a tensor from a device."""
+    """Return a value to compare that differs if a learning rate was changed, without reading a tensor from a device.
+
+    For a tensor it is the object and its version, which counts changes in place.
+    """
     return (id(lr), lr._version) if isinstance(lr, Tensor) else lr
