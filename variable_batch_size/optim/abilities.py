@@ -41,10 +41,13 @@ from variable_batch_size.tracker import Tracker
 
 
 def measures_noise(options: UpdateOptions, chosen: Chosen, sampler: Dealer) -> bool:
-    """Return whether the noise is measured: for a rule, for a controller, or because the user wants it."""
-    decided = sampler.batches.decided
-    decides = decided is not None and decided.adaptive.needs_noise
-    return options.noise is not None or decides or any(map(needs_noise, chosen.rules))
+    """Return whether an optimizer measures gradient noise: for a rule, a controller, or because the user asks for it.
+
+    A controller chooses the batch sizes of the sampler while the training runs.
+    """
+    decided = sampler.batches.decided  # the batch sizes that a controller chooses; None without one
+    controller_needs_noise = decided is not None and decided.adaptive.needs_noise
+    return options.noise is not None or controller_needs_noise or any(map(needs_noise, chosen.rules))
 
 
 def measures_microbatches(options: UpdateOptions, chosen: Chosen, sampler: Dealer) -> bool:
@@ -81,7 +84,8 @@ class Abilities:
         module: Module | None,
     ) -> None:
         parameters, reproducible = list_parameters(inner.param_groups), sampler.batches.reproducible
-        if (decided := sampler.batches.decided) is not None:
+        decided = sampler.batches.decided  # the batch sizes that a controller chooses; None without one
+        if decided is not None:
             for rule in chosen.rules:
                 check_rule_of(decided.adaptive.controller, rule)
         compares = backend.job.world.size > 1 and not backend.elastic  # an elastic backend compares ranks by itself
@@ -95,10 +99,10 @@ class Abilities:
         self.noise: GradientNoise | None = None
         if measures_noise(options, chosen, sampler):
             check_measurable(inner, chosen.rules, chosen.reference, backend)
-            on_device = not backend.reads(parameters[0])
-            differenced = options.noise == "differenced"
-            pairs = DifferencedEstimator(backend, on_device=on_device) if differenced else None
-            self.noise = GradientNoise(backend, parameters, pairs)
+            on_device = not backend.reads(parameters[0])  # where the host would wait for numbers
+            differenced = options.noise == "differenced"  # compares consecutive updates
+            pair_estimator = DifferencedEstimator(backend, on_device=on_device) if differenced else None
+            self.noise = GradientNoise(backend, parameters, pair_estimator)
         self.second_moment: SecondMoment | None = None
         if any(map(needs_squares, chosen.rules)):
             self.second_moment = create_second_moment(inner, chosen.reference, backend, sampler)
@@ -109,7 +113,7 @@ class Abilities:
         self.owners = Owners(inner, module)
         self.buffers = Buffers(module, backend, sampler.training, reproducible=reproducible)
         self.module = module
-        if any(stage.compares_microbatches for stage in self.stages):
+        if any(stage.compares_microbatches for stage in self.stages):  # why `step(count=)` raises an error
             self.counts.refused = (
                 "the rule, the controller or noise= compares those of microbatches, by their samples; choose another "
                 "rule or controller, or omit noise="
@@ -123,10 +127,10 @@ class Abilities:
 
     @property
     def stages(self) -> Sequence[Stage]:
-        """Those that take part in updates, in their order."""
+        """The stages, which act at moments of an update, in the order in which they are called."""
         always = self.counts, self.means, self.totals
         stages = self.same_updates, *always, self.skipper, self.noise, self.second_moment, self.owners
-        return [stage for stage in stages if stage is not None]
+        return [stage for stage in stages if stage is not None]  # None: the user has not asked for it
 
     @property
     def noise_reader(self) -> Callable[[], Callable[[], Noise]] | None:
@@ -159,7 +163,14 @@ class Abilities:
     def follow(
         self, updater: Updater, tracker: Tracker | None, log_steps: int | None, log_samples: int | None
     ) -> Moments[LoopStage]:
-        """Return the objects whose methods are called at moments of the loop, see `LoopStage`, in their order."""
+        """Return the stages that follow the loop, from microbatch to microbatch, in the order in which they are called.
+
+        Args:
+            updater: makes the updates of the optimizer.
+            tracker: destination of scalars; None if nothing is logged.
+            log_steps: number of updates between two rows of scalars; None if it is not given.
+            log_samples: number of samples between two rows, instead.
+        """
         core = updater, self._training, self._backend
         stages: list[LoopStage] = [self.totals, self.owners, self.buffers]
         if self.seeding is not None:

@@ -35,7 +35,10 @@ class Message:
         """Do nothing. A subclass may keep apart what the entries have measured of each microbatch."""
 
     def collect(self, microbatches: int, like: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors of all entries, for the ranks to sum in place. `microbatches`: number over all ranks."""
+        """Return the tensors that the ranks sum in place, once an update, besides the gradients: the parts of entries.
+
+        `microbatches`: of the update, over all ranks, for a subclass. `like`: this rank's parts of the parameters.
+        """
         self._sums = {entry.name: entry.part(like) for entry in self.entries}
         return [tensor for sums in self._sums.values() for tensor in sums]
 

@@ -155,15 +155,21 @@ class CustomOptimizer(ObservedOptimizer):
         self._updater.sum.prepare(self._training.upcoming(self), forward=True)
 
     def _needs_of_microbatch(self) -> Needs:
-        """Return which squares of the gradient of the next microbatch have to be measured."""
-        known = self._training.running or self._training.upcoming(self) is not None
-        return self._updater.needs(self._training.batch_of(self) if known else None)
+        """Return which squares of the next microbatch's gradient are measured: of its norm, of elements, or none.
+
+        If it is not known to which update the microbatch belongs, all that any update needs is measured.
+        """
+        is_known = self._training.running or self._training.upcoming(self) is not None
+        return self._updater.needs(self._training.batch_of(self) if is_known else None)
 
     def _save_before_replay(self) -> None:
         self._replays.save_state(self._training.upcoming(self))
 
     def _change_groups(self, caller: str, number: int, change: Callable[[], None]) -> None:
-        """Call `change`, which leaves this number of parameter groups, and train their parameters from now on."""
+        """Call `change`, after which there are `number` parameter groups, and train their parameters from now on.
+
+        `caller`: the method that the user has called, for the error if it is called within a step.
+        """
         self._training.check_phase(caller, Phase.BETWEEN_STEPS)
         rules = self._updater.rules_for(number)
         self._updater.clear()
@@ -171,7 +177,10 @@ class CustomOptimizer(ObservedOptimizer):
         self._updater.use_groups(rules)
 
     def _adopt_groups(self, *, keep: bool = True) -> None:
-        """Train other parameters if the user has changed the lists of `param_groups` in place between two steps."""
+        """Train other parameters if the user has changed the lists of `param_groups` in place between two steps.
+
+        `keep`: whether `.grad` already has gradients that belong to the step which begins.
+        """
         if not self._updater.has_new_groups:
             return
         if self._training.round_of(self):
@@ -356,18 +365,19 @@ class CustomOptimizer(ObservedOptimizer):
         return outside(self._training)
 
     def continue_with(self, sampler: CustomSampler) -> None:
-        """Go on with another sampler, from its first step: other samples, another trace or `minibatch_size`.
+        """Continue with another sampler, from its first step: other samples, another trace or `minibatch_size`.
 
-        Moments, noise, progress, schedules, averages and the tracker go on; `updates` and `samples` count through, and
-        `stage` counts the samplers. All optimizers of the sampler go on with it. A script that restores a checkpoint of
-        a later stage runs through the loops of the earlier ones, which have ended, and goes on where it was saved.
+        Moments, noise, progress, schedules, averages and the tracker continue; `updates` and `samples` count through,
+        and `stage` counts the samplers. All optimizers of the sampler continue with it. A script that restores a
+        checkpoint of a later stage runs through the loops of the earlier ones, which have ended, and continues where it
+        was saved.
 
         Args:
             sampler: a new `CustomSampler`, for the same ranks. Its trace and its epochs count from 0.
 
         Raises:
             RuntimeError: within a step.
-            ValueError: if the sampler was used, or the optimizer cannot go on with it; or if a restored state is of
+            ValueError: if the sampler was used, or the optimizer cannot continue with it; or if a restored state is of
                 this stage, and of other samples.
         """
         continue_with(self._training, sampler)
@@ -425,7 +435,7 @@ class CustomOptimizer(ObservedOptimizer):
     # An update. --------------------------------------------------------------------------------------------------
 
     def _clear_step(self) -> None:
-        """Discard what was accumulated, before the step starts over or a state is loaded."""
+        """Discard what a step has accumulated, before it starts over or a state is loaded."""
         self._updater.clear()
         self._replays.drop_state()
         self._backend.mark_step()  # otherwise the clearing would change the graph of the next microbatch
@@ -433,15 +443,15 @@ class CustomOptimizer(ObservedOptimizer):
     def _accumulate(self, microbatch: Microbatch, count: Tensor | float | None) -> None:
         """Add a microbatch, whose `backward()` has run, to the step, with the `count` that `step()` was called with."""
         training = self._training
-        following = None if microbatch.ends_step else training.microbatch(self, ahead=1)
+        following = None if microbatch.ends_step else training.microbatch(self, ahead=1)  # the next one of this rank
         scaled = Scaled(getattr(self, "found_inf", None), getattr(self, "grad_scale", None))  # set by a GradScaler
-        divided = training.batch_of(self).totals is not None
-        inside = training.round_of(self) > 0
+        divided = training.batch_of(self).totals is not None  # whether the loop divides losses by `update.counts`
+        inside = training.round_of(self) > 0  # whether this rank has had a microbatch of the step before
         self._updater.add(microbatch, following, inside_step=inside, scaled=scaled, count=count, divided=divided)
         self._replays.restore_state()  # if it was a replay, with weight 0, its forward pass must not change buffers
 
     def _make_update(self) -> bool:
-        """Make the update of the step, and return whether the weights changed."""
+        """Make the update, after the last microbatch of this rank in the step; return whether the weights changed."""
         updater, training = self._updater, self._training
         if not updater.agreed:  # before the first update
             consistency.compare_ranks(updater, self.sampler, self.inner, self._backend, self.agreement)
@@ -454,7 +464,7 @@ class CustomOptimizer(ObservedOptimizer):
         return self._updated
 
     def note_commit(self, batch: Batch) -> None:
-        """Tell the observers that an update was committed."""
+        """Tell the observers, such as averages of the weights, that an update of this batch was made and counted."""
         self._last_batch = batch
         commit = Commit(batch, self._updater.last_scaling, self._updated)
         for observer in list(self._observers):
@@ -471,12 +481,15 @@ class CustomOptimizer(ObservedOptimizer):
         self.agreement.after_update()
 
     def note_discard(self) -> None:
-        """Forget what was accumulated, and tell the observers."""
+        """Forget what a step has accumulated, because it starts over, and tell the observers, such as metrics."""
         self._clear_step()
         for observer in list(self._observers):
             observer.discard()
 
     def note_iteration(self) -> None:
-        """At the start of a loop, drop gradients that a loop before it, ended by an exception, has left uncounted."""
-        if not self._training.round_of(self):
+        """At the start of a loop, drop gradients that no `step()` has counted, as a loop before it may have left them.
+
+        Within a step they stay.
+        """
+        if self._training.round_of(self) == 0:  # number of microbatches of the step that were counted
             self._updater.sum.clear(uncounted=True)

@@ -57,7 +57,7 @@ class UpdateOptions(NamedTuple):
         return self.grad_norm or self.limits_norm
 
     def validate(self) -> UpdateOptions:
-        """Return the options with checked numbers; raise ValueError or TypeError for others."""
+        """Return the options with their numbers as floats; raise ValueError or TypeError if one is not allowed."""
         if self.reduction not in get_args(Reduction):
             raise value_error('reduction must be "mean" or "sum"', repr(self.reduction), "pass what the loss does")
         if self.noise is not None and self.noise not in get_args(Estimator):
@@ -83,7 +83,7 @@ def check_objects(tracker: object, backend: object) -> None:
 
 
 def check_norm(value: object, name: str, remedy: str) -> float:
-    """Return a norm, > 0, which may be infinite: the common idiom for no limit."""
+    """Return a limit on a norm as a float > 0, after a check; infinity, the common idiom for no limit, is allowed."""
     if isinstance(value, float) and value == math.inf:
         return value
     number = check_number(value, name, remedy)

@@ -32,7 +32,7 @@ class Needs(NamedTuple):
     elements: bool = False
 
     def joined(self, other: Needs) -> Needs:
-        """Return what either needs."""
+        """Return what either of two stages needs."""
         return Needs(self.norm or other.norm, self.elements or other.elements)
 
 
@@ -104,7 +104,10 @@ class UpdateUnderWay:
     scalings: list[Scaling] = field(default_factory=list)
 
     def skip(self, decision: bool | Tensor) -> None:
-        """Skip the update if a stage decides so, alike on all ranks; unless it `skips_on_device` the host reads it."""
+        """Combine a stage's decision, whether this update is skipped, with earlier ones: any of them can skip it.
+
+        `decision`: the same on all ranks. A 0-D tensor, where a device decides, is combined without being read.
+        """
         if self.skipped is False or decision is True:
             self.skipped = decision
         elif isinstance(decision, Tensor) and self.skipped is not True:
@@ -171,10 +174,12 @@ class Stage(Saved):
         """Add what all ranks must have in common to the facts of an update whose microbatches are all there."""
 
     def part(self, like: Sequence[Tensor]) -> list[Tensor]:
-        """Return this rank's part, 1-D tensors that the ranks sum in place; nothing if there is none.
+        """Return this rank's part of what the ranks sum in an update, 1-D tensors; an empty list if there is none.
+
+        They are summed in place, in one message with those of other stages, after the last microbatch of the rank.
 
         Args:
-            like: what this rank has of the parameters, for devices and dtypes.
+            like: this rank's parts of the parameters, whose device and dtype the tensors should have.
         """
         return []
 
@@ -217,9 +222,9 @@ class LoopStage(Saved):
         """Check that `backward()` of a loss may be called for an optimizer."""
 
     def begin_microbatch(self, member: object, *, has_backward: bool) -> None:
-        """Check that `step()` of an optimizer may count a microbatch, which has changed nothing yet.
+        """Raise an error unless `step()` may count a microbatch now; `step()` calls it before it changes anything.
 
-        `has_backward`: whether `optimizer.backward()` was called for it.
+        `member`: the optimizer. `has_backward`: whether its `backward()` was called for the microbatch.
         """
 
     def end_microbatch(self, *, ends_update: bool) -> None:
@@ -243,31 +248,36 @@ class Moments(Generic[Item]):
     """Stages, of updates or of the loop, in their order: a moment costs what those cost that have a method for it."""
 
     def __init__(self, nothing: type[Item], items: Iterable[Item]) -> None:
-        self._nothing, self.items = nothing, list(items)
-        self._calls: dict[str, list[Callable[..., Any]]] = {}
-        self._any: dict[str, bool] = {}
+        self._nothing, self.items = nothing, list(items)  # the base class, whose methods do nothing; the stages
+        self._calls: dict[str, list[Callable[..., Any]]] = {}  # name of a method -> the ones that override it
+        self._any: dict[str, bool] = {}  # name of an attribute -> whether it is true for any stage
 
     def append(self, item: Item) -> None:
-        """Add a stage, after all others."""
+        """Add a stage, whose methods are called after those of all others."""
         self.items.append(item)
-        self._calls.clear()
+        self._calls.clear()  # what was found for the stages before
         self._any.clear()
 
     def calls(self, moment: str) -> list[Callable[..., Any]]:
-        """Return the methods of that name which do something: those of stages whose class overrides it."""
-        if (known := self._calls.get(moment)) is None:
+        """Return the methods named `moment` of the stages whose class overrides it, in the order of the stages.
+
+        The base class has a method for each moment of an update, which does nothing and is not called. The list is
+        stored, because it is needed in each update.
+        """
+        methods = self._calls.get(moment)
+        if methods is None:
             nothing = getattr(self._nothing, moment)
-            doing = [item for item in self.items if getattr(type(item), moment) is not nothing]
-            known = self._calls[moment] = [getattr(item, moment) for item in doing]
-        return known
+            overriding = [item for item in self.items if getattr(type(item), moment) is not nothing]
+            methods = self._calls[moment] = [getattr(item, moment) for item in overriding]
+        return methods
 
     def call(self, moment: str, *args: Any, **options: Any) -> None:
-        """Call the method of that name of each stage which has one of its own."""
+        """Call the method named `moment`, with these arguments, of each stage whose class overrides it."""
         for method in self.calls(moment):
             method(*args, **options)
 
     def any(self, attribute: str) -> bool:
-        """Return whether an attribute of any stage is true. The answer is kept, because no attribute changes."""
+        """Return whether the attribute of this name is true for any stage; stored, because no stage changes it."""
         if attribute not in self._any:
             self._any[attribute] = any(getattr(item, attribute) for item in self.items)
         return self._any[attribute]

@@ -77,7 +77,7 @@ class Progress:
         self._value = torch.stack([integer + fraction.floor(), fraction - fraction.floor()])
 
     def reader(self) -> Callable[[], float]:
-        """Return a function that returns the sum as it is now. Called some updates later, it avoids a wait."""
+        """Return a function that returns the sum as it is now; called some updates later, it waits for no device."""
         value = self._value
         if isinstance(value, float):
             return lambda: value
@@ -117,13 +117,13 @@ class Updater:
         self.rules, self.ref_batchsize, self.rule_per_group = chosen
         self.options = options
         self.progress = Progress()
-        self._loaded: Mapping[str, Any] = {}  # the state of a training that has made no update since
+        self._loaded: Mapping[str, Any] = {}  # the restored state, until the next update
         self.last_scaling = Scaling()  # of the first parameter group in the last update
         self.reference_lr: Any = lr_of(inner.param_groups[0])  # its lr then, before scaling
         self.grad_norm: Tensor | None = None  # of the last update before clipping, 0-D, if it is asked for or limited
         self._inner, self._backend, self._create_sum, self._abilities = inner, backend, create_sum, list(stages)
         self._use_parameters()
-        selects = self.stages.any("skips_on_device")
+        selects = self.stages.any("skips_on_device")  # whether a device, and not the host, decides what is skipped
         self._scaling = HyperparameterScaling(
             inner,
             backend,
@@ -136,17 +136,23 @@ class Updater:
     # What is trained. --------------------------------------------------------------------------------------------
 
     def _use_parameters(self, *, keep: bool = False) -> None:
-        """Sum gradients of the parameters that the groups have now. `keep`: `.grad` has those of a first microbatch."""
+        """Train the parameters that the inner optimizer's groups have now: create what sums their gradients.
+
+        It is called at the beginning, and when the groups have changed. `keep`: whether gradients stay, because `.grad`
+        has those of the first microbatch of a step.
+        """
         self.parameters = Parameters.of_groups(self._inner.param_groups)
         self.sum = self._create_sum(self.parameters)
         self.stages = Moments(Stage, [*self._abilities, *self.sum.stages])
+        # Stages with a name have an entry in the message, which the ranks sum: before those of the sum itself.
         self.sum.message.entries[:0] = [stage for stage in self._abilities if stage.name]
         if not keep:
             self.clear()
         self._await_agreement()
 
     def _await_agreement(self) -> None:
-        self.agreed = False  # whether the ranks have compared themselves before a first update
+        """Let the ranks compare their settings and parameters again before the next update."""
+        self.agreed = False  # whether they have done so
         self.stages.call("forget")
 
     def add_stage(self, stage: Stage) -> None:
@@ -156,9 +162,9 @@ class Updater:
             ValueError: if another stage has its name, or an entry of its state, or if it needs squares of gradients,
                 which this optimizer does not measure.
         """
-        names = {entry.name for entry in self.sum.message.entries} & {stage.name} - {""}
+        taken_names = {entry.name for entry in self.sum.message.entries} & {stage.name} - {""}
         any_minibatch_size = 1  # only the names of the entries are compared
-        taken = names | (self.state_dict(any_minibatch_size).keys() & stage.state_dict().keys())
+        taken = taken_names | (self.state_dict(any_minibatch_size).keys() & stage.state_dict().keys())
         if taken:
             requirement = "a stage must have a name, and entries of its state, that no other has"
             raise value_error(requirement, ", ".join(sorted(taken)), "choose other names, one for each instance")
@@ -199,8 +205,8 @@ class Updater:
 
     def _check_no_earlier_gradients(self) -> None:
         """Raise RuntimeError if parameters that are new in the groups may have gradients of earlier microbatches."""
-        known = set(map(id, self.parameters))
-        new = [parameter for parameter in list_parameters(self._inner.param_groups) if id(parameter) not in known]
+        trained = set(map(id, self.parameters))
+        new = [parameter for parameter in list_parameters(self._inner.param_groups) if id(parameter) not in trained]
         # The version of a tensor counts its changes in place: the gradient of a single backward() has version 0.
         if any(version > 0 for version in versions_of([parameter.grad for parameter in new])):
             raise RuntimeError(
@@ -211,7 +217,7 @@ class Updater:
     # A microbatch. -----------------------------------------------------------------------------------------------
 
     def needs(self, batch: Batch | None) -> Needs:
-        """Return which squares of each microbatch's gradient any stage needs for an update, None if it is not known."""
+        """Return which squares of each microbatch's gradient the stages need together; `batch`: None if not known."""
         needs = Needs()
         for needs_of_stage in self.stages.calls("needs"):
             needs = needs.joined(needs_of_stage(batch))
@@ -271,8 +277,9 @@ class Updater:
         facts = {"epoch": due.epoch, "step": due.updates, "batch_size": batch.batch_size, "samples": due.samples}
         update = UpdateUnderWay(batch, asked, self.rules, self.parameters, facts, self.sum.message)
         self.stages.call("begin", update)
-        factor = None
-        if is_factor_known := self._shares_factor:
+        factor = None  # on all gradients, if it is known before they are
+        is_factor_known = self._shares_factor
+        if is_factor_known:
             self._ask_rules(update)
             factor = float(update.scalings[0].gradient)
         if not self._reduce(update, factor):
@@ -324,8 +331,11 @@ class Updater:
         return update.skipped is not True
 
     def _ask_rules(self, update: UpdateUnderWay) -> None:
-        """Compute the factors of each parameter group by its rule, from the batch size and, if measured, the noise."""
-        on_device = self.stages.any("keeps_lr_on_device")
+        """Compute the factors of each parameter group by its rule, from the batch size and, if measured, the noise.
+
+        Stages then check or change these factors.
+        """
+        on_device = self.stages.any("keeps_lr_on_device")  # factors on lr are 0-D tensors, which the host does not read
         with self._numbers_of_rules if on_device else nullcontext():
             device = self.parameters[0].device if on_device else None
             update.scalings = scalings_of_groups(self.rules, update.asked, device)
@@ -359,11 +369,11 @@ class Updater:
         self.stages.call("clip", factor)
 
     def _scale_gradients(self, scalings: Sequence[Scaling]) -> None:
-        """Multiply the gradients of each group by the factor of its rule on gradients."""
+        """Multiply the gradients of each parameter group, in place, by the factor that its rule has for gradients."""
         factors = [scaling.gradient for scaling in scalings]
-        compares_microbatches = self.stages.any("compares_microbatches")
-        if compares_microbatches and not any(isinstance(factor, Tensor) or factor != 1 for factor in factors):
-            return  # rules that use the noise usually scale the learning rate only
+        scales = any(isinstance(factor, Tensor) or factor != 1 for factor in factors)
+        if self.stages.any("compares_microbatches") and not scales:
+            return  # as most rules that use the noise, which scale the learning rate only
         for group, factor in zip(self._inner.param_groups, factors, strict=True):
             multiply(collect_gradients(dict.fromkeys(group["params"])), factor, self._backend)
 
@@ -390,13 +400,16 @@ class Updater:
         return {"rule": ", ".join(dict.fromkeys(rules)), "ref_batchsize": self.ref_batchsize}
 
     def state_dict(self, minibatch_size: int) -> dict[str, Any]:
-        """Return the rules, the progress, and the entries of the stages, for a checkpoint."""
-        rates = {key: float(getattr(self.last_scaling, key)) for key in ("lr", "gradient")}
-        rates["reference_lr"] = float(self.reference_lr)
+        """Return the rules, the progress, and the entries of the stages, for a checkpoint; waits for a device.
+
+        `minibatch_size`: of the sampler. It is an entry if gradients of microbatches are compared.
+        """
+        last_rates = {key: float(getattr(self.last_scaling, key)) for key in ("lr", "gradient")}
+        last_rates["reference_lr"] = float(self.reference_lr)
         compares = self.stages.any("compares_microbatches")
         # If the noise is measured, its stage replaces the entry "noise" below.
         of_microbatches = {"minibatch_size": minibatch_size, "noise": {}} if compares else {}
-        state: dict[str, Any] = {"progress": float(self.progress), "last_rates": rates}
+        state: dict[str, Any] = {"progress": float(self.progress), "last_rates": last_rates}
         state = {**self._settings(), **of_microbatches, **state}
         return {**state, **self.stages.state_dict(), **self._scaling.state_dict()}
 

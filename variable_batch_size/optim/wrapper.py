@@ -48,7 +48,7 @@ def _creates_state(inner: Optimizer) -> bool:
 def _add_param_group(
     wrapper: weakref.ref[OptimizerWrapper], inner: weakref.ref[Optimizer], param_group: dict[str, Any]
 ) -> None:
-    """Add a parameter group through the wrapper of an optimizer, as long as there is one."""
+    """Add a parameter group through the wrapper, as long as it lives: it replaces `add_param_group` of `inner`."""
     live_inner, live_wrapper = inner(), wrapper()
     if live_wrapper is not None:
         live_wrapper.add_param_group(param_group)
@@ -58,8 +58,11 @@ def _add_param_group(
 
 def wrapper_of(inner: object) -> OptimizerWrapper | None:
     """Return the wrapper that an optimizer has, if any: it has replaced the method `add_param_group` of `inner`."""
-    added = vars(inner).get("add_param_group") if isinstance(inner, Optimizer) else None
-    return added.args[0]() if isinstance(added, partial) and added.func is _add_param_group else None
+    method = vars(inner).get("add_param_group") if isinstance(inner, Optimizer) else None
+    if not (isinstance(method, partial) and method.func is _add_param_group):
+        return None
+    wrapper: OptimizerWrapper | None = method.args[0]()  # a weak reference
+    return wrapper
 
 
 class OptimizerWrapper(Optimizer):
@@ -95,7 +98,8 @@ class OptimizerWrapper(Optimizer):
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        if self._initialized and not _same_parameters(groups, self.inner.param_groups):  # as a resumed fine-tuning does
+        """Replace the groups, as a resumed fine-tuning does; train their parameters if these are others."""
+        if self._initialized and not _same_parameters(groups, self.inner.param_groups):
             assign = partial(setattr, self.inner, "param_groups", groups)
             self._change_groups("the setter of param_groups", len(groups), assign)
         else:
@@ -172,7 +176,10 @@ def lr_of(group: dict[str, Any]) -> Any:
 
 
 def run_closure(closure: Callable[[], object], *, scaled: bool) -> None:
-    """Run a closure of `step()` with gradients enabled."""
+    """Run the closure that a user has passed to `step()`, with gradients enabled; it calls `backward()`.
+
+    `scaled`: whether a `GradScaler` has called `step()`, which needs the gradients before.
+    """
     if not callable(closure):
         raise type_error("closure must be a function", closure, "pass a count as step(count=...)")
     if scaled:
@@ -213,12 +220,13 @@ def check_hyperparameters(inner: Optimizer, state_dict: dict[str, Any]) -> None:
     needed = {name for name, value in inner.defaults.items() if isinstance(value, (float, int, tuple, Tensor))}
     needed -= {name for name, value in inner.defaults.items() if isinstance(value, bool)}
     for number, group in enumerate(state_dict["param_groups"]):
-        if missing := sorted(needed - group.keys()):
+        missing = sorted(needed - group.keys())
+        if missing:
             raise ValueError(
                 f"a state must be that of an optimizer of the same kind, but its parameter group {number} has no "
                 f"{' and no '.join(missing)}, which {type(inner).__name__} needs; create the optimizer that was saved"
             )
-    terms = state_dict.get("vbs", {}).get("bias_correction", ())
+    terms = state_dict.get("vbs", {}).get("bias_correction", ())  # for each group, [] if it has none
     for number, (group, terms_of_group) in enumerate(zip(state_dict["param_groups"], terms, strict=False)):
         if terms_of_group and not any(parameter in state_dict["state"] for parameter in group.get("params", ())):
             raise ValueError(
@@ -229,12 +237,12 @@ def check_hyperparameters(inner: Optimizer, state_dict: dict[str, Any]) -> None:
 
 def _same_parameters(groups: list[dict[str, Any]], others: list[dict[str, Any]]) -> bool:
     """Return whether both have the same tensors, as objects. `==` would compare the elements of tensors."""
-    ids, ids_of_others = ([[*map(id, group["params"])] for group in listed] for listed in (groups, others))
-    return ids == ids_of_others
+    ids, other_ids = ([[id(tensor) for tensor in group["params"]] for group in listed] for listed in (groups, others))
+    return ids == other_ids
 
 
 def _check_inner(inner: Optimizer) -> Optimizer:
-    """Return an optimizer that can be wrapped. Raise TypeError for others."""
+    """Return the inner optimizer if it can be wrapped; raise TypeError for others, such as LBFGS."""
     remedies = {
         OptimizerWrapper: "wrap the optimizer inside it instead",
         LBFGS: "it needs a closure that runs the model; use an optimizer that steps without one",
@@ -256,7 +264,7 @@ def _check_inner(inner: Optimizer) -> Optimizer:
 
 
 def check_sampler(sampler: object) -> None:
-    """Raise TypeError unless it is a `CustomSampler`, or `ArrivingBatches`."""
+    """Raise TypeError unless the sampler of an optimizer is a `CustomSampler`, or `ArrivingBatches`."""
     if not isinstance(sampler, Dealer):
         raise TypeError(
             f"the sampler must be the vbs.CustomSampler that feeds the loop, got {type(sampler).__name__}; create one "
@@ -265,7 +273,7 @@ def check_sampler(sampler: object) -> None:
 
 
 def check_world(sampler: Dealer, backend: Backend) -> None:
-    """Raise ValueError unless a sampler deals for the rank of the backend."""
+    """Raise ValueError unless a sampler deals microbatches for the same rank and number of ranks as the backend."""
     if sampler.world != backend.world:
         dealt, here = (f"rank {world.rank} of {world.size}" for world in (sampler.world, backend.world))
         kind = type(backend).__name__
