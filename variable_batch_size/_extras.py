@@ -7,7 +7,7 @@ from types import ModuleType
 
 
 def import_extra(module: str, extra: str) -> ModuleType:
-    """Import a module of a library that `extra` installs.
+    """Import a module of an optional library, which `pip install variable_batch_size[extra]` installs.
 
     Raises:
         ModuleNotFoundError: if it is not installed; the message has the command that installs it.
@@ -16,7 +16,7 @@ def import_extra(module: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name != library:
+        if error.name != library:  # the library is there, and lacks a module itself
             raise
         raise ModuleNotFoundError(
             f"this needs {library}, which is not installed; run: pip install 'variable_batch_size[{extra}]'",

@@ -20,12 +20,12 @@ def written(path: str | os.PathLike[str]) -> Iterator[TextIO]:
         OSError: if the file cannot be written.
     """
     with _named_errors(path):
-        given = Path(path)
-        if given.is_relative_to("/dev") or (given.exists() and not given.is_file()):
-            with given.open("a", encoding="utf-8", newline="") as file:  # a shell's >> keeps what the file has
+        target = Path(path)
+        if target.is_relative_to("/dev") or (target.exists() and not target.is_file()):
+            with target.open("a", encoding="utf-8", newline="") as file:  # a shell's >> keeps what the file has
                 yield file
             return
-        with replacing_file(given) as temporary, temporary.open("x", encoding="utf-8", newline="") as file:
+        with replacing_file(target) as temporary, temporary.open("x", encoding="utf-8", newline="") as file:
             yield file
 
 
@@ -53,11 +53,11 @@ def replacing_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _named_errors(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Name the file in errors, and say what to do."""
+    """Within a block that writes a file, let an OSError name this path and say what to do."""
     try:
         yield
     except OSError as error:
-        if error.filename is None:  # not of the file, but of what was written into it
+        if error.filename is None:  # it is not about the file, but about what was written into it
             raise
         raise type(error)(
             f"{os.fspath(path)!r} must be a file that can be written, got {error.strerror}; choose another path"

@@ -52,12 +52,14 @@ class _Shown(logging.Handler):
     """Writes to standard error, as it is now, unless the program has configured logging."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not logging.getLogger().handlers:
+        if not logging.getLogger().handlers:  # the root logger's, which the program has configured
             print(self.format(record), file=sys.stderr, flush=True)
 
 
 @final
 class _Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        where = [f"{name} {value}" for name in ("rank", "update") if (value := getattr(record, name, None)) is not None]
-        return f"{self.formatTime(record)} {', '.join(where)}{': ' * bool(where)}{record.getMessage()}"
+        """Return a line such as "2026-01-31 12:00:00,000 rank 0, update 7: message"; what is not known is left out."""
+        values = {name: getattr(record, name, None) for name in ("rank", "update")}
+        where = ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
+        return f"{self.formatTime(record)} {where}{': ' if where else ''}{record.getMessage()}"

@@ -41,14 +41,13 @@ def type_error(requirement: str, found: object, remedy: str) -> TypeError:
     >>> type_error("rank must be an integer", 1.5, "pass an int")
     TypeError('rank must be an integer, got 1.5 (float); pass an int')
     """
-    shown = repr(found)
-    kind = type(found).__name__
-    shown = kind if "\n" in shown else f"{shown:.60} ({kind})"  # that of an optimizer or a model has lines
+    text, kind = repr(found), type(found).__name__
+    shown = kind if "\n" in text else f"{text:.60} ({kind})"  # the text of an optimizer or a model has several lines
     return TypeError(f"{requirement}, got {shown}; {remedy}")
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return which of these names is close to another one, as the end of a message; nothing if none is.
+    """Return which of `names` is most similar to `name`, as the end of an error's message; "" if none is similar.
 
     >>> did_you_mean("ref_batch_size", ["sampler", "ref_batchsize"]), did_you_mean("x", ["sampler"])
     ('; did you mean ref_batchsize?', '')
@@ -59,7 +58,10 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 
 def suggests(init: F) -> F:
-    """Let a constructor name its class, and the argument that is close to an unknown one."""
+    """Decorate an `__init__`, so that the error for wrong arguments names the class, and an argument of similar name.
+
+    Without a similar name the error lists all arguments.
+    """
 
     @functools.wraps(init)
     def checked(self: object, *arguments: object, **named: object) -> None:
@@ -67,9 +69,9 @@ def suggests(init: F) -> F:
         try:
             signature.bind(self, *arguments, **named)
         except TypeError as error:
-            known = [*signature.parameters][1:]
-            hints = [hint for name in named.keys() - known if (hint := did_you_mean(name, known))]
-            hints.append(f"; it takes {', '.join(known)}")
+            parameters = [*signature.parameters][1:]  # without self
+            hints = [hint for name in named.keys() - parameters if (hint := did_you_mean(name, parameters))]
+            hints.append(f"; it takes {', '.join(parameters)}")
             raise TypeError(f"{type(self).__name__}: {error}{hints[0]}") from None
         init(self, *arguments, **named)
 
@@ -120,7 +122,7 @@ def check_int(
 
 
 def check_bounds(value: object, name: str = "bounds") -> tuple[int, int]:
-    """Return the least and the largest batch size, in samples.
+    """Return a pair of batch sizes, the least and the largest one, in samples, after a check.
 
     Raises:
         TypeError: if they are not two integers.
@@ -129,8 +131,8 @@ def check_bounds(value: object, name: str = "bounds") -> tuple[int, int]:
     if not (isinstance(value, Collection) and not isinstance(value, Set) and len(value) == 2):
         raise type_error(f"{name} must be two integers", value, "pass (least, largest)")
     lower, upper = value
-    low = check_int(lower, f"the lower one of {name}", 1, MAX_INT)
-    return low, check_int(upper, f"the upper one of {name}", low, MAX_INT)
+    least = check_int(lower, f"the lower one of {name}", 1, MAX_INT)
+    return least, check_int(upper, f"the upper one of {name}", least, MAX_INT)
 
 
 def check_choice(value: object, name: str, choices: tuple[str, ...]) -> None:
@@ -140,8 +142,8 @@ def check_choice(value: object, name: str, choices: tuple[str, ...]) -> None:
     Traceback (most recent call last):
     ValueError: on_end must be "error", "hold" or "cycle", got 'held'; choose one of these
     """
-    *others, last = (f'"{choice}"' for choice in choices)
-    requirement = f"{name} must be {', '.join(others)} or {last}"
+    *first_choices, last_choice = (f'"{choice}"' for choice in choices)
+    requirement = f"{name} must be {', '.join(first_choices)} or {last_choice}"
     if not isinstance(value, str):
         raise type_error(requirement, value, "choose one of these")
     if value not in choices:
@@ -163,12 +165,12 @@ def check_number(value: object, name: str, remedy: str) -> float:
     import numpy as np
 
     requirement = f"{name} must be a finite number >= 0"
-    real = isinstance(value, (int, float, np.number)) and not isinstance(value, (bool, np.complexfloating))
-    if not real:
+    is_real = isinstance(value, (int, float, np.number)) and not isinstance(value, (bool, np.complexfloating))
+    if not is_real:
         raise type_error(requirement, value, remedy)
     try:
         number = float(value)  # type: ignore[arg-type]
-    except OverflowError:  # of an int
+    except OverflowError:  # an int that is too large for a float
         number = math.inf
     if not (math.isfinite(number) and number >= 0):
         raise value_error(requirement, repr(value), remedy)
@@ -184,7 +186,7 @@ def check_positive(value: object, name: str, remedy: str) -> float:
 
 
 def check_interval(every: object, name: str, remedy: str) -> int | timedelta:
-    """Return the interval between two events, time or a number of updates.
+    """Return the interval between two events, a time or a number of updates, after a check that it is positive.
 
     Raises:
         TypeError: if it is neither a timedelta nor an integer.

@@ -43,7 +43,7 @@ class TrainingSource:
         return self._microbatch.rows if self._optimizer.reduction == "sum" else 1
 
     def starts_over(self) -> bool:
-        """Return whether earlier values do not count any more: no, the user decides by `set_epoch` or `reset`."""
+        """Return False: in a training earlier values count until the user calls `set_epoch` or `reset`."""
         return False
 
     def weigh(self, names: Set[str]) -> dict[str, int]:
@@ -53,16 +53,17 @@ class TrainingSource:
         the one that the next `step()` counts. Raise RuntimeError if it has a value of such a name.
         """
         microbatch = self._current_microbatch()
-        known = self._names if microbatch == self._microbatch else frozenset()
-        if twice := sorted(known & names):
+        names_before = self._names if microbatch == self._microbatch else frozenset()  # that have a value for it
+        repeated_names = sorted(names_before & names)
+        if repeated_names:
             raise RuntimeError(
-                f"a microbatch takes one value for each name, but {twice[0]!r} was added twice in step "
+                f"a microbatch takes one value for each name, but {repeated_names[0]!r} was added twice in step "
                 f"{self._optimizer.updates}; call add() once between backward() and step(), and after an exception "
                 f"optimizer.discard_step()"
             )
-        weights = {name: microbatch.samples for name in (*names, SAMPLES) if name not in known}
+        weights = {name: microbatch.samples for name in (*names, SAMPLES) if name not in names_before}
         self._microbatch = microbatch
-        self._names = known.union(weights)
+        self._names = names_before.union(weights)
         return weights
 
     def end_add(self) -> bool:
@@ -78,6 +79,7 @@ class TrainingSource:
         return 0
 
     def _current_microbatch(self) -> Microbatch:
+        """Return the microbatch that the next `step()` of the optimizer counts; raise RuntimeError if there is none."""
         try:
             return self._optimizer.microbatch
         except RuntimeError:
@@ -115,25 +117,27 @@ class EvaluationSource:
 
     @property
     def agreement(self) -> Agreement:
-        """One for these values."""
+        """What the hosts exchange their sums through; created when it is needed, because every rank has to do so."""
         if self._agreement is None:
             self._agreement = Agreement(self.backend)
         return self._agreement
 
     def starts_over(self) -> bool:
-        """Return whether the sampler is in another pass than that of the last value."""
+        """Return whether a new pass over the evaluation's batches has begun, so that earlier values do not count."""
         return not self._added or self._pass != self._sampler.passes
 
     def weigh(self, names: Set[str]) -> dict[str, int]:
         """Return the number of samples that a value of each name stands for: those of the first batch without one.
 
-        The first value of a batch also has an entry `SAMPLES`, so that samples are counted once. Raise RuntimeError if
-        all batches of the pass have a value of such a name.
+        The i-th value of a name belongs to batch i, because batches that were yielded may only be prefetched. The first
+        value of a batch also has an entry `SAMPLES`, so that samples are counted once. Raise RuntimeError if all
+        batches of the pass have a value of such a name.
         """
         batches = len(self._sampler)
-        if extra := sorted(name for name in names if self._added[name] == batches):
+        complete = sorted(name for name in names if self._added[name] == batches)  # have a value for each batch
+        if complete:
             raise RuntimeError(
-                f"a batch takes one value, but {extra[0]!r} was added {batches + 1} times in a pass of {batches} "
+                f"a batch takes one value, but {complete[0]!r} was added {batches + 1} times in a pass of {batches} "
                 "batches; call add() once for each batch of a loader of the EvaluationSampler, or reset() before each "
                 "pass"
             )
@@ -150,7 +154,7 @@ class EvaluationSource:
         return self.count_missing() == 0
 
     def discard(self) -> None:
-        """Expect the first batch of a pass."""
+        """Forget the values of this pass over the batches, so that the next value is that of the first batch."""
         self._added.clear()
         self._pass = self._sampler.passes
 

@@ -84,7 +84,7 @@ class Accumulator:
             source.register(self)
 
     def reset(self) -> None:
-        """Start again with no samples."""
+        """Drop all values, also restored ones, and start again with no samples."""
         self._restored, self._committed, self._epoch = {}, {}, None
         self.discard()
 
@@ -93,7 +93,7 @@ class Accumulator:
 
         Call it at the beginning of each epoch, like `set_epoch` of the sampler and the optimizer.
         """
-        stage = self._source.stage
+        stage = self._source.stage  # how many samplers the training has had before; each counts epochs from 0
         if (stage, check_int(epoch, "epoch", 0, remedy="count epochs from 0")) != (self._stage, self._epoch):
             self.reset()
             self._stage, self._epoch = stage, epoch
@@ -117,7 +117,8 @@ class Accumulator:
         if self._source.starts_over():
             self.reset()
         for name, samples in self._source.weigh(means.keys()).items():  # the names, and SAMPLES once a microbatch
-            value, rows = means.get(name, 1.0), self._source.rows if name in means else 1  # 1.0: to count samples
+            value = means.get(name, 1.0)  # 1.0 for SAMPLES, to count them
+            rows = self._source.rows if name in means else 1
             self._pending[name] = self._add_weighted(self._pending.get(name, _Sum()), value, samples, rows)
         if self._source.end_add():
             self._committed = dict(self._pending)
@@ -197,8 +198,8 @@ class Accumulator:
             RuntimeError: on every rank, if a rank lacks values, or ranks have added values under other names.
         """
         committed = dict(sorted(self._committed.items()))
-        own_sums = [(name, sums.samples, self._to_float(sums.parts)) for name, sums in committed.items()]
-        message = json.dumps([self._source.count_missing(), own_sums])
+        sums_of_rank = [(name, sums.samples, self._to_float(sums.parts)) for name, sums in committed.items()]
+        message = json.dumps([self._source.count_missing(), sums_of_rank])
         by_rank = [json.loads(text) for text in self._source.agreement.gather("Accumulator.read()", message)]
         for rank, (missing, _) in enumerate(by_rank):
             if missing:
@@ -211,8 +212,8 @@ class Accumulator:
         sums = dict(self._restored)
         for _, rows in by_rank:
             for name, samples, total in rows:
-                before = sums.get(name, (0, 0.0))
-                sums[name] = before[0] + samples, before[1] + total
+                samples_before, total_before = sums.get(name, (0, 0.0))
+                sums[name] = samples_before + samples, total_before + total
         return sums
 
     def _to_float(self, parts: Sequence[Tensor]) -> float:
@@ -249,6 +250,8 @@ def _check_mean(name: str, mean: Tensor | float) -> None:
 
 def compensated_add(high: Tensor, low: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Return high + low + value as a pair (high, low) again: two numbers whose sum has twice the digits of one.
+
+    It replaces float64 on devices without it. All are 0-D tensors of float32.
 
     Source: Knuth, The Art of Computer Programming, volume 2, section 4.2.2, theorem B.
     """

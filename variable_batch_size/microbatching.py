@@ -114,12 +114,12 @@ def cut(batch_size: int, minibatch_size: int, *, fixed_shape: bool, multiple_of:
     if fixed_shape:
         full, remainder = divmod(batch_size, minibatch_size)
         return Cut(partial_sizes(remainder, minibatch_size), minibatch_size, full)
-    necessary = -(-batch_size // minibatch_size)
+    necessary = -(-batch_size // minibatch_size)  # rounded up
     microbatches = min(batch_size, -(-necessary // multiple_of) * multiple_of)
-    size, larger = divmod(batch_size, microbatches)
-    if larger == 0:
+    size, num_larger = divmod(batch_size, microbatches)  # `num_larger` microbatches have one more sample
+    if num_larger == 0:
         return Cut((), size, microbatches)
-    return Cut((size,) * (microbatches - larger), size + 1, larger)
+    return Cut((size,) * (microbatches - num_larger), size + 1, num_larger)
 
 
 @lru_cache(maxsize=4)  # `fit` may try several world sizes for one batch size
@@ -135,19 +135,19 @@ def microbatch_counts(batch_size: int, max_minibatch_size: int, *, fixed_shape: 
     """
     if not fixed_shape:
         return -(-batch_size // np.arange(1, max_minibatch_size + 1))
-    left = np.full(max_minibatch_size + 1, batch_size)  # (sizes,): samples not yet in a microbatch, by minibatch_size
-    counts = np.zeros(max_minibatch_size + 1, dtype=np.int64)  # (sizes,): microbatches
+    remaining = np.full(max_minibatch_size + 1, batch_size)  # samples not yet in a microbatch, by minibatch_size
+    counts = np.zeros(max_minibatch_size + 1, dtype=np.int64)  # number of microbatches, by minibatch_size
 
     def fill_greedily(sizes: slice, divisor: IntArray | int) -> None:
-        """Make microbatches of `divisor` rows of what is left, for these minibatch sizes."""
-        times, left[sizes] = np.divmod(left[sizes], divisor)
+        """Put what remains into as many microbatches of `divisor` samples as it fills, for these minibatch sizes."""
+        times, remaining[sizes] = np.divmod(remaining[sizes], divisor)
         counts[sizes] += times
 
-    last = math.isqrt(max_minibatch_size)
-    for quotient in range(1, last + 1):
+    last_quotient = math.isqrt(max_minibatch_size)
+    for quotient in range(1, last_quotient + 1):
         fill_greedily(slice(quotient, None, quotient), np.arange(1, max_minibatch_size // quotient + 1))
-    for divisor in range(max_minibatch_size // (last + 1), 0, -1):
-        fill_greedily(slice(divisor * (last + 1), None, divisor), divisor)
+    for divisor in range(max_minibatch_size // (last_quotient + 1), 0, -1):
+        fill_greedily(slice(divisor * (last_quotient + 1), None, divisor), divisor)
     counts.flags.writeable = False
     return counts[1:]
 
@@ -165,10 +165,10 @@ def count_microbatches(
     if not fixed_shape:
         necessary = -(-batch_sizes // minibatch_size)
         return np.minimum(batch_sizes, -(-necessary // multiple_of) * multiple_of)
-    left = batch_sizes
+    remaining = batch_sizes  # samples not yet in a microbatch
     counts = np.zeros_like(batch_sizes)
-    for divisor in divisors(minibatch_size):
-        times, left = np.divmod(left, divisor)
+    for divisor in divisors(minibatch_size):  # the largest first, as `partial_sizes` takes them
+        times, remaining = np.divmod(remaining, divisor)
         counts = counts + times
     return counts
 
@@ -180,5 +180,5 @@ def divisors(number: int) -> tuple[int, ...]:
     >>> divisors(12)
     (12, 6, 4, 3, 2, 1)
     """
-    low = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return tuple(sorted({*low, *(number // d for d in low)}, reverse=True))
+    small = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]  # up to the root
+    return tuple(sorted({*small, *(number // divisor for divisor in small)}, reverse=True))

@@ -63,7 +63,7 @@ class Preemption:
 
     @contextmanager
     def forwarding_to(self, forward: Callable[[signal.Signals], None]) -> Iterator[None]:
-        """Call `forward` with each signal that arrives during the block."""
+        """Call `forward` with each signal that arrives during the block, such as to send it to ranks of a launch."""
         self._forward = forward
         try:
             yield
@@ -71,7 +71,7 @@ class Preemption:
             self._forward = None
 
     def _add_signal(self, signum: signal.Signals) -> None:
-        """Handle one more signal until the context ends."""
+        """Let one more signal ask the training to save and exit, until the context ends."""
         if signum not in self.signals:
             self._previous_handlers[signum] = signal.signal(signum, self._record_first)
             self.signals += (signum,)
@@ -101,7 +101,7 @@ class Preemption:
             raise RuntimeError(
                 "a process can enter one Preemption at a time, got a second one inside the first; remove one of them"
             )
-        _reset_after_fork()
+        _reset_after_fork()  # once a process: forked children get their own handlers back
         self._first, self._announced, self._previous_handlers = None, False, {}
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
@@ -129,7 +129,7 @@ class Preemption:
         self._writer.close()
 
     def _restore_handlers(self) -> None:
-        """Give signals back to the handlers that there were before."""
+        """Give signals back to the handlers that they had before this context."""
         global _active
         _active = None
         for signum, handler in self._previous_handlers.items():
@@ -157,7 +157,7 @@ class Preemption:
         return self._first
 
     def _handle_signal(self, signum: signal.Signals) -> None:
-        """Log the first signal, forward each, and end the process at a second one."""
+        """Log the first signal, forward each, and end the process at a second one, in the thread that reads signals."""
         _, first_time = self._record_first(signum)
         if not self._announced:  # not in `_record_first`, which waits for the main thread: it may be in a collective
             self._announced = True
@@ -197,7 +197,7 @@ class Interrupts:
             _active._add_signal(signal.SIGINT)
 
     def end(self) -> None:
-        """Give Ctrl-C back to its earlier handler."""
+        """Give Ctrl-C back to the handler that it had before, unless a `Preemption` of the user handles it."""
         preemption, self._preemption = self._preemption, None
         if preemption is not None:
             preemption.__exit__(None, None, None)

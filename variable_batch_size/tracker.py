@@ -57,7 +57,7 @@ class ScalarsFile:
         self._write_anew(rows)
 
     def add(self, update: int, scalars: Mapping[str, float]) -> None:
-        """Write the values of an update, beside those that it has already."""
+        """Write the values of an update to its row, beside those that the row has already."""
         if self._continued and update > 0:  # a resumed run makes these updates again
             self._continued = False
             self._write_anew([row for row in read_scalars(self._path)[1] if int(row["update"]) < update])
@@ -98,7 +98,7 @@ class ScalarsFile:
         temporary.replace(self._path)
 
     def _append(self, row: dict[str, str]) -> None:
-        """Add a row at the end of the file."""
+        """Write a row, cells by the names of their columns, at the end of the file, and remember where it begins."""
         assert self._file is not None
         self._start, self._last = self._file.tell(), row
         csv.DictWriter(self._file, self._columns, lineterminator="\n").writerow(row)
@@ -114,7 +114,7 @@ def read_scalars(path: Path) -> tuple[list[str], list[dict[str, str]]]:
         return ["update"], []
     text = path.read_text(encoding="utf-8", errors="replace")
     complete = text[: text.rfind("\n") + 1]  # a killed process may leave a part of a row
-    found = "text that is no CSV"  # what the error says
+    found = "text that is no CSV"  # what the error says if this is as far as the checks come
     try:
         header, *rows = csv.reader(io.StringIO(complete), strict=True) if complete else [["update"]]
         found = f"the columns {', '.join(header)}"
@@ -162,7 +162,7 @@ class EventsFile:
         self._writer.write_event(Event(wall_time=time.time(), summary=custom_scalars(_LAYOUT)))
 
     def add(self, update: int, scalars: Mapping[str, float]) -> None:
-        """Write the finite values of an update."""
+        """Write the finite values of an update as one event; every half minute the events go to the disk."""
         self._update = update
         event = self._event(wall_time=time.time(), step=update)
         for tag, value in scalars.items():
@@ -175,7 +175,7 @@ class EventsFile:
             self.flush()
 
     def flush(self) -> None:
-        """Write the events that are in memory to the disk."""
+        """Write TensorBoard's events that are still in memory to the disk."""
         self._write_unless_full(self._writer.flush)
         self._last_flush = time.monotonic()
 
@@ -184,7 +184,7 @@ class EventsFile:
         self._write_unless_full(self._writer.close)
 
     def _write_unless_full(self, write: Callable[..., object], *arguments: object) -> None:
-        """Call a function that writes; warn once if it cannot, and write no more."""
+        """Call a function that writes. If it raises OSError, as on a full disk, warn, and write nothing after that."""
         if self._disk_is_full:
             return
         try:
@@ -224,7 +224,7 @@ class Tracker:
         self._pending: deque[tuple[int, Callable[[], Mapping[str, float]]]] = deque()  # rows by update
 
     def mute(self) -> None:
-        """Write and draw nothing from now on, because another rank does."""
+        """Close the files, and write and draw nothing from now on, because another rank does."""
         self.close()
         self.logdir, self._progress = None, False
 
@@ -240,7 +240,8 @@ class Tracker:
     def last_before(self, update: int, tag: str) -> float:
         """Return the last value of a tag in `scalars.csv` before an update, as of an earlier run; 0 without one."""
         rows = [] if self.logdir is None else read_scalars(self.logdir / SCALARS)[1]
-        return next((float(row[tag]) for row in reversed(rows) if tag in row and int(row["update"]) < update), 0.0)
+        values = (float(row[tag]) for row in reversed(rows) if tag in row and int(row["update"]) < update)
+        return next(values, 0.0)
 
     def log(self, update: int, scalars: Mapping[str, float]) -> None:
         """Write scalars of an update; several calls for one update share a row.
@@ -340,7 +341,10 @@ class Tracker:
 
     @staticmethod
     def _open_files(logdir: Path, update: int) -> tuple[EventsFile, ScalarsFile]:
-        """Open the files; TensorBoard drops the events from `update` on of an earlier run, unless it is 0."""
+        """Open the files of a folder, or continue those of an earlier run.
+
+        If `update`, the first that is logged, is not 0, TensorBoard hides the events of the earlier run from it on.
+        """
         logdir.mkdir(parents=True, exist_ok=True)
         resumed = update > 0 and (logdir / SCALARS).exists()
         table = ScalarsFile(logdir / SCALARS)

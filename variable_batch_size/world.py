@@ -26,7 +26,9 @@ class World:
 
     def __post_init__(self) -> None:
         rank, size = check_int(self.rank, "rank"), check_int(self.size, "num_replicas", 1)
-        object.__setattr__(self, "rank", rank)
+        object.__setattr__(
+            self, "rank", rank
+        )  # as a plain int; the dataclass is frozen, and refuses `self.rank = rank`
         object.__setattr__(self, "size", size)
         if rank >= size:
             raise ValueError(

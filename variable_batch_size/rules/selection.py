@@ -53,6 +53,7 @@ def rule_named(text: str) -> Rule:
 
 
 def _as_rule(rule: Rule | str) -> Rule:
+    """Return the rule that a user has passed, as an object or by its name, such as "power:0.75"; check an object."""
     if isinstance(rule, str):
         return rule_named(rule)
     check_rule(rule)

@@ -44,15 +44,15 @@ class SqrtSDERule:
 
 
 def _check_betas(context: RuleContext, reference: int) -> None:
-    """Raise ValueError if k of the largest batch size takes a beta out of [0, 1)."""
+    """Raise ValueError if 1 - k (1 - beta) is below 0 for a beta, where the largest batch is k times `reference`."""
     name = "alpha" if "RMSprop" in context.optimizer else "betas"
     beta = min(float(beta) for group in context.groups for beta in _as_tuple(group[name]))
     k = context.max_batch_size / reference
     scaled = Scaling(one_minus_beta=k).scaled_beta(beta)
     if scaled < 0:
         largest = int(reference / (1 - beta))
-        # Rounding of beta may have taken one sample too many off.
-        largest += Scaling(one_minus_beta=(largest + 1) / reference).scaled_beta(beta) >= 0
+        if Scaling(one_minus_beta=(largest + 1) / reference).scaled_beta(beta) >= 0:
+            largest += 1  # rounding of beta has taken one sample too many off
         size, least = context.max_batch_size, 1 - 1 / k
         raise ValueError(
             f"every beta must stay in [0, 1), but the largest batch size {size} with k = B / ref_batchsize = {k:g} "

@@ -64,7 +64,10 @@ class SurgeRule:
 
 
 def _lr_factor(noise: Noise, root: float) -> Factor:
-    """Return gain / sqrt(k); the root of the gain before the first estimate, when sigma^2 is nan."""
+    """Return gain / sqrt(k), the factor on lr for a batch of k times the reference; `root` is sqrt(k).
+
+    Before the first estimate of the noise, when sigma^2 is nan, it is the root of the gain.
+    """
     if isinstance(noise.gain, float):
         return noise.gain**0.5 if math.isnan(noise.sigma2) else noise.gain / root
     return noise.gain.sqrt().where(noise.sigma2.isnan(), noise.gain / root)

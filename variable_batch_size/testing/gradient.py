@@ -146,7 +146,10 @@ def check_gradient(
 
 
 def _required_weights(counts: Sequence[float] | Tensor | None, number: int) -> FloatArray:
-    """Return what each row has to weigh, (rows,), with the sum 1; raise ValueError if nothing counts."""
+    """Return what each of `number` rows has to weigh in a mean, (rows,), with the sum 1; ValueError if nothing counts.
+
+    `counts`: what each row counts, such as its tokens; None if all count alike.
+    """
     required = np.ones(number) if counts is None else np.asarray(torch.as_tensor(counts).cpu(), dtype=np.float64)
     if required.shape != (number,) or (required < 0).any() or not required.sum() > 0:
         raise value_error("a batch must have rows that count something", f"counts {required}", "pass one for each row")
@@ -155,7 +158,7 @@ def _required_weights(counts: Sequence[float] | Tensor | None, number: int) -> F
 
 
 def _rows_of_parts(parts: Mapping[str, Sequence[int]], number: int) -> list[list[int]]:
-    """Return the rows of each part; raise if they do not have each row of the batch once."""
+    """Return the rows of each part; raise ValueError unless the parts have each of the batch's `number` rows once."""
     try:
         groups = [[operator.index(row) for row in part] for part in parts.values()]
     except (AttributeError, TypeError):
@@ -182,10 +185,10 @@ def _fit_weights(columns: FloatArray, gradient: FloatArray) -> tuple[FloatArray,
     if not (np.isfinite(columns).all() and np.isfinite(gradient).all()):
         raise value_error("all gradients must be finite", "some that are not", "check the loss, and the scale of it")
     weights, _, rank, singular = np.linalg.lstsq(columns.T, gradient, rcond=1e-12)
-    rest = float(np.linalg.norm(gradient - weights @ columns))
-    is_unique = rank == len(weights) < len(gradient)
-    error = rest / (len(gradient) - rank) ** 0.5 / float(singular[-1]) if is_unique else np.inf
-    return np.asarray(weights, np.float64), error, rest / (float(np.linalg.norm(gradient)) or 1.0)
+    unexplained = float(np.linalg.norm(gradient - weights @ columns))
+    is_unique = rank == len(weights) < len(gradient)  # each group counts, and there are more sums than weights
+    error = unexplained / (len(gradient) - rank) ** 0.5 / float(singular[-1]) if is_unique else np.inf
+    return np.asarray(weights, np.float64), error, unexplained / (float(np.linalg.norm(gradient)) or 1.0)
 
 
 def _random_sums(gradients: Mapping[str, FloatArray], least: int) -> FloatArray:
@@ -205,7 +208,7 @@ def _random_sums(gradients: Mapping[str, FloatArray], least: int) -> FloatArray:
 
 @contextmanager
 def _without_dropout(*models: nn.Module) -> Iterator[None]:
-    """Set the dropout rates of the models to 0 within a block."""
+    """Set the rates of all dropout layers of the models to 0 within a block, and restore them after it."""
     kinds = (_DropoutNd, nn.MultiheadAttention, nn.RNNBase)  # layers with a rate named `p` or `dropout`
     layers = [layer for model in models for layer in model.modules() if isinstance(layer, kinds)]
     rates = [(layer, name, vars(layer)[name]) for layer in layers for name in ("p", "dropout") if name in vars(layer)]
@@ -220,5 +223,5 @@ def _without_dropout(*models: nn.Module) -> Iterator[None]:
 
 def _describe_rows(numbers: IntArray) -> str:
     """Return ascending numbers of rows in words, such as "rows 0 to 5, 7"."""
-    runs = np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
+    runs = np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)  # of consecutive numbers
     return "rows " + ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)

@@ -118,7 +118,7 @@ def compare_parts(
     remedy: str,
     largest: FloatArray | None = None,
 ) -> Compared:
-    """Compare the loss of rows with those of parts of them, as `check_loss`.
+    """Compare the loss of all rows with the losses of parts of them, weighed by what their rows count: `check_loss`.
 
     Args:
         model: see `check_loss`, as `reduction`, `tolerance` and `remedy`.
@@ -189,7 +189,7 @@ class _Derived(NamedTuple):
         return cls(float(loss.detach()), loss.dtype, slopes, norm)
 
     def tolerances(self, model: nn.Module) -> FloatArray:
-        """Return what rounding explains, relative to the loss and to the norm of its gradient, (2,)."""
+        """Return the differences that rounding explains, relative to the loss and to the norm of its gradient, (2,)."""
         floating = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
         dtypes = {self.dtype, *(parameter.dtype for parameter in floating)}
         by_dtype = [_TOLERANCES.get(dtype, _NARROW) for dtype in dtypes]
@@ -244,7 +244,10 @@ def _is_integer(tensor: Tensor) -> bool:
 
 
 def _weights_of_parts(counts: Sequence[float], reduction: str) -> FloatArray:
-    """Return the weights of parts of a batch in its loss, (parts,); nan for one that counts nothing."""
+    """Return by what the losses of parts of a batch are multiplied to add up to its loss, (parts,).
+
+    `counts`: what the rows of each part count together. A part that counts nothing gets nan: its mean is not known.
+    """
     if reduction == "sum":
         return np.ones(len(counts))
     counted = np.array(counts, np.float64)

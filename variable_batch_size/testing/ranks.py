@@ -37,10 +37,10 @@ class ThreadBackend(Backend):
         return self._rendezvous.store
 
     def _gather_bytes(self, message: bytes) -> list[bytes]:
-        """Return the messages of all ranks, by rank; its sums are not counted in `collectives`."""
-        collectives = self.collectives
+        """Return the messages of all ranks, by rank; the sums that this takes are not counted in `collectives`."""
+        collectives_before = self.collectives
         messages = super()._gather_bytes(message)
-        self.collectives = collectives
+        self.collectives = collectives_before
         return messages
 
     @property
@@ -108,6 +108,7 @@ def run_ranks(train: Callable[[Backend], Result], size: int) -> list[Result]:
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
+        """Train on one rank, in its thread; store the result, or the error."""
         try:
             results[rank] = train(ThreadBackend(World(rank, size), rendezvous))
         except BaseException as error:

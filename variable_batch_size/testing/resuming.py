@@ -124,8 +124,8 @@ def _named_tensors(state: Any, name: str = "") -> list[tuple[str, Tensor]]:
 
 
 def _is_close(tensor: Tensor, expected: Tensor, rtol: float) -> bool:
-    """Return whether the shapes agree, and the values up to `rtol` times the largest expected one."""
-    if tensor.shape != expected.shape or not tensor.numel():
+    """Return whether two tensors have one shape, and values that differ by at most `rtol` times the largest one."""
+    if tensor.shape != expected.shape or not tensor.numel():  # without elements the shapes decide
         return tensor.shape == expected.shape
     largest = expected.abs().nan_to_num().max().item()
     return torch.allclose(tensor, expected, rtol=0, atol=rtol * largest, equal_nan=True)

@@ -37,8 +37,8 @@ def check_schedule(schedule: Any, sampler: CustomSampler, batches: int, updates:
     """
     plan = sampler.plan
     for name, steps in {*_lengths_in(schedule)}:
-        epochs, rest = divmod(steps, max(batches, 1))
-        if batches <= _FEW or rest or not epochs or steps in (updates, plan.max_updates):
+        epochs, remainder = divmod(steps, max(batches, 1))  # as if it counted batches
+        if batches <= _FEW or remainder or not epochs or steps in (updates, plan.max_updates):
             continue
         try:
             correct = plan.epoch(epochs - 1).end_step  # number of updates of these epochs
@@ -59,7 +59,8 @@ def check_schedule(schedule: Any, sampler: CustomSampler, batches: int, updates:
 def _lengths_in(schedule: Any) -> Iterator[tuple[str, int]]:
     """Yield the names and values of the attributes that say after how many steps a schedule ends."""
     yield from ((name, value) for name in _LENGTHS if isinstance(value := getattr(schedule, name, None), int))
-    # Private attributes of SequentialLR and ChainedScheduler, which have no public ones.
+    # Private attributes of SequentialLR and ChainedScheduler, which have no public ones: the schedules in it, and the
+    # steps at which one follows another.
     parts, milestones = getattr(schedule, "_schedulers", ()), getattr(schedule, "_milestones", ())
     before = milestones[-1] if milestones else 0  # steps before the last part of a SequentialLR, which ends it
     parts = parts[-1:] if before else parts

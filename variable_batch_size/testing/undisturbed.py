@@ -66,13 +66,14 @@ class KeptAttributes:
         for owner in owners:
             objects.extend(owner.modules() if isinstance(owner, nn.Module) else [owner])
         generators = _generators_within(objects)
-        containers: dict[int, Any] = {}
-        for each in objects:
-            _collect_containers(getattr(each, "__dict__", None), containers)
+        containers: dict[int, Any] = {}  # lists, dicts and sets among the attributes, by id
+        for holder in objects:
+            _collect_containers(getattr(holder, "__dict__", None), containers)
         self._containers = [(container, _content_of(container)) for container in containers.values()]
-        values = {id(value): value for each in objects for value in getattr(each, "__dict__", {}).values()}.values()
-        tensors = [value for value in values if isinstance(value, Tensor) and value.numel() <= _LARGEST]
-        tensors += [each.weight for each in objects if getattr(each, "max_norm", None) and hasattr(each, "weight")]
+        by_id = {id(value): value for holder in objects for value in getattr(holder, "__dict__", {}).values()}
+        tensors = [value for value in by_id.values() if isinstance(value, Tensor) and value.numel() <= _LARGEST]
+        # The weights of embeddings with max_norm, which a forward pass scales.
+        tensors += [layer.weight for layer in objects if getattr(layer, "max_norm", None) and hasattr(layer, "weight")]
         tensors = [tensor for tensor in tensors if not tensor.is_inference()]  # an inference tensor has no version
         self._tensors = [(tensor, versions_of([tensor]), tensor.detach().clone()) for tensor in tensors]
         self._set_states = [partial(set_state, state()) for state, set_state in generators]
@@ -95,7 +96,10 @@ class KeptAttributes:
 
 
 def _collect_containers(value: Any, containers: dict[int, Any]) -> None:
-    """Add a list, dict or set to `containers`, by its id, and those that are values of a dict; leave out large ones."""
+    """If `value` is a list, dict or set, add it to `containers`, by its id, with those that are values of a dict.
+
+    Large ones are left out.
+    """
     if isinstance(value, (list, deque, dict, set)) and len(value) <= _LARGEST and id(value) not in containers:
         containers[id(value)] = value
         if isinstance(value, dict) and len(value) <= _MOST_NAMES:
@@ -110,8 +114,8 @@ _State = tuple[Callable[[], Any], Callable[[Any], Any]]  # functions that get an
 def _state_of(value: Any) -> _State | None:
     """Return functions that get and set the state of a random generator; None if the value is none."""
     if isinstance(value, np.random.Generator):
-        bits: Any = value.bit_generator
-        return (lambda: bits.state), (lambda state: setattr(bits, "state", state))
+        bit_generator: Any = value.bit_generator
+        return (lambda: bit_generator.state), (lambda state: setattr(bit_generator, "state", state))
     if isinstance(value, (torch.Generator, np.random.RandomState)):
         return value.get_state, value.set_state
     return (value.getstate, value.setstate) if isinstance(value, random.Random) else None
@@ -125,8 +129,8 @@ def _generators_within(owners: Sequence[object]) -> list[_State]:
         level = [value for value in {id(value): value for value in level}.values() if id(value) not in seen]
         seen |= {id(value): value for value in level}
         generators += [state for state in map(_state_of, level) if state is not None]
-        inner = [each for value in level for each in _referred_by(value) if not _is_data(each)]
-        level = inner[:_MOST_OBJECTS]
+        referred = [inner for value in level for inner in _referred_by(value) if not _is_data(inner)]
+        level = referred[:_MOST_OBJECTS]
     return generators
 
 
@@ -137,7 +141,7 @@ def _is_data(value: Any) -> bool:
 
 
 def _referred_by(value: Any) -> list[Any]:
-    """Return the objects to which a value refers directly."""
+    """Return the objects to which a value refers directly: items, attributes, variables of a closure, ..."""
     if isinstance(value, Mapping):
         return [*value.values()]
     if isinstance(value, (list, tuple, set, deque)):
@@ -157,7 +161,7 @@ def _content_of(container: Any) -> dict[Any, Any] | list[Any]:
 
 
 def _is_same(content: Any, before: Any) -> bool:
-    """Return whether two contents have the same objects in the same order."""
+    """Return whether two results of `_content_of` have the same objects in the same order, by identity."""
     if isinstance(content, dict):
         return _is_same([*content], [*before]) and _is_same([*content.values()], [*before.values()])
     return [*map(id, content)] == [*map(id, before)]

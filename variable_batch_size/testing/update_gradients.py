@@ -40,7 +40,7 @@ def _watch_uncleared(trained: nn.Module) -> Iterator[tuple[Callable[[], None], l
     uncleared = list[Tensor]()
 
     def look(parameter: Tensor) -> None:
-        """See whether the mark in `.grad` was cleared, and put the gradient back, at the first call for a parameter."""
+        """At the first call for a parameter, note whether the mark in `.grad` was cleared; put the gradient back."""
         mark = marks.pop(parameter, None)
         PROBES.discard(id(mark))  # before another tensor gets the id
         if mark is not None and parameter.grad is mark:  # neither set to None nor replaced
@@ -49,6 +49,7 @@ def _watch_uncleared(trained: nn.Module) -> Iterator[tuple[Callable[[], None], l
             parameter.grad = before[parameter]
 
     def look_at_all() -> None:
+        """Look at each parameter that had no backward pass yet."""
         for parameter in before:
             look(parameter)
 
