@@ -165,11 +165,7 @@ class Abilities:
     ) -> Moments[LoopStage]:
         """Return the stages that follow the loop, from microbatch to microbatch, in the order in which they are called.
 
-        Args:
-            updater: makes the updates of the optimizer.
-            tracker: destination of scalars; None if nothing is logged.
-            log_steps: number of updates between two rows of scalars; None if it is not given.
-            log_samples: number of samples between two rows, instead.
+        `tracker`: destination of scalars, a row after each `log_steps` updates or `log_samples` samples.
         """
         core = updater, self._training, self._backend
         stages: list[LoopStage] = [self.totals, self.owners, self.buffers]

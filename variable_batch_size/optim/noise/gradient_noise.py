@@ -232,10 +232,7 @@ class GradientNoise(Stage):
             self._cut.after_update(update.batch, ranks, measured=self._measured > 0)
 
     def clear(self) -> None:
-        """Forget the microbatches of a step, after its update or because it starts over.
-
-        If it starts over, the noise that was measured for its update is discarded.
-        """
+        """Forget the microbatches of a step, after its update; if it starts over, also the noise of its update."""
         self._squares = self._statistics = None
         if self._uncommitted is not None:
             self._uncommitted = None

@@ -142,12 +142,7 @@ class BiasCorrection:
     def _present_terms(self, index: int, betas: Sequence[float], parameters: Sequence[Tensor]) -> BiasTerms:
         """Return the number of updates, C1 and C2 of a group before this update, at first torch's 1 - beta^updates.
 
-        Raise ValueError if parameters of the group have made different numbers of updates.
-
-        Args:
-            index: of the group.
-            betas: of the group, without the factors of a rule.
-            parameters: those of the group that have a gradient.
+        Raise ValueError if `parameters`, of the group at this index, have made different numbers of updates.
         """
         if index in self._checked or (index in self._terms and isinstance(self._terms[index].updates, Tensor)):
             return self._terms[index]

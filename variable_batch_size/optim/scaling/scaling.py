@@ -105,13 +105,7 @@ class HyperparameterScaling:
         """Return the weight decay of a group that `_apply_decays` has to make, and set the optimizer's own to 0.
 
         It is empty unless a device corrects lr: torch compares the weight decay, which would be a tensor, with 0.
-
-        Args:
-            index: of the group.
-            group: the parameter group.
-            scaling: the factors of its rule.
-            corrected: the same with the bias correction of Adam.
-            change: the hyperparameters that the group gets for this step; its weight decay may be set here.
+        `corrected`: `scaling` with Adam's bias correction. `change`: what the group gets for this step, by name.
         """
         eps: Any = corrected.eps  # a tensor if, and only if, lr is corrected on the device
         if not (isinstance(eps, Tensor) and group.get("decoupled_weight_decay") and group["weight_decay"]):
@@ -136,8 +130,7 @@ class HyperparameterScaling:
     def _plain_options(self, group: Group) -> Group:
         """Return options of torch's optimizers for a device that compiles graphs, which a group gets for a step.
 
-        `foreach` and `fused` are off, so that the step is made parameter by parameter. Some optimizers need
-        `capturable=True` to compute on the device.
+        `foreach` and `fused` are off, so that the step is made parameter by parameter; some need `capturable`.
         """
         if not self._backend.static_graph:
             return {**self._capturable}
@@ -225,11 +218,8 @@ class DeferredLrFactor:
 def scaling_if(made: Tensor, scaling: Scaling, backend: Backend, place: object) -> Scaling:
     """Return a scaling whose factor on lr and progress are 0 if a device skips the update, which the host cannot know.
 
-    Args:
-        made: 1 if the update is made, else 0, 0-D of a float dtype.
-        scaling: the factors of a rule.
-        backend: sends numbers to the device.
-        place: a name by which a compiled graph finds the inputs that hold these numbers.
+    `made`: 1 if it is made, else 0, 0-D of a float dtype. `place`: a name by which a compiled graph finds the inputs
+    that hold these numbers.
     """
     factors = {"lr": scaling.lr, "progress": scaling.progress}
     for name, factor in factors.items():

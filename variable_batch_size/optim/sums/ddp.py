@@ -65,9 +65,7 @@ class DDP(InBackward):
     def prepare(self, microbatch: Microbatch | None, *, forward: bool = False) -> None:
         """Let the DistributedDataParallel average in the last `backward()` of this rank in a step, and in no other.
 
-        Args:
-            microbatch: the next one; None if the forward pass is of anything else.
-            forward: whether a forward pass begins now: the module reads its setting there.
+        `microbatch`: the next one; None if the forward pass is of anything else. `forward`: whether one begins now.
         """
         super().prepare(microbatch, forward=forward)
         if not forward:

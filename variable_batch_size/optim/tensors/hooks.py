@@ -56,12 +56,8 @@ def call_before_forward(
 ) -> None:
     """Call a method before each forward pass of a module, if gradients are enabled, as long as its object lives.
 
-    Args:
-        module: the module; None does nothing.
-        method: a bound method, which is referred to weakly.
-        args: its arguments.
-        first: whether it is called before all other hooks.
-        once: whether it is called before one forward pass only.
+    `method`: a bound method, which is referred to weakly. `first`: whether it is called before all other hooks.
+    `once`: whether it is called before one forward pass only.
     """
     if module is None:
         return
