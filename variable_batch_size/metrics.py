@@ -23,8 +23,7 @@ from variable_batch_size.optim.beside.means import check_mean
 from variable_batch_size.optim.checks.consistency import check_names
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.optim.properties import Commit
-
-WITHOUT_FLOAT64 = ("mps", "tpu", "xla")  # device types that lack float64, or emulate it
+from variable_batch_size.optim.tensors.arithmetic import WITHOUT_FLOAT64
 
 
 @final

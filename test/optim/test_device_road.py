@@ -53,6 +53,19 @@ def test_means_of_a_log_are_those_of_the_host(monkeypatch, kind, reduction):
     np.testing.assert_allclose(on_device, logged(kind=kind, reduction=reduction), rtol=1e-5)
 
 
+@pytest.mark.parametrize("factor", [0.0, 1e-30, 1e30, -2.0])
+@pytest.mark.parametrize("reads", [True, False])
+def test_the_norm_of_a_log_is_that_of_the_gradient_whatever_the_rule_makes_of_it(monkeypatch, factor, reads):
+    if reads:
+        monkeypatch.undo()
+    norms = []
+    for rule in (vbs.rules.ConstantRule(), lambda update: vbs.rules.Scaling(gradient=factor)):
+        run = training(vbs.CustomOptimizer, [12], rule=rule, grad_norm=True, dtype=torch.float32)
+        run.run(1)
+        norms.append(float(run.optimizer.grad_norm))
+    assert norms[0] == norms[1] > 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64, torch.complex128], ids=str)
 def test_gradients_that_are_not_finite_become_zero_and_others_stay(dtype):
     bad = torch.tensor([1.5, torch.nan, torch.inf, -torch.inf, -0.0]).to(dtype)
@@ -63,6 +76,19 @@ def test_gradients_that_are_not_finite_become_zero_and_others_stay(dtype):
         torch.testing.assert_close(tensor, old, rtol=0, atol=0, equal_nan=True)
     _zero_tensors_unless(torch.tensor(False), tensors)
     assert all(not tensor.any() and torch.isfinite(tensor).all() for tensor in tensors)
+
+
+def test_gradients_without_a_view_of_their_bits_become_zero_too():
+    bad = torch.tensor([1 + 2j, complex(torch.nan, 1)])
+    tensors = [bad.conj(), bad.conj().imag, bad.to(torch.complex128).conj()]
+    assert tensors[0].is_conj()
+    assert tensors[1].is_neg()
+    before = [tensor.clone() for tensor in tensors]
+    _zero_tensors_unless(torch.tensor(True), tensors)
+    for tensor, old in zip(tensors, before, strict=True):
+        torch.testing.assert_close(tensor, old, rtol=0, atol=0, equal_nan=True)
+    _zero_tensors_unless(torch.tensor(False), tensors)
+    assert not any(tensor.any() for tensor in tensors)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import variable_batch_size as vbs
 from helpers.gpu import VARYING, divided_updates, make, updates
 from helpers.reference import OPTIMIZERS
 
@@ -70,3 +72,20 @@ def test_no_copy_of_a_denominator_makes_the_host_wait():
     make(each, 5)
     with CopiesRaise():
         make(each, 10)
+
+
+class Float64Raises(TorchDispatchMode):
+    """Raises an error where an operation gives numbers of float64 on a device that is not the CPU."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.dtype == torch.float64 and result.device.type != "cpu":
+            raise TypeError(f"{func} gives float64")
+        return result
+
+
+@pytest.mark.parametrize("options", [{}, {"noise": "differenced"}], ids=lambda one: "".join(one))
+def test_a_device_without_float64_gets_none(monkeypatch, options):
+    monkeypatch.setattr("variable_batch_size.optim.update.WITHOUT_FLOAT64", ("meta",))
+    with Float64Raises():
+        make(updates(vbs.AdaScaleOptimizer, VARYING, "meta", logs=True, grad_norm=True, **options), 6)

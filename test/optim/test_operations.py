@@ -27,7 +27,7 @@ def test_a_rule_dispatches_few_operations_more_than_a_loop_by_hand(operations, d
     assert max(more.values()) <= most, more
 
 
-@pytest.mark.parametrize(("device", "of_update", "of_microbatch"), [("cpu", 5, 7), ("meta", 0, 2)])
+@pytest.mark.parametrize(("device", "of_update", "of_microbatch"), [("cpu", 5, 7), ("meta", 1, 2)])
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_a_log_dispatches_few_operations(operations, device, microbatches, of_update, of_microbatch):
     options = operations.RULES["linear"]

@@ -205,6 +205,23 @@ def test_values_of_a_discarded_step_do_not_count():
 # ------------------------------------------------------------------------------------------------------------- mistakes
 
 
+@pytest.mark.parametrize("missing", [(0, 1), (0, 2), (1, 0), (1, 2)], ids=str)
+@pytest.mark.parametrize("reproducible", [False, True], ids=["", "reproducible"])
+def test_a_microbatch_without_a_value_raises_in_one_process(reproducible, missing):
+    run = training(sizes=[12, 12], sampling={"reproducible": reproducible})
+
+    def train():
+        for number, update in enumerate(vbs.updates(run.sampler, run.optimizer)):
+            for index, indices in enumerate(update):
+                run.optimizer.backward(run.loss(indices))
+                if (number, index) != missing:
+                    run.optimizer.log(loss=1.0)
+                run.optimizer.step()
+
+    with pytest.raises(RuntimeError, match=r"log\(\) must be called for every microbatch of a step"):
+        train()
+
+
 def test_a_name_twice_for_a_microbatch_raises():
     run = training()
     run.optimizer.log(loss=1.0)

@@ -91,7 +91,7 @@ class Abilities:
         compares = backend.job.world.size > 1 and not backend.elastic  # an elastic backend compares ranks by itself
         self.same_updates = SameUpdates(inner, backend) if compares else None
         self.counts = TokenCount(backend, options.reduction)
-        self.means = StepMeans(backend, self.counts, options.reduction)
+        self.means = StepMeans(backend, self.counts, options.reduction, by_rows_of_message=reproducible)
         self.totals = Counts(sampler.training, ranks, parameters[0], whole=reproducible)
         self.skipper: LargeGradients | None = None
         if options.skip_grad_norm is not None:

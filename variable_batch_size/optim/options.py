@@ -47,14 +47,9 @@ class UpdateOptions(NamedTuple):
     skip_grad_norm: NormLimit | None = None
 
     @property
-    def limits_norm(self) -> bool:
-        """Whether the norm of the reduced gradient decides what is done with it."""
-        return self.max_grad_norm is not None or self.skip_grad_norm is not None
-
-    @property
     def measures_norm(self) -> bool:
         """Whether the norm of the reduced gradient is measured in each update."""
-        return self.grad_norm or self.limits_norm
+        return self.grad_norm or self.max_grad_norm is not None or self.skip_grad_norm is not None
 
     def validate(self) -> UpdateOptions:
         """Return the options with their numbers as floats; raise ValueError or TypeError if one is not allowed."""

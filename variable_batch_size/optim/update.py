@@ -38,6 +38,7 @@ from variable_batch_size.optim.stage import Counted, Moments, Needs, Stage, Upda
 from variable_batch_size.optim.sums.base import Sum
 from variable_batch_size.optim.sums.overflows import Scaled
 from variable_batch_size.optim.tensors.arithmetic import (
+    WITHOUT_FLOAT64,
     check_dense,
     collect_gradients,
     multiply,
@@ -56,19 +57,19 @@ from variable_batch_size.rules.selection import rules_for_groups
 class Progress:
     """A sum of floats on the host, or of 0-D tensors on a device without a host sync.
 
-    On a device the sum is a float64, so that it loses no digits in a long training; on XLA, where a TPU has none, it is
+    On a device the sum is a float64, so that it loses no digits in a long training. Where the device has none, it is
     stored as an integer part and a fractional part.
     """
 
     def __init__(self, value: float = 0.0) -> None:
-        self._value: float | Tensor = value  # on XLA (2,): the integer part, and the fraction in [0, 1)
+        self._value: float | Tensor = value  # without float64 (2,): the integer part, and the fraction in [0, 1)
 
     def add(self, progress: Any) -> None:
         """Add the progress of one update, a float or a 0-D tensor, in updates at the reference batch size."""
         if not isinstance(progress, Tensor):
             self._value += progress
             return
-        if progress.device.type != "xla":
+        if progress.device.type not in WITHOUT_FLOAT64:
             self._value = progress.double() + self._value
             return
         value = self._value if isinstance(self._value, Tensor) else progress.new_tensor(divmod(self._value, 1.0))
@@ -290,7 +291,7 @@ class Updater:
         self.stages.call("measure", update)
         if not is_factor_known:  # the rules need the noise, say, which was measured just now
             self._ask_rules(update)
-        self._clip(update, 1.0 if factor is None else factor)
+        self._clip(update)
         if not is_factor_known:
             self._scale_gradients(update.scalings)
         self._step_inner(update, begin)
@@ -309,9 +310,9 @@ class Updater:
         """Whether the rule multiplies all gradients by one factor that does not depend on them.
 
         It is then multiplied together with weights of microbatches, which saves a pass over the gradients. Clipping,
-        for example, prevents that, because it limits the norm of gradients without the factor.
+        for example, prevents that, because it needs the norm of gradients without the factor.
         """
-        return not (self.rule_per_group or self.options.limits_norm or self.stages.any("reads_gradient"))
+        return not (self.rule_per_group or self.options.measures_norm or self.stages.any("reads_gradient"))
 
     def _reduce(self, update: UpdateUnderWay, factor: float | None) -> bool:
         """Sum gradients over the ranks, times a factor if there is one. Return False if the host skips the update."""
@@ -348,16 +349,11 @@ class Updater:
         elif self.options.measures_norm:
             self.grad_norm = torch.full((), math.nan, device=self.parameters[0].device)
 
-    def _clip(self, update: UpdateUnderWay, shared_factor: float) -> None:
-        """Multiply the gradients G by min(1, max_grad_norm / |G|). Keep |G| as `grad_norm` if it is known or needed.
-
-        `shared_factor`: by which the gradients were multiplied already; 1 if they will be clipped.
-        """
+    def _clip(self, update: UpdateUnderWay) -> None:
+        """Multiply the gradients G by min(1, max_grad_norm / |G|). Keep |G| as `grad_norm` if it is known or needed."""
         max_norm = self.options.max_grad_norm
         if (max_norm is not None or self.options.grad_norm) and update.gradients and update.norm is None:
             update.norm = squared_norm(update.gradients).sqrt()
-            if shared_factor != 1 or self._backend.static_graph:  # which has no special case for 1
-                update.norm = update.norm / self._backend.scalar(abs(shared_factor), update.norm, "factor of norm")
         if update.norm is not None:
             self.grad_norm = update.norm
         if max_norm is None or update.norm is None:

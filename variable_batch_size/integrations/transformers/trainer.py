@@ -30,9 +30,9 @@ from variable_batch_size.integrations.supported import check_settings
 from variable_batch_size.integrations.transformers.labels import label_counter
 from variable_batch_size.integrations.transformers.loader import TrainerLoader
 from variable_batch_size.integrations.transformers.supported import SETTINGS
-from variable_batch_size.metrics import WITHOUT_FLOAT64
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.optimizer import CustomOptimizer
+from variable_batch_size.optim.tensors.arithmetic import WITHOUT_FLOAT64
 from variable_batch_size.testing.schedules import check_schedule
 
 POSITION = "variable_batch.pt"  # file in a checkpoint of Trainer

@@ -29,21 +29,25 @@ _WHOLE = 1e-3  # tolerance for the weights of a step, which sum to 1
 class StepMeans(Stage):
     """Averages the values of `optimizer.log` over the microbatches of a step and all ranks, as the gradients.
 
-    Of means v_j over rows: mean = sum_j w_j v_j with w_j = n_j / B, or c_j / sum_j c_j with the counts c_j of
-    `step(count=)`. With `reduction="sum"` v_j is a sum over the r_j rows: mean = sum_j (n_j / r_j) v_j / B, or / sum_j
-    c_j; in `updates(counts=)` it is a part of the mean, sum_j (n_j / r_j) v_j. The sums travel in the message of the
-    gradients. Nothing is read from a device.
+    Of means v_j over rows: mean = sum_j n_j v_j / B, or with the counts c_j of `step(count=)` sum_j c_j v_j / sum_j
+    c_j. With `reduction="sum"` v_j is a sum over the r_j rows: mean = sum_j (n_j / r_j) v_j / B, or / sum_j c_j; in
+    `updates(counts=)` it is a part of the mean, sum_j (n_j / r_j) v_j. The sums travel in the message of the gradients.
+    Nothing is read from a device.
     """
 
     name, by_microbatch = "means", True
 
-    def __init__(self, backend: Backend, counts: TokenCount, reduction: str) -> None:
+    def __init__(self, backend: Backend, counts: TokenCount, reduction: str, *, by_rows_of_message: bool) -> None:
+        """Create the means of no step. `by_rows_of_message`: whether `part` is called after each microbatch."""
         self._of_sums = reduction == "sum"
+        # Whether it is not known here that a name has values of the whole step, or of nothing.
+        self._sends_weights = by_rows_of_message or not backend.alone
         self.names: tuple[str, ...] | None = None  # those of the first update
         self._backend, self._counts = backend, counts
         self._current: dict[str, Tensor | float] = {}  # of the microbatch that the next `add` counts
-        self._sums: dict[str, Any] = {}  # name -> sum of w v on this rank: a float, or 0-D on a device
-        self._weight: Any = 0.0  # sum of w: that of each name, because each has a value in every microbatch
+        self._sums: dict[str, Any] = {}  # name -> sum of n_j v_j on this rank: a float, or 0-D on a device
+        self._weight: Any = 0.0  # sum of n_j: that of each name, because each has a value in every microbatch
+        self._divided = False  # whether the loop has divided the losses of the step
         self._microbatches: dict[str, int] = {}  # name -> how many have a value
         self._added = 0  # microbatches of the step
         self._last: tuple[tuple[str, ...], Tensor] | None = None  # of the last update: names, and means, (names,)
@@ -62,17 +66,17 @@ class StepMeans(Stage):
             check_names("log()", [*map(json.loads, agreement.gather(FIRST_UPDATE, names))])
 
     def add(self, counted: Counted, squares: MeasuredSquares, like: Tensor) -> None:
-        """Add the logged values of a microbatch, times its weight in the mean, to the sums of the step.
+        """Add the logged values of a microbatch, times its samples or its count, to the sums of the step.
 
         `counted`: the microbatch, and the count that `step(count=)` got. `like`: a tensor on the device.
         """
         microbatch = counted.microbatch
-        weight = microbatch.samples / microbatch.batch_size if counted.count is None else self._counts.weight  # w_j
-        value_weight = weight  # the factor on the value, while `weight` measures how much of the step has values
-        if self._of_sums or counted.divided:
-            is_part_of_total = counted.divided or counted.count is not None
-            value_weight = microbatch.distinct if is_part_of_total else microbatch.distinct / microbatch.batch_size
+        weight = microbatch.samples if counted.count is None else self._counts.weight
+        # The factor on the value, while `weight` measures how much of the step has values. Whole numbers: float32 adds
+        # them exactly, so that the mean of a constant is the constant.
+        value_weight = microbatch.distinct if self._of_sums or counted.divided else weight
         self._added += 1
+        self._divided = counted.divided
         self._weight = self._weight + weight
         if self._current and self._backend.static_graph:
             value_weight = self._backend.number(value_weight, like, "weight of means")
@@ -85,7 +89,8 @@ class StepMeans(Stage):
     def part(self, like: Sequence[Tensor]) -> list[Tensor]:
         """Return, for the ranks to sum, the weighted sum of the values of each name, (names,), over this rank.
 
-        With several ranks, also return the sum of the weights of each name: 0 if this rank has no value of it.
+        Unless it is known that a name has values of all samples, also return the sum of the weights of each name: 0 if
+        this rank has no value of it.
         """
         for name, number in self._microbatches.items():  # of microbatches that have a value of this name
             if number != self._added:
@@ -96,7 +101,7 @@ class StepMeans(Stage):
         self.names = self._names_of_step if self.names is None else self.names
         if not self.names:
             return []
-        if self._backend.alone:  # a name has values for the whole step, or for nothing
+        if not self._sends_weights:
             return [self._as_vector([self._sums.get(name, math.nan) for name in self.names], like[0])]
         sums = [self._sums.get(name, 0.0) for name in self.names]
         weights = [self._weight if name in self._sums else 0.0 for name in self.names]
@@ -118,11 +123,12 @@ class StepMeans(Stage):
         message = update.message[self.name]
         if not message:
             return
-        sums, *weights_if_several_ranks = message
-        means = sums if update.count is None else sums / update.count
-        for weights in weights_if_several_ranks:  # none or one
-            is_whole = self._find_whole(weights if update.count is None else weights / update.count)
-            means = torch.where(is_whole, means, math.nan)
+        sums, *weights_if_sent = message
+        batch_size = self._backend.scalar(float(update.batch.batch_size), sums, "divisor of means")
+        total = batch_size if update.count is None else update.count
+        means = sums if self._divided else sums / total
+        for weights in weights_if_sent:  # none or one
+            means = torch.where(self._find_whole(weights / total), means, math.nan)
         self._last = self.names, means
         update.means = self.last_means
 

@@ -380,20 +380,30 @@ def _check_deferred_lr(inner: Optimizer, parameters: Sequence[Tensor], rules: Se
 
 
 def _zero_tensors_unless(finite: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Set tensors to 0, in place, if the 0-D bool tensor `finite` is false, without reading it from the device."""
-    if finite.device.type == "xla":  # which makes one graph of all of them, and has no views of bits
-        zero = tensors[0].new_zeros(())
-        for tensor in tensors:
-            tensor.copy_(torch.where(finite, tensor, zero))
-        return
-    # A GPU starts one kernel for all of a list. Nan times 0 is nan, but the bits of nan times 0 are those of 0.
+    """Set tensors to 0, in place, if `finite`, 0-D, is false.
+
+    A GPU starts one kernel for a product of all tensors of a list. Nan times 0 is nan, but the bits of nan, as an
+    integer, times 0 are those of 0.
+    """
+    zeros: dict[torch.dtype, Tensor] = {}
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
-        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        bits = real.view(_BITS[real.itemsize])
-        by_dtype.setdefault(bits.dtype, []).append(bits)
+        bits = _bits_of(tensor)
+        if bits is None:
+            if tensor.dtype not in zeros:
+                zeros[tensor.dtype] = tensor.new_zeros(())
+            tensor.copy_(torch.where(finite, tensor, zeros[tensor.dtype]))
+        else:
+            by_dtype.setdefault(bits.dtype, []).append(bits)
     for dtype, all_bits in by_dtype.items():
         torch._foreach_mul_(all_bits, finite.to(dtype))
 
 
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of a number -> an integer as long
+def _bits_of(tensor: Tensor) -> Tensor | None:
+    """Return a view of the numbers of a tensor as integers of the same size; None if there is none."""
+    is_stored_otherwise = tensor.is_conj() or tensor.is_neg()  # until it is read
+    if tensor.device.type in ("xla", "tpu") or is_stored_otherwise:  # graphs have no views of bits
+        return None
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    dtype = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(real.itemsize)
+    return None if dtype is None else real.view(dtype)

@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from variable_batch_size.backend import Backend, xla
 
+WITHOUT_FLOAT64 = ("mps", "tpu", "xla")  # device types that lack float64, or emulate it
+
 
 @torch.no_grad()
 def scalar_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
