@@ -439,8 +439,12 @@ def _best_first(criterion: Criterion, reported: Iterable[tuple[str, Mapping[str,
     """Return the names of the checkpoints, the best first, without those that have no score.
 
     Args:
-        criterion: what makes a checkpoint better.
-        reported: names, and what was reported; None for a damaged JSON: it comes first, as it may be the best.
+        criterion: what is compared, such as the lowest loss; a lower score is better, and infinity means no score.
+        reported: (name, what was reported when it was saved), or (name, None) if the JSON of a checkpoint is damaged.
     """
-    scored = [(-math.inf if facts is None else criterion.score(facts), _order(name), name) for name, facts in reported]
+    may_be_the_best = -math.inf  # so that a damaged checkpoint is not deleted
+    scored = []
+    for name, facts in reported:
+        score = may_be_the_best if facts is None else criterion.score(facts)
+        scored.append((score, _order(name), name))
     return [name for score, _, name in sorted(scored) if score < math.inf]

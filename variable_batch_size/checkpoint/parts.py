@@ -132,10 +132,11 @@ class Parts:
         return {name for name, tensor in tensors.items() if name.startswith(prefixes) or identity(tensor) in optimized}
 
     def names_to_compare(self, tensors: Mapping[str, Tensor]) -> tuple[set[str], set[str]]:
-        """Return the names of the tensors, and of the parts, that every save has to compare between ranks.
+        """Return the names of the tensors, and of the parts, that each save has to compare between ranks.
 
-        A rank may change them alone at any time. Left out are optimizers and averages, which only updates change, and
-        the parameters of the model: those that are frozen may be large, and rarely change.
+        A loop can change them on one rank by mistake, such as a buffer or a scheduler. Optimizers and weight averages
+        are not compared, because only updates change them, on all ranks alike. Neither are the parameters of the
+        model: those that are trained change by updates, and those that are frozen may be large, and rarely change.
 
         Args:
             tensors: all tensors of the checkpoint, by name.

@@ -57,7 +57,10 @@ def _add_param_group(
 
 
 def wrapper_of(inner: object) -> OptimizerWrapper | None:
-    """Return the wrapper that an optimizer has, if any: it has replaced the method `add_param_group` of `inner`."""
+    """Return the `OptimizerWrapper` around an optimizer of torch, or None.
+
+    A wrapper replaces the method `add_param_group` of its inner optimizer by a partial that refers to the wrapper.
+    """
     method = vars(inner).get("add_param_group") if isinstance(inner, Optimizer) else None
     if not (isinstance(method, partial) and method.func is _add_param_group):
         return None

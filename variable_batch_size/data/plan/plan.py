@@ -366,13 +366,16 @@ class Plan:
     def _whole_epoch(self, offset: int) -> tuple[int, int]:
         """Return the end step and the number of samples that an epoch would have if the training did not end in it.
 
+        The end step is the number of the first step after the epoch.
+
         Args:
-            offset: `Epoch.trace_offset` of the epoch.
+            offset: samples that the trace has before the first step of the epoch, `Epoch.trace_offset`.
         """
-        trace = self._endless_trace
+        trace = self._endless_trace  # as if the trace had no end
         end_sample = offset + self.dataset_size
         end_step = trace.step_at(end_sample - 1) + 1
-        if self.drop_last and trace.offset(end_step) > end_sample:
+        last_step_is_incomplete = trace.offset(end_step) > end_sample
+        if self.drop_last and last_step_is_incomplete:
             end_step -= 1
         return end_step, min(self.dataset_size, trace.offset(end_step) - offset)
 

@@ -115,13 +115,16 @@ def coefficients(batch_size: int, groups: int, one_minus_theta: float, *, paired
 
 
 def update_averages(old: Any, decay: Any, constant: Any, terms: Iterable[tuple[Any, Number]]) -> Any:
-    """Return the averages including one more estimate: theta average + (1 - theta) estimate, which is linear.
+    """Return the averages of the noise, including the estimate of one more update.
+
+    new = decay * old + constant + sum_i coefficient_i * measurement_i, element by element. This is theta * average +
+    (1 - theta) * estimate, because an estimate is linear in what an update measures, such as |G|^2.
 
     Args:
-        old: the averages before, (4,).
-        decay: their factor, (4,).
-        constant: a summand, (4,).
-        terms: pairs of a coefficient, (4,), and the measurement that it is multiplied by.
+        old: the averages before, (4,): of sigma^2 and mu^2, their sum of weights, and the number of estimates.
+        decay: theta, for each of the four; see `coefficients`, which returns all factors.
+        constant: what is added to each of the four, whatever was measured.
+        terms: pairs of (coefficient, (4,); measurement, a number).
     """
     new = decay * old + constant
     for coefficient, measurement in terms:
