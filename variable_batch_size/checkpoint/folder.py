@@ -132,9 +132,10 @@ class Folder:
             if lost:  # read the record again: the run may have found a better checkpoint and deleted these
                 lost = [name for name in self.writer.last_saved()[1] if name in lost]
         else:
-            is_recorded = _NAME.fullmatch(newest) is not None
-            has_one_as_new = bool(names) and _order(names[0]) >= _order(newest)
-            lost = [newest] if is_recorded and not has_one_as_new else []
+            lost = []
+            if _NAME.fullmatch(newest):  # empty in a folder of an earlier version, or without a save
+                has_one_as_new = bool(names) and _order(names[0]) >= _order(newest)
+                lost = [] if has_one_as_new else [newest]
         return {name: "the JSON of a rank is missing" if name in folders else "its folder is missing" for name in lost}
 
     def newest(self) -> str | None:

@@ -487,7 +487,7 @@ def test_the_advice_of_the_page_of_rules_is_what_the_records_claim(row, claims):
 
 def test_the_pages_say_what_the_windows_and_their_costs_were():
     """Means at equal cost, in how many windows a rule was ahead, and how often it failed."""
-    page, advice = ((DOCS / name).read_text() for name in ("evaluations.md", "spot_machines.md"))
+    page, advice = (" ".join((DOCS / name).read_text().split()) for name in ("evaluations.md", "spot_machines.md"))
     frame = read(ROOT / "benchmarks" / "evaluation_windows.jsonl.gz").trainings
     frame["end"] = [curve["loss"][-1] for curve in frame["curve"]]
 
@@ -499,7 +499,6 @@ def test_the_pages_say_what_the_windows_and_their_costs_were():
     root, constant = (ends("AdamW", follows, rule) for rule in ("root", "constant"))
     stayed = ends("AdamW", stays, "constant")
     means = [f"{losses.mean():.3f}" for losses in (root, constant, stayed)]
-    page = " ".join(page.split())
     assert "the loss is {} with `root` and {} with `constant`".format(*means) in page
     assert f"Its loss is {means[2]}." in page
     assert ((root < stayed).sum(), (constant < stayed).sum()) == (12, 10)
