@@ -107,9 +107,8 @@ def with_library(options: dict[str, Any], microbatches: int, device: str = "cpu"
 
 def main() -> None:
     """Count, and record it."""
-    cases = product(({"where": "CPU", "device": "cpu"}, {"where": "GPU (counted without one)", "device": GPU}), (1, 4))
-    for of_device, microbatches in cases:
-        where, device = of_device.values()
+    devices = ("CPU", "cpu"), ("GPU (counted without one)", GPU)
+    for (where, device), microbatches in product(devices, (1, 4)):
         hand = by_hand(microbatches, device)
         own = {"on": f"{2 * LAYERS} parameters, SGD", "where": where, "case": f"microbatches: {microbatches}"}
         record("operations of an update", "by hand", hand, "operations", **own)

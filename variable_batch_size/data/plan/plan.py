@@ -480,12 +480,7 @@ class Plan:
     ) -> Iterator[Deal]:
         """Yield the microbatches of one rank from `first_step` to the end of `epoch`, for thousands of steps at a time.
 
-        Args:
-            epoch: the epoch.
-            first_step: the first step.
-            world: the rank, and the number of ranks.
-            dealing: how steps are split into microbatches, and these are dealt to ranks.
-            end_step: the step before which it ends, if its batch size is not known yet.
+        Arguments are as for `deal`.
         """
         for step in range(first_step, min(end_step, epoch.end_step), STEPS_PER_DEAL):
             yield self.deal(epoch, step, world, dealing, end_step)

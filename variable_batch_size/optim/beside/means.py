@@ -47,7 +47,6 @@ class StepMeans(Stage):
         self._current: dict[str, Tensor | float] = {}  # of the microbatch that the next `add` counts
         self._sums: dict[str, Any] = {}  # name -> sum of n_j v_j on this rank: a float, or 0-D on a device
         self._weight: Any = 0.0  # sum of n_j: that of each name, because each has a value in every microbatch
-        self._divided = False  # whether the loop has divided the losses of the step
         self._microbatches: dict[str, int] = {}  # name -> how many have a value
         self._added = 0  # microbatches of the step
         self._last: tuple[tuple[str, ...], Tensor] | None = None  # of the last update: names, and means, (names,)
@@ -76,7 +75,6 @@ class StepMeans(Stage):
         # them exactly, so that the mean of a constant is the constant.
         value_weight = microbatch.distinct if self._of_sums or counted.divided else weight
         self._added += 1
-        self._divided = counted.divided
         self._weight = self._weight + weight
         if self._current and self._backend.static_graph:
             value_weight = self._backend.number(value_weight, like, "weight of means")
@@ -126,7 +124,7 @@ class StepMeans(Stage):
         sums, *weights_if_sent = message
         batch_size = self._backend.scalar(float(update.batch.batch_size), sums, "divisor of means")
         total = batch_size if update.count is None else update.count
-        means = sums if self._divided else sums / total
+        means = sums / total if update.batch.totals is None else sums  # with totals, the loop has divided its losses
         for weights in weights_if_sent:  # none or one
             means = torch.where(self._find_whole(weights / total), means, math.nan)
         self._last = self.names, means
