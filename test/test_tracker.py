@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import fcntl
 import gc
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import termios
 from contextlib import redirect_stderr
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -27,10 +29,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import variable_batch_size as vbs
+from helpers.interrupts import Interrupt
 from helpers.properties import examples
 from helpers.reference import REF, SGD, SIZES, training
 from helpers.tensorboard import events
 from variable_batch_size.testing import run_ranks
+from variable_batch_size.tracker import ScalarsFile, read_scalars
 
 TAGS = [
     *("epoch", "samples", "seconds", "samples_per_second", "updates_per_second"),
@@ -170,6 +174,70 @@ def test_resuming_from_an_earlier_update_replaces_later_rows(tmp_path):
     assert second[4] != first[4]  # another number of microbatches
     assert [event.step for event in events(tmp_path) if event.HasField("session_log")] == [4]  # TensorBoard's purge
     assert not list(tmp_path.glob("*.part"))
+
+
+@pytest.mark.parametrize("log_steps", [1, 3])
+def test_a_restore_in_the_same_process_replaces_later_rows(log_steps, tmp_path):
+    """As in a new process: the rows are those of one course, and TensorBoard hides what was left."""
+    for folder, goes_back in ((tmp_path / "straight", False), (tmp_path / "back", True)):
+        with vbs.Tracker(folder) as tracker:
+            run = training(tracker=tracker, log_steps=log_steps).run(4)
+            state, weights = run.optimizer.state_dict(), copy.deepcopy(run.model.state_dict())
+            run.run(5)
+            if goes_back:
+                run.optimizer.load_state_dict(state)
+                run.model.load_state_dict(weights)
+                assert read_scalars(folder / "scalars.csv")[1][-1]["update"] == "9"
+                tracker.log(5, {"noted": 1})  # as a controller, before the row of the update is there
+                run.run(5)
+            else:
+                tracker.log(5, {"noted": 1})
+    straight, back = (pd.read_csv(tmp_path / name / "scalars.csv") for name in ("straight", "back"))
+    pd.testing.assert_frame_equal(back.drop(columns=OF_TIME), straight.drop(columns=OF_TIME))
+    assert (back[OF_TIME[1:]].dropna() > 0).all(axis=None)
+    assert [event.step for event in events(tmp_path / "back") if event.HasField("session_log")] == [5]
+
+
+CHANGES = {
+    "a row": (4, {"a": 40}),
+    "a column": (4, {"b": 40}),
+    "more values of the last row": (3, {"a": 333}),
+    "fewer digits in the last row": (3, {"a": 3}),
+    "an earlier row": (2, {"a": 22}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an open file that was interrupted
+def test_an_interrupt_at_any_line_leaves_a_table_that_goes_on(change, tmp_path):
+    """The row that was interrupted is as before or as after; all others are there, also the later ones."""
+    update, scalars = CHANGES[change]
+    before = {1: {"a": "10"}, 2: {"a": "20"}, 3: {"a": "30"}}
+    after = {number: dict(row) for number, row in before.items()}
+    after.setdefault(update, {}).update({tag: str(value) for tag, value in scalars.items()})
+    later = {5: {"a": "50"}, 6: {"c": "60"}}
+    for line in count(1):
+        path = tmp_path / f"{line}.csv"
+        table = ScalarsFile(path)
+        for number, row in before.items():
+            table.add(number, {"a": int(row["a"])})
+        try:
+            with Interrupt(line, "tracker.py"):
+                table.add(update, scalars)
+            break
+        except KeyboardInterrupt as error:
+            where = str(error)
+        rows = read_scalars(path)[1]
+        assert {int(row.pop("update")): row for row in rows} in (before, after), where
+        for number, row in later.items():
+            table.add(number, {tag: int(value) for tag, value in row.items()})
+        table.close()
+        rows = read_scalars(path)[1]
+        assert {int(row.pop("update")): row for row in rows} in (before | later, after | later), where
+        table = ScalarsFile(path)
+        table.close()
+    table.close()
+    assert line > 15
 
 
 # ------------------------------------------------------------------------------------------------- any rows, any time

@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.util import Finalize
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO, final
+from typing import Any, NamedTuple, final
 
 from tqdm import tqdm
 
 from variable_batch_size._log import stacklevel_of_user
-from variable_batch_size._validation import check_int, type_error
+from variable_batch_size._validation import check_int, suggests, type_error
 
 SCALARS = "scalars.csv"
 DELAY = 2  # updates after which any device has computed a number, so that reading it does not wait
@@ -38,10 +38,28 @@ _LAYOUT = {
 
 
 @final
+class _WrittenTable(NamedTuple):
+    """What is known of the file on the disk.
+
+    Attributes:
+        file: the open file, without a buffer; its position is the end.
+        columns: names of the columns.
+        start: position at which the last row begins.
+        last: the last row, cells by the names of their columns.
+    """
+
+    file: io.FileIO
+    columns: list[str]
+    start: int
+    last: dict[str, str]
+
+
+@final
 class ScalarsFile:
     """A CSV file with one row for each update and one column for each tag; a cell without a value is empty.
 
-    Rows are appended. Only a new column, or an update before the last one, writes the file anew.
+    Rows are appended. Only a new column, an update before the last one, or other values of the last one that take less
+    space, write the file anew.
 
     An existing file is continued: the first values of an update after 0 drop its rows from that update on. Update 0
     drops nothing, because hyperparameters are logged there at each start.
@@ -49,60 +67,83 @@ class ScalarsFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: TextIO | None = None
-        self._start = 0  # position in the file at which its last row begins
-        self._last: dict[str, str] = {}  # the last row
-        self._columns, rows = read_scalars(path)
+        columns, rows = read_scalars(path)
         self._continued = bool(rows)  # whether the file may have rows of an earlier run that this one makes again
-        self._write_anew(rows)
+        self._table = self._write_anew(columns, rows)
+        self._known = True  # whether `_table` describes the file; not after an interrupt of `add`
 
     def add(self, update: int, scalars: Mapping[str, float]) -> None:
         """Write the values of an update to its row, beside those that the row has already."""
-        if self._continued and update > 0:  # a resumed run makes these updates again
-            self._continued = False
-            self._write_anew([row for row in read_scalars(self._path)[1] if int(row["update"]) < update])
         cells = {"update": str(update), **{tag: str(value) for tag, value in scalars.items()}}
-        new_columns = [tag for tag in cells if tag not in self._columns]
-        last_update = int(self._last["update"]) if self._last else update - 1
-        if new_columns or update < last_update:  # a row cannot be appended: change the whole file
-            rows = {int(row["update"]): row for row in read_scalars(self._path)[1]}
+        if not self._known:
+            self._replace(*read_scalars(self._path))
+        if self._continued and update > 0:  # a resumed run makes these updates again
+            self._replace(self._table.columns, [row for row in self._rows() if int(row["update"]) < update])
+            self._continued = False
+        _, columns, start, last = self._table
+        last_update = int(last["update"]) if last else update - 1
+        row = last | cells if update == last_update else cells
+        is_longer = update > last_update or len(_line(columns, row)) >= len(_line(columns, last))
+        if update < last_update or not is_longer or not row.keys() <= {*columns}:  # change the whole file
+            rows = {int(row["update"]): row for row in self._rows()}
             rows[update] = rows.get(update, {}) | cells
-            self._columns += new_columns
-            self._write_anew([rows[number] for number in sorted(rows)])
-            return
-        if update == last_update and self._file is not None:  # replace the last row by one with more values
-            self._file.seek(self._start)
-            self._file.truncate()
-            cells = self._last | cells
-        self._append(cells)
+            columns = [*columns, *(tag for tag in cells if tag not in columns)]
+            self._replace(columns, [rows[number] for number in sorted(rows)])
+        else:  # the last row is overwritten by more values, so that no kill can lose it
+            self._write_last(start if update == last_update else None, row)
 
     def close(self) -> None:
         """Close the file."""
-        if self._file is not None:
-            self._file.close()
+        self._table.file.close()
 
-    def _write_anew(self, rows: Sequence[dict[str, str]]) -> None:
-        """Replace the file by one with these rows, and append later rows to it.
+    def _rows(self) -> list[dict[str, str]]:
+        return read_scalars(self._path)[1]
 
-        The new file is written under another name first, so that a killed process leaves the old one or the new one.
+    def _write_last(self, start: int | None, row: dict[str, str]) -> None:
+        """Write a row over the last one, which begins at `start`, or append it if that is None."""
+        file, columns, _, _ = self._table
+        self._known = False
+        start = file.tell() if start is None else file.seek(start)
+        _write(file, _line(columns, row))
+        self._table = _WrittenTable(file, columns, start, row)
+        self._known = True
+
+    def _replace(self, columns: list[str], rows: Sequence[dict[str, str]]) -> None:
+        """Replace the file by one with these columns and rows, and append later rows to it."""
+        self._known = False
+        self._table.file.close()
+        self._table = self._write_anew(columns, rows)
+        self._known = True
+
+    def _write_anew(self, columns: list[str], rows: Sequence[dict[str, str]]) -> _WrittenTable:
+        """Write a file with these columns and rows in the place of the present one.
+
+        It is written under another name first, so that a killed process leaves the old one or the new one.
         """
         temporary = self._path.with_suffix(f".{os.getpid()}.part")
-        file = temporary.open("w", newline="", encoding="utf-8")
-        if self._file is not None:
-            self._file.close()
-        self._file, self._start, self._last = file, 0, {}
-        csv.writer(file, lineterminator="\n").writerow(self._columns)
-        for row in rows:
-            self._append(row)
-        file.flush()
-        temporary.replace(self._path)
+        file = temporary.open("wb", buffering=0)
+        try:
+            lines = [_line(columns, dict(zip(columns, columns, strict=True))), *(_line(columns, row) for row in rows)]
+            text = b"".join(lines)
+            _write(file, text)
+            temporary.replace(self._path)
+            return _WrittenTable(file, columns, len(text) - len(lines[-1]), dict(rows[-1]) if rows else {})
+        except BaseException:
+            file.close()
+            raise
 
-    def _append(self, row: dict[str, str]) -> None:
-        """Write a row, cells by the names of their columns, at the end of the file, and remember where it begins."""
-        assert self._file is not None
-        self._start, self._last = self._file.tell(), row
-        csv.DictWriter(self._file, self._columns, lineterminator="\n").writerow(row)
-        self._file.flush()
+
+def _line(columns: Sequence[str], row: Mapping[str, str]) -> bytes:
+    """Return a row of a CSV file; `row` has cells by the names of their columns."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow([row.get(name, "") for name in columns])
+    return text.getvalue().encode()
+
+
+def _write(file: io.FileIO, text: bytes) -> None:
+    """Write all of a text, at once if the disk has room for it."""
+    while text:
+        text = text[file.write(text) :]
 
 
 def read_scalars(path: Path) -> tuple[list[str], list[dict[str, str]]]:
@@ -193,7 +234,7 @@ class EventsFile:
             self._disk_is_full = True
             warnings.warn(
                 f"The events of TensorBoard in {self._logdir} end at about update {self._update}, because they could "
-                f"not be written ({error}); free disk space, and resume the training ({SCALARS} goes on)",
+                f"not be written ({error}); free disk space, and resume the training ({SCALARS} is still written)",
                 RuntimeWarning,
                 stacklevel=stacklevel_of_user(),
             )
@@ -205,14 +246,15 @@ class Tracker:
 
     Files are opened at the first `log`, which an optimizer calls on rank 0 only; on other ranks, the `tracker` of an
     optimizer writes nothing. Call `close()` at the end, or use it in a `with` statement: rows of the last updates wait
-    for a device until then. A training that resumes from an earlier update in the same folder replaces the rows after
-    that update: the first `log` of an update after 0 does.
+    for a device until then. A run that resumes from an earlier update in the same folder or process replaces the rows
+    after that update, at the first `log` of an update after 0.
 
     Args:
         logdir: folder of the files. Default: no files are written.
         progress: whether to draw a progress bar for each epoch, in samples, if standard error is a terminal.
     """
 
+    @suggests
     def __init__(self, logdir: str | os.PathLike[str] | None = None, *, progress: bool = True) -> None:
         self.logdir = None if logdir is None else Path(logdir)
         self._progress = progress
@@ -318,12 +360,15 @@ class Tracker:
             self._files[0].flush()
 
     def close(self) -> None:
-        """Write what is left of `log_later`, close the files, and remove the progress bar."""
+        """Write what is left of `log_later`, close the files, and remove the progress bar.
+
+        A later `log` opens the files again, as a run that resumes.
+        """
         self.flush()
         self._close_bar()
-        if self._close_files is not None:
-            self._close_files()
-            self._files = self._close_files = None
+        close, self._close_files, self._files = self._close_files, None, None
+        if close is not None:
+            close()
 
     def __enter__(self) -> Tracker:
         return self
