@@ -33,13 +33,13 @@ _active: Preemption | None = None
 
 @final
 class Preemption:
-    """Context manager that makes a training save and exit after the next update when a signal arrives.
+    """Context manager that saves a checkpoint and exits after the next update when a signal arrives.
 
     Enter it in the main thread of each rank's process, or of the process that calls
-    `variable_batch_size.backend.xla.launch`, which forwards signals to its ranks. After a signal to any rank, the next
+    `variable_batch_size.backend.xla.launch`, which passes signals on to its ranks. After a signal to any rank, the next
     `Checkpoint.step()` saves after the same update on all ranks and raises `SystemExit(143)`; a process that launched
     XLA cores also exits with 143. A second signal, one second or more after the first, ends the process immediately.
-    AdaptDL stops trainings in the same way (Qiao et al. 2021).
+    AdaptDL stops training in the same way (Qiao et al. 2021).
 
     Args:
         signals: signals to handle; by default SIGTERM and SIGUSR1, which clouds and Slurm send.
@@ -189,8 +189,8 @@ class Interrupts:
             )
         if Interrupts._last is not None:  # as when a notebook's cell runs again
             Interrupts._last.end()
-        Interrupts._last = self
         self._preemption = Preemption((signal.SIGINT,)) if _active is None else None  # None: the user has entered one
+        Interrupts._last = self
         if self._preemption is not None:
             self._preemption.__enter__()
         elif _active is not None:

@@ -17,6 +17,7 @@ from helpers.reference import SIZES, assert_equal, training
 from helpers.sharded import always_sharded, wide
 from variable_batch_size.checkpoint import tensor_file
 from variable_batch_size.checkpoint.names import Names
+from variable_batch_size.checkpoint.write_thread import wait_for_all
 from variable_batch_size.testing import run_ranks
 
 __all__ = ["always_sharded"]
@@ -104,6 +105,43 @@ def test_close_waits_for_the_background_save(tmp_path):
     saves.close()
     with checkpoint(tmp_path, run):
         pass
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+@pytest.mark.parametrize("world", [1, 2])
+def test_another_checkpoint_on_the_folder_waits_for_the_background_save(
+    dropped, world, tmp_path, monkeypatch, always_sharded
+):
+    """As when a notebook's cell runs again. Nothing is written before the other one waits."""
+    write, saved, waited = tensor_file.write, [], threading.Event()
+
+    def write_late(*arguments):
+        assert waited.wait(100)
+        return write(*arguments)
+
+    def wait():
+        if len(saved) == world:
+            waited.set()
+        return wait_for_all()
+
+    monkeypatch.setattr(tensor_file, "write", write_late)
+    monkeypatch.setattr("variable_batch_size.checkpoint.checkpoint.wait_for_all", wait)
+
+    def run(backend):
+        run = wide(backend).run(2)
+        saves = checkpoint(tmp_path, run, blob=nn.Linear(9, 9))
+        saved.append(saves.save(wait=False))
+        if dropped:
+            del saves
+        resumed = wide(backend)
+        with checkpoint(tmp_path, resumed, blob=nn.Linear(9, 9)) as saves:
+            assert saves.restore()
+        return resumed.optimizer.updates
+
+    try:
+        assert run_ranks(run, world) == world * [2]
+    finally:
+        waited.set()
 
 
 another = pytest.mark.nightly("starts another process")

@@ -165,8 +165,8 @@ def test_a_new_training_does_not_save_beside_checkpoints_that_it_has_not_restore
     """It may have made fewer updates, as many, or more; one that was in the folder goes on without a restore."""
     run, before = training().run(made), names(saved)
     expected = (
-        rf"update-00000002-0001-2-1 is not one of this training, which has made {made} updates, .*; restore\(\) it "
-        r"first; another folder begins another training"
+        rf"update-00000002-0001-2-1 is not one of this run, which has made {made} updates, .*; restore\(\) it "
+        r"first; another folder begins a different run"
     )
     with checkpoint(saved, run, keep=keep) as saves:
         for wait in (True, False):
@@ -295,7 +295,7 @@ def test_a_longer_trace_goes_on(tmp_path):
     run = training(sizes=SIZES[:5], dataset_size=73, sampling={"on_end": "error"}).run(5)
     save_checkpoint(tmp_path, run)
     longer = training(dataset_size=73, sampling={"on_end": "error"})
-    told = pytest.warns(UserWarning, match=r"^The batch trace differs from that of the saved run after update 5")
+    told = pytest.warns(UserWarning, match=r"^The batch trace differs from the saved run's trace after update 5")
     with checkpoint(tmp_path, longer) as saves, told:
         assert saves.restore()
     assert longer.optimizer.updates == 5

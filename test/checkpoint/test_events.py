@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 
 import pytest
 import torch
@@ -48,8 +50,47 @@ def test_a_line_without_its_numbers_is_left_out(change, tmp_path):
     assert events.read_events(Storage(tmp_path)) == [found]
 
 
+NOW = 10_000.0  # seconds
+
+
+@pytest.mark.parametrize(
+    ("lines", "lost"),
+    [
+        ([], (0, 0)),
+        ([("start", 0, 0), ("save", 120, 400)], (0, 200)),  # at its pace in a minute
+        ([("start", NOW - 126, 0), ("save", NOW - 6, 400)], (0, 20)),  # in the time since then
+        ([("start", 0, 0, 7), ("save", 120, 400)], (0, 7)),  # by its interval
+        ([("start", 0, 0), ("save", 50, 5), ("save", 51, 10), ("save", 60, 405)], (5, 2639)),  # it began slowly
+        ([("start", 0, 0), ("save", 120, 400), ("end", 130, 410)], (10, 10)),
+        ([("start", 0, 0), ("save", 9, 450), ("start", 20, 0), ("restore", 30, 400), ("progress", 90, 407)], (7, 14)),
+        ([("start", 0, 0), ("save", 120, 450), ("start", 300, 0), ("end", 301, 0)], (50, 275)),  # it restored nothing
+        ([("start", 0, 0), ("restore", 5, 400)], (0, None)),
+    ],
+    ids=str,
+)
+def test_what_a_run_has_lost_is_bounded(lines, lost, tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "time", lambda: NOW)
+    told_lines = [
+        {"version": 1, "world": 1, "seconds": 0, "event": event, "time": at, "update": update}
+        | ({"every": every[0]} if every else {})
+        for event, at, update, *every in lines
+    ]
+    (tmp_path / FILE).write_text("\n".join(map(json.dumps, told_lines)))
+    assert Events(Storage(tmp_path), World(0, 1)).lost(400) == lost
+
+
+def test_a_restore_in_the_same_run_knows_what_it_loses(tmp_path, caplog):
+    run = training()
+    with checkpoint(tmp_path, run) as saves:
+        run.run(1)
+        saves.save()
+        for lost in (2, 0, 3):
+            run.run(lost)
+            saves.restore()
+            assert told(caplog)[-1].endswith(f"lost {lost} updates.")
+
+
 def test_a_run_that_was_killed_may_have_made_more_updates(tmp_path, caplog):
-    """It tells its updates once a minute."""
     run = training()
     saves = checkpoint(tmp_path, run)
     for _ in range(2):
@@ -59,7 +100,7 @@ def test_a_run_that_was_killed_may_have_made_more_updates(tmp_path, caplog):
     truncate_state(path_of(tmp_path, 2))
     with checkpoint(tmp_path, training()) as later, pytest.warns(RuntimeWarning, match="restoring update-00000001-"):
         assert later.restore()
-    assert told(caplog)[-1].endswith("lost 1 update and those of the last minute before it was killed.")
+    assert re.search(r"lost 1 to \d+ updates\.$", told(caplog)[-1])
     (restored,) = [line for line in events.read_events(Storage(tmp_path)) if line["event"] == "restore"]
     assert (restored["lost"], restored["damaged"]) == (1, "update-00000002-0001-2-1")
 

@@ -192,7 +192,7 @@ def test_a_checkpoint_of_a_later_version_is_named_and_stays(tmp_path):
 def test_checkpoints_with_names_of_another_version_are_named_and_stay(tmp_path):
     (tmp_path / "update-00000003").mkdir()
     (tmp_path / "update-00000003" / "checkpoint.json").write_text('{"format": "vbs-checkpoint", "version": 1}')
-    told = r"Checkpoint .*/update-00000003 must have version 2 of .*, got the name of another version; go on with the"
+    told = r"Checkpoint .*/update-00000003 must have version 2 of .*, got the name of another version; continue with"
     with checkpoint(tmp_path, training()) as saves, pytest.raises(RuntimeError, match=told):
         saves.restore()
     with pytest.raises(ValueError, match=told):
@@ -256,7 +256,7 @@ def test_rejects_a_file_as_folder_on_every_rank(tmp_path):
 
 FULL = (
     "Checkpoint update-{:08d} could not be written to {} (File too large); free disk space, or copy the newest "
-    "checkpoint to another folder and go on there "
+    "checkpoint to another folder and continue there "
     "(earlier checkpoints are unchanged)"
 )
 

@@ -233,7 +233,9 @@ def test_a_training_that_has_ended_says_so_when_it_is_started_again(tmp_path, ca
         return run.optimizer.updates - made
 
     assert train() > 0
-    ended = f"The training has ended after {training_updates(tmp_path)} updates; to train it anew, pass another folder."
+    ended = (
+        f"The training has ended after {training_updates(tmp_path)} updates; to train it again, pass another folder."
+    )
     assert ended not in told(caplog)
     assert train() == 0
     assert ended in told(caplog)

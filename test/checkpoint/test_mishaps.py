@@ -8,6 +8,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,9 @@ import torch
 import variable_batch_size as vbs
 from helpers.checkpoints import checkpoint, save_checkpoint, start, updates
 from helpers.reference import training
-from variable_batch_size.checkpoint import writer
-from variable_batch_size.checkpoint.saving import WriteThread
+from variable_batch_size.checkpoint import tensor_file, writer
 from variable_batch_size.checkpoint.storage import Storage
+from variable_batch_size.checkpoint.write_thread import WriteThread
 
 
 def test_an_interrupt_after_the_json_leaves_no_checkpoint_without_tensors(tmp_path, monkeypatch):
@@ -70,59 +71,116 @@ def test_an_interrupt_while_a_write_begins_leaves_its_memory_alone(begins, tmp_p
 
 
 INTERRUPTED = """
-import random, signal, threading
+import dis, itertools, sys
 from functools import partial
-from variable_batch_size.checkpoint.saving import WriteThread
+from variable_batch_size.checkpoint.storage import Storage
+from variable_batch_size.checkpoint.write_thread import WriteThread
+from variable_batch_size.checkpoint.writer import Writer
 
-done, begun, ended, armed = [], [], threading.Event(), False
+left, last = 0, {}  # instants; the last instruction of each frame
 
-def interrupts():
-    rng = random.Random(3)
-    while not ended.wait(rng.uniform(0, 2e-4)):
-        signal.raise_signal(signal.SIGINT)
+def trace(frame, event, _):
+    global left
+    frame.f_trace_opcodes = True
+    if event == "opcode":
+        before, last[frame] = last.get(frame, ""), dis.opname[frame.f_code.co_code[frame.f_lasti]]
+        left -= before.startswith(("CALL", "RESUME", "JUMP"))  # after which CPython looks for signals
+        if left == 0:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+    return trace
 
-def handle(*_):
-    global armed
-    if armed:
-        armed = False
-        raise KeyboardInterrupt
+def is_interrupted(call, at):
+    global left
+    left = at
+    last.clear()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
 
-def work(number):
-    begun.append(number)
-    done.append(number)
-
-signal.signal(signal.SIGINT, handle)
-threading.Thread(target=interrupts, daemon=True).start()
-number, interrupted = 0, 0
-while number < 1000 or interrupted < 50:
-    thread = WriteThread()  # which starts a thread, in which there are many instants
-    for _ in range(5):
-        try:
-            armed = True
-            thread.submit(partial(work, number))
-            armed = False
-        except KeyboardInterrupt:
-            interrupted += 1
-        while True:
-            try:
-                armed = True
-                thread.wait()
-                armed = False
-                break
-            except KeyboardInterrupt:
-                interrupted += 1
-        assert begun == done  # nothing is under way after a wait
-        number += 1
-ended.set()
-assert done == sorted(set(done)) and len(done) > 100
+for begun in (False, True):
+    for at in itertools.count(1):
+        thread, done = WriteThread(), []
+        if begun:
+            thread.submit(partial(done.append, 0))
+        begin_is_cut = is_interrupted(partial(thread.submit, partial(done.append, 1)), at)
+        wait_is_cut = is_interrupted(thread.wait, at)
+        thread.wait()
+        assert done in ([0] * begun + [1], *[[0] * begun] * begin_is_cut), (begun, at, done)
+        thread.submit(partial(done.append, 2))
+        thread.wait()
+        assert done[-1] == 2, (begun, at, done)
+        if not begin_is_cut and not wait_is_cut:
+            break
+    assert at > 5, at
+for at in itertools.count(1):
+    writer = Writer(Storage(sys.argv[1]), None)
+    writer.acquire(0)
+    is_cut = is_interrupted(writer._stop, at)
+    writer._stop()
+    if not is_cut:
+        break
+assert at > 3, at
 print(True)
 """
 
 
-def test_interrupts_at_any_instant_leave_the_works_of_a_thread_whole():
-    """Each is done once, or not at all if its begin was interrupted, and a wait ends, whenever signals come."""
-    ended = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=100)
+def test_a_checkpoint_can_be_closed_again_after_an_exception(tmp_path):
+    saves = checkpoint(tmp_path, training().run(1))
+    saves.save(wait=False)
+    saves.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+    saves.close()
+    assert updates(tmp_path) == [1]
+
+
+def test_an_interrupt_at_any_instant_leaves_the_functions_of_a_thread_whole(tmp_path):
+    """Each runs once, or not at all if its `submit` was interrupted; waits end, also later ones; so does a writer."""
+    command = [sys.executable, "-c", INTERRUPTED, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert (ended.stdout, ended.stderr) == ("True\n", "")
+
+
+ENDS = """
+import _thread, atexit, gc, multiprocessing, sys, time
+from functools import partial
+from variable_batch_size.checkpoint.write_thread import WriteThread
+
+def say(text):
+    time.sleep(0.1)
+    print(text, flush=True)
+
+def begin(*texts):
+    thread = WriteThread()
+    for text in texts:
+        thread.submit(partial(say, text))
+    return thread
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context("fork").Process(target=begin, args=("forked",))
+    process.start()  # in it atexit calls nothing
+    process.join()
+    atexit.register(begin, "at exit")  # after the others
+    begin("dropped").wait()
+    gc.collect()
+    while _thread._count():  # without the one of this process
+        time.sleep(0.01)
+    print("no thread", flush=True)
+    begin("one", "two")
+    begin().submit(partial(int, "error"))
+"""
+
+
+def test_functions_have_run_when_the_process_ends():
+    """Also in a forked one, which ends without atexit, and of a thread that was dropped; its thread ends."""
+    command = [sys.executable, "-W", "error::RuntimeWarning", "-c", ENDS]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert ended.stdout.splitlines() == ["forked", "dropped", "no thread", "one", "two", "at exit"]
+    assert "RuntimeWarning: invalid literal for int()" in ended.stderr
 
 
 def test_a_write_that_fails_is_told_at_the_end_of_the_process(tmp_path):
@@ -137,6 +195,63 @@ saves.save(wait=False)
     _, told = process.communicate()
     assert process.returncode == 0
     assert "RuntimeWarning: Checkpoint update-00000001 could not be written to" in told
+
+
+@pytest.mark.slow("starts a process")
+def test_ctrl_c_at_the_end_of_the_process_lets_the_write_end(tmp_path):
+    """The write sends the signal when the process waits for it, and continues when it was told what it does."""
+    script = """
+import logging, os, signal, time
+from variable_batch_size.checkpoint import write_thread
+saves, told = checkpoint(folder, training().run(1)), []
+kind = type(saves._saver._folder)
+def write(*arguments, write=kind.write):
+    while not write_thread._process_ends:
+        time.sleep(1e-3)
+    os.kill(os.getpid(), signal.SIGINT)
+    while not told:
+        time.sleep(1e-3)
+    write(*arguments)
+kind.write = write
+class Told(logging.Handler):
+    def emit(self, record):
+        told.append(record)
+logging.getLogger("variable_batch_size").addHandler(Told())
+saves.save(wait=False)
+"""
+    process = start(script, tmp_path)
+    _, error = process.communicate(timeout=100)
+    assert (process.returncode, error) == (0, "")
+    assert updates(tmp_path) == [1]
+
+
+def test_a_close_waits_for_a_write_whose_save_was_interrupted(tmp_path, monkeypatch):
+    run, write, submit = training().run(1), tensor_file.write, WriteThread.submit
+    saves, waits = checkpoint(tmp_path, run), threading.Event()
+
+    def write_late(*arguments):
+        assert waits.wait(100)
+        return write(*arguments)
+
+    def interrupt(thread, work):
+        submit(thread, work)
+        raise KeyboardInterrupt
+
+    def wait(thread, wait=WriteThread.wait):
+        waits.set()
+        return wait(thread)
+
+    monkeypatch.setattr(tensor_file, "write", write_late)
+    with monkeypatch.context() as patch:
+        patch.setattr(WriteThread, "submit", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            saves.save(wait=False)
+    monkeypatch.setattr(WriteThread, "wait", wait)
+    try:
+        saves.close()
+        assert updates(tmp_path) == [1]
+    finally:
+        waits.set()
 
 
 def test_a_writer_whose_folder_was_deleted_and_begun_again_raises(tmp_path):

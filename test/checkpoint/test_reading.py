@@ -53,7 +53,7 @@ def test_reads_the_best_checkpoint(mode, best, tmp_path):
 def test_best_needs_a_reported_value(tmp_path):
     folder = two_saved(tmp_path)
     for path in (folder, path_of(folder, 2)):
-        with pytest.raises(ValueError, match=r"^best=True needs the folder of a training .*, got .*; pass best=\"min:"):
+        with pytest.raises(ValueError, match=r"^best=True needs the folder of a run .*, got .*; pass best=\"min:"):
             vbs.read_checkpoint(path, best=True)
 
 

@@ -266,7 +266,7 @@ def test_hyperparameters_that_differ_are_told_at_each_restart(tmp_path):
                 saves.restore()
             run.run(1)
             saves.save()
-        told.append(sorted({str(one.message).partition("which count: ")[2].partition(". To")[0] for one in caught}))
+        told.append(sorted({str(one.message).partition("the script's: ")[2].partition(". To")[0] for one in caught}))
         assert float(run.optimizer.param_groups[0]["lr"]) == pytest.approx(0.1)
     assert all(one.startswith("lr of group 0 was 0.1 and is 0.2") for line in told for one in line)
     assert [len(line) for line in told] == [0, 0, 1, 1, 1, 0]

@@ -143,7 +143,7 @@ def test_a_difference_by_rounding_is_told_once(tmp_path):
                 saves.save()
                 run.run(1)
 
-    told = r"2\.bias of the model \(Sequential\) on rank 1 differs by rounding from that on rank 0"
+    told = r"2\.bias of the model \(Sequential\) on rank 1 differs by rounding from rank 0"
     with pytest.warns(UserWarning, match=told) as caught:
         run_ranks(train, 2)
     assert len(caught) == 1
@@ -180,6 +180,11 @@ class Everything:
         for parameter in self.others["teacher"].parameters():
             torch.nn.init.ones_(parameter)
 
+    def make(self, updates):
+        """Make updates, and step the schedule."""
+        self.run.run(updates)
+        self.others["scheduler"].step()
+
     def checkpoint(self, folder):
         return checkpoint(folder, self.run, **self.others)
 
@@ -205,7 +210,7 @@ SHARED = "model/0", "model/2", "model/frozen", "optimizer/state"  # the optimize
 
 def names():
     everything = Everything(LocalBackend())
-    everything.run.run(1)
+    everything.make(1)
     return [*everything.tensors()]
 
 
@@ -216,7 +221,7 @@ def test_what_differs_on_a_rank_raises_or_comes_back(name, tmp_path):
 
     def save(backend):
         everything = Everything(backend)
-        everything.run.run(2)
+        everything.make(2)
         with everything.checkpoint(tmp_path) as saves:
             if late:
                 saves.save()
@@ -254,7 +259,7 @@ def test_each_file_of_each_rank_is_verified(tmp_path):
 
     def save(backend):
         everything = Everything(backend)
-        everything.run.run(2)
+        everything.make(2)
         everything.run.model.queue.fill_(backend.world.rank)
         with everything.checkpoint(tmp_path) as saves:
             saves.save()

@@ -176,7 +176,7 @@ SLOW = pytest.mark.slow("saves often")
 
 
 @pytest.mark.parametrize("place", ["disk", "store"])
-@pytest.mark.parametrize("call", ["save", pytest.param("report", marks=SLOW)])
+@pytest.mark.parametrize("call", ["save", pytest.param("report", marks=pytest.mark.nightly("another call"))])
 @pytest.mark.parametrize("name", [name if name == "a save" else pytest.param(name, marks=SLOW) for name in OTHERS])
 def test_the_last_save_of_the_last_writer_is_the_newest_and_nothing_that_was_confirmed_is_lost(
     name, call, place, tmp_path, monkeypatch

@@ -106,7 +106,7 @@ def test_a_training_resumes_from_a_checkpoint_of_a_version(version, tmp_path):
 
 
 def test_the_page_has_the_list_of_keys_and_no_other_key_is_written():
-    page = (DOCS / "checkpoints.md").read_text()
+    page = (DOCS / "checkpoint_format.md").read_text()
     page = page[page.index("- `rank-0.json`") : page.index("- `tensors-0.safetensors`")]
     assert not [key for key in KEYS if f"`{key}`" not in page]
     with pytest.raises(ValueError, match=r"^the keys of a checkpoint's JSON must be in KEYS, got color; add them$"):
@@ -114,7 +114,7 @@ def test_the_page_has_the_list_of_keys_and_no_other_key_is_written():
 
 
 def test_the_page_reads_the_weights_without_the_library():
-    page = (DOCS / "checkpoints.md").read_text()
+    page = (DOCS / "checkpoint_format.md").read_text()
     code = page[page.index("import json\n") :].partition("```")[0]
     assert len(code.splitlines()) <= 20
     folder = Path(__file__).parent / "version-2"

@@ -317,7 +317,7 @@ def test_a_rank_that_goes_on_in_a_folder_that_was_begun_again_leaves_its_files_a
         try:
             saves.save()
         except RuntimeError as error:
-            assert "end one of the two" in str(error) or "end it" in str(error)  # noqa: PT017
+            assert "end one of them" in str(error) or "end it" in str(error)  # noqa: PT017
             return None
         return saves
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 from types import FrameType
@@ -19,10 +20,12 @@ class Interrupt:
         self.left, self.file = line, f"{PACKAGE}/{file}"
 
     def __enter__(self) -> None:
+        gc.disable()  # the finalizer of an earlier training would be interrupted in place of the block
         sys.settrace(self._trace)
 
     def __exit__(self, *_: object) -> None:
         sys.settrace(None)
+        gc.enable()
 
     def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
         if not frame.f_code.co_filename.startswith(self.file):

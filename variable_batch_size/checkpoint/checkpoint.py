@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from variable_batch_size._log import log
-from variable_batch_size._validation import check_int, check_interval, value_error
+from variable_batch_size._validation import check_int, check_interval, suggests, value_error
 from variable_batch_size.checkpoint.best import Criterion
 from variable_batch_size.checkpoint.contents import Contents
 from variable_batch_size.checkpoint.events import Events
@@ -27,6 +27,7 @@ from variable_batch_size.checkpoint.folder import Folder, update_of
 from variable_batch_size.checkpoint.parts import Parts, Stateful
 from variable_batch_size.checkpoint.reading import read_first
 from variable_batch_size.checkpoint.saving import Saver, few_of
+from variable_batch_size.checkpoint.write_thread import wait_for_all
 from variable_batch_size.optim.checks.normalization import check_model_known
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.optim.tensors.hooks import uncompiled
@@ -50,13 +51,14 @@ class Checkpoint:
     must see the same folder to restore. A checkpoint is a folder `update-00001234-0001-1-2` in the format
     `vbs-checkpoint`, version 2, of JSON and safetensors, which `read_checkpoint` reads: the states of rank 0's parts,
     the shards of all ranks, and the host's random numbers, which resume in a world of the same size.
-    docs/checkpoints.md has who writes what, the format, and what a dataset needs that workers read.
+    docs/checkpoint_format.md has the format, docs/checkpoints.md what a dataset needs that workers read.
 
     Args:
         dir: folder of the checkpoints, a path or a URL, as "gs://bucket/runs/a" (extra `cloud`); created if needed, and
-            closed to other processes until `close()`. Another object of this process on the folder takes over.
-        model: the model. Of frozen parameters, and of buffers such as the running statistics of batch normalization,
-            those of rank 0 are saved.
+            closed to other processes until `close()`. Another object of this process on the folder takes over,
+            after what this one still writes.
+        model: the model. Frozen parameters, and buffers such as the running statistics of batch normalization, are
+            saved from rank 0.
         optimizer: the wrapper whose updates are counted.
         sampler: the sampler; optional, because the state of the optimizer includes its state.
         scheduler: a `ProgressScheduler`, or the scheduler of torch whose `step()` the loop calls.
@@ -85,6 +87,7 @@ class Checkpoint:
             once more after the first update.
     """
 
+    @suggests
     def __init__(
         self,
         dir: str | os.PathLike[str],
@@ -116,12 +119,14 @@ class Checkpoint:
         self._agreement = agreement = optimizer.agreement
         self._first_update = optimizer.updates  # at the creation of this object, or after the last restore
         self._updated = self._stepped = False  # whether an update was made, and step() called, since then
+        self._restored = False
         if not optimizer.inside_step:
             agreement.run_on_all("Checkpoint()", partial(self._parts.check_storable, updated=False))
         self._interrupts: Interrupts | None = None
         in_one_process = agreement.world.size == 1 or self._backend.threads
         try:
             self._interrupts = Interrupts() if on_interrupt == "save" else None
+            agreement.run_on_all("Checkpoint()", wait_for_all)  # what another object on the folder still writes
             token = self._folder.id = agreement.run_on_rank_0("Checkpoint()", self._folder.lock)
             shares = list[str]()  # whether each rank shares the folder; in one process rank 0 writes alone
             if not in_one_process:
@@ -131,7 +136,7 @@ class Checkpoint:
             self._saver = Saver(self._backend, agreement, self._parts, self._folder, keep, together=together)
             self._last_update, self._saved_time = optimizer.updates, time.monotonic()
             self._events = Events(self._folder.storage, agreement.world)
-            self._events.add("start", optimizer.updates)
+            self._events.add("start", optimizer.updates, **({"every": every} if isinstance(every, int) else {}))
             self._events.large_told = optimizer.skipped
             optimizer.register(self._events)
         except BaseException:  # also an interrupt
@@ -188,8 +193,8 @@ class Checkpoint:
         """Save with `wait=False` if a save is due; call it in the loop, after every `optimizer.step()`.
 
         Without a new update since the last call, it does nothing. What it saves at the end of an epoch resumes before
-        the loop's code for that end: `optimizer.epoch` is then that epoch, the loader yields nothing, and the loop goes
-        on to evaluate, to step a scheduler, to read metrics. What `save()` saves resumes with the next epoch, and so
+        the loop's code for that end: `optimizer.epoch` is then that epoch, the loader yields nothing, and the loop
+        continues: it evaluates, steps a scheduler, reads metrics. What `save()` saves resumes with the next epoch. So
         does what `step()` saves if several updates were made since its last call, as in a call after each epoch.
 
         Returns:
@@ -223,7 +228,7 @@ class Checkpoint:
         """Report the values of the present weights, and save with `wait=False` if they are the best so far.
 
         Call it on every rank, between steps, after an evaluation. The best checkpoint stays in the folder until a
-        better one is published, beside the `keep` newest ones; a training that resumes compares with it. If the folder
+        better one is published, beside the `keep` newest ones; a run that resumes compares with it. If the folder
         already has a checkpoint of this update, that one becomes the best and is not written again. As with `save()`,
         what is saved at the end of an epoch resumes with the next epoch: call `report()` last, after a scheduler's
         `step()`. A checkpoint that `step()` has saved at that end resumes before the evaluation.
@@ -234,7 +239,7 @@ class Checkpoint:
                 NaN and infinity never are, and an equal value is not better.
 
         Returns:
-            Whether the value is better than that of every intact checkpoint; the same on every rank.
+            Whether the value is better than in every intact checkpoint; the same on every rank.
 
         Raises:
             TypeError: if a value is not a real number.
@@ -271,17 +276,17 @@ class Checkpoint:
         newer, which `restore()` would otherwise prefer. Until then nothing is deleted.
 
         Args:
-            strict: whether to raise if it was saved with other samples: another dataset size, seed or past of the
-                trace, or without one of the parts, which begins anew otherwise. Another future of the trace, another
-                rule and another `ref_batchsize` are told in any case.
+            strict: whether to raise an error if the samples differ (dataset size, seed, past of the trace), or if a
+                part was not saved. With False, such a part keeps its initial state. A warning tells in any case if the
+                future of the trace, the rule or `ref_batchsize` differs.
             best: whether to restore the checkpoint with the best value that was reported. Without `best=` of the
                 constructor, the newest such checkpoint tells which metric counts.
-            required: whether to raise if there is nothing to restore.
+            required: whether to raise an error if there is nothing to restore.
 
-        Rank 0 logs which checkpoint was restored, or that there is none. One whose state or
-        manifest is damaged is skipped with a RuntimeWarning; a UserWarning names a tensor of the model that has another
-        dtype than the saved one. Every rank reads each file once, and executes no code from it. In a world of the same
-        size, passes over the sampler begin with the saved RNG states until the next update.
+        Rank 0 logs which checkpoint was restored, or that there is none. A checkpoint whose state or manifest is
+        damaged is skipped with a RuntimeWarning. A UserWarning names each tensor of the model whose dtype differs from
+        the saved one. Every rank reads each file once, and executes no code from it. If the number of ranks is the
+        same, passes over the sampler begin with the saved RNG states until the next update.
 
         Raises:
             RuntimeError: on every rank, if the checkpoint has other parts, another model, or other samples than this
@@ -289,6 +294,8 @@ class Checkpoint:
                 if the previous save failed.
         """
         began, folder, is_rank_0 = time.monotonic(), self._folder, self._agreement.world.rank == 0
+        made = self._optimizer.updates  # by this run, if it has restored or made any
+        is_of_this_run = self._restored or made != self._first_update
         self._agreement.forget()  # ranks may have made unequal numbers of updates until now
         self._saver.finish_pending(_RESTORE)
         candidates = partial(folder.candidates, best=best, criterion=self._criterion)
@@ -313,10 +320,12 @@ class Checkpoint:
             return False
         self._agreement.run_on_all(_RESTORE, partial(self._parts.load, contents, folder.storage.at(name), strict))
         self._mark_saved()
-        self._first_update = self._optimizer.updates
+        self._restored, self._first_update = True, self._optimizer.updates
         folder.mark_restored(name, best=best)
         if is_rank_0:
-            self._announce(name, contents, [*damaged], time.monotonic() - began)
+            updates = self._optimizer.updates
+            lost = (max(0, made - updates),) * 2 if is_of_this_run else self._events.lost(updates)
+            self._announce(name, contents, [*damaged], time.monotonic() - began, lost)
         return True
 
     def _lost(self, best: bool) -> dict[str, str]:
@@ -328,7 +337,9 @@ class Checkpoint:
             return {} if self._agreement.world.rank else self._folder.lost(best=best)
         return {}
 
-    def _announce(self, name: str, contents: Contents, damaged: list[str], seconds: float) -> None:
+    def _announce(
+        self, name: str, contents: Contents, damaged: list[str], seconds: float, lost: tuple[int, int | None]
+    ) -> None:
         """Log that a checkpoint was restored, and add it to the events.
 
         Args:
@@ -336,11 +347,11 @@ class Checkpoint:
             contents: what this rank has read of it.
             damaged: names of the checkpoints that were skipped.
             seconds: how long the restore took.
+            lost: between which numbers of updates are lost; the second is None if it is not known.
         """
         optimizer, folder, updates = self._optimizer, self._folder, self._optimizer.updates
         saved_world, world = len(contents.rng), self._agreement.world.size
         saved_size, size = contents.facts.get("batch_size", 0), self._parts.batch_size(updates)  # 0: not known
-        lost = max(0, self._events.reached - updates)
         is_decided = optimizer.sampler.batches.decided is not None and optimizer.sampler.training.later is None
         line = f"Checkpoint {name} restored: "
         if saved_world not in (0, world):
@@ -350,15 +361,16 @@ class Checkpoint:
         if optimizer.stage:
             line += f"stage {optimizer.stage}, "
         line += f"update {updates}, epoch {optimizer.epoch}, {optimizer.samples} samples, "
-        line += f"lost {lost} update{'' if lost == 1 else 's'}"
-        if not self._events.ended:  # a run that is killed has written its progress once a minute
+        least, most = lost
+        line += f"lost {least}{'' if most in (None, least) else f' to {most}'} update{'s' if {*lost} != {1} else ''}"
+        if most is None:
             line += " and those of the last minute before it was killed"
         line += f"; the next save deletes {', '.join(folder.left)}." if folder.left else "."
         if contents.of_ranks:
             line += f" In this world all ranks have what rank 0 had of {few_of(contents.of_ranks)}."
         log(line, rank=0, update=updates)
         self._events.large_told = self._optimizer.skipped
-        self._events.add("restore", updates, lost=lost, seconds=seconds, damaged=", ".join(damaged))
+        self._events.add("restore", updates, lost=least, seconds=seconds, damaged=", ".join(damaged))
 
     def close(self) -> None:
         """Wait for the write in progress, if any, and unlock the folder.
@@ -394,7 +406,7 @@ class Checkpoint:
                 if missed and self._agreement.world.rank == 0:
                     warnings.warn(UNCALLED_STEP, RuntimeWarning, stacklevel=3)
             else:
-                self._saver.thread.warn()
+                self._saver.finish_alone()
             if isinstance(error, (Exception, KeyboardInterrupt)) and self._folder.writer.writes:
                 self._log_what_to_resume_from()
         finally:

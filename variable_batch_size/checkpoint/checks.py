@@ -15,6 +15,10 @@ SAMPLER = "sampler"  # name of a part
 _COMPARED = "lr", "weight_decay", "momentum", "betas"
 
 
+class HyperparametersWarning(UserWarning):
+    """The script has created an optimizer with other hyperparameters than the script that saved."""
+
+
 def check_parts(location: str, saved: Iterable[str], passed: Iterable[str], *, strict: bool) -> None:
     """Check that a checkpoint has the parts that were passed, apart from the sampler, whose state the optimizer has.
 
@@ -116,10 +120,11 @@ def warn_of_hyperparameters(
         if _differ(group[name], group_here[name])
     ]
     if differences:
+        shown, more = "; ".join(sorted(differences)[:2]), ", and more" * (len(differences) > 2)
         warnings.warn(
-            f"The script has other hyperparameters of the {optimizer} than the one that saved {location}, which count: "
-            f"{'; '.join(sorted(differences))}. To change them, set {optimizer}.param_groups after restore()",
-            UserWarning,
+            f"The hyperparameters of {location.rpartition('/')[2]} count, not the script's: {shown}{more}. To change "
+            f"them, set {optimizer}.param_groups after restore()",
+            HyperparametersWarning,
             stacklevel=stacklevel_of_user(),
         )
 

@@ -138,7 +138,7 @@ def read_manifests(storage: Storage, name: str, texts: Sequence[str] | None = No
     with _as_damage(storage, name, "the JSON of a rank"):
         ranks = [parse_manifest(text) for text in texts]
         if any((manifest["name"], manifest["ranks"]) != (name, len(ranks)) for manifest in ranks):
-            raise ValueError("the JSON of a rank is that of another checkpoint")
+            raise ValueError("the JSON of a rank belongs to another checkpoint")
     if len({manifest.get("writer") for manifest in ranks}) > 1:  # the writer's id; earlier releases wrote none
         raise DamagedError("the files of its ranks are of two saves", seal_of(ranks))
     return ranks

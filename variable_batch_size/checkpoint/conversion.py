@@ -155,9 +155,7 @@ def _check_state_dicts(states: Any) -> None:
         raise value_error(requirement, ", ".join(map(repr, states)) or "an empty one", remedy)
     for name in (*states, *states["model"]):
         if not isinstance(name, str) or (name in states and "/" in name):
-            raise value_error(
-                "names of states and tensors must be texts, those of states without /", repr(name), remedy
-            )
+            raise value_error("names of states and tensors must be texts, without / for states", repr(name), remedy)
 
 
 def _as_of_torch(state: Any) -> Any:

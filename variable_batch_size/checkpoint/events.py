@@ -2,18 +2,22 @@
 
 `events.jsonl` is written by rank 0, beside the checkpoints; in an object store, to whose objects nothing can be added,
 each run has a file of its own. Each line has `version`, `event`, `time` (seconds since 1970), `update` and `world`,
-and: `restore`: `lost`, the updates that are known to be made again, and `seconds`; `save`: `seconds` for which updates
-waited, also where the write behind them fails later; `skip`: the gradient of the update was not finite, or, with
-`large`, that many updates since the last such line were skipped because of `skip_grad_norm` (a device that compiles
-graphs tells it later); `notice`: a signal that asks to stop; `end`: `error`, the exception with which the training
-ended, or "". Between them, `progress` at most once a minute.
+and: `start`: `every`, if the interval between saves is a number of updates; `restore`: `lost`, the updates that are
+known to be repeated, and `seconds`; `save`: `seconds` for which updates waited, also where the write behind them fails
+later; `skip`: the gradient of the update was not finite, or, with `large`, that many updates since the last such line
+were skipped because of `skip_grad_norm` (a device that compiles graphs tells it later); `notice`: a signal that asks to
+stop; `end`: `error`, the exception with which the training ended, or "". Between them, `progress` at most once a
+minute.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import time
+from collections.abc import Sequence
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any, Final, final
 
 from variable_batch_size.checkpoint.storage import Storage
@@ -30,8 +34,6 @@ class Events:
     """Adds lines to the file of a folder, on rank 0.
 
     Attributes:
-        reached: the last update in the file of the run before this one; 0 if there was none.
-        ended: whether that run has told its end; otherwise it may have made more updates.
         large_told: how many updates that were skipped because of `skip_grad_norm` are in the file, or were skipped
             before this object was created or a checkpoint was restored.
     """
@@ -43,8 +45,7 @@ class Events:
         earlier = list[dict[str, Any]]()
         with suppress(Exception):  # whatever a store raises: a training must not end because its events cannot be read
             earlier = [] if world.rank else read_events(folder)
-        self.reached = earlier[-1]["update"] if earlier else 0
-        self.ended = not earlier or earlier[-1]["event"] == "end"
+        self._earlier = _newest_run(earlier)
         self._last, self._skipped, self.large_told = time.monotonic(), False, 0
 
     def add(self, event: str, update: int, **facts: float | str) -> None:
@@ -68,6 +69,30 @@ class Events:
                     file.write(self._lines.pop())
             else:  # an object of a store cannot grow: all lines of this run are written again
                 self._folder.put("".join(self._lines), self._name)
+
+    def lost(self, updates: int) -> tuple[int, int | None]:
+        """Return between which numbers of updates the run before this one has lost, if it is restored to `updates`.
+
+        The second is None if it is not known. A run that was killed has told its progress at most a minute before, and
+        each save of `every` updates: what it made after that is bounded by both, and by its highest pace.
+        """
+        if not self._earlier:
+            return 0, 0
+        first, last = self._earlier[0], self._earlier[-1]
+        least = max(0, last["update"] - updates)
+        if last["event"] == "end":
+            return least, least
+        pairs = pairwise(self._earlier)
+        times = (  # a restore makes no updates
+            (one["update"] - other["update"], one["time"] - other["time"])
+            for other, one in pairs
+            if one["event"] != "restore"
+        )
+        pace = max((made / seconds for made, seconds in times if made > 0 and seconds > 0), default=None)
+        bounds = [first["every"]] if _is_number(first.get("every")) else []
+        if pace is not None:
+            bounds.append(math.ceil(pace * min(_PROGRESS_SECONDS, max(0.0, time.time() - last["time"]))))
+        return least, least + min(bounds) if bounds else None
 
     def commit(self, commit: Commit) -> None:
         """Note whether an update was skipped; see `Observer`."""
@@ -108,6 +133,18 @@ def read_events(folder: Storage) -> list[dict[str, Any]]:
                 if event["version"] == VERSION and isinstance(event["event"], str) and are_numbers:
                     events.append(event)
     return events
+
+
+def _newest_run(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the lines of the newest run that has done something; of the newest one if none has."""
+    begins = [index for index, event in enumerate(events) if event["event"] == "start"] or [0]
+    runs = [list(events[begin:end]) for begin, end in zip(begins, [*begins[1:], len(events)], strict=True)]
+    return next((run for run in reversed(runs) if _has_done_something(run)), runs[-1])
+
+
+def _has_done_something(run: Sequence[dict[str, Any]]) -> bool:
+    """Return whether a run has restored, saved or made updates."""
+    return any(event["event"] in ("restore", "save") or event["update"] > run[0]["update"] for event in run)
 
 
 def _is_number(value: object) -> bool:

@@ -105,7 +105,7 @@ class Folder:
         if not names and unknown:
             raise VersionError(
                 f"Checkpoint {self.storage.at(max(unknown))} must have version {VERSION} of the format {FORMAT}, got "
-                f"the name of another version; go on with the release that saved it, or choose another folder"
+                f"the name of another version; continue with the release that saved it, or choose another folder"
             )
         return self.best_first(criterion) if best else names
 
@@ -229,7 +229,7 @@ class Folder:
             self.storage.make()
             if MANIFEST in (names := self.storage.names()):
                 raise OSError(
-                    f"dir must be the folder of a training, got the checkpoint {self.storage.location}; pass the "
+                    f"dir must be the folder of a run, got the checkpoint {self.storage.location}; pass the "
                     "folder that it is in"
                 )
             self.writer.acquire(max((_order(name)[0] for name in filter(_NAME.fullmatch, names)), default=0))
@@ -283,8 +283,8 @@ class Folder:
         not_ours = [name for name in self._earlier if name in names and (not self.goes_on or update_of(name) > update)]
         if foreign := next(filter(self.is_intact, not_ours), None):
             raise ValueError(
-                f"Checkpoint {self.storage.at(foreign)} is not one of this training, which has made {update} updates, "
-                f"and saves would delete it; restore() it first; another folder begins another training"
+                f"Checkpoint {self.storage.at(foreign)} is not one of this run, which has made {update} updates, "
+                f"and saves would delete it; restore() it first; another folder begins a different run"
             )
         for name in filter(_NAME.fullmatch, other_folders):
             self.discard(name)
@@ -323,8 +323,8 @@ class Folder:
                         self.storage.remove(name, written)  # the next save deletes the rest
             if isinstance(error, FileExistsError):
                 raise RuntimeError(
-                    f"Checkpoint folder {self.storage.location} has files of another training under the name {name}, "
-                    f"as if it was deleted and begun again; end one of the two"
+                    f"Checkpoint folder {self.storage.location} has files of another run under the name {name}, so "
+                    f"that two runs seem to write to it; end one of them, or give it another folder"
                 ) from None
             raise
 

@@ -152,11 +152,11 @@ def _as_parameter(value: Any, parameter: Tensor) -> Any:
 def weights_hash(model: nn.Module | Mapping[str, Any]) -> str:
     """Return the SHA-256 of the tensors of a model, in hexadecimal: two models with one hash are equal to the last bit.
 
-    It is that of the names, in their order, each with dtype, shape and bytes, which does not depend on the device.
+    It covers the names, in their order, each with dtype, shape and bytes, and does not depend on the device.
 
     Args:
-        model: a model that this process has whole, compiled or in a DistributedDataParallel, too; or its state dict, as
-            that of `vbs.read_checkpoint`.
+        model: a model that this process has whole, possibly compiled or in a DistributedDataParallel; or its state
+            dict, such as one from `vbs.read_checkpoint`.
 
     >>> model = nn.Linear(2, 1)
     >>> weights_hash(model) == weights_hash(model.state_dict())

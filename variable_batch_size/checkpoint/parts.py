@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
+from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.checkpoint.checks import (
     check_model,
@@ -273,13 +274,13 @@ class Parts:
             if isinstance(part, OPTIMIZERS):
                 self._names.check_groups(saved[name], part)
                 check_outside(location, name, saved[name].get("outside", {}), self._parameters_outside(part))
-                if world.rank == 0:
-                    warn_of_hyperparameters(location, name, saved[name].get(_BEGUN, []), self._script[name])
         self._restoring = location  # until the end: a save in between would store half a state
         for name, part in saved_parts.items():  # the optimizer is first: it raises before it changes anything
             if isinstance(part, OPTIMIZERS):
                 self._load_optimizer(name, part, saved, strict)
                 self._begun[name] = saved[name].get(_BEGUN, [])
+                if world.rank == 0:
+                    warn_of_hyperparameters(location, name, self._begun[name], self._script[name])
             elif name == "model":
                 self._names.load_model(saved[name])
             elif isinstance(part, type(self._optimizer.sampler)):
@@ -351,5 +352,5 @@ def _check_scheduler(parts: Collection[object], optimizer: CustomOptimizer) -> N
             "The checkpoint has no scheduler, but one was created for the optimizer: a restored training would begin "
             "its schedule again; pass scheduler=",
             UserWarning,
-            stacklevel=4,  # at Checkpoint()
+            stacklevel=stacklevel_of_user(),
         )

@@ -182,8 +182,8 @@ def read_checkpoint(path: str | os.PathLike[str], *, best: bool = False) -> dict
     ``read_checkpoint("runs/a")["parts"]["model"]``.
 
     Args:
-        path: the folder of the training, whose newest intact checkpoint is read; or that of a checkpoint, such
-            as `checkpoint.latest`.
+        path: folder of the training, to read its newest intact checkpoint; or folder of a checkpoint, such as
+            `checkpoint.latest`.
         best: whether to read the best checkpoint of the training, by the criterion with which the newest of them was
             reported. One that is damaged is skipped with a RuntimeWarning.
 
@@ -205,7 +205,7 @@ def read_newest(path: str | os.PathLike[str], *, best: bool = False, only: str =
     """
     folder, names, is_checkpoint = open_folder(path, best=best)
     if best and (is_checkpoint or not names):
-        requirement = "best=True needs the folder of a training with a reported value"
+        requirement = "best=True needs the folder of a run with a reported value"
         raise value_error(requirement, path, 'pass best="min:loss" to its Checkpoint, and call report(loss=...)')
     damaged = {} if is_checkpoint else folder.lost(best=best)
     while names := [name for name in names if name not in damaged]:
@@ -223,7 +223,7 @@ def read_newest(path: str | os.PathLike[str], *, best: bool = False, only: str =
             warnings.warn(message, RuntimeWarning, stacklevel=stacklevel_of_user())
         return contents
     reasons = ", ".join(f"{folder.storage.at(name)} ({why})" for name, why in damaged.items())
-    requirement = "path must be the folder of an intact checkpoint, or of a training that has one"
+    requirement = "path must be the folder of an intact checkpoint, or of a run that has one"
     raise value_error(requirement, reasons or path, "pass another one")
 
 
@@ -238,7 +238,7 @@ def open_folder(path: str | os.PathLike[str], *, best: bool = False) -> tuple[Fo
     folder = Folder(path)
     names_inside = folder.storage.names()
     if not names_inside:
-        raise value_error("path must be the folder of a checkpoint or of a training", path, "nothing is there")
+        raise value_error("path must be the folder of a checkpoint or of a run", path, "nothing is there")
     names = folder.candidates(best=best)
     parent, _, name = folder.storage.location.rpartition("/")
     is_checkpoint = not names and (MANIFEST in names_inside or is_name(name))

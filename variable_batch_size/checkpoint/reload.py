@@ -91,7 +91,7 @@ def check_reload(inner: Optimizer, known: set[object]) -> None:
         if difference := _difference(state, again):
             raise TypeError(
                 f"load_state_dict() of {type(inner).__name__} must give back the state that was saved, but "
-                f"{difference}; let it inherit that of torch.optim.Optimizer, whose dtypes a checkpoint restores"
+                f"{difference}; inherit the method of torch.optim.Optimizer, whose dtypes a checkpoint restores"
             )
 
 

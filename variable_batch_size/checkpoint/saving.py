@@ -8,12 +8,8 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import time
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple, final
 
@@ -32,12 +28,12 @@ from variable_batch_size.checkpoint.parts import Parts
 from variable_batch_size.checkpoint.rng_states import get_rng_states
 from variable_batch_size.checkpoint.shards import Part, assign_writers, is_writer
 from variable_batch_size.checkpoint.values import Json, encode
+from variable_batch_size.checkpoint.write_thread import WriteThread
 
 COMPARED_EVERY = 10  # saves, from one that compares the contents of what ranks share to the next
 _SAVE = "a save of the Checkpoint"
 # Entries of the sampler's state that the JSON has at its top level, too.
 _POSITION = ("epoch", "step", "samples", "trace", "dataset_size", "seed", "shuffle", "drop_last")
-_LONGEST_PAUSE = 5e-3  # seconds between two looks whether a write has ended
 
 
 @final
@@ -152,9 +148,14 @@ class Saver:
 
     def finish_pending(self, call: str) -> None:
         """Wait for the writes of all ranks, if there are any, and raise an error of one of them on every rank."""
-        if self._unfinished is not None:
+        if self._unfinished is not None or self.thread.busy:  # busy alone: an interrupt has ended the save
             self._run_on_all(call, self.thread.wait)
             self._agreement.run_on_all(call, self._tidy)
+
+    def finish_alone(self) -> None:
+        """Wait for the write of this rank, after an exception that other ranks may not have; an error is a warning."""
+        self.thread.warn()
+        self._unfinished = None
 
     def _run_on_all(self, call: str, work: Callable[[], str]) -> list[str]:
         """Call `work` on all ranks, and return its results by rank; an error on one rank is raised on all.
@@ -280,7 +281,7 @@ class Saver:
             if not self._warned_of_rounding and rank_0:
                 warnings.warn(
                     f"ranks should hold the same parameters and states of optimizers, but {where} differs by rounding "
-                    f"from that on rank 0, as on devices of different kinds; that of one rank is saved",
+                    f"from rank 0, as on devices of different kinds; the value of one rank is saved",
                     UserWarning,
                     stacklevel=stacklevel_of_user(),
                 )
@@ -376,7 +377,7 @@ class Saver:
             raise OSError(
                 f"Checkpoint update-{updates:08d} could not be written to {storage.location} "
                 f"({getattr(error, 'strerror', None) or error}); {remedy}, or copy the newest checkpoint to another "
-                f"folder and go on there (earlier checkpoints are unchanged)"
+                f"folder and continue there (earlier checkpoints are unchanged)"
             ) from error
 
 
@@ -426,82 +427,6 @@ def versions() -> dict[str, str]:
 def few_of(names: list[str]) -> str:
     """Return the first three names, and the number of the others, in words."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} others" if len(names) > 3 else "")
-
-
-@final
-class WriteThread:
-    """One thread that runs functions in the order of `submit`, with a `wait` that may be interrupted at any instant.
-
-    The process does not end before they have run. An error that `wait` has not raised is then a RuntimeWarning.
-
-    Attributes:
-        busy: whether a function was submitted since the last `wait` that was not interrupted.
-    """
-
-    def __init__(self) -> None:
-        """Begin without a thread; the first `submit` starts it. Errors that `wait` has not raised become warnings."""
-        self._executor: ThreadPoolExecutor | None = None
-        self._errors = list[Exception]()
-        self._pid, self.busy = os.getpid(), False
-        weakref.finalize(self, _warn_of, self._errors)
-
-    def submit(self, work: Callable[[], object]) -> None:
-        """Let the thread run `work`; an interrupt may prevent it."""
-        if self._executor is None:
-            executor = ThreadPoolExecutor(1, "checkpoint")
-            try:
-                executor.submit(int)  # a function that does nothing starts the thread; no second one if interrupted
-            except BaseException:
-                executor.shutdown(wait=False)
-                raise
-            self._executor = executor
-        self.busy = True
-        self._executor.submit(_run_and_keep_error, work, self._errors)
-
-    def wait(self) -> str:
-        """Wait until all submitted functions have run, and return "".
-
-        It returns "" because `Agreement.run_on_all` takes functions that return a text. It polls, because an interrupt
-        of a blocking wait for a `Future` may leave its lock in any state. It submits a function that does nothing, and
-        waits for the end of that one, because it cannot know all earlier ones: their `submit` may have been
-        interrupted.
-
-        Raises:
-            Exception: the error of one of the functions; it is raised once.
-        """
-        if self.busy and self._executor is not None and self._pid == os.getpid():  # a forked process has no thread
-            last_function, pause = self._executor.submit(int), 1e-4  # seconds
-            while not last_function.done():
-                time.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE)
-        self.busy = False
-        if self._errors:
-            raise self._errors.pop()
-        return ""
-
-    def warn(self) -> None:
-        """Wait until all functions have run, and warn of an error instead of raising it.
-
-        It is called on a single rank, while another exception propagates.
-        """
-        try:
-            self.wait()
-        except Exception as error:
-            warnings.warn(str(error), RuntimeWarning, stacklevel=4)  # at the user's close() or `with`
-
-
-def _run_and_keep_error(work: Callable[[], object], errors: list[Exception]) -> None:
-    """Call `work` in the thread; add an error of it to `errors`, from which `WriteThread.wait` raises it."""
-    try:
-        work()
-    except Exception as error:
-        errors.append(error)
-
-
-def _warn_of(errors: list[Exception]) -> None:
-    """Warn of errors that were not raised; called at the end of a `WriteThread`."""
-    for error in errors:
-        warnings.warn(str(error), RuntimeWarning, stacklevel=2)
 
 
 @final

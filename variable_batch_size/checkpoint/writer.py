@@ -8,12 +8,14 @@ tells at once that the process has ended.
 
 from __future__ import annotations
 
+import _thread
 import os
 import re
 import socket
 import threading
 import weakref
 from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any, Final, NamedTuple, final
 from uuid import uuid4
 
@@ -76,7 +78,8 @@ class Writer:
         self._run = run or next((job for job in jobs if job not in ("", "none")), "")
         self.number, self._record = 0, _UNREADABLE
         self._file: int | None = None  # descriptor of the locked file
-        self._ended, self._writing = threading.Event(), threading.Lock()  # for the thread that renews the file
+        # For the thread that renews the file. No Event: an interrupt within its set() would lock it for ever.
+        self._ended, self._writing = SimpleQueue[None](), threading.Lock()
         self._pid = os.getpid()  # a forked process does not write
 
     def acquire(self, highest: int) -> None:
@@ -116,7 +119,7 @@ class Writer:
                 ) from None
             raise
         _open[self._key] = self
-        threading.Thread(target=_keep_alive, args=(weakref.ref(self), self._ended), name="writer", daemon=True).start()
+        _thread.start_new_thread(_keep_alive, (weakref.ref(self), self._ended))
 
     @property
     def token(self) -> str:
@@ -190,7 +193,7 @@ class Writer:
         """Stop being the writer: end the thread that renews the file, and unlock the folder."""
         if self._pid != os.getpid():  # forked while the other thread held `_writing`, it would wait for ever
             return
-        self._ended.set()
+        self._ended.put(None)
         with self._writing:
             self.number = 0
         if _open.get(self._key) is self:
@@ -259,7 +262,7 @@ class Writer:
             take_over = f', pass run="{other.run}" to take over from an earlier process of that job'
         return (
             f"Checkpoint folder {self._storage.location} is in use by {other.process}{job}; end that process or "
-            f"close() its Checkpoint{take_over}{wait}; another folder begins another training"
+            f"close() its Checkpoint{take_over}{wait}; another folder begins a different run"
         )
 
     def _numbers(self) -> list[int]:
@@ -286,15 +289,19 @@ class Writer:
                 self._storage.put(seal_json(self._record._asdict()), _file_name(self.number), create=create)
 
 
-def _keep_alive(writer: weakref.ref[Writer], ended: threading.Event) -> None:
+def _keep_alive(writer: weakref.ref[Writer], ended: SimpleQueue[None]) -> None:
     """Renew the file of a writer at intervals in a thread, until the writer has ended or is garbage.
 
     Args:
         writer: a weak reference, so that this thread does not keep the writer alive.
-        ended: set when the writer has ended.
+        ended: not empty when the writer has ended.
     """
-    while not ended.wait(RENEWAL):
-        alive = writer()
+    while True:
+        try:
+            ended.get(timeout=RENEWAL)
+            return
+        except Empty:
+            alive = writer()
         if alive is None:
             return
         alive.renew()
